@@ -1,0 +1,67 @@
+# The one door: every command that a developer, a reader or CI runs.
+# Variables: PYTHON= (another interpreter), VLLM= (another release of vLLM), MODES=, NAME=
+
+BIN := .venv/bin
+PYTEST := $(BIN)/pytest
+C_FILES = $(wildcard csrc/*.[ch] tests/c/*.[ch])
+BENCHMARKS = $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-c asan bench test-vllm test-upstream test-gpu check fix coverage wheel clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## make .venv with everything; quick when it is up to date
+	@scripts/setup.sh
+
+demo: setup  ## real vLLM, one prefill and one decode instance, token for token (MODES=all)
+	@$(BIN)/p2p-engine demo $(if $(MODES),--modes $(MODES))
+
+test: setup test-c asan  ## everything that needs no GPU; at most 25 minutes on two cores
+	$(PYTEST) tests/unit tests/property tests/contract tests/integration tests/vllm -m "not vllm and not gpu"
+
+test-c: setup  ## the C tests under AddressSanitizer and UBSan
+	tests/c/run.sh
+
+asan: setup  ## the Python tests of the C extension under AddressSanitizer and UBSan
+	tests/c/asan.sh
+
+bench: setup  ## one benchmark: NAME=transfer, and without NAME= a list
+	@test -f benchmarks/bench_$(NAME).py || { echo "NAME= is one of: $(BENCHMARKS)"; exit 2; }
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --requirements pyproject.toml --extra bench
+	$(BIN)/python -m benchmarks.bench_$(NAME)
+
+test-vllm: setup  ## every test with real vLLM; with VLLM=0.29.0, a comparison on that release
+	$(if $(VLLM),$(BIN)/python -m tests.compat.matrix $(VLLM),$(PYTEST) tests/vllm)
+
+test-upstream: setup  ## vLLM's own connector tests held against ours (VLLM=0.33.0)
+	$(BIN)/python -m tests.upstream.run $(if $(VLLM),--vllm $(VLLM))
+
+test-gpu: setup  ## the tests that need a GPU
+	$(PYTEST) tests -m gpu
+
+check: setup  ## ruff, mypy, import contracts, oldest Python, C format, shell, spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/vermin --quiet --no-tips --target=3.10- --violations mempool p2p_engine proxy
+	$(if $(C_FILES),$(BIN)/clang-format --dry-run -Werror $(C_FILES))
+	$(BIN)/shellcheck scripts/*.sh .ci/run $(wildcard tests/c/*.sh)
+	$(BIN)/codespell
+
+fix: setup  ## format everything and mend what the linters can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(if $(C_FILES),$(BIN)/clang-format -i $(C_FILES))
+
+coverage: setup  ## lines and branches that the quick tests reach
+	$(BIN)/coverage run -m pytest tests/unit tests/property tests/contract -m "not vllm and not gpu"
+	$(BIN)/coverage report
+
+wheel: setup  ## build the source distribution and the wheel in isolation
+	$(BIN)/python -m build
+
+clean:  ## remove the environment and everything built
+	rm -rf .venv build dist *.egg-info mempool/*.so .coverage .*_cache
