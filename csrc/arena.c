@@ -1,0 +1,192 @@
+#include "arena.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#ifndef MADV_POPULATE_WRITE /* Linux 5.14 */
+#define MADV_POPULATE_READ 22
+#define MADV_POPULATE_WRITE 23
+#endif
+
+enum {
+    PREFAULT_SLICE_BYTES = 4 << 20, /* bounds how long a stop waits */
+    PREFAULT_NICENESS = 10,
+};
+
+/* ---- the memory file ---- */
+
+static int
+create_file(size_t nbytes) {
+    int fd = memfd_create("p2p-kv-arena", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0) {
+        return -1;
+    }
+    if (ftruncate(fd, (off_t)nbytes) != 0 ||
+        fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+        int error = errno;
+        close(fd);
+        errno = error;
+        return -1;
+    }
+    return fd;
+}
+
+static arena_status_t
+map_file(arena_t* arena, int fd, size_t nbytes) {
+    void* address = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (address == MAP_FAILED) {
+        int error = errno;
+        close(fd);
+        errno = error;
+        return ARENA_ERRNO;
+    }
+    memset(arena, 0, sizeof *arena);
+    arena->address = address;
+    arena->nbytes = nbytes;
+    arena->fd = fd;
+    snprintf(arena->huge_pages, PIN_REPORT_BYTES, "off");
+    snprintf(arena->page_lock, PIN_REPORT_BYTES, "off");
+    snprintf(arena->cuda_register, PIN_REPORT_BYTES, "off");
+    pthread_mutex_init(&arena->prefault_lock, NULL);
+    condition_init(&arena->prefault_changed);
+    return ARENA_OK;
+}
+
+arena_status_t
+arena_create(arena_t* arena, size_t nbytes, arena_options_t options) {
+    int fd = create_file(nbytes);
+    if (fd < 0) {
+        return ARENA_ERRNO;
+    }
+    arena_status_t status = map_file(arena, fd, nbytes);
+    if (status != ARENA_OK) {
+        return status;
+    }
+    if (options.huge_pages) {
+        pin_huge_pages(arena->address, nbytes, arena->huge_pages);
+    }
+    if (options.page_lock) {
+        pin_page_lock(arena->address, nbytes, arena->page_lock);
+    }
+    if (options.cuda_register) {
+        arena->cuda_unregister = pin_cuda_register(arena->address, nbytes, arena->cuda_register);
+    }
+    return ARENA_OK;
+}
+
+arena_status_t
+arena_attach(arena_t* arena, int fd, size_t nbytes) {
+    struct stat status;
+    if (fstat(fd, &status) != 0) {
+        return ARENA_ERRNO;
+    }
+    if (status.st_size < 0 || (size_t)status.st_size < nbytes) {
+        return ARENA_TOO_SMALL;
+    }
+    int seals = fcntl(fd, F_GET_SEALS);
+    if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
+        return ARENA_UNSEALED;
+    }
+    int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    arena_status_t mapped = own < 0 ? ARENA_ERRNO : map_file(arena, own, nbytes);
+    if (mapped == ARENA_OK) {
+        arena->is_attached = true;
+    }
+    return mapped;
+}
+
+/* ---- prefault ---- */
+
+/* For kernels without MADV_POPULATE_WRITE. The atomic leaves alone what others write meanwhile. */
+static void
+touch_pages(char* address, size_t nbytes) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    for (size_t offset = 0; offset < nbytes; offset += page) {
+        __atomic_fetch_or(&address[offset], 0, __ATOMIC_RELAXED);
+    }
+}
+
+static void
+prefault_slice(arena_t* arena, size_t target) {
+    size_t start = atomic_load(&arena->prefaulted);
+    size_t nbytes = target - start < PREFAULT_SLICE_BYTES ? target - start : PREFAULT_SLICE_BYTES;
+    /* An attached file's owner has touched its pages: they need only be mapped, and a read fault
+     * maps 16 at once, writable too, where a write fault maps one. */
+    int advice = arena->is_attached ? MADV_POPULATE_READ : MADV_POPULATE_WRITE;
+    if (madvise(arena->address + start, nbytes, advice) != 0) {
+        touch_pages(arena->address + start, nbytes);
+    }
+    atomic_store(&arena->prefaulted, start + nbytes);
+}
+
+/* Waits until there is work. Returns false when it is time to stop. */
+static bool
+prefault_wait(arena_t* arena, size_t* target) {
+    pthread_mutex_lock(&arena->prefault_lock);
+    while (!arena->is_stopping &&
+           atomic_load(&arena->prefault_target) <= atomic_load(&arena->prefaulted)) {
+        pthread_cond_wait(&arena->prefault_changed, &arena->prefault_lock);
+    }
+    *target = atomic_load(&arena->prefault_target);
+    bool is_stopping = arena->is_stopping;
+    pthread_mutex_unlock(&arena->prefault_lock);
+    return !is_stopping;
+}
+
+static void*
+prefault_main(void* argument) {
+    arena_t* arena = argument;
+    thread_prepare("p2p-prefault");
+    if (!arena->is_attached) { /* there it takes a quarter of a copy's time, and one is waiting */
+        setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), PREFAULT_NICENESS);
+    }
+    size_t target = 0;
+    while (prefault_wait(arena, &target)) {
+        prefault_slice(arena, target);
+    }
+    return NULL;
+}
+
+int
+arena_prefault(arena_t* arena, size_t upto) {
+    int error = 0;
+    upto = upto < arena->nbytes ? upto : arena->nbytes;
+    pthread_mutex_lock(&arena->prefault_lock);
+    if (upto > atomic_load(&arena->prefault_target)) {
+        atomic_store(&arena->prefault_target, upto);
+        if (!arena->prefault_thread.is_started) {
+            error = thread_start(&arena->prefault_thread, prefault_main, arena);
+        }
+        pthread_cond_signal(&arena->prefault_changed);
+    }
+    pthread_mutex_unlock(&arena->prefault_lock);
+    return error;
+}
+
+static void
+prefault_stop(arena_t* arena) {
+    pthread_mutex_lock(&arena->prefault_lock);
+    arena->is_stopping = true;
+    pthread_cond_signal(&arena->prefault_changed);
+    pthread_mutex_unlock(&arena->prefault_lock);
+    thread_join(&arena->prefault_thread);
+}
+
+void
+arena_destroy(arena_t* arena) {
+    prefault_stop(arena);
+    if (arena->cuda_unregister != NULL) {
+        arena->cuda_unregister(arena->address);
+    }
+    munmap(arena->address, arena->nbytes);
+    close(arena->fd);
+    pthread_cond_destroy(&arena->prefault_changed);
+    pthread_mutex_destroy(&arena->prefault_lock);
+}

@@ -1,0 +1,57 @@
+/* Host memory that other processes can map: an anonymous memory file, mapped shared.
+ *
+ * Nothing has a name that could leak after a crash, and only a process that was handed the
+ * descriptor can map it. The file is sealed, so that a peer's access can never end in SIGBUS
+ * because somebody shrank it. Pages are taken from the system when they are first touched, or by
+ * the prefault thread ahead of need. */
+#ifndef P2P_ARENA_H
+#define P2P_ARENA_H
+
+#include "pin.h"
+#include "thread.h"
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+typedef struct {
+    char* address;
+    size_t nbytes;
+    int fd;
+    pin_unregister_t cuda_unregister;
+    char huge_pages[PIN_REPORT_BYTES];
+    char page_lock[PIN_REPORT_BYTES];
+    char cuda_register[PIN_REPORT_BYTES];
+
+    thread_t prefault_thread;
+    pthread_mutex_t prefault_lock; /* guards prefault_thread and is_stopping */
+    pthread_cond_t prefault_changed;
+    bool is_stopping;
+    bool is_attached;
+    atomic_size_t prefault_target;
+    atomic_size_t prefaulted;
+} arena_t;
+
+typedef struct {
+    bool huge_pages;
+    bool page_lock;     /* lock pages in memory as they are touched */
+    bool cuda_register; /* touches every page */
+} arena_options_t;
+
+typedef enum {
+    ARENA_OK,
+    ARENA_ERRNO,     /* see errno */
+    ARENA_TOO_SMALL, /* the file does not hold nbytes */
+    ARENA_UNSEALED,  /* the file could be shrunk under us */
+} arena_status_t;
+
+/* Both fill *arena only on ARENA_OK. */
+arena_status_t arena_create(arena_t* arena, size_t nbytes, arena_options_t options);
+arena_status_t arena_attach(arena_t* arena, int fd, size_t nbytes); /* dups fd */
+
+/* Lets a background thread touch the pages of [0, upto). Never goes back. Returns 0 or an errno. */
+int arena_prefault(arena_t* arena, size_t upto);
+
+/* Stops the prefault thread (within one slice), unmaps, closes. */
+void arena_destroy(arena_t* arena);
+
+#endif

@@ -1,0 +1,48 @@
+/* What the binding's files share. Only they include Python; each parses, calls, and raises. */
+#ifndef P2P_BINDING_H
+#define P2P_BINDING_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "job.h"
+#include "regions.h"
+
+typedef struct {
+    PyTypeObject* buddy_type;
+    PyTypeObject* arena_type;
+    PyTypeObject* mover_type;
+    PyTypeObject* job_type;
+    uint32_t num_buddies; /* ever made: salts their handles */
+} module_state_t;
+
+extern PyType_Spec buddy_spec;
+extern PyType_Spec arena_spec;
+extern PyType_Spec mover_spec;
+extern PyType_Spec job_spec;
+extern PyMethodDef memory_methods[];
+
+/* The types are final, so an object's type is the one that the module made. */
+static inline module_state_t*
+state_of(PyObject* self) {
+    return PyType_GetModuleState(Py_TYPE(self));
+}
+
+/* "O&" converter: an int in [0, 2^64), ValueError for any other int. */
+int convert_u64(PyObject* object, void* result);
+
+/* Copies int64 buffers into a list of regions; `sources` or `destinations` may be NULL. Raises and
+ * returns false on failure. */
+bool parse_regions(PyObject* sources, PyObject* destinations, PyObject* lengths,
+                   regions_t* regions);
+
+/* Turns a uint64 address of an aligned word into a pointer. Raises and returns NULL on failure. */
+uint64_t* word_at(uint64_t address);
+
+/* Wraps the job and takes its reference over, also on failure. */
+PyObject* job_wrap(module_state_t* state, job_t* job, PyObject* tag, PyObject* keep);
+
+/* Takes the mover's references to an ended job back; returns the wrapper, a new reference. */
+PyObject* job_unwrap_ended(job_t* job);
+
+#endif

@@ -1,0 +1,69 @@
+/* One piece of work for the mover: a copy, a send or an expected receive.
+ *
+ *   QUEUED -> RUNNING -> DONE | FAILED | CANCELLED      (RUNNING may be skipped)
+ *
+ * Once a job has ended, no byte of its regions is touched any more. */
+#ifndef P2P_JOB_H
+#define P2P_JOB_H
+
+#include "regions.h"
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+enum { JOB_ERROR_BYTES = 160 };
+
+typedef enum { JOB_COPY, JOB_SEND, JOB_EXPECT } job_kind_t;
+typedef enum { JOB_QUEUED, JOB_RUNNING, JOB_DONE, JOB_FAILED, JOB_CANCELLED } job_state_t;
+
+typedef struct mover mover_t;
+
+typedef struct job {
+    job_kind_t kind;
+    regions_t regions;
+    uint64_t* word; /* copy: receives word_value once all bytes are visible; may be NULL */
+    uint64_t word_value;
+    uint64_t lane;    /* copy: jobs of one lane are done in order; 0 is a lane of its own */
+    uint64_t channel; /* send, expect */
+    uint64_t seq;
+    void* owner; /* the caller's; handed back by mover_drain */
+
+    atomic_int state;
+    char error[JOB_ERROR_BYTES]; /* written before the state that tells of it */
+
+    /* The mover's. */
+    mover_t* mover;
+    atomic_uint num_references;
+    cursor_t cursor;
+    uint64_t moved_bytes;
+    bool is_cancel_requested; /* under the mover's lock */
+    bool is_aborting;         /* a send that has ended, whose peer must still be told */
+    struct job* next;         /* in one of the mover's queues */
+    struct job* next_ended;
+} job_t;
+
+/* Takes the regions over, also when it returns NULL for want of memory. */
+job_t* job_create(job_kind_t kind, regions_t* regions, uint64_t channel, uint64_t seq);
+void job_retain(job_t* job);
+void job_release(job_t* job);
+
+job_state_t job_state(const job_t* job);
+bool job_has_ended(const job_t* job);
+
+/* A queue of jobs, first in first out. All zero is empty. */
+typedef struct {
+    job_t* head;
+    job_t* tail;
+} job_queue_t;
+
+void job_queue_push(job_queue_t* queue, job_t* job);
+job_t* job_queue_pop(job_queue_t* queue);
+void job_queue_remove(job_queue_t* queue, job_t* job);
+job_t* job_queue_find(const job_queue_t* queue, uint64_t seq);
+
+/* Puts `first`, which may be NULL, and then the jobs of a lane behind all others, in their order.
+ */
+void job_queue_rotate(job_queue_t* queue, uint64_t lane, job_t* first);
+
+#endif

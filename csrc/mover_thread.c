@@ -1,0 +1,171 @@
+#include "mover_internal.h"
+
+#include "copy.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/epoll.h>
+
+enum { MAX_EVENTS = 64 };
+
+static void
+copy_end(mover_t* mover, job_t* job) {
+    if (job->is_cancel_requested) {
+        mover_end_job(mover, job, JOB_CANCELLED, "cancelled");
+        return;
+    }
+    if (job->word != NULL) {
+        __atomic_store_n(job->word, job->word_value, __ATOMIC_RELEASE);
+    }
+    mover_end_job(mover, job, JOB_DONE, "");
+}
+
+/* Copies one slice of the job at the head of the queue. Called and returns without the lock. */
+static void
+copy_slice(mover_t* mover, job_t* job) {
+    size_t copied = regions_copy(&job->regions, &job->cursor, mover->slice_bytes);
+    copy_publish();
+    pthread_mutex_lock(&mover->lock);
+    job->moved_bytes += copied;
+    mover->stats.bytes_copied += copied;
+    uint64_t lane = job->lane;
+    if (job->is_cancel_requested || job->moved_bytes == job->regions.nbytes) {
+        copy_end(mover, job);
+        job = NULL;
+    }
+    job_queue_rotate(&mover->copies, lane, job);
+    pthread_mutex_unlock(&mover->lock);
+}
+
+static void
+cancel_copies(mover_t* mover) {
+    job_t* next = NULL;
+    for (job_t* job = mover->copies.head; job != NULL; job = next) {
+        next = job->next;
+        if (job->is_cancel_requested) {
+            job_queue_remove(&mover->copies, job);
+            copy_end(mover, job);
+        }
+    }
+}
+
+static void
+serve_cancels(mover_t* mover) {
+    if (!mover->has_cancels) {
+        return;
+    }
+    mover->has_cancels = false;
+    cancel_copies(mover);
+    for (channel_t* channel = mover->channels; channel != NULL; channel = channel->next) {
+        channel_cancel_expects(mover, channel);
+        channel_cancel_sends(mover, channel);
+        mover_update_interest(mover, channel);
+    }
+}
+
+static void
+free_channel(mover_t* mover, channel_t* channel, job_state_t state, const char* reason) {
+    if (channel->fd >= 0) {
+        snprintf(channel->error, sizeof channel->error, "%s", reason);
+        channel_break(mover, channel, state);
+    }
+    free(channel);
+}
+
+static void
+serve_detached(mover_t* mover) {
+    while (mover->detached != NULL) {
+        channel_t* channel = mover->detached;
+        mover->detached = channel->next;
+        free_channel(mover, channel, JOB_FAILED, "the channel was detached");
+    }
+}
+
+/* What the callers asked for. Returns the next copy, if any. */
+static job_t*
+serve_callers(mover_t* mover, bool* is_closing) {
+    pthread_mutex_lock(&mover->lock);
+    serve_detached(mover);
+    serve_cancels(mover);
+    job_t* job = job_queue_pop(&mover->copies);
+    if (job != NULL) {
+        atomic_store(&job->state, JOB_RUNNING);
+    }
+    *is_closing = mover->is_closing;
+    mover->is_asleep = job == NULL && !mover->is_closing;
+    pthread_mutex_unlock(&mover->lock);
+    return job;
+}
+
+static void
+serve_channel(mover_t* mover, channel_t* channel, unsigned events) {
+    if (channel->fd < 0) {
+        return; /* an earlier event of this round broke it */
+    }
+    bool is_whole = true;
+    if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) {
+        is_whole = channel_receive(mover, channel);
+    }
+    if (is_whole && (events & EPOLLOUT) != 0) {
+        is_whole = channel_send(mover, channel);
+    }
+    pthread_mutex_lock(&mover->lock);
+    if (is_whole) {
+        mover_update_interest(mover, channel);
+    } else {
+        channel_break(mover, channel, JOB_FAILED);
+    }
+    pthread_mutex_unlock(&mover->lock);
+}
+
+static void
+serve_sockets(mover_t* mover, int timeout) {
+    struct epoll_event events[MAX_EVENTS];
+    int count = epoll_wait(mover->epoll_fd, events, MAX_EVENTS, timeout);
+    for (int i = 0; i < count; i++) {
+        if (events[i].data.ptr == NULL) {
+            mover_clear_eventfd(mover->wake_fd);
+        } else {
+            serve_channel(mover, events[i].data.ptr, events[i].events);
+        }
+    }
+}
+
+/* Ends everything that is still open. */
+static void
+thread_exit(mover_t* mover, job_t* current) {
+    pthread_mutex_lock(&mover->lock);
+    if (current != NULL) {
+        mover_end_job(mover, current, JOB_CANCELLED, "the mover was closed");
+    }
+    for (job_t* job = NULL; (job = job_queue_pop(&mover->copies)) != NULL;) {
+        mover_end_job(mover, job, JOB_CANCELLED, "the mover was closed");
+    }
+    serve_detached(mover);
+    while (mover->channels != NULL) {
+        channel_t* channel = mover->channels;
+        mover->channels = channel->next;
+        free_channel(mover, channel, JOB_CANCELLED, "the mover was closed");
+    }
+    mover->has_exited = true;
+    pthread_cond_broadcast(&mover->changed);
+    pthread_mutex_unlock(&mover->lock);
+}
+
+void*
+mover_main(void* argument) {
+    mover_t* mover = argument;
+    thread_prepare("p2p-mover");
+    for (;;) {
+        bool is_closing = false;
+        job_t* job = serve_callers(mover, &is_closing);
+        if (is_closing) {
+            thread_exit(mover, job);
+            return NULL;
+        }
+        if (job != NULL) {
+            copy_slice(mover, job);
+        }
+        serve_sockets(mover, job != NULL ? 0 : -1);
+    }
+}

@@ -1,0 +1,21 @@
+"""Tensor memory over one arena, and the native parts it is made of. Imports nothing of ours."""
+
+from mempool._native import Arena, Buddy, Job, Mover, copy_now, read_word, write_word
+from mempool.errors import PoolError, PoolExhausted, StaleBlock
+from mempool.pool import PoolBlock, PoolStats, TensorMemoryPool
+
+__all__ = [
+    "Arena",
+    "Buddy",
+    "Job",
+    "Mover",
+    "PoolBlock",
+    "PoolError",
+    "PoolExhausted",
+    "PoolStats",
+    "StaleBlock",
+    "TensorMemoryPool",
+    "copy_now",
+    "read_word",
+    "write_word",
+]
