@@ -1,0 +1,119 @@
+"""LandingArena: the memory in which bytes land that have no final place yet, accounted exactly.
+
+One arena, two budgets: the receive buffer first, the tensor memory pool when that is full.
+Invariant: live_bytes[place] == the sum of the sizes of its live spaces, at every moment.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from mempool import Arena, Buddy, read_word, write_word
+
+MIN_BLOCK_BYTES = 4096
+PREFAULT_BYTES = 256 << 20  # touched ahead of what was ever used
+BUFFER, POOL = "buffer", "pool"
+
+
+@dataclass(frozen=True)
+class Space:
+    """A reserved piece of the arena; owned by exactly one landing."""
+
+    handle: int
+    offset: int
+    nbytes: int
+    place: str
+
+
+class LandingArena:
+    """Anonymous shared memory that peers on this host may write into. Not thread-safe: the engine's
+    lock guards it."""
+
+    def __init__(self, buffer_bytes: int, pool_bytes: int, *, page_lock: bool = False) -> None:
+        """Map the arena; pages are touched in the background, ahead of use.
+
+        Raises:
+            OSError: the memory cannot be mapped.
+        """
+        self.budgets = {BUFFER: buffer_bytes, POOL: pool_bytes}
+        self.live_bytes = {BUFFER: 0, POOL: 0}
+        capacity = _round_up(buffer_bytes) + _round_up(pool_bytes) + MIN_BLOCK_BYTES
+        self.arena = Arena(capacity, page_lock=page_lock)
+        self._buddy = Buddy(capacity, MIN_BLOCK_BYTES)
+        self._prefaulted_bytes = 0
+        self._live: dict[int, Space] = {}
+        nonce_block = self._buddy.alloc(8)
+        self.nonce_offset = self._buddy.offset(nonce_block)
+        self.nonce = secrets.randbits(63) | 1
+        write_word(self.arena.address + self.nonce_offset, self.nonce)
+        self._prefault()
+
+    def reserve(self, nbytes: int) -> Space | None:
+        """Reserve nbytes in the buffer, else in the pool; None when both are full."""
+        for place, budget in self.budgets.items():
+            if self.live_bytes[place] + nbytes <= budget:
+                try:
+                    handle = self._buddy.alloc(nbytes)
+                except MemoryError:  # in pieces too small
+                    return None
+                space = Space(handle, self._buddy.offset(handle), nbytes, place)
+                self._live[handle] = space
+                self.live_bytes[place] += nbytes
+                self._prefault()
+                return space
+        return None
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether so many bytes could ever be reserved."""
+        return nbytes <= max(self.budgets.values())
+
+    def release(self, space: Space) -> None:
+        """Give a space back.
+
+        Raises:
+            ValueError: it is not live.
+        """
+        self._buddy.free(space.handle)
+        del self._live[space.handle]
+        self.live_bytes[space.place] -= space.nbytes
+
+    def address(self, space: Space) -> int:
+        """Where the space lies in this process."""
+        return self.arena.address + space.offset
+
+    def clear_word(self, space: Space, position: int) -> None:
+        """Reset the completion word at `position` in a space before it is handed out."""
+        write_word(self.address(space) + position, 0)
+
+    def word_is(self, space: Space, position: int, value: int) -> bool:
+        """Whether the completion word at `position` has been published."""
+        return read_word(self.address(space) + position) == value
+
+    def check(self) -> None:
+        """Walk the invariants.
+
+        Raises:
+            RuntimeError: names the one that is broken.
+        """
+        self._buddy.check()
+        for place in self.budgets:
+            live = sum(space.nbytes for space in self._live.values() if space.place == place)
+            if live != self.live_bytes[place]:
+                raise RuntimeError(
+                    f"{place}: accounted {self.live_bytes[place]}, live {live} bytes"
+                )
+
+    def close(self) -> None:
+        """Unmap the arena; idempotent."""
+        self.arena.close()
+
+    def _prefault(self) -> None:
+        wanted = self._buddy.stats()["high_water_bytes"] + PREFAULT_BYTES
+        if wanted > self._prefaulted_bytes:
+            self._prefaulted_bytes = min(self.arena.nbytes, wanted + PREFAULT_BYTES)
+            self.arena.prefault(self._prefaulted_bytes)
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES

@@ -1,0 +1,162 @@
+"""The commands and their options; what they do lives in a module each."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from p2p_engine.config import SendMode
+from p2p_engine.errors import ConfigError
+
+app = typer.Typer(
+    name="p2p-engine",
+    help="KV-cache transfer between prefill and decode instances of vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+_UNBOUNDED_COLUMNS = 160  # where there is no terminal, lines are long enough not to be broken
+
+
+def _console(*, stderr: bool = False) -> Console:
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=_UNBOUNDED_COLUMNS)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise typer.BadParameter("not a JSON object")
+    return value
+
+
+TransferConfig = Annotated[
+    dict[str, Any] | None,
+    typer.Option("--kv-transfer-config", parser=_json_object, metavar="JSON"),
+]
+
+
+@app.command()
+def launch(
+    model: Annotated[str, typer.Option(help="A model's name or folder.")],
+    prefill: Annotated[int, typer.Option(min=0, help="How many prefill instances.")] = 1,
+    decode: Annotated[int, typer.Option(min=0, help="How many decode instances.")] = 1,
+    both: Annotated[int, typer.Option(min=0, help="How many instances that do both.")] = 0,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of each.")] = 1,
+    send_type: Annotated[str, typer.Option(help="PUT_ASYNC, PUT or GET.")] = "PUT_ASYNC",
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The proxy's HTTP port.")] = 10001,
+    registration_port: Annotated[int, typer.Option(help="Where instances register.")] = 30001,
+    join: Annotated[str, typer.Option(help="HOST:PORT of a proxy to join instead.")] = "",
+    log_dir: Annotated[Path | None, typer.Option(help="Default: a new temporary one.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds until all must be ready.")] = 1800.0,
+    kv_transfer_config: TransferConfig = None,
+    prefill_args: Annotated[str, typer.Option(help="vLLM arguments for prefill only.")] = "",
+    decode_args: Annotated[str, typer.Option(help="vLLM arguments for decode only.")] = "",
+    vllm_args: Annotated[list[str] | None, typer.Argument(metavar="-- VLLM_ARGUMENTS")] = None,
+) -> None:
+    """Start a proxy and vLLM instances on this machine; Ctrl-C stops them all.
+
+    Each gets free ports, its own cores or GPUs, a log file and its --kv-transfer-config, into
+    which the JSON of --kv-transfer-config is merged.
+    """
+    from p2p_engine.cli.launch import LaunchOptions, run_launch
+
+    try:
+        options = LaunchOptions(
+            model=model,
+            num_prefill=prefill,
+            num_decode=decode,
+            num_both=both,
+            tp_size=tp,
+            send_type=send_type,
+            host=host,
+            port=port,
+            registration_port=registration_port,
+            join=join,
+            log_dir=log_dir,
+            timeout_seconds=timeout,
+            transfer_config=kv_transfer_config or {},
+            vllm_args=tuple(vllm_args or ()),
+            prefill_args=tuple(shlex.split(prefill_args)),
+            decode_args=tuple(shlex.split(decode_args)),
+        )
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(run_launch(options, _console()))
+
+
+@app.command(context_settings=_PASS_ON)
+def proxy(context: typer.Context) -> None:
+    """Start the proxy alone; the same as `python -m proxy`."""
+    from proxy.main import main
+
+    raise typer.Exit(main(context.args))
+
+
+@app.command(context_settings=_PASS_ON)
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="Such as transfer; the rest are its own options.")],
+) -> None:
+    """Run one benchmark of this checkout."""
+    from p2p_engine.cli.bench import run_bench
+
+    try:
+        raise typer.Exit(run_bench(name, context.args))
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@app.command()
+def doctor(
+    kv_transfer_config: TransferConfig = None,
+    model: Annotated[str, typer.Option(help="A model's name or folder.")] = "",
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size.")] = 1,
+    rewrite: Annotated[
+        str, typer.Option(metavar="TEXT", help="An old command line or --kv-transfer-config.")
+    ] = "",
+) -> None:
+    """Check the installation and a configuration; exit code 1 when something must change.
+
+    With --rewrite, say instead how an old launch command reads for current vLLM.
+    """
+    from p2p_engine.cli.doctor import run_doctor, run_rewrite
+
+    if rewrite:
+        try:
+            raise typer.Exit(run_rewrite(rewrite, _console(stderr=True)))
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(run_doctor(kv_transfer_config, model, tp, _console()))
+
+
+@app.command()
+def demo(
+    modes: Annotated[str, typer.Option(help="PUT_ASYNC, PUT, GET, several, or all.")] = "PUT_ASYNC",
+    requests: Annotated[int, typer.Option(min=1, help="How many for each mode.")] = 60,
+    seed: Annotated[int, typer.Option(help="Another one gives other prompts.")] = 0,
+) -> None:
+    """Show it on real vLLM with a tiny model: prefill and decode against a single instance.
+
+    Exit code 1 if one token differs, or if any KV was computed again instead of transferred.
+    """
+    from p2p_engine.cli.demo import DemoOptions, run_demo
+
+    names = [mode.value for mode in SendMode]
+    chosen = names if modes == "all" else modes.split(",")
+    if not set(chosen) <= set(names):
+        raise typer.BadParameter(f"{modes}: all, or some of {','.join(names)}")
+    options = DemoOptions(modes=chosen, num_requests=requests, seed=seed)
+    raise typer.Exit(run_demo(options, _console()))

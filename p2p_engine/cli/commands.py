@@ -1,0 +1,102 @@
+"""The command lines and environments of the processes that a fleet starts."""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CONNECTOR = "P2pNcclConnector"
+EXTRA = "kv_connector_extra_config"
+# vLLM's own default is to kill its engine at once, and then the connector can take leave of nobody.
+# Less than a fleet's grace period, after which nobody is asked any more.
+_SHUTDOWN_SECONDS = 12
+
+
+class Role(str, enum.Enum):
+    """What an instance is for; a single one serves alone, without a connector."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+    SINGLE = "single"
+
+
+_KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
+
+
+@dataclass(frozen=True)
+class InstancePlan:
+    """Everything that one vLLM instance is started with."""
+
+    name: str
+    role: Role
+    model: str
+    host: str
+    http_port: int
+    kv_port: int = 0
+    registration_address: str = ""
+    tp_size: int = 1
+    send_type: str = "PUT_ASYNC"
+    vllm_args: tuple[str, ...] = ()
+
+    @property
+    def http_address(self) -> str:
+        """Where its HTTP server listens."""
+        return f"{self.host}:{self.http_port}"
+
+    @property
+    def kv_address(self) -> str:
+        """The directory that it registers with: its identity for its peers."""
+        return f"{self.host}:{self.kv_port}"
+
+
+def merge_configs(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Join two --kv-transfer-config values; `overrides` win, key by key on both levels."""
+    extra = {**config.get(EXTRA, {}), **overrides.get(EXTRA, {})}
+    return {**config, **overrides, EXTRA: extra}
+
+
+def transfer_config(plan: InstancePlan) -> dict[str, Any]:
+    """The --kv-transfer-config that an instance needs."""
+    extra = {"host": plan.host, "http_port": plan.http_port, "send_type": plan.send_type}
+    if plan.registration_address:
+        proxy_ip, _, proxy_port = plan.registration_address.rpartition(":")
+        extra |= {"proxy_ip": proxy_ip, "proxy_port": int(proxy_port)}
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_role": _KV_ROLES[plan.role],
+        "kv_port": plan.kv_port,
+        EXTRA: extra,
+    }
+
+
+def vllm_command(plan: InstancePlan, overrides: Mapping[str, Any]) -> list[str]:
+    """Start vLLM by its module: the `vllm` script of the CPU wheel cannot start."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", plan.model, "--host", plan.host, "--port", str(plan.http_port)]
+    command += ["--tensor-parallel-size", str(plan.tp_size)]
+    command += ["--shutdown-timeout", str(_SHUTDOWN_SECONDS), *plan.vllm_args]
+    if plan.role is not Role.SINGLE:
+        config = merge_configs(transfer_config(plan), overrides)
+        command += ["--kv-transfer-config", json.dumps(config)]
+    return command
+
+
+def proxy_command(
+    host: str, port: int, registration_port: int, arguments: Sequence[str] = ()
+) -> list[str]:
+    """Start our proxy."""
+    command = [sys.executable, "-m", "proxy", "--host", host, "--port", str(port)]
+    command += ["--registration-host", host, "--registration-port", str(registration_port)]
+    return [*command, *arguments]
+
+
+def vllm_environment(plan: InstancePlan) -> dict[str, str]:
+    """What an instance needs besides its binding: one address, and no look at the model hub."""
+    offline = {"HF_HUB_OFFLINE": "1"} if Path(plan.model).is_dir() else {}
+    return {"VLLM_HOST_IP": plan.host, **offline}

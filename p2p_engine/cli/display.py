@@ -1,0 +1,62 @@
+"""What a person sees while processes start."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+
+from p2p_engine.cli.members import Member
+
+
+class StartDisplay:
+    """Each member's stage: a live table in a terminal, elsewhere a line for each change."""
+
+    def __init__(self, console: Console) -> None:
+        """Show on this console, from `__enter__` to `__exit__`."""
+        self._console = console
+        self._live = Live(console=console, transient=True) if console.is_terminal else None
+        self._spinner = Spinner("dots")
+        self._shown: dict[str, str] = {}
+
+    def show(self, members: Collection[Member]) -> None:
+        """Show how far they are now."""
+        if self._live is not None:
+            self._live.update(self._table(members))
+        for member in members:
+            if self._shown.get(member.name) != member.stage:
+                self._shown[member.name] = member.stage
+                if self._live is None or member.is_ready:
+                    self._console.print(_line(member), highlight=False)
+
+    def _table(self, members: Collection[Member]) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for member in members:
+            if not member.is_ready:
+                seconds = f"{member.elapsed_seconds:3.0f} s"
+                table.add_row(self._spinner, member.name, seconds, f"[dim]{member.stage}")
+        return table
+
+    def __enter__(self) -> StartDisplay:
+        """Begin to show."""
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the console as it was, with the lines of what is ready."""
+        if self._live is not None:
+            self._live.stop()
+
+
+def _line(member: Member) -> str:
+    return f"{member.elapsed_seconds:5.0f} s  {member.name:<12} {member.stage}"

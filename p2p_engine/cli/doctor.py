@@ -1,0 +1,182 @@
+"""`p2p-engine doctor`: checks an installation and a configuration before anything is started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from p2p_engine.cli.commands import EXTRA
+from p2p_engine.cli.devices import GIB, available_memory_bytes, visible_gpus
+from p2p_engine.cli.findings import Finding, change, note, ok, show
+from p2p_engine.cli.installation import check_installation
+from p2p_engine.cli.ports import is_port_free
+from p2p_engine.cli.rewrite import TOP_LEVEL_KEYS, config_problems, rewrite
+from p2p_engine.config import DEFAULT_KV_PORT, TRANSPORT_NAMES, EngineConfig
+from p2p_engine.errors import ConfigError
+
+PROXY_PORTS = (10001, 30001)
+_CONNECT_SECONDS = 2.0
+
+
+def run_doctor(config: Mapping[str, Any] | None, model: str, tp_size: int, console: Console) -> int:
+    """Check everything; return the exit code: 1 when something must change."""
+    with console.status("importing vLLM, as each of its processes will"):
+        findings = list(check_installation())
+    findings += check_transports()
+    if config is None:
+        findings += [check_port("127.0.0.1", port, "the proxy's port") for port in PROXY_PORTS]
+    else:
+        findings += check_config(config, tp_size)
+    if model:
+        findings.append(check_model(model, tp_size))
+    return show(findings, console)
+
+
+def run_rewrite(text: str, console: Console) -> int:
+    """Print what changes on the console and the new text on stdout; 1 if something is left over."""
+    result = rewrite(text)
+    for title, lines in (("changed", result.changes), ("decide", result.problems)):
+        for line in lines:
+            console.print(f"{title}: {line}", markup=False, highlight=False, soft_wrap=True)
+    print(result.text)
+    return int(bool(result.problems))
+
+
+def check_config(config: Mapping[str, Any], tp_size: int) -> Iterator[Finding]:
+    """Look at one instance's --kv-transfer-config and at what it needs of this machine."""
+    problems = config_problems(config)
+    old = config.keys() - TOP_LEVEL_KEYS
+    remedy = "p2p-engine doctor --rewrite does it" if old else "see the README's table of settings"
+    for problem in problems:
+        yield change("configuration", problem, remedy)
+    with contextlib.suppress(ConfigError):
+        settings = EngineConfig.from_extra_config(config.get(EXTRA) or {})
+        if not problems:
+            yield ok("configuration", f"{config['kv_role']}, {settings.send_type.value}")
+        yield from _check_addresses(settings, int(config.get("kv_port", DEFAULT_KV_PORT)))
+        yield check_memory(settings, str(config.get("kv_role")), tp_size, available_memory_bytes())
+
+
+def _check_addresses(settings: EngineConfig, kv_port: int) -> Iterator[Finding]:
+    yield check_port(settings.host, kv_port, "kv_port")
+    if settings.http_port:
+        host = settings.http_host or settings.host
+        yield check_port(host, settings.http_port, "http_port (vLLM's --port)")
+    if settings.proxy_ip:
+        yield check_proxy(settings.proxy_ip, settings.proxy_port)
+    else:
+        yield note("proxy", "none configured", "instances without proxy_ip register with nobody")
+
+
+def check_port(host: str, port: int, what: str) -> Finding:
+    """Could a server listen there?"""
+    where = f"{host}:{port}"
+    try:
+        if is_port_free(host, port):
+            return ok(what, f"{where} is free")
+    except OSError as error:
+        return change(what, str(error), f"{host} must be an address of this machine")
+    return change(what, f"{where} is in use", "stop what listens there, or choose another port")
+
+
+def check_proxy(host: str, port: int) -> Finding:
+    """Does somebody listen where heartbeats are to be sent?"""
+    where = f"{host}:{port}"
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+    except socket.gaierror as error:
+        return change("proxy", f"{host}: {error.strerror}", "proxy_ip must be a name or address")
+    except OSError as error:
+        return note(
+            "proxy", f"{where}: {error.strerror or error}", "start it with p2p-engine proxy"
+        )
+    return ok("proxy", f"{where} answers")
+
+
+def check_memory(
+    settings: EngineConfig, kv_role: str, tp_size: int, available_bytes: int
+) -> Finding:
+    """Do the buffer and the pool of each rank fit, and may they be locked if they are to be?"""
+    lands = kv_role != "kv_producer"  # which receives nothing, and so has neither
+    per_rank = settings.kv_buffer_size + settings.pool_bytes if lands else 0
+    needed = f"{per_rank * tp_size / GIB:.1f} GiB of {available_bytes / GIB:.1f} GiB available"
+    if per_rank * tp_size > available_bytes:
+        remedy = "lower mem_pool_size_gb or kv_buffer_size; both are reserved for each rank"
+        return change("memory", f"buffer and pool need {needed}", remedy)
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if settings.page_lock and limit != resource.RLIM_INFINITY and limit < per_rank:
+        remedy = "ulimit -l unlimited (in a container: --ulimit memlock=-1), or page_lock false"
+        return change("memory", f"page_lock: only {limit / GIB:.1f} GiB may be locked", remedy)
+    return ok("memory", f"buffer and pool need {needed}")
+
+
+def check_transports() -> Iterator[Finding]:
+    """Which of our transports could work here."""
+    for name in TRANSPORT_NAMES:
+        if name == "shm":
+            yield check_shm()
+        elif name == "tcp":
+            yield check_tcp()
+        elif name in ("nccl", "cuda_ipc"):
+            gpus = visible_gpus(os.environ)
+            yield ok(name, f"{len(gpus)} GPUs") if gpus else note(name, "no GPU here")
+
+
+def check_tcp() -> Finding:
+    """Does a connection to ourselves work?"""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        return change("tcp", str(error), "allow connections on the loopback interface")
+    return ok("tcp", "connections work")
+
+
+def check_shm() -> Finding:
+    """Can memory files be made, and be handed over a Unix socket?"""
+    try:
+        memory = os.memfd_create("p2p-doctor", os.MFD_ALLOW_SEALING)
+        try:
+            _hand_over(memory)
+        finally:
+            os.close(memory)
+    except OSError as error:
+        return change("shm", str(error), 'set "transports": "tcp", or allow memfd_create')
+    return ok("shm", "memory files can be shared")
+
+
+def _hand_over(descriptor: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(Path(folder) / "socket"))
+        server.listen()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(server.getsockname())
+            socket.send_fds(client, [b"."], [descriptor])
+            with server.accept()[0] as peer:
+                for received in socket.recv_fds(peer, 1, 1)[1]:
+                    os.close(received)
+
+
+def check_model(model: str, tp_size: int) -> Finding:
+    """Is the model there, and can its KV heads be shared out?"""
+    path = Path(model)
+    if not path.is_dir():
+        return note("model", f"{model} is not a folder", "vLLM will look for it on the model hub")
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        return change("model", str(error), "a model's folder has a config.json")
+    heads = config.get("num_key_value_heads") or config.get("num_attention_heads") or tp_size
+    if heads % tp_size and tp_size % heads:
+        remedy = f"--tp must divide {heads}, or be a multiple of it"
+        return change("model", f"{heads} KV heads over {tp_size} ranks", remedy)
+    return ok("model", f"{path.name}: {heads} KV heads over {tp_size} ranks")

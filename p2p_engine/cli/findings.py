@@ -1,0 +1,59 @@
+"""What the doctor finds: one line each, and how they are shown."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+class Level(enum.Enum):
+    """How much a finding matters; the value is its colour."""
+
+    OK = "green"
+    NOTE = "yellow"  # works, but somebody may want to know
+    CHANGE = "red"  # must change
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The state of one thing; `remedy` says what to change, or what to know."""
+
+    level: Level
+    subject: str
+    state: str
+    remedy: str = ""
+
+
+def ok(subject: str, state: str) -> Finding:
+    """Nothing to do."""
+    return Finding(Level.OK, subject, state)
+
+
+def note(subject: str, state: str, remedy: str = "") -> Finding:
+    """Nothing to do, but good to know."""
+    return Finding(Level.NOTE, subject, state, remedy)
+
+
+def change(subject: str, state: str, remedy: str) -> Finding:
+    """This must change."""
+    return Finding(Level.CHANGE, subject, state, remedy)
+
+
+def show(findings: Sequence[Finding], console: Console) -> int:
+    """Print the findings, and what to change; return the exit code: 1 if something must change."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for finding in findings:
+        word = Text(finding.level.name.lower(), style=finding.level.value)
+        table.add_row(word, finding.subject, Text(finding.state))
+    console.print(table)
+    for level, title in ((Level.NOTE, "Know"), (Level.CHANGE, "Change")):
+        for finding in findings:
+            if finding.level is level and finding.remedy:
+                console.print(f"[{level.value}]{title}[/] {finding.subject}: ", end="")
+                console.print(finding.remedy, markup=False, highlight=False, soft_wrap=True)
+    return int(any(finding.level is Level.CHANGE for finding in findings))

@@ -1,0 +1,258 @@
+"""A proxy and vLLM instances on this machine, for the commands, the tests and the benchmarks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from p2p_engine.cli import commands
+from p2p_engine.cli.commands import InstancePlan, Role
+from p2p_engine.cli.devices import find_devices
+from p2p_engine.cli.members import Member, MemberLost, fetch_text
+from p2p_engine.cli.ports import PortPlan
+from p2p_engine.cli.processes import ChildProcess, stop_all
+from p2p_engine.errors import P2pError
+
+FleetT = TypeVar("FleetT", bound="Fleet")
+
+_POLL_SECONDS = 0.25
+_KILL_SECONDS = 10.0
+
+
+class FleetInterrupted(P2pError):
+    """Somebody asked the fleet to stop while something waited for it."""
+
+
+class Fleet:
+    """Starts, watches and stops the processes. Not thread-safe; a context manager.
+
+    `vllm_args`, `transfer_config` (merged into each instance's --kv-transfer-config) and `env` are
+    for all instances; `start` adds to them. Cores or GPUs are shared out for `planned_instances`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tp_size: int = 1,
+        send_type: str = "PUT_ASYNC",
+        host: str = "127.0.0.1",
+        vllm_args: Sequence[str] = (),
+        transfer_config: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        log_dir: Path | None = None,
+        planned_instances: int = 2,
+        grace_seconds: float = 20.0,
+    ) -> None:
+        """Plan a fleet; nothing is started yet."""
+        self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="p2p-engine-"))
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self.proxy: Member | None = None
+        self.members: list[Member] = []
+        self.registration_address = ""  # of the proxy that new instances tell of themselves
+        self.interrupted = False  # set by signal handlers; what waits notices within a poll
+        self._model = str(model)
+        self._tp_size = tp_size
+        self._send_type = send_type
+        self._host = host
+        self._vllm_args = tuple(vllm_args)
+        self._transfer_config = dict(transfer_config or {})
+        self._env = dict(env or {})
+        self._devices = find_devices(tp_size, planned_instances, {**os.environ, **self._env})
+        self._grace_seconds = grace_seconds
+        self._ports = PortPlan(host)
+        self._names: set[str] = set()
+
+    @property
+    def instances(self) -> list[Member]:
+        """The vLLM instances that were started and not stopped."""
+        return [member for member in self.members if member is not self.proxy]
+
+    def start_proxy(
+        self, port: int = 0, *, registration_port: int = 0, arguments: Sequence[str] = ()
+    ) -> Member:
+        """Start the proxy on these ports or on any; instances started later register with it.
+
+        Raises:
+            OSError: a port is in use, or the process could not be started.
+        """
+        port = self._ports.take(port)
+        registration_port = self._ports.take(registration_port)
+        self.registration_address = f"{self._host}:{registration_port}"
+        command = self._proxy_command(port, registration_port, arguments)
+        process = self._spawn("proxy", command, self._env)
+        self.proxy = Member("proxy", f"{self._host}:{port}", process)
+        self.members.append(self.proxy)
+        return self.proxy
+
+    def start(
+        self,
+        role: Role | str,
+        *,
+        name: str | None = None,
+        vllm_args: Sequence[str] = (),
+        transfer_config: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Member:
+        """Start one more instance and return at once; `wait_ready` waits for it.
+
+        Raises:
+            OSError: the process could not be started.
+        """
+        plan = self._plan(Role(role), name, vllm_args)
+        overrides = commands.merge_configs(self._transfer_config, transfer_config or {})
+        slot = self._free_slot()
+        given = {**self._devices.environment(slot), **self._env, **(env or {})}
+        settings = {**commands.vllm_environment(plan), **given}
+        process = self._spawn(plan.name, self._instance_command(plan, overrides), settings)
+        member = Member(plan.name, plan.http_address, process, plan=plan, slot=slot)
+        self.members.append(member)
+        return member
+
+    def wait_ready(
+        self,
+        *members: Member,
+        timeout: float = 600.0,
+        on_look: Callable[[Collection[Member]], None] | None = None,
+    ) -> None:
+        """Block until these members (or all) serve; `on_look` is called after each look at them.
+
+        Raises:
+            MemberLost: one of the fleet has ended instead.
+            FleetInterrupted: `interrupted` was set.
+            TimeoutError: names who was not ready after `timeout` seconds, and its stage.
+        """
+        watched = members or tuple(self.members)
+        deadline = time.monotonic() + timeout
+        while True:
+            self.check()
+            for member in watched:
+                if not member.is_ready:
+                    member.look(registered=self._is_registered)
+            if on_look is not None:
+                on_look(watched)
+            late = [f"{member.name} ({member.stage})" for member in watched if not member.is_ready]
+            if not late:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not ready after {timeout:g} s: {', '.join(late)}")
+            time.sleep(_POLL_SECONDS)
+
+    def watch(self) -> None:
+        """Block until the fleet is interrupted.
+
+        Raises:
+            MemberLost: a member has ended by itself.
+        """
+        while not self.interrupted:
+            self.check(ignore_interrupt=True)
+            time.sleep(_POLL_SECONDS)
+
+    def check(self, *, ignore_interrupt: bool = False) -> None:
+        """Look at once whether all is well.
+
+        Raises:
+            MemberLost: a member has ended by itself.
+            FleetInterrupted: `interrupted` was set.
+        """
+        for member in self.members:
+            if not member.process.running:
+                raise MemberLost(member)
+        if self.interrupted and not ignore_interrupt:
+            raise FleetInterrupted("the fleet was asked to stop")
+
+    def stop(self, member: Member) -> None:
+        """End one member cleanly; what does not end in the grace period is killed."""
+        member.process.stop()
+        self._forget(member)
+
+    def kill(self, member: Member) -> None:
+        """Kill a member and all its processes with SIGKILL, as a crash of its machine would."""
+        member.process.kill()
+        member.process.wait(_KILL_SECONDS)
+        self._forget(member)
+
+    def hurry(self) -> None:
+        """Kill all that is left; does not block, and may be called from a signal handler."""
+        for member in self.members:
+            member.process.kill()
+
+    def close(self) -> None:
+        """End all, the proxy last; bounded and idempotent."""
+        stop_all([member.process for member in self.instances])
+        stop_all([member.process for member in self.members])
+        self.members.clear()
+        self._ports.close()
+
+    def __enter__(self: FleetT) -> FleetT:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End all."""
+        self.close()
+
+    def _plan(self, role: Role, name: str | None, vllm_args: Sequence[str]) -> InstancePlan:
+        return InstancePlan(
+            name=name or self._new_name(role),
+            role=role,
+            model=self._model,
+            host=self._host,
+            http_port=self._ports.take(),
+            kv_port=self._ports.take(),
+            registration_address=self.registration_address,
+            tp_size=self._tp_size,
+            send_type=self._send_type,
+            vllm_args=(*self._vllm_args, *vllm_args),
+        )
+
+    def _new_name(self, role: Role) -> str:
+        """A name that no process of this fleet has had, so that each keeps its own log."""
+        names = (f"{role.value}-{number}" for number in itertools.count(1))
+        return next(name for name in names if name not in self._names)
+
+    def _free_slot(self) -> int:
+        used = {member.slot for member in self.members}
+        return next(slot for slot in itertools.count() if slot not in used)
+
+    def _spawn(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> ChildProcess:
+        self._names.add(name)
+        return ChildProcess(
+            name,
+            command,
+            log_path=self.log_dir / f"{name}.log",
+            env={**os.environ, **env},
+            grace_seconds=self._grace_seconds,
+        )
+
+    def _forget(self, member: Member) -> None:
+        self.members.remove(member)
+        for address in (member.http_address, member.plan.kv_address if member.plan else ":0"):
+            self._ports.release(int(address.rpartition(":")[2]))
+
+    def _is_registered(self, member: Member) -> bool:
+        if self.proxy is None or member.plan is None or member.plan.role is Role.SINGLE:
+            return True
+        status = json.loads(fetch_text(f"{self.proxy.url}/status") or '{"instances": []}')
+        states = {item["http_address"]: item["state"] for item in status["instances"]}
+        return states.get(member.http_address) == "ready"
+
+    # What the processes are; tests put cheap ones in their place.
+    _instance_command = staticmethod(commands.vllm_command)
+
+    def _proxy_command(
+        self, port: int, registration_port: int, arguments: Sequence[str]
+    ) -> list[str]:
+        return commands.proxy_command(self._host, port, registration_port, arguments)

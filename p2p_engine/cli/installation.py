@@ -1,0 +1,119 @@
+"""The doctor's look at the installation: Python, torch, our extension, vLLM, the plug-in."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+
+from p2p_engine.cli.commands import CONNECTOR
+from p2p_engine.cli.devices import is_cpu_vllm, vllm_version
+from p2p_engine.cli.findings import Finding, change, note, ok
+
+SUPPORTED_PYTHON = ((3, 10), (3, 13))
+SUPPORTED_VLLM = ((0, 29), (0, 33))
+PLUGIN_GROUP = "vllm.general_plugins"
+PLUGIN = "p2p_nccl_connector"
+_RESOLVE_SECONDS = 120.0
+# Runs in a child, because importing vLLM takes long and changes the process.
+_RESOLVE = f"""
+import json
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+found = KVConnectorFactory.get_connector_class_by_name({CONNECTOR!r})
+print(json.dumps(found.__module__))
+"""
+
+
+def check_installation() -> Iterator[Finding]:
+    """Look at what is installed; the look at the plug-in takes as long as importing vLLM."""
+    yield check_python(sys.version_info[:2])
+    yield _check_torch()
+    yield _check_extension()
+    version = vllm_version()
+    yield check_vllm(version)
+    if version is not None:
+        if is_cpu_vllm():
+            yield _check_numa_library()
+        yield check_plugin()
+
+
+def check_python(version: tuple[int, int]) -> Finding:
+    """Is this Python one that we support?"""
+    words = ".".join(map(str, version))
+    if SUPPORTED_PYTHON[0] <= version <= SUPPORTED_PYTHON[1]:
+        return ok("Python", words)
+    return change("Python", words, "use Python 3.10 to 3.13")
+
+
+def _check_torch() -> Finding:
+    try:
+        return ok("torch", metadata.version("torch"))
+    except metadata.PackageNotFoundError:
+        return change("torch", "not installed", "pip install torch")
+
+
+def _check_extension() -> Finding:
+    try:
+        importlib.import_module("mempool._native")
+    except ImportError as error:
+        return change("C extension", str(error), "pip install . again, with a C compiler")
+    return ok("C extension", "loads")
+
+
+def check_vllm(version: str | None) -> Finding:
+    """Is this vLLM one that we support?"""
+    if version is None:
+        remedy = "install vLLM 0.29 to 0.33; without it, only the engine and the proxy work"
+        return change("vLLM", "not installed", remedy)
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if SUPPORTED_VLLM[0] <= (major, minor) <= SUPPORTED_VLLM[1]:
+        return ok("vLLM", version)
+    remedy = "install vLLM 0.29 to 0.33"
+    if (major, minor) < (0, 24):
+        remedy += "; up to 0.23 vLLM has its own connector of the same name"
+    return change("vLLM", version, remedy)
+
+
+def _check_numa_library() -> Finding:
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError as error:
+        return change("libnuma", str(error), "apt install libnuma1")
+    return ok("libnuma", "loads")
+
+
+def check_plugin() -> Finding:
+    """Will vLLM find the connector by its name?"""
+    entries = metadata.entry_points(group=PLUGIN_GROUP)
+    if PLUGIN not in {entry.name for entry in entries}:
+        remedy = "pip install . again; a folder on PYTHONPATH has no entry points"
+        return change("connector", f"no entry point {PLUGIN} in {PLUGIN_GROUP}", remedy)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        remedy = f"add {PLUGIN} to VLLM_PLUGINS, or unset it"
+        return change("connector", f"VLLM_PLUGINS={allowed} keeps vLLM from loading it", remedy)
+    return _resolve_plugin()
+
+
+def _resolve_plugin() -> Finding:
+    child = [sys.executable, "-c", _RESOLVE]
+    try:
+        answer = subprocess.run(
+            child, capture_output=True, text=True, check=False, timeout=_RESOLVE_SECONDS
+        )
+        module = json.loads(answer.stdout.splitlines()[-1]) if answer.returncode == 0 else ""
+    except subprocess.TimeoutExpired:
+        return note("connector", f"importing vLLM took more than {_RESOLVE_SECONDS:g} s")
+    if module.startswith("p2p_engine."):
+        return ok("connector", f"{CONNECTOR} is {module}")
+    if module:
+        return change("connector", f"{CONNECTOR} is {module}", "remove the other connector")
+    reason = answer.stderr.strip().splitlines()[-1:] or ["no reason given"]
+    return change("connector", reason[0], "vLLM itself, or our connector, cannot be imported")

@@ -1,0 +1,177 @@
+"""`p2p-engine launch`: start a fleet, say how to use it, stop it cleanly."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import shlex
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from p2p_engine.cli.commands import EXTRA, Role
+from p2p_engine.cli.display import StartDisplay
+from p2p_engine.cli.fleet import Fleet, FleetInterrupted
+from p2p_engine.cli.members import MemberLost
+from p2p_engine.config import EngineConfig
+from p2p_engine.errors import ConfigError
+
+# vLLM's options that the launcher itself gives to each instance, and how to set them instead.
+_OURS = {
+    "--host": "--host before the --",
+    "--kv-transfer-config": "--kv-transfer-config before the --",
+    "--model": "--model before the --",
+    "--port": "nothing: each instance gets a free port",
+    "--tensor-parallel-size": "--tp before the --",
+    "-tp": "--tp before the --",
+}
+_ANY_ADDRESS = ("0.0.0.0", "")
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What the user asked for."""
+
+    model: str
+    num_prefill: int = 1
+    num_decode: int = 1
+    num_both: int = 0
+    tp_size: int = 1
+    send_type: str = "PUT_ASYNC"
+    host: str = "127.0.0.1"
+    port: int = 10001
+    registration_port: int = 30001
+    join: str = ""
+    log_dir: Path | None = None
+    timeout_seconds: float = 1800.0
+    transfer_config: Mapping[str, Any] = field(default_factory=dict)
+    vllm_args: tuple[str, ...] = ()
+    prefill_args: tuple[str, ...] = ()
+    decode_args: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what could only fail minutes later, inside vLLM.
+
+        Raises:
+            ConfigError: names the option and what to use instead.
+        """
+        if self.num_prefill + self.num_decode + self.num_both < 1:
+            raise ConfigError("nothing to launch: --prefill, --decode and --both are all 0")
+        if self.host in _ANY_ADDRESS or ":" in self.host:
+            raise ConfigError(f"--host {self.host}: give the one IPv4 address that peers dial")
+        for argument in (*self.vllm_args, *self.prefill_args, *self.decode_args):
+            name = argument.partition("=")[0]
+            if name in _OURS:
+                raise ConfigError(f"{name} among the vLLM arguments: use {_OURS[name]}")
+        # The ports stand in for those that each instance is given.
+        extra = {"http_port": 1, "send_type": self.send_type, **self.transfer_config.get(EXTRA, {})}
+        EngineConfig.from_extra_config(extra)
+
+    def roles(self) -> list[tuple[Role, tuple[str, ...]]]:
+        """Each instance to start, with the vLLM arguments of its role."""
+        return [
+            *[(Role.PREFILL, self.prefill_args)] * self.num_prefill,
+            *[(Role.DECODE, self.decode_args)] * self.num_decode,
+            *[(Role.BOTH, (*self.prefill_args, *self.decode_args))] * self.num_both,
+        ]
+
+    @property
+    def served_model(self) -> str:
+        """The name to ask for in requests."""
+        arguments = [part for word in self.vllm_args for part in word.split("=", 1)]
+        names = dict(itertools.pairwise(arguments))
+        return names.get("--served-model-name", self.model)
+
+
+def run_launch(options: LaunchOptions, console: Console) -> int:
+    """Launch, then block until a signal or a lost member; return the exit code."""
+    fleet = Fleet(
+        options.model,
+        tp_size=options.tp_size,
+        send_type=options.send_type,
+        host=options.host,
+        vllm_args=options.vllm_args,
+        transfer_config=options.transfer_config,
+        log_dir=options.log_dir,
+        planned_instances=len(options.roles()),
+    )
+    with stopping_on_signals(fleet), fleet:
+        try:
+            start_members(fleet, options, console)
+            _explain(fleet, options, console)
+            fleet.watch()
+        except FleetInterrupted:
+            pass
+        except (MemberLost, TimeoutError, OSError) as error:
+            console.print(f"[bold red]{type(error).__name__}:[/] ", end="")
+            console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+            return 1
+        finally:
+            console.print("stopping all; once more to kill them", highlight=False)
+    console.print("stopped", highlight=False)
+    return 0
+
+
+def start_members(fleet: Fleet, options: LaunchOptions, console: Console) -> None:
+    """Start the proxy (or join one) and all instances together, and wait until they serve."""
+    console.print(f"logs in {fleet.log_dir}", highlight=False, soft_wrap=True)
+    if options.join:
+        fleet.registration_address = options.join
+    else:
+        fleet.start_proxy(options.port, registration_port=options.registration_port)
+    for role, vllm_args in options.roles():
+        fleet.start(role, vllm_args=vllm_args)
+    with StartDisplay(console) as display:
+        fleet.wait_ready(timeout=options.timeout_seconds, on_look=display.show)
+
+
+@contextlib.contextmanager
+def stopping_on_signals(fleet: Fleet) -> Iterator[None]:
+    """SIGINT and SIGTERM ask the fleet to stop; a second one kills what is left."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if fleet.interrupted:
+            fleet.hurry()
+        fleet.interrupted = True
+
+    before = {
+        number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _explain(fleet: Fleet, options: LaunchOptions, console: Console) -> None:
+    table = Table("instance", "HTTP", "KV", "log")
+    for member in fleet.members:
+        kv_address = member.plan.kv_address if member.plan else fleet.registration_address
+        table.add_row(member.name, member.http_address, kv_address, member.process.log_path.name)
+    console.print(table)
+    if fleet.proxy is not None:
+        body = json.dumps({"model": options.served_model, "prompt": "Hello", "max_tokens": 16})
+        curl = ["curl", f"{fleet.proxy.url}/v1/completions", "-d", body]
+        curl += ["-H", "Content-Type: application/json"]
+        for meaning, command in (
+            ("ask", curl),
+            ("one more decode instance, now", _join_command(fleet, options)),
+        ):
+            line = f"{meaning}:  {shlex.join(command)}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print("Ctrl-C stops all", highlight=False)
+
+
+def _join_command(fleet: Fleet, options: LaunchOptions) -> list[str]:
+    command = ["p2p-engine", "launch", "--model", options.model, "--prefill", "0", "--decode", "1"]
+    command += ["--tp", str(options.tp_size), "--join", fleet.registration_address]
+    arguments = [*options.vllm_args, *options.decode_args]
+    return [*command, "--", *arguments] if arguments else command

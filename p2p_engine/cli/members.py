@@ -1,0 +1,82 @@
+"""One process of a fleet: its address, how far it has come, and how it was lost."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from p2p_engine.cli.commands import InstancePlan
+from p2p_engine.cli.processes import ChildProcess
+from p2p_engine.cli.stages import READY, STARTING, StageReader
+from p2p_engine.errors import P2pError
+
+_PROBE_SECONDS = 2.0
+
+# Never through a proxy that the environment names: all addresses are of this machine.
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class MemberLost(P2pError):
+    """A process of the fleet ended by itself; the message says how and shows the end of its log."""
+
+    def __init__(self, member: Member) -> None:
+        """Describe the end of this member."""
+        self.member = member
+        super().__init__(
+            f"{member.name} {member.process.end} while {member.stage}; the end of "
+            f"{member.process.log_path}:\n{member.process.log_tail()}"
+        )
+
+
+@dataclass(eq=False)
+class Member:
+    """One process of a fleet. `plan` is None for the proxy."""
+
+    name: str
+    http_address: str
+    process: ChildProcess
+    plan: InstancePlan | None = None
+    slot: int | None = None
+    stage: str = STARTING
+    started_at: float = field(default_factory=time.monotonic)
+    ready_at: float | None = None
+
+    def __post_init__(self) -> None:
+        """Follow the log from its beginning."""
+        self._stages = StageReader(self.process.log_path)
+
+    @property
+    def url(self) -> str:
+        """Where to send requests."""
+        return f"http://{self.http_address}"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has been seen to serve."""
+        return self.ready_at is not None
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """From its start to when it was ready, or until now."""
+        return (self.ready_at or time.monotonic()) - self.started_at
+
+    def look(self, *, registered: Callable[[Member], bool]) -> None:
+        """Update the stage; ready means that it answers and that the proxy knows it."""
+        self.stage = self._stages.update()
+        if fetch_text(f"{self.url}/health") is None:
+            return
+        self.stage = "registering with the proxy"
+        if registered(self):
+            self.stage = READY
+            self.ready_at = time.monotonic()
+
+
+def fetch_text(url: str, timeout: float = _PROBE_SECONDS) -> str | None:
+    """The body of a successful GET, else None."""
+    try:
+        with _direct.open(url, timeout=timeout) as answer:
+            return str(answer.read().decode())
+    except (OSError, ValueError):  # refused, timed out, an error status, or not HTTP at all
+        return None

@@ -1,0 +1,129 @@
+"""One child process with a name, a log file and a certain end."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from p2p_engine.cli import warden
+
+_START_SECONDS = 30.0  # for the warden to say that the command runs; a bare interpreter start
+_KILL_SECONDS = 5.0  # for the warden to collect what it has killed
+_TAIL_BYTES = 1 << 16
+
+
+class ChildProcess:
+    """A command under a warden: it and all its descendants end with us, however we end.
+
+    Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        log_path: Path,
+        env: Mapping[str, str] | None = None,
+        grace_seconds: float = 15.0,
+    ) -> None:
+        """Start the command; both its outputs go to a new `log_path`. Blocks until it has started.
+
+        Raises:
+            OSError: it could not be started.
+        """
+        self.name = name
+        self.command = tuple(command)
+        self.log_path = log_path
+        self._grace_seconds = grace_seconds
+        self._control, theirs = socket.socketpair()
+        wrapped = [sys.executable, "-I", "-S", warden.__file__]
+        wrapped += [str(theirs.fileno()), str(grace_seconds), *command]
+        with theirs, log_path.open("wb") as log:
+            self._warden = subprocess.Popen(
+                wrapped,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=None if env is None else dict(env),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C in a terminal is for the launcher alone
+            )
+        self.pid = self._read_pid()
+
+    def _read_pid(self) -> int:
+        self._control.settimeout(_START_SECONDS)
+        try:
+            first_line = self._control.makefile("r").readline()
+        except TimeoutError:
+            first_line = f"! no sign of life in {_START_SECONDS:g} s"
+        if not first_line.strip().isdecimal():
+            self.kill()
+            self.wait(_KILL_SECONDS)
+            raise OSError(f"{self.name} did not start: {first_line.strip('! ') or self.log_tail()}")
+        return int(first_line)
+
+    @property
+    def running(self) -> bool:
+        """Whether anything of it is still there."""
+        return self._warden.poll() is None
+
+    @property
+    def end(self) -> str:
+        """How it ended, in words; empty while it runs."""
+        status = self._warden.poll()
+        if status is None:
+            return ""
+        if status > 128:
+            with contextlib.suppress(ValueError):
+                return f"was killed by {signal.Signals(status - 128).name}"
+        return f"ended with exit code {status}"
+
+    def terminate(self) -> None:
+        """Ask it to end; what is left after the grace period is killed. Does not block."""
+        self._tell(b"t")
+
+    def kill(self) -> None:
+        """Kill it and all its descendants with SIGKILL. Does not block."""
+        self._tell(b"k")
+
+    def _tell(self, word: bytes) -> None:
+        with contextlib.suppress(OSError):  # the warden is gone, and with it all it guarded
+            self._control.sendall(word)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until nothing of it is left; False when `timeout` seconds were not enough."""
+        try:
+            self._warden.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        self._control.close()
+        return True
+
+    def stop(self) -> None:
+        """End it cleanly, or else by force; blocks no longer than grace plus 10 seconds."""
+        self.terminate()
+        if not self.wait(self._grace_seconds + _KILL_SECONDS):
+            self._warden.kill()  # its death kills the command, and nothing else can be done
+            self.wait(_KILL_SECONDS)
+
+    def log_tail(self, num_lines: int = 30) -> str:
+        """The last lines of its log."""
+        with self.log_path.open("rb") as log:
+            log.seek(0, 2)
+            log.seek(max(0, log.tell() - _TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+        return "\n".join(text.splitlines()[-num_lines:])
+
+
+def stop_all(children: Sequence[ChildProcess]) -> None:
+    """End all at once, so that the whole takes no longer than the slowest one."""
+    for child in children:
+        child.terminate()
+    for child in children:
+        child.stop()

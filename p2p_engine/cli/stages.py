@@ -1,0 +1,51 @@
+"""How far an instance has come, read from its log as vLLM writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+STARTING = "starting"
+READY = "ready"
+
+# What vLLM 0.29 to 0.33 says when a step of its start is over, and the step that begins then.
+_STAGES = (
+    ("non-default args", "reading the model's configuration"),
+    ("Initializing a V1 LLM engine", "starting workers"),
+    ("Starting to load model", "loading weights"),
+    ("Loading weights took", "allocating the KV cache"),
+    ("KV cache size", "warming up"),
+    ("init engine", "starting the HTTP server"),
+    ("Application startup complete", "waiting for the first answer"),
+)
+
+
+class StageReader:
+    """Follows one log; reads only what was added since the last look."""
+
+    def __init__(self, log_path: Path) -> None:
+        """Follow this file, which need not exist yet."""
+        self._path = log_path
+        self._position = 0
+        self._partial = ""
+        self._next = 0
+        self.stage = STARTING
+
+    def update(self) -> str:
+        """Return the stage that the log has come to. Stages are never left backwards."""
+        for line in self._new_lines():
+            for number in range(self._next, len(_STAGES)):
+                if _STAGES[number][0] in line:
+                    self.stage = _STAGES[number][1]
+                    self._next = number + 1
+        return self.stage
+
+    def _new_lines(self) -> list[str]:
+        try:
+            with self._path.open("rb") as log:
+                log.seek(self._position)
+                added = log.read()
+        except FileNotFoundError:
+            return []
+        self._position += len(added)
+        *lines, self._partial = (self._partial + added.decode(errors="replace")).split("\n")
+        return lines

@@ -1,0 +1,205 @@
+"""EngineConfig: every setting of one engine, parsed once, from strings or numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from p2p_engine.errors import ConfigError
+
+TRANSPORT_NAMES = ("inproc", "shm", "tcp")
+DEFAULT_KV_PORT = 14579
+GIB = 1 << 30
+
+
+class SendMode(str, enum.Enum):
+    """How KV leaves a prefill instance."""
+
+    PUT = "PUT"  # pushed, and the step waits until it has left
+    PUT_ASYNC = "PUT_ASYNC"  # pushed behind the next steps
+    GET = "GET"  # held under a lease until the decode instance pulls it
+
+
+def default_pool_gib() -> float:
+    """A quarter of the machine's memory, in GiB."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 4 / GIB
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of one engine; sizes are bytes unless the name says otherwise, times are seconds."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    kv_port_range: tuple[int, int] | None = None
+    send_type: SendMode = SendMode.PUT_ASYNC
+    kv_buffer_size: int = 10**9
+    mem_pool_size_gb: float = dataclasses.field(default_factory=default_pool_gib)
+    transports: tuple[str, ...] = ("shm", "tcp")
+    device: str = "cpu"
+    nccl_num_channels: int = 2
+    page_lock: bool = False
+    proxy_ip: str = ""
+    proxy_port: int = 0
+    http_port: int = 0
+    http_host: str = ""
+    connect_timeout_seconds: float = 5.0
+    transfer_timeout_seconds: float = 60.0
+    lease_seconds: float = 60.0
+    peer_timeout_seconds: float = 10.0
+    retry_seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Parse every field, so that strings and numbers both work.
+
+        Raises:
+            ConfigError: names the key, the value and what is allowed.
+        """
+        for name, parse in _PARSERS.items():
+            object.__setattr__(self, name, parse(name, getattr(self, name)))
+        if bool(self.proxy_ip) != bool(self.proxy_port):
+            raise ConfigError(
+                f"proxy_ip={self.proxy_ip!r} and proxy_port={self.proxy_port!r}: "
+                "set both to register with a proxy, or neither"
+            )
+        if self.proxy_ip and not self.http_port:
+            raise ConfigError(
+                "http_port is required with proxy_ip and proxy_port: "
+                "the port that this instance's HTTP server listens on (vLLM's --port)"
+            )
+
+    @property
+    def pool_bytes(self) -> int:
+        """The budget of the tensor memory pool in bytes."""
+        return int(self.mem_pool_size_gb * GIB)
+
+    @classmethod
+    def from_extra_config(cls, extra: Mapping[str, Any], **overrides: Any) -> EngineConfig:
+        """Parse vLLM's `kv_connector_extra_config`; `overrides` are what the caller knows better.
+
+        Raises:
+            ConfigError: for an unknown key or an impossible value.
+        """
+        unknown = sorted(set(extra) - EXTRA_KEYS)
+        if unknown:
+            allowed = ", ".join(sorted(EXTRA_KEYS))
+            raise ConfigError(
+                f"unknown key {unknown[0]!r}={extra[unknown[0]]!r} in kv_connector_extra_config; "
+                f"allowed: {allowed}"
+            )
+        given = {key: value for key, value in extra.items() if value is not None}
+        return cls(**{**given, **overrides})
+
+
+def _refuse(name: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"{name}={value!r} is not possible; allowed: {allowed}")
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _number(name: str, value: object, allowed: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise _refuse(name, value, allowed)
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        raise _refuse(name, value, allowed) from None
+    if not math.isfinite(number):
+        raise _refuse(name, value, allowed)
+    return number
+
+
+def _between(
+    low: float, high: float, convert: Callable[[float], Any], allowed: str
+) -> Callable[[str, Any], Any]:
+    def parse(name: str, value: Any) -> Any:
+        number = _number(name, value, allowed)
+        if not low <= number <= high or (convert is int and number != int(number)):
+            raise _refuse(name, value, allowed)
+        return convert(number)
+
+    return parse
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _refuse(name, value, "a string")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    words = {"true": True, "1": True, "false": False, "0": False}
+    word = str(value).lower()
+    if word not in words:
+        raise _refuse(name, value, "true or false")
+    return words[word]
+
+
+def _send_type(name: str, value: Any) -> SendMode:
+    try:
+        return SendMode(value)
+    except ValueError:
+        raise _refuse(name, value, ", ".join(mode.value for mode in SendMode)) from None
+
+
+def _transports(name: str, value: Any) -> tuple[str, ...]:
+    listed = value.split(",") if isinstance(value, str) else value
+    names = tuple(str(item).strip() for item in listed) if _is_sequence(listed) else ()
+    if not names or not set(names) <= set(TRANSPORT_NAMES) or len(set(names)) != len(names):
+        raise _refuse(name, value, f"one or more of {', '.join(TRANSPORT_NAMES)}, best first")
+    return names
+
+
+def _device(name: str, value: Any) -> str:
+    if value != "cpu":
+        raise _refuse(name, value, "cpu")
+    return "cpu"
+
+
+def _port_range(name: str, value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    allowed = "FIRST-LAST with 1 <= FIRST <= LAST <= 65535"
+    listed = value.split("-") if isinstance(value, str) else value
+    parts = [str(part).strip() for part in listed] if _is_sequence(listed) else []
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+        raise _refuse(name, value, allowed)
+    first, last = int(parts[0]), int(parts[1])
+    if not 1 <= first <= last <= 65535:
+        raise _refuse(name, value, allowed)
+    return first, last
+
+
+_port = _between(0, 65535, int, "0 to 65535")
+_seconds = _between(0.01, 86400, float, "0.01 to 86400 seconds")
+
+_PARSERS: dict[str, Callable[[str, Any], Any]] = {
+    "host": _text,
+    "port": _port,
+    "kv_port_range": _port_range,
+    "send_type": _send_type,
+    "kv_buffer_size": _between(0, 1 << 50, int, "0 to 2**50 bytes, also as '1e9'"),
+    "mem_pool_size_gb": _between(0, 1 << 20, float, "0 to 2**20 GiB"),
+    "transports": _transports,
+    "device": _device,
+    "nccl_num_channels": _between(1, 64, int, "1 to 64"),
+    "page_lock": _flag,
+    "proxy_ip": _text,
+    "proxy_port": lambda name, value: _port(name, value or 0),
+    "http_port": lambda name, value: _port(name, value or 0),
+    "http_host": _text,
+    "connect_timeout_seconds": _seconds,
+    "transfer_timeout_seconds": _seconds,
+    "lease_seconds": _seconds,
+    "peer_timeout_seconds": _seconds,
+    "retry_seconds": _seconds,
+}
+# What a user may write; the device and the ports of the engine itself come from vLLM.
+EXTRA_KEYS = frozenset(_PARSERS) - {"device", "port"}

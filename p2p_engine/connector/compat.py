@@ -1,0 +1,61 @@
+"""What differs between the vLLM releases that we support, each difference in one place."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+from typing import Any
+
+import vllm
+from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+from p2p_engine.errors import ConfigError
+
+OLDEST, NEWEST = (0, 29), (0, 33)
+
+# 0.30 brought failures by request; 0.29 knows invalid blocks only.
+TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
+HAS_FAILED_REQUESTS = TransferResults is not None
+
+
+def check_version() -> bool:
+    """Say whether this vLLM is one that we are tested with; False: it is newer.
+
+    Raises:
+        ConfigError: it is too old.
+    """
+    match = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    if match is None:  # built from a checkout: trust whoever did it
+        return False
+    version = int(match[1]), int(match[2])
+    if (0, 1) <= version < OLDEST:
+        raise ConfigError(
+            f"vLLM {vllm.__version__} is not supported; supported: "
+            f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+        )
+    return OLDEST <= version <= NEWEST
+
+
+def has_random_request_ids() -> bool:
+    """Whether vLLM appends eight random digits to each request id."""
+    return not getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False)
+
+
+def p2p_hit_source() -> Any:
+    """The label of our cache hits, from 0.32 on; None before."""
+    try:
+        module = importlib.import_module("vllm.v1.metrics.cache_hit_source")
+    except ModuleNotFoundError:
+        return None
+    return module.CacheHitSource.P2P
+
+
+def show_logs() -> None:
+    """Let our loggers write where vLLM's write: vLLM configures only its own."""
+    ours, theirs = logging.getLogger("p2p_engine"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.setLevel(theirs.level)
+        for handler in theirs.handlers:
+            ours.addHandler(handler)

@@ -1,0 +1,300 @@
+"""P2pNcclConnector: what vLLM loads; it forwards each hook to the half that lives there."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from p2p_engine.connector import compat
+from p2p_engine.connector.cache_spec import attention_spec, read_cache, read_spec
+from p2p_engine.connector.intent import Instance
+from p2p_engine.connector.metadata import P2pConnectorMetadata, RankHandshake
+from p2p_engine.connector.scheduler import SchedulerHalf
+from p2p_engine.connector.stats import P2pConnectorStats, P2pPromMetrics, StatsReporter
+from p2p_engine.connector.support import check_supported, read_config
+from p2p_engine.connector.worker import StepResults, WorkerHalf
+from p2p_engine.control import join_address
+from p2p_engine.directory import Directory
+from p2p_engine.engine import P2pNcclEngine
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
+    """Moves KV cache, point to point, between the vLLM instances that a proxy pairs."""
+
+    _cache_hit_source = compat.p2p_hit_source()
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """Check the configuration; nothing is bound or started yet.
+
+        Raises:
+            ConfigError: a setting is wrong, or vLLM is configured in a way we do not support.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        compat.show_logs()
+        if not compat.check_version():
+            logger.warning("this vLLM is newer than the releases that this was tested with")
+        transfer, parallel = self._kv_transfer_config, vllm_config.parallel_config
+        check_supported(vllm_config, transfer)
+        self._config = read_config(transfer)
+        self._role_name: str = transfer.kv_role or "kv_both"
+        self._port = transfer.kv_port + parallel.data_parallel_index
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._directory: Directory | None = None
+        self._reporter: StatsReporter | None = None
+        self._invalid_block_ids: set[int] = set()
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = self._make_scheduler_half()
+        else:
+            attention_spec(kv_cache_config)
+
+    def _make_scheduler_half(self) -> SchedulerHalf:
+        config, vllm_config = self._config, self._vllm_config
+        instance = Instance(
+            self._role_name,
+            join_address(config.host, self._port),
+            config.send_type,
+            compat.has_random_request_ids(),
+        )
+        return SchedulerHalf(
+            instance,
+            vllm_config.model_config.model,
+            self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+            vllm_config.parallel_config.tensor_parallel_size,
+        )
+
+    # Of the class
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Heads before tokens, so that a head's bytes lie together; MLA has no heads."""
+        return None if vllm_config.model_config.use_mla else "HND"
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """No: registered memory must stay where it is."""
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """Make statistics of what has crossed a process boundary."""
+        return P2pConnectorStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Make the Prometheus metrics."""
+        return P2pPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # In the scheduler's process
+
+    @property
+    def _planner(self) -> SchedulerHalf:
+        if self._scheduler is None:
+            raise RuntimeError("a hook of the scheduler's was called in a worker")
+        return self._scheduler
+
+    def on_new_request(self, request: Request) -> None:
+        """Decide what the request's part is."""
+        self._planner.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens come from the other instance; always loaded between steps."""
+        num_tokens = self._planner.num_loadable_tokens(request, num_computed_tokens)
+        return num_tokens, num_tokens > 0
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """All groups that are transferred at all."""
+        return self._kv_cache_config.transfer_group_ids
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Order a load into these blocks."""
+        self._planner.blocks_allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Order one step."""
+        return self._planner.build_metadata(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Note what the workers reported."""
+        self._planner.workers_reported(connector_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Say whether the blocks must outlive the request."""
+        return self._planner.request_finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Say whether the blocks must outlive the request."""
+        return self._planner.request_finished(request, block_ids)
+
+    def reset_cache(self) -> bool | None:
+        """Drop what has landed: it was computed with what vLLM has just dropped."""
+        self._planner.reset_cache()
+        return True
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Open the instance's directory: from now on peers can find the ranks.
+
+        Raises:
+            ConfigError: the port is taken.
+        """
+        ranks = [item.location for item in metadata.values() if isinstance(item, RankHandshake)]
+        if self._directory is not None or not ranks:
+            return
+        self._directory = Directory(
+            self._config,
+            ranks,
+            kv_port=self._port,
+            role={"kv_producer": "P", "kv_consumer": "D"}.get(self._role_name, "PD"),
+            model=str(self._vllm_config.model_config.served_model_name),
+            tp_size=self._vllm_config.parallel_config.tensor_parallel_size,
+        )
+        logger.info(
+            "instance ready: address=%s ranks=%s send_type=%s",
+            self._directory.address, len(ranks), self._config.send_type.value,
+        )  # fmt: skip
+
+    # In a worker's process
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Start the engine on these caches.
+
+        Raises:
+            ConfigError: they cannot be transferred, or no port is free.
+        """
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        spec = attention_spec(self._kv_cache_config)
+        cache = read_cache(kv_caches, self._kv_cache_config.num_blocks)
+        rank = get_tensor_model_parallel_rank()
+        engine = P2pNcclEngine(
+            self._config,
+            spec=read_spec(self._vllm_config, spec, cache, kv_caches),
+            receives=self._kv_transfer_config.is_kv_consumer,
+        )
+        self._worker = WorkerHalf(
+            engine,
+            cache,
+            block_size=spec.block_size,
+            rank=rank,
+            can_fail_requests=compat.HAS_FAILED_REQUESTS,
+        )
+        self._reporter = StatsReporter(rank)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Where peers find this rank."""
+        return self._worker.handshake if self._worker is not None else None
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Withdraw the preempted requests' blocks, which are about to be overwritten."""
+        if self._worker is not None and isinstance(kv_connector_metadata, P2pConnectorMetadata):
+            self._worker.withdraw(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin a step."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, P2pConnectorMetadata):
+            self._worker.start_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Start the step's loads; none of them is for this step's forward."""
+        metadata = self._connector_metadata
+        if self._worker is not None and isinstance(metadata, P2pConnectorMetadata):
+            self._worker.start_loads(metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: what a forward needs has been loaded before it."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: blocks leave after the forward, all layers together."""
+
+    def wait_for_save(self) -> None:
+        """Let what the forward has computed leave; PUT waits for it."""
+        if self._worker is not None:
+            self._worker.finish_step()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Report what has ended (0.29; later releases ask for `get_transfer_results`)."""
+        results = self._take_results()
+        return results.finished_sending, results.finished_recving
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Report what has ended."""
+        results = self._take_results()
+        return compat.TransferResults(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+        )
+
+    def _take_results(self) -> StepResults:
+        results = self._worker.take_results() if self._worker is not None else StepResults()
+        self._invalid_block_ids |= results.invalid_block_ids
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """The blocks that did not arrive, of the requests just reported."""
+        invalid, self._invalid_block_ids = self._invalid_block_ids, set()
+        return invalid
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What has changed in the engine's statistics since the last step."""
+        if self._worker is None or self._reporter is None:
+            return None
+        return self._reporter.report(self._worker.engine.stats())
+
+    # In both
+
+    def shutdown(self) -> None:
+        """Close what this process owns: bounded, idempotent."""
+        if self._directory is not None:
+            self._directory.close()
+        if self._worker is not None:
+            self._worker.close()

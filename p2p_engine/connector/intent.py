@@ -1,0 +1,201 @@
+"""Intent: what a request asks of us, read from `kv_transfer_params` or from its id. Pure.
+
+Both come from clients: whatever is malformed raises InvalidParams and nothing else.
+"""
+
+from __future__ import annotations
+
+import enum
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from p2p_engine.config import SendMode
+from p2p_engine.messages import TransferKey
+from p2p_engine.request_ids import EngineId, ProxyId, parse_engine_id, parse_proxy_id
+
+MAX_TRANSFER_ID_LENGTH = 256
+_HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})")
+
+
+class InvalidParams(ValueError):
+    """A client's transfer parameters make no sense; the message says which and why."""
+
+
+class Direction(enum.Enum):
+    """Which way the KV of a request goes."""
+
+    SEND = "send"
+    LOAD = "load"
+
+
+@dataclass(frozen=True)
+class Instance:
+    """What deciding needs to know of the instance that we are."""
+
+    role: str  # kv_producer, kv_consumer or kv_both
+    address: str  # host:port of its directory
+    send_type: SendMode
+    has_random_ids: bool  # whether vLLM appends random digits to request ids
+
+
+@dataclass(frozen=True)
+class Intent:
+    """A request that takes part; `peer` is the other instance's address, when it is known."""
+
+    direction: Direction
+    key: TransferKey
+    peer: str | None
+    send_type: SendMode
+
+
+def read_intent(
+    request_id: str, params: Mapping[str, Any] | None, instance: Instance
+) -> Intent | None:
+    """Read what a request asks for; None: it takes no part and is computed here.
+
+    The flags of `params` decide before anything else; without them the proxy's id does, with the
+    role of this instance.
+
+    Raises:
+        InvalidParams: the parameters are malformed.
+    """
+    engine_id = parse_engine_id(request_id, is_randomized=instance.has_random_ids)
+    proxy_id = parse_proxy_id(engine_id.external_id) if engine_id is not None else None
+    if params is not None and not isinstance(params, Mapping):
+        raise InvalidParams(f"kv_transfer_params is {type(params).__name__}, not a map")
+    direction = _flagged_direction(params or {})
+    if params is not None and direction is not None:
+        engine_id = engine_id or EngineId(request_id)
+        return _flagged_intent(direction, params, engine_id, proxy_id, instance)
+    if engine_id is None or proxy_id is None:
+        return None
+    direction = _direction_by_role(proxy_id, instance)
+    if direction is None:
+        return None
+    key = _key(proxy_id.transfer_id, engine_id)
+    peer = _other(_peer_of(proxy_id, direction), instance)
+    return Intent(direction, key, peer, instance.send_type)
+
+
+def _flagged_direction(params: Mapping[str, Any]) -> Direction | None:
+    sends, loads = (_flag(params, name) for name in ("do_remote_decode", "do_remote_prefill"))
+    if sends and loads:
+        raise InvalidParams("do_remote_decode and do_remote_prefill are both set")
+    return Direction.SEND if sends else Direction.LOAD if loads else None
+
+
+def _flagged_intent(
+    direction: Direction,
+    params: Mapping[str, Any],
+    engine_id: EngineId,
+    proxy_id: ProxyId | None,
+    instance: Instance,
+) -> Intent:
+    peer = _other(_peer(params) or (_peer_of(proxy_id, direction) if proxy_id else None), instance)
+    send_type = _send_type(params) or instance.send_type
+    transfer_id = _transfer_id(params, "transfer_id")
+    if transfer_id is None and proxy_id is not None:
+        transfer_id = proxy_id.transfer_id
+    if direction is Direction.SEND:
+        # A producer that was given no name names the transfer itself, in its response.
+        transfer_id = transfer_id or engine_id.external_id
+        send_type = send_type if peer is not None else SendMode.GET
+    elif transfer_id is None:
+        # NixlConnector's way: the decode side fetches what the prefill side's response named.
+        transfer_id, send_type = _transfer_id(params, "remote_request_id"), SendMode.GET
+    if transfer_id is None:
+        raise InvalidParams("do_remote_prefill without transfer_id")
+    if direction is Direction.LOAD and send_type is SendMode.GET and peer is None:
+        raise InvalidParams("do_remote_prefill without remote_host and remote_port")
+    return Intent(direction, _key(transfer_id, engine_id), peer, send_type)
+
+
+def _direction_by_role(proxy_id: ProxyId, instance: Instance) -> Direction | None:
+    if instance.role == "kv_producer":
+        return Direction.SEND
+    if instance.role == "kv_consumer":
+        return Direction.LOAD
+    is_prefill = proxy_id.prefill == instance.address
+    if is_prefill == (proxy_id.decode == instance.address):
+        return None  # neither of the two, or both: nothing to move
+    return Direction.SEND if is_prefill else Direction.LOAD
+
+
+def _peer_of(proxy_id: ProxyId, direction: Direction) -> str:
+    return proxy_id.decode if direction is Direction.SEND else proxy_id.prefill
+
+
+def _other(peer: str | None, instance: Instance) -> str | None:
+    if peer == instance.address:
+        raise InvalidParams(f"the other instance's address is our own: {peer}")
+    return peer
+
+
+def _key(transfer_id: str, engine_id: EngineId) -> TransferKey:
+    if len(transfer_id) > MAX_TRANSFER_ID_LENGTH:
+        raise InvalidParams(f"the transfer id has {len(transfer_id)} characters")
+    return TransferKey(
+        transfer_id, prompt_index=engine_id.prompt_index, child_index=engine_id.child_index
+    )
+
+
+def _flag(params: Mapping[str, Any], name: str) -> bool:
+    value = params.get(name)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise InvalidParams(f"{name} is {_shown(value)}, not true or false")
+
+
+def _transfer_id(params: Mapping[str, Any], name: str) -> str | None:
+    value = params.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value.isprintable() or not value.isascii() or not value:
+        raise InvalidParams(f"{name} is {_shown(value)}, not a name")
+    return value
+
+
+def _send_type(params: Mapping[str, Any]) -> SendMode | None:
+    value = params.get("send_type")
+    if value is None:
+        return None
+    try:
+        return SendMode(value)
+    except ValueError:
+        raise InvalidParams(f"send_type is {_shown(value)}") from None
+
+
+def _peer(params: Mapping[str, Any]) -> str | None:
+    host, port = params.get("remote_host"), params.get("remote_port")
+    if host is None and port is None:
+        return None
+    if isinstance(port, str) and port.isascii() and port.isdecimal() and len(port) <= 5:
+        port = int(port)
+    if not isinstance(port, int) or isinstance(port, bool) or not 0 < port <= 65535:
+        raise InvalidParams(f"remote_port is {_shown(port)}, not 1 to 65535")
+    if not isinstance(host, str):
+        raise InvalidParams(f"remote_host is {_shown(host)}, not a host")
+    return f"{_host(host)}:{port}"
+
+
+def _host(host: str) -> str:
+    """Return the host as it stands in an address; an IPv6 one in brackets."""
+    if _HOST_NAME.fullmatch(host):
+        return host
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        return f"[{ipaddress.IPv6Address(bare)}]"
+    except ValueError:
+        raise InvalidParams(f"remote_host is {_shown(host)}, not a host") from None
+
+
+def _shown(value: object) -> str:
+    """Show a client's value, never more of it than a log line bears."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= 64 else f"{value[:64]}...")
+    if isinstance(value, bool | float) or (isinstance(value, int) and value.bit_length() <= 64):
+        return repr(value)
+    return f"of type {type(value).__name__}"

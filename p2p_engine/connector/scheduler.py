@@ -1,0 +1,237 @@
+"""Scheduler half: decides who takes part, and turns vLLM's schedule into orders for the workers.
+
+It moves nothing, blocks on nothing, and raises for nothing that a client can send.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.v1.request import RequestStatus
+
+from p2p_engine.connector.binding import binding_of
+from p2p_engine.connector.intent import Direction, Instance, InvalidParams, read_intent
+from p2p_engine.connector.metadata import (
+    EndedSend,
+    Int64s,
+    Load,
+    P2pConnectorMetadata,
+    Party,
+    SendStep,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+GIVEN_UP = (
+    RequestStatus.FINISHED_ABORTED,
+    RequestStatus.FINISHED_IGNORED,
+    RequestStatus.FINISHED_ERROR,
+)
+
+
+@dataclass
+class _Sending:
+    """A request whose KV leaves this instance, from its arrival to its end."""
+
+    party: Party
+    block_ids: list[int] = field(default_factory=list)
+    has_steps: bool = False  # a worker may hold chunks of it
+    is_planned: bool = False  # the steps given out so far cover the whole prompt
+
+
+@dataclass
+class _Loading:
+    """A request whose KV comes from another instance.
+
+    vLLM asks again after a failed load and after a preemption; by then `is_decided` says no.
+    """
+
+    party: Party
+    is_decided: bool = False  # given to the workers, or declined
+    is_open: bool = False  # given to the workers, and not reported yet
+
+
+class SchedulerHalf:
+    """State per request, and what has to be said in the next step."""
+
+    def __init__(self, instance: Instance, model: str, block_size: int, tp_size: int) -> None:
+        self._instance = instance
+        self._model = model
+        self._block_size = block_size
+        self._tp_size = tp_size
+        self._sending: dict[str, _Sending] = {}
+        self._loading: dict[str, _Loading] = {}
+        self._next = P2pConnectorMetadata()
+
+    # A request arrives, is given blocks, ends
+
+    def on_new_request(self, request: Request) -> None:
+        """Decide once what the request's part is."""
+        request_id, params = request.request_id, request.kv_transfer_params
+        if params is not None and not isinstance(params, dict):
+            # vLLM itself takes it for a map from here on, and would die of it.
+            request.kv_transfer_params = None
+        try:
+            intent = read_intent(request_id, params, self._instance)
+            if intent is None:
+                return
+            self._refuse_unsupported(request)
+        except InvalidParams as error:
+            logger.warning("computed locally: request=%s reason=%s", request_id, error)
+            return
+        binding = binding_of(request, self._model, self._block_size)
+        party = Party(
+            request_id,
+            intent.key,
+            intent.peer,
+            binding,
+            intent.send_type,
+            request.num_prompt_tokens,
+        )
+        if intent.direction is Direction.SEND:
+            self._sending[request_id] = _Sending(party)
+        else:
+            self._loading[request_id] = _Loading(party)
+
+    def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """How many tokens beyond the computed ones will come from the other instance."""
+        loading = self._loading.get(request.request_id)
+        if loading is None or loading.is_decided or request.skip_reading_prefix_cache:
+            return 0
+        return max(0, request.num_prompt_tokens - num_computed_tokens)
+
+    def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
+        """Order the load of the prompt's last `num_tokens`; 0 means that vLLM computes them."""
+        loading = self._loading.get(request.request_id)
+        if loading is None or loading.is_decided:
+            return
+        loading.is_decided = True
+        if num_tokens == 0:
+            self._next.unwanted.append(loading.party)
+            return
+        loading.is_open = True
+        first_block = (loading.party.num_tokens - num_tokens) // self._block_size
+        table = _int64s(blocks.get_block_ids()[0][: self._num_prompt_blocks(loading.party)])
+        self._next.loads.append(Load(loading.party, first_block, table[first_block:]))
+
+    def request_finished(
+        self, request: Request, block_ids: Sequence[list[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Say whether the blocks must outlive the request, and what the response says of them."""
+        loading = self._loading.pop(request.request_id, None)
+        if loading is not None:
+            self._end_load(loading)
+        sending = self._sending.pop(request.request_id, None)
+        if sending is None:
+            return False, None
+        is_complete = sending.is_planned and request.status not in GIVEN_UP
+        failure = None if is_complete else f"the request ended as {request.status.name}"
+        self._next.ended_sends.append(EndedSend(sending.party, failure, sending.has_steps))
+        return sending.has_steps, self._response(sending.party, block_ids) if is_complete else None
+
+    def _end_load(self, loading: _Loading) -> None:
+        if loading.is_open:
+            self._next.cancelled_loads.append(loading.party.request_id)
+        elif not loading.is_decided:
+            self._next.unwanted.append(loading.party)
+
+    def _response(self, party: Party, block_ids: Sequence[list[int]]) -> dict[str, Any]:
+        """What a proxy hands to the decode side; a superset of NixlConnector's."""
+        host, _, port = self._instance.address.rpartition(":")
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": party.key.transfer_id,
+            "remote_host": host,
+            "remote_port": int(port),
+            "remote_request_id": party.request_id,
+            "remote_block_ids": [list(group) for group in block_ids],
+            "remote_engine_id": self._instance.address,
+            "tp_size": self._tp_size,
+            "send_type": party.send_type.value,
+        }
+
+    # A step
+
+    def build_metadata(self, output: SchedulerOutput) -> P2pConnectorMetadata:
+        """Order one step: everything said since the last one, and what this step computes."""
+        metadata, self._next = self._next, P2pConnectorMetadata()
+        for request_id in output.preempted_req_ids or ():
+            sending = self._sending.get(request_id)
+            if sending is not None:
+                sending.is_planned = False
+                metadata.preempted.append(request_id)
+        for sending, num_computed in self._scheduled(output):
+            metadata.sends.append(self._step(sending, num_computed))
+        return metadata
+
+    def _scheduled(self, output: SchedulerOutput) -> Iterator[tuple[_Sending, int]]:
+        """Requests that send after this step, with the tokens computed by then.
+
+        A decode step has nothing new to send. A request that starts or resumes always has: even
+        when its whole prompt lies in the prefix cache.
+        """
+        if not self._sending:
+            return
+        num_scheduled = output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            sending = self._sending.get(new.req_id)
+            if sending is not None:
+                sending.block_ids = list(new.block_ids[0])
+                yield sending, new.num_computed_tokens + num_scheduled[new.req_id]
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            sending = self._sending.get(request_id)
+            if sending is None:
+                continue
+            new_block_ids = cached.new_block_ids[index]
+            is_resumed = request_id in cached.resumed_req_ids
+            if is_resumed:
+                sending.block_ids.clear()
+            if new_block_ids is not None:  # None: the tokens fit the blocks that it has
+                sending.block_ids.extend(new_block_ids[0])
+            num_computed = cached.num_computed_tokens[index]
+            if is_resumed or num_computed < sending.party.num_tokens:
+                yield sending, num_computed + num_scheduled[request_id]
+
+    def _step(self, sending: _Sending, num_computed_tokens: int) -> SendStep:
+        party = sending.party
+        sending.has_steps = True
+        sending.is_planned = num_computed_tokens >= party.num_tokens
+        table = _int64s(sending.block_ids[: self._num_prompt_blocks(party)])
+        return SendStep(party, table, min(num_computed_tokens, party.num_tokens))
+
+    def workers_reported(self, output: KVConnectorOutput) -> None:
+        """Note which loads have ended on every rank."""
+        for request_id in output.finished_recving or ():
+            loading = self._loading.get(request_id)
+            if loading is not None:
+                loading.is_open = False
+
+    def reset_cache(self) -> None:
+        """Let the workers forget what has landed and nobody has claimed."""
+        self._next.drops_landed = True
+
+    def _num_prompt_blocks(self, party: Party) -> int:
+        return -(-party.num_tokens // self._block_size)
+
+    @staticmethod
+    def _refuse_unsupported(request: Request) -> None:
+        if request.pooling_params is not None or request.prompt_token_ids is None:
+            raise InvalidParams("only prompts of tokens are transferred")
+        if request.prompt_embeds is not None or request.resumable:
+            raise InvalidParams("neither prompt embeddings nor streamed prompts are transferred")
+
+
+def _int64s(block_ids: Sequence[int]) -> Int64s:
+    return np.asarray(block_ids, np.int64)

@@ -1,0 +1,164 @@
+"""Statistics of the engines, on their way to vLLM's log line and to /metrics.
+
+Counters travel as increments, which add up over ranks and over time. Gauges travel by rank, so that
+the newest of each rank wins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
+
+# Metric: (key in engine.stats(), label of its parts, what it is)
+COUNTERS = {
+    "p2p_sent_bytes": ("sent_bytes", "", "KV bytes that have left."),
+    "p2p_writing_seconds": ("writing_seconds", "", "Seconds in which KV was being written."),
+    "p2p_landed_bytes": ("landed_bytes_by_place", "place", "KV bytes that have arrived."),
+    "p2p_transfers": ("transfers_by_outcome", "outcome", "Transfers that have ended."),
+    "p2p_denied_offers": ("denied_offers", "", "Offers that found no room and were made again."),
+    "p2p_expired_leases": ("expired_leases", "", "KV that nobody asked for in time."),
+    "p2p_wrong_messages": ("wrong_messages", "", "Messages that were dropped as wrong."),
+    "p2p_messages": ("messages_sent", "", "Control messages that were sent."),
+}
+GAUGES = {
+    "p2p_live_bytes": ("live_bytes_by_place", "place", "KV bytes that have landed or may."),
+    "p2p_quarantined_bytes": ("quarantined_bytes", "", "Memory that a lost peer may still write."),
+    "p2p_open_transfers": ("open_transfers", "", "Transfers that have not ended."),
+    "p2p_links": ("links", "", "Peers that are connected."),
+}
+Values = dict[str, dict[str, float]]  # by metric, by label ("" where there is none)
+
+
+def _values(table: dict[str, tuple[str, str, str]], snapshot: dict[str, Any]) -> Values:
+    values: Values = {}
+    for metric, (key, label, _) in table.items():
+        value = snapshot.get(key, {} if label else 0)
+        if not label:
+            value = {"": sum(value.values()) if isinstance(value, dict) else value}
+        values[metric] = dict(value)
+    return values
+
+
+@dataclass
+class P2pConnectorStats(KVConnectorStats):
+    """What has happened on some ranks during some interval."""
+
+    def __post_init__(self) -> None:
+        """Begin empty, where no data is given."""
+        if not self.data:
+            self.reset()
+
+    @classmethod
+    def of(cls, counters: Values, gauges: Values, rank: int) -> P2pConnectorStats:
+        """Make the statistics of one rank."""
+        return cls(data={"counters": counters, "gauges": {str(rank): gauges}})
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = {"counters": {}, "gauges": {}}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another rank's, or a later interval's."""
+        for metric, by_label in other.data["counters"].items():
+            mine = self.data["counters"].setdefault(metric, {})
+            for label, value in by_label.items():
+                mine[label] = mine.get(label, 0) + value
+        self.data["gauges"].update(other.data["gauges"])
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Summarise for a log line."""
+        counters, gauges = self.data["counters"], self.data["gauges"].values()
+        outcomes = counters.get("p2p_transfers", {})
+        num_ok = sum(value for name, value in outcomes.items() if name.endswith(" ok"))
+        live = sum(sum(values["p2p_live_bytes"].values()) for values in gauges)
+        return {
+            "Sent (MB)": _megabytes(sum(counters.get("p2p_sent_bytes", {}).values())),
+            "Landed (MB)": _megabytes(sum(counters.get("p2p_landed_bytes", {}).values())),
+            "Transfers ok": num_ok,
+            "Transfers failed": sum(outcomes.values()) - num_ok,
+            "Live (MB)": _megabytes(live),
+        }
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not self.data["counters"] and not self.data["gauges"]
+
+
+class StatsReporter:
+    """Turns one rank's snapshots into what has changed since the last one."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._counters: Values = {}
+        self._gauges: Values = {}
+
+    def report(self, snapshot: dict[str, Any]) -> P2pConnectorStats | None:
+        """Return what has changed; None: nothing."""
+        counters, gauges = _values(COUNTERS, snapshot), _values(GAUGES, snapshot)
+        increments: Values = {}
+        for metric, by_label in counters.items():
+            before = self._counters.get(metric, {})
+            grown = {k: v - before.get(k, 0) for k, v in by_label.items() if v != before.get(k, 0)}
+            if grown:
+                increments[metric] = grown
+        if not increments and gauges == self._gauges:
+            return None
+        self._counters, self._gauges = counters, gauges
+        return P2pConnectorStats.of(increments, gauges, self._rank)
+
+
+class P2pPromMetrics(KVConnectorPromMetrics):
+    """The same as Prometheus metrics, `vllm:p2p_...`."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        make_counter, make_gauge = cast("Any", self._counter_cls), cast("Any", self._gauge_cls)
+        self._counters: dict[str, Any] = {
+            metric: make_counter(
+                name=f"vllm:{metric}",
+                documentation=meaning,
+                labelnames=[*labelnames, *([label] if label else [])],
+            )
+            for metric, (_, label, meaning) in COUNTERS.items()
+        }
+        self._gauges: dict[str, Any] = {
+            metric: make_gauge(
+                name=f"vllm:{metric}",
+                documentation=meaning,
+                multiprocess_mode="mostrecent",
+                labelnames=[*labelnames, "rank", *([label] if label else [])],
+            )
+            for metric, (_, label, meaning) in GAUGES.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Record one step's statistics."""
+        engine = self.per_engine_labelvalues[engine_idx]
+        for metric, by_label in transfer_stats_data["counters"].items():
+            for label, value in by_label.items():
+                self._counters[metric].labels(*engine, *([label] if label else [])).inc(value)
+        for rank, gauges in transfer_stats_data["gauges"].items():
+            for metric, by_label in gauges.items():
+                for label, value in by_label.items():
+                    labels = [*engine, rank, *([label] if label else [])]
+                    self._gauges[metric].labels(*labels).set(value)
+
+
+def _megabytes(nbytes: float) -> float:
+    return round(nbytes / 1e6, 3)

@@ -1,0 +1,65 @@
+"""vLLM's configuration: what of it we refuse by name at start, and our own settings in it."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from vllm.utils.network_utils import get_ip
+
+from p2p_engine.config import EngineConfig
+from p2p_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+
+# Drafts without a KV cache of their own; the others write one after the target's forward.
+SPECULATION_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+
+
+def check_supported(vllm_config: VllmConfig, transfer: KVTransferConfig) -> None:
+    """Refuse what would give wrong results or hang.
+
+    Raises:
+        ConfigError: names the first thing that is not supported.
+    """
+    parallel = vllm_config.parallel_config
+    sizes = ("pipeline_parallel_size", "decode_context_parallel_size",
+             "prefill_context_parallel_size")  # fmt: skip
+    for name in sizes:
+        if getattr(parallel, name, 1) > 1:
+            raise ConfigError(f"{name}={getattr(parallel, name)} is not supported; allowed: 1")
+    if _shares_http_address(vllm_config, transfer):
+        raise ConfigError(
+            "data_parallel_size > 1 behind one HTTP address is not supported: start the ranks with "
+            "--data-parallel-external-lb, or as instances of their own"
+        )
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        raise ConfigError("enable_sleep_mode is not supported")
+    speculation = vllm_config.speculative_config
+    if speculation is not None and speculation.method not in SPECULATION_WITHOUT_KV:
+        raise ConfigError(
+            f"speculative method {speculation.method!r} is not supported; "
+            f"allowed: {', '.join(SPECULATION_WITHOUT_KV)}"
+        )
+
+
+def _shares_http_address(vllm_config: VllmConfig, transfer: KVTransferConfig) -> bool:
+    """Dense models lose their data_parallel_size on the way to a rank, but the id tells it."""
+    parallel = vllm_config.parallel_config
+    has_rank_id = re.search(r"_dp\d+$", transfer.engine_id or "") is not None
+    is_one_of_many = parallel.data_parallel_size > 1 or has_rank_id
+    return is_one_of_many and not parallel.data_parallel_external_lb
+
+
+def read_config(transfer: KVTransferConfig) -> EngineConfig:
+    """Parse our settings; `kv_buffer_size` also from the top level, where vLLM still has it.
+
+    Raises:
+        ConfigError: a key is unknown or a value impossible.
+    """
+    defaults: dict[str, Any] = {"kv_buffer_size": getattr(transfer, "kv_buffer_size", None)}
+    extra = {**defaults, **transfer.kv_connector_extra_config}
+    if not extra.get("host"):
+        extra["host"] = get_ip()
+    return EngineConfig.from_extra_config(extra)

@@ -1,0 +1,143 @@
+"""Directory: the one known address of an instance. It tells where each rank's engine listens, and
+sends the instance's heartbeats to the proxy. It lives in vLLM's scheduler process."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from p2p_engine.config import EngineConfig
+from p2p_engine.control import ControlPlane, Route, join_address
+from p2p_engine.errors import RemoteProtocolError
+from p2p_engine.messages import (
+    PROTOCOL_VERSION,
+    Heartbeat,
+    Location,
+    Lookup,
+    decode,
+    encode,
+    encode_heartbeat,
+)
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 3.0  # as the old connector
+
+
+@dataclass(frozen=True)
+class RankAddress:
+    """Where one rank's engine listens."""
+
+    rank: int
+    address: str
+    epoch: int
+
+
+class Directory:
+    """Answers LOOKUP at host:kv_port and sends heartbeats; one thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        ranks: Sequence[RankAddress],
+        *,
+        kv_port: int,
+        role: str,
+        model: str = "",
+        tp_size: int = 1,
+    ) -> None:
+        """Bind and start. `role` is "P", "D" or "PD": one heartbeat for each letter.
+
+        Raises:
+            ConfigError: the port is taken; names it.
+        """
+        self.wrong_messages = 0
+        self._addresses = {item.rank: item.address for item in ranks}
+        self._epoch = secrets.randbits(62) | 1
+        self._proxy = Route(_join(config.proxy_ip, config.proxy_port))
+        self._beat_at = 0.0
+        self._control = ControlPlane(
+            config.host,
+            range(kv_port, kv_port + 1),
+            on_frame=self._answer,
+            on_tick=self._beat,
+            name="p2p-directory",
+        )
+        self._heartbeats = [
+            Heartbeat(
+                letter,
+                http_address=_join(config.http_host or config.host, config.http_port),
+                zmq_address=self.address,
+                protocol=PROTOCOL_VERSION,
+                epoch=self._epoch,
+                model=model,
+                tp_size=tp_size,
+                send_type=config.send_type.value,
+                interval=HEARTBEAT_SECONDS,
+            )
+            for letter in role
+            if self._proxy.address
+        ]
+        self._control.start()
+
+    @property
+    def address(self) -> str:
+        """Where the instance can be asked, "host:port"."""
+        return self._control.address
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the thread lives."""
+        return self._control.alive
+
+    def close(self, timeout: float = 2.0) -> None:
+        """Tell the proxy that the instance is leaving, and stop; idempotent, bounded."""
+        if self._control.alive:
+            for heartbeat in self._heartbeats:
+                heartbeat.leaving = True
+            self._send_heartbeats()
+        if not self._control.close(timeout):
+            logger.warning("directory %s did not stop within %g s", self.address, timeout)
+
+    def __enter__(self) -> Directory:
+        """Return the directory itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the directory."""
+        self.close()
+
+    def _answer(self, route: Route, frame: bytes) -> None:
+        try:
+            message = decode(frame)
+            if not isinstance(message, Lookup):
+                raise RemoteProtocolError(f"{type(message).__name__} sent to a directory")
+        except RemoteProtocolError as error:
+            self.wrong_messages += 1
+            logger.debug("message dropped: %s", error)
+            return
+        address = self._addresses.get(message.rank, "")
+        num_ranks = len(self._addresses)
+        answer = Location(self._epoch, message.source_epoch, message.rank, address, num_ranks)
+        self._control.send(route, encode(answer))
+
+    def _beat(self, now: float) -> None:
+        if now >= self._beat_at:
+            self._beat_at = now + HEARTBEAT_SECONDS
+            self._send_heartbeats()
+
+    def _send_heartbeats(self) -> None:
+        for heartbeat in self._heartbeats:
+            self._control.send(self._proxy, encode_heartbeat(heartbeat))
+
+
+def _join(host: str, port: int) -> str:
+    return join_address(host, port) if host and port else ""

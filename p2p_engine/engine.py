@@ -1,0 +1,576 @@
+"""P2pNcclEngine: joins control plane, links, sender, store and transports. Read this file first.
+
+send  → sender.Sender offers a chunk → the peer's store grants → a transport writes → COMMIT
+receive → store.Store grants what is offered → bytes land → they are brought into the sink
+Two threads: the control thread (ZMQ, timers) and the native mover (bytes). One lock guards all
+state; it is held briefly and never across a wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from mempool import Mover
+from p2p_engine.arena import LandingArena
+from p2p_engine.awaited import Awaited
+from p2p_engine.config import EngineConfig, SendMode
+from p2p_engine.control import ControlPlane, Route
+from p2p_engine.errors import (
+    EngineClosed,
+    LocalProtocolError,
+    PeerLost,
+    PeerUnreachable,
+    RemoteProtocolError,
+    TransferRejected,
+    TransferTimeout,
+)
+from p2p_engine.layout import Sink, Source, TensorSink, TensorSource, check_in_host_memory
+from p2p_engine.messages import (
+    PROTOCOL_VERSION,
+    Abandon,
+    AbandonOk,
+    AnyMessage,
+    Bye,
+    CacheSpec,
+    Cancel,
+    Cancelled,
+    Commit,
+    Deny,
+    Done,
+    Fail,
+    Gone,
+    Grant,
+    Hello,
+    Message,
+    Offer,
+    Ping,
+    Pong,
+    Refuse,
+    Release,
+    TransferKey,
+    Want,
+    Welcome,
+    decode,
+    encode,
+)
+from p2p_engine.peers import Link, Links, PeerAddress
+from p2p_engine.sender import Sender
+from p2p_engine.stats import Counters
+from p2p_engine.store import Store
+from p2p_engine.transfer import Transfer
+from p2p_engine.transports.base import Transport
+from p2p_engine.transports.inproc import InprocTransport
+from p2p_engine.transports.shm import ShmTransport
+from p2p_engine.transports.tcp import TcpTransport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Guest:
+    """A peer that dialled us."""
+
+    route: Route
+    address: str
+    heard_at: float
+
+
+class P2pNcclEngine:
+    """Moves tensors and blocks of KV cache, point to point, with any number of peers."""
+
+    def __init__(
+        self, config: EngineConfig, *, spec: CacheSpec | None = None, receives: bool = True
+    ) -> None:
+        """Bind the control port and start both threads.
+
+        `spec` is what peers must agree on; `receives=False` makes no landing memory (a prefill
+        instance that only pushes).
+
+        Raises:
+            ConfigError: no port can be bound.
+            OSError: the landing memory cannot be mapped.
+        """
+        self.config = config
+        self.epoch = secrets.randbits(62) | 1
+        self._spec = spec
+        self._changed = threading.Condition(threading.RLock())
+        self._counters = Counters()
+        self._guests: dict[int, Guest] = {}
+        self._closed = False
+        self._open_parts: list[Callable[[], Any]] = []
+        try:
+            self._make_parts(receives)
+        except BaseException:
+            self._close_parts()
+            raise
+        self._control.start()
+
+    def _make_parts(self, receives: bool) -> None:
+        config = self.config
+        self._arena = None
+        if receives and config.kv_buffer_size + config.pool_bytes > 0:
+            self._arena = LandingArena(
+                config.kv_buffer_size, config.pool_bytes, page_lock=config.page_lock
+            )
+            self._open_parts.append(self._arena.close)
+        first, last = config.kv_port_range or (config.port, config.port)
+        self._control = ControlPlane(
+            config.host, range(first, last + 1),
+            on_frame=self._on_frame, on_tick=self._on_tick, name="p2p-control",
+        )  # fmt: skip
+        self._open_parts.append(lambda: self._control.close(2.0))
+        self._mover = Mover()
+        self._open_parts.append(lambda: self._mover.close(2.0))
+        self._control.watch(self._mover.fileno(), self._collect)
+        self._transports = {name: self._make_transport(name) for name in config.transports}
+        self._links = Links(
+            config, self._control, self.epoch, self._spec, list(self._transports.values()),
+            lock=self._changed, clock=time.monotonic, on_ready=self._link_ready,
+            on_channel=lambda link: self._sender.channel_ready(link), on_closed=self._link_closed,
+        )  # fmt: skip
+        self._sender = Sender(config, self._changed, self._links, self._counters, time.monotonic)
+        self._store = Store(
+            config, self._changed, self._arena, self._mover, self._counters,
+            reply=self._reply_to, clock=time.monotonic,
+        )  # fmt: skip
+        self._awaited = Awaited(config, self._links, time.monotonic, self._store.fail_key)
+
+    def _make_transport(self, name: str) -> Transport:
+        transport: Transport
+        if name == "inproc":
+            transport = InprocTransport(self._mover, self._arena, self.epoch)
+        elif name == "shm":
+            transport = ShmTransport(self._mover, self._arena, self._control, self.epoch)
+        else:
+            transport = TcpTransport(self._mover, self._control, self.epoch, self.config.host)
+        self._open_parts.append(transport.close)
+        return transport
+
+    @property
+    def zmq_address(self) -> str:
+        """The address that peers dial, "host:port"."""
+        return self._control.address
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the control thread lives."""
+        return not self._closed and self._control.alive
+
+    # Sending
+
+    def send(
+        self,
+        key: TransferKey,
+        peer: PeerAddress,
+        source: Source,
+        *,
+        binding: bytes = b"",
+        timeout: float | None = None,
+        ready: bool = True,
+    ) -> Transfer:
+        """Offer a chunk now and, once it is `ready` and granted, write it; never blocks.
+
+        The source's memory belongs to the engine, for reading, until `released`. The transfer ends
+        by COMMIT, or with a named error at the latest after `timeout` seconds
+        (default: transfer_timeout_seconds).
+
+        Raises:
+            EngineClosed: the engine is closed.
+            PeerUnreachable: the address is not host:port.
+        """
+        with self._open():
+            seconds = self.config.transfer_timeout_seconds if timeout is None else timeout
+            chunk = self._sender.send(key, peer, source, binding, seconds, ready=ready)
+        self._control.pump()
+        return chunk.transfer
+
+    def mark_ready(self, transfer: Transfer) -> None:
+        """Say that the source of a send that was not ready is valid now; never blocks."""
+        with self._open():
+            self._sender.mark_ready(transfer)
+
+    def hold(
+        self, key: TransferKey, source: Source, *, binding: bytes = b"", lease: float | None = None
+    ) -> Transfer:
+        """Keep a source until a peer has pulled it, or `lease` seconds (default: lease_seconds).
+
+        Raises:
+            EngineClosed: the engine is closed.
+            TransferError: the key is held already.
+        """
+        with self._open():
+            return self._sender.hold(
+                key, source, binding, self.config.lease_seconds if lease is None else lease
+            )
+
+    def abandon(self, key: TransferKey, peer: PeerAddress | None, reason: str) -> None:
+        """Say that a key will never be completed, so that nobody waits for it; never blocks.
+
+        The peer is told; without one, whoever wants the key (GET).
+        """
+        with self._open():
+            self._sender.abandon(key, peer, reason)
+
+    # Receiving
+
+    def receive(
+        self,
+        key: TransferKey,
+        sink: Sink,
+        *,
+        binding: bytes = b"",
+        peer: PeerAddress | None = None,
+        pull: bool = False,
+        timeout: float | None = None,
+    ) -> Transfer:
+        """Bring a key into the sink's memory, which is the engine's until `released`; never blocks.
+
+        What has landed already is taken at once. A `peer` that is known is watched: when it dies,
+        the transfer fails at once instead of at its deadline. With `pull` it is asked (GET).
+
+        Raises:
+            EngineClosed: the engine is closed.
+            LocalProtocolError: pull without a peer.
+            PeerUnreachable: the peer's address is not host:port.
+            TransferError: the key is being received already, or came and was refused before.
+        """
+        if pull and peer is None:
+            raise LocalProtocolError(f"{key}: a pull needs a peer")
+        with self._open():
+            seconds = self.config.transfer_timeout_seconds if timeout is None else timeout
+            if peer is not None:
+                peer.check()
+            self._store.poll()
+            transfer = self._store.receive(key, sink, binding, seconds)
+            if peer is not None and not transfer.done:
+                self._awaited.add(transfer, peer, binding, pull=pull)
+            return transfer
+
+    def discard(
+        self,
+        key: TransferKey,
+        *,
+        binding: bytes = b"",
+        peer: PeerAddress | None = None,
+        pull: bool = False,
+        reason: str = "",
+    ) -> None:
+        """Say that a key will not be received here: what came is freed, what comes is refused.
+
+        With `pull` the peer that holds it is told, so that it can free it now. Never blocks.
+        """
+        with self._open():
+            self._store.discard((key, binding), reason or "not wanted here")
+            if pull and peer is not None:
+                self._awaited.release((key, binding), peer)
+
+    def poll(self) -> None:
+        """Make progress on this thread, completions included; never blocks. Call it in each step:
+        while this thread keeps the interpreter, the control thread waits for it."""
+        self._collect()
+        self._control.pump()
+
+    def _collect(self) -> None:
+        with self._changed:
+            for job in self._mover.drain():
+                job.tag(job)  # type: ignore[operator]
+            self._store.poll()
+
+    def drop_landed(self) -> int:
+        """Forget what has landed and nobody asked for; returns the bytes that were freed."""
+        with self._open():
+            return self._store.drop_landed()
+
+    # The simple form
+
+    def send_tensor(self, key: TransferKey, tensor: torch.Tensor, peer: str) -> Transfer:
+        """Send one CPU tensor according to send_type; PUT blocks until it has left.
+
+        A contiguous tensor is not copied: leave it unchanged until the transfer is released.
+
+        Raises:
+            TransferTimeout, PeerError, ...: PUT only; otherwise the transfer has them.
+        """
+        source = TensorSource(tensor)
+        if self.config.send_type is SendMode.GET:
+            return self.hold(key, source)
+        transfer = self.send(key, PeerAddress(peer), source)
+        if self.config.send_type is SendMode.PUT:
+            transfer.wait(self.config.transfer_timeout_seconds)
+        return transfer
+
+    def recv_tensor(
+        self,
+        key: TransferKey,
+        peer: str | None = None,
+        *,
+        timeout: float,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Block until the tensor is there, at most `timeout` seconds; in GET mode it is pulled.
+
+        Raises:
+            TransferTimeout: it did not come in time.
+            P2pError: it will not come, and why.
+        """
+        if out is not None:
+            check_in_host_memory(out)
+            if not out.is_contiguous() or out.is_conj() or out.is_neg():
+                raise LocalProtocolError("out must be contiguous")
+        sink = TensorSink(out)
+        address = PeerAddress(peer) if peer is not None else None
+        pull = self.config.send_type is SendMode.GET
+        transfer = self.receive(key, sink, peer=address, pull=pull, timeout=timeout)
+        try:
+            transfer.wait(timeout + self.config.retry_seconds)
+        except TransferTimeout:
+            transfer.cancel("the caller's deadline ended")
+            raise
+        if sink.tensor is None:
+            raise LocalProtocolError(f"{key} ended without a tensor")
+        return sink.tensor
+
+    # Seeing and ending
+
+    def stats(self) -> dict[str, Any]:
+        """A snapshot: sizes in bytes, counts since the start."""
+        with self._changed:
+            counters, live = self._counters, self._store.live_bytes()
+            return {
+                "live_bytes": sum(live.values()),
+                "live_bytes_by_place": live,
+                "landed_bytes_by_place": dict(counters.landed_bytes_by_place),
+                "quarantined_bytes": self._store.quarantined_bytes(),
+                "sent_bytes": counters.sent_bytes,
+                "writing_seconds": counters.writing_seconds,
+                "transfers_by_outcome": dict(counters.outcomes),
+                "open_transfers": self._sender.num_open() + self._store.num_open(),
+                "links": self._links.count(),
+                "guests": len(self._guests),
+                "denied_offers": counters.denied,
+                "expired_leases": counters.expired,
+                "messages_sent": self._control.frames_sent,
+                "messages_received": self._control.frames_received,
+                "wrong_messages": counters.wrong_messages + self._control.dropped_frames,
+                "control_errors": self._control.errors,
+                "healthy": self.healthy,
+            }
+
+    def close(self, timeout: float = 2.0) -> None:
+        """End every transfer with EngineClosed, say BYE, join both threads; idempotent, bounded."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+        finished = threading.Event()
+
+        def say_goodbye() -> None:
+            try:
+                with self._changed:
+                    self._say_goodbye()
+            finally:
+                finished.set()
+
+        self._control.call_soon(say_goodbye)
+        if not finished.wait(timeout):
+            logger.warning("close: the control thread did not answer within %g s", timeout)
+        self._control.stop(timeout)
+        self._mover.close(timeout)
+        with self._changed:
+            error = EngineClosed("the engine was closed")
+            self._sender.close(error)
+            self._store.close(error)
+        self._close_parts()
+
+    def __enter__(self) -> P2pNcclEngine:
+        """Return the engine itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the engine."""
+        self.close()
+
+    def _say_goodbye(self) -> None:
+        for epoch in self._guests:
+            self._reply_to(epoch, Bye, ())
+        self._links.close(EngineClosed("the engine was closed"))
+
+    def _close_parts(self) -> None:
+        while self._open_parts:
+            close = self._open_parts.pop()
+            try:
+                close()
+            except Exception:
+                logger.exception("close: one part failed, the others are closed")
+
+    def _open(self) -> threading.Condition:
+        if self._closed:
+            raise EngineClosed("the engine is closed")
+        return self._changed
+
+    # Callbacks of the control plane
+
+    def _on_frame(self, route: Route, frame: bytes) -> None:
+        with self._changed:
+            try:
+                message = decode(frame)
+                if route.address:
+                    self._from_link(route, message)
+                else:
+                    self._from_guest(route, message)
+            except RemoteProtocolError as error:
+                self._counters.wrong_messages += 1
+                logger.debug("message dropped: %s", error)
+
+    def _on_tick(self, now: float) -> None:
+        with self._changed:
+            self._collect()
+            self._links.tick(now)
+            self._sender.tick(now)
+            self._store.tick(now)
+            self._awaited.tick(now)
+            silence = self.config.peer_timeout_seconds
+            for epoch, guest in list(self._guests.items()):
+                if now - guest.heard_at >= silence:
+                    self._guest_lost(epoch, f"sender {guest.address} is silent for {silence:g} s")
+
+    def _from_link(self, route: Route, message: AnyMessage) -> None:
+        """An answer from a peer that we dialled."""
+        link = self._links.on_message(route, message)
+        if link is not None:
+            self._dispatch_answer(link, message)
+
+    def _dispatch_answer(self, link: Link, message: AnyMessage) -> None:
+        if isinstance(message, Grant):
+            self._sender.on_grant(link, message)
+        elif isinstance(message, Deny):
+            self._sender.on_deny(message)
+        elif isinstance(message, Commit):
+            self._sender.on_commit(message)
+        elif isinstance(message, Fail):
+            self._sender.on_fail(message)
+        elif isinstance(message, Cancel):
+            self._sender.on_cancel(link, message)
+        elif isinstance(message, Gone):
+            self._awaited.on_gone(message.key, TransferRejected(f"{link.target}: {message.reason}"))
+        elif isinstance(message, AbandonOk):
+            self._sender.on_abandon_ok(message.key)
+        elif not isinstance(message, Pong | Bye):
+            raise RemoteProtocolError(f"{type(message).__name__} is not an answer")
+
+    def _from_guest(self, route: Route, message: AnyMessage) -> None:
+        """A message from a peer that dialled us."""
+        if isinstance(message, Hello):
+            self._greet(route, message)
+            return
+        if isinstance(message, Ping):
+            self._control.send(route, encode(Pong(self.epoch, message.source_epoch)))
+        guest = self._guests.get(message.source_epoch)
+        if message.destination_epoch != self.epoch:
+            return  # for an engine that is no more; PONG tells who is here now
+        if guest is None or guest.route != route:
+            self._control.send(route, encode(Bye(self.epoch, message.source_epoch)))  # greet first
+            return
+        guest.heard_at = time.monotonic()
+        self._dispatch_request(guest, message)
+
+    def _dispatch_request(self, guest: Guest, message: AnyMessage) -> None:
+        epoch = message.source_epoch
+        if isinstance(message, Offer):
+            self._offered(epoch, message)
+        elif isinstance(message, Done):
+            self._store.on_done(epoch, message.seq, message.attempt)
+        elif isinstance(message, Cancelled):
+            self._store.on_cancelled(epoch, message.seq, message.attempt)
+        elif isinstance(message, Abandon):
+            self._store.fail_key(
+                message.key, TransferRejected(f"{guest.address}: {message.reason}")
+            )
+            self._reply_to(epoch, AbandonOk, (message.key,))
+        elif isinstance(message, Want):
+            key = message.key
+            self._sender.on_want(
+                (key, message.binding),
+                PeerAddress(guest.address),
+                lambda reason: self._reply_to(epoch, Gone, (key, reason)),
+            )
+        elif isinstance(message, Release):
+            self._sender.on_release((message.key, message.binding))
+        elif isinstance(message, Bye):
+            self._guest_lost(epoch, f"sender {guest.address} is closing")
+        elif not isinstance(message, Ping):
+            raise RemoteProtocolError(f"{type(message).__name__} is not a request")
+
+    def _offered(self, epoch: int, offer: Offer) -> None:
+        transport = self._transports.get(offer.transport)
+        if transport is None:
+            raise RemoteProtocolError(f"transport {offer.transport!r} was not agreed on")
+        self._awaited.on_offer(offer.key)
+        self._store.on_offer(epoch, offer, transport)
+
+    def _greet(self, route: Route, hello: Hello) -> None:
+        refusal = self._refusal(hello)
+        if refusal:
+            logger.warning("peer refused: address=%s reason=%s", hello.address, refusal)
+            answer: AnyMessage = Refuse(
+                self.epoch, hello.source_epoch, PROTOCOL_VERSION, refusal[:500]
+            )
+        else:
+            for epoch, guest in list(self._guests.items()):
+                if guest.address == hello.address and epoch != hello.source_epoch:
+                    self._guest_lost(epoch, f"sender {guest.address} was restarted")
+            self._guests[hello.source_epoch] = Guest(route, hello.address, time.monotonic())
+            offers = {
+                name: item.invite(hello.source_epoch) for name, item in self._transports.items()
+            }
+            usable = {name: offer for name, offer in offers.items() if offer is not None}
+            answer = Welcome(self.epoch, hello.source_epoch, PROTOCOL_VERSION, usable)
+        self._control.send(route, encode(answer))
+
+    def _refusal(self, hello: Hello) -> str:
+        if hello.version != PROTOCOL_VERSION:
+            return f"protocol version: {PROTOCOL_VERSION} here, {hello.version} there"
+        try:
+            PeerAddress(hello.address).check()
+        except PeerUnreachable as error:
+            return str(error)
+        if self._spec is None or hello.spec is None:
+            return (
+                ""
+                if self._spec is hello.spec
+                else "one side describes a KV cache, the other does not"
+            )
+        return "; ".join(self._spec.differences(hello.spec))
+
+    def _guest_lost(self, epoch: int, reason: str) -> None:
+        del self._guests[epoch]
+        self._store.sender_lost(epoch, PeerLost(reason))
+        for transport in self._transports.values():
+            transport.forget(epoch)
+
+    def _reply_to(self, epoch: int, kind: type[Message], fields: tuple[Any, ...]) -> None:
+        guest = self._guests.get(epoch)
+        if guest is not None:
+            self._control.send(guest.route, encode(kind(self.epoch, epoch, *fields)))  # type: ignore[arg-type]
+
+    def _link_ready(self, link: Link) -> None:
+        self._sender.link_ready(link)
+        self._awaited.link_ready(link)
+
+    def _link_closed(self, link: Link) -> None:
+        self._sender.link_closed(link)
+        self._awaited.link_closed(link)

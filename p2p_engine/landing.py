@@ -1,0 +1,124 @@
+"""What the store keeps of an incoming chunk, of who waits for it, and of what has ended.
+
+GRANTED → LANDED → SCATTERING → (freed)      by way of the arena
+GRANTED → LANDED → (freed)                   straight in final blocks
+GRANTED → QUARANTINED → (freed)              given up, but the sender may still write: only its
+                                             word, its proven end or our joined I/O frees it
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from mempool import Job
+from p2p_engine.arena import Space
+from p2p_engine.errors import P2pError
+from p2p_engine.layout import Sink
+from p2p_engine.messages import ContentKey, Manifest, Message
+from p2p_engine.transfer import Transfer
+from p2p_engine.transports.base import Transport
+
+BLOCKS = "blocks"  # the third place, beside the arena's buffer and pool
+
+LandingId: TypeAlias = tuple[int, int]  # the sender's epoch, its sequence number
+
+
+class LandingState(enum.Enum):
+    """See the module's docstring."""
+
+    GRANTED = enum.auto()
+    LANDED = enum.auto()
+    SCATTERING = enum.auto()
+    QUARANTINED = enum.auto()
+
+
+@dataclass(eq=False)
+class Landing:
+    """One granted region; it owns `space` (None: final blocks, or nothing was wanted)."""
+
+    id: LandingId
+    attempt: int
+    content: ContentKey
+    manifest: Manifest  # of what was granted, which may be less than what was offered
+    transport: Transport
+    trailer: int  # the completion word that the sender writes where receiver_writes is false
+    deadline: float
+    space: Space | None = None
+    state: LandingState = LandingState.GRANTED
+    job: Job | None = None
+    receive: Receive | None = None
+    done_heard: bool = False
+    resend_at: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """The payload in bytes."""
+        return self.manifest.nbytes
+
+    @property
+    def place(self) -> str:
+        """Where it lands: blocks, buffer or pool."""
+        return BLOCKS if self.space is None else self.space.place
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether it has landed and nobody has asked for it."""
+        return self.state is LandingState.LANDED and self.receive is None
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether final memory may hold anything: a stream that is aborted ends in zeros."""
+        return self.space is None and self.job is not None and self.job.state != "done"
+
+    @property
+    def touches_blocks(self) -> bool:
+        """Whether final memory may be written while this lives."""
+        return self.space is None or self.state is LandingState.SCATTERING
+
+
+@dataclass(eq=False)
+class Receive:
+    """Somebody waits for this content; `landings` are those that are on their way to its sink."""
+
+    content: ContentKey
+    sink: Sink
+    transfer: Transfer
+    deadline: float
+    landings: set[Landing] = field(default_factory=set)
+    delivered: list[tuple[int, int]] = field(default_factory=list)  # first block, number
+    ending: P2pError | None = None
+    complete: bool = False
+    mismatched: bool = False
+
+    def has_delivered(self, manifest: Manifest) -> bool:
+        """Whether a block of this chunk is in place already."""
+        end = manifest.first_block + manifest.num_blocks
+        return any(
+            first < end and manifest.first_block < first + num for first, num in self.delivered
+        )
+
+    @property
+    def over(self) -> bool:
+        """Whether the outcome is known and no byte can be written into its memory any more."""
+        settled = self.complete or self.ending is not None
+        return settled and not any(landing.touches_blocks for landing in self.landings)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The last word on a chunk, said again whenever its sender asks."""
+
+    attempt: int
+    kind: type[Message]
+    fields: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Tombstone:
+    """A content that ended here without success; `refused` when an offer has met it."""
+
+    reason: str
+    until: float
+    refused: bool = False

@@ -1,0 +1,314 @@
+"""What crosses the wire: typed MessagePack structs, their limits, and the protocol version.
+
+The codec refuses unknown tags, wrong types and values out of bounds; nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from p2p_engine.errors import RemoteProtocolError
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 1 << 16
+MAX_LAYERS = 1 << 10
+
+Text = Annotated[str, msgspec.Meta(max_length=512)]
+Blob = Annotated[bytes, msgspec.Meta(max_length=64)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+U64 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=86400.0)]
+
+
+class TransferKey(msgspec.Struct, frozen=True, array_like=True):
+    """The identity of what moves: made by the proxy's id, never by an engine's own request id."""
+
+    transfer_id: Text
+    layer: Text = ""
+    prompt_index: Count = 0
+    child_index: Count = 0
+
+    def __str__(self) -> str:
+        """Show the key as in log lines."""
+        return f"{self.transfer_id}/{self.prompt_index}/{self.child_index}/{self.layer}"
+
+
+ContentKey: TypeAlias = tuple[TransferKey, bytes]  # name and binding: two contents never meet
+
+
+class Manifest(msgspec.Struct, frozen=True, array_like=True):
+    """The geometry of a chunk: its byte stream is, layer after layer, the pages of its blocks.
+
+    `page_bytes[l]` is the size of one block of layer l on this rank. A plain tensor is one layer
+    of one block, with `dtype` and `shape` set.
+    """
+
+    first_block: Count
+    num_blocks: Count
+    page_bytes: Annotated[list[Bytes], msgspec.Meta(max_length=MAX_LAYERS)]
+    num_tokens: Count = 0
+    dtype: Annotated[str, msgspec.Meta(max_length=32)] = ""
+    shape: Annotated[list[Bytes], msgspec.Meta(max_length=16)] = []
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of one block over all layers."""
+        return sum(self.page_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole chunk."""
+        return self.num_blocks * self.block_bytes
+
+
+class CacheSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What two instances must agree on before a byte moves; differing fields are named."""
+
+    model: Text = ""
+    revision: Text = ""
+    dtype: Text = ""
+    block_size: Count = 0
+    num_layers: Count = 0
+    num_kv_heads: Count = 0
+    head_size: Count = 0
+    layout: Text = ""
+    packing: Text = ""
+    tp_size: Count = 1
+    pp_size: Count = 1
+    page_bytes: Annotated[list[Bytes], msgspec.Meta(max_length=MAX_LAYERS)] = []
+
+    def differences(self, other: CacheSpec) -> list[str]:
+        """Name each field that differs, with both values."""
+        pairs = ((f, getattr(self, f), getattr(other, f)) for f in self.__struct_fields__)
+        return [
+            f"{name}: {mine!r} here, {theirs!r} there"
+            for name, mine, theirs in pairs
+            if mine != theirs
+        ]
+
+
+class Message(msgspec.Struct, array_like=True, tag_field="type"):
+    """Every message says from which start of which engine it is, and for which."""
+
+    source_epoch: U64
+    destination_epoch: U64
+
+
+class Hello(Message, tag="HELLO"):
+    """First words of a link; `endpoints` are what each transport of the sender offers."""
+
+    version: Count
+    address: Text
+    spec: CacheSpec | None
+    endpoints: Annotated[dict[Text, dict[Text, Text]], msgspec.Meta(max_length=8)]
+
+
+class Welcome(Message, tag="WELCOME"):
+    """Answer to HELLO: what the receiver's transports offer, tokens included."""
+
+    version: Count
+    endpoints: Annotated[dict[Text, dict[Text, Text]], msgspec.Meta(max_length=8)]
+
+
+class Refuse(Message, tag="REFUSE"):
+    """Answer to HELLO: no, and why."""
+
+    version: Count
+    reason: Text
+
+
+class Ping(Message, tag="PING"):
+    """Are you there? Answered by PONG."""
+
+
+class Pong(Message, tag="PONG"):
+    """Yes."""
+
+
+class Bye(Message, tag="BYE"):
+    """The sender is closing: whatever is open with it ends now."""
+
+
+class Lookup(Message, tag="LOOKUP"):
+    """To an instance's directory: where is this rank?"""
+
+    rank: Count
+
+
+class Location(Message, tag="LOCATION"):
+    """The directory's answer; an empty address says that there is no such rank."""
+
+    rank: Count
+    address: Text
+    num_ranks: Count
+
+
+class Offer(Message, tag="OFFER"):
+    """A chunk is coming: reserve a landing region. Sent again until answered."""
+
+    seq: U64
+    attempt: Count
+    key: TransferKey
+    manifest: Manifest
+    binding: Blob
+    transport: Text
+
+
+class Grant(Message, tag="GRANT"):
+    """The region is reserved; only [first_block, first_block + num_blocks) is wanted."""
+
+    seq: U64
+    attempt: Count
+    first_block: Count
+    num_blocks: Count
+    offset: Bytes
+    trailer: U64
+
+
+class Deny(Message, tag="DENY"):
+    """No room now: offer again after `retry_after` seconds."""
+
+    seq: U64
+    attempt: Count
+    reason: Text
+    retry_after: Seconds
+
+
+class Done(Message, tag="DONE"):
+    """All bytes were written. Sent again until answered."""
+
+    seq: U64
+    attempt: Count
+
+
+class Commit(Message, tag="COMMIT"):
+    """The chunk has landed whole."""
+
+    seq: U64
+    attempt: Count
+
+
+class Fail(Message, tag="FAIL"):
+    """The receiver will not take this chunk, ever; `code` names the error class."""
+
+    seq: U64
+    attempt: Count
+    code: Text
+    reason: Text
+
+
+class Cancel(Message, tag="CANCEL"):
+    """The receiver asks the sender to stop. Sent again until CANCELLED comes."""
+
+    seq: U64
+    attempt: Count
+
+
+class Cancelled(Message, tag="CANCELLED"):
+    """The sender will not write this attempt's region any more."""
+
+    seq: U64
+    attempt: Count
+
+
+class Abandon(Message, tag="ABANDON"):
+    """The sender will never complete this key. Sent again until ABANDON_OK comes."""
+
+    key: TransferKey
+    reason: Text
+
+
+class AbandonOk(Message, tag="ABANDON_OK"):
+    """Heard."""
+
+    key: TransferKey
+
+
+class Want(Message, tag="WANT"):
+    """GET: offer me this key. Sent again until OFFER or GONE comes."""
+
+    key: TransferKey
+    binding: Blob
+
+
+class Gone(Message, tag="GONE"):
+    """GET: this key is not, or no more, held here."""
+
+    key: TransferKey
+    reason: Text
+
+
+class Release(Message, tag="RELEASE"):
+    """GET: the holder may free this key."""
+
+    key: TransferKey
+    binding: Blob
+
+
+AnyMessage: TypeAlias = (
+    Hello | Welcome | Refuse | Ping | Pong | Bye | Lookup | Location | Offer | Grant | Deny | Done
+    | Commit | Fail | Cancel | Cancelled | Abandon | AbandonOk | Want | Gone | Release
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """Encode one message."""
+    return _encoder.encode(message)
+
+
+def decode(frame: bytes) -> AnyMessage:
+    """Decode one frame.
+
+    Raises:
+        RemoteProtocolError: it is too long, not MessagePack, of an unknown type or out of bounds.
+    """
+    if len(frame) > MAX_FRAME_BYTES:
+        raise RemoteProtocolError(f"frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES}")
+    try:
+        return _decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"bad frame of {len(frame)} bytes: {error}") from error
+
+
+class Heartbeat(msgspec.Struct, omit_defaults=True):
+    """What an instance tells the proxy every `interval` seconds; the first three keys are old.
+
+    `protocol` is absent from instances that speak the old wire only.
+    """
+
+    type: Text
+    http_address: Text
+    zmq_address: Text
+    protocol: Count | None = None
+    epoch: U64 = 0
+    model: Text = ""
+    tp_size: Count = 1
+    send_type: Text = ""
+    interval: Seconds = 3.0
+    leaving: bool = False
+
+
+_heartbeat_decoder = msgspec.msgpack.Decoder(Heartbeat)
+
+
+def encode_heartbeat(heartbeat: Heartbeat) -> bytes:
+    """Encode a heartbeat as a MessagePack map."""
+    return _encoder.encode(heartbeat)
+
+
+def decode_heartbeat(frame: bytes) -> Heartbeat:
+    """Decode a heartbeat; keys that we do not know are ignored.
+
+    Raises:
+        RemoteProtocolError: it is not a heartbeat.
+    """
+    try:
+        return _heartbeat_decoder.decode(frame[:MAX_FRAME_BYTES])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"bad heartbeat of {len(frame)} bytes: {error}") from error

@@ -1,0 +1,314 @@
+"""Links: the peers that this engine dials, from the first look-up to READY and to their end.
+
+LOCATING → ask the instance's directory where the rank is      (only when a rank is given)
+GREETING → HELLO is out; WELCOME or REFUSE is awaited
+READY    → messages may be sent; PING keeps asking whether the peer lives
+CLOSED   → the end; `error` says why. The next use of the same target makes a new link.
+Who wants to send bytes asks for a channel too: transport after transport is tried, best first.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from p2p_engine.config import EngineConfig
+from p2p_engine.control import ControlPlane, Route, split_address
+from p2p_engine.errors import P2pError, PeerLost, PeerRefused, PeerUnreachable, TransportError
+from p2p_engine.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Bye,
+    CacheSpec,
+    Hello,
+    Location,
+    Lookup,
+    Message,
+    Ping,
+    Pong,
+    Refuse,
+    Welcome,
+    encode,
+)
+from p2p_engine.transports.base import Channel, Endpoint, Transport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PeerAddress:
+    """Whom to reach: an engine, or one rank of the instance whose directory is at `address`."""
+
+    address: str
+    rank: int | None = None
+
+    def check(self) -> None:
+        """Check that it can be dialled.
+
+        Raises:
+            PeerUnreachable: the address is not host:port.
+        """
+        try:
+            split_address(self.address)
+        except ValueError as error:
+            raise PeerUnreachable(f"peer {self}: {error}") from None
+
+    def __str__(self) -> str:
+        """Show the address as in log lines."""
+        return self.address if self.rank is None else f"{self.address} rank {self.rank}"
+
+
+class LinkState(enum.Enum):
+    """See the module's docstring."""
+
+    LOCATING = enum.auto()
+    GREETING = enum.auto()
+    READY = enum.auto()
+    CLOSED = enum.auto()
+
+
+@dataclass(eq=False)
+class Link:
+    """One dialled peer."""
+
+    target: PeerAddress
+    address: str
+    state: LinkState
+    deadline: float
+    epoch: int = 0
+    data: bool = False
+    connecting: bool = False
+    channel: Channel | None = None
+    transport: Transport | None = None
+    error: P2pError | None = None
+    endpoints: dict[str, Endpoint] = field(default_factory=dict)
+    untried: list[Transport] = field(default_factory=list)
+    heard_at: float = 0.0
+    resend_at: float = 0.0
+
+    @property
+    def ready(self) -> bool:
+        """Whether messages may be sent."""
+        return self.state is LinkState.READY
+
+
+LinkEvent: TypeAlias = Callable[[Link], None]
+
+
+class Links:
+    """All dialled peers of one engine. The engine's lock guards it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        control: ControlPlane,
+        epoch: int,
+        spec: CacheSpec | None,
+        transports: list[Transport],
+        *,
+        lock: AbstractContextManager[Any],
+        clock: Callable[[], float],
+        on_ready: LinkEvent,
+        on_channel: LinkEvent,
+        on_closed: LinkEvent,
+    ) -> None:
+        self._config = config
+        self._control = control
+        self._epoch = epoch
+        self._spec = spec
+        self._transports = transports
+        self._lock = lock
+        self._clock = clock
+        self._on_ready = on_ready
+        self._on_channel = on_channel
+        self._on_closed = on_closed
+        self._links: dict[PeerAddress, Link] = {}
+
+    def get(self, target: PeerAddress, *, data: bool) -> Link:
+        """Return the link to a peer, dialling it when there is none; never blocks.
+
+        With `data` it gets a channel too, soon.
+
+        Raises:
+            PeerUnreachable: the address is not host:port.
+        """
+        link = self._links.get(target)
+        if link is None:
+            target.check()
+            located = target.rank is None
+            link = Link(
+                target,
+                target.address if located else "",
+                LinkState.GREETING if located else LinkState.LOCATING,
+                deadline=self._clock() + self._config.connect_timeout_seconds,
+            )
+            self._links[target] = link
+            self._ask(link)
+        if data and not link.data:
+            link.data = True
+            if link.ready:
+                self._later(lambda: self._open_channel(link))
+        return link
+
+    def count(self) -> dict[str, int]:
+        """How many links there are in each state."""
+        counts: dict[str, int] = {}
+        for link in self._links.values():
+            counts[link.state.name.lower()] = counts.get(link.state.name.lower(), 0) + 1
+        return counts
+
+    def send(self, link: Link, kind: type[Message], *fields: Any) -> None:
+        """Send a message over a link that has been welcomed."""
+        self._control.send(Route(link.address), encode(kind(self._epoch, link.epoch, *fields)))  # type: ignore[arg-type]
+
+    def on_message(self, route: Route, message: AnyMessage) -> Link | None:
+        """Take a message from a link; returns the link if its peer is who it should be."""
+        if isinstance(message, Location):
+            self._located(route.address, message)
+            return None
+        known = None
+        for link in [item for item in self._links.values() if item.address == route.address]:
+            if isinstance(message, Welcome):
+                self._welcomed(link, message)
+            elif isinstance(message, Refuse):
+                self.close_link(link, PeerRefused(f"peer {link.target} refused: {message.reason}"))
+            elif link.epoch != message.source_epoch:
+                if isinstance(message, Pong) and link.epoch:
+                    self.close_link(link, PeerLost(f"peer {link.target} was restarted"))
+            else:
+                link.heard_at = self._clock()
+                known = link
+                if isinstance(message, Bye):
+                    self.close_link(link, PeerLost(f"peer {link.target} is closing"))
+        return known
+
+    def tick(self, now: float) -> None:
+        """Repeat what is unanswered, ask whether peers live, end what is overdue."""
+        for link in list(self._links.values()):
+            if now >= link.deadline and (not link.ready or link.connecting):
+                waited = self._config.connect_timeout_seconds
+                step = "CONNECTING" if link.connecting else link.state.name
+                reason = f"peer {link.target} did not answer within {waited:g} s ({step})"
+                self.close_link(link, PeerUnreachable(reason))
+            elif link.ready and now - link.heard_at >= self._config.peer_timeout_seconds:
+                silence = now - link.heard_at
+                self.close_link(link, PeerLost(f"peer {link.target} is silent for {silence:.1f} s"))
+            elif now >= link.resend_at:
+                self._ask(link)
+
+    def close_link(self, link: Link, error: P2pError) -> None:
+        """End a link: its channel is joined, then `on_closed` is told. In callbacks only."""
+        if link.state is LinkState.CLOSED:
+            return
+        link.state, link.error = LinkState.CLOSED, error
+        self._links.pop(link.target, None)
+        logger.info("link closed: peer=%s reason=%s", link.target, error)
+        self._close_channel(link)
+        if link.address and not any(item.address == link.address for item in self._links.values()):
+            self._control.hang_up(link.address)
+        self._on_closed(link)
+
+    def break_link(self, link: Link, error: P2pError) -> None:
+        """End a link from any thread, soon."""
+
+        self._later(lambda: self.close_link(link, error))
+
+    def close(self, error: P2pError) -> None:
+        """End every link: what it writes is joined first, so that BYE says that nothing follows."""
+        for link in list(self._links.values()):
+            self._close_channel(link)
+            if link.epoch:
+                self.send(link, Bye)
+            self.close_link(link, error)
+
+    def _close_channel(self, link: Link) -> None:
+        channel, link.channel = link.channel, None
+        if channel is not None:
+            try:
+                channel.close()
+            except TransportError:
+                logger.exception("link to %s: its channel is kept, unclosed", link.target)
+
+    def _ask(self, link: Link) -> None:
+        interval = self._config.retry_seconds
+        if link.state is LinkState.LOCATING:
+            message: AnyMessage = Lookup(self._epoch, 0, link.target.rank or 0)
+            self._control.send(Route(link.target.address), encode(message))
+        elif link.state is LinkState.GREETING:
+            message = Hello(self._epoch, 0, PROTOCOL_VERSION, self._control.address, self._spec, {})
+            self._control.send(Route(link.address), encode(message))
+        elif link.ready:
+            self.send(link, Ping)
+            interval = self._config.peer_timeout_seconds / 4
+        link.resend_at = self._clock() + interval
+
+    def _located(self, directory: str, message: Location) -> None:
+        link = self._links.get(PeerAddress(directory, message.rank))
+        if link is None or link.state is not LinkState.LOCATING:
+            return
+        if not message.address:
+            reason = f"{directory} has {message.num_ranks} ranks, no rank {message.rank}"
+            self.close_link(link, PeerRefused(reason))
+            return
+        try:
+            PeerAddress(message.address).check()
+        except PeerUnreachable as error:
+            self.close_link(link, error)
+            return
+        link.address, link.state = message.address, LinkState.GREETING
+        self._ask(link)
+
+    def _welcomed(self, link: Link, message: Welcome) -> None:
+        if link.state is LinkState.GREETING:
+            link.epoch, link.heard_at = message.source_epoch, self._clock()
+            link.endpoints, link.state = message.endpoints, LinkState.READY
+            self._on_ready(link)
+            if link.data:
+                self._open_channel(link)
+        elif link.epoch != message.source_epoch:
+            self.close_link(link, PeerLost(f"peer {link.target} was restarted"))
+
+    def _open_channel(self, link: Link) -> None:
+        if link.ready and not link.connecting and link.channel is None:
+            link.untried = [item for item in self._transports if item.name in link.endpoints]
+            link.deadline = self._clock() + self._config.connect_timeout_seconds
+            link.connecting = True
+            self._connect(link, "")
+
+    def _connect(self, link: Link, refusal: str) -> None:
+        if not link.untried:
+            offered = ", ".join(link.endpoints) or "nothing"
+            reason = f"peer {link.target}: no transport works (it offers {offered}) {refusal}"
+            self.close_link(link, PeerRefused(reason))
+            return
+        transport = link.untried.pop(0)
+
+        def connected(outcome: Channel | TransportError) -> None:
+            with self._lock:  # this is called when a socket is readable, without it
+                self._connected(link, transport, outcome)
+
+        transport.connect(link.endpoints[transport.name], connected)
+
+    def _connected(
+        self, link: Link, transport: Transport, outcome: Channel | TransportError
+    ) -> None:
+        if isinstance(outcome, TransportError):
+            logger.info("peer=%s transport=%s not usable: %s", link.target, transport.name, outcome)
+            self._connect(link, str(outcome))
+        elif not link.ready:
+            outcome.close()
+        else:
+            link.channel, link.transport, link.connecting = outcome, transport, False
+            logger.info("link ready: peer=%s transport=%s", link.target, transport.name)
+            self._on_channel(link)
+
+    def _later(self, step: Callable[[], None]) -> None:
+        def locked() -> None:
+            with self._lock:
+                step()
+
+        self._control.call_soon(locked)

@@ -1,0 +1,82 @@
+"""Request ids: the proxy's, which names both instances, and the engine's, which vLLM derives.
+
+Pure, and standard library only: the proxy formats with it, the connector parses with it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+
+# A host is a name, an IPv4 address or an IPv6 address in brackets; no "___" may hide in it.
+_ADDRESS = r"(?:\[[0-9A-Fa-f:.%]{2,64}\]|[A-Za-z0-9](?:_?[A-Za-z0-9.-]){0,253}):[0-9]{1,5}"
+_PROXY_ID = re.compile(
+    rf"___prefill_addr_(?P<prefill>{_ADDRESS})"
+    rf"___decode_addr_(?P<decode>{_ADDRESS})"
+    r"_(?P<transfer_id>[0-9a-f]{32})"
+)
+_INDEX = r"0|[1-9][0-9]{0,8}"
+# Completions always carry their prompt's index; chats only when one request has several.
+_ENGINE_ID = re.compile(
+    rf"(?:(?P<child>{_INDEX})_)?"
+    rf"(?:cmpl-(?P<completion>.+)-(?P<prompt>{_INDEX})|chatcmpl-(?P<chat>.+?)(?:_(?P<turn>{_INDEX}))?)",
+    re.DOTALL,
+)
+_RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}")
+_SUFFIX_LENGTH = 9
+
+
+@dataclass(frozen=True)
+class ProxyId:
+    """What the proxy's id says: the two instance addresses and the name of the transfer."""
+
+    prefill: str
+    decode: str
+    transfer_id: str
+
+    def __str__(self) -> str:
+        """Format it as the `X-Request-Id` of both legs."""
+        return f"___prefill_addr_{self.prefill}___decode_addr_{self.decode}_{self.transfer_id}"
+
+
+@dataclass(frozen=True)
+class EngineId:
+    """What vLLM's engine makes of an external id: one per prompt and per choice of `n`."""
+
+    external_id: str
+    prompt_index: int = 0
+    child_index: int = 0
+
+
+def new_transfer_id() -> str:
+    """Draw 32 hexadecimal digits."""
+    return secrets.token_hex(16)
+
+
+def parse_proxy_id(text: str) -> ProxyId | None:
+    """Parse an id of the old scheme; None for anything that is not exactly one."""
+    match = _PROXY_ID.fullmatch(text)
+    if match is None:
+        return None
+    proxy_id = ProxyId(**match.groupdict())
+    ports = (int(address.rpartition(":")[2]) for address in (proxy_id.prefill, proxy_id.decode))
+    return proxy_id if all(0 < port < 65536 for port in ports) else None
+
+
+def parse_engine_id(request_id: str, *, is_randomized: bool) -> EngineId | None:
+    """Take vLLM's decoration off a request id; None when it is not one of a completion or chat.
+
+    `is_randomized` says whether vLLM appends eight random hexadecimal digits: an external id may
+    end in eight of its own, so guessing would be wrong.
+    """
+    if is_randomized:
+        if not _RANDOM_SUFFIX.fullmatch(request_id, len(request_id) - _SUFFIX_LENGTH):
+            return None
+        request_id = request_id[:-_SUFFIX_LENGTH]
+    match = _ENGINE_ID.fullmatch(request_id)
+    if match is None:
+        return None
+    external_id = match["completion"] or match["chat"]
+    index = match["prompt"] or match["turn"] or 0
+    return EngineId(external_id, int(index), int(match["child"] or 0))

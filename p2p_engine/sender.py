@@ -1,0 +1,499 @@
+"""Sender: the chunks that leave this engine, from OFFER to COMMIT, and what is held for GET.
+
+QUEUED → OFFERED → GRANTED → WRITING → WRITTEN → (ended)     the usual way
+any before WRITTEN → cancel → (ended), CANCELLED is sent once no byte can be written any more
+The engine's lock guards everything here.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mempool import Job
+from p2p_engine.config import EngineConfig
+from p2p_engine.errors import (
+    P2pError,
+    PeerError,
+    PeerLost,
+    RemoteProtocolError,
+    TransferCancelled,
+    TransferError,
+    TransferRejected,
+    TransferTimeout,
+    TransferTooLarge,
+    TransportError,
+)
+from p2p_engine.layout import Source
+from p2p_engine.messages import (
+    Abandon,
+    Cancel,
+    Cancelled,
+    Commit,
+    ContentKey,
+    Deny,
+    Done,
+    Fail,
+    Grant,
+    Manifest,
+    Offer,
+    TransferKey,
+)
+from p2p_engine.peers import Link, Links, PeerAddress
+from p2p_engine.recent import Recent
+from p2p_engine.stats import Counters
+from p2p_engine.transfer import Transfer, lane_of
+
+logger = logging.getLogger(__name__)
+
+_REFUSALS = {
+    kind.__name__: kind for kind in (TransferTooLarge, TransferTimeout, TransferCancelled, PeerLost)
+}  # what a FAIL may name beside the usual TransferRejected
+MAX_WISHES = 4096
+MAX_ATTEMPTS = 3  # data connections that may break under one chunk
+
+
+class ChunkState(enum.Enum):
+    """See the module's docstring."""
+
+    QUEUED = enum.auto()
+    OFFERED = enum.auto()
+    GRANTED = enum.auto()
+    WRITING = enum.auto()
+    WRITTEN = enum.auto()
+    ENDED = enum.auto()
+
+
+@dataclass(eq=False)
+class Chunk:
+    """One chunk on its way out; it may read `source` until the transfer is released."""
+
+    seq: int
+    key: TransferKey
+    source: Source
+    manifest: Manifest
+    binding: bytes
+    link: Link
+    transfer: Transfer
+    deadline: float
+    ready: bool
+    on_end: Callable[[Chunk], None] | None = None
+    state: ChunkState = ChunkState.QUEUED
+    attempt: int = 0
+    grant: Grant | None = None
+    job: Job | None = None
+    ending: P2pError | None = None
+    writing_since: float = 0.0
+    resend_at: float = 0.0
+
+
+@dataclass(eq=False)
+class Hold:
+    """GET: a source that waits to be wanted, until its lease ends."""
+
+    content: ContentKey
+    source: Source
+    transfer: Transfer
+    lease_ends_at: float
+    chunk: Chunk | None = None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A WANT that came before its hold."""
+
+    peer: PeerAddress
+    deadline: float
+    refuse: Callable[[str], None]
+
+
+@dataclass(eq=False)
+class Abandonment:
+    """A key that a peer must be told will never be completed."""
+
+    link: Link
+    reason: str
+    deadline: float
+    resend_at: float = 0.0
+
+
+class Sender:
+    """All outgoing chunks of one engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        changed: threading.Condition,
+        links: Links,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._changed = changed
+        self._links = links
+        self._counters = counters
+        self._clock = clock
+        self._seqs = itertools.count(1)
+        self._chunks: dict[int, Chunk] = {}
+        self._by_transfer: dict[Transfer, Chunk] = {}
+        self._holds: dict[ContentKey, Hold] = {}
+        self._wishes: dict[ContentKey, Wish] = {}
+        self._gone: Recent[TransferKey, str] = Recent()
+        self._abandoned: dict[TransferKey, Abandonment] = {}
+
+    # What the caller asks for
+
+    def send(
+        self,
+        key: TransferKey,
+        peer: PeerAddress,
+        source: Source,
+        binding: bytes,
+        timeout: float,
+        *,
+        ready: bool,
+        on_end: Callable[[Chunk], None] | None = None,
+    ) -> Chunk:
+        """Queue a chunk; it is offered as soon as the link is ready."""
+        manifest = source.manifest
+        transfer = Transfer(key, manifest.nbytes, self._changed, self._cancel_transfer)
+        link = self._links.get(peer, data=True)
+        chunk = Chunk(
+            next(self._seqs), key, source, manifest, binding, link, transfer,
+            self._clock() + timeout, ready, on_end,
+        )  # fmt: skip
+        self._chunks[chunk.seq] = self._by_transfer[transfer] = chunk
+        self._offer(chunk)
+        return chunk
+
+    def mark_ready(self, transfer: Transfer) -> None:
+        """Let the bytes move: the source is valid from now on."""
+        chunk = self._by_transfer.get(transfer)
+        if chunk is not None and not chunk.ready:
+            chunk.ready = True
+            self._write(chunk)
+
+    def hold(self, key: TransferKey, source: Source, binding: bytes, lease: float) -> Transfer:
+        """Keep a source for a WANT.
+
+        Raises:
+            TransferError: the key is held already.
+        """
+        content = (key, binding)
+        if content in self._holds:
+            raise TransferError(f"{key} is held already")
+        transfer = Transfer(key, source.manifest.nbytes, self._changed, self._cancel_transfer)
+        self._holds[content] = hold = Hold(content, source, transfer, self._clock() + lease)
+        self._gone.pop(key)
+        wish = self._wishes.pop(content, None)
+        if wish is not None:
+            self._serve(hold, wish.peer)
+        return transfer
+
+    def abandon(self, key: TransferKey, peer: PeerAddress | None, reason: str) -> None:
+        """Tell the peer, until it has heard, that this key will not be completed; without a peer,
+        whoever wants it."""
+        if peer is None:
+            self._let_go(key, reason)
+            return
+        deadline = self._clock() + self._config.transfer_timeout_seconds
+        abandonment = Abandonment(self._links.get(peer, data=False), reason, deadline)
+        self._abandoned[key] = abandonment
+        self._tell_abandoned(key, abandonment)
+
+    # What the peer says
+
+    def on_want(
+        self, content: ContentKey, peer: PeerAddress, refuse: Callable[[str], None]
+    ) -> None:
+        """Offer what is held, wait for what may be held soon, or `refuse` with a reason."""
+        hold, reason = self._holds.get(content), self._gone.get(content[0])
+        if hold is not None:
+            self._serve(hold, peer)
+        elif reason is not None:
+            refuse(reason)
+        elif any(key == content[0] for key, _ in self._holds):
+            refuse("held for another content: the prompts differ")
+        elif content in self._wishes:  # said again: by the same peer, or after its restart
+            self._wishes[content] = Wish(peer, self._wishes[content].deadline, refuse)
+        elif len(self._wishes) < MAX_WISHES:
+            deadline = self._clock() + self._config.transfer_timeout_seconds
+            self._wishes[content] = Wish(peer, deadline, refuse)
+
+    def on_release(self, content: ContentKey) -> None:
+        """The peer wants nothing more of a held key."""
+        self._wishes.pop(content, None)
+        hold = self._holds.get(content)
+        if hold is not None and hold.chunk is None:
+            self._end_hold(hold, None, "the peer released it")
+
+    def on_abandon_ok(self, key: TransferKey) -> None:
+        """The peer has heard."""
+        self._abandoned.pop(key, None)
+
+    def on_grant(self, link: Link, message: Grant) -> None:
+        """Start to write, when the source is ready."""
+        chunk = self._current(message.seq, message.attempt)
+        if chunk is None:
+            self._links.send(link, Cancelled, message.seq, message.attempt)
+            return
+        if chunk.state is not ChunkState.OFFERED:
+            return  # said again; a write that is being cancelled says so itself, when it has ended
+        first = message.first_block - chunk.manifest.first_block
+        if message.num_blocks and not 0 <= first <= chunk.manifest.num_blocks - message.num_blocks:
+            reason = f"peer {link.target} granted blocks that chunk {chunk.key} does not have"
+            self._end(chunk, RemoteProtocolError(reason), tell=True)
+            return
+        chunk.grant, chunk.state = message, ChunkState.GRANTED
+        self._write(chunk)
+
+    def on_deny(self, message: Deny) -> None:
+        """Offer again later."""
+        chunk = self._current(message.seq, message.attempt)
+        if chunk is not None and chunk.state is ChunkState.OFFERED:
+            self._counters.denied += 1
+            chunk.resend_at = self._clock() + message.retry_after
+
+    def on_commit(self, message: Commit) -> None:
+        """The chunk has landed whole."""
+        chunk = self._current(message.seq, message.attempt)
+        if chunk is not None and chunk.state is ChunkState.WRITTEN:
+            self._end(chunk, None)
+
+    def on_fail(self, message: Fail) -> None:
+        """The peer will never take it."""
+        chunk = self._current(message.seq, message.attempt)
+        if chunk is not None:
+            kind = _REFUSALS.get(message.code, TransferRejected)
+            self._stop(chunk, kind(f"{chunk.link.target}: {message.reason}"))
+
+    def on_cancel(self, link: Link, message: Cancel) -> None:
+        """The peer wants its region back: CANCELLED follows once nothing is written any more."""
+        chunk = self._current(message.seq, message.attempt)
+        if chunk is None:
+            self._links.send(link, Cancelled, message.seq, message.attempt)
+        else:
+            self._stop(chunk, TransferRejected(f"peer {link.target} cancelled {chunk.key}"))
+
+    # What happens here
+
+    def channel_ready(self, link: Link) -> None:
+        """Offer what was queued for this link."""
+        for chunk in self._on_link(link):
+            if chunk.state is ChunkState.QUEUED:
+                self._offer(chunk)
+
+    def link_ready(self, link: Link) -> None:
+        """Tell the peer what will not come."""
+        for key, abandonment in self._abandoned.items():
+            if abandonment.link is link:
+                self._tell_abandoned(key, abandonment)
+
+    def link_closed(self, link: Link) -> None:
+        """Try once more where only the data connection broke; end the rest. Its jobs are joined."""
+        for chunk in self._on_link(link):
+            again = isinstance(link.error, TransportError) and chunk.attempt + 1 < MAX_ATTEMPTS
+            if again and chunk.ending is None and chunk.state is not ChunkState.WRITTEN:
+                chunk.attempt += 1
+                chunk.state, chunk.grant, chunk.job = ChunkState.QUEUED, None, None
+                chunk.link = self._links.get(link.target, data=True)
+            else:
+                self._end(chunk, chunk.ending or _as_lost(link, chunk))
+        for key in [k for k, item in self._abandoned.items() if item.link is link]:
+            del self._abandoned[key]
+
+    def tick(self, now: float) -> None:
+        """Repeat what is unanswered and end what is overdue."""
+        for chunk in list(self._chunks.values()):
+            if now >= chunk.deadline and chunk.ending is None:
+                self._stop(chunk, self._overdue(chunk))
+            elif now >= chunk.resend_at and chunk.link.ready:
+                self._repeat(chunk)
+        for hold in list(self._holds.values()):
+            if hold.chunk is None and now >= hold.lease_ends_at:
+                self._counters.expired += 1
+                error = TransferTimeout(f"nobody wanted {hold.content[0]} during its lease")
+                self._end_hold(hold, error, "its lease has ended")
+        for content, wish in list(self._wishes.items()):
+            if now >= wish.deadline:
+                del self._wishes[content]
+                wish.refuse("it was never held here")
+        for key, item in list(self._abandoned.items()):
+            if now >= item.deadline:
+                del self._abandoned[key]
+            elif now >= item.resend_at:
+                self._tell_abandoned(key, item)
+
+    def close(self, error: P2pError) -> None:
+        """End everything; the links are closed already, so that nothing is written any more."""
+        for chunk in list(self._chunks.values()):
+            self._end(chunk, error)
+        for hold in list(self._holds.values()):
+            self._end_hold(hold, error, "the engine was closed")
+
+    def num_open(self) -> int:
+        """How many chunks and holds still borrow their sources."""
+        written = sum(chunk.state is ChunkState.WRITTEN for chunk in self._chunks.values())
+        return len(self._chunks) - written + len(self._holds)
+
+    # Steps
+
+    def _offer(self, chunk: Chunk) -> None:
+        link = chunk.link
+        if link.transport is None:
+            return  # until the channel is ready
+        chunk.state = ChunkState.OFFERED
+        chunk.resend_at = self._clock() + self._config.retry_seconds
+        name = link.transport.name
+        self._links.send(
+            link, Offer, chunk.seq, chunk.attempt, chunk.key, chunk.manifest, chunk.binding, name
+        )
+
+    def _write(self, chunk: Chunk) -> None:
+        grant, channel = chunk.grant, chunk.link.channel
+        if (
+            chunk.state is not ChunkState.GRANTED
+            or not chunk.ready
+            or grant is None
+            or channel is None
+        ):
+            return
+        if not grant.num_blocks:
+            self._written(chunk, 0)
+            return
+        regions = chunk.source.regions(grant.first_block, grant.num_blocks).coalesced()
+        chunk.state, chunk.writing_since = ChunkState.WRITING, self._clock()
+        try:
+            chunk.job = channel.write(
+                regions,
+                grant,
+                lane=lane_of(chunk.key),
+                tag=lambda job: self._job_ended(chunk, job),
+                keep=chunk.source,
+            )
+        except TransportError as error:
+            self._links.break_link(chunk.link, error)
+
+    def _job_ended(self, chunk: Chunk, job: Job) -> None:
+        if job is not chunk.job or chunk.state is not ChunkState.WRITING:
+            return
+        if job.state == "done":
+            self._counters.writing_seconds += self._clock() - chunk.writing_since
+            self._written(chunk, job.nbytes)
+        elif chunk.ending is not None:
+            self._end(chunk, chunk.ending, tell=True)
+        else:
+            reason = f"write {chunk.key}: {job.error or job.state}"
+            self._links.break_link(chunk.link, TransportError(reason))
+
+    def _written(self, chunk: Chunk, nbytes: int) -> None:
+        chunk.state, chunk.job = ChunkState.WRITTEN, None
+        self._counters.sent_bytes += nbytes
+        chunk.transfer.release()
+        self._repeat(chunk)
+
+    def _repeat(self, chunk: Chunk) -> None:
+        if chunk.state is ChunkState.OFFERED:
+            self._offer(chunk)
+        elif chunk.state is ChunkState.WRITTEN:
+            chunk.resend_at = self._clock() + self._config.retry_seconds
+            self._links.send(chunk.link, Done, chunk.seq, chunk.attempt)
+
+    def _stop(self, chunk: Chunk, error: P2pError) -> None:
+        """End a chunk as soon as nothing is written any more."""
+        chunk.ending = chunk.ending or error
+        if chunk.state is ChunkState.WRITING and chunk.job is not None:
+            chunk.job.cancel()
+        else:
+            self._end(chunk, error, tell=chunk.state is not ChunkState.WRITTEN)
+
+    def _end(self, chunk: Chunk, error: P2pError | None, *, tell: bool = False) -> None:
+        if chunk.state is ChunkState.ENDED:
+            return
+        if tell and chunk.link.ready and chunk.state is not ChunkState.QUEUED:
+            self._links.send(chunk.link, Cancelled, chunk.seq, chunk.attempt)
+        chunk.state, chunk.job = ChunkState.ENDED, None
+        del self._chunks[chunk.seq]
+        del self._by_transfer[chunk.transfer]
+        self._counters.count("sent", error)
+        if error is not None:
+            logger.info("send ended: key=%s peer=%s error=%s", chunk.key, chunk.link.target, error)
+        chunk.transfer.end(error)
+        if chunk.on_end is not None:
+            chunk.on_end(chunk)
+
+    def _serve(self, hold: Hold, peer: PeerAddress) -> None:
+        if hold.chunk is None:
+            key, binding = hold.content
+            hold.chunk = self.send(
+                key,
+                peer,
+                hold.source,
+                binding,
+                self._config.transfer_timeout_seconds,
+                ready=True,
+                on_end=lambda chunk: self._pulled(hold, chunk),
+            )
+
+    def _pulled(self, hold: Hold, chunk: Chunk) -> None:
+        hold.chunk = None  # after a failure it may be wanted again, until its lease ends
+        if chunk.transfer.error is None:
+            self._end_hold(hold, None, "it was pulled already")
+
+    def _end_hold(self, hold: Hold, error: P2pError | None, reason: str) -> None:
+        self._holds.pop(hold.content, None)
+        self._gone.put(hold.content[0], reason)
+        hold.transfer.end(error)
+
+    def _let_go(self, key: TransferKey, reason: str) -> None:
+        self._gone.put(key, reason)
+        for content in [item for item in self._wishes if item[0] == key]:
+            self._wishes.pop(content).refuse(reason)
+
+    def _cancel_transfer(self, transfer: Transfer, reason: str) -> None:
+        with self._changed:
+            chunk = self._by_transfer.get(transfer)
+            hold = next((item for item in self._holds.values() if item.transfer is transfer), None)
+            error = TransferCancelled(
+                f"{transfer.key} was withdrawn: {reason or 'no reason given'}"
+            )
+            if chunk is not None:
+                self._stop(chunk, error)
+            elif hold is not None:
+                self._cancel_hold(hold, error)
+
+    def _cancel_hold(self, hold: Hold, error: P2pError) -> None:
+        del self._holds[hold.content]
+        self._gone.put(hold.content[0], str(error))
+        if hold.chunk is None:
+            hold.transfer.end(error)
+        else:
+            hold.chunk.on_end = lambda _: hold.transfer.end(error)
+            self._stop(hold.chunk, error)
+
+    def _tell_abandoned(self, key: TransferKey, abandonment: Abandonment) -> None:
+        if abandonment.link.ready:
+            abandonment.resend_at = self._clock() + self._config.retry_seconds
+            self._links.send(abandonment.link, Abandon, key, abandonment.reason[:500])
+
+    def _current(self, seq: int, attempt: int) -> Chunk | None:
+        chunk = self._chunks.get(seq)
+        return chunk if chunk is not None and chunk.attempt == attempt else None
+
+    def _on_link(self, link: Link) -> list[Chunk]:
+        return [chunk for chunk in self._chunks.values() if chunk.link is link]
+
+    def _overdue(self, chunk: Chunk) -> TransferTimeout:
+        return TransferTimeout(
+            f"{chunk.key} to {chunk.link.target} is {chunk.state.name} at the end of its deadline"
+        )
+
+
+def _as_lost(link: Link, chunk: Chunk) -> P2pError:
+    if isinstance(link.error, PeerError):
+        return type(link.error)(f"{chunk.key}: {link.error}")
+    return link.error or TransferError(f"{chunk.key}: the link to {link.target} is closed")

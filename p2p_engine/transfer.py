@@ -1,0 +1,81 @@
+"""Transfer: the local handle of one send or receive; it ends exactly once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from p2p_engine.errors import P2pError, TransferTimeout
+from p2p_engine.messages import TransferKey
+
+
+def lane_of(key: TransferKey) -> int:
+    """Return the mover's lane for a key: its chunks go one after the other, so that the receiver
+    scatters the first while the next ones are on their way; different keys take turns."""
+    return hash(key) & (1 << 63) - 1 | 1
+
+
+class Transfer:
+    """A send, a hold or a receive under way; made by the engine, and safe to use from any thread.
+
+    `released` turns true when no byte of the caller's memory is touched any more; `done` when the
+    outcome is known, and then `error` says which (None: it succeeded). `done` implies `released`.
+    """
+
+    def __init__(
+        self,
+        key: TransferKey,
+        nbytes: int,
+        changed: threading.Condition,
+        cancel: Callable[[Transfer, str], None],
+    ) -> None:
+        self.key = key
+        self.nbytes = nbytes
+        self.error: P2pError | None = None
+        self.released = False
+        self.done = False
+        self._changed = changed
+        self._cancel = cancel
+
+    def __repr__(self) -> str:
+        """Show the key and the state."""
+        state = "done" if self.done else "released" if self.released else "open"
+        return f"Transfer({self.key}, {self.nbytes} bytes, {state}, error={self.error!r})"
+
+    def wait(self, timeout: float) -> None:
+        """Block until done, at most `timeout` seconds.
+
+        Raises:
+            TransferTimeout: it was not done in time; it goes on.
+            P2pError: the error that it ended with.
+        """
+        if not self._wait_for(lambda: self.done, timeout):
+            raise TransferTimeout(f"transfer {self.key} is still open after {timeout:g} s")
+        if self.error is not None:
+            raise self.error
+
+    def wait_released(self, timeout: float) -> bool:
+        """Block until released, at most `timeout` seconds; False if it was not in time."""
+        return self._wait_for(lambda: self.released, timeout)
+
+    def cancel(self, reason: str = "") -> None:
+        """Ask for the end; returns at once, `done` follows when no byte can be touched any more."""
+        self._cancel(self, reason)
+
+    def release(self) -> None:
+        """Engine only, under its lock: the caller's memory is free."""
+        self.released = True
+        self._changed.notify_all()
+
+    def end(self, error: P2pError | None = None) -> None:
+        """Engine only, under its lock: the outcome. A second call changes nothing."""
+        if not self.done:
+            self.error = error
+            self.done = self.released = True
+            self._changed.notify_all()
+
+    def _wait_for(self, predicate: Callable[[], bool], timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            return self._changed.wait_for(predicate, max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,1 @@
+"""Transports: each moves the bytes of a granted transfer between memories; none knows requests."""

@@ -1,0 +1,131 @@
+"""What every transport is: a receiving half where bytes may land, a sending half that writes.
+
+All methods run under the engine's lock; those marked so in callbacks of the control plane only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from mempool import Job, Mover
+from p2p_engine.errors import TransportError
+from p2p_engine.layout import Regions
+from p2p_engine.messages import Grant
+
+Endpoint: TypeAlias = dict[str, str]
+TRAILER_BYTES = 16  # behind each payload in the arena: alignment, then the completion word
+
+
+def trailer_offset(nbytes: int) -> int:
+    """Where the completion word lies behind a payload of nbytes: 8-byte aligned."""
+    return (nbytes + 7) & ~7
+
+
+class Channel(Protocol):
+    """The sending half of one peer pair."""
+
+    def write(self, source: Regions, grant: Grant, *, lane: int, tag: object, keep: object) -> Job:
+        """Start to move the source into the granted region; `keep` lives until the job has ended.
+
+        Writes of one `lane` end in order where that is quicker for all of them together.
+
+        The receiver learns of the end by itself: a completion word, or the stream's last segment.
+
+        Raises:
+            TransportError: the channel is broken or closed.
+        """
+        ...
+
+    def close(self) -> None:
+        """End every job and the connection; when it returns nothing is written any more."""
+        ...
+
+
+Connected: TypeAlias = Callable[["Channel | TransportError"], None]
+
+
+class Transport(Protocol):
+    """One kind of transport of one engine."""
+
+    name: str
+    receiver_writes: bool
+    """The receiver's own process writes the bytes, so that they may land in final memory."""
+
+    def invite(self, source_epoch: int) -> Endpoint | None:
+        """What a WELCOME tells a sender so that it can connect; None: nothing can be received."""
+        ...
+
+    def connect(self, endpoint: Endpoint, connected: Connected) -> None:
+        """Dial a peer's endpoint; `connected` is called once, with a Channel or the error.
+
+        In callbacks only; never blocks.
+        """
+        ...
+
+    def expect(
+        self, source_epoch: int, seq: int, regions: Regions, *, tag: object, keep: object
+    ) -> Job:
+        """Receive into regions; only where receiver_writes.
+
+        Raises:
+            TransportError: the sender is not connected.
+        """
+        ...
+
+    def is_gone(self, source_epoch: int) -> bool:
+        """Whether the sender is proven unable to write here ever again."""
+        ...
+
+    def forget(self, source_epoch: int) -> None:
+        """Drop the connection from a sender; idempotent; in callbacks only."""
+        ...
+
+    def close(self) -> None:
+        """Close everything; idempotent. The mover is stopped already."""
+        ...
+
+
+class ArenaChannel:
+    """Writes straight into an arena at `base` in this process's address space, trailer last."""
+
+    def __init__(self, mover: Mover, base: int, nbytes: int) -> None:
+        self._mover = mover
+        self._base = base
+        self._nbytes = nbytes
+        self._jobs: set[Job] = set()
+        self._closed = False
+
+    def write(self, source: Regions, grant: Grant, *, lane: int, tag: object, keep: object) -> Job:
+        """Copy the source, then publish the grant's trailer word behind it."""
+        if self._closed:
+            raise TransportError("write: the channel is closed")
+        end = grant.offset + trailer_offset(source.nbytes)
+        if end + 8 > self._nbytes:
+            raise TransportError(f"write: the grant ends at {end + 8}, the arena at {self._nbytes}")
+        starts = np.cumsum(source.lengths) - source.lengths
+        self._jobs = {job for job in self._jobs if not job.done}
+        job = self._mover.copy(
+            source.addresses,
+            self._base + grant.offset + starts,
+            source.lengths,
+            word_address=self._base + end,
+            word_value=grant.trailer,
+            lane=lane,
+            tag=tag,
+            keep=keep,
+        )
+        self._jobs.add(job)
+        return job
+
+    def close(self) -> None:
+        """Cancel and join what is under way: a copy stops at its next slice."""
+        self._closed = True
+        for job in self._jobs:
+            job.cancel()
+        stuck = [job for job in self._jobs if not job.wait(1.0)]
+        if stuck:
+            raise TransportError(f"close: {len(stuck)} copies did not stop within 1 s")
+        self._jobs.clear()

@@ -1,0 +1,73 @@
+"""Between two engines of one process: the sender copies straight into the receiver's arena."""
+
+from __future__ import annotations
+
+import secrets
+
+from mempool import Arena, Job, Mover
+from p2p_engine.arena import LandingArena
+from p2p_engine.errors import TransportError
+from p2p_engine.layout import Regions
+from p2p_engine.transports.base import ArenaChannel, Connected, Endpoint
+
+_arenas: dict[str, LandingArena] = {}  # secret name → the receiver that gave it out
+_live_epochs: set[int] = set()  # the engines of this process whose movers may run
+
+
+class InprocChannel(ArenaChannel):
+    """The peer's arena, mapped a second time: the peer may unmap its own whenever it likes."""
+
+    def __init__(self, mover: Mover, arena: Arena) -> None:
+        super().__init__(mover, arena.address, arena.nbytes)
+        self._arena = arena
+
+    def close(self) -> None:
+        """Join the copies, then unmap."""
+        super().close()
+        self._arena.close()
+
+
+class InprocTransport:
+    """For tests and examples; the same protocol as between processes."""
+
+    name = "inproc"
+    receiver_writes = False
+
+    def __init__(self, mover: Mover, landing: LandingArena | None, epoch: int) -> None:
+        self._mover = mover
+        self._epoch = epoch
+        self._secret = secrets.token_hex(16)
+        _live_epochs.add(epoch)
+        if landing is not None:
+            _arenas[self._secret] = landing
+
+    def invite(self, source_epoch: int) -> Endpoint | None:
+        """Give out the secret name of our arena."""
+        return {"secret": self._secret} if self._secret in _arenas else None
+
+    def connect(self, endpoint: Endpoint, connected: Connected) -> None:
+        """Find the arena by its secret name."""
+        landing = _arenas.get(endpoint.get("secret", ""))
+        if landing is None:
+            connected(TransportError("connect: the peer is not in this process"))
+        else:
+            arena = Arena.attach(landing.arena.fileno(), landing.arena.nbytes)
+            connected(InprocChannel(self._mover, arena))
+
+    def expect(
+        self, source_epoch: int, seq: int, regions: Regions, *, tag: object, keep: object
+    ) -> Job:
+        """Never: the sender writes."""
+        raise TransportError("expect: the sender writes")
+
+    def is_gone(self, source_epoch: int) -> bool:
+        """Whether the sender's engine was closed, its mover joined."""
+        return source_epoch not in _live_epochs
+
+    def forget(self, source_epoch: int) -> None:
+        """Nothing is kept for each sender."""
+
+    def close(self) -> None:
+        """Take our arena's name back; our mover is stopped."""
+        _arenas.pop(self._secret, None)
+        _live_epochs.discard(self._epoch)

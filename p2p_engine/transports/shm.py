@@ -1,0 +1,185 @@
+"""Between two processes of one host: the sender copies straight into the receiver's arena.
+
+The arena is an anonymous memory file whose descriptor is passed over an abstract Unix socket, so
+nothing is left behind after SIGKILL. "Same host" is proven by reading a nonce through the mapping.
+The Unix socket stays open: the kernel closes it only after the sender's address space is gone (or
+the sender closes it after its last write), so end of file proves that nobody writes any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+
+from mempool import Arena, Job, Mover, read_word
+from p2p_engine.arena import PREFAULT_BYTES, LandingArena
+from p2p_engine.control import ControlPlane
+from p2p_engine.errors import TransportError
+from p2p_engine.layout import Regions
+from p2p_engine.messages import Grant
+from p2p_engine.transports.base import ArenaChannel, Connected, Endpoint
+from p2p_engine.transports.handshake import PREAMBLE, Dial, Dials, Door, Tokens, send_descriptor
+
+
+class ShmChannel(ArenaChannel):
+    """The peer's arena, mapped here."""
+
+    def __init__(
+        self, mover: Mover, arena: Arena, connection: socket.socket, control: ControlPlane
+    ) -> None:
+        super().__init__(mover, arena.address, arena.nbytes)
+        self._arena = arena
+        self._connection = connection
+        self._control = control
+        control.watch(connection.fileno(), self._hung_up)
+
+    def write(self, source: Regions, grant: Grant, *, lane: int, tag: object, keep: object) -> Job:
+        """Copy as in any arena; the pages after this grant are mapped ahead of the next one."""
+        job = super().write(source, grant, lane=lane, tag=tag, keep=keep)
+        self._arena.prefault(min(self._arena.nbytes, grant.offset + source.nbytes + PREFAULT_BYTES))
+        return job
+
+    def close(self) -> None:
+        """Join the copies, unmap, then hang up: in this order, because hanging up is the proof."""
+        super().close()
+        self._arena.close()
+        if self._connection.fileno() >= 0:
+            self._control.unwatch(self._connection.fileno())
+            self._connection.close()
+
+    def _hung_up(self) -> None:
+        """The receiver is gone; the mapping stays valid, and the link's silence ends the rest."""
+        self._control.unwatch(self._connection.fileno())
+        self._closed = True
+
+
+class ShmTransport:
+    """Shared memory on one host; one copy by the sender."""
+
+    name = "shm"
+    receiver_writes = False
+
+    def __init__(
+        self, mover: Mover, landing: LandingArena | None, control: ControlPlane, epoch: int
+    ) -> None:
+        self._mover = mover
+        self._landing = landing
+        self._control = control
+        self._epoch = epoch
+        self._tokens = Tokens()
+        self._dials = Dials()
+        self._senders: dict[int, socket.socket] = {}
+        if landing is not None:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            self._name = f"p2p-engine-{epoch:x}-{secrets.token_hex(8)}"
+            listener.bind("\0" + self._name)
+            listener.listen(128)
+            self._door = Door(control, listener, self._tokens, self._admit)
+
+    def invite(self, source_epoch: int) -> Endpoint | None:
+        """Tell the socket's name, a token, and where the nonce stands."""
+        if self._landing is None:
+            return None
+        return {
+            "socket": self._name,
+            "token": self._tokens.make(source_epoch),
+            "nbytes": str(self._landing.arena.nbytes),
+            "nonce_offset": str(self._landing.nonce_offset),
+            "nonce": str(self._landing.nonce),
+        }
+
+    def connect(self, endpoint: Endpoint, connected: Connected) -> None:
+        """Fetch the peer's descriptor and map it."""
+        try:
+            nbytes, offset, nonce = (
+                int(endpoint[key]) for key in ("nbytes", "nonce_offset", "nonce")
+            )
+            preamble = PREAMBLE.pack(self._epoch, bytes.fromhex(endpoint["token"]))
+            name = "\0" + endpoint["socket"]
+        except (KeyError, ValueError) as error:
+            connected(TransportError(f"connect: bad shm endpoint: {error!r}"))
+            return
+
+        def answered(connection: socket.socket, descriptors: list[int]) -> None:
+            try:
+                arena = _map(descriptors, nbytes, offset, nonce)
+            except TransportError as error:
+                connection.close()
+                connected(error)
+                return
+            connected(ShmChannel(self._mover, arena, connection, self._control))
+
+        Dial(self._dials, self._control, socket.AF_UNIX, name, preamble, answered, connected)
+
+    def expect(
+        self, source_epoch: int, seq: int, regions: Regions, *, tag: object, keep: object
+    ) -> Job:
+        """Never: the sender writes."""
+        raise TransportError("expect: the sender writes")
+
+    def is_gone(self, source_epoch: int) -> bool:
+        """Whether the sender's end of the socket is closed: only who holds it can write here."""
+        return source_epoch not in self._senders
+
+    def forget(self, source_epoch: int) -> None:
+        """Let a new connection of this epoch in no more; the proof of its end is still awaited."""
+        self._tokens.forget(source_epoch)
+
+    def close(self) -> None:
+        """Close the listener, what is being dialled and every connection."""
+        self._dials.close()
+        if self._landing is not None:
+            self._door.close()
+        for connection in self._senders.values():
+            self._control.unwatch(connection.fileno())
+            connection.close()
+        self._senders.clear()
+
+    def _admit(self, connection: socket.socket, epoch: int) -> None:
+        if epoch in self._senders:
+            self._sender_ended(epoch)  # its end of file may be waiting behind this connection
+        if self._landing is None or epoch in self._senders:
+            connection.close()
+            return
+        try:
+            send_descriptor(connection, self._landing.arena.fileno())
+        except OSError:
+            connection.close()
+            return
+        self._senders[epoch] = connection
+        self._control.watch(connection.fileno(), lambda: self._sender_ended(epoch))
+
+    def _sender_ended(self, epoch: int) -> None:
+        connection = self._senders[epoch]
+        with contextlib.suppress(BlockingIOError):
+            try:
+                if connection.recv(64):
+                    return  # noise; only the end of file is a proof
+            except ConnectionError:
+                pass  # reset: the other end is closed
+            del self._senders[epoch]
+            self._control.unwatch(connection.fileno())
+            connection.close()
+
+
+def _map(descriptors: list[int], nbytes: int, nonce_offset: int, nonce: int) -> Arena:
+    """Map the peer's memory file and prove that it is the peer's.
+
+    Raises:
+        TransportError: there is no descriptor, it cannot be mapped, or the nonce is another one.
+    """
+    if len(descriptors) != 1:
+        raise TransportError(f"recvmsg: {len(descriptors)} descriptors came, not 1")
+    try:
+        arena = Arena.attach(descriptors[0], nbytes)
+    except (OSError, ValueError) as error:
+        raise TransportError(f"mmap of the peer's memory: {error}") from error
+    finally:
+        os.close(descriptors[0])
+    if not 0 <= nonce_offset <= nbytes - 8 or read_word(arena.address + nonce_offset) != nonce:
+        arena.close()
+        raise TransportError("the mapped memory does not hold the peer's nonce")
+    arena.prefault(min(nbytes, PREFAULT_BYTES))
+    return arena

@@ -1,0 +1,146 @@
+"""Between two hosts: framed streams, gathered from and scattered to memory by the native mover."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+
+from mempool import Job, Mover
+from p2p_engine.control import ControlPlane, join_address, split_address
+from p2p_engine.errors import TransportError
+from p2p_engine.layout import Regions
+from p2p_engine.messages import Grant
+from p2p_engine.transports.base import Connected, Endpoint
+from p2p_engine.transports.handshake import ACCEPTED, PREAMBLE, Dial, Dials, Door, Tokens
+
+SOCKET_BUFFER_BYTES = 4 << 20  # the kernel caps it at net.core.{r,w}mem_max
+
+
+class TcpChannel:
+    """The sending half of one connection."""
+
+    def __init__(self, mover: Mover, channel: int) -> None:
+        self._mover = mover
+        self._channel = channel
+        self._jobs: set[Job] = set()
+
+    def write(self, source: Regions, grant: Grant, *, lane: int, tag: object, keep: object) -> Job:
+        """Send the source as segments of the grant's sequence number."""
+        self._jobs = {job for job in self._jobs if not job.done}
+        try:
+            job = self._mover.send(
+                self._channel, grant.seq, source.addresses, source.lengths, tag=tag, keep=keep
+            )
+        except (ValueError, OSError) as error:
+            raise TransportError(f"send: {error}") from error
+        self._jobs.add(job)
+        return job
+
+    def close(self) -> None:
+        """Tear the connection down, which ends its jobs."""
+        self._mover.detach(self._channel)
+        stuck = [job for job in self._jobs if not job.wait(1.0)]
+        if stuck:
+            raise TransportError(f"close: {len(stuck)} sends did not stop within 1 s")
+
+
+class TcpTransport:
+    """TCP between any two hosts; the receiver's mover scatters straight into final memory."""
+
+    name = "tcp"
+    receiver_writes = True
+
+    def __init__(self, mover: Mover, control: ControlPlane, epoch: int, host: str) -> None:
+        """Listen on an ephemeral port of host.
+
+        Raises:
+            OSError: host cannot be bound.
+        """
+        self._mover = mover
+        self._control = control
+        self._epoch = epoch
+        self._tokens = Tokens()
+        self._dials = Dials()
+        self._channels = itertools.count(1)
+        self._senders: dict[int, int] = {}
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+        try:
+            listener.bind((host, 0))
+            listener.listen(128)
+        except OSError:
+            listener.close()
+            raise
+        self._address = join_address(host, listener.getsockname()[1])
+        self._door = Door(control, listener, self._tokens, self._admit)
+
+    def invite(self, source_epoch: int) -> Endpoint | None:
+        """Tell the data port and a token."""
+        return {"address": self._address, "token": self._tokens.make(source_epoch)}
+
+    def connect(self, endpoint: Endpoint, connected: Connected) -> None:
+        """Dial the peer's data port."""
+        try:
+            host, port = split_address(endpoint["address"])
+            preamble = PREAMBLE.pack(self._epoch, bytes.fromhex(endpoint["token"]))
+        except (KeyError, ValueError) as error:
+            connected(TransportError(f"connect: bad tcp endpoint: {error!r}"))
+            return
+
+        def answered(connection: socket.socket, _: list[int]) -> None:
+            with connection:
+                channel = self._hand_over(connection)
+            connected(TcpChannel(self._mover, channel))
+
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        Dial(self._dials, self._control, family, (host, port), preamble, answered, connected)
+
+    def expect(
+        self, source_epoch: int, seq: int, regions: Regions, *, tag: object, keep: object
+    ) -> Job:
+        """Let the mover scatter the stream's payload `seq` into the regions."""
+        channel = self._senders.get(source_epoch)
+        if channel is None:
+            raise TransportError("expect: the sender has no data connection")
+        try:
+            return self._mover.expect(
+                channel, seq, regions.addresses, regions.lengths, tag=tag, keep=keep
+            )
+        except (ValueError, OSError) as error:
+            raise TransportError(f"expect: {error}") from error
+
+    def is_gone(self, source_epoch: int) -> bool:
+        """True: only our own process writes, and its jobs say themselves when they have ended."""
+        return True
+
+    def forget(self, source_epoch: int) -> None:
+        """Tear the sender's connection down."""
+        self._tokens.forget(source_epoch)
+        channel = self._senders.pop(source_epoch, None)
+        if channel is not None:
+            self._mover.detach(channel)
+
+    def close(self) -> None:
+        """Close the listener and what is being dialled; the mover closed the connections."""
+        self._dials.close()
+        self._door.close()
+
+    def _admit(self, connection: socket.socket, epoch: int) -> None:
+        previous = self._senders.pop(epoch, None)  # the sender dialled again: the old one is dead
+        if previous is not None:
+            self._mover.detach(previous)
+        with connection:
+            self._senders[epoch] = self._hand_over(connection)
+            try:
+                connection.sendall(ACCEPTED)  # last: from now on the sender may be granted regions
+            except OSError:
+                self._mover.detach(self._senders.pop(epoch))
+
+    def _hand_over(self, connection: socket.socket) -> int:
+        """Give the connection to the mover, which keeps a duplicate of the descriptor."""
+        channel = next(self._channels)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        self._mover.attach(connection.fileno(), channel)
+        return channel
