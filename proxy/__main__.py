@@ -1,0 +1,5 @@
+"""`python -m proxy`."""
+
+from proxy.main import main
+
+raise SystemExit(main())

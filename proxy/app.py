@@ -1,0 +1,157 @@
+"""The Quart application: routes and life-cycle, nothing else."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from quart import Quart, Response, request
+from quart.globals import request_ctx
+from werkzeug.exceptions import HTTPException
+
+from proxy.discovery import Discovery
+from proxy.errors import ProxyError
+from proxy.forward import Forwarder
+from proxy.lifetime import Connection, ProxyRequest
+from proxy.metrics import Metrics
+from proxy.models import PATH as MODELS_PATH
+from proxy.models import list_models
+from proxy.readiness import Readiness
+from proxy.registry import Instance, Registry, Role
+from proxy.upstream import Upstream
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+
+    from proxy.config import ProxyConfig
+
+COMPLETION_PATHS = ("/v1/completions", "/v1/chat/completions")
+
+
+def create_app(config: ProxyConfig, clock: Callable[[], float] = time.monotonic) -> Quart:
+    """Build the application; it opens its sockets when a server starts it."""
+    proxy = Proxy(config, clock)
+    app = Quart(__name__, static_folder=None)
+    app.asgi_http_class = Connection
+    app.request_class = ProxyRequest
+    # Quart would cut a long stream off without a word, and read a slow or large body no further.
+    app.config["RESPONSE_TIMEOUT"] = None
+    app.config["BODY_TIMEOUT"] = config.client_timeout_seconds
+    app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
+    app.while_serving(proxy.serving)
+    for path in COMPLETION_PATHS:
+        app.add_url_rule(path, view_func=proxy.complete, methods=["POST"], endpoint=path)
+    for path, view in {
+        MODELS_PATH: proxy.models,
+        "/health": proxy.health,
+        "/status": proxy.status,
+        "/metrics": proxy.show_metrics,
+    }.items():
+        app.add_url_rule(path, view_func=view, methods=["GET"])
+    app.register_error_handler(ProxyError, _explain)
+    app.register_error_handler(HTTPException, _explain_http)
+    return app
+
+
+class Proxy:
+    """Owns the parts and shows them to the web."""
+
+    def __init__(self, config: ProxyConfig, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._registry = Registry(
+            missed_beats=config.missed_beats, max_instances=config.max_instances
+        )
+        self._metrics = Metrics(self._registry.instances, clock)
+        self._upstream = Upstream(config, self._metrics)
+        self._readiness = Readiness(config, self._registry, self._upstream, clock)
+        self._discovery = Discovery(
+            config, self._registry, self._metrics, self._readiness.watch, clock
+        )
+        self._forwarder = Forwarder(config, self._registry, self._upstream, self._metrics, clock)
+
+    async def serving(self) -> AsyncGenerator[None, None]:
+        """Open the sockets, and close them in the opposite order."""
+        async with AsyncExitStack() as parts:
+            self._upstream.open()
+            parts.push_async_callback(self._upstream.close)
+            parts.push_async_callback(self._readiness.close)
+            parts.push_async_callback(self._discovery.close)
+            self._discovery.start()
+            yield
+
+    async def complete(self) -> Response:
+        """Serve a completion or a chat completion."""
+        return await self._forwarder.serve(cast("ProxyRequest", request_ctx.request))
+
+    async def models(self) -> Response:
+        """List the models of all ready decode instances."""
+        authorization = request.headers.get("Authorization")
+        headers = {"Authorization": authorization} if authorization else {}
+        instances = self._registry.instances()
+        return await list_models(instances, self._upstream, headers, self._clock())
+
+    async def health(self) -> Response:
+        """Tell whether the proxy itself works; instances may be missing all the same."""
+        now, instances = self._clock(), self._registry.instances()
+        is_ok = self._discovery.is_running
+        ready = {role.label: sum(i.is_routable(role, now) for i in instances) for role in Role}
+        return _json(
+            {"status": "ok" if is_ok else "discovery stopped", **ready}, 200 if is_ok else 500
+        )
+
+    async def status(self) -> Response:
+        """Show every instance and what is in flight."""
+        now = self._clock()
+        self._registry.sweep(now)
+        instances = self._registry.instances()
+        return _json(
+            {
+                "registration_address": self._discovery.address,
+                "requests_in_flight": len(self._forwarder.journeys),
+                "instances": [_describe(instance, now) for instance in instances],
+            }
+        )
+
+    async def show_metrics(self) -> Response:
+        """Show the metrics in the text form of Prometheus."""
+        return Response(self._metrics.render(), content_type=CONTENT_TYPE_LATEST)
+
+
+def _describe(instance: Instance, now: float) -> dict[str, Any]:
+    identity = instance.identity
+    return {
+        "http_address": identity.http_address,
+        "zmq_address": identity.zmq_address,
+        "roles": [role.label for role in Role if instance.has_role(role, now)],
+        "state": _state(instance, now),
+        "heartbeat_age_seconds": round(now - instance.last_beat, 3),
+        "in_flight": {role.label: instance.in_flight[role] for role in Role},
+        "protocol": identity.protocol,
+        "epoch": identity.epoch,
+        "model": identity.model,
+        "tp_size": identity.tp_size,
+        "send_type": identity.send_type,
+    }
+
+
+def _state(instance: Instance, now: float) -> str:
+    if not instance.is_alive(now):
+        return "gone"
+    return "ready" if instance.is_ready else "not_ready"
+
+
+def _json(content: dict[str, Any], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, content_type="application/json")
+
+
+async def _explain(error: ProxyError) -> Response:
+    return error.response()
+
+
+async def _explain_http(error: HTTPException) -> Response:
+    status = error.code or 500
+    code = (error.name or "error").lower().replace(" ", "_")
+    return ProxyError(status, code, str(error.description)).response()

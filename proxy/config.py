@@ -1,0 +1,64 @@
+"""ProxyConfig: every setting of the proxy, checked once; nothing here reads the environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from p2p_engine.errors import ConfigError
+
+SEQUENTIAL = "sequential"
+CONCURRENT = "concurrent"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProxyConfig:
+    """Where to listen, how long each stage may take, and how much is accepted.
+
+    Port 0 asks the system for a free one; `/status` tells the registration address in use.
+    """
+
+    host: str = "0.0.0.0"
+    port: int = 10001
+    registration_host: str = "0.0.0.0"
+    registration_port: int = 30001
+
+    max_instances: int = 256
+    # An instance that beats every 3 s is expired 10 s after its last beat.
+    missed_beats: int = 3
+    probe_interval_seconds: float = 2.0
+    probe_timeout_seconds: float = 5.0
+
+    # Prefill first, then decode; or both at once, decode's answer held back until prefill is done.
+    dispatch: str = SEQUENTIAL
+    max_body_bytes: int = 64 << 20
+    # The client sends its request within this time, and takes each piece of the answer within it.
+    client_timeout_seconds: float = 120.0
+    connect_timeout_seconds: float = 5.0
+    prefill_timeout_seconds: float = 600.0
+    # Decode: the first byte of a stream, the silence between two of its pieces, and the whole
+    # generation of an answer that is not a stream.
+    first_byte_timeout_seconds: float = 600.0
+    gap_timeout_seconds: float = 120.0
+    response_timeout_seconds: float = 3600.0
+    # How long requests in progress may still take after the proxy was told to stop.
+    shutdown_timeout_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values.
+
+        Raises:
+            ConfigError: names the key, the value and what is allowed.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("port"):
+                _require(field.name, value, 0 <= value <= 65535, "0 to 65535")
+            elif isinstance(value, (int, float)):
+                _require(field.name, value, 0 < value < float("inf"), "a number above 0")
+        allowed = (SEQUENTIAL, CONCURRENT)
+        _require("dispatch", self.dispatch, self.dispatch in allowed, " or ".join(allowed))
+
+
+def _require(key: str, value: object, is_met: bool, allowed: str) -> None:
+    if not is_met:
+        raise ConfigError(f"{key} is {value!r}; allowed: {allowed}")

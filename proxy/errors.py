@@ -1,0 +1,55 @@
+"""Errors that a client sees, in the shape of OpenAI's API."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from quart import Response
+
+from p2p_engine.errors import P2pError
+
+RETRY_AFTER_SECONDS = 3
+
+
+class ProxyError(P2pError):
+    """A request that ends here; `code` is stable, for programs, and the message is for people."""
+
+    def __init__(self, status: int, code: str, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.details = details
+
+    def response(self) -> Response:
+        """Build the answer to the client."""
+        response = Response(
+            msgspec.json.encode(self.body()), self.status, content_type="application/json"
+        )
+        if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            response.headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
+        return response
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON object of the answer."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": str(self), "type": kind, "param": None, "code": self.code}
+        return {"error": {**error, **self.details}}
+
+
+class LegFailed(ProxyError):
+    """An instance could not be reached, fell silent or answered what nobody can use."""
+
+
+class Refused(ProxyError):
+    """The prefill instance refused the request: its own answer is the client's answer."""
+
+    def __init__(self, answer: Response) -> None:
+        status = answer.status_code
+        super().__init__(status, "prefill_refused", f"the prefill instance answered {status}")
+        self.answer = answer
+
+    def response(self) -> Response:
+        """Return the instance's answer."""
+        return self.answer

@@ -1,0 +1,129 @@
+"""The bodies of the two legs, made from the client's; values are never parsed, only moved; pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import msgspec
+
+from proxy.errors import ProxyError
+
+if TYPE_CHECKING:
+    from p2p_engine.request_ids import ProxyId
+
+Fields: TypeAlias = dict[str, msgspec.Raw]
+Params: TypeAlias = dict[str, Any]
+
+KV_PARAMS = "kv_transfer_params"
+_ONE = msgspec.Raw(b"1")
+_FALSE = msgspec.Raw(b"false")
+_TRUE = b"true"
+# What makes no sense for a single token, and what only we may say.
+_NOT_FOR_PREFILL = ("min_tokens", "stream_options", KV_PARAMS)
+
+_fields_decoder = msgspec.json.Decoder(Fields)
+
+
+class _PrefillAnswer(msgspec.Struct):
+    choices: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1)]
+    kv_transfer_params: Fields | None = None
+
+
+_answer_decoder = msgspec.json.Decoder(_PrefillAnswer)
+_BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def parse_fields(body: bytes) -> Fields:
+    """Split a request into its top-level fields, each as it was written.
+
+    Raises:
+        ProxyError: 400, it is not a JSON object.
+    """
+    try:
+        return _fields_decoder.decode(body)
+    except _BAD_JSON as error:
+        raise ProxyError(400, "invalid_json", f"the body is not a JSON object: {error}") from error
+
+
+def model_of(fields: Fields) -> str | None:
+    """Return the model that was asked for; None when it is not a string."""
+    try:
+        return msgspec.json.decode(fields.get("model", b"null"), type=str | None)
+    except _BAD_JSON:
+        return None
+
+
+def is_stream(fields: Fields) -> bool:
+    """Tell whether the client wants server-sent events."""
+    return bytes(fields.get("stream", b"")) == _TRUE
+
+
+def prefill_body(fields: Fields, params: Params | None) -> bytes:
+    """Ask for one token and no stream; `n` stays, since each choice is its own transfer."""
+    kept: dict[str, Any] = {k: v for k, v in fields.items() if k not in _NOT_FOR_PREFILL}
+    kept |= {"max_tokens": _ONE, "stream": _FALSE}
+    if "max_completion_tokens" in kept:
+        kept["max_completion_tokens"] = _ONE
+    if params is not None:
+        kept[KV_PARAMS] = params
+    return msgspec.json.encode(kept)
+
+
+def decode_body(body: bytes, fields: Fields, params: Params | None) -> bytes:
+    """Return the client's own bytes with our parameters spliced in before the last brace.
+
+    A client's own parameters are taken out first: they could name an instance of its choice.
+    """
+    if KV_PARAMS in fields:
+        fields = {k: v for k, v in fields.items() if k != KV_PARAMS}
+        body = msgspec.json.encode(fields)
+    if params is None:
+        return body
+    head = body.rstrip(b" \t\r\n").removesuffix(b"}")
+    comma = b"," if fields else b""
+    return b'%b%b"%b":%b}' % (head, comma, KV_PARAMS.encode(), msgspec.json.encode(params))
+
+
+def prefill_params(proxy_id: ProxyId) -> Params:
+    """Tell the prefill instance to whom the KV goes."""
+    host, port = _split(proxy_id.decode)
+    return {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "transfer_id": proxy_id.transfer_id,
+        "remote_host": host,
+        "remote_port": port,
+        "remote_request_id": None,
+        "remote_block_ids": None,
+        "remote_engine_id": None,
+    }
+
+
+def decode_params(proxy_id: ProxyId, answered: Fields) -> Params:
+    """Tell the decode instance whence the KV comes; what the prefill instance says wins."""
+    host, port = _split(proxy_id.prefill)
+    ours = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": proxy_id.transfer_id,
+        "remote_host": host,
+        "remote_port": port,
+    }
+    return {**ours, **answered}
+
+
+def answered_params(answer: bytes) -> Fields:
+    """Return the parameters in a prefill instance's answer; empty when it has none.
+
+    Raises:
+        ValueError: it is not an answer to a completion.
+    """
+    try:
+        return _answer_decoder.decode(answer).kv_transfer_params or {}
+    except _BAD_JSON as error:
+        raise ValueError(f"{len(answer)} bytes that are no completion: {error}") from error
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
