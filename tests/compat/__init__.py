@@ -1,0 +1,1 @@
+"""Real boots of the vLLM versions that we support, each in an environment of its own."""

@@ -1,0 +1,60 @@
+"""Fixtures and marks for every test."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import random
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests import marks
+from tests.support import SeededRandom, eventually, held_resources
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marks."""
+    for name, meaning in marks.MEANINGS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what this machine cannot run, and say why."""
+    names = {mark.name for mark in item.iter_markers()}
+    if names & {"vllm", "vllm_core"} and importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    if "gpu" in names and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+
+@pytest.fixture
+def rng() -> SeededRandom:
+    """Return a random source; `P2P_TEST_SEED=` repeats the seed that a failed test printed."""
+    seed = os.environ.get("P2P_TEST_SEED") or random.SystemRandom().getrandbits(32)
+    source = SeededRandom(int(seed))
+    print(source)  # noqa: T201  # pytest shows it only when the test fails
+    return source
+
+
+@pytest.fixture
+def free_port() -> int:
+    """Return a port of 127.0.0.1 on which nothing listened a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """Fail a test that leaves a thread, descriptor, memory file or child process behind."""
+    before = held_resources()
+    gc.freeze()  # what is older cannot be this test's, and the next collection is quick
+    yield
+    try:
+        eventually(lambda: held_resources() <= before)
+    except AssertionError:
+        pytest.fail(f"not given back: {sorted(held_resources() - before)}")

@@ -1,0 +1,427 @@
+"""One suite for every transport: what a receiver grants, a sender fills, and nobody else's byte
+is touched. The receiving and the sending half run in one process, each with its own mover."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from mempool import Job, Mover
+from p2p_engine.arena import LandingArena, Space
+from p2p_engine.control import ControlPlane, Route, split_address
+from p2p_engine.errors import TransportError
+from p2p_engine.layout import Regions, one_region
+from p2p_engine.messages import Grant
+from p2p_engine.transports.base import TRAILER_BYTES, Channel, Endpoint, Transport, trailer_offset
+from p2p_engine.transports.handshake import PREAMBLE
+from p2p_engine.transports.inproc import InprocTransport
+from p2p_engine.transports.shm import ShmTransport
+from p2p_engine.transports.tcp import TcpTransport
+from tests.support import SeededRandom, eventually
+
+T = TypeVar("T")
+MIB = 1 << 20
+ARENA_BYTES = 8 * MIB
+TRAILER = 0x1234567890ABCDEF
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class Half:
+    """What an engine gives a transport: a control thread, a mover and an arena."""
+
+    def __init__(self, name: str, *, slice_bytes: int = 1 << 20) -> None:
+        self.epoch = secrets.randbits(60)
+        self.control = ControlPlane(
+            "127.0.0.1", range(1), on_frame=_ignore, on_tick=lambda now: None, name="p2p-test"
+        )
+        self.mover = Mover(slice_bytes=slice_bytes)
+        self.arena = LandingArena(ARENA_BYTES, 0)
+        self.transport = self._make(name)
+        self.control.start()
+
+    def in_control(self, call: Callable[[], T]) -> T:
+        """Run `call` in the control thread and return what it returns."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001  # it is the caller's
+                future.set_exception(error)
+
+        self.control.call_soon(run)
+        return future.result(10)
+
+    def close(self) -> None:
+        """End everything, in an engine's order; idempotent."""
+        self.control.stop(5)
+        self.mover.close(5)
+        self.transport.close()
+        self.control.close(5)
+        self.arena.close()
+
+    def _make(self, name: str) -> Transport:
+        if name == "inproc":
+            return InprocTransport(self.mover, self.arena, self.epoch)
+        if name == "shm":
+            return ShmTransport(self.mover, self.arena, self.control, self.epoch)
+        return TcpTransport(self.mover, self.control, self.epoch, "127.0.0.1")
+
+
+def _ignore(route: Route, frame: bytes) -> None:
+    """Nobody sends messages here."""
+
+
+@dataclass
+class Landing:
+    """One granted region of the receiver, and where its bytes are to be found."""
+
+    grant: Grant
+    space: Space
+    job: Job | None
+
+
+class Pair:
+    """A receiver and a sender."""
+
+    def __init__(self, name: str) -> None:
+        self.receiver = Half(name)
+        self.sender = Half(name, slice_bytes=64 << 10)
+        self._channels: list[Channel] = []
+        self._seqs = iter(range(1, 1 << 20))
+
+    def invitation(self) -> Endpoint:
+        """Ask the receiver how to connect."""
+        endpoint = self.receiver.in_control(
+            lambda: self.receiver.transport.invite(self.sender.epoch)
+        )
+        assert endpoint is not None
+        return endpoint
+
+    def connect(self, endpoint: Endpoint | None = None) -> Channel | TransportError:
+        """Dial, and return what came of it."""
+        outcome: Future[Channel | TransportError] = Future()
+        chosen = self.invitation() if endpoint is None else endpoint
+        self.sender.in_control(lambda: self.sender.transport.connect(chosen, outcome.set_result))
+        return outcome.result(10)
+
+    def channel(self) -> Channel:
+        """Dial with success."""
+        channel = self.connect()
+        assert not isinstance(channel, TransportError), channel
+        self._channels.append(channel)
+        return channel
+
+    def grant(self, regions_of: Callable[[int], Regions] | None, nbytes: int) -> Landing:
+        """Reserve a region; `regions_of(address)` cuts it (None: one piece)."""
+        space = self.receiver.arena.reserve(trailer_offset(nbytes) + TRAILER_BYTES)
+        assert space is not None
+        seq, address = next(self._seqs), self.receiver.arena.address(space)
+        self.receiver.arena.clear_word(space, trailer_offset(nbytes))
+        job = None
+        if self.receiver.transport.receiver_writes:
+            regions = one_region(address, nbytes) if regions_of is None else regions_of(address)
+            job = self.receiver.transport.expect(
+                self.sender.epoch, seq, regions, tag=None, keep=None
+            )
+        grant = Grant(1, 2, seq, 0, 0, 1, space.offset, TRAILER)
+        return Landing(grant, space, job)
+
+    def has_landed(self, landing: Landing, nbytes: int) -> bool:
+        """Whether the receiver knows that all bytes are there."""
+        if landing.job is not None:
+            return landing.job.state == "done"
+        return self.receiver.arena.word_is(landing.space, trailer_offset(nbytes), TRAILER)
+
+    def bytes_of(self, landing: Landing, nbytes: int) -> bytes:
+        """What the region holds."""
+        return bytes(self.receiver.arena.arena.view(landing.space.offset, nbytes))
+
+    def close(self) -> None:
+        """End both; the channels first, as their links do."""
+        for channel in self._channels if self.sender.control.alive else []:
+            self.sender.in_control(channel.close)
+        self.sender.close()
+        self.receiver.close()
+
+
+@pytest.fixture(params=["inproc", "shm", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    made = Pair(request.param)
+    yield made
+    made.close()
+
+
+def write(channel: Channel, source: Regions, landing: Landing, keep: object = None) -> Job:
+    """Start to send."""
+    return channel.write(source, landing.grant, lane=1, tag=None, keep=keep)
+
+
+def pieces_of(memory: np.ndarray, rng: SeededRandom, count: int) -> tuple[Regions, bytes]:
+    """Cut pieces of any size at any place out of memory, in any order."""
+    starts = rng.numpy.integers(0, len(memory) - 5000, count)
+    lengths = rng.numpy.integers(1, 5000, count)
+    regions = Regions(memory.ctypes.data + starts, lengths)
+    pieces = zip(starts.tolist(), lengths.tolist(), strict=True)
+    return regions, b"".join(memory[start : start + n].tobytes() for start, n in pieces)
+
+
+def random_memory(rng: SeededRandom, nbytes: int) -> np.ndarray:
+    return rng.numpy.integers(0, 256, nbytes, np.uint8)
+
+
+def test_any_list_of_regions_arrives_in_order(pair: Pair, rng: SeededRandom) -> None:
+    memory, channel = random_memory(rng, MIB), pair.channel()
+    for count in (1, 2, 63, 64, 65, 400):
+        source, expected = pieces_of(memory, rng, count)
+        landing = pair.grant(None, len(expected))
+        job = write(channel, source, landing, memory)
+        assert job.wait(10)
+        assert job.state == "done"
+        eventually(lambda: pair.has_landed(landing, len(expected)))  # noqa: B023
+        assert pair.bytes_of(landing, len(expected)) == expected
+
+
+def test_receiver_that_writes_scatters(pair: Pair, rng: SeededRandom) -> None:
+    """Both sides are lists, cut at other places."""
+    if not pair.receiver.transport.receiver_writes:
+        pytest.skip("the sender writes one region")
+    memory, channel = random_memory(rng, MIB), pair.channel()
+    source, expected = pieces_of(memory, rng, 50)
+    cut = rng.randrange(1, len(expected))
+
+    def swapped(address: int) -> Regions:
+        first = [address + len(expected) - cut, address]
+        return Regions(np.array(first), np.array([cut, len(expected) - cut]))
+
+    landing = pair.grant(swapped, len(expected))
+    write(channel, source, landing, memory)
+    eventually(lambda: pair.has_landed(landing, len(expected)))
+    landed = pair.bytes_of(landing, len(expected))
+    assert landed[-cut:] + landed[:-cut] == expected
+
+
+def test_nothing_is_a_transfer_too(pair: Pair) -> None:
+    channel = pair.channel()
+    empty = Regions(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    job = write(channel, empty, pair.grant(None, 0))
+    assert job.wait(10)
+    assert job.state == "done"
+    landing = pair.grant(None, 100)
+    memory = np.arange(100, dtype=np.uint8)
+    write(channel, one_region(memory.ctypes.data, 100), landing, memory)
+    eventually(lambda: pair.has_landed(landing, 100))
+    assert pair.bytes_of(landing, 100) == memory.tobytes()
+
+
+def test_many_at_once_touch_their_own_bytes_only(pair: Pair, rng: SeededRandom) -> None:
+    memory, channel = random_memory(rng, 2 * MIB), pair.channel()
+    bystander = pair.receiver.arena.reserve(4096)
+    assert bystander is not None
+    view = pair.receiver.arena.arena.view(bystander.offset, 4096)
+    view[:] = b"\xa5" * 4096
+    running = []
+    for _ in range(40):
+        start, nbytes = rng.randrange(MIB), rng.randrange(1, 150_000)
+        landing = pair.grant(None, nbytes)
+        write(channel, one_region(memory.ctypes.data + start, nbytes), landing, memory)
+        running.append((landing, memory[start : start + nbytes].tobytes()))
+    for landing, expected in running:
+        eventually(lambda: pair.has_landed(landing, len(expected)))  # noqa: B023
+        assert pair.bytes_of(landing, len(expected)) == expected
+    assert bytes(view) == b"\xa5" * 4096
+    view.release()
+
+
+def test_no_byte_after_the_channel_is_closed(pair: Pair, rng: SeededRandom) -> None:
+    """Closing joins: the region can be another's right away, wherever the write stood."""
+    memory = random_memory(rng, 4 * MIB)
+    for _ in range(5):
+        channel = pair.channel()
+        landing = pair.grant(None, len(memory))
+        job = write(channel, one_region(memory.ctypes.data, len(memory)), landing, memory)
+        eventually(lambda: job.state != "queued")  # noqa: B023
+        pair.sender.in_control(channel.close)
+        assert job.done
+        if landing.job is not None:
+            landing.job.cancel()
+            assert landing.job.wait(10)
+        view = pair.receiver.arena.arena.view(landing.space.offset, landing.space.nbytes)
+        view[:] = b"\xa5" * landing.space.nbytes
+        pair.sender.in_control(lambda: None)
+        assert bytes(view) == b"\xa5" * landing.space.nbytes
+        view.release()
+        pair.receiver.arena.release(landing.space)
+
+
+def test_cancelled_write_never_looks_whole(pair: Pair, rng: SeededRandom) -> None:
+    memory, channel = random_memory(rng, 4 * MIB), pair.channel()
+    for _ in range(10):
+        landing = pair.grant(None, len(memory))
+        job = write(channel, one_region(memory.ctypes.data, len(memory)), landing, memory)
+        job.cancel()
+        assert job.wait(10)
+        if landing.job is not None:
+            assert landing.job.wait(10)
+        assert pair.has_landed(landing, len(memory)) == (job.state == "done")
+        pair.receiver.arena.release(landing.space)
+    landing = pair.grant(None, len(memory))
+    write(channel, one_region(memory.ctypes.data, len(memory)), landing, memory)
+    eventually(lambda: pair.has_landed(landing, len(memory)))
+    assert pair.bytes_of(landing, len(memory)) == memory.tobytes()
+
+
+def test_sender_is_gone_only_after_its_end(pair: Pair) -> None:
+    transport = pair.receiver.transport
+    if transport.receiver_writes:
+        pytest.skip("nobody else writes")
+    channel = pair.channel()
+    assert not transport.is_gone(pair.sender.epoch)
+    transport.forget(pair.sender.epoch)
+    assert not transport.is_gone(pair.sender.epoch)
+    pair.sender.in_control(channel.close)
+    pair.sender.close()
+    eventually(lambda: pair.receiver.in_control(lambda: transport.is_gone(pair.sender.epoch)))
+
+
+def test_receiver_that_is_gone_is_an_error_or_unseen(pair: Pair, rng: SeededRandom) -> None:
+    """The sender outlives it, whatever it was writing."""
+    memory, channel = random_memory(rng, 4 * MIB), pair.channel()
+    landing = pair.grant(None, len(memory))
+    job = write(channel, one_region(memory.ctypes.data, len(memory)), landing, memory)
+    pair.receiver.close()
+    assert job.wait(10)
+    try:
+        for _ in range(3):
+            again = write(channel, one_region(memory.ctypes.data, 4096), landing, memory)
+            assert again.wait(10)
+    except TransportError:
+        pass
+    pair.sender.in_control(channel.close)
+
+
+def test_write_after_close_is_refused(pair: Pair) -> None:
+    channel = pair.channel()
+    landing = pair.grant(None, 8)
+    pair.sender.in_control(channel.close)
+    pair.sender.in_control(channel.close)
+    memory = np.zeros(8, np.uint8)
+    with pytest.raises(TransportError):
+        write(channel, one_region(memory.ctypes.data, 8), landing, memory)
+
+
+def test_grant_outside_the_arena_is_refused(pair: Pair) -> None:
+    if pair.receiver.transport.receiver_writes:
+        pytest.skip("the receiver places the bytes")
+    channel, memory = pair.channel(), np.zeros(64, np.uint8)
+    size = pair.receiver.arena.arena.nbytes
+    for offset in (size, size - 64, size - 71, 1 << 47):
+        grant = Grant(1, 2, 1, 0, 0, 1, offset, TRAILER)
+        with pytest.raises(TransportError, match="arena"):
+            channel.write(one_region(memory.ctypes.data, 64), grant, lane=1, tag=None, keep=None)
+
+
+def test_expect_from_a_stranger_is_refused(pair: Pair) -> None:
+    with pytest.raises(TransportError):
+        pair.receiver.transport.expect(99, 1, one_region(1, 1), tag=None, keep=None)
+
+
+@pytest.mark.parametrize("spoil", ["token", "missing", "nonsense", "nobody"])
+def test_bad_invitation_is_an_error_not_a_hang(pair: Pair, spoil: str) -> None:
+    endpoint = pair.invitation()
+    if spoil == "missing":
+        endpoint = {}
+    elif spoil == "nonsense":
+        endpoint = dict.fromkeys(endpoint, "\0nonsense")
+    elif spoil == "nobody":
+        endpoint = {**endpoint, "socket": "p2p-nobody", "address": "127.0.0.1:1", "secret": "x"}
+    else:
+        endpoint = {**endpoint, "token": "00" * 16, "secret": "00" * 16}
+    assert isinstance(pair.connect(endpoint), TransportError)
+    pair.channel()
+
+
+def test_nonce_of_another_memory_is_refused(pair: Pair) -> None:
+    endpoint = pair.invitation()
+    if "nonce" not in endpoint:
+        pytest.skip("no memory is mapped")
+    for change in ({"nonce": "7"}, {"nonce_offset": "-8"}, {"nonce_offset": str(1 << 40)}):
+        assert isinstance(pair.connect({**endpoint, **change}), TransportError)
+    larger = {**endpoint, "nbytes": str(1 << 40)}
+    assert isinstance(pair.connect(larger), TransportError)
+
+
+def test_noise_on_the_data_port_lets_nobody_in(pair: Pair, rng: SeededRandom) -> None:
+    endpoint = pair.invitation()
+    if "secret" in endpoint:
+        pytest.skip("no socket")
+    strangers = [_dial(endpoint) for _ in range(20)]
+    try:
+        for number, stranger in enumerate(strangers):
+            noise = rng.randbytes(rng.choice([0, 1, 23, 24]))
+            stranger.sendall(noise or PREAMBLE.pack(pair.sender.epoch, bytes(16)))
+            if number % 3 == 0:
+                stranger.close()
+        pair.channel()
+        for stranger in strangers[1::3]:
+            stranger.shutdown(socket.SHUT_WR)
+            stranger.settimeout(10)
+            assert _rest(stranger) == b""
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_listener_that_never_answers_is_dropped_at_close() -> None:
+    """A dial that is under way when the engine ends leaves no descriptor behind."""
+    pair, silent = Pair("tcp"), socket.create_server(("127.0.0.1", 0))
+    outcome: Future[Channel | TransportError] = Future()
+    address = f"127.0.0.1:{silent.getsockname()[1]}"
+    endpoint = {"address": address, "token": "00" * 16}
+    pair.sender.in_control(lambda: pair.sender.transport.connect(endpoint, outcome.set_result))
+    accepted, _ = silent.accept()
+    accepted.settimeout(10)
+    assert len(accepted.recv(PREAMBLE.size, socket.MSG_WAITALL)) == PREAMBLE.size
+    pair.close()
+    assert _rest(accepted) == b""  # the end of the stream
+    accepted.close()
+    silent.close()
+
+
+def test_close_is_idempotent_and_leaves_nothing() -> None:
+    for name in ("inproc", "shm", "tcp"):
+        threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        pair = Pair(name)
+        channel = pair.channel()
+        pair.sender.in_control(channel.close)
+        for _ in range(2):
+            pair.close()
+        assert threading.active_count() == threads
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def _dial(endpoint: Endpoint) -> socket.socket:
+    if "address" in endpoint:
+        return socket.create_connection(split_address(endpoint["address"]), 10)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect("\0" + endpoint["socket"])
+    return connection
+
+
+def _rest(connection: socket.socket) -> bytes:
+    received = b""
+    try:
+        while piece := connection.recv(64):
+            received += piece
+    except ConnectionResetError:
+        return received
+    return received

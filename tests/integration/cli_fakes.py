@@ -1,0 +1,58 @@
+"""A fleet whose processes are cheap stand-ins, and questions about processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from p2p_engine.cli.fleet import Fleet
+
+if TYPE_CHECKING:
+    from p2p_engine.cli.commands import InstancePlan
+    from p2p_engine.cli.members import Member
+
+FAKE_MEMBER = [sys.executable, "-S", str(Path(__file__).with_name("cli_fake_member.py"))]
+
+
+class FakeFleet(Fleet):
+    """Starts fakes; `vllm_args` are the behaviours of an instance."""
+
+    registers = True  # whether the proxy comes to know the instances
+
+    def _instance_command(self, plan: InstancePlan, overrides: Mapping[str, Any]) -> list[str]:
+        return [*FAKE_MEMBER, "--port", str(plan.http_port), "--behave", *plan.vllm_args]
+
+    def _proxy_command(
+        self, port: int, registration_port: int, arguments: Sequence[str]
+    ) -> list[str]:
+        return [*FAKE_MEMBER, "--port", str(port), "--status", '{"instances": []}']
+
+    def _is_registered(self, member: Member) -> bool:
+        return self.registers or super()._is_registered(member)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process is there and not merely waiting to be collected."""
+    try:
+        return _stat(pid)[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def parent_of(pid: int) -> int:
+    """The process id of its parent."""
+    return int(_stat(pid)[1])
+
+
+def _stat(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def grandchild_of(log_path: Path) -> int | None:
+    """The process id of the stubborn grandchild that a fake has started."""
+    for line in log_path.read_text().splitlines():
+        if line.startswith("grandchild="):
+            return int(line.partition("=")[2])
+    return None

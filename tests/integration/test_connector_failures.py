@@ -1,0 +1,246 @@
+"""What goes wrong between two simulated instances: a right answer, or that request fails alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.request import RequestStatus
+
+from tests.simulated_instance import BLOCK_SIZE, continuation, write_model_config
+from tests.simulated_pair import Pair
+from tests.support import SeededRandom
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+    pytest.mark.timeout(180),  # the first one waits until vLLM has looked at the model's class
+]
+
+MakePair = Callable[..., Pair]
+POLICIES = ("recompute", "fail")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_config(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make_pair(model: Path) -> Iterator[MakePair]:
+    pairs: list[Pair] = []
+
+    def make(**settings: Any) -> Pair:
+        pairs.append(Pair(model, **settings))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    source = random.Random(f"{length} {seed}")
+    return [source.randrange(2, 900) for _ in range(length)]
+
+
+def check_outcome(pair: Pair, request_id: str, policy: str, prompt: list[int]) -> None:
+    """Recomputed from scratch or from a good prefix, or failed as an error; never wrong."""
+    if policy == "fail":
+        assert pair.d.finished[request_id] is RequestStatus.FINISHED_ERROR
+        assert pair.d.answers[request_id] == []
+    else:
+        assert pair.d.finished[request_id] is RequestStatus.FINISHED_LENGTH_CAPPED
+        assert pair.d.answers[request_id] == continuation(prompt, 4)
+        assert pair.d.num_computed_prompt_tokens[request_id] > 1
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_kv_that_never_comes(make_pair: MakePair, policy: str, tp_size: int) -> None:
+    """The prefill side was never asked."""
+    pair = make_pair(policy=policy, tp_size=tp_size, transfer_timeout_seconds=0.5)
+    request_id = pair.ask(prompt_of(100), order="decode first")
+    pair.drop_waiting()
+    pair.run()
+    check_outcome(pair, request_id, policy, prompt_of(100))
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prefill_aborted_in_its_middle(make_pair: MakePair, policy: str) -> None:
+    """What had arrived by then survives a recompute."""
+    pair = make_pair(policy=policy, max_tokens_per_step=32)
+    request_id = pair.ask(prompt_of(300), order="together")
+    pair.run(lambda: pair.num_loaded_blocks(request_id) >= 4)
+    assert not pair.p.finished
+    pair.p.abort(pair.prefill_ids[0])
+    pair.run(timeout=10)  # long before the transfer's own deadline
+    check_outcome(pair, request_id, policy, prompt_of(300))
+    if policy == "recompute":
+        assert pair.d.num_computed_prompt_tokens[request_id] <= 300 - 4 * BLOCK_SIZE
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_dead_prefill_instance(make_pair: MakePair, policy: str, send_type: str) -> None:
+    pair = make_pair(policy=policy, send_type=send_type, connect_timeout_seconds=0.5)
+    pair.p.close()
+    request_id = pair.ask(prompt_of(100), order="decode first")
+    pair.drop_waiting()
+    pair.run(timeout=10)
+    check_outcome(pair, request_id, policy, prompt_of(100))
+
+
+@pytest.mark.parametrize("send_type", ["PUT", "PUT_ASYNC"])
+def test_dead_decode_instance_costs_prefill_nothing_else(
+    make_pair: MakePair, send_type: str
+) -> None:
+    pair = make_pair(send_type=send_type, connect_timeout_seconds=0.5)
+    pair.d.close()
+    pair.ask(prompt_of(100), order="prefill first")
+    pair.p.add("0-0000000a", prompt_of(50))
+    pair.drop_waiting()
+    pair.run(lambda: pair.p.is_idle, timeout=10)
+    assert pair.p.answers["0-0000000a"] == continuation(prompt_of(50), 4)
+
+
+def test_lease_that_ends_before_it_is_wanted(make_pair: MakePair) -> None:
+    pair = make_pair(send_type="GET", lease_seconds=0.2, policy="fail")
+    request_id = pair.ask(prompt_of(100), order="prefill first")
+    pair.run(lambda: pair.p.is_idle)  # the blocks are free again
+    pair.ask_waiting()
+    pair.run(timeout=10)
+    check_outcome(pair, request_id, "fail", prompt_of(100))
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_one_id_for_two_prompts_never_swaps_them(make_pair: MakePair, send_type: str) -> None:
+    """A duplicate or replayed id: each takes its own KV, or none."""
+    pair = make_pair(
+        send_type=send_type, policy="recompute", transfer_timeout_seconds=2, lease_seconds=2
+    )
+    transfer_id = pair.new_transfer_id()
+    for seed in range(3):
+        pair.ask(prompt_of(100, seed), transfer_id=transfer_id)
+    pair.run()
+    pair.ask(prompt_of(100, 3), transfer_id=transfer_id, order="prefill first")
+    pair.run()
+    pair.check_answers()
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("what", ["tokens", "salt", "length"])
+def test_different_content_under_one_id_is_not_taken(make_pair: MakePair, what: str) -> None:
+    pair = make_pair(policy="fail", transfer_timeout_seconds=1)
+    prompt = prompt_of(100)
+    other = {"tokens": [*prompt[:-1], 5], "salt": prompt, "length": prompt[:-1]}[what]
+    request_id = pair.ask(prompt, order="prefill first")
+    pair.drop_waiting()
+    salt = "another" if what == "salt" else None
+    pair.d.add(request_id, other, cache_salt=salt)
+    pair.run()
+    check_outcome(pair, request_id, "fail", other)
+
+
+def test_landed_kv_is_dropped_when_nobody_will_load_it(make_pair: MakePair) -> None:
+    """vLLM computes the prompt itself where prompt logprobs are asked for."""
+    pair = make_pair()
+    request_id = pair.ask(prompt_of(100), order="prefill first")
+    pair.run(lambda: pair.live_bytes() > 0)
+    pair.drop_waiting()
+    pair.d.add(request_id, prompt_of(100)).skip_reading_prefix_cache = True
+    pair.run()
+    pair.check_answers(num_computed=100)
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_request_that_ends_before_it_is_scheduled_frees_its_kv(
+    make_pair: MakePair, send_type: str
+) -> None:
+    pair = make_pair(send_type=send_type)
+    request_id = pair.ask(prompt_of(100), order="prefill first")
+    pair.run(lambda: bool(pair.p.finished))
+    pair.drop_waiting()
+    pair.d.add(request_id, prompt_of(100))
+    pair.d.abort(request_id)
+    pair.run(timeout=10)  # long before any lease
+    pair.check_at_rest()
+
+
+def test_no_room_makes_prefill_wait_and_nothing_is_lost(make_pair: MakePair) -> None:
+    """A landing store for two prompts, asked to take ten."""
+    room = {"kv_buffer_size": 200_000, "mem_pool_size_gb": 200_000 / 2**30}
+    pair = make_pair(num_blocks=200, decode=room)
+    for seed in range(10):
+        pair.ask(prompt_of(100, seed), order="prefill first")
+    pair.run(timeout=40)
+    pair.check_answers(num_computed=1)
+    assert pair.landed_bytes("buffer") > 0
+    assert pair.landed_bytes("pool") > 0
+    pair.check_at_rest()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("send_type", ["PUT", "PUT_ASYNC", "GET"])
+def test_anything_in_any_order(
+    make_pair: MakePair, rng: SeededRandom, send_type: str, tp_size: int
+) -> None:
+    """Random prompts, orders and aborts with few blocks: every request ends once, none is wrong."""
+    for _ in range(4):
+        pair = make_pair(
+            send_type=send_type,
+            tp_size=tp_size,
+            policy=rng.choice(POLICIES),
+            # Never async here: the simulated runner repeats a token when a request is preempted
+            # while its step is in flight.
+            is_async=False,
+            num_blocks=rng.choice([30, 60, 120]),
+            max_tokens_per_step=rng.choice([32, 64]),
+            has_prefix_cache=rng.random() < 0.7,
+            transports=rng.choice(["shm", "tcp"]),
+            transfer_timeout_seconds=3,
+            lease_seconds=3,
+        )
+        play(pair, rng)
+        pair.run(timeout=40)
+        pair.check_finished()
+        pair.check_at_rest()
+
+
+def play(pair: Pair, rng: SeededRandom) -> None:
+    """Ask, abort and step at random."""
+    stems = [prompt_of(200, seed) for seed in range(3)]
+    for _ in range(25):
+        event = rng.random()
+        if event < 0.6 or not pair.decode_ids:
+            prompt = rng.choice(stems)[: rng.randrange(1, 200)] + prompt_of(rng.randrange(1, 60))
+            pair.ask(
+                prompt,
+                order=rng.choice(["together", "decode first", "prefill first"]),
+                by=rng.choice(["id", "params"]),
+                max_tokens=rng.randrange(1, 12),
+                prefill_tokens=rng.choice([1, 1, 1, 8]),
+            )
+        elif event < 0.7:
+            pair.p.abort(rng.choice(pair.prefill_ids))
+        elif event < 0.8:
+            pair.d.abort(rng.choice(pair.decode_ids))
+        elif event < 0.85:
+            pair.drop_waiting()
+        elif event < 0.9:
+            rng.choice([pair.p, pair.d]).scheduler.reset_prefix_cache(reset_connector=True)
+        else:
+            pair.ask_waiting()
+        for _ in range(rng.randrange(4)):
+            pair.step()

@@ -1,0 +1,141 @@
+"""Peers in processes of their own that are killed, or stopped and woken, in mid-transfer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from p2p_engine import P2pNcclEngine, TransferKey
+from p2p_engine.errors import P2pError, PeerLost
+from p2p_engine.layout import TensorSink, TensorSource
+from p2p_engine.peers import PeerAddress
+from tests.engines import MIB, Peer, assert_idle, pattern, settings, start_fork_server
+from tests.support import eventually
+
+KEY = TransferKey("request-1")
+SIZE = 32 * MIB
+ROOM = {"kv_buffer_size": 40 * MIB, "mem_pool_size_gb": 0, "peer_timeout_seconds": 1.0}
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(120)]
+between_processes = pytest.mark.parametrize("transport", ["shm", "tcp"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> None:
+    """Have it before leaks are looked for."""
+    start_fork_server()
+
+
+@contextlib.contextmanager
+def here_and_there(transport: str) -> Iterator[tuple[P2pNcclEngine, Peer]]:
+    """An engine of this process and one of another."""
+    config = settings(transport, **ROOM)
+    with P2pNcclEngine(config) as engine, Peer(config) as peer:
+        yield engine, peer
+
+
+def exchange(engine: P2pNcclEngine, peer: Peer, name: str) -> None:
+    """Send a tensor each way and compare."""
+    peer.ask("send", f"{name} to us", MIB, engine.zmq_address)
+    received = engine.recv_tensor(TransferKey(f"{name} to us"), timeout=20)
+    assert torch.equal(received, pattern(f"{name} to us", MIB))
+    engine.send_tensor(TransferKey(name), pattern(name, MIB), peer.address)
+    assert peer.ask("receive", name, MIB, engine.zmq_address, 20.0)
+
+
+@between_processes
+def test_two_processes_exchange(transport: str) -> None:
+    with here_and_there(transport) as (engine, peer):
+        for number in range(3):
+            exchange(engine, peer, f"{number}")
+        assert_idle(engine)
+
+
+@between_processes
+def test_killed_sender_costs_its_own_transfers_only(transport: str) -> None:
+    with here_and_there(transport) as (engine, peer), Peer(engine.config) as other:
+        sink = TensorSink()
+        waiting = engine.receive(KEY, sink, peer=PeerAddress(peer.address))
+        exchange(engine, peer, "before")
+        peer.tell("send", "request-1", SIZE, engine.zmq_address)
+        eventually(lambda: is_writing(engine) or waiting.done, what="bytes come")
+        peer.kill()
+        with contextlib.suppress(PeerLost):
+            waiting.wait(20)
+            assert sink.tensor is not None
+            assert torch.equal(sink.tensor, pattern("request-1", SIZE))
+        exchange(engine, other, "after")
+        assert_idle(engine)  # the kernel's proof of its end has freed what it wrote into
+
+
+@between_processes
+def test_killed_receiver_costs_its_own_transfers_only(transport: str) -> None:
+    with here_and_there(transport) as (engine, peer), Peer(engine.config) as other:
+        source = pattern("request-1", SIZE)
+        transfer = engine.send(KEY, PeerAddress(peer.address), TensorSource(source), ready=False)
+        eventually(lambda: engine.stats()["links"] == {"ready": 1})
+        engine.mark_ready(transfer)
+        peer.kill()
+        with contextlib.suppress(P2pError):
+            transfer.wait(20)
+        assert transfer.released
+        exchange(engine, other, "after")
+        assert_idle(engine)
+
+
+def is_writing(engine: P2pNcclEngine) -> bool:
+    """Whether a sender was granted a region here."""
+    return bool(engine.stats()["live_bytes"])
+
+
+@between_processes
+def test_stopped_sender_that_wakes_up_harms_nobody(transport: str) -> None:
+    """It may write into its region whenever it wakes up: until then the region is nobody else's."""
+    with here_and_there(transport) as (engine, peer), Peer(engine.config) as other:
+        exchange(engine, peer, "before")
+        waiting = engine.receive(KEY, TensorSink(), peer=PeerAddress(peer.address))
+        peer.tell("send", "request-1", SIZE, engine.zmq_address)
+        eventually(lambda: is_writing(engine) or waiting.done, what="bytes come")
+        peer.stop()
+        with contextlib.suppress(PeerLost):
+            waiting.wait(20)
+        lost = waiting.error is not None
+        exchange(engine, other, "meanwhile")
+        if lost and transport == "shm":
+            stats = engine.stats()
+            assert stats["quarantined_bytes"] == SIZE
+            assert stats["live_bytes"] >= SIZE
+        canary = TransferKey("canary")
+        other.ask("send", "canary", MIB, engine.zmq_address)
+        eventually(lambda: engine.stats()["landed_bytes_by_place"]["buffer"] > 0)
+        peer.wake()
+        peer.answer()
+        assert torch.equal(engine.recv_tensor(canary, timeout=20), pattern("canary", MIB))
+        exchange(engine, peer, "awake")
+        assert_idle(engine)
+
+
+@between_processes
+def test_stopped_receiver_that_wakes_up_is_served_again(transport: str) -> None:
+    with here_and_there(transport) as (engine, peer):
+        exchange(engine, peer, "before")
+        peer.stop()
+        transfer = engine.send_tensor(KEY, pattern("request-1", MIB), peer.address)
+        with pytest.raises(PeerLost, match="silent"):
+            transfer.wait(20)
+        peer.wake()
+        eventually(lambda: can_exchange(engine, peer), what="it answers again")
+        assert_idle(engine)
+
+
+def can_exchange(engine: P2pNcclEngine, peer: Peer) -> bool:
+    """Whether a transfer to the peer succeeds; its old link may need to end first."""
+    name = f"try {engine.stats()['messages_sent']}"
+    transfer = engine.send_tensor(TransferKey(name), pattern(name, 1000), peer.address)
+    try:
+        transfer.wait(20)
+    except P2pError:
+        return False
+    return bool(peer.ask("receive", name, 1000, engine.zmq_address, 20.0))

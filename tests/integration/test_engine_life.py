@@ -1,0 +1,380 @@
+"""An engine's beginning, its end at any moment, its directory, and noise on its sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import msgpack  # type: ignore[import-untyped]
+import pytest
+import torch
+import zmq
+
+from p2p_engine import P2pNcclEngine, TransferKey
+from p2p_engine.control import split_address
+from p2p_engine.directory import Directory, RankAddress
+from p2p_engine.errors import (
+    ConfigError,
+    EngineClosed,
+    P2pError,
+    PeerLost,
+    PeerRefused,
+    PeerUnreachable,
+    TransferRejected,
+)
+from p2p_engine.layout import TensorSink, TensorSource
+from p2p_engine.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Bye,
+    Fail,
+    Hello,
+    Manifest,
+    Offer,
+    Ping,
+    Refuse,
+    Want,
+    Welcome,
+    decode,
+    encode,
+)
+from p2p_engine.peers import PeerAddress
+from tests.engines import MIB, TRANSPORTS, assert_idle, engines, random_tensor, settings
+from tests.support import SeededRandom, eventually
+
+KEY = TransferKey("request-1")
+pytestmark = pytest.mark.usefixtures("no_leaks")
+every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
+
+
+class Stranger:
+    """A DEALER that says whatever the test likes."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.connect(f"tcp://{address}")
+
+    def say(self, *frames: bytes) -> None:
+        """Send frames as they are."""
+        self._socket.send_multipart(frames)
+
+    def hear(self) -> AnyMessage:
+        """Return the next answer.
+
+        Raises:
+            AssertionError: none comes.
+        """
+        assert self._socket.poll(10_000), "no answer"
+        return decode(self._socket.recv())
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+        self._context.term()
+
+
+@pytest.fixture
+def engine() -> Iterator[P2pNcclEngine]:
+    with P2pNcclEngine(settings("shm,tcp")) as made:
+        yield made
+
+
+@pytest.fixture
+def stranger(engine: P2pNcclEngine) -> Iterator[Stranger]:
+    made = Stranger(engine.zmq_address)
+    yield made
+    made.close()
+
+
+def hello(epoch: int = 5, version: int = PROTOCOL_VERSION, address: str = "127.0.0.1:1") -> bytes:
+    return encode(Hello(epoch, 0, version, address, None, {}))
+
+
+# The beginning
+
+
+def test_port_that_is_taken_is_named() -> None:
+    with P2pNcclEngine(settings()) as first:
+        _, port = split_address(first.zmq_address)
+        with pytest.raises(ConfigError, match=str(port)):
+            P2pNcclEngine(settings(port=port))
+
+
+def test_port_range_takes_the_first_free_port() -> None:
+    with P2pNcclEngine(settings()) as first:
+        _, port = split_address(first.zmq_address)
+        span = (port, min(port + 50, 65535))
+        with P2pNcclEngine(settings(kv_port_range=span)) as second:
+            assert port < split_address(second.zmq_address)[1] <= port + 50
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_host_that_is_not_ours_leaves_nothing_behind(transport: str) -> None:
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.7"):
+        P2pNcclEngine(settings(transport, host="203.0.113.7"))
+
+
+def test_ipv6(rng: SeededRandom) -> None:
+    tensor = random_tensor(rng, 1000)
+    with engines(2, "tcp", host="::1") as (sender, receiver):
+        assert receiver.zmq_address.startswith("[::1]:")
+        sender.send_tensor(KEY, tensor, receiver.zmq_address)
+        assert torch.equal(receiver.recv_tensor(KEY, sender.zmq_address, timeout=10), tensor)
+
+
+# The end
+
+
+@every_transport
+def test_close_ends_what_is_open_on_both_sides(transport: str) -> None:
+    """Nobody waits for the peer to be declared silent."""
+    with engines(2, transport, peer_timeout_seconds=60) as (one, other):
+        target = PeerAddress(other.zmq_address)
+        sent = one.send(KEY, target, TensorSource(torch.zeros(9)), ready=False)
+        received = one.receive(TransferKey("b"), TensorSink(), peer=target)
+        held = one.hold(TransferKey("c"), TensorSource(torch.zeros(9)))
+        awaited = other.receive(KEY, TensorSink(), peer=PeerAddress(one.zmq_address))
+        eventually(lambda: other.stats()["open_transfers"] == 2)
+        eventually(lambda: other.stats()["links"] == {"ready": 1})
+        one.close()
+        for transfer in (sent, received, held):
+            assert transfer.released
+            with pytest.raises(EngineClosed):
+                transfer.wait(0)
+        with pytest.raises(PeerLost, match="closing"):
+            awaited.wait(10)
+        assert_idle(other)
+
+
+@every_transport
+def test_close_in_the_middle_of_a_transfer(transport: str, rng: SeededRandom) -> None:
+    """Whichever side closes first, whenever: each transfer ends once, and by name."""
+    for closer in (0, 1):
+        with engines(2, transport, kv_buffer_size=64 * MIB) as parties:
+            sender, receiver = parties
+            tensors = [random_tensor(rng, 4 * MIB) for _ in range(4)]
+            sinks = [TensorSink() for _ in tensors]
+            open_transfers = [receiver.receive(TransferKey(f"{i}"), sinks[i]) for i in range(4)]
+            for number, tensor in enumerate(tensors):
+                key, target = TransferKey(f"{number}"), PeerAddress(receiver.zmq_address)
+                open_transfers.append(sender.send(key, target, TensorSource(tensor)))
+            eventually(lambda: sender.stats()["sent_bytes"] > 0)  # noqa: B023
+            parties[closer].close()
+            for transfer in open_transfers[4:] if closer == 0 else open_transfers:
+                try:
+                    transfer.wait(10)
+                except P2pError as error:
+                    assert isinstance(error, EngineClosed | PeerLost)  # noqa: PT017
+            for number, sink in enumerate(sinks):
+                if open_transfers[number].done and open_transfers[number].error is None:
+                    assert sink.tensor is not None
+                    assert torch.equal(sink.tensor, tensors[number])
+
+
+def test_close_twice_and_from_many_threads() -> None:
+    engine = P2pNcclEngine(settings())
+    threads = [threading.Thread(target=engine.close) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    engine.close()
+
+
+def test_closed_engine_says_so() -> None:
+    engine = P2pNcclEngine(settings())
+    engine.close()
+    source, target = TensorSource(torch.zeros(1)), PeerAddress("127.0.0.1:1")
+    for call in (
+        lambda: engine.send(KEY, target, source),
+        lambda: engine.receive(KEY, TensorSink()),
+        lambda: engine.hold(KEY, source),
+        lambda: engine.abandon(KEY, target, ""),
+        lambda: engine.discard(KEY),
+        lambda: engine.drop_landed(),
+    ):
+        with pytest.raises(EngineClosed):
+            call()
+    assert engine.stats()["healthy"] is False
+
+
+def test_exception_in_the_body_closes_the_engine() -> None:
+    with pytest.raises(KeyError), P2pNcclEngine(settings()):
+        raise KeyError
+
+
+@every_transport
+def test_restarted_peer_at_the_same_address(transport: str, rng: SeededRandom) -> None:
+    tensor = random_tensor(rng, 10_000)
+    with P2pNcclEngine(settings(transport)) as sender:
+        old = P2pNcclEngine(settings(transport))
+        _, port = split_address(old.zmq_address)
+        for number in range(3):
+            with old:
+                key = TransferKey(f"{number}")
+                sender.send_tensor(key, tensor, old.zmq_address)
+                assert torch.equal(old.recv_tensor(key, sender.zmq_address, timeout=10), tensor)
+                lost = sender.send(
+                    KEY, PeerAddress(old.zmq_address), TensorSource(tensor), ready=False
+                )
+            with pytest.raises(PeerLost):
+                lost.wait(10)
+            old = P2pNcclEngine(settings(transport, port=port))
+        old.close()
+        assert_idle(sender)
+
+
+# The directory
+
+
+def test_rank_is_found_through_the_directory(rng: SeededRandom) -> None:
+    tensor = random_tensor(rng, 100)
+    with engines(3) as (sender, *ranks):
+        places = [RankAddress(i, rank.zmq_address, rank.epoch) for i, rank in enumerate(ranks)]
+        with Directory(settings(), places, kv_port=0, role="D") as directory:
+            for number, rank in enumerate(ranks):
+                target = PeerAddress(directory.address, number)
+                sender.send(KEY, target, TensorSource(tensor)).wait(10)
+                assert torch.equal(rank.recv_tensor(KEY, timeout=10), tensor)
+            nobody = sender.send(KEY, PeerAddress(directory.address, 7), TensorSource(tensor))
+            with pytest.raises(PeerRefused, match="no rank 7"):
+                nobody.wait(10)
+
+
+def test_directory_that_is_not_there(free_port: int) -> None:
+    with engines(1, connect_timeout_seconds=0.3) as (engine,):
+        target = PeerAddress(f"127.0.0.1:{free_port}", 1)
+        transfer = engine.send(KEY, target, TensorSource(torch.zeros(1)))
+        with pytest.raises(PeerUnreachable, match="LOCATING"):
+            transfer.wait(10)
+
+
+# Noise
+
+
+def test_garbage_on_the_control_port_is_counted_and_survived(
+    engine: P2pNcclEngine, stranger: Stranger, rng: SeededRandom
+) -> None:
+    frames: list[bytes] = [rng.randbytes(rng.randrange(300)) for _ in range(300)]
+    frames += [msgpack.packb(value) for value in ({}, [], ["OFFER"], ["NO", 1, 2], {"cmd": "NEW"})]
+    frames += [hello()[:n] for n in range(1, len(hello()))]
+    for frame in frames:
+        stranger.say(frame)
+    stranger.say(b"two", b"frames")
+    eventually(lambda: engine.stats()["wrong_messages"] == len(frames) + 1)
+    stranger.say(hello())
+    assert isinstance(stranger.hear(), Welcome)
+    assert engine.stats()["control_errors"] == 0
+
+
+def test_messages_before_hello_are_answered_with_bye(
+    engine: P2pNcclEngine, stranger: Stranger
+) -> None:
+    offer = Offer(5, engine.epoch, 1, 0, KEY, Manifest(0, 1, [8]), b"", "shm")
+    stranger.say(encode(offer))
+    assert isinstance(stranger.hear(), Bye)
+    assert_idle(engine)
+
+
+def test_messages_for_an_older_engine_are_dropped(
+    engine: P2pNcclEngine, stranger: Stranger
+) -> None:
+    stranger.say(hello())
+    stranger.hear()
+    stranger.say(encode(Offer(5, engine.epoch - 1, 1, 0, KEY, Manifest(0, 1, [8]), b"", "shm")))
+    stranger.say(encode(Ping(5, engine.epoch)))
+    assert type(stranger.hear()).__name__ == "Pong"
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [(hello(version=99), "version"), (hello(address="nowhere"), "nowhere")],
+    ids=["version", "address"],
+)
+def test_hello_that_cannot_be_accepted_is_refused(
+    stranger: Stranger, frame: bytes, reason: str
+) -> None:
+    stranger.say(frame)
+    answer = stranger.hear()
+    assert isinstance(answer, Refuse)
+    assert reason in answer.reason
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        Manifest(0, 1, [1 << 48], dtype="float32", shape=[1 << 46]),
+        Manifest(0, 1 << 31, [1 << 48] * 1000, dtype="float32", shape=[1 << 46]),
+        Manifest(0, 1, [8], dtype="float32", shape=[1000]),
+        Manifest(5, 1, [8], dtype="float32", shape=[2]),
+        Manifest(0, 1, [8], dtype="Tensor", shape=[2]),
+        Manifest(0, 1, [0], dtype="float32", shape=[0, 1 << 48, 1 << 48]),
+    ],
+)
+def test_manifest_that_lies_ends_one_transfer_by_name(
+    engine: P2pNcclEngine, stranger: Stranger, manifest: Manifest
+) -> None:
+    stranger.say(hello())
+    stranger.hear()
+    waiting = engine.receive(KEY, TensorSink())
+    stranger.say(encode(Offer(5, engine.epoch, 1, 0, KEY, manifest, b"", "shm")))
+    assert isinstance(stranger.hear(), Fail)
+    with pytest.raises(TransferRejected):
+        waiting.wait(10)
+    assert_idle(engine)
+
+
+def test_flood_of_wants_is_bounded(engine: P2pNcclEngine, stranger: Stranger) -> None:
+    stranger.say(hello())
+    stranger.hear()
+    for number in range(6000):
+        stranger.say(encode(Want(5, engine.epoch, TransferKey(f"{number}"), b"")))
+    stranger.say(encode(Ping(5, engine.epoch)))
+    assert type(stranger.hear()).__name__ == "Pong"
+    assert len(engine._sender._wishes) <= 4096
+
+
+@every_transport
+def test_transfers_go_on_amid_noise(transport: str, rng: SeededRandom) -> None:
+    with engines(2, transport) as (sender, receiver):
+        noise, endpoints = Stranger(receiver.zmq_address), []
+        try:
+            noise.say(hello())
+            welcome = noise.hear()
+            assert isinstance(welcome, Welcome)
+            endpoints = [_connect(welcome.endpoints) for _ in range(3)]
+            for number in range(20):
+                noise.say(rng.randbytes(50))
+                for connection in endpoints:
+                    _spill(connection, rng.randbytes(7))
+                tensor, key = random_tensor(rng, 50_000), TransferKey(f"{number}")
+                sender.send_tensor(key, tensor, receiver.zmq_address)
+                received = receiver.recv_tensor(key, sender.zmq_address, timeout=10)
+                assert torch.equal(received, tensor)
+            assert_idle(sender, receiver)
+        finally:
+            noise.close()
+            for connection in endpoints:
+                connection.close()
+
+
+def _connect(endpoints: dict[str, dict[str, str]]) -> socket.socket:
+    """Dial a data port without knowing a token."""
+    if "tcp" in endpoints:
+        return socket.create_connection(split_address(endpoints["tcp"]["address"]), 10)
+    connection = socket.socket(socket.AF_UNIX if "shm" in endpoints else socket.AF_INET)
+    if "shm" in endpoints:
+        connection.connect("\0" + endpoints["shm"]["socket"])
+    return connection
+
+
+def _spill(connection: socket.socket, noise: bytes) -> None:
+    try:
+        connection.send(noise)
+    except OSError:
+        return  # shown the door

@@ -1,0 +1,139 @@
+"""A client that leaves, at whatever moment, leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.mock_vllm import Behaviour, MockVllm, events
+from tests.proxy_fleet import ASKED, STREAMED, RunningProxy, fleet, until
+
+if TYPE_CHECKING:
+    from tests.support import SeededRandom
+
+ABANDONED = 'p2p_proxy_requests_total{outcome="client_left",route="/v1/completions",status="%d"}'
+
+
+async def abandon(answer: asyncio.Future[Any]) -> None:
+    """Close the client's connection in the middle of its request."""
+    answer.cancel()
+    await asyncio.gather(answer, return_exceptions=True)
+
+
+async def assert_abandoned(proxy: RunningProxy, *, status: int = 0) -> None:
+    """Wait until nothing is in flight and the request is accounted for."""
+    await proxy.until_idle()
+    assert (await proxy.metrics())[ABANDONED % status] == 1
+
+
+@pytest.mark.parametrize("dispatch", ["sequential", "concurrent"])
+async def test_leaving_during_prefill_ends_what_runs(dispatch: str) -> None:
+    async with fleet(dispatch=dispatch) as (proxy, [prefill], [decode]):
+        prefill.behaviour = decode.behaviour = Behaviour(hang=True)
+        answer = asyncio.ensure_future(proxy.ask())
+        legs = [prefill] if dispatch == "sequential" else [prefill, decode]
+        await until(lambda: all(mock.received for mock in legs), "the legs run")
+        assert await proxy.in_flight(prefill) == {"prefill": 1, "decode": 0}
+        assert await proxy.in_flight(decode) == {"prefill": 0, "decode": 1}
+        await abandon(answer)
+        for mock in legs:
+            await until_left(mock)
+        assert len(decode.received) == len(legs) - 1
+        await assert_abandoned(proxy)
+
+
+@pytest.mark.parametrize("asked", [ASKED, STREAMED], ids=["whole", "stream"])
+async def test_leaving_while_decode_has_said_nothing(asked: dict[str, object]) -> None:
+    async with fleet() as (proxy, [prefill], [decode]):
+        decode.behaviour = Behaviour(hang=True)
+        answer = asyncio.ensure_future(proxy.ask(asked))
+        await until(lambda: decode.received, "decode runs")
+        assert await proxy.in_flight(prefill) == {"prefill": 0, "decode": 0}
+        await abandon(answer)
+        await until_left(decode)
+        await assert_abandoned(proxy)
+
+
+async def test_leaving_in_the_middle_of_a_stream() -> None:
+    async with fleet() as (proxy, _, [decode]):
+        decode.behaviour = Behaviour(hang_after=2)
+        async with proxy.post(STREAMED) as response:
+            assert await response.content.readany()
+            assert await proxy.in_flight(decode) == {"prefill": 0, "decode": 1}
+            response.close()
+        await until_left(decode)
+        await assert_abandoned(proxy, status=200)
+
+
+async def test_leaving_while_still_sending_the_request() -> None:
+    async with fleet() as (proxy, [prefill], _):
+        host, port = proxy.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+
+        async def is_counted() -> bool:
+            return bool((await proxy.status())["requests_in_flight"] == 1)
+
+        await until(is_counted, "the request has begun")
+        writer.close()
+        await assert_abandoned(proxy)
+        assert prefill.received == []
+
+
+async def test_a_client_that_takes_nothing_loses_its_stream() -> None:
+    async with fleet(client_timeout_seconds=0.3) as (proxy, _, [decode]):
+        decode.behaviour = Behaviour(pieces=[b"x" * 65536] * 1000)
+        host, port = proxy.url.removeprefix("http://").split(":")
+        loop = asyncio.get_running_loop()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await loop.sock_connect(client, (host, int(port)))
+            body = b'{"stream": true}'
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            await loop.sock_sendall(client, head.encode() + body)
+            await until_left(decode)
+            # It was held back by the client's pace, not read ahead into the proxy's memory.
+            assert decode.received[0].pieces_sent < 200
+            await proxy.until_idle()
+        samples = await proxy.metrics()
+        assert any('outcome="client_stalled"' in name for name in samples)
+
+
+@pytest.mark.parametrize("dispatch", ["sequential", "concurrent"])
+async def test_leaving_at_any_moment_leaves_no_count_and_no_leg(
+    dispatch: str, rng: SeededRandom
+) -> None:
+    async with fleet(2, 2, dispatch=dispatch) as (proxy, prefills, decodes):
+        for mock in decodes:
+            mock.behaviour = Behaviour(pace=0.002)
+
+        async def come_and_go() -> None:
+            answer = asyncio.ensure_future(proxy.ask(rng.choice([ASKED, STREAMED])))
+            await asyncio.wait([answer], timeout=rng.uniform(0.0, 0.1))
+            await abandon(answer)
+
+        for _ in range(20):
+            await asyncio.gather(*(come_and_go() for _ in range(20)))
+        await proxy.until_idle()
+        mocks = (*prefills, *decodes)
+        await until(lambda: all(r.ended for mock in mocks for r in mock.received), "all legs ended")
+        assert (await proxy.ask(STREAMED))[1] == b"".join(events(STREAMED))
+
+
+async def until_left(mock: MockVllm) -> None:
+    """Wait until the instance has noticed that nobody waits for its last answer."""
+    await until(lambda: mock.received and mock.received[-1].ended == "left", "the leg has ended")
+
+
+def test_a_proxy_that_was_stopped_leaves_nothing_behind(no_leaks: None) -> None:
+    async def serve_and_stop() -> None:
+        async with fleet() as (proxy, _, _):
+            assert (await proxy.ask(STREAMED))[0] == 200
+
+    asyncio.run(serve_and_stop())

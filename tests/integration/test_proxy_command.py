@@ -1,0 +1,137 @@
+"""`python -m proxy` as people run it: its own process, uvicorn's fast loop, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.mock_vllm import Behaviour, MockVllm, events
+from tests.proxy_fleet import STREAMED, RunningProxy, until
+
+pytestmark = pytest.mark.timeout(240)  # each starts up to three interpreters
+
+
+class Command:
+    """A proxy process and all that it has printed so far."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.printed = ""
+        self._reader = asyncio.ensure_future(self._read())
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            self.printed += line.decode()
+
+    async def shown(self, pattern: str) -> str:
+        """Wait for a line and return what stands in the pattern's group."""
+        match = await until(
+            lambda: re.search(pattern, self.printed), f"{pattern!r} is printed", timeout=60.0
+        )
+        text: str = match[1]
+        return text
+
+    async def ended(self) -> int:
+        """Wait for its end and return its exit status."""
+        status = await asyncio.wait_for(self.process.wait(), 60)
+        await self._reader
+        return status
+
+
+@asynccontextmanager
+async def command(*options: str) -> AsyncIterator[Command]:
+    """Run `python -m proxy`; it is killed at the end if it still runs."""
+    local = ("--host", "127.0.0.1", "--registration-host", "127.0.0.1")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "proxy", *local, *options,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    running = Command(process)
+    try:
+        yield running
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await running.ended()
+
+
+@asynccontextmanager
+async def served(*options: str) -> AsyncIterator[tuple[Command, RunningProxy, Any]]:
+    """Run the command with one instance of each role, and a client."""
+    ports = ("--port", "0", "--registration-port", "0", "--shutdown-timeout-seconds", "1")
+    async with (
+        MockVllm("P") as prefill,
+        MockVllm("D") as decode,
+        command(*ports, *options) as running,
+        aiohttp.ClientSession() as client,
+    ):
+        url = await running.shown(r"running on (http://\S+)")
+        proxy = RunningProxy(url, client)
+        for mock in (prefill, decode):
+            mock.beat(await running.shown(r"registration address=(\S+)"))
+        await proxy.until_ready(prefill, decode)
+        yield running, proxy, decode
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+async def test_it_serves_and_stops_when_told(signum: signal.Signals) -> None:
+    async with served() as (running, proxy, _):
+        status, body, _ = await proxy.ask(STREAMED, headers={"X-Request-Id": "mine"})
+        assert (status, body) == (200, b"".join(events(STREAMED)))
+        line = await running.shown(r"proxy.access (route=.*)")
+        assert re.search(
+            r"route=/v1/completions status=200 outcome=ok transfer=[0-9a-f]{32} client_id='mine' "
+            r"prefill=127.0.0.1:\d+ decode=127.0.0.1:\d+ "
+            r"prefill_ms=[\d.]+ first_byte_ms=[\d.]+ total_ms=[\d.]+ bytes=\d+",
+            line,
+        )
+        assert str(STREAMED["prompt"]) not in running.printed
+        running.process.send_signal(signum)
+        assert await running.ended() == 0
+        assert "Traceback" not in running.printed
+
+
+async def test_a_client_that_leaves_is_noticed_under_uvloop() -> None:
+    async with served() as (_, proxy, decode):
+        decode.behaviour = Behaviour(hang_after=1)
+        async with proxy.post(STREAMED) as response:
+            await response.content.readany()
+            response.close()
+        await until(lambda: decode.received[0].ended == "left", "decode was told")
+        await proxy.until_idle()
+
+
+async def test_streams_that_do_not_end_do_not_keep_it_from_stopping() -> None:
+    async with served() as (running, proxy, decode):
+        decode.behaviour = Behaviour(hang_after=1)
+        async with proxy.post(STREAMED) as response:
+            await response.content.readany()
+            running.process.terminate()
+            assert await running.ended() == 0
+        await until(lambda: decode.received[0].ended == "left", "decode was told")
+        assert re.search(r"status=200 outcome=client_left .* bytes=[1-9]", running.printed)
+        assert "Traceback" not in running.printed
+        assert "never retrieved" not in running.printed
+        assert "destroyed" not in running.printed
+
+
+async def test_a_port_that_is_taken_ends_the_command() -> None:
+    async with served() as (running, proxy, _):
+        registration = await running.shown(r"registration address=\S+:(\d+)")
+        taken = proxy.url.rpartition(":")[2]
+        for options in (
+            ("--port", taken, "--registration-port", "0"),
+            ("--port", "0", "--registration-port", registration),
+        ):
+            async with command(*options) as second:
+                assert await second.ended() != 0
+                assert re.search("[Aa]ddress (already )?in use", second.printed)

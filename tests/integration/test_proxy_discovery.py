@@ -1,0 +1,302 @@
+"""Instances come, stay while they beat and answer, and go; nothing else registers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from typing import TYPE_CHECKING, Any
+
+import msgpack  # type: ignore[import-untyped]
+import pytest
+import zmq
+import zmq.asyncio
+
+from tests.mock_vllm import Behaviour, MockVllm, events
+from tests.proxy_fleet import STREAMED, RunningProxy, fleet, running_proxy, until
+
+if TYPE_CHECKING:
+    from tests.support import SeededRandom
+
+GOOD = {"type": "P", "http_address": "127.0.0.1:1", "zmq_address": "127.0.0.1:2"}
+BAD_BEATS: dict[str, Any] = {
+    "no map": [1, 2],
+    "a missing key": {"type": "P", "http_address": "127.0.0.1:1"},
+    "a wrong type": {**GOOD, "epoch": "one"},
+    "an unknown role": {**GOOD, "type": "X"},
+    "no role": {**GOOD, "type": ""},
+    "no port": {**GOOD, "http_address": "127.0.0.1"},
+    "a path": {**GOOD, "http_address": "127.0.0.1:80/evil"},
+    "a user": {**GOOD, "http_address": "me@127.0.0.1:80"},
+    "a line": {**GOOD, "zmq_address": "127.0.0.1:80\r\nX: y"},
+    "an id inside": {**GOOD, "zmq_address": "a___decode_addr_b:80"},
+    "port 0": {**GOOD, "zmq_address": "127.0.0.1:0"},
+    "port 99999": {**GOOD, "zmq_address": "127.0.0.1:99999"},
+    "a long name": {**GOOD, "model": "x" * 1000},
+}
+
+
+async def test_without_instances_the_missing_roles_are_named() -> None:
+    async with (
+        MockVllm("P") as prefill,
+        MockVllm("PD", model="other") as both,
+        running_proxy() as proxy,
+    ):
+        assert await missing(proxy) == ["prefill", "decode"]
+        prefill.beat(proxy.registration_address)
+        await proxy.until_ready(prefill)
+        assert await missing(proxy) == ["decode"]
+        both.beat(proxy.registration_address)
+        await proxy.until_ready(both)
+        assert await missing(proxy) == ["decode"]  # none of the prefill's model
+        await proxy.until_idle()
+        assert prefill.received == both.received == []
+
+
+async def test_instances_of_both_roles_serve_each_other_and_share_the_decodes() -> None:
+    release = asyncio.Event()
+    async with MockVllm("PD") as one, MockVllm("PD") as other, running_proxy() as proxy:
+        one.beat(proxy.registration_address)
+        await proxy.until_ready(one)
+        status, body, _ = await proxy.ask()
+        assert (status, json.loads(body)["error"]["missing"]) == (503, ["decode"])
+        other.beat(proxy.registration_address)
+        await proxy.until_ready(one, other)
+        one.behaviour = other.behaviour = Behaviour(hold_after=(1, release))
+        answers = [asyncio.ensure_future(proxy.ask(STREAMED)) for _ in range(6)]
+
+        async def are_shared() -> bool:
+            counts = [await proxy.in_flight(mock) for mock in (one, other)]
+            return counts == [{"prefill": 0, "decode": 3}] * 2
+
+        await until(are_shared, "three decodes on each")
+        release.set()
+        for answer in answers:
+            assert (await answer)[1] == b"".join(events(STREAMED))
+
+
+async def test_old_and_new_instances_are_never_paired() -> None:
+    async with (
+        MockVllm("P", protocol=None) as old_prefill,
+        MockVllm("D", protocol=None) as old_decode,
+        fleet(1, 0) as (proxy, [prefill], _),
+    ):
+        old_decode.beat(proxy.registration_address)
+        await until_known(proxy, old_decode)
+        status, body, _ = await proxy.ask()
+        assert (status, json.loads(body)["error"]["code"]) == (503, "no_instance")
+        old_prefill.beat(proxy.registration_address)
+        await proxy.until_ready(old_prefill, old_decode)
+        # An old instance says no model: it is asked for what no other announces.
+        status, _, _ = await proxy.ask({"model": "of the old", "prompt": "x"})
+        assert status == 200
+        assert (len(prefill.received), len(old_prefill.received)) == (0, 1)
+
+
+async def test_a_heartbeat_alone_brings_no_request() -> None:
+    async with MockVllm("P") as starting, fleet(1, 1) as (proxy, [prefill], _):
+        starting.health_status = 503
+        starting.beat(proxy.registration_address)
+        await until(lambda: starting.health_count, "it was asked")
+        for _ in range(4):
+            assert (await proxy.ask())[0] == 200
+        assert (len(prefill.received), len(starting.received)) == (4, 0)
+        starting.health_status = 200
+        await proxy.until_ready(starting)
+        for _ in range(4):
+            assert (await proxy.ask())[0] == 200
+        assert starting.received
+
+
+async def test_one_that_joins_late_gets_its_share() -> None:
+    async with MockVllm("D") as late, fleet(1, 1) as (proxy, [prefill], [decode]):
+        for _ in range(5):
+            await proxy.ask()
+        late.beat(proxy.registration_address)
+        await proxy.until_ready(late)
+        for _ in range(6):
+            await proxy.ask()
+        # Its share from now on, not all that the others have had before.
+        assert (len(prefill.received), len(decode.received), len(late.received)) == (11, 8, 3)
+
+
+async def test_silence_ends_an_instance_but_not_its_streams() -> None:
+    release = asyncio.Event()
+    async with fleet(1, 2) as (proxy, _, [one, other]):
+        one.behaviour = other.behaviour = Behaviour(hold_after=(2, release))
+        async with proxy.post(STREAMED) as response:
+            await response.content.readany()
+            serving, idle = (one, other) if one.received else (other, one)
+            await serving.fall_silent()
+            await until_state(proxy, serving, "gone")
+            idle.behaviour = Behaviour()
+            for _ in range(3):
+                assert (await proxy.ask())[0] == 200
+            assert (len(serving.received), len(idle.received)) == (1, 3)
+            assert await proxy.in_flight(serving) == {"prefill": 0, "decode": 1}
+
+            serving.beat(proxy.registration_address)  # it was only held up
+            await until_state(proxy, serving, "ready")
+            assert await proxy.in_flight(serving) == {"prefill": 0, "decode": 1}
+            await serving.fall_silent()
+            release.set()
+            await response.read()
+        await until_unknown(proxy, serving)
+
+
+async def test_a_farewell_takes_effect_at_once() -> None:
+    async with MockVllm("D") as leaving, fleet(1, 1) as (proxy, _, [decode]):
+        leaving.beat(proxy.registration_address)
+        await proxy.until_ready(leaving)
+        await leaving.leave()
+        await until_unknown(proxy, leaving)
+        for _ in range(3):
+            assert (await proxy.ask())[0] == 200
+        assert len(decode.received) == 3
+
+
+async def test_a_new_epoch_is_a_new_instance() -> None:
+    async with fleet(1, 1) as (proxy, _, [decode]):
+        decode.behaviour = Behaviour(hang=True)
+        answer = asyncio.ensure_future(proxy.ask())
+        await until(lambda: decode.received, "decode runs")
+        assert (await proxy.in_flight(decode))["decode"] == 1
+        decode.epoch, decode.health_status = 2, 503
+        await decode.beat_once()
+
+        async def is_reborn() -> bool:
+            shown = [i for i in (await proxy.status())["instances"] if i["epoch"] == 2]
+            return bool(shown) and shown[0]["state"] == "not_ready"
+
+        await until(is_reborn, "the new incarnation starts from nothing")
+        assert await proxy.in_flight(decode) == {"prefill": 0, "decode": 0}
+        answer.cancel()
+        await proxy.until_idle()
+
+
+@pytest.mark.parametrize("wrong", BAD_BEATS)
+async def test_a_bad_heartbeat_is_counted_and_dropped(wrong: str) -> None:
+    async with running_proxy() as proxy:
+        await send(proxy.registration_address, [msgpack.packb(BAD_BEATS[wrong])])
+        await until_refused(proxy, "malformed")
+        assert (await proxy.status())["instances"] == []
+
+
+async def test_garbage_never_stops_discovery(rng: SeededRandom) -> None:
+    async with MockVllm("P") as prefill, running_proxy() as proxy:
+        messages = [
+            [rng.randbytes(rng.randint(0, 300)) for _ in range(rng.randint(1, 4))]
+            for _ in range(500)
+        ]
+        packed = msgpack.packb({**GOOD, "deep": 0})
+        deep = packed[:-1] + b"\x91" * 60_000 + b"\xc0"
+        await send(proxy.registration_address, *messages, [deep], [packed[:-1]], [b""])
+        host, port = proxy.registration_address.split(":")
+        for noise in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            rng.randbytes(4096),
+            b"\xff" + b"\0" * 8 + b"\x7f",
+        ):
+            with socket.create_connection((host, int(port))) as raw:
+                raw.sendall(noise)
+        await send(proxy.registration_address, [b"x" * (1 << 20)])  # over the limit: cut by ZMQ
+        await until_refused(proxy, "malformed")
+        await until_refused(proxy, "not_two_frames")
+        prefill.beat(proxy.registration_address)
+        await proxy.until_ready(prefill)
+        async with proxy.client.get(f"{proxy.url}/health") as response:
+            assert await response.json() == {"status": "ok", "prefill": 1, "decode": 0}
+        assert len((await proxy.status())["instances"]) == 1
+
+
+async def test_a_name_that_no_host_can_have_is_never_ready(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with MockVllm("P") as prefill, running_proxy() as proxy:
+        impossible = {**GOOD, "http_address": "a..b:80", "interval": 0.1}
+        await send(proxy.registration_address, [msgpack.packb({**impossible, "protocol": 1})])
+        prefill.beat(proxy.registration_address)
+        await proxy.until_ready(prefill)
+        await until(lambda: "instance gone http=a..b:80" in caplog.text, "it is forgotten")
+
+
+async def test_incarnations_that_follow_fast_are_watched_one_at_a_time() -> None:
+    async with MockVllm("P") as prefill, running_proxy() as proxy:
+        prefill.beat(proxy.registration_address)
+        for prefill.epoch in range(2, 300):
+            await prefill.beat_once()
+
+        async def is_last_ready() -> bool:
+            shown = (await proxy.status())["instances"]
+            return [(i["epoch"], i["state"]) for i in shown] == [(299, "ready")]
+
+        await until(is_last_ready, "the last incarnation is ready")
+        watches = [t for t in asyncio.all_tasks() if "Readiness._watch" in repr(t)]
+        assert len(watches) == 1
+
+
+async def test_the_number_of_instances_is_bounded() -> None:
+    async with running_proxy(max_instances=10) as proxy:
+        beats = [{**GOOD, "http_address": f"127.0.0.1:{port}"} for port in range(1, 31)]
+        await send(proxy.registration_address, *([msgpack.packb(beat)] for beat in beats))
+        await until_refused(proxy, "registry_full", 20)
+        assert len((await proxy.status())["instances"]) == 10
+
+
+async def missing(proxy: RunningProxy) -> list[str]:
+    """Ask in vain and return the roles that the answer names."""
+    status, body, headers = await proxy.ask()
+    error = json.loads(body)["error"]
+    assert (status, error["code"], error["type"]) == (503, "no_instance", "server_error")
+    assert headers["Content-Type"] == "application/json"
+    assert all(role in error["message"] for role in error["missing"])
+    named: list[str] = error["missing"]
+    return named
+
+
+async def send(address: str, *messages: list[bytes]) -> None:
+    """Send messages from one DEALER and close it when they are out."""
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(f"tcp://{address}")
+        for message in messages:
+            await dealer.send_multipart(message)
+        dealer.close(linger=1000)
+
+
+async def until_refused(proxy: RunningProxy, reason: str, count: int = 1) -> None:
+    """Wait until so many frames were dropped for this reason."""
+
+    async def is_refused() -> bool:
+        name = f'p2p_proxy_heartbeats_total{{result="{reason}"}}'
+        return (await proxy.metrics()).get(name, 0) >= count
+
+    await until(is_refused, f"{count} frames dropped: {reason}")
+
+
+async def until_known(proxy: RunningProxy, mock: MockVllm) -> None:
+    """Wait until the proxy has heard of an instance."""
+
+    async def is_known() -> bool:
+        return mock.http_address in await proxy.states()
+
+    await until(is_known, f"{mock.http_address} is known")
+
+
+async def until_unknown(proxy: RunningProxy, mock: MockVllm) -> None:
+    """Wait until the proxy has forgotten an instance."""
+
+    async def is_unknown() -> bool:
+        return mock.http_address not in await proxy.states()
+
+    await until(is_unknown, f"{mock.http_address} is forgotten")
+
+
+async def until_state(proxy: RunningProxy, mock: MockVllm, state: str) -> None:
+    """Wait until `/status` shows an instance in a state."""
+
+    async def is_so() -> bool:
+        return bool((await proxy.states()).get(mock.http_address) == state)
+
+    await until(is_so, f"{mock.http_address} is {state}")

@@ -1,0 +1,312 @@
+"""MockVllm: a vLLM server as the proxy sees it, with heartbeats, a fault script and a memory.
+
+It is a real HTTP server on 127.0.0.1. What it answers is a function of the request alone, so that
+a test can compute what the client must see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+import zmq
+import zmq.asyncio
+from aiohttp import web
+from multidict import CIMultiDict
+
+PREFILL, DECODE, BOTH = "P", "D", "PD"
+NUM_TOKENS = 8
+INTERVAL_SECONDS = 3.0
+
+
+@dataclass
+class Behaviour:
+    """How the next requests are treated; every default is how a healthy instance does it."""
+
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes | None = None  # instead of a completion
+    pieces: list[bytes] | None = None  # instead of an event for each token
+    hold: asyncio.Event | None = None  # waited for before the answer begins
+    hold_after: tuple[int, asyncio.Event] | None = None  # waited for after so many pieces
+    hang: bool = False  # no answer ever
+    hang_after: int | None = None  # nothing more after so many pieces
+    pace: float = 0.0  # seconds before each piece
+    cut_after: int | None = None  # the connection breaks after so many pieces
+    reset: bool = False  # the connection breaks before the answer
+    reset_reused: bool = False  # the same, but only on a connection that served before
+
+
+@dataclass(eq=False)
+class Received:
+    """One request, and how it ended: "" while it runs, then "answered" or "left"."""
+
+    path: str
+    headers: CIMultiDict[str]
+    body: bytes
+    ended: str = ""
+    pieces_sent: int = 0
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The body as vLLM reads it: of duplicate keys the last one wins."""
+        content: dict[str, Any] = json.loads(self.body)
+        return content
+
+
+class MockVllm:
+    """One instance. `async with MockVllm("P") as instance:` starts and stops its server.
+
+    Stop the proxy first: CPython 3.11 leaks a connection that comes as a server closes.
+    """
+
+    def __init__(
+        self, kind: str, *, protocol: int | None = 1, epoch: int = 1, model: str = "tiny"
+    ) -> None:
+        self.kind = kind
+        self.protocol = protocol
+        self.epoch = epoch
+        self.model = model
+        self.behaviour = Behaviour()
+        self.health_status = 200
+        self.health_count = 0
+        self.received: list[Received] = []
+        self.http_address = ""
+        self.zmq_address = ""
+        self._runner: web.AppRunner | None = None
+        self._served: set[object] = set()
+        self._transports: set[asyncio.BaseTransport] = set()
+        self._heart: asyncio.Task[None] | None = None
+        self._context: zmq.asyncio.Context | None = None
+        self._dealer: zmq.asyncio.Socket | None = None
+
+    async def __aenter__(self) -> MockVllm:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self, port: int = 0) -> None:
+        """Listen; `http_address` is valid afterwards."""
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", port).start()
+        host, port = self._runner.addresses[0][:2]
+        self.http_address = f"{host}:{port}"
+        self.zmq_address = self.zmq_address or f"{host}:{port + 1 if port < 65535 else 1024}"
+
+    async def stop(self) -> None:
+        """Stop beating and serving; open connections break."""
+        await self._close_dealer()
+        await self.stop_serving()
+
+    async def stop_serving(self) -> None:
+        """Stop the HTTP server alone: the engine beats on."""
+        assert self._runner is not None
+        await self._runner.cleanup()
+
+    @property
+    def port(self) -> int:
+        """The port of its HTTP server."""
+        return int(self.http_address.rpartition(":")[2])
+
+    def beat(self, registration_address: str) -> None:
+        """Send heartbeats until stopped, as vLLM's engine does: whether or not HTTP is up."""
+        if self._dealer is None:
+            self._context = zmq.asyncio.Context()
+            self._dealer = self._context.socket(zmq.DEALER)
+            self._dealer.setsockopt_string(zmq.IDENTITY, self.zmq_address)
+            self._dealer.connect(f"tcp://{registration_address}")
+        self._heart = asyncio.ensure_future(self._beat())
+
+    async def beat_once(self, **changed: Any) -> None:
+        """Send one heartbeat more, with some keys changed."""
+        assert self._dealer is not None
+        for message in self._beats():
+            await self._dealer.send(msgpack.packb({**message, **changed}))
+
+    async def fall_silent(self) -> None:
+        """Beat no more; the last beat promises the next so soon that it is missed soon."""
+        await self._cancel_heart()
+        await self.beat_once(interval=0.05)
+
+    async def leave(self) -> None:
+        """Say goodbye as on shutdown, and beat no more."""
+        await self._cancel_heart()
+        await self.beat_once(leaving=True)
+
+    def break_connections(self) -> None:
+        """Break every connection that a completion came by, as a killed process does."""
+        for transport in self._transports:
+            transport.abort()  # type: ignore[attr-defined]
+
+    async def _close_dealer(self) -> None:
+        await self._cancel_heart()
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+
+    async def _cancel_heart(self) -> None:
+        if self._heart is not None:
+            self._heart.cancel()
+            await asyncio.gather(self._heart, return_exceptions=True)
+
+    async def _beat(self) -> None:
+        while True:
+            await self.beat_once()
+            await asyncio.sleep(INTERVAL_SECONDS)
+
+    def _beats(self) -> list[dict[str, Any]]:
+        """One message for each role, since an old proxy knows no other form."""
+        extra = {
+            "protocol": self.protocol,
+            "epoch": self.epoch,
+            "model": self.model,
+            "tp_size": 1,
+            "send_type": "PUT_ASYNC",
+            "interval": INTERVAL_SECONDS,
+            "a key of the future": {"x": [1, 2]},
+        }
+        old = {"http_address": self.http_address, "zmq_address": self.zmq_address}
+        return [
+            {"type": kind, **old, **({} if self.protocol is None else extra)} for kind in self.kind
+        ]
+
+    async def _health(self, _: web.Request) -> web.Response:
+        self.health_count += 1
+        return web.Response(status=self.health_status)
+
+    async def _models(self, _: web.Request) -> web.Response:
+        model = {"id": self.model, "object": "model", "max_model_len": 4096}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        received = Received(request.path, CIMultiDict(request.headers), await request.read())
+        self.received.append(received)
+        try:
+            response = await self._answer(request, received)
+        except (asyncio.CancelledError, ConnectionError):
+            received.ended = "left"
+            raise
+        received.ended = "answered"
+        return response
+
+    async def _answer(self, request: web.Request, received: Received) -> web.StreamResponse:
+        how = self.behaviour
+        is_reused = self._note_connection(request.transport)
+        if how.hang:
+            await _forever()
+        if how.hold is not None:
+            await how.hold.wait()
+        if how.reset or (how.reset_reused and is_reused):
+            return await _break(request)
+        if how.body is not None or how.status != 200:
+            return web.Response(
+                body=how.body or b"", status=how.status, headers=how.headers,
+                content_type="application/json",
+            )  # fmt: skip
+        if received.json.get("stream"):
+            return await self._stream(request, received, how)
+        body = json.dumps(completion(received.json, self.answer_params(received.json))).encode()
+        return web.Response(body=body, headers=how.headers, content_type="application/json")
+
+    def _note_connection(self, transport: asyncio.BaseTransport | None) -> bool:
+        """Return whether it carried a completion before."""
+        if transport is None:
+            return False
+        peer = transport.get_extra_info("peername")
+        is_reused = peer in self._served
+        self._served.add(peer)
+        self._transports.add(transport)
+        return is_reused
+
+    async def _stream(
+        self, request: web.Request, received: Received, how: Behaviour
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers=how.headers)
+        response.content_type = "text/event-stream"
+        await response.prepare(request)
+        pieces = events(received.json) if how.pieces is None else how.pieces
+        for count, piece in enumerate([*pieces, b""]):
+            if how.hold_after is not None and how.hold_after[0] == count:
+                await how.hold_after[1].wait()
+            if how.hang_after == count:
+                await _forever()
+            if how.cut_after == count:
+                return await _break(request)
+            await asyncio.sleep(how.pace)
+            await response.write(piece)
+            received.pieces_sent += 1
+        await response.write_eof()
+        return response
+
+    def answer_params(self, asked: dict[str, Any]) -> dict[str, Any] | None:
+        """Return what our connector's prefill side hands back for decode."""
+        params = asked.get("kv_transfer_params")
+        if params is None or not params.get("do_remote_decode"):
+            return None
+        host, _, port = self.zmq_address.rpartition(":")
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": params["transfer_id"],
+            "remote_host": host,
+            "remote_port": int(port),
+            "remote_request_id": "cmpl-of-the-engine",
+            "remote_block_ids": None,
+            "remote_engine_id": f"engine-{self.epoch}",
+            "tp_size": 1,
+        }
+
+
+def tokens(asked: dict[str, Any]) -> list[str]:
+    """Return the made-up continuation of a prompt."""
+    text = str(asked.get("prompt") or asked.get("messages"))
+    count = min(asked.get("max_tokens", NUM_TOKENS), 10_000)
+    return [f" {(hash_text(text) + position) % 997}é" for position in range(count)]
+
+
+def hash_text(text: str) -> int:
+    """Hash the same way in every process."""
+    return sum((position + 1) * ord(letter) for position, letter in enumerate(text))
+
+
+def completion(asked: dict[str, Any], params: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the answer to a request that is not a stream."""
+    choices = [{"index": i, "text": "".join(tokens(asked))} for i in range(asked.get("n", 1))]
+    return {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "model": asked.get("model"),
+        "choices": choices,
+        "kv_transfer_params": params,
+    }
+
+
+def events(asked: dict[str, Any]) -> list[bytes]:
+    """Return the events of a streamed answer."""
+    chunks = [{"choices": [{"index": 0, "text": token}]} for token in tokens(asked)]
+    lines = [json.dumps(chunk, ensure_ascii=False) for chunk in chunks] + ["[DONE]"]
+    return [f"data: {line}\n\n".encode() for line in lines]
+
+
+async def _break(request: web.Request) -> web.StreamResponse:
+    """Break the connection and wait for the cancellation that follows."""
+    with suppress(AttributeError):  # it is broken already
+        request.transport.abort()  # type: ignore[union-attr]
+    await _forever()
+    raise AssertionError("a handler without a connection is cancelled")
+
+
+async def _forever() -> None:
+    await asyncio.Event().wait()

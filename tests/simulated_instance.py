@@ -1,0 +1,428 @@
+"""A vLLM instance without a model: the real scheduler, our real connector, a made-up forward.
+
+The forward writes into each token's slot a number that depends on all tokens up to it, and before
+it samples it reads back every slot of the context. A token decoded from KV that is missing, stale
+or somebody else's is therefore found at once.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
+from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from p2p_engine.connector import compat
+from p2p_engine.connector.connector import P2pNcclConnector
+
+BLOCK_SIZE = 16
+NUM_LAYERS = 3
+SLOT_WIDTH = 32  # numbers in a token's slot, all the same
+EOS_TOKEN_ID = 1
+LAYER_NAMES = [f"layers.{index}" for index in range(NUM_LAYERS)]
+
+init_none_hash(sha256)
+
+
+def write_model_config(folder: Path) -> Path:
+    """Write as much of a model as a scheduler asks for."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": NUM_LAYERS,
+        "vocab_size": 1000,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def expected_values(tokens: Sequence[int]) -> np.ndarray[Any, Any]:
+    """The value of each position: a running digest of all tokens up to it."""
+    values, running = np.empty(len(tokens), np.int64), 0
+    for position, token in enumerate(tokens):
+        running = zlib.crc32(token.to_bytes(4, "little"), running)
+        values[position] = running
+    return values
+
+
+def _token_after(value: int) -> int:
+    """What the made-up model says after a position of this value."""
+    return 2 + value % 990
+
+
+def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What any instance must answer."""
+    tokens, value = [], int(expected_values(prompt)[-1])
+    for _ in range(num_tokens):
+        tokens.append(_token_after(value))
+        value = zlib.crc32(tokens[-1].to_bytes(4, "little"), value)
+    return tokens
+
+
+class WrongKV(AssertionError):
+    """A token was decoded from KV that is not its context's."""
+
+
+class Rank:
+    """One worker: its part of the cache and its half of the connector."""
+
+    def __init__(self, config: VllmConfig, cache_config: KVCacheConfig, rank: int) -> None:
+        shape = (NUM_LAYERS, cache_config.num_blocks, 1, BLOCK_SIZE, SLOT_WIDTH)
+        self.cache = torch.full(shape, -1, dtype=torch.int64)
+        self.connector = P2pNcclConnector(config, KVConnectorRole.WORKER, cache_config)
+        with tensor_parallel_rank(rank):
+            self.connector.register_kv_caches(dict(zip(LAYER_NAMES, self.cache, strict=True)))
+        self.rank = rank
+
+    def slots(self, block_ids: Sequence[int], first: int, end: int) -> np.ndarray[Any, Any]:
+        """The slots of positions [first, end) of a request: [layers, tokens, width]."""
+        positions = np.arange(first, end)
+        blocks = np.asarray(block_ids)[positions // BLOCK_SIZE]
+        return self.cache.numpy()[:, blocks, 0, positions % BLOCK_SIZE]
+
+    def write(self, block_ids: Sequence[int], first: int, values: np.ndarray[Any, Any]) -> None:
+        """Compute the KV of positions from `first` on."""
+        positions = np.arange(first, first + len(values))
+        blocks = np.asarray(block_ids)[positions // BLOCK_SIZE]
+        for layer in range(NUM_LAYERS):
+            page = self.cache.numpy()[layer, :, 0]
+            page[blocks, positions % BLOCK_SIZE] = self.mark(values, layer)[:, None]
+
+    def mark(self, values: np.ndarray[Any, Any], layer: int) -> np.ndarray[Any, Any]:
+        """Make the values of each rank and layer differ."""
+        return values * 100 + self.rank * 10 + layer
+
+    def check(self, block_ids: Sequence[int], values: np.ndarray[Any, Any], what: str) -> None:
+        """Read the whole context back.
+
+        Raises:
+            WrongKV: a slot does not hold what its tokens demand.
+        """
+        slots = self.slots(block_ids, 0, len(values))
+        for layer in range(NUM_LAYERS):
+            right = slots[layer] == self.mark(values, layer)[:, None]
+            wrong = np.flatnonzero(~right.all(axis=1))
+            if len(wrong):
+                raise WrongKV(f"{what}: rank {self.rank} layer {layer} positions {wrong.tolist()}")
+
+
+class SimulatedInstance:
+    """One instance: call `step` until its requests are finished; a context manager."""
+
+    def __init__(
+        self,
+        model: Path,
+        role: str,
+        kv_port: int,
+        *,
+        num_blocks: int = 100,
+        max_tokens_per_step: int = 64,
+        tp_size: int = 1,
+        policy: str = "fail",
+        is_async: bool = False,
+        has_prefix_cache: bool = True,
+        **extra: Any,
+    ) -> None:
+        settings = {
+            "host": "127.0.0.1", "mem_pool_size_gb": 0.01, "kv_buffer_size": 1 << 24, **extra,
+        }  # fmt: skip
+        self.config = make_config(
+            model,
+            role,
+            kv_port,
+            max_tokens_per_step=max_tokens_per_step,
+            tp_size=tp_size,
+            policy=policy,
+            is_async=is_async,
+            has_prefix_cache=has_prefix_cache,
+            settings=settings,
+        )
+        cache_config = make_cache_config(num_blocks)
+        self.config.cache_config.num_gpu_blocks = num_blocks
+        self.ranks = [Rank(self.config, cache_config, rank) for rank in range(tp_size)]
+        scheduler_class = AsyncScheduler if is_async else Scheduler
+        self.scheduler = scheduler_class(
+            vllm_config=self.config,
+            kv_cache_config=cache_config,
+            log_stats=True,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=BLOCK_SIZE,
+        )
+        handshakes = {(0, r.rank): r.connector.get_handshake_metadata() for r in self.ranks}
+        known = {place: handshake for place, handshake in handshakes.items() if handshake}
+        self.connector.set_xfer_handshake_metadata_pp_aware(known)
+        self.address = f"127.0.0.1:{kv_port}"
+        self.answers: dict[str, list[int]] = {}
+        self.params: dict[str, dict[str, Any] | None] = {}
+        self.finished: dict[str, RequestStatus] = {}
+        self.num_preemptions = 0
+        self.num_computed_prompt_tokens: dict[str, int] = {}
+        self._aggregator = KVOutputAggregator(tp_size)
+        self._requests: dict[str, Request] = {}
+        self._values: dict[str, np.ndarray[Any, Any]] = {}
+        self._tables: dict[str, list[int]] = {}
+        self._in_flight: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
+        self._depth = 2 if is_async else 1
+
+    @property
+    def connector(self) -> P2pNcclConnector:
+        """The scheduler's half."""
+        connector = self.scheduler.connector
+        assert isinstance(connector, P2pNcclConnector)
+        return connector
+
+    def __enter__(self) -> SimulatedInstance:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Shut both halves down."""
+        self.scheduler.shutdown()
+        for rank in self.ranks:
+            rank.connector.shutdown()
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 4,
+        params: dict[str, Any] | None = None,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """Add a request, as the engine core does."""
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=sampling,
+            pooling_params=None,
+            block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
+            cache_salt=cache_salt,
+        )
+        request.kv_transfer_params = params
+        self._requests[request_id] = request
+        self._values[request_id] = expected_values([*prompt, *continuation(prompt, max_tokens)])
+        self.answers[request_id] = []
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request, as when its client has left."""
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        self.finished.setdefault(request_id, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the engine core would sleep now."""
+        return not self.scheduler.has_requests() and not self._in_flight
+
+    def step(self) -> None:
+        """Schedule, run and account one step; asynchronous schedulers run one step ahead."""
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self.num_preemptions += len(output.preempted_req_ids or ())
+            self._in_flight.append((output, self._run(output)))
+            if len(self._in_flight) < self._depth:
+                return
+        if self._in_flight:
+            self._account(*self._in_flight.pop(0))
+
+    def _account(self, output: SchedulerOutput, results: ModelRunnerOutput) -> None:
+        for outputs in self.scheduler.update_from_output(output, results).values():
+            for item in outputs.outputs:
+                self.answers[item.request_id] += item.new_token_ids
+                if item.finish_reason is not None:
+                    self.params[item.request_id] = item.kv_transfer_params
+                    self.finished[item.request_id] = self._requests[item.request_id].status
+
+    def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """The worker's step, its hooks in the model runner's order."""
+        metadata = output.kv_connector_metadata
+        assert metadata is not None
+        for rank in self.ranks:
+            rank.connector.handle_preemptions(metadata)
+        self._update_tables(output)
+        for rank in self.ranks:
+            rank.connector.bind_connector_metadata(metadata)
+        sampled = self._forward(output)
+        reports = [self._report(rank, output) for rank in self.ranks]
+        request_ids = list(sampled)
+        results = [
+            ModelRunnerOutput(
+                req_ids=request_ids,
+                req_id_to_index={name: index for index, name in enumerate(request_ids)},
+                sampled_token_ids=[sampled[name] for name in request_ids],
+                logprobs=None,
+                prompt_logprobs_dict={},
+                pooler_output=[],
+                kv_connector_output=report,
+            )
+            for report in reports
+        ]
+        aggregated = self._aggregator.aggregate(list(results))
+        assert aggregated is not None
+        return aggregated
+
+    def _report(self, rank: Rank, output: SchedulerOutput) -> KVConnectorOutput:
+        connector = rank.connector
+        connector.start_load_kv(SimpleNamespace())  # type: ignore[arg-type]
+        connector.wait_for_save()
+        report = KVConnectorOutput()
+        if compat.HAS_FAILED_REQUESTS:
+            results = connector.get_transfer_results(output.finished_req_ids)
+            report.finished_sending = results.finished_sending
+            report.finished_recving = results.finished_recving
+            report.failed_recving = results.failed_recving
+        else:
+            finished = connector.get_finished(output.finished_req_ids)
+            report.finished_sending, report.finished_recving = finished
+        report.invalid_block_ids = connector.get_block_ids_with_load_errors()
+        report.kv_connector_stats = connector.get_kv_connector_stats()
+        connector.clear_connector_metadata()
+        return report
+
+    def _update_tables(self, output: SchedulerOutput) -> None:
+        for request_id in output.finished_req_ids:
+            self._tables.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            self._tables[new.req_id] = list(new.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                self._tables[request_id] = []
+            if block_ids is not None:
+                self._tables[request_id] += block_ids[0]
+
+    def _forward(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        work = [
+            (name, computed[name], computed[name] + num_new)
+            for name, num_new in output.num_scheduled_tokens.items()
+        ]
+        for name, first, end in work:
+            for rank in self.ranks:
+                rank.write(self._tables[name], first, self._values[name][first:end])
+        return {name: self._sample(name, first, end) for name, first, end in work}
+
+    def _sample(self, name: str, first: int, end: int) -> list[int]:
+        """Read the context back, then say the next token, unless more of them are known already.
+
+        A request that resumes computes its answer's first tokens again, chunk by chunk.
+        """
+        request, values = self._requests[name], self._values[name][:end]
+        num_prompt = request.num_prompt_tokens
+        for rank in self.ranks:
+            rank.check(self._tables[name], values, f"{name} at {first}")
+        counts = self.num_computed_prompt_tokens
+        counts[name] = counts.get(name, 0) + min(end, num_prompt) - min(first, num_prompt)
+        return [_token_after(int(values[-1]))] if end >= request.num_tokens else []
+
+
+@contextmanager
+def tensor_parallel_rank(rank: int) -> Iterator[None]:
+    """Let vLLM say that this process is a certain rank."""
+    original: Callable[[], int] = parallel_state.get_tensor_model_parallel_rank
+    parallel_state.get_tensor_model_parallel_rank = lambda: rank
+    try:
+        yield
+    finally:
+        parallel_state.get_tensor_model_parallel_rank = original
+
+
+def make_cache_config(num_blocks: int) -> KVCacheConfig:
+    """Full attention in one group."""
+    spec = FullAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=SLOT_WIDTH // 2, dtype=torch.int64
+    )
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(LAYER_NAMES, spec)],
+    )
+
+
+def make_config(
+    model: Path,
+    role: Any,
+    kv_port: int,
+    *,
+    max_tokens_per_step: int = 64,
+    tp_size: int = 1,
+    policy: Any = "fail",
+    is_async: bool = False,
+    has_prefix_cache: bool = True,
+    settings: dict[str, Any] | None = None,
+) -> VllmConfig:
+    """Configure vLLM for our connector."""
+    model_config = ModelConfig(
+        model=str(model), dtype="float32", seed=0, skip_tokenizer_init=True, max_model_len=2048
+    )
+    scheduler_config = SchedulerConfig(
+        max_num_seqs=32,
+        max_num_batched_tokens=max_tokens_per_step,
+        max_model_len=2048,
+        enable_chunked_prefill=True,
+        is_encoder_decoder=False,
+        async_scheduling=is_async,
+    )
+    cache_config = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=has_prefix_cache)
+    cache_config.kv_cache_layout = "LBHNC"
+    config = VllmConfig(
+        model_config=model_config,
+        scheduler_config=scheduler_config,
+        cache_config=cache_config,
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="P2pNcclConnector",
+            kv_connector_module_path="p2p_engine.connector",
+            kv_role=role,
+            kv_port=kv_port,
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config=settings or {},
+        ),
+    )
+    # Only what the connector reads of it; a real size would ask for real processes.
+    config.parallel_config = ParallelConfig()
+    config.parallel_config.tensor_parallel_size = tp_size
+    with set_current_vllm_config(config):
+        return config

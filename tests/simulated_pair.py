@@ -1,0 +1,229 @@
+"""A prefill and a decode instance, simulated, and the requests that a proxy would send to both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from p2p_engine.cli.ports import PortPlan
+from p2p_engine.request_ids import ProxyId, new_transfer_id
+from tests.simulated_instance import NUM_LAYERS, SimulatedInstance, continuation
+
+HOST = "127.0.0.1"
+
+
+class Pair:
+    """Two instances, P and D; every request is asked of both, and P's answer is thrown away."""
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        prefill_role: str = "kv_producer",
+        decode_role: str = "kv_consumer",
+        prefill: dict[str, Any] | None = None,
+        decode: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self._ports = PortPlan(HOST)
+        self.p = SimulatedInstance(
+            model, prefill_role, self._ports.take(), **{**settings, **(prefill or {})}
+        )
+        self.d = SimulatedInstance(
+            model, decode_role, self._ports.take(), **{**settings, **(decode or {})}
+        )
+        self.prefill_ids: list[str] = []
+        self.decode_ids: list[str] = []
+        self._expected: dict[str, tuple[SimulatedInstance, list[int]]] = {}
+        self._waiting: list[Callable[[], object]] = []
+        self.new_transfer_id = new_transfer_id
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of one block over all layers, on one rank."""
+        cache = self.p.ranks[0].cache
+        return NUM_LAYERS * cache[0, 0].numel() * cache.element_size()
+
+    def close(self) -> None:
+        """Close both."""
+        self.p.close()
+        self.d.close()
+        self._ports.close()
+
+    def ask(
+        self,
+        prompt: Sequence[int],
+        *,
+        order: str = "together",
+        by: str = "id",
+        max_tokens: int = 4,
+        prefill_tokens: int = 1,
+        transfer_id: str | None = None,
+        index: int = 0,
+        child: int = 0,
+        swapped: bool = False,
+    ) -> str:
+        """Ask both; "prefill first" and "decode first" hold the other leg back for some steps."""
+        prefill, decode = (self.d, self.p) if swapped else (self.p, self.d)
+        transfer_id = transfer_id or new_transfer_id()
+        proxy_id = ProxyId(prefill.address, decode.address, transfer_id)
+        external_id = str(proxy_id) if by == "id" else f"req-{transfer_id}"
+        number = len(self.decode_ids)
+        names = [f"{child}_cmpl-{external_id}-{index}-{number:07x}{leg}" for leg in "ab"]
+        params = [_params(transfer_id, leg, prefill, decode, by) for leg in ("prefill", "decode")]
+        self.prefill_ids.append(names[0])
+        self.decode_ids.append(names[1])
+        self._expected[names[1]] = (decode, continuation(prompt, max_tokens))
+        legs = [
+            lambda: prefill.add(names[0], prompt, max_tokens=prefill_tokens, params=params[0]),
+            lambda: decode.add(names[1], prompt, max_tokens=max_tokens, params=params[1]),
+        ]
+        if order == "decode first":
+            legs.reverse()
+        legs[0]()
+        if order == "together":
+            legs[1]()
+        else:
+            self._waiting.append(legs[1])
+        return names[1]
+
+    def expect(self, request_id: str, prompt: Sequence[int], max_tokens: int = 4) -> None:
+        """Check this request of D's, too."""
+        self.decode_ids.append(request_id)
+        self._expected[request_id] = (self.d, continuation(prompt, max_tokens))
+
+    def ask_waiting(self) -> None:
+        """Send the legs that were held back."""
+        for leg in self._waiting:
+            leg()
+        self._waiting.clear()
+
+    def drop_waiting(self) -> None:
+        """Never send them: the client has left, or the proxy is gone."""
+        self._waiting.clear()
+
+    def step(self) -> None:
+        """One step of each."""
+        self.p.step()
+        self.d.step()
+
+    def run(self, until: Callable[[], bool] | None = None, timeout: float = 20.0) -> None:
+        """Step until both are idle, or `until`.
+
+        Raises:
+            TimeoutError: it did not come to that; names who waits for what.
+        """
+        deadline = time.monotonic() + timeout
+        num_steps = 0
+        while not (until() if until else self._is_idle()):
+            self.step()
+            num_steps += 1
+            if until is None and num_steps == 8:
+                self.ask_waiting()
+            time.sleep(0.0005)
+            if time.monotonic() > deadline:
+                requests = [list(item.scheduler.requests.values()) for item in (self.p, self.d)]
+                waiting = {r.request_id: r.status.name for some in requests for r in some}
+                raise TimeoutError(f"after {num_steps} steps still open: {waiting}")
+
+    def check_answers(self, num_computed: int | None = None) -> None:
+        """Every token is right, and D has computed just so many of each prompt."""
+        for name, (decode, answer) in self._expected.items():
+            assert decode.answers[name] == answer, name
+            if num_computed is not None:
+                assert decode.num_computed_prompt_tokens[name] == num_computed, name
+
+    def check_finished(self) -> None:
+        """Every request has ended; those that ended well have answered right."""
+        for name, (decode, answer) in self._expected.items():
+            if name not in decode.answers:
+                continue  # never sent
+            status = decode.finished[name]
+            if status is RequestStatus.FINISHED_LENGTH_CAPPED:
+                assert decode.answers[name] == answer, (name, decode.answers[name], answer)
+            else:
+                assert status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
+
+    def check_at_rest(self) -> None:
+        """Nothing is left of any request: not in vLLM, not in the connector, not in the engines."""
+        for instance in (self.p, self.d):
+            check_scheduler_empty(instance)
+            for rank in instance.ranks:
+                check_rank_empty(rank.connector._worker)
+
+    def landed_bytes(self, *places: str) -> int:
+        """What has arrived on D, on all ranks, in these places (default: all)."""
+        by_place = [_stats(rank)["landed_bytes_by_place"] for rank in self.d.ranks]
+        return sum(item[place] for item in by_place for place in places or item)
+
+    def has_sent(self, num_blocks: int) -> bool:
+        """Whether so many blocks have left P's first rank."""
+        sent_bytes: int = _stats(self.p.ranks[0])["sent_bytes"]
+        return sent_bytes >= num_blocks * self.block_bytes
+
+    def num_loaded_blocks(self, request_id: str) -> int:
+        """How many blocks of a request that D still loads are in place."""
+        worker = self.d.ranks[0].connector._worker
+        loading = worker._loads._loading.get(request_id) if worker is not None else None
+        if loading is None:
+            return 0
+        return len(loading.load.block_ids) - len(loading.sink.missing_blocks())
+
+    def live_bytes(self) -> int:
+        """What lies on D and has not been loaded."""
+        return sum(_stats(rank)["live_bytes"] for rank in self.d.ranks)
+
+    def _is_idle(self) -> bool:
+        return not self._waiting and self.p.is_idle and self.d.is_idle
+
+
+def check_scheduler_empty(instance: SimulatedInstance) -> None:
+    """No request, no held block, no reference to a block, no plan of the connector's."""
+    scheduler = instance.scheduler
+    assert not scheduler.requests
+    assert not scheduler.finished_recving_kv_req_ids
+    assert not scheduler.failed_recving_kv_req_ids
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    half = instance.connector._scheduler
+    assert half is not None
+    assert not half._sending
+    assert not half._loading
+
+
+def check_rank_empty(worker: Any) -> None:
+    """Nothing that the worker half or its engine still holds; commits may be on their way."""
+    assert not worker._sends._sendings
+    assert not worker._sends._held
+    assert not worker._loads._loading
+    deadline = time.monotonic() + 10
+    while (stats := worker.engine.stats())["open_transfers"] and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert stats["open_transfers"] == 0, stats
+    assert stats["live_bytes"] == 0, stats
+    assert stats["wrong_messages"] == 0, stats
+    assert stats["control_errors"] == 0, stats
+
+
+def _stats(rank: Any) -> dict[str, Any]:
+    stats: dict[str, Any] = rank.connector._worker.engine.stats()
+    return stats
+
+
+def _params(
+    transfer_id: str, leg: str, prefill: SimulatedInstance, decode: SimulatedInstance, by: str
+) -> dict[str, Any] | None:
+    if by == "id":
+        return None
+    host, _, port = (decode if leg == "prefill" else prefill).address.rpartition(":")
+    return {
+        "do_remote_decode": leg == "prefill",
+        "do_remote_prefill": leg == "decode",
+        "transfer_id": transfer_id,
+        "remote_host": host,
+        "remote_port": int(port),
+    }

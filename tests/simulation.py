@@ -1,0 +1,570 @@
+"""A deterministic world for one sender and one store: a clock, a network that loses, doubles and
+reorders, memory that is moved piece by piece, and processes that end or fall silent.
+
+Sender, store, arena, links' handles and messages are the real ones. Only what has a thread, a
+socket or a clock of its own is replaced, and then every interleaving is the test's choice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from mempool import Mover, write_word
+from p2p_engine.arena import LandingArena
+from p2p_engine.config import EngineConfig
+from p2p_engine.errors import P2pError, PeerLost, TransportError
+from p2p_engine.layout import PagedCache, PagedSink, PagedSource, Regions
+from p2p_engine.messages import (
+    Abandon,
+    AbandonOk,
+    AnyMessage,
+    Bye,
+    Cancel,
+    Cancelled,
+    Commit,
+    Deny,
+    Done,
+    Fail,
+    Grant,
+    Message,
+    Offer,
+    TransferKey,
+    decode,
+    encode,
+)
+from p2p_engine.peers import Link, Links, LinkState, PeerAddress
+from p2p_engine.sender import Sender
+from p2p_engine.stats import Counters
+from p2p_engine.store import Store
+from p2p_engine.transfer import Transfer
+from p2p_engine.transports.base import Transport, trailer_offset
+
+PAGES = [1024, 512]  # bytes of one block of each layer
+NUM_TOKENS = 64
+MAX_BLOCKS = 4
+CANARY, GARBAGE = 0xA5, 0xEE
+STORE_EPOCH = 7
+PEER = PeerAddress("127.0.0.1:1")
+Bytes = npt.NDArray[np.uint8]
+
+SETTINGS = EngineConfig(
+    kv_buffer_size=8192,
+    mem_pool_size_gb=4096 / (1 << 30),
+    transfer_timeout_seconds=6,
+    lease_seconds=4,
+    retry_seconds=0.5,
+)
+
+
+def right_block(key: TransferKey, binding: bytes, block: int) -> Bytes:
+    """What a block of a content holds; every block of every content differs."""
+    seed = [*f"{key}".encode(), *binding, block]
+    return np.random.default_rng(seed).integers(1, 255, sum(PAGES), np.uint8)
+
+
+def cache_over(memory: Bytes) -> PagedCache:
+    """Describe memory[block, byte] as a paged cache: a block's layers lie one after another."""
+    pages = np.array(PAGES, np.int64)
+    starts = memory.ctypes.data + np.cumsum(pages) - pages
+    strides = np.full(len(pages), memory.shape[1], np.int64)
+    return PagedCache(starts, strides, pages, memory.shape[0])
+
+
+@dataclass(eq=False)
+class SimJob:
+    """A copy, send or expect that moves only when the test says so."""
+
+    kind: str
+    world: World
+    epoch: int  # of the process that runs it
+    seq: int
+    addresses: Regions
+    destinations: Regions | None
+    tag: Callable[[SimJob], None]
+    word: tuple[int, int] | None = None
+    channel: SimChannel | None = None
+    state: str = "running"
+    error: str | None = None
+    moved: int = 0
+    cancel_asked: bool = False
+
+    @property
+    def done(self) -> bool:
+        """Whether no byte is touched any more."""
+        return self.state != "running"
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes of it."""
+        return self.addresses.nbytes
+
+    def cancel(self) -> None:
+        """Ask for the end; it comes with the next move."""
+        self.cancel_asked = True
+
+    def end(self, state: str) -> None:
+        """Stop; the owner hears of it at its next drain."""
+        if not self.done:
+            self.state = state
+            self.world.ended.append(self)
+
+
+def gather(regions: Regions) -> bytes:
+    """Read the bytes of all regions."""
+    pieces = zip(regions.addresses.tolist(), regions.lengths.tolist(), strict=True)
+    return b"".join(ctypes.string_at(address, length) for address, length in pieces)
+
+
+def scatter(regions: Regions, start: int, payload: bytes) -> None:
+    """Write the payload from byte `start` of the regions on."""
+    position = 0
+    for address, length in zip(regions.addresses.tolist(), regions.lengths.tolist(), strict=True):
+        low = max(start, position)
+        piece = payload[low - start : max(low, position + length) - start]
+        ctypes.memmove(address + low - position, piece, len(piece))
+        position += length
+
+
+@dataclass(eq=False)
+class SimChannel:
+    """The sending half; `receiver_writes` puts a stream between, else it writes the arena."""
+
+    world: World
+    epoch: int
+    closed: bool = False
+    stream: list[tuple[int, bytes, str]] = field(default_factory=list)
+
+    def write(self, source: Regions, grant: Grant, *, lane: int, tag: Any, keep: object) -> SimJob:
+        """Start a job that the test will move."""
+        if self.closed:
+            raise TransportError("write: the channel is closed")
+        destination, word = None, None
+        if not self.world.transport.receiver_writes:
+            base = self.world.arena.arena.address + grant.offset
+            destination = Regions(np.array([base]), np.array([source.nbytes]))
+            word = (base + trailer_offset(source.nbytes), grant.trailer)
+        job = SimJob("write", self.world, self.epoch, grant.seq, source, destination, tag, word)
+        job.channel = self
+        self.world.jobs.append(job)
+        return job
+
+    def close(self) -> None:
+        """End what is under way, join it, and hang up."""
+        self.closed = True
+        self.stream.clear()
+        self.world.end_jobs(lambda job: job.channel is self, "cancelled")
+        self.world.hung_up(self.epoch)
+
+
+@dataclass(eq=False)
+class SimTransport:
+    """The receiving half."""
+
+    world: World
+    receiver_writes: bool
+    connected: set[int] = field(default_factory=set)
+    name: str = "sim"
+
+    def expect(
+        self, source_epoch: int, seq: int, regions: Regions, *, tag: Any, keep: object
+    ) -> SimJob:
+        """Wait for a stream's payload."""
+        if source_epoch not in self.connected:
+            raise TransportError("expect: the sender is not connected")
+        job = SimJob("expect", self.world, STORE_EPOCH, seq, regions, regions, tag)
+        job.channel = self.world.channels[source_epoch]
+        self.world.jobs.append(job)
+        return job
+
+    def is_gone(self, source_epoch: int) -> bool:
+        """Whether the sender has provably ended."""
+        return source_epoch not in self.connected
+
+
+@dataclass(eq=False)
+class SimMover:
+    """The store's own mover."""
+
+    world: World
+
+    def copy(
+        self, sources: Any, destinations: Any, lengths: Any, *, lane: int, tag: Any, keep: Any
+    ) -> SimJob:
+        """Start a job that the test will move."""
+        source, destination = Regions(sources, lengths), Regions(destinations, lengths)
+        job = SimJob("scatter", self.world, STORE_EPOCH, 0, source, destination, tag)
+        self.world.jobs.append(job)
+        return job
+
+
+@dataclass(eq=False)
+class SimLinks:
+    """Hands out the one link of the sending process that lives now."""
+
+    world: World
+    epoch: int
+    link: Link | None = None
+
+    def get(self, target: PeerAddress, *, data: bool) -> Link:
+        """Return the link, dialling when there is none; the test lets it connect."""
+        if self.link is None:
+            self.link = Link(target, target.address, LinkState.READY, 1e9, epoch=STORE_EPOCH)
+        return self.link
+
+    def send(self, link: Link, kind: type[Message], *fields: Any) -> None:
+        """Put a message on the network."""
+        self.world.post("store", kind(self.epoch, link.epoch, *fields))
+
+    def break_link(self, link: Link, error: P2pError) -> None:
+        """Remember it; the control thread would do it soon."""
+        self.world.breaking.append((link, error))
+
+
+@dataclass(eq=False)
+class Sending:
+    """A send, and the memory that its caller lent."""
+
+    transfer: Transfer
+    memory: Bytes
+    key: TransferKey
+    binding: bytes
+    ended_with: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Receiving:
+    """A receive, the memory that it fills, and what that memory was when it ended."""
+
+    transfer: Transfer
+    memory: Bytes
+    key: TransferKey
+    binding: bytes
+    first_block: int
+    at_end: Bytes | None = None
+
+    def is_right(self) -> bool:
+        """Whether every wanted block holds its content, and nothing else was touched."""
+        expected = np.full_like(self.memory, CANARY)
+        for block in range(self.first_block, MAX_BLOCKS):
+            expected[block] = right_block(self.key, self.binding, block)
+        return bool((self.memory == expected).all())
+
+
+class World:
+    """Everything, and the moves that a test can make."""
+
+    def __init__(self, *, receiver_writes: bool, config: EngineConfig = SETTINGS) -> None:
+        self.now = 100.0
+        self.config = config
+        self.lock = threading.Condition(threading.RLock())
+        self.lock.acquire()  # the one thread of this world holds it all the time
+        self.jobs: list[SimJob] = []
+        self.ended: list[SimJob] = []
+        self.network: list[tuple[str, bytes]] = []
+        self.breaking: list[tuple[Link, P2pError]] = []
+        self.guests: set[int] = set()
+        self.channels: dict[int, SimChannel] = {}
+        self.sendings: list[Sending] = []
+        self.receivings: list[Receiving] = []
+        self.transport = SimTransport(self, receiver_writes)
+        self.arena = LandingArena(config.kv_buffer_size, config.pool_bytes)
+        self.counters = Counters()
+        self.store = Store(
+            config, self.lock, self.arena, cast("Mover", SimMover(self)), self.counters,
+            reply=self._reply, clock=lambda: self.now,
+        )  # fmt: skip
+        self.epoch = 100
+        self.start_sender()
+
+    # Processes and links
+
+    def start_sender(self) -> None:
+        """Start a new sending process; what the old one had in flight stays there."""
+        self.epoch += 1
+        self.sent = Counters()
+        self.links = SimLinks(self, self.epoch)
+        self.sender = Sender(
+            self.config, self.lock, cast("Links", self.links), self.sent, lambda: self.now
+        )  # fmt: skip
+
+    def restart_sender(self) -> None:
+        """Kill the sending process and start another at the same address."""
+        old = self.epoch
+        self.end_jobs(lambda job: job.epoch == old, "cancelled")
+        self.ended = [job for job in self.ended if job.epoch != old]
+        self.jobs = [job for job in self.jobs if job.epoch != old]
+        self.hung_up(old)
+        self.sendings.clear()  # their memory died with the process
+        self.forget_guest(old)
+        self.start_sender()
+
+    def connect(self) -> None:
+        """Let the sender's link become ready, channel included; a forgotten guest is told BYE."""
+        link = self.links.link
+        if link is not None and link.channel is not None and self.epoch not in self.guests:
+            self.close_link(PeerLost("greet first"))
+            link = None
+        if link is not None and link.channel is None:
+            self.guests.add(self.epoch)
+            self.transport.connected.add(self.epoch)
+            link.channel = self.channels[self.epoch] = SimChannel(self, self.epoch)  # type: ignore[assignment]
+            link.transport = cast("Transport", self.transport)
+            self.sender.channel_ready(link)
+            self.sender.link_ready(link)
+
+    def close_link(self, error: P2pError) -> None:
+        """End the sender's link as Links does: the channel is joined first."""
+        link = self.links.link
+        if link is not None:
+            self.links.link, link.state, link.error = None, LinkState.CLOSED, error
+            channel, link.channel = link.channel, None
+            if channel is not None:
+                channel.close()
+            self.sender.link_closed(link)
+
+    def hung_up(self, epoch: int) -> None:
+        """The receiver sees the end of a sender's connection."""
+        self.transport.connected.discard(epoch)
+        if self.transport.receiver_writes:
+            channel = self.channels.pop(epoch, None)
+            self.end_jobs(lambda job: job.kind == "expect" and job.channel is channel, "failed")
+
+    def forget_guest(self, epoch: int) -> None:
+        """The receiver finds that a sender is silent, whether it is dead or not."""
+        if epoch in self.guests:
+            self.guests.discard(epoch)
+            self.store.sender_lost(epoch, PeerLost("silent"))
+            if self.transport.receiver_writes:
+                self.hung_up(epoch)
+
+    # Memory
+
+    def move(self, job: SimJob, limit: int) -> None:
+        """Let a job move up to `limit` bytes, and end when nothing is left."""
+        if job.done:
+            return
+        if job.cancel_asked:
+            self._abort(job)
+        elif job.kind == "expect":
+            return  # it moves with the stream
+        elif job.destinations is None:
+            self._stream(job)
+        else:
+            self._copy(job, limit)
+
+    def move_stream(self, epoch: int) -> None:
+        """Let the receiver read the next payload of a stream."""
+        channel = self.channels.get(epoch)
+        if channel is None or not channel.stream:
+            return
+        seq, payload, end = channel.stream.pop(0)
+        wanted = (job for job in self.jobs if job.kind == "expect" and job.channel is channel)
+        job = next((job for job in wanted if job.seq == seq and not job.done), None)
+        if job is None:
+            return  # dropped
+        if job.nbytes < len(payload) or (end == "last" and job.nbytes != len(payload)):
+            raise AssertionError(f"{len(payload)} bytes came for {job.nbytes}")
+        scatter(job.addresses, 0, payload)
+        job.end("done" if end == "last" else "failed")
+
+    def end_jobs(self, which: Callable[[SimJob], bool], state: str) -> None:
+        """End jobs where they stand."""
+        for job in self.jobs:
+            if not job.done and which(job):
+                job.end(state)
+
+    def drain(self) -> None:
+        """Tell the owners which jobs have ended."""
+        ended, self.ended = self.ended, []
+        for job in ended:
+            self.jobs.remove(job)
+            if job.epoch in (STORE_EPOCH, self.epoch):
+                job.tag(job)
+        self._note_ends()
+
+    def _copy(self, job: SimJob, limit: int) -> None:
+        assert job.destinations is not None
+        payload = gather(job.addresses)[job.moved : job.moved + limit]
+        scatter(job.destinations, job.moved, payload)
+        job.moved += len(payload)
+        if job.moved == job.nbytes:
+            if job.word is not None:
+                write_word(*job.word)
+            job.end("done")
+
+    def _stream(self, job: SimJob) -> None:
+        assert job.channel is not None
+        job.channel.stream.append((job.seq, gather(job.addresses), "last"))
+        job.end("done")
+
+    def _abort(self, job: SimJob) -> None:
+        if job.kind == "write" and job.destinations is None and job.channel is not None:
+            zeros = bytes(job.nbytes // 2)  # a segment in progress goes on with zeros
+            job.channel.stream.append((job.seq, zeros, "aborted"))
+        job.end("cancelled")
+
+    # The network
+
+    def post(self, to: str, message: Message) -> None:
+        """Put a message on its way; it can be delivered, dropped or doubled."""
+        self.network.append((to, encode(cast("AnyMessage", message))))
+
+    def deliver(self, index: int, *, keep: bool = False) -> None:
+        """Hand a message over; with `keep` it will come a second time."""
+        to, frame = self.network[index] if keep else self.network.pop(index)
+        message = decode(frame)
+        if to == "store":
+            self._to_store(message)
+        elif message.destination_epoch == self.epoch and self.links.link is not None:
+            self._to_sender(self.links.link, message)
+        self._note_ends()
+
+    def deliver_all(self) -> None:
+        """Hand over, in order, what is on its way now; the answers are on their way then."""
+        for _ in range(len(self.network)):
+            self.deliver(0)
+
+    def _to_store(self, message: AnyMessage) -> None:
+        epoch = message.source_epoch
+        if epoch not in self.guests:
+            self.post("sender", Bye(STORE_EPOCH, epoch))
+        elif isinstance(message, Offer):
+            self.store.on_offer(epoch, message, cast("Transport", self.transport))
+        elif isinstance(message, Done):
+            self.store.on_done(epoch, message.seq, message.attempt)
+        elif isinstance(message, Cancelled):
+            self.store.on_cancelled(epoch, message.seq, message.attempt)
+        elif isinstance(message, Abandon):
+            self.store.fail_key(message.key, PeerLost("abandoned"))
+            self._reply(epoch, AbandonOk, (message.key,))
+
+    def _to_sender(self, link: Link, message: AnyMessage) -> None:
+        if isinstance(message, Grant):
+            self.sender.on_grant(link, message)
+        elif isinstance(message, Deny):
+            self.sender.on_deny(message)
+        elif isinstance(message, Commit):
+            self.sender.on_commit(message)
+        elif isinstance(message, Fail):
+            self.sender.on_fail(message)
+        elif isinstance(message, Cancel):
+            self.sender.on_cancel(link, message)
+        elif isinstance(message, AbandonOk):
+            self.sender.on_abandon_ok(message.key)
+        elif isinstance(message, Bye):
+            self.close_link(PeerLost("bye"))
+
+    def _reply(self, epoch: int, kind: type[Message], fields: tuple[Any, ...]) -> None:
+        if epoch in self.guests:
+            self.post("sender", kind(STORE_EPOCH, epoch, *fields))
+
+    # The callers
+
+    def send(self, key: TransferKey, binding: bytes, first: int, num: int, *, ready: bool) -> None:
+        """Send blocks [first, first + num) of a content."""
+        memory = np.full((MAX_BLOCKS, sum(PAGES)), GARBAGE, np.uint8)
+        sending = Sending(cast("Transfer", None), memory, key, binding)
+        source = PagedSource(cache_over(memory), np.arange(first, first + num), first, NUM_TOKENS)
+        if ready:
+            self._fill(sending)
+        chunk = self.sender.send(
+            key, PEER, source, binding, self.config.transfer_timeout_seconds, ready=ready,
+            on_end=lambda chunk: sending.ended_with.append(repr(chunk.transfer.error)),
+        )  # fmt: skip
+        sending.transfer = chunk.transfer
+        self.sendings.append(sending)
+
+    def mark_ready(self, sending: Sending) -> None:
+        """Finish computing, then let the bytes move."""
+        if not sending.transfer.released:
+            self._fill(sending)
+        self.sender.mark_ready(sending.transfer)
+
+    def receive(self, key: TransferKey, binding: bytes, first: int) -> None:
+        """Receive blocks [first, MAX_BLOCKS) of a content.
+
+        Raises:
+            TransferError: it is being received, or came and was refused.
+        """
+        memory = np.full((MAX_BLOCKS, sum(PAGES)), CANARY, np.uint8)
+        ids = np.arange(first, MAX_BLOCKS)
+        sink = PagedSink(cache_over(memory), ids, first, NUM_TOKENS)
+        transfer = self.store.receive(key, sink, binding, self.config.transfer_timeout_seconds)
+        self.receivings.append(Receiving(transfer, memory, key, binding, first))
+        self._note_ends()
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass and both control threads turn."""
+        self.now += seconds
+        self.store.poll()
+        self.sender.tick(self.now)
+        self.store.tick(self.now)
+        breaking, self.breaking = self.breaking, []
+        for link, error in breaking:
+            if link is self.links.link:
+                self.close_link(error)
+        self._note_ends()
+
+    def settle(self) -> None:
+        """Let everything work as it should until nothing is open.
+
+        Raises:
+            AssertionError: something stays open for ever.
+        """
+        for _ in range(400):
+            self.connect()
+            for job in list(self.jobs):
+                self.move(job, 1 << 20)
+            for epoch in list(self.channels):
+                self.move_stream(epoch)
+            self.drain()
+            while self.network:
+                self.deliver_all()
+            if self.is_quiet():
+                return
+            self.advance(0.25)
+        raise AssertionError(f"open for ever: {self.describe()}")
+
+    def is_quiet(self) -> bool:
+        """Whether everything has ended."""
+        return not (self.jobs or self.landings()) and all(item.done for item in self.transfers())
+
+    def describe(self) -> str:
+        """Show what is open."""
+        landings = [(item.state.name, item.id) for item in self.landings()]
+        jobs = [(job.kind, job.state, job.cancel_asked) for job in self.jobs]
+        waiting = [transfer for transfer in self.transfers() if not transfer.done]
+        return f"landings={landings} jobs={jobs} transfers={waiting}"
+
+    def transfers(self) -> list[Transfer]:
+        """The handles of all callers of processes that live."""
+        sent = [item.transfer for item in self.sendings]
+        return sent + [item.transfer for item in self.receivings]
+
+    def landings(self) -> list[Any]:
+        """What the store keeps."""
+        return list(self.store._landings.values())
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.arena.close()
+
+    def _fill(self, sending: Sending) -> None:
+        for block in range(MAX_BLOCKS):
+            sending.memory[block] = right_block(sending.key, sending.binding, block)
+
+    def _note_ends(self) -> None:
+        """Callers use their memory for something else as soon as they may."""
+        for sending in self.sendings:
+            if sending.transfer.released:
+                sending.memory[:] = GARBAGE
+        for receiving in self.receivings:
+            if receiving.transfer.done and receiving.at_end is None:
+                receiving.at_end = receiving.memory.copy()

@@ -1,0 +1,87 @@
+"""What tests share beside fixtures: waiting on conditions, seeded randomness, leak snapshots."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+PROC = Path("/proc/self")
+
+
+def eventually(condition: Callable[[], T], timeout: float = 10.0, what: str = "") -> T:
+    """Wait until `condition` is true and return its value.
+
+    Raises:
+        AssertionError: when it is still false after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout} s: {what or condition}")
+        time.sleep(0.002)
+    return value
+
+
+class SeededRandom(random.Random):
+    """A random source that shows its seed wherever pytest shows it."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.initial_seed = seed
+        self.numpy = np.random.default_rng(seed)
+
+    def __repr__(self) -> str:
+        """Say how to run the same again."""
+        return f"SeededRandom(P2P_TEST_SEED={self.initial_seed})"
+
+
+def held_resources() -> set[str]:
+    """Name everything that this process holds and that a close() must give back.
+
+    Threads that bear the program's own name are left out: OpenMP starts such ones at will.
+    """
+    gc.collect()
+    return _threads() | _descriptors() | _memory_files() | _children()
+
+
+def _threads() -> set[str]:
+    main_name = (PROC / "comm").read_text()
+    tasks = {task.name: _text(task / "comm") for task in (PROC / "task").iterdir()}
+    native = {f"native thread {tid} {name}" for tid, name in tasks.items() if name != main_name}
+    return native | {f"thread {thread.ident} {thread.name}" for thread in threading.enumerate()}
+
+
+def _descriptors() -> set[str]:
+    held = set()
+    for descriptor in (PROC / "fd").iterdir():
+        try:
+            held.add(f"descriptor {descriptor.name} {os.readlink(descriptor)}")
+        except FileNotFoundError:  # the one that listed the folder
+            continue
+    return held
+
+
+def _memory_files() -> set[str]:
+    lines = (PROC / "maps").read_text().splitlines()
+    return {f"mapping {line}" for line in lines if "/memfd:" in line}
+
+
+def _children() -> set[str]:
+    tasks = (PROC / "task").iterdir()
+    return {f"child {pid}" for task in tasks for pid in _text(task / "children").split()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # the thread ended while we looked
+        return ""

@@ -1,0 +1,86 @@
+"""LandingArena: two budgets of one arena, accounted to the byte."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from mempool import read_word
+from p2p_engine.arena import LandingArena, Space
+from tests.support import SeededRandom
+
+KIB = 1024
+
+
+@pytest.fixture
+def arena() -> Iterator[LandingArena]:
+    made = LandingArena(64 * KIB, 32 * KIB)
+    yield made
+    made.close()
+
+
+def test_buffer_comes_first_then_the_pool_then_nothing(arena: LandingArena) -> None:
+    places = [getattr(arena.reserve(30 * KIB), "place", None) for _ in range(4)]
+    assert places == ["buffer", "buffer", "pool", None]
+    assert arena.live_bytes == {"buffer": 60 * KIB, "pool": 30 * KIB}
+    arena.check()
+
+
+@pytest.mark.parametrize(("buffer", "pool"), [(64, 32), (1, 100), (100, 1), (100, 100), (7, 0)])
+def test_whatever_fits_can_be_reserved_in_an_empty_arena(buffer: int, pool: int) -> None:
+    made = LandingArena(buffer * KIB, pool * KIB)
+    largest = max(buffer, pool) * KIB
+    assert made.fits(largest)
+    assert not made.fits(largest + 1)
+    space = made.reserve(largest)
+    assert space is not None
+    made.release(space)
+    made.close()
+
+
+def test_released_once_only(arena: LandingArena) -> None:
+    space = arena.reserve(100)
+    assert space is not None
+    arena.release(space)
+    with pytest.raises(ValueError, match="handle"):
+        arena.release(space)
+    assert sum(arena.live_bytes.values()) == 0
+    arena.check()
+
+
+def test_random_use_stays_exact_and_apart(arena: LandingArena, rng: SeededRandom) -> None:
+    live: list[Space] = []
+    for _ in range(2000):
+        if live and rng.random() < 0.5:
+            arena.release(live.pop(rng.randrange(len(live))))
+        else:
+            space = arena.reserve(rng.choice([0, 1, 100, 5000, 20_000]))
+            live += [space] if space is not None else []
+        spans = sorted((space.offset, space.offset + space.nbytes) for space in live)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        assert sum(arena.live_bytes.values()) == sum(space.nbytes for space in live)
+    arena.check()
+
+
+def test_nonce_is_never_handed_out(arena: LandingArena) -> None:
+    while (space := arena.reserve(4 * KIB)) is not None:
+        arena.arena.view(space.offset, space.nbytes)[:] = bytes(space.nbytes)
+    assert read_word(arena.arena.address + arena.nonce_offset) == arena.nonce
+
+
+def test_completion_word(arena: LandingArena) -> None:
+    space = arena.reserve(64)
+    assert space is not None
+    arena.arena.view(space.offset, 64)[:] = b"\xff" * 64
+    arena.clear_word(space, 8)
+    assert arena.word_is(space, 8, 0)
+    assert arena.arena.view(space.offset, 8) == b"\xff" * 8
+    assert arena.arena.view(space.offset + 16, 8) == b"\xff" * 8
+
+
+def test_checker_finds_a_wrong_account(arena: LandingArena) -> None:
+    arena.live_bytes["pool"] += 1
+    with pytest.raises(RuntimeError, match="pool"):
+        arena.check()

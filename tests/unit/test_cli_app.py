@@ -1,0 +1,107 @@
+"""The commands take their options, and refuse impossible ones before anything is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from p2p_engine.cli.app import app
+from p2p_engine.cli.bench import benchmark_names, run_bench
+from p2p_engine.errors import ConfigError
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+class Recorder:
+    """Stands in for what a command does: keeps its first argument, returns an exit code."""
+
+    def __init__(self, code: int) -> None:
+        self.seen: list[Any] = []
+        self._code = code
+
+    def __call__(self, seen: Any, console: object = None) -> int:
+        self.seen.append(seen)
+        return self._code
+
+
+@pytest.mark.parametrize("command", ["launch", "doctor", "demo"])
+def test_each_command_explains_itself(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "--help" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("launch", "--prefill", "1"), "--model"),
+        (("launch", "--model", "m", "--send-type", "PUSH"), "PUT, PUT_ASYNC, GET"),
+        (("launch", "--model", "m", "--prefill", "0", "--decode", "0"), "nothing to launch"),
+        (("launch", "--model", "m", "--", "--port", "1"), "each instance gets a free port"),
+        (("launch", "--model", "m", "--kv-transfer-config", "{"), "not JSON"),
+        (("launch", "--model", "m", "--kv-transfer-config", "[]"), "not a JSON object"),
+        (("demo", "--modes", "PUSH"), "all, or some of PUT,PUT_ASYNC,GET"),
+        (("demo", "--requests", "0"), "--requests"),
+        (("doctor", "--rewrite", "{]"), "not JSON"),
+        (("bench", "nothing"), "benchmark 'nothing'"),
+    ],
+)
+def test_impossible_options_are_refused(arguments: tuple[str, ...], words: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_launch_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launched = Recorder(7)
+    monkeypatch.setattr("p2p_engine.cli.launch.run_launch", launched)
+    arguments = ["--prefill", "3", "--decode", "2", "--tp", "2", "--send-type", "GET"]
+    arguments += ["--log-dir", str(tmp_path), "--decode-args", "--seed 1 --x 'a b'"]
+    arguments += ["--kv-transfer-config", json.dumps({"kv_load_failure_policy": "recompute"})]
+    result = run("launch", "--model", "m", *arguments, "--", "--dtype", "float32")
+    (options,) = launched.seen
+    assert result.exit_code == 7
+    assert (options.num_prefill, options.num_decode, options.tp_size) == (3, 2, 2)
+    assert options.send_type == "GET"
+    assert options.log_dir == tmp_path
+    assert options.decode_args == ("--seed", "1", "--x", "a b")
+    assert options.transfer_config == {"kv_load_failure_policy": "recompute"}
+    assert options.vllm_args == ("--dtype", "float32")
+
+
+@pytest.mark.parametrize(
+    ("modes", "chosen"),
+    [("all", ["PUT", "PUT_ASYNC", "GET"]), ("GET,PUT", ["GET", "PUT"])],
+)
+def test_demo_modes(monkeypatch: pytest.MonkeyPatch, modes: str, chosen: list[str]) -> None:
+    shown = Recorder(0)
+    monkeypatch.setattr("p2p_engine.cli.demo.run_demo", shown)
+    assert run("demo", "--modes", modes).exit_code == 0
+    assert list(shown.seen[0].modes) == chosen
+
+
+def test_the_proxy_gets_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = Recorder(0)
+    monkeypatch.setattr("proxy.main.main", started)
+    assert run("proxy", "--port", "1", "--help").exit_code == 0
+    assert started.seen == [["--port", "1", "--help"]]
+
+
+def test_a_benchmark_gets_its_own_options(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "bench_x.py").write_text("import sys; print(sys.argv[1:]); exit(3)")
+    assert benchmark_names(tmp_path) == ["x"]
+    assert run_bench("x", ["--help"], tmp_path) == 3
+    assert capfd.readouterr().out == "['--help']\n"
+    with pytest.raises(ConfigError, match="one of x"):
+        run_bench("y", [], tmp_path)
+    with pytest.raises(ConfigError, match="from a checkout"):
+        run_bench("x", [], tmp_path / "elsewhere")

@@ -1,0 +1,183 @@
+"""The doctor finds what is wrong, and says what to change."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from p2p_engine.cli import doctor, installation
+from p2p_engine.cli.findings import Finding, Level, change, note, ok, show
+from p2p_engine.config import EngineConfig
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield int(server.getsockname()[1])
+
+
+def of_subject(findings: list[Finding], subject: str) -> Finding:
+    return next(finding for finding in findings if finding.subject.startswith(subject))
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [
+        ("0.28.1", Level.CHANGE),
+        ("0.29.0", Level.OK),
+        ("0.33.0+cu130", Level.OK),
+        ("0.34.0", Level.CHANGE),
+        (None, Level.CHANGE),
+    ],
+)
+def test_supported_vllm(version: str | None, level: Level) -> None:
+    assert installation.check_vllm(version).level is level
+
+
+def test_an_old_vllm_has_the_name_taken() -> None:
+    assert "its own connector" in installation.check_vllm("0.23.0").remedy
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [((3, 9), Level.CHANGE), ((3, 10), Level.OK), ((3, 13), Level.OK), ((3, 14), Level.CHANGE)],
+)
+def test_supported_python(version: tuple[int, int], level: Level) -> None:
+    assert installation.check_python(version).level is level
+
+
+def test_a_plugin_list_that_leaves_us_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    finding = installation.check_plugin()
+    assert finding.level is Level.CHANGE
+    assert "VLLM_PLUGINS" in finding.remedy or "entry points" in finding.remedy
+
+
+def test_a_free_port_is_fine(free_port: int) -> None:
+    assert doctor.check_port("127.0.0.1", free_port, "port").level is Level.OK
+
+
+def test_a_port_in_use_must_change(listener: int) -> None:
+    finding = doctor.check_port("127.0.0.1", listener, "port")
+    assert finding.level is Level.CHANGE
+    assert "in use" in finding.state
+
+
+def test_an_address_of_another_machine_must_change() -> None:
+    finding = doctor.check_port("192.0.2.1", 0, "port")
+    assert finding.level is Level.CHANGE
+    assert "address of this machine" in finding.remedy
+
+
+def test_a_proxy_that_answers(listener: int) -> None:
+    assert doctor.check_proxy("127.0.0.1", listener).level is Level.OK
+
+
+def test_a_proxy_that_is_not_there_yet(free_port: int) -> None:
+    finding = doctor.check_proxy("127.0.0.1", free_port)
+    assert finding.level is Level.NOTE
+    assert "p2p-engine proxy" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("pool", "role", "tp_size", "send_type", "level"),
+    [
+        (2, "kv_consumer", 1, "PUT_ASYNC", Level.OK),
+        (5, "kv_consumer", 1, "PUT_ASYNC", Level.CHANGE),
+        (2, "kv_consumer", 2, "PUT_ASYNC", Level.CHANGE),  # each rank has its own
+        (5, "kv_producer", 1, "GET", Level.OK),  # one that receives nothing has none
+        (5, "kv_both", 1, "PUT_ASYNC", Level.CHANGE),
+    ],
+)
+def test_memory(pool: float, role: str, tp_size: int, send_type: str, level: Level) -> None:
+    settings = EngineConfig.from_extra_config(
+        {"mem_pool_size_gb": pool, "kv_buffer_size": 0, "send_type": send_type}
+    )
+    assert doctor.check_memory(settings, role, tp_size, 3 * GIB).level is level
+
+
+def test_locked_memory_over_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (GIB, GIB))
+    settings = EngineConfig.from_extra_config({"mem_pool_size_gb": 2, "page_lock": True})
+    finding = doctor.check_memory(settings, "kv_consumer", 1, 9 * GIB)
+    assert finding.level is Level.CHANGE
+    assert "ulimit -l" in finding.remedy
+
+
+def test_a_good_configuration(listener: int, free_port: int) -> None:
+    extra = {"proxy_ip": "127.0.0.1", "proxy_port": listener, "http_port": free_port}
+    config = {
+        "kv_connector": "P2pNcclConnector",
+        "kv_role": "kv_producer",
+        "kv_port": free_port,
+        "kv_connector_extra_config": extra,
+    }
+    findings = list(doctor.check_config(config, 1))
+    assert {finding.level for finding in findings} == {Level.OK}
+    assert of_subject(findings, "configuration").state == "kv_producer, PUT_ASYNC"
+
+
+def test_an_old_configuration_is_sent_to_rewrite(free_port: int) -> None:
+    config = {
+        "kv_connector": "P2pNcclConnector",
+        "kv_role": "kv_producer",
+        "kv_port": str(free_port),
+        "kv_buffer_size": "1e9",
+    }
+    finding = of_subject(list(doctor.check_config(config, 1)), "configuration")
+    assert finding.level is Level.CHANGE
+    assert "--rewrite" in finding.remedy
+
+
+def test_transports_work_here() -> None:
+    findings = list(doctor.check_transports())
+    assert of_subject(findings, "shm").level is Level.OK
+    assert of_subject(findings, "tcp").level is Level.OK
+
+
+def test_shm_where_memory_files_are_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, flags: int) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.memfd_create", refuse)
+    finding = doctor.check_shm()
+    assert finding.level is Level.CHANGE
+    assert "tcp" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp_size", "level"),
+    [(4, 2, Level.OK), (2, 4, Level.OK), (4, 3, Level.CHANGE)],
+)
+def test_kv_heads_over_ranks(tmp_path: Path, heads: int, tp_size: int, level: Level) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_key_value_heads": heads}))
+    assert doctor.check_model(str(tmp_path), tp_size).level is level
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    assert doctor.check_model(str(tmp_path), 1).level is Level.CHANGE
+
+
+def test_what_must_change_is_printed_and_is_the_exit_code() -> None:
+    with Console(width=80, force_terminal=False, record=True) as console:
+        assert show([ok("a", "fine"), note("b", "odd", "know it")], console) == 0
+        assert show([ok("a", "fine"), change("c", "[bad]", "mend it")], console) == 1
+    text = console.export_text()
+    assert "Know b: know it" in text
+    assert "change  c  [bad]" in text
+    assert "Change c: mend it" in text
+
+
+def test_rewrite_prints_the_new_text_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    old = {"kv_connector": "P2pNcclConnector", "kv_role": "kv_both", "kv_rank": 1}
+    assert doctor.run_rewrite(json.dumps(old), Console(stderr=True)) == 0
+    captured = capsys.readouterr()
+    assert "kv_rank" not in json.loads(captured.out)
+    assert "changed: kv_rank: dropped" in captured.err

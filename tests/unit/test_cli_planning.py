@@ -1,0 +1,199 @@
+"""What a fleet plans before it starts anything: ports, devices, commands, stages, options."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2p_engine.cli import commands, devices
+from p2p_engine.cli.commands import InstancePlan, Role
+from p2p_engine.cli.devices import Devices
+from p2p_engine.cli.launch import LaunchOptions
+from p2p_engine.cli.ports import PortPlan, is_port_free
+from p2p_engine.cli.stages import STARTING, StageReader
+from p2p_engine.errors import ConfigError
+
+HOST = "127.0.0.1"
+
+
+def plan(role: Role = Role.PREFILL, **changes: Any) -> InstancePlan:
+    settings: dict[str, Any] = {
+        "name": "prefill-1",
+        "role": role,
+        "model": "some/model",
+        "host": HOST,
+        "http_port": 20001,
+        "kv_port": 21001,
+        "registration_address": "127.0.0.2:30001",
+    }
+    return InstancePlan(**{**settings, **changes})
+
+
+def test_ports_are_different_and_free() -> None:
+    with PortPlan(HOST) as ports:
+        taken = [ports.take() for _ in range(64)]
+        assert len(set(taken)) == 64
+        assert all(is_port_free(HOST, port) for port in taken)
+
+
+def test_a_claimed_port_is_ours_until_a_server_listens_there() -> None:
+    with PortPlan(HOST) as ports:
+        port = ports.take()
+        with socket.create_server((HOST, port)):  # as our child does
+            assert not is_port_free(HOST, port)
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind((HOST, port))  # as one who does not know of the plan
+
+
+def test_a_port_is_planned_once() -> None:
+    with PortPlan(HOST) as ports:
+        port = ports.take()
+        with pytest.raises(OSError, match="planned twice"):
+            ports.take(port)
+        ports.release(port)
+        assert ports.take(port) == port
+
+
+def test_a_port_that_somebody_listens_on_is_not_taken() -> None:
+    with socket.create_server((HOST, 0)) as server, PortPlan(HOST) as ports:
+        port = server.getsockname()[1]
+        with pytest.raises(OSError, match=f"port {port} on {HOST}"):
+            ports.take(port)
+
+
+def test_an_address_of_another_machine_is_an_error() -> None:
+    with pytest.raises(OSError, match=r"192\.0\.2\.1"):
+        is_port_free("192.0.2.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("cores", "tp_size", "planned", "bindings"),
+    [
+        (2, 1, 2, ["0", "1", "0"]),
+        (8, 1, 2, ["0,1,2,3", "4,5,6,7"]),
+        (8, 2, 2, ["0,1|2,3", "4,5|6,7"]),
+        (2, 2, 2, ["0|1", "0|1"]),
+        (3, 1, 2, ["0", "1", "2"]),
+        (1, 1, 4, ["0", "0", "0", "0"]),
+    ],
+)
+def test_cores_are_shared_out(cores: int, tp_size: int, planned: int, bindings: list[str]) -> None:
+    cpu = Devices("cpu", tuple(map(str, range(cores))), tp_size, planned, kv_space_gib=3)
+    for slot, binding in enumerate(bindings):
+        environment = cpu.environment(slot)
+        assert environment["VLLM_CPU_OMP_THREADS_BIND"] == binding
+        assert environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
+
+
+def test_gpus_are_shared_out() -> None:
+    gpu = Devices("gpu", ("4", "5", "6"), 2, 2)
+    assert [gpu.environment(slot) for slot in range(2)] == [
+        {"CUDA_VISIBLE_DEVICES": "4,5"},
+        {"CUDA_VISIBLE_DEVICES": "6,4"},
+    ]
+
+
+def test_visible_gpus_are_those_that_the_environment_shows() -> None:
+    assert devices.visible_gpus({"CUDA_VISIBLE_DEVICES": "2, 3"}) == ("2", "3")
+    assert devices.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
+
+
+def test_the_kv_space_that_a_user_has_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "is_cpu_vllm", lambda: True)
+    assert devices.find_devices(1, 2, {"VLLM_CPU_KVCACHE_SPACE": "7"}).kv_space_gib == 7
+    assert 1 <= devices.find_devices(1, 2, {}).kv_space_gib <= 4
+
+
+@pytest.mark.parametrize(
+    ("role", "kv_role"),
+    [(Role.PREFILL, "kv_producer"), (Role.DECODE, "kv_consumer"), (Role.BOTH, "kv_both")],
+)
+def test_the_transfer_config_of_each_role(role: Role, kv_role: str) -> None:
+    assert commands.transfer_config(plan(role)) == {
+        "kv_connector": "P2pNcclConnector",
+        "kv_role": kv_role,
+        "kv_port": 21001,
+        "kv_connector_extra_config": {
+            "host": HOST,
+            "http_port": 20001,
+            "send_type": "PUT_ASYNC",
+            "proxy_ip": "127.0.0.2",
+            "proxy_port": 30001,
+        },
+    }
+
+
+def test_overrides_win_on_both_levels() -> None:
+    command = commands.vllm_command(
+        plan(vllm_args=("--dtype", "float32")),
+        {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"send_type": "GET"}},
+    )
+    config = json.loads(command[command.index("--kv-transfer-config") + 1])
+    assert config["kv_load_failure_policy"] == "recompute"
+    assert config["kv_connector_extra_config"]["send_type"] == "GET"
+    assert config["kv_connector_extra_config"]["http_port"] == 20001
+    assert "--dtype float32" in " ".join(command)
+    assert "vllm" not in command  # its script does not start on a CPU
+
+
+def test_a_single_instance_has_no_connector() -> None:
+    assert "--kv-transfer-config" not in commands.vllm_command(plan(Role.SINGLE), {})
+
+
+def test_a_model_on_this_disk_is_not_looked_for_elsewhere(tmp_path: Path) -> None:
+    assert "HF_HUB_OFFLINE" not in commands.vllm_environment(plan())
+    environment = commands.vllm_environment(plan(model=str(tmp_path)))
+    assert environment == {"VLLM_HOST_IP": HOST, "HF_HUB_OFFLINE": "1"}
+
+
+def test_stages_are_read_as_the_log_grows(tmp_path: Path) -> None:
+    log_path = tmp_path / "log"
+    reader = StageReader(log_path)
+    assert reader.update() == STARTING
+    log_path.write_text("INFO Starting to load mod")
+    assert reader.update() == STARTING
+    with log_path.open("a") as log:
+        log.write("el x\n")
+    assert reader.update() == "loading weights"
+    with log_path.open("a") as log:
+        log.write("GPU KV cache size: 1 tokens\nINFO Loading weights took 1 s\n")
+    assert reader.update() == "warming up"  # never backwards
+
+
+def test_each_instance_has_the_arguments_of_its_role() -> None:
+    options = LaunchOptions(
+        "m", num_prefill=2, num_decode=1, prefill_args=("--a",), decode_args=("--b",)
+    )
+    assert options.roles() == [
+        (Role.PREFILL, ("--a",)),
+        (Role.PREFILL, ("--a",)),
+        (Role.DECODE, ("--b",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_prefill": 0, "num_decode": 0}, "nothing to launch"),
+        ({"host": "0.0.0.0"}, "the one IPv4 address"),
+        ({"host": "::1"}, "the one IPv4 address"),
+        ({"vllm_args": ("--port", "1")}, "each instance gets a free port"),
+        ({"vllm_args": ("--kv-transfer-config={}",)}, "before the --"),
+        ({"decode_args": ("-tp", "2")}, "use --tp"),
+        ({"send_type": "PUSH"}, "PUT, PUT_ASYNC, GET"),
+        ({"transfer_config": {"kv_connector_extra_config": {"x": 1}}}, "unknown key 'x'"),
+    ],
+)
+def test_impossible_options_are_refused_at_once(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LaunchOptions(**{"model": "m", **change})
+
+
+@pytest.mark.parametrize("words", [("--served-model-name", "x"), ("--served-model-name=x",)])
+def test_the_name_to_ask_for(words: tuple[str, ...]) -> None:
+    assert LaunchOptions("m", vllm_args=words).served_model == "x"
+    assert LaunchOptions("m").served_model == "m"

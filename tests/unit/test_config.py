@@ -1,0 +1,148 @@
+"""EngineConfig: every key as string and as number, and every wrong one refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from p2p_engine.config import EXTRA_KEYS, EngineConfig, SendMode
+from p2p_engine.errors import ConfigError, P2pError
+
+PROXY = {"proxy_ip": "10.0.0.1", "proxy_port": "30001", "http_port": "8000"}
+
+ACCEPTED: list[tuple[str, Any, Any]] = [
+    ("host", "10.1.2.3", "10.1.2.3"),
+    ("kv_port_range", "20000-20100", (20000, 20100)),
+    ("kv_port_range", " 20000 - 20100 ", (20000, 20100)),
+    ("kv_port_range", [20000, "20100"], (20000, 20100)),
+    ("kv_port_range", (1, 1), (1, 1)),
+    ("send_type", "PUT", SendMode.PUT),
+    ("send_type", "PUT_ASYNC", SendMode.PUT_ASYNC),
+    ("send_type", "GET", SendMode.GET),
+    ("kv_buffer_size", "1e9", 10**9),
+    ("kv_buffer_size", 8e9, 8 * 10**9),
+    ("kv_buffer_size", 0, 0),
+    ("mem_pool_size_gb", "32", 32.0),
+    ("mem_pool_size_gb", 0.5, 0.5),
+    ("transports", "shm,tcp", ("shm", "tcp")),
+    ("transports", " tcp , shm ", ("tcp", "shm")),
+    ("transports", ["inproc"], ("inproc",)),
+    ("nccl_num_channels", "16", 16),
+    ("nccl_num_channels", 8, 8),
+    ("page_lock", "true", True),
+    ("page_lock", 0, False),
+    ("page_lock", True, True),
+    ("http_host", "0.0.0.0", "0.0.0.0"),
+    ("connect_timeout_seconds", "5", 5.0),
+    ("transfer_timeout_seconds", 60, 60.0),
+    ("lease_seconds", "0.5", 0.5),
+    ("peer_timeout_seconds", 10, 10.0),
+    ("retry_seconds", "1", 1.0),
+    ("proxy_port", None, 0),
+    ("kv_buffer_size", None, 10**9),
+]
+
+REFUSED: list[tuple[str, Any]] = [
+    ("host", 5),
+    ("kv_port_range", "20000"),
+    ("kv_port_range", 20000),
+    ("kv_port_range", "20100-20000"),
+    ("kv_port_range", "0-5"),
+    ("kv_port_range", "1-65536"),
+    ("kv_port_range", "-5--1"),
+    ("kv_port_range", {}),
+    ("send_type", "put"),
+    ("send_type", ["PUT"]),
+    ("kv_buffer_size", -1),
+    ("kv_buffer_size", 0.5),
+    ("kv_buffer_size", "nan"),
+    ("kv_buffer_size", "inf"),
+    ("kv_buffer_size", "8 GB"),
+    ("kv_buffer_size", 10**400),
+    ("kv_buffer_size", True),
+    ("kv_buffer_size", [1]),
+    ("mem_pool_size_gb", -0.1),
+    ("mem_pool_size_gb", "many"),
+    ("transports", ""),
+    ("transports", "rdma"),
+    ("transports", "shm,shm"),
+    ("transports", []),
+    ("transports", 5),
+    ("transports", [["shm"]]),
+    ("nccl_num_channels", 0),
+    ("nccl_num_channels", 65),
+    ("nccl_num_channels", 1.5),
+    ("page_lock", "yes please"),
+    ("proxy_port", 65536),
+    ("proxy_port", "x"),
+    ("http_port", -1),
+    ("transfer_timeout_seconds", 0),
+    ("lease_seconds", 1e9),
+    ("retry_seconds", "soon"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "expected"), ACCEPTED)
+def test_strings_and_numbers_both_work(key: str, value: Any, expected: Any) -> None:
+    assert getattr(EngineConfig.from_extra_config({key: value}), key) == expected
+
+
+@pytest.mark.parametrize(("key", "value"), REFUSED)
+def test_impossible_value_is_named_with_what_is_allowed(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        EngineConfig.from_extra_config({**PROXY, key: value})
+    text = str(refusal.value)
+    assert text.startswith(f"{key}={value!r}")
+    assert "allowed: " in text
+
+
+def test_every_key_is_covered() -> None:
+    covered = {key for key, *_ in ACCEPTED} | set(PROXY)
+    assert covered == EXTRA_KEYS
+
+
+def test_settings_of_the_old_connector_are_all_accepted() -> None:
+    config = EngineConfig.from_extra_config(
+        {
+            **PROXY,
+            "send_type": "PUT_ASYNC",
+            "nccl_num_channels": "16",
+            "mem_pool_size_gb": "20",
+            "kv_buffer_size": "1e1",
+        }
+    )
+    assert (config.proxy_port, config.http_port, config.kv_buffer_size) == (30001, 8000, 10)
+    assert config.pool_bytes == 20 << 30
+
+
+def test_unknown_key_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'send_typ'='GET'.*send_type"):
+        EngineConfig.from_extra_config({"send_typ": "GET"})
+
+
+@pytest.mark.parametrize("key", ["port", "device"])
+def test_what_vllm_decides_is_not_a_setting(key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        EngineConfig.from_extra_config({key: 1})
+
+
+@pytest.mark.parametrize("missing", list(PROXY))
+def test_proxy_needs_all_of_its_settings(missing: str) -> None:
+    given = {key: value for key, value in PROXY.items() if key != missing}
+    with pytest.raises(ConfigError, match=missing):
+        EngineConfig.from_extra_config(given)
+
+
+def test_overrides_win() -> None:
+    assert EngineConfig.from_extra_config({"host": "a"}, host="b", port=5).host == "b"
+
+
+def test_device_is_the_cpu() -> None:
+    with pytest.raises(ConfigError, match="device='cuda'"):
+        EngineConfig(device="cuda")
+
+
+def test_error_is_both_ours_and_a_value_error() -> None:
+    assert issubclass(ConfigError, P2pError)
+    assert issubclass(ConfigError, ValueError)

@@ -1,0 +1,187 @@
+"""Who takes part, and under what name: the flags, the proxy's id, and what clients make of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2p_engine.config import SendMode
+from p2p_engine.connector.intent import Direction, Instance, Intent, InvalidParams, read_intent
+from p2p_engine.messages import TransferKey
+from p2p_engine.request_ids import ProxyId
+
+P, D = "10.0.1.2:21001", "10.0.1.3:22001"
+TRANSFER_ID = "93923d63113b4b338973f24d19d4bf11"
+BY_ID = f"cmpl-{ProxyId(P, D, TRANSFER_ID)}-2-1a2b3c4d"
+PLAIN = "cmpl-mine-0-1a2b3c4d"
+KEY = TransferKey(TRANSFER_ID, prompt_index=2)
+
+
+def instance(
+    role: str = "kv_both", address: str = P, send_type: SendMode = SendMode.PUT_ASYNC
+) -> Instance:
+    return Instance(role, address, send_type, has_random_ids=True)
+
+
+def prefill_params(**more: Any) -> dict[str, Any]:
+    return {"do_remote_decode": True, "do_remote_prefill": False, **more}
+
+
+def decode_params(**more: Any) -> dict[str, Any]:
+    return {"do_remote_decode": False, "do_remote_prefill": True, **more}
+
+
+def at(address: str) -> dict[str, Any]:
+    host, _, port = address.rpartition(":")
+    return {"remote_host": host, "remote_port": int(port)}
+
+
+@pytest.mark.parametrize(
+    ("role", "address", "expected"),
+    [
+        ("kv_producer", P, Intent(Direction.SEND, KEY, D, SendMode.PUT_ASYNC)),
+        ("kv_consumer", D, Intent(Direction.LOAD, KEY, P, SendMode.PUT_ASYNC)),
+        ("kv_both", P, Intent(Direction.SEND, KEY, D, SendMode.PUT_ASYNC)),
+        ("kv_both", D, Intent(Direction.LOAD, KEY, P, SendMode.PUT_ASYNC)),
+        ("kv_both", "10.0.1.4:1", None),
+        ("kv_producer", "10.9.9.9:1", Intent(Direction.SEND, KEY, D, SendMode.PUT_ASYNC)),
+    ],
+)
+@pytest.mark.parametrize(
+    "params", [None, {}, {"user": "x"}, prefill_params(do_remote_decode=False)]
+)
+def test_without_flags_the_proxys_id_and_the_role_decide(
+    role: str, address: str, expected: Intent | None, params: dict[str, Any] | None
+) -> None:
+    assert read_intent(BY_ID, params, instance(role, address)) == expected
+
+
+def test_an_instance_is_never_its_own_peer() -> None:
+    to_itself = f"cmpl-{ProxyId(P, P, TRANSFER_ID)}-0-1a2b3c4d"
+    assert read_intent(to_itself, None, instance("kv_both", P)) is None
+    with pytest.raises(InvalidParams, match="our own"):
+        read_intent(PLAIN, decode_params(transfer_id="x", **at(P)), instance())
+
+
+@pytest.mark.parametrize(
+    "request_id",
+    [
+        PLAIN,
+        "0-1a2b3c4d",
+        f"cmpl-{ProxyId(P, D, TRANSFER_ID)}-{'0' * 32}-beam-0-1a2b3c4d",
+        f"resp_{ProxyId(P, D, TRANSFER_ID)}-1a2b3c4d",
+        BY_ID.removesuffix("-1a2b3c4d"),
+    ],
+)
+def test_other_requests_are_computed_locally(request_id: str) -> None:
+    assert read_intent(request_id, None, instance("kv_consumer")) is None
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_flags_decide_whatever_the_role(role: str) -> None:
+    key = TransferKey("name")
+    sent = read_intent(PLAIN, prefill_params(transfer_id="name", **at(D)), instance(role))
+    assert sent == Intent(Direction.SEND, key, D, SendMode.PUT_ASYNC)
+    loaded = read_intent(PLAIN, decode_params(transfer_id="name", **at(D)), instance(role))
+    assert loaded == Intent(Direction.LOAD, key, D, SendMode.PUT_ASYNC)
+
+
+def test_flags_without_names_take_them_from_the_proxys_id() -> None:
+    """vllm-router sends the id of the old scheme and NixlConnector's parameters together."""
+    nothing = {"remote_host": None, "remote_port": None, "remote_engine_id": None}
+    sent = read_intent(BY_ID, prefill_params(**nothing), instance("kv_producer"))
+    assert sent == Intent(Direction.SEND, KEY, D, SendMode.PUT_ASYNC)
+    loaded = read_intent(BY_ID, decode_params(), instance("kv_consumer", D))
+    assert loaded == Intent(Direction.LOAD, KEY, P, SendMode.PUT_ASYNC)
+
+
+def test_a_producer_that_was_told_no_address_holds_its_blocks() -> None:
+    held = read_intent(PLAIN, prefill_params(), instance("kv_producer"))
+    assert held == Intent(Direction.SEND, TransferKey("mine"), None, SendMode.GET)
+
+
+def test_what_a_producer_answered_is_fetched() -> None:
+    """NixlConnector's responses name no transfer, only the request."""
+    params = decode_params(remote_request_id="prefill-1", remote_block_ids=[0, 1], **at(D))
+    fetched = read_intent("id-1", params, instance("kv_consumer"))
+    assert fetched == Intent(Direction.LOAD, TransferKey("prefill-1"), D, SendMode.GET)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("GET", "GET"), ("PUT", "PUT"), (None, "PUT_ASYNC")]
+)
+def test_a_request_may_choose_its_send_type(given: str | None, expected: str) -> None:
+    for params in (prefill_params, decode_params):
+        made = params(transfer_id="x", send_type=given, **at(D))
+        intent = read_intent(PLAIN, made, instance())
+        assert intent is not None
+        assert intent.send_type is SendMode(expected)
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "0:0:0:0:0:0:0:1"])
+def test_ipv6_hosts_stand_in_brackets(host: str) -> None:
+    params = decode_params(transfer_id="x", remote_host=host, remote_port="22001")
+    intent = read_intent(PLAIN, params, instance())
+    assert intent is not None
+    assert intent.peer == "[::1]:22001"
+
+
+@pytest.mark.parametrize(
+    ("params", "what"),
+    [
+        ({"do_remote_decode": True, "do_remote_prefill": True}, "both"),
+        ({"do_remote_prefill": 1}, "do_remote_prefill"),
+        ({"do_remote_prefill": "true"}, "do_remote_prefill"),
+        (decode_params(), "transfer_id"),
+        (decode_params(transfer_id="x", send_type="GET"), "remote_host"),
+        (decode_params(transfer_id="", **at(D)), "transfer_id"),
+        (decode_params(transfer_id=7, **at(D)), "transfer_id"),
+        (decode_params(transfer_id="x" * 257, **at(D)), "257"),
+        (decode_params(transfer_id="a\nb", **at(D)), "transfer_id"),
+        (decode_params(transfer_id="x", remote_host="h"), "remote_port"),
+        (decode_params(transfer_id="x", remote_port=80), "remote_host"),
+        (decode_params(transfer_id="x", remote_host="h", remote_port=0), "remote_port"),
+        (decode_params(transfer_id="x", remote_host="h", remote_port=10**400), "remote_port"),
+        (decode_params(transfer_id="x", remote_host="h", remote_port=True), "remote_port"),
+        (decode_params(transfer_id="x", remote_host="h", remote_port=[80]), "remote_port"),
+        (decode_params(transfer_id="x", remote_host="a b", remote_port=80), "remote_host"),
+        (decode_params(transfer_id="x", remote_host="", remote_port=80), "remote_host"),
+        (decode_params(transfer_id="x", remote_host={}, remote_port=80), "remote_host"),
+        (decode_params(transfer_id="x", send_type="POST", **at(D)), "send_type"),
+        (decode_params(transfer_id="x", send_type={}, **at(D)), "send_type"),
+        (decode_params(remote_request_id=["x"], **at(D)), "remote_request_id"),
+        ("a text", "str"),
+        ([1], "list"),
+    ],
+)
+def test_malformed_parameters_are_named(params: Any, what: str) -> None:
+    with pytest.raises(InvalidParams, match=what) as caught:
+        read_intent(PLAIN, params, instance())
+    assert len(str(caught.value)) < 200
+
+
+NAMES = ["do_remote_prefill", "do_remote_decode", "transfer_id", "remote_host", "remote_port",
+         "remote_request_id", "send_type"]  # fmt: skip
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(deadline=None)
+@given(
+    st.text() | st.sampled_from([BY_ID, PLAIN]),
+    ANYTHING | st.dictionaries(st.sampled_from(NAMES), ANYTHING),
+    st.sampled_from(["kv_producer", "kv_consumer", "kv_both"]),
+)
+def test_nothing_else_is_ever_raised(request_id: str, params: Any, role: str) -> None:
+    """It runs in vLLM's scheduler, where any exception ends the engine."""
+    try:
+        intent = read_intent(request_id, params, instance(role))
+    except InvalidParams:
+        return
+    assert intent is None or intent.peer != P

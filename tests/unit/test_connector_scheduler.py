@@ -1,0 +1,341 @@
+"""The scheduler half with vLLM's own objects: what each schedule makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.lora.request import LoRARequest
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from p2p_engine.config import SendMode
+from p2p_engine.connector.intent import Instance
+from p2p_engine.connector.metadata import P2pConnectorMetadata
+from p2p_engine.connector.scheduler import SchedulerHalf
+from p2p_engine.messages import TransferKey
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+BLOCK_SIZE = 16
+SEND = {"do_remote_decode": True, "transfer_id": "t", "remote_host": "d", "remote_port": 2}
+LOAD = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "p", "remote_port": 3}
+
+
+@pytest.fixture
+def half() -> SchedulerHalf:
+    instance = Instance("kv_both", "[::1]:1", SendMode.PUT_ASYNC, has_random_ids=True)
+    return SchedulerHalf(instance, "model", BLOCK_SIZE, tp_size=2)
+
+
+def make_request(params: Any, num_tokens: int = 40, request_id: str = "r", **more: Any) -> Request:
+    request = Request(
+        request_id=request_id,
+        prompt_token_ids=list(range(num_tokens)),
+        sampling_params=SamplingParams(max_tokens=8),
+        pooling_params=None,
+        **more,
+    )
+    request.kv_transfer_params = params
+    return request
+
+
+def make_output(
+    *,
+    new: Sequence[tuple[str, list[int], int]] = (),
+    cached: Sequence[tuple[str, list[int] | None, int]] = (),
+    resumed: Sequence[str] = (),
+    preempted: Sequence[str] = (),
+    scheduled: dict[str, int] | None = None,
+) -> SchedulerOutput:
+    """A step's schedule: (id, block ids, tokens computed before it) for each request."""
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens = scheduled or {}
+    output.preempted_req_ids = set(preempted)
+    output.scheduled_new_reqs = [
+        NewRequestData(name, [], [], None, None, (block_ids,), num_computed, None)
+        for name, block_ids, num_computed in new
+    ]
+    output.scheduled_cached_reqs = CachedRequestData(
+        req_ids=[name for name, _, _ in cached],
+        resumed_req_ids=set(resumed),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=[None if ids is None else (ids,) for _, ids, _ in cached],
+        num_computed_tokens=[num for _, _, num in cached],
+        num_output_tokens=[0 for _ in cached],
+    )
+    return output
+
+
+def sends(metadata: P2pConnectorMetadata) -> list[tuple[str, list[int], int]]:
+    return [
+        (step.party.request_id, step.block_ids.tolist(), step.num_computed_tokens)
+        for step in metadata.sends
+    ]
+
+
+def allocated(*block_ids: int) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: (list(block_ids),))
+
+
+def finish(half: SchedulerHalf, request: Request, status: RequestStatus) -> Any:
+    request.status = status
+    return half.request_finished(request, ([1, 2, 3],))
+
+
+# Sending
+
+
+def test_each_step_says_what_it_computes(half: SchedulerHalf) -> None:
+    half.on_new_request(make_request(SEND))
+    steps = [
+        make_output(new=[("r", [7, 8], 16)], scheduled={"r": 10}),  # 16 from the prefix cache
+        make_output(cached=[("r", None, 26)], scheduled={"r": 4}),  # fits the blocks that it has
+        make_output(cached=[("r", [9, 10], 30)], scheduled={"r": 12}),  # 10, and 2 drafts
+        make_output(cached=[("r", None, 41)], scheduled={"r": 1}),  # decoding
+    ]
+    assert [sends(half.build_metadata(step)) for step in steps] == [
+        [("r", [7, 8], 26)],
+        [("r", [7, 8], 30)],
+        [("r", [7, 8, 9], 40)],  # the answer's blocks are not the prompt's
+        [],
+    ]
+
+
+def test_resumed_requests_start_over_wherever_they_stand_in_the_schedule(
+    half: SchedulerHalf,
+) -> None:
+    """Version by version they stand behind running ones, or among the new."""
+    for name in ("a", "b"):
+        half.on_new_request(make_request({**SEND, "transfer_id": name}, request_id=name))
+    half.build_metadata(
+        make_output(new=[("a", [1, 2, 3], 0), ("b", [4, 5, 6], 0)], scheduled={"a": 40, "b": 40})
+    )
+    metadata = half.build_metadata(
+        make_output(preempted=["b", "stranger"], cached=[("a", [7], 40)], scheduled={"a": 1})
+    )
+    assert (metadata.preempted, sends(metadata)) == (["b"], [])
+    metadata = half.build_metadata(
+        make_output(
+            cached=[("a", None, 41), ("b", [8, 5, 9], 16)],
+            resumed=["b"],
+            scheduled={"a": 1, "b": 24},
+        )
+    )
+    assert sends(metadata) == [("b", [8, 5, 9], 40)]
+    half.build_metadata(make_output(preempted=["b"]))
+    metadata = half.build_metadata(make_output(new=[("b", [1, 2, 3, 4], 44)], scheduled={"b": 1}))
+    assert sends(metadata) == [("b", [1, 2, 3], 40)]  # all of it is in the prefix cache
+
+
+def test_preempted_and_resumed_in_one_step(half: SchedulerHalf) -> None:
+    """As a cache reset does."""
+    request = make_request(SEND)
+    half.on_new_request(request)
+    half.build_metadata(make_output(new=[("r", [1, 2, 3], 0)], scheduled={"r": 40}))
+    metadata = half.build_metadata(
+        make_output(
+            preempted=["r"], cached=[("r", [4, 5, 6], 0)], resumed=["r"], scheduled={"r": 40}
+        )
+    )
+    assert (metadata.preempted, sends(metadata)) == (["r"], [("r", [4, 5, 6], 40)])
+    assert finish(half, request, RequestStatus.FINISHED_STOPPED)[0] is True
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        RequestStatus.FINISHED_STOPPED,
+        RequestStatus.FINISHED_LENGTH_CAPPED,
+        RequestStatus.FINISHED_REPETITION,
+    ],
+)
+def test_a_complete_prompt_is_held_and_answered(half: SchedulerHalf, status: RequestStatus) -> None:
+    request = make_request(SEND)
+    half.on_new_request(request)
+    half.build_metadata(make_output(new=[("r", [1, 2, 3], 0)], scheduled={"r": 40}))
+    is_held, params = finish(half, request, status)
+    assert is_held
+    assert params == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": "t",
+        "remote_host": "[::1]",
+        "remote_port": 1,
+        "remote_request_id": "r",
+        "remote_block_ids": [[1, 2, 3]],
+        "remote_engine_id": "[::1]:1",
+        "tp_size": 2,
+        "send_type": "PUT_ASYNC",
+    }
+    (ended,) = half.build_metadata(make_output()).ended_sends
+    assert (ended.party.request_id, ended.failure, ended.is_held) == ("r", None, True)
+    assert half.build_metadata(make_output()) == P2pConnectorMetadata()
+
+
+@pytest.mark.parametrize("num_computed", [None, 20, 40])
+@pytest.mark.parametrize(
+    "status",
+    [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_IGNORED],
+)
+def test_a_request_given_up_is_told_to_the_peer(
+    half: SchedulerHalf, status: RequestStatus, num_computed: int | None
+) -> None:
+    request = make_request(SEND)
+    half.on_new_request(request)
+    if num_computed is not None:
+        half.build_metadata(make_output(new=[("r", [1, 2, 3], 0)], scheduled={"r": num_computed}))
+    is_held, params = finish(half, request, status)
+    assert (is_held, params) == (num_computed is not None, None)
+    (ended,) = half.build_metadata(make_output()).ended_sends
+    assert status.name in str(ended.failure)
+    assert ended.is_held == is_held
+
+
+def test_a_request_that_ends_while_preempted_has_not_been_sent(half: SchedulerHalf) -> None:
+    request = make_request(SEND)
+    half.on_new_request(request)
+    half.build_metadata(make_output(new=[("r", [1, 2, 3], 0)], scheduled={"r": 40}))
+    half.build_metadata(make_output(preempted=["r"]))
+    assert finish(half, request, RequestStatus.FINISHED_LENGTH_CAPPED) == (True, None)
+    (ended,) = half.build_metadata(make_output()).ended_sends
+    assert ended.failure is not None
+
+
+# Loading
+
+
+def test_all_that_is_not_computed_is_loaded_once(half: SchedulerHalf) -> None:
+    request = make_request(LOAD)
+    half.on_new_request(request)
+    assert half.num_loadable_tokens(request, 16) == 24
+    assert half.num_loadable_tokens(request, 16) == 24  # there was no room; vLLM asks again
+    half.blocks_allocated(request, allocated(1, 2, 3), 24)
+    (load,) = half.build_metadata(make_output()).loads
+    assert load.party.key == TransferKey("t")
+    assert (load.party.peer, load.party.num_tokens) == ("p:3", 40)
+    assert (load.first_block, load.block_ids.tolist()) == (1, [2, 3])
+    half.blocks_allocated(request, allocated(1, 2, 3, 4), 0)  # after the load
+    assert half.num_loadable_tokens(request, 0) == 0  # failed, or preempted
+    assert half.build_metadata(make_output()) == P2pConnectorMetadata()
+
+
+def test_a_load_that_vllm_declines_is_unwanted(half: SchedulerHalf) -> None:
+    request = make_request(LOAD)
+    half.on_new_request(request)
+    half.blocks_allocated(request, allocated(1, 2, 3), 0)
+    (unwanted,) = half.build_metadata(make_output()).unwanted
+    assert unwanted.request_id == "r"
+    assert half.num_loadable_tokens(request, 0) == 0
+    assert finish(half, request, RequestStatus.FINISHED_STOPPED) == (False, None)
+    assert half.build_metadata(make_output()) == P2pConnectorMetadata()
+
+
+@pytest.mark.parametrize("state", ["waiting", "open", "reported"])
+def test_a_request_that_ends_says_what_becomes_of_its_load(half: SchedulerHalf, state: str) -> None:
+    request = make_request(LOAD)
+    half.on_new_request(request)
+    if state != "waiting":
+        half.blocks_allocated(request, allocated(1, 2, 3), 40)
+        half.build_metadata(make_output())
+    if state == "reported":
+        half.workers_reported(KVConnectorOutput(finished_recving={"r", "stranger"}))
+    assert finish(half, request, RequestStatus.FINISHED_ABORTED) == (False, None)
+    metadata = half.build_metadata(make_output())
+    assert [party.request_id for party in metadata.unwanted] == ["r"] * (state == "waiting")
+    assert metadata.cancelled_loads == ["r"] * (state == "open")
+
+
+def test_a_load_told_of_late_is_ordered_and_cancelled_together(half: SchedulerHalf) -> None:
+    """0.33 may allocate between two schedules."""
+    request = make_request(LOAD)
+    half.on_new_request(request)
+    half.blocks_allocated(request, allocated(1, 2, 3), 40)
+    finish(half, request, RequestStatus.FINISHED_ABORTED)
+    metadata = half.build_metadata(make_output())
+    assert len(metadata.loads) == 1
+    assert metadata.cancelled_loads == ["r"]
+
+
+# Who takes part
+
+
+@pytest.mark.parametrize(
+    "params", [None, {}, {"do_remote_prefill": "yes"}, {"do_remote_prefill": True}]
+)
+def test_others_are_left_alone(
+    half: SchedulerHalf, params: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", logger="p2p_engine")
+    request = make_request(params)
+    half.on_new_request(request)
+    assert half.num_loadable_tokens(request, 0) == 0
+    half.blocks_allocated(request, allocated(1, 2, 3), 0)
+    metadata = half.build_metadata(make_output(new=[("r", [1, 2, 3], 0)], scheduled={"r": 40}))
+    assert metadata == P2pConnectorMetadata()
+    assert finish(half, request, RequestStatus.FINISHED_ABORTED) == (False, None)
+    assert half.build_metadata(make_output()) == P2pConnectorMetadata()
+    assert len(set(caplog.messages)) == bool(params)  # a line for each that was malformed
+    assert request.kv_transfer_params == params
+
+
+def test_parameters_that_are_no_map_are_taken_away_from_vllm(half: SchedulerHalf) -> None:
+    """`vllm_xargs` can set them to anything, and vLLM asks them for keys."""
+    request = make_request("boom")
+    half.on_new_request(request)
+    assert request.kv_transfer_params is None
+
+
+def test_parameters_are_never_changed(half: SchedulerHalf) -> None:
+    for params in (SEND, LOAD):
+        request = make_request(dict(params))
+        half.on_new_request(request)
+        half.blocks_allocated(request, allocated(1, 2, 3), 24)
+        finish(half, request, RequestStatus.FINISHED_STOPPED)
+        assert request.kv_transfer_params == params
+
+
+def test_pooling_and_streamed_prompts_are_computed_locally(half: SchedulerHalf) -> None:
+    pooling = Request("p", [1, 2], None, PoolingParams(task="embed"))
+    streamed = make_request(LOAD, request_id="s", resumable=True)
+    for request in (pooling, streamed):
+        request.kv_transfer_params = dict(LOAD)
+        half.on_new_request(request)
+        assert half.num_loadable_tokens(request, 0) == 0
+
+
+def test_the_binding_covers_all_that_decides_the_kv(half: SchedulerHalf) -> None:
+    lora = LoRARequest("adapter", 1, "/adapter")
+    variants = [
+        make_request(LOAD),
+        make_request(LOAD, num_tokens=41),
+        make_request(LOAD, cache_salt="salt"),
+        make_request(LOAD, lora_request=lora),
+        make_request(LOAD, mm_features=[_feature("image", 3)]),
+        make_request(LOAD, mm_features=[_feature("image", 4)]),
+        make_request(LOAD, mm_features=[_feature("other", 3)]),
+    ]
+    variants[1].prompt_token_ids = [*range(39), 99]
+    bindings = set()
+    for request in [*variants, make_request(LOAD)]:
+        half.on_new_request(request)
+        half.blocks_allocated(request, allocated(1, 2, 3), 40)
+        (load,) = half.build_metadata(make_output()).loads
+        bindings.add(load.party.binding)
+        finish(half, request, RequestStatus.FINISHED_ABORTED)
+        half.build_metadata(make_output())
+    assert len(bindings) == len(variants)
+
+
+def _feature(identifier: str, offset: int) -> Any:
+    position = SimpleNamespace(offset=offset, length=8)
+    return SimpleNamespace(identifier=identifier, mm_position=position)

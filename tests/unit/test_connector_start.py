@@ -1,0 +1,148 @@
+"""Before the first request: registration, settings, and what is refused by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+
+from p2p_engine.config import SendMode
+from p2p_engine.connector import P2pNcclConnector, compat, register
+from p2p_engine.connector.support import check_supported, read_config
+from p2p_engine.errors import ConfigError
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+
+def test_registration_is_idempotent_and_by_the_class_name() -> None:
+    register()
+    register()
+    found = KVConnectorFactory.get_connector_class_by_name(P2pNcclConnector.__name__)
+    assert found is P2pNcclConnector
+    assert supports_hma(P2pNcclConnector)
+    assert not P2pNcclConnector.__abstractmethods__
+
+
+def test_registration_loads_neither_the_engine_nor_torch() -> None:
+    code = "import sys, p2p_engine.connector; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert not {"torch", "vllm", "p2p_engine.engine"} & set(loaded.stdout.split())
+
+
+def test_both_ways_of_naming_the_connector_find_it() -> None:
+    for module_path in ("p2p_engine.connector", None):
+        config = SimpleNamespace(
+            kv_connector="P2pNcclConnector", kv_connector_module_path=module_path
+        )
+        register()
+        found = KVConnectorFactory.get_connector_class(config)  # type: ignore[arg-type]
+        assert found is P2pNcclConnector
+
+
+@pytest.mark.parametrize(
+    ("version", "outcome"),
+    [("0.29.0", True), ("0.32.0+cpu", True), ("0.33.1rc1", True), ("0.34.0", False),
+     ("1.0", False), ("dev", False), ("0.28.9", None), ("0.9.2", None)],
+)  # fmt: skip
+def test_versions(monkeypatch: pytest.MonkeyPatch, version: str, outcome: bool | None) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    if outcome is None:
+        with pytest.raises(
+            ConfigError, match=f"{version} is not supported; supported: 0.29 to 0.33"
+        ):
+            compat.check_version()
+    else:
+        assert compat.check_version() is outcome
+
+
+def configs(**changes: Any) -> tuple[Any, Any]:
+    """What `check_supported` looks at; a change of the name sets that field."""
+    parallel = SimpleNamespace(
+        pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1,
+        data_parallel_size=1, data_parallel_external_lb=False,
+    )  # fmt: skip
+    model = SimpleNamespace(enable_sleep_mode=False)
+    transfer = SimpleNamespace(engine_id="e")
+    speculative = None
+    for name, value in changes.items():
+        if name == "speculative":
+            speculative = SimpleNamespace(method=value)
+        else:
+            owner = next(item for item in (parallel, model, transfer) if hasattr(item, name))
+            setattr(owner, name, value)
+    vllm_config = SimpleNamespace(
+        parallel_config=parallel, model_config=model, speculative_config=speculative
+    )
+    return vllm_config, transfer
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
+        ({"data_parallel_size": 2}, "--data-parallel-external-lb"),
+        ({"engine_id": "e_dp0"}, "data_parallel_size"),
+        ({"enable_sleep_mode": True}, "enable_sleep_mode"),
+        ({"speculative": "eagle3"}, "'eagle3' is not supported; allowed: ngram"),
+        ({"speculative": "draft_model"}, "draft_model"),
+    ],
+)
+def test_what_is_not_supported_is_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        check_supported(*configs(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"speculative": "ngram"},
+        {"data_parallel_size": 2, "data_parallel_external_lb": True, "engine_id": "e_dp1"},
+    ],
+)
+def test_what_is_supported_is_accepted(changes: dict[str, Any]) -> None:
+    check_supported(*configs(**changes))
+
+
+OLD_EXTRA = {
+    "proxy_ip": "10.0.1.1", "proxy_port": "30001", "http_port": "20001", "send_type": "PUT",
+    "nccl_num_channels": "16", "mem_pool_size_gb": "0.5",
+}  # fmt: skip
+
+
+def test_the_old_connectors_settings_are_accepted_as_they_were_written() -> None:
+    transfer: Any = SimpleNamespace(kv_buffer_size="1e1", kv_connector_extra_config=OLD_EXTRA)
+    config = read_config(transfer)
+    assert (config.proxy_ip, config.proxy_port, config.http_port) == ("10.0.1.1", 30001, 20001)
+    assert config.send_type is SendMode.PUT
+    assert (config.kv_buffer_size, config.pool_bytes) == (10, 1 << 29)
+
+
+def test_the_extra_settings_win_and_0_32_has_no_other() -> None:
+    extra = {"kv_buffer_size": "8e9", "host": "10.0.0.7"}
+    for transfer in (
+        SimpleNamespace(kv_buffer_size=1e9, kv_connector_extra_config=extra),
+        SimpleNamespace(kv_connector_extra_config=extra),
+    ):
+        config = read_config(transfer)  # type: ignore[arg-type]
+        assert (config.kv_buffer_size, config.host) == (8 * 10**9, "10.0.0.7")
+    with pytest.raises(ConfigError, match="unknown key 'kv_bufer_size'"):
+        read_config(SimpleNamespace(kv_connector_extra_config={"kv_bufer_size": 1}))  # type: ignore[arg-type]
+
+
+def test_the_host_is_vllms_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.9")
+    assert read_config(SimpleNamespace(kv_connector_extra_config={})).host == "127.0.0.9"  # type: ignore[arg-type]

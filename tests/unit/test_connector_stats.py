@@ -1,0 +1,106 @@
+"""Statistics: increments add up over ranks and time, the newest gauge of each rank wins."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.registry import REGISTRY
+
+from p2p_engine.config import EngineConfig
+from p2p_engine.connector.connector import P2pNcclConnector
+from p2p_engine.connector.stats import COUNTERS, GAUGES, P2pConnectorStats, StatsReporter
+from p2p_engine.engine import P2pNcclEngine
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+
+def snapshot(sent: int = 0, landed: int = 0, ok: int = 0, failed: int = 0, live: int = 0) -> Any:
+    return {
+        "sent_bytes": sent,
+        "landed_bytes_by_place": {"blocks": 0, "buffer": landed},
+        "transfers_by_outcome": {"sent ok": ok, "sent TransferTimeout": failed},
+        "live_bytes_by_place": {"buffer": live},
+        "links": {"ready": 1, "greeting": 1},
+    }
+
+
+def report(reporter: StatsReporter, **values: int) -> P2pConnectorStats:
+    made = reporter.report(snapshot(**values))
+    assert made is not None
+    received = pickle.loads(pickle.dumps(made))  # as on its way between processes
+    assert isinstance(received, P2pConnectorStats)
+    return received
+
+
+def test_every_metric_reads_what_the_engine_counts() -> None:
+    """A renamed statistic would be reported as zero for ever."""
+    with P2pNcclEngine(EngineConfig(kv_buffer_size=1 << 20, mem_pool_size_gb=0)) as engine:
+        known = engine.stats()
+    for key, label, _ in [*COUNTERS.values(), *GAUGES.values()]:
+        assert key in known
+        assert not label or isinstance(known[key], dict)
+
+
+def test_only_changes_are_reported() -> None:
+    reporter = StatsReporter(0)
+    first = report(reporter, sent=100, ok=1)
+    assert first.data["counters"] == {
+        "p2p_sent_bytes": {"": 100}, "p2p_transfers": {"sent ok": 1},
+    }  # fmt: skip
+    assert reporter.report(snapshot(sent=100, ok=1)) is None
+    assert report(reporter, sent=150, ok=1).data["counters"] == {"p2p_sent_bytes": {"": 50}}
+    gauges = report(reporter, sent=150, ok=1, live=7).data["gauges"]["0"]
+    assert gauges["p2p_live_bytes"] == {"buffer": 7}
+    assert gauges["p2p_links"] == {"": 2}
+
+
+def test_ranks_and_intervals_add_up() -> None:
+    ranks = [StatsReporter(0), StatsReporter(1)]
+    total = P2pConnectorStats()
+    assert total.is_empty()
+    for step in (1, 2, 3):
+        for rank, reporter in enumerate(ranks):
+            live = step * (rank + 1) * 10**6
+            total.aggregate(report(reporter, landed=step * 10**6, ok=step, failed=rank, live=live))
+    assert total.reduce() == {
+        "Sent (MB)": 0.0, "Landed (MB)": 6.0, "Transfers ok": 6, "Transfers failed": 1,
+        "Live (MB)": 9.0,
+    }  # fmt: skip
+    total.reset()
+    assert total.is_empty()
+
+
+def test_vllm_can_make_them_again_from_their_payload() -> None:
+    made = report(StatsReporter(0), sent=5)
+    again = P2pNcclConnector.build_kv_connector_stats(made.data)
+    assert again == made
+    empty = P2pNcclConnector.build_kv_connector_stats()
+    assert empty is not None
+    assert empty.is_empty()
+
+
+def test_prometheus_has_each_value_under_its_labels() -> None:
+    types: Any = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
+    config: Any = type("Config", (), {"kv_transfer_config": None})
+    labels: list[str] = ["model_name", "engine"]
+    metrics = P2pNcclConnector.build_prom_metrics(config, types, labels, {0: ["m", "0"]})
+    reporters = [StatsReporter(0), StatsReporter(1)]
+    for live in (7, 0):
+        for rank, reporter in enumerate(reporters):
+            made = report(reporter, sent=100 - live, ok=3, live=live + rank)
+            metrics.observe(made.data, 0)
+    engine = {"model_name": "m", "engine": "0"}
+
+    def value(name: str, **more: str) -> float | None:
+        return REGISTRY.get_sample_value(f"vllm:{name}", {**engine, **more})
+
+    assert value("p2p_sent_bytes_total") == 200
+    assert value("p2p_transfers_total", outcome="sent ok") == 6
+    assert [value("p2p_live_bytes", rank=rank, place="buffer") for rank in "01"] == [0, 1]
+    assert value("p2p_links", rank="0") == 2

@@ -1,0 +1,491 @@
+"""The worker half against an engine whose every transfer the test ends by hand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2p_engine.config import EngineConfig, SendMode
+from p2p_engine.connector.metadata import EndedSend, Load, P2pConnectorMetadata, Party, SendStep
+from p2p_engine.connector.worker import WorkerHalf
+from p2p_engine.errors import (
+    P2pError,
+    PeerLost,
+    TransferCancelled,
+    TransferError,
+    TransferRejected,
+    TransferTimeout,
+)
+from p2p_engine.layout import PagedCache, PagedSink, PagedSource
+from p2p_engine.messages import TransferKey
+from p2p_engine.peers import PeerAddress
+from p2p_engine.transfer import Transfer
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+BLOCK_SIZE, NUM_BLOCKS, RANK = 16, 64, 1
+CACHE = PagedCache(np.array([0x1000]), np.array([BLOCK_SIZE]), np.array([BLOCK_SIZE]), NUM_BLOCKS)
+
+
+@dataclass
+class Sent:
+    """One call of send or hold."""
+
+    key: TransferKey
+    peer: PeerAddress | None
+    source: PagedSource
+    binding: bytes
+    transfer: Transfer
+    ready: bool
+
+    @property
+    def blocks(self) -> list[int]:
+        return [int(block_id) for block_id in self.source.block_ids]
+
+
+@dataclass
+class FakeEngine:
+    """Takes notes; does nothing by itself."""
+
+    config: EngineConfig = field(default_factory=lambda: EngineConfig(transfer_timeout_seconds=0.1))
+    sent: list[Sent] = field(default_factory=list)
+    received: dict[str, tuple[PagedSink, Transfer, dict[str, Any]]] = field(default_factory=dict)
+    abandoned: list[tuple[str, PeerAddress | None, str]] = field(default_factory=list)
+    discarded: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    cancelled: list[Transfer] = field(default_factory=list)
+    refusal: P2pError | None = None
+    on_cancel: Callable[[Transfer], None] = lambda transfer: None
+    num_dropped: int = 0
+
+    def _transfer(self, key: TransferKey) -> Transfer:
+        if self.refusal is not None:
+            raise self.refusal
+        return Transfer(key, 0, threading.Condition(threading.RLock()), self._cancelled)
+
+    def _cancelled(self, transfer: Transfer, reason: str) -> None:
+        self.cancelled.append(transfer)
+        self.on_cancel(transfer)
+
+    def send(
+        self,
+        key: TransferKey,
+        peer: PeerAddress,
+        source: PagedSource,
+        *,
+        binding: bytes,
+        ready: bool,
+    ) -> Transfer:
+        self.sent.append(Sent(key, peer, source, binding, self._transfer(key), ready))
+        return self.sent[-1].transfer
+
+    def hold(self, key: TransferKey, source: PagedSource, *, binding: bytes) -> Transfer:
+        self.sent.append(Sent(key, None, source, binding, self._transfer(key), ready=True))
+        return self.sent[-1].transfer
+
+    def mark_ready(self, transfer: Transfer) -> None:
+        next(item for item in self.sent if item.transfer is transfer).ready = True
+
+    def abandon(self, key: TransferKey, peer: PeerAddress | None, reason: str) -> None:
+        self.abandoned.append((key.transfer_id, peer, reason))
+
+    def receive(self, key: TransferKey, sink: PagedSink, **settings: Any) -> Transfer:
+        transfer = self._transfer(key)
+        self.received[key.transfer_id] = sink, transfer, settings
+        return transfer
+
+    def discard(self, key: TransferKey, **settings: Any) -> None:
+        self.discarded.append((key.transfer_id, settings))
+
+    def drop_landed(self) -> None:
+        self.num_dropped += 1
+
+    def poll(self) -> None:
+        pass
+
+
+def end(transfer: Transfer, error: P2pError | None = None) -> None:
+    """End a transfer as the engine would."""
+    with transfer._changed:
+        transfer.end(error)
+
+
+def release(transfer: Transfer) -> None:
+    """The bytes have left; the outcome is open."""
+    with transfer._changed:
+        transfer.release()
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+def make_worker(engine: FakeEngine, *, can_fail_requests: bool = True) -> WorkerHalf:
+    made: Any = engine
+    return WorkerHalf(
+        made, CACHE, block_size=BLOCK_SIZE, rank=RANK, can_fail_requests=can_fail_requests
+    )
+
+
+@pytest.fixture
+def worker(engine: FakeEngine) -> WorkerHalf:
+    return make_worker(engine)
+
+
+def party(
+    name: str = "r",
+    num_tokens: int = 100,
+    mode: SendMode = SendMode.PUT_ASYNC,
+    peer: str | None = "h:1",
+) -> Party:
+    return Party(name, TransferKey(f"t-{name}"), peer, name.encode(), mode, num_tokens)
+
+
+def blocks(first: int, num: int) -> np.ndarray[Any, Any]:
+    return np.arange(first, first + num)
+
+
+def run(worker: WorkerHalf, **orders: Any) -> Any:
+    """One step, its hooks in the model runner's order."""
+    metadata = P2pConnectorMetadata(**orders)
+    worker.withdraw(metadata)
+    worker.start_step(metadata)
+    worker.start_loads(metadata)
+    worker.finish_step()
+    return worker.take_results()
+
+
+# Sends
+
+
+def test_blocks_leave_as_they_fill_and_the_ragged_one_last(
+    engine: FakeEngine, worker: WorkerHalf
+) -> None:
+    table = blocks(10, 7)
+    for num_computed in (10, 40, 47, 48, 99, 100):
+        run(worker, sends=[SendStep(party(), table, num_computed)])
+    assert [item.blocks for item in engine.sent] == [[10, 11], [12], [13, 14, 15], [16]]
+    assert [item.source.first_block for item in engine.sent] == [0, 2, 3, 6]
+    assert all(item.ready and item.binding == b"r" for item in engine.sent)
+    assert {str(item.peer) for item in engine.sent} == {"h:1 rank 1"}
+
+
+def test_bytes_may_move_only_after_the_forward(engine: FakeEngine, worker: WorkerHalf) -> None:
+    metadata = P2pConnectorMetadata(sends=[SendStep(party(), blocks(0, 7), 64)])
+    worker.withdraw(metadata)
+    worker.start_step(metadata)
+    assert [item.ready for item in engine.sent] == [False]
+    worker.finish_step()
+    assert [item.ready for item in engine.sent] == [True]
+
+
+def test_put_waits_and_gives_up_at_its_deadline(
+    engine: FakeEngine, worker: WorkerHalf, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", logger="p2p_engine")
+    put = party(mode=SendMode.PUT)
+    metadata = P2pConnectorMetadata(sends=[SendStep(put, blocks(0, 7), 100)])
+    worker.start_step(metadata)
+    waiting = threading.Thread(target=worker.finish_step)
+    waiting.start()
+    release(engine.sent[0].transfer)
+    waiting.join(10)
+    assert not waiting.is_alive()
+    run(worker, sends=[SendStep(replace(put, request_id="late"), blocks(0, 7), 100)])
+    assert "PUT is not over at its deadline" in caplog.text
+
+
+def test_get_holds_the_whole_prompt_once(engine: FakeEngine, worker: WorkerHalf) -> None:
+    get = party(mode=SendMode.GET)
+    for num_computed in (48, 96, 100):
+        run(worker, sends=[SendStep(get, blocks(0, 7), num_computed)])
+    assert [(item.peer, item.blocks) for item in engine.sent] == [(None, list(range(7)))]
+
+
+def test_held_blocks_are_reported_once_when_all_have_left(
+    engine: FakeEngine, worker: WorkerHalf
+) -> None:
+    run(worker, sends=[SendStep(party(), blocks(0, 7), 48)])
+    run(worker, sends=[SendStep(party(), blocks(0, 7), 100)])
+    first, second = (item.transfer for item in engine.sent)
+    assert (
+        run(worker, ended_sends=[EndedSend(party(), None, is_held=True)]).finished_sending == set()
+    )
+    release(second)
+    assert run(worker).finished_sending == set()
+    release(first)
+    assert run(worker).finished_sending == {"r"}
+    end(first)
+    end(second)
+    assert run(worker).finished_sending == set()
+    assert not engine.abandoned
+
+
+def test_a_held_request_that_sent_nothing_is_reported_too(worker: WorkerHalf) -> None:
+    assert run(worker, ended_sends=[EndedSend(party(), "gone", is_held=True)]).finished_sending == {
+        "r"
+    }
+    assert (
+        run(worker, ended_sends=[EndedSend(party(), "gone", is_held=False)]).finished_sending
+        == set()
+    )
+
+
+def test_an_aborted_request_is_withdrawn_and_its_peer_told(
+    engine: FakeEngine, worker: WorkerHalf
+) -> None:
+    run(worker, sends=[SendStep(party(), blocks(0, 7), 48)])
+    assert (
+        run(worker, ended_sends=[EndedSend(party(), "aborted", is_held=True)]).finished_sending
+        == set()
+    )
+    assert engine.cancelled == [engine.sent[0].transfer]
+    assert engine.abandoned == [("t-r", PeerAddress("h:1", RANK), "aborted")]
+    end(engine.sent[0].transfer, TransferCancelled("x"))
+    assert run(worker).finished_sending == {"r"}
+
+
+def test_without_an_address_whoever_asks_for_it_is_told(
+    engine: FakeEngine, worker: WorkerHalf
+) -> None:
+    get = party(mode=SendMode.GET, peer=None)
+    run(worker, ended_sends=[EndedSend(get, "aborted", is_held=False)])
+    assert engine.abandoned == [("t-r", None, "aborted")]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"),
+    [(TransferTimeout("late"), True), (TransferRejected("no"), False), (PeerLost("gone"), False)],
+)
+def test_after_a_failed_chunk_nothing_more_leaves(
+    engine: FakeEngine, worker: WorkerHalf, error: P2pError, is_told: bool
+) -> None:
+    run(worker, sends=[SendStep(party(), blocks(0, 7), 48)])
+    end(engine.sent[0].transfer, error)
+    run(worker, sends=[SendStep(party(), blocks(0, 7), 96)])
+    run(worker, sends=[SendStep(party(), blocks(0, 7), 100)])
+    assert len(engine.sent) == 1
+    assert len(engine.abandoned) == is_told
+    assert run(worker, ended_sends=[EndedSend(party(), None, is_held=True)]).finished_sending == {
+        "r"
+    }
+    assert len(engine.abandoned) == is_told
+
+
+def test_preempted_blocks_are_withdrawn_before_the_step_and_sent_again(
+    engine: FakeEngine, worker: WorkerHalf
+) -> None:
+    for num_computed in (32, 64, 96):
+        run(worker, sends=[SendStep(party(), blocks(0, 7), num_computed)])
+    first, second, third = (item.transfer for item in engine.sent)
+    end(first)
+    release(third)  # left, but not all before it did
+    engine.on_cancel = lambda transfer: end(transfer, TransferCancelled("preempted"))
+    worker.withdraw(P2pConnectorMetadata(preempted=["r"]))
+    assert engine.cancelled == [second]
+    assert second.released
+    run(worker, sends=[SendStep(party(), blocks(20, 7), 100)])
+    assert engine.sent[-1].blocks == list(range(22, 27))
+    assert not engine.abandoned
+
+
+def test_blocks_that_cannot_be_withdrawn_in_time_are_given_up(
+    engine: FakeEngine, worker: WorkerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be torn: nobody must take them for the request's KV."""
+    monkeypatch.setattr("p2p_engine.connector.sends.WITHDRAW_SECONDS", 0.01)
+    run(worker, sends=[SendStep(party(), blocks(0, 7), 48)])
+    worker.withdraw(P2pConnectorMetadata(preempted=["r"]))
+    assert [name for name, _, _ in engine.abandoned] == ["t-r"]
+    run(worker, sends=[SendStep(party(), blocks(0, 7), 100)])
+    assert len(engine.sent) == 1
+
+
+def test_a_refused_send_costs_that_request_only(engine: FakeEngine, worker: WorkerHalf) -> None:
+    engine.refusal = TransferError("held already")
+    for mode in (SendMode.GET, SendMode.PUT_ASYNC):
+        refused = party(mode.value, mode=mode)
+        run(worker, sends=[SendStep(refused, blocks(0, 7), 100)])
+        ended = EndedSend(refused, None, is_held=True)
+        assert run(worker, ended_sends=[ended]).finished_sending == {mode.value}
+
+
+# Loads
+
+
+def load(name: str = "r", first_block: int = 0, num_tokens: int = 100) -> Load:
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    return Load(
+        party(name, num_tokens), first_block, blocks(30 + first_block, num_blocks - first_block)
+    )
+
+
+def test_a_load_is_reported_once_when_it_is_done(engine: FakeEngine, worker: WorkerHalf) -> None:
+    assert run(worker, loads=[load(first_block=2)]).finished_recving == set()
+    _, transfer, settings = engine.received["t-r"]
+    assert settings == {"binding": b"r", "peer": PeerAddress("h:1", RANK), "pull": False}
+    release(transfer)
+    assert run(worker).finished_recving == set()
+    end(transfer)
+    results = run(worker)
+    assert (results.finished_recving, results.failed_recving) == ({"r"}, set())
+    assert not results.invalid_block_ids
+    assert run(worker).finished_recving == set()
+
+
+@pytest.mark.parametrize("first_block", [0, 2])
+@pytest.mark.parametrize("landed", [(), (2, 3), (0, 3)])
+@pytest.mark.parametrize("can_fail_requests", [True, False])
+def test_a_failed_load_names_what_is_missing(
+    engine: FakeEngine, first_block: int, landed: tuple[int, ...], can_fail_requests: bool
+) -> None:
+    """A good prefix survives; without one the request fails as a whole, where vLLM knows that."""
+    worker = make_worker(engine, can_fail_requests=can_fail_requests)
+    run(worker, loads=[load(first_block=first_block)])
+    sink, transfer, _ = engine.received["t-r"]
+    for block in landed:
+        if block >= first_block:
+            sink.landed(block, 1)
+    end(transfer, TransferTimeout("late"))
+    results = run(worker)
+    assert results.finished_recving == {"r"}
+    if can_fail_requests and first_block == 0 and 0 not in landed:
+        assert (results.failed_recving, results.invalid_block_ids) == ({"r"}, set())
+    else:
+        missing = {30 + block for block in range(first_block, 7) if block not in landed}
+        assert (results.failed_recving, results.invalid_block_ids) == (set(), missing)
+
+
+def test_a_load_that_failed_with_all_blocks_in_place_is_not_trusted(
+    engine: FakeEngine, worker: WorkerHalf
+) -> None:
+    run(worker, loads=[load()])
+    sink, transfer, _ = engine.received["t-r"]
+    sink.landed(0, 7)
+    end(transfer, TransferRejected("torn"))
+    assert run(worker).failed_recving == {"r"}
+
+
+def test_a_refused_load_fails_at_once(engine: FakeEngine, worker: WorkerHalf) -> None:
+    engine.refusal = TransferError("being received already")
+    results = run(worker, loads=[load()])
+    assert (results.finished_recving, results.failed_recving) == ({"r"}, {"r"})
+
+
+def test_a_cancelled_load_is_reported_only_when_nothing_can_land_any_more(
+    engine: FakeEngine, worker: WorkerHalf
+) -> None:
+    run(worker, loads=[load()])
+    _, transfer, _ = engine.received["t-r"]
+    assert run(worker, cancelled_loads=["r"]).finished_recving == set()
+    assert engine.cancelled == [transfer]
+    assert run(worker).finished_recving == set()
+    end(transfer, TransferCancelled("x"))
+    results = run(worker)
+    assert (results.finished_recving, results.failed_recving) == ({"r"}, set())
+    assert not results.invalid_block_ids
+
+
+def test_ordered_and_cancelled_in_one_step(engine: FakeEngine, worker: WorkerHalf) -> None:
+    """vLLM 0.33 may tell of a load when its request has ended already."""
+    engine.on_cancel = lambda transfer: end(transfer, TransferCancelled("x"))
+    assert run(worker, loads=[load()], cancelled_loads=["r"]).finished_recving == {"r"}
+
+
+def test_a_cancellation_that_crosses_the_report_is_ignored(
+    engine: FakeEngine, worker: WorkerHalf
+) -> None:
+    run(worker, loads=[load()])
+    end(engine.received["t-r"][1])
+    assert run(worker).finished_recving == {"r"}
+    assert run(worker, cancelled_loads=["r", "never-heard-of"]).finished_recving == set()
+
+
+def test_unwanted_and_reset(engine: FakeEngine, worker: WorkerHalf) -> None:
+    unwanted = [party("a", mode=SendMode.GET), party("b", peer=None)]
+    run(worker, unwanted=unwanted, drops_landed=True)
+    assert engine.discarded == [
+        ("t-a", {"binding": b"a", "peer": PeerAddress("h:1", RANK), "pull": True}),
+        ("t-b", {"binding": b"b", "peer": None, "pull": False}),
+    ]
+    assert engine.num_dropped == 1
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["load", "cancel", "send", "end", "release", "done", "fail", "preempt"]),
+        st.integers(0, 4),
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(EVENTS)
+def test_each_id_is_reported_exactly_once_in_any_order(events: list[tuple[str, int]]) -> None:
+    """What vLLM asserts: no unknown id, none twice, none while its blocks may be touched."""
+    engine = FakeEngine()
+    engine.on_cancel = lambda transfer: None if transfer.released else release(transfer)
+    worker = make_worker(engine)
+    owed_sends, owed_loads = set[str](), set[str]()
+    sending, number = set[str](), 0
+    for event, which in events:
+        orders: dict[str, Any] = {}
+        if event == "load":
+            number += 1
+            orders["loads"] = [load(f"l{number}")]
+            owed_loads.add(f"l{number}")
+        elif event == "cancel" and owed_loads:
+            orders["cancelled_loads"] = [sorted(owed_loads)[which % len(owed_loads)]]
+        elif event == "send":
+            number += 1
+            sending.add(f"s{number}")
+            orders["sends"] = [SendStep(party(f"s{number}"), blocks(0, 7), 20 * (which + 1))]
+        elif event == "end" and sending:
+            name = sorted(sending)[which % len(sending)]
+            sending.remove(name)
+            owed_sends.add(name)
+            failure = "aborted" if which == 0 else None
+            orders["ended_sends"] = [EndedSend(party(name), failure, is_held=True)]
+        elif event == "preempt" and sending:
+            orders["preempted"] = [sorted(sending)[which % len(sending)]]
+        else:
+            _finish_some(engine, event, which)
+        _collect(run(worker, **orders), owed_sends, owed_loads)
+    for transfer in _transfers(engine):
+        end(transfer)
+    _collect(run(worker), owed_sends, owed_loads)
+    assert (owed_sends, owed_loads) == (set(), set())
+
+
+def _transfers(engine: FakeEngine) -> list[Transfer]:
+    received = [transfer for _, transfer, _ in engine.received.values()]
+    return [item.transfer for item in engine.sent] + received
+
+
+def _finish_some(engine: FakeEngine, event: str, which: int) -> None:
+    for transfer in _transfers(engine)[which::3]:
+        if event == "release":
+            release(transfer)
+        else:
+            end(transfer, TransferTimeout("late") if event == "fail" else None)
+
+
+def _collect(results: Any, owed_sends: set[str], owed_loads: set[str]) -> None:
+    for reported, owed in (
+        (results.finished_sending, owed_sends),
+        (results.finished_recving, owed_loads),
+    ):
+        assert reported <= owed
+        owed -= reported
+    assert results.failed_recving <= results.finished_recving

@@ -1,0 +1,154 @@
+"""ControlPlane: frames there and back, whatever the callbacks do, and an end that is bounded."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from p2p_engine.control import ControlPlane, Route, join_address, split_address
+from p2p_engine.errors import ConfigError
+from p2p_engine.messages import MAX_FRAME_BYTES
+from tests.support import eventually
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class Party:
+    """A control plane that keeps what it hears; a frame b"raise" is one that it chokes on."""
+
+    def __init__(self, ports: range = range(1)) -> None:
+        self.heard: list[tuple[Route, bytes]] = []
+        self.control = ControlPlane(
+            "127.0.0.1", ports, on_frame=self._hear, on_tick=lambda now: None, name="p2p-test"
+        )
+        self.control.start()
+
+    def _hear(self, route: Route, frame: bytes) -> None:
+        self.heard.append((route, frame))
+        if frame == b"raise":
+            raise RuntimeError("a bug")
+
+
+@pytest.fixture
+def parties() -> Iterator[tuple[Party, Party]]:
+    made = Party(), Party()
+    yield made
+    for party in made:
+        party.control.close(5)
+
+
+def test_frames_there_and_back(parties: tuple[Party, Party]) -> None:
+    one, other = parties
+    for number in range(100):
+        one.control.send(Route(other.control.address), b"%d" % number)
+    eventually(lambda: len(other.heard) == 100)
+    assert [frame for _, frame in other.heard] == [b"%d" % number for number in range(100)]
+    other.control.send(other.heard[0][0], b"answer")
+    eventually(lambda: one.heard)
+    assert one.heard == [(Route(other.control.address), b"answer")]
+
+
+def test_exception_in_a_callback_is_counted_and_survived(parties: tuple[Party, Party]) -> None:
+    one, other = parties
+    one.control.call_soon(lambda: 1 // 0)  # type: ignore[arg-type]
+    one.control.send(Route(other.control.address), b"raise")
+    one.control.send(Route(other.control.address), b"after")
+    eventually(lambda: len(other.heard) == 2)
+    assert (one.control.errors, other.control.errors) == (1, 1)
+    assert other.control.alive
+
+
+def test_hang_up_then_dial_again(parties: tuple[Party, Party]) -> None:
+    one, other = parties
+    for frame in (b"a", b"b"):
+        one.control.send(Route(other.control.address), frame)
+        eventually(lambda f=frame: other.heard and other.heard[-1][1] == f)  # type: ignore[misc]
+        one.control.hang_up(other.control.address)
+
+
+def test_frame_that_is_too_long_does_not_arrive(parties: tuple[Party, Party]) -> None:
+    """It costs its connection; what is said again afterwards gets through."""
+    one, other = parties
+    one.control.send(Route(other.control.address), bytes(MAX_FRAME_BYTES + 1))
+
+    def say_again() -> bool:
+        one.control.send(Route(other.control.address), bytes(MAX_FRAME_BYTES))
+        return bool(other.heard)
+
+    eventually(say_again)
+    assert {len(frame) for _, frame in other.heard} == {MAX_FRAME_BYTES}
+
+
+@pytest.mark.parametrize("address", ["a b:1", "", "*:5", "127.0.0.1:x"])
+def test_address_that_zmq_refuses_costs_a_frame(parties: tuple[Party, Party], address: str) -> None:
+    one, _ = parties
+    one.control.send(Route(address or " "), b"x")
+    eventually(lambda: one.control.dropped_frames == 1)
+    assert one.control.alive
+
+
+def test_answer_to_nobody_is_dropped(parties: tuple[Party, Party]) -> None:
+    one, _ = parties
+    one.control.send(Route(identity=b"nobody"), b"x")
+    eventually(lambda: one.control.dropped_frames == 1)
+
+
+def test_watched_descriptor_calls_back_in_the_control_thread(
+    parties: tuple[Party, Party],
+) -> None:
+    one, _ = parties
+    called = threading.Event()
+    fd = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def ready() -> None:
+        os.eventfd_read(fd)
+        called.set()
+
+    one.control.call_soon(lambda: one.control.watch(fd, ready))
+    os.eventfd_write(fd, 1)
+    assert called.wait(10)
+    done = threading.Event()
+    for _ in range(2):
+        one.control.call_soon(lambda: one.control.unwatch(fd))
+    one.control.call_soon(done.set)
+    assert done.wait(10)
+    os.close(fd)
+
+
+def test_calls_made_before_the_end_are_run() -> None:
+    party, ran = Party(), threading.Event()
+    party.control.call_soon(ran.set)
+    assert party.control.close(5)
+    assert ran.is_set()
+    assert party.control.close(5)
+    party.control.send(Route("127.0.0.1:1"), b"too late")
+
+
+def test_what_was_queued_leaves_before_the_end(parties: tuple[Party, Party]) -> None:
+    _, other = parties
+    leaving = Party()
+    leaving.control.send(Route(other.control.address), b"bye")
+    leaving.control.close(5, linger_seconds=5)
+    eventually(lambda: other.heard)
+
+
+def test_never_started_can_be_closed() -> None:
+    control = ControlPlane(
+        "127.0.0.1", range(1), on_frame=lambda r, f: None, on_tick=lambda now: None, name="x"
+    )
+    assert control.close(1)
+
+
+def test_ports_that_are_all_taken_are_named(parties: tuple[Party, Party]) -> None:
+    _, port = split_address(parties[0].control.address)
+    with pytest.raises(ConfigError, match=str(port)):
+        Party(range(port, port + 1))
+
+
+@pytest.mark.parametrize(("host", "text"), [("a", "a:1"), ("::1", "[::1]:1")])
+def test_addresses_are_joined_and_split(host: str, text: str) -> None:
+    assert join_address(host, 1) == text
+    assert split_address(text) == (host, 1)

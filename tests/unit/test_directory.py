@@ -1,0 +1,100 @@
+"""The directory: answers about ranks, heartbeats to the proxy, and leave-taking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+import pytest
+import zmq
+
+from p2p_engine.config import EngineConfig
+from p2p_engine.control import split_address
+from p2p_engine.directory import Directory, RankAddress
+from p2p_engine.errors import ConfigError
+from p2p_engine.messages import Location, Lookup, Ping, decode, encode
+from tests.support import eventually
+
+RANKS = [RankAddress(0, "10.0.0.1:1", 5), RankAddress(1, "10.0.0.2:2", 6)]
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class Proxy:
+    """The registration port of a proxy."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self.port = self._router.bind_to_random_port("tcp://127.0.0.1")
+
+    def hear(self) -> dict[str, Any]:
+        assert self._router.poll(10_000), "no heartbeat"
+        beat: dict[str, Any] = msgpack.unpackb(self._router.recv_multipart()[-1])
+        return beat
+
+    def close(self) -> None:
+        self._router.close(0)
+        self._context.term()
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    made = Proxy()
+    yield made
+    made.close()
+
+
+def ask(address: str, *frames: bytes) -> bytes:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(f"tcp://{address}")
+        for frame in frames:
+            dealer.send(frame)
+        assert dealer.poll(10_000), "no answer"
+        return dealer.recv()
+
+
+@pytest.mark.parametrize(
+    ("rank", "address"), [(0, "10.0.0.1:1"), (1, "10.0.0.2:2"), (2, ""), (1 << 31, "")]
+)
+def test_ranks_are_found(rank: int, address: str) -> None:
+    with Directory(EngineConfig(), RANKS, kv_port=0, role="D") as directory:
+        answer = decode(ask(directory.address, encode(Lookup(3, 0, rank))))
+    assert isinstance(answer, Location)
+    assert (answer.destination_epoch, answer.rank, answer.address) == (3, rank, address)
+    assert answer.num_ranks == 2
+
+
+def test_noise_is_counted_and_survived() -> None:
+    with Directory(EngineConfig(), RANKS, kv_port=0, role="D") as directory:
+        ask(directory.address, b"noise", encode(Ping(1, 2)), b"", encode(Lookup(3, 0, 0)))
+        eventually(lambda: directory.wrong_messages == 3)
+        assert directory.healthy
+    assert not directory.healthy
+
+
+@pytest.mark.parametrize("role", ["P", "D", "PD"])
+def test_heartbeats_and_leave(role: str, proxy: Proxy) -> None:
+    config = EngineConfig(proxy_ip="127.0.0.1", proxy_port=proxy.port, http_port=8000)
+    directory = Directory(config, RANKS, kv_port=0, role=role, model="m", tp_size=2)
+    beats = [proxy.hear() for _ in role]
+    assert [beat["type"] for beat in beats] == list(role)
+    for beat in beats:
+        assert beat["http_address"] == "127.0.0.1:8000"
+        assert beat["zmq_address"] == directory.address
+        assert (beat["protocol"], beat["model"], beat["tp_size"]) == (1, "m", 2)
+        assert "leaving" not in beat
+    directory.close()
+    directory.close()
+    left: set[str] = set()
+    while len(left) < len(role):
+        beat = proxy.hear()
+        left |= {beat["type"]} if beat.get("leaving") else set()
+
+
+def test_port_that_is_taken_is_named() -> None:
+    with Directory(EngineConfig(), RANKS, kv_port=0, role="D") as directory:
+        _, port = split_address(directory.address)
+        with pytest.raises(ConfigError, match=str(port)):
+            Directory(EngineConfig(), RANKS, kv_port=port, role="D")

@@ -1,0 +1,250 @@
+"""Links: from the first message to each kind of end, with a clock and a wire of the test's own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import pytest
+
+from p2p_engine.config import EngineConfig
+from p2p_engine.control import ControlPlane, Route
+from p2p_engine.errors import P2pError, PeerLost, PeerRefused, PeerUnreachable, TransportError
+from p2p_engine.messages import (
+    AnyMessage,
+    Bye,
+    Hello,
+    Location,
+    Lookup,
+    Ping,
+    Pong,
+    Refuse,
+    Welcome,
+    decode,
+)
+from p2p_engine.peers import Link, Links, LinkState, PeerAddress
+from p2p_engine.transports.base import Channel, Connected, Endpoint, Transport
+
+M = TypeVar("M")
+US, THEM, NEW = 1, 2, 3
+ADDRESS = "127.0.0.1:5"
+PEER = PeerAddress(ADDRESS)
+CONFIG = EngineConfig(connect_timeout_seconds=5, peer_timeout_seconds=8, retry_seconds=1)
+
+
+class FakeControl:
+    """Keeps what is sent; runs calls at once."""
+
+    address = "127.0.0.1:4"
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, AnyMessage]] = []
+        self.hung_up: list[str] = []
+
+    def send(self, route: Route, frame: bytes) -> None:
+        self.sent.append((route.address, decode(frame)))
+
+    def hang_up(self, address: str) -> None:
+        self.hung_up.append(address)
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        call()
+
+
+class FakeTransport:
+    """Connects when the test says so."""
+
+    receiver_writes = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.dialled: list[tuple[Endpoint, Connected]] = []
+
+    def connect(self, endpoint: Endpoint, connected: Connected) -> None:
+        self.dialled.append((endpoint, connected))
+
+
+class FakeChannel:
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Scene:
+    """One Links and everything around it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.control = FakeControl()
+        self.transports = [FakeTransport("shm"), FakeTransport("tcp")]
+        self.events: list[str] = []
+        self.links = Links(
+            CONFIG, cast("ControlPlane", self.control), US, None,
+            cast("list[Transport]", self.transports), lock=threading.RLock(),
+            clock=lambda: self.now, on_ready=lambda link: self.events.append("ready"),
+            on_channel=lambda link: self.events.append("channel"),
+            on_closed=lambda link: self.events.append("closed"),
+        )  # fmt: skip
+
+    def hear(self, message: AnyMessage, address: str = ADDRESS) -> Link | None:
+        return self.links.on_message(Route(address), message)
+
+    def last(self, kind: type[M]) -> M:
+        message = self.control.sent[-1][1]
+        assert isinstance(message, kind)
+        return message
+
+    def welcomed(self, *, data: bool = True) -> Link:
+        link = self.links.get(PEER, data=data)
+        self.hear(Welcome(THEM, US, 1, {"shm": {"a": "1"}, "tcp": {"b": "2"}}))
+        return link
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.links.tick(self.now)
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def ended_with(link: Link, error: type[P2pError], words: str) -> None:
+    assert link.state is LinkState.CLOSED
+    assert isinstance(link.error, error)
+    assert words in str(link.error)
+
+
+@pytest.mark.parametrize(
+    "address", ["", ":1", "a", "a:", "a:0", "a:65536", "a:-1", "a:1x", "a:\u0661x"]
+)
+def test_address_that_cannot_be_dialled(scene: Scene, address: str) -> None:
+    with pytest.raises(PeerUnreachable):
+        scene.links.get(PeerAddress(address), data=False)
+    assert scene.links.count() == {}
+
+
+def test_hello_is_repeated_until_welcomed(scene: Scene) -> None:
+    scene.links.get(PEER, data=False)
+    assert scene.last(Hello).address == scene.control.address
+    scene.pass_time(1.0)
+    assert len(scene.control.sent) == 2
+    scene.hear(Welcome(THEM, US, 1, {}))
+    assert scene.events == ["ready"]
+    assert scene.links.count() == {"ready": 1}
+
+
+def test_one_link_for_each_target(scene: Scene) -> None:
+    assert scene.links.get(PEER, data=False) is scene.links.get(PEER, data=True)
+
+
+def test_nobody_answers(scene: Scene) -> None:
+    link = scene.links.get(PEER, data=False)
+    scene.pass_time(5.0)
+    ended_with(link, PeerUnreachable, "GREETING")
+    assert scene.control.hung_up == [ADDRESS]
+    assert scene.links.get(PEER, data=False) is not link
+
+
+def test_refusal(scene: Scene) -> None:
+    link = scene.links.get(PEER, data=False)
+    scene.hear(Refuse(THEM, US, 1, "dtype: 'a' here, 'b' there"))
+    ended_with(link, PeerRefused, "dtype")
+
+
+def test_transports_are_tried_in_order(scene: Scene) -> None:
+    link = scene.welcomed()
+    shm, tcp = scene.transports
+    assert [endpoint for endpoint, _ in shm.dialled] == [{"a": "1"}]
+    shm.dialled[0][1](TransportError("another host"))
+    assert [endpoint for endpoint, _ in tcp.dialled] == [{"b": "2"}]
+    tcp.dialled[0][1](cast("Channel", FakeChannel()))
+    assert link.transport is cast("Transport", tcp)
+    assert scene.events == ["ready", "channel"]
+
+
+def test_no_transport_works(scene: Scene) -> None:
+    link = scene.welcomed()
+    for transport in scene.transports:
+        transport.dialled[0][1](TransportError("it rains"))
+    ended_with(link, PeerRefused, "it rains")
+
+
+def test_data_connection_that_is_never_answered(scene: Scene) -> None:
+    link = scene.welcomed()
+    scene.pass_time(5.0)
+    ended_with(link, PeerUnreachable, "CONNECTING")
+    late = FakeChannel()
+    scene.transports[0].dialled[0][1](cast("Channel", late))
+    assert late.closed
+
+
+def test_channel_is_made_when_data_is_first_asked_for(scene: Scene) -> None:
+    scene.welcomed(data=False)
+    assert not scene.transports[0].dialled
+    scene.links.get(PEER, data=True)
+    scene.links.get(PEER, data=True)
+    assert len(scene.transports[0].dialled) == 1
+
+
+def test_silence_ends_a_link(scene: Scene) -> None:
+    link = scene.welcomed(data=False)
+    for _ in range(10):
+        scene.pass_time(2.0)
+        scene.last(Ping)
+        scene.hear(Pong(THEM, US))
+    scene.pass_time(8.0)
+    ended_with(link, PeerLost, "silent for 8.0 s")
+
+
+@pytest.mark.parametrize("message", [Pong(NEW, US), Welcome(NEW, US, 1, {})])
+def test_answer_of_a_newer_engine_ends_a_link(scene: Scene, message: AnyMessage) -> None:
+    link = scene.welcomed(data=False)
+    assert scene.hear(message) is None
+    ended_with(link, PeerLost, "restarted")
+
+
+def test_bye_ends_a_link_and_its_channel(scene: Scene) -> None:
+    link, channel = scene.welcomed(), FakeChannel()
+    scene.transports[0].dialled[0][1](cast("Channel", channel))
+    scene.hear(Bye(THEM, US))
+    ended_with(link, PeerLost, "closing")
+    assert channel.closed
+
+
+@pytest.mark.parametrize("message", [Bye(NEW, US), Bye(0, US)])
+def test_bye_of_a_stranger_is_ignored(scene: Scene, message: AnyMessage) -> None:
+    link = scene.welcomed(data=False)
+    assert scene.hear(message) is None
+    assert link.ready
+
+
+def test_close_says_bye_after_the_channel_is_joined(scene: Scene) -> None:
+    link, channel = scene.welcomed(), FakeChannel()
+    scene.transports[0].dialled[0][1](cast("Channel", channel))
+    scene.links.close(PeerLost("the end"))
+    assert channel.closed
+    assert scene.last(Bye).destination_epoch == THEM
+    assert link.state is LinkState.CLOSED
+    assert scene.events.count("closed") == 1
+
+
+def test_rank_is_looked_up(scene: Scene) -> None:
+    link = scene.links.get(PeerAddress(ADDRESS, 3), data=False)
+    assert scene.last(Lookup).rank == 3
+    scene.hear(Location(9, US, 2, "127.0.0.1:7", 4))  # the answer to another question
+    assert link.state is LinkState.LOCATING
+    scene.hear(Location(9, US, 3, "127.0.0.1:6", 4))
+    assert scene.control.sent[-1][0] == "127.0.0.1:6"
+    scene.hear(Welcome(THEM, US, 1, {}), "127.0.0.1:6")
+    assert link.ready
+
+
+@pytest.mark.parametrize("address", ["", "nowhere", "host:99999"])
+def test_location_that_is_none(scene: Scene, address: str) -> None:
+    link = scene.links.get(PeerAddress(ADDRESS, 3), data=False)
+    scene.hear(Location(9, US, 3, address, 2))
+    assert link.state is LinkState.CLOSED
+    assert isinstance(link.error, PeerRefused | PeerUnreachable)

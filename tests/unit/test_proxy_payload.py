@@ -1,0 +1,159 @@
+"""The bodies of both legs, for any request: what vLLM's `json.loads` makes of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2p_engine.request_ids import ProxyId, parse_proxy_id
+from proxy import payload
+from proxy.errors import ProxyError
+
+PROXY_ID = ProxyId("10.0.0.1:21001", "[fe80::2]:22001", "0123456789abcdef" * 2)
+PARAMS = {"do_remote_prefill": True, "remote_host": "h"}
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc"), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+names = st.sampled_from(
+    ["model", "prompt", "max_tokens", "max_completion_tokens", "min_tokens", "n", "stream",
+     "stream_options", "kv_transfer_params", "seed", "é", 'quo"te'],
+)  # fmt: skip
+requests = st.dictionaries(names, values, max_size=8)
+spaces = st.sampled_from(["", " ", "\n\t \r"])
+
+
+@settings(deadline=None)
+@given(requests, spaces, st.booleans())
+def test_decode_gets_the_clients_request_and_our_parameters(
+    asked: dict[str, Any], space: str, is_ascii: bool
+) -> None:
+    body = (space + json.dumps(asked, ensure_ascii=is_ascii) + space).encode()
+    sent = payload.decode_body(body, payload.parse_fields(body), PARAMS)
+    assert json.loads(sent) == {**asked, "kv_transfer_params": PARAMS}
+    if "kv_transfer_params" not in asked:
+        own = body.rstrip()[:-1]
+        assert sent.startswith(own)  # the very same bytes
+
+
+@settings(deadline=None)
+@given(requests)
+def test_old_instances_get_the_clients_request_alone(asked: dict[str, Any]) -> None:
+    body = json.dumps(asked).encode()
+    fields = payload.parse_fields(body)
+    asked.pop("kv_transfer_params", None)
+    assert json.loads(payload.decode_body(body, fields, None)) == asked
+
+
+@settings(deadline=None)
+@given(requests)
+def test_prefill_is_asked_for_one_token(asked: dict[str, Any]) -> None:
+    fields = payload.parse_fields(json.dumps(asked).encode())
+    expected = {**asked, "max_tokens": 1, "stream": False, "kv_transfer_params": PARAMS}
+    if "max_completion_tokens" in asked:
+        expected["max_completion_tokens"] = 1
+    for name in ("min_tokens", "stream_options"):
+        expected.pop(name, None)
+    assert json.loads(payload.prefill_body(fields, PARAMS)) == expected
+    del expected["kv_transfer_params"]
+    assert json.loads(payload.prefill_body(fields, None)) == expected
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"kv_transfer_params": {"remote_host": "evil"}, "a": 1, "kv_transfer_params": 2}',
+        b'{"a": 1, "kv\\u005ftransfer_params": {"remote_host": "evil"}}',
+    ],
+)
+def test_no_spelling_brings_a_clients_parameters_through(body: bytes) -> None:
+    fields = payload.parse_fields(body)
+    for sent in (
+        payload.prefill_body(fields, PARAMS),
+        payload.decode_body(body, fields, PARAMS),
+        payload.decode_body(body, fields, None),
+    ):
+        assert b"evil" not in sent
+        assert json.loads(sent)["a"] == 1
+
+
+def test_of_duplicate_keys_both_legs_take_the_last() -> None:
+    body = b'{"prompt": "first", "n": 1, "prompt": "last"}'
+    fields = payload.parse_fields(body)
+    assert json.loads(payload.prefill_body(fields, None))["prompt"] == "last"
+    assert json.loads(payload.decode_body(body, fields, PARAMS))["prompt"] == "last"
+
+
+def test_numbers_pass_as_they_were_written() -> None:
+    body = b'{"seed": 123456789012345678901234567890, "temperature": 0.10000000000000000001}'
+    sent = payload.prefill_body(payload.parse_fields(body), None)
+    assert b"123456789012345678901234567890" in sent
+    assert b"0.10000000000000000001" in sent
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[1]", b"1", b"null", b"{", b"{}}", b'{"a" 1}', b'{"a":' * 100_000]
+)
+def test_what_is_no_object_is_a_400(body: bytes) -> None:
+    with pytest.raises(ProxyError) as caught:
+        payload.parse_fields(body)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    ("body", "is_stream", "model"),
+    [
+        (b"{}", False, None),
+        (b'{"stream": true, "model": "m"}', True, "m"),
+        (b'{"stream": false, "model": 3}', False, None),
+        (b'{"stream":null,"model":null}', False, None),
+        (b'{"stream": "true", "model": ["m"]}', False, None),
+        (b'{"model": "\\u00e9"}', False, "é"),
+    ],
+)
+def test_the_proxy_reads_two_fields(body: bytes, is_stream: bool, model: str | None) -> None:
+    fields = payload.parse_fields(body)
+    assert (payload.is_stream(fields), payload.model_of(fields)) == (is_stream, model)
+
+
+def test_each_leg_learns_where_the_other_is() -> None:
+    first = payload.prefill_params(PROXY_ID)
+    assert (first["remote_host"], first["remote_port"]) == ("fe80::2", 22001)
+    assert (first["do_remote_decode"], first["do_remote_prefill"]) == (True, False)
+    second = payload.decode_params(PROXY_ID, {})
+    assert (second["remote_host"], second["remote_port"]) == ("10.0.0.1", 21001)
+    assert (second["do_remote_decode"], second["do_remote_prefill"]) == (False, True)
+    assert first["transfer_id"] == second["transfer_id"] == PROXY_ID.transfer_id
+    assert parse_proxy_id(str(PROXY_ID)) == PROXY_ID
+
+
+def test_what_prefill_answers_wins() -> None:
+    answer = b'{"choices": [{}], "kv_transfer_params": {"remote_port": 7, "new": [1]}, "x": 1}'
+    params = payload.decode_params(PROXY_ID, payload.answered_params(answer))
+    sent = json.loads(msgspec.json.encode(params))
+    assert (sent["remote_port"], sent["new"], sent["remote_host"]) == (7, [1], "10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    "answer", [b'{"choices": [1]}', b'{"choices":[1],"kv_transfer_params":null}']
+)
+def test_a_prefill_may_answer_no_parameters(answer: bytes) -> None:
+    assert payload.answered_params(answer) == {}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"ok", b"[]", b"{}", b'{"choices": []}', b'{"choices": [1], "kv_transfer_params": [1]}',
+     b'{"choices": [' + b"[" * 100_000],
+)  # fmt: skip
+def test_what_is_no_completion_is_no_prefill(answer: bytes) -> None:
+    with pytest.raises(ValueError, match="no completion"):
+        payload.answered_params(answer)

@@ -1,0 +1,179 @@
+"""Choice of a pair: least loaded, of one kind, of one model, of two instances."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from p2p_engine.messages import Heartbeat
+from proxy.registry import Instance, Registry, Role
+from proxy.routing import NoInstance, choose_pair
+from tests.support import SeededRandom
+
+NOW = 1.0
+
+
+class Fleet:
+    """Instances that are ready, named by the order of their making."""
+
+    def __init__(self) -> None:
+        self.registry = Registry()
+
+    def add(self, kind: str, *, protocol: int | None = 1, **more: Any) -> Instance:
+        port = 1000 + len(self.registry.instances())
+        heartbeat = Heartbeat(kind, f"h:{port}", f"z:{port}", protocol=protocol, **more)
+        instance, _ = self.registry.observe(heartbeat, NOW)
+        instance.record_answer(200)
+        return instance
+
+    def choose(self, model: str | None = None) -> tuple[Instance, Instance]:
+        pair = choose_pair(self.registry.instances(), model, NOW)
+        return pair.prefill, pair.decode
+
+    def missing(self, model: str | None = None) -> list[Role]:
+        with pytest.raises(NoInstance) as caught:
+            self.choose(model)
+        assert all(role.label in str(caught.value) for role in caught.value.missing)
+        return caught.value.missing
+
+
+def test_the_least_loaded_of_each_role_is_chosen() -> None:
+    fleet = Fleet()
+    prefills = [fleet.add("P") for _ in range(3)]
+    decodes = [fleet.add("D") for _ in range(3)]
+    for instance, load in zip(prefills + decodes, [2, 1, 3, 1, 2, 0], strict=True):
+        for _ in range(load):
+            fleet.registry.take_leg(instance, Role.DECODE)
+    assert fleet.choose() == (prefills[1], decodes[2])
+
+
+def test_equal_loads_take_turns() -> None:
+    fleet = Fleet()
+    for kind in "PPPDD":
+        fleet.add(kind)
+    chosen: Counter[Instance] = Counter()
+    for _ in range(12):
+        for instance, role in zip(fleet.choose(), Role, strict=True):
+            fleet.registry.take_leg(instance, role).release()
+            chosen[instance] += 1
+    assert sorted(chosen.values()) == [4, 4, 4, 6, 6]
+
+
+def test_every_prefill_meets_every_decode() -> None:
+    """Two of each must not end up as two fixed pairs."""
+    fleet = Fleet()
+    for kind in "PPDDD":
+        fleet.add(kind)
+    pairs = set()
+    for _ in range(12):
+        pairs.add(fleet.choose())
+        for instance, role in zip(fleet.choose(), Role, strict=True):
+            fleet.registry.take_leg(instance, role).release()
+    assert len(pairs) == 6
+
+
+def test_one_who_joins_late_is_not_flooded() -> None:
+    fleet = Fleet()
+    fleet.add("P")
+    old = fleet.add("D")
+    for _ in range(100):
+        fleet.registry.take_leg(old, Role.DECODE).release()
+    new = fleet.add("D")
+    chosen = []
+    for _ in range(10):
+        _, decode = fleet.choose()
+        fleet.registry.take_leg(decode, Role.DECODE).release()
+        chosen.append(decode)
+    assert chosen.count(new) == chosen.count(old) == 5
+
+
+def test_instances_of_both_roles_share_the_decodes() -> None:
+    fleet = Fleet()
+    both = [fleet.add("PD") for _ in range(2)]
+    for _ in range(10):
+        prefill, decode = fleet.choose()
+        assert prefill is not decode
+        fleet.registry.take_leg(decode, Role.DECODE)
+    assert [instance.load for instance in both] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "missing"),
+    [
+        ("", [Role.PREFILL, Role.DECODE]),
+        ("P", [Role.DECODE]),
+        ("DD", [Role.PREFILL]),
+        (["PD"], [Role.DECODE]),
+    ],
+)
+def test_the_missing_role_is_named(kinds: str, missing: list[Role]) -> None:
+    fleet = Fleet()
+    for kind in kinds:
+        fleet.add(kind)
+    assert fleet.missing() == missing
+
+
+def test_the_silent_and_the_unready_are_missing() -> None:
+    fleet = Fleet()
+    fleet.add("P").expires.clear()
+    fleet.add("D").record_unreachable()
+    assert fleet.missing() == [Role.PREFILL, Role.DECODE]
+
+
+def test_ours_and_old_ones_are_never_paired() -> None:
+    fleet = Fleet()
+    ours = fleet.add("P")
+    fleet.add("D", protocol=None)
+    assert fleet.missing() == list(Role)
+    old = fleet.add("P", protocol=None)
+    old_pair = choose_pair(fleet.registry.instances(), None, NOW)
+    assert (old_pair.prefill, old_pair.is_old_wire) == (old, True)
+    decode = fleet.add("D")
+    fleet.registry.take_leg(old_pair.decode, Role.DECODE)
+    new_pair = choose_pair(fleet.registry.instances(), None, NOW)
+    assert (new_pair.prefill, new_pair.decode, new_pair.is_old_wire) == (ours, decode, False)
+
+
+def test_a_pair_has_one_model_and_it_is_the_one_asked_for() -> None:
+    fleet = Fleet()
+    pairs = {m: (fleet.add("P", model=m), fleet.add("D", model=m)) for m in ("a", "b")}
+    for model, pair in pairs.items():
+        for _ in range(5):
+            assert fleet.choose(model) == pair
+    assert fleet.choose("a LoRA adapter") in pairs.values()
+    assert fleet.choose(None) in pairs.values()
+
+
+def test_a_model_whose_decode_is_gone_is_not_served_by_another() -> None:
+    fleet = Fleet()
+    fleet.add("P", model="a")
+    fleet.add("P", model="b")
+    fleet.add("D", model="b")
+    assert fleet.missing("a") == [Role.DECODE]
+
+
+def test_any_fleet_gives_a_pair_that_fits_or_says_why_not(rng: SeededRandom) -> None:
+    for _ in range(300):
+        fleet = Fleet()
+        for _ in range(rng.randint(0, 8)):
+            protocol, model = rng.choice([None, 1]), rng.choice(["a", "b"])
+            instance = fleet.add(rng.choice(["P", "D", "PD"]), protocol=protocol, model=model)
+            if rng.random() < 0.2:
+                instance.record_unreachable()
+        instances = fleet.registry.instances()
+        fitting = [
+            (p, d)
+            for p in instances
+            for d in instances
+            if p is not d
+            and p.is_routable(Role.PREFILL, NOW)
+            and d.is_routable(Role.DECODE, NOW)
+            and p.identity.protocol == d.identity.protocol
+            and p.identity.model == d.identity.model
+        ]
+        if fitting:
+            assert fleet.choose() in fitting
+        else:
+            assert fleet.missing()

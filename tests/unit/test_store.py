@@ -1,0 +1,331 @@
+"""The store and its sender, step by step, in a world where every move is the test's choice."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from p2p_engine.errors import (
+    PeerLost,
+    TransferCancelled,
+    TransferError,
+    TransferRejected,
+    TransferTimeout,
+    TransferTooLarge,
+    TransportError,
+)
+from p2p_engine.landing import LandingState
+from p2p_engine.messages import Cancelled, TransferKey, decode
+from tests.simulation import MAX_BLOCKS, PEER, SETTINGS, World
+
+KEY = TransferKey("request-1")
+SETTINGS_OF_4_KIB = dataclasses.replace(SETTINGS, kv_buffer_size=4096)
+ALL = (0, MAX_BLOCKS)
+
+
+@pytest.fixture(params=[False, True], ids=["sender writes", "receiver writes"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Both kinds of transport."""
+    made = World(receiver_writes=request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def shm() -> Iterator[World]:
+    """The sender writes into the store's arena."""
+    made = World(receiver_writes=False)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def tcp() -> Iterator[World]:
+    """The receiver writes what comes on a stream."""
+    made = World(receiver_writes=True)
+    yield made
+    made.close()
+
+
+def converse(world: World, turns: int = 2) -> None:
+    """Connect, and deliver messages and their answers."""
+    world.connect()
+    for _ in range(turns):
+        world.deliver_all()
+
+
+def run_jobs(world: World) -> None:
+    """Let everything that moves come to its end."""
+    for job in list(world.jobs):
+        world.move(job, 1 << 20)
+    for epoch in list(world.channels):
+        world.move_stream(epoch)
+    world.drain()
+
+
+def sent_by_sender(world: World) -> list[object]:
+    return [decode(frame) for to, frame in world.network if to == "store"]
+
+
+def test_sender_first(world: World) -> None:
+    world.send(KEY, b"", *ALL, ready=True)
+    for _ in range(4):
+        converse(world)
+        run_jobs(world)
+    assert world.sendings[0].transfer.done
+    world.receive(KEY, b"", 0)
+    run_jobs(world)
+    assert world.receivings[0].transfer.error is None
+    assert world.receivings[0].is_right()
+    assert world.receivings[0].transfer.nbytes == world.sendings[0].transfer.nbytes
+
+
+def test_receiver_first(world: World) -> None:
+    world.receive(KEY, b"", 1)
+    world.send(KEY, b"", *ALL, ready=True)
+    world.settle()
+    assert world.receivings[0].transfer.error is None
+    assert world.receivings[0].is_right()
+
+
+def test_chunks_in_any_order(world: World) -> None:
+    world.send(KEY, b"", 2, 2, ready=True)
+    world.receive(KEY, b"", 0)
+    converse(world)
+    run_jobs(world)
+    assert not world.receivings[0].transfer.done
+    world.send(KEY, b"", 0, 2, ready=True)
+    world.settle()
+    assert world.receivings[0].is_right()
+
+
+def test_receiver_that_has_all_blocks_of_a_chunk_is_sent_no_byte(world: World) -> None:
+    world.receive(KEY, b"", 2)
+    world.send(KEY, b"", 0, 2, ready=True)
+    converse(world, 3)
+    assert world.sendings[0].transfer.released
+    assert world.sent.sent_bytes == 0
+    assert not world.receivings[0].transfer.done
+
+
+def test_no_bytes_move_before_ready(world: World) -> None:
+    world.receive(KEY, b"", 0)
+    world.send(KEY, b"", *ALL, ready=False)
+    converse(world, 4)
+    assert [job for job in world.jobs if job.kind == "write"] == []
+    world.mark_ready(world.sendings[0])
+    world.settle()
+    assert world.receivings[0].is_right()
+
+
+def test_full_store_denies_until_there_is_room(shm: World) -> None:
+    for name in ("a", "b", "c"):
+        shm.send(TransferKey(name), b"", 0, 2, ready=True)
+    converse(shm, 2)
+    assert len(shm.landings()) == 3  # two in the buffer, one in the pool
+    shm.send(KEY, b"", 0, 2, ready=True)
+    converse(shm, 2)
+    assert shm.sent.denied == 1
+    run_jobs(shm)
+    shm.advance(0)
+    converse(shm)
+    shm.store.drop_landed()
+    shm.advance(0.1)
+    shm.receive(KEY, b"", 0)
+    shm.send(KEY, b"", 2, 2, ready=True)
+    shm.settle()
+    assert shm.receivings[0].is_right()
+
+
+def test_chunk_that_can_never_fit_is_a_named_error() -> None:
+    small = World(receiver_writes=False, config=SETTINGS_OF_4_KIB)
+    small.send(KEY, b"", *ALL, ready=True)
+    converse(small, 3)
+    assert isinstance(small.sendings[0].transfer.error, TransferTooLarge)
+    small.close()
+
+
+def test_quarantine_ends_only_when_the_sender_is_proven_gone(shm: World) -> None:
+    """A sender that is stopped in the middle of a copy wakes up and writes on."""
+    shm.receive(KEY, b"", 0)
+    shm.send(KEY, b"", *ALL, ready=True)
+    converse(shm)
+    shm.move(shm.jobs[0], 512)
+    shm.forget_guest(shm.epoch)
+    assert isinstance(shm.receivings[0].transfer.error, PeerLost)
+    for _ in range(100):
+        shm.store.tick(shm.now)
+        shm.now += 10
+    assert [item.state for item in shm.landings()] == [LandingState.QUARANTINED]
+    assert shm.store.quarantined_bytes() == 6144
+    shm.move(shm.jobs[0], 512)  # into memory that is still nobody else's
+    shm.hung_up(shm.epoch)
+    shm.end_jobs(lambda job: True, "cancelled")
+    shm.store.tick(shm.now)
+    assert shm.landings() == []
+    assert sum(shm.store.live_bytes().values()) == 0
+
+
+def test_cancelled_is_said_only_after_the_last_byte(shm: World) -> None:
+    """A GRANT that is said twice must not be taken for one that came too late."""
+    shm.send(KEY, b"", *ALL, ready=True)
+    shm.connect()
+    shm.deliver(0)
+    shm.deliver(0, keep=True)  # the GRANT; a second copy stays on its way
+    shm.sendings[0].transfer.cancel()
+    converse(shm)
+    assert not any(isinstance(item, Cancelled) for item in sent_by_sender(shm))
+    assert len(shm.landings()) == 1
+    run_jobs(shm)
+    assert any(isinstance(item, Cancelled) for item in sent_by_sender(shm))
+    converse(shm)
+    assert shm.landings() == []
+
+
+def test_second_attempt_outlives_the_end_of_the_first(tcp: World) -> None:
+    """The first attempt's job is seen to have failed only after the second was granted."""
+    tcp.receive(KEY, b"", 0)
+    tcp.send(KEY, b"", *ALL, ready=True)
+    converse(tcp)
+    tcp.close_link(TransportError("the data connection broke"))
+    converse(tcp)  # granted again; the end of the first attempt's job was not drained yet
+    tcp.drain()
+    assert [landing.attempt for landing in tcp.landings()] == [1]
+    tcp.settle()
+    assert tcp.receivings[0].is_right()
+
+
+def test_broken_data_connections_are_not_tried_for_ever(world: World) -> None:
+    world.send(KEY, b"", *ALL, ready=False)
+    for _ in range(3):
+        converse(world)
+        world.close_link(TransportError("broken"))
+        world.drain()
+    assert isinstance(world.sendings[0].transfer.error, TransportError)
+
+
+def test_restarted_sender_ends_what_it_had_open(world: World) -> None:
+    world.receive(KEY, b"", 0)
+    world.send(KEY, b"", *ALL, ready=True)
+    converse(world)
+    world.restart_sender()
+    world.settle()
+    assert isinstance(world.receivings[0].transfer.error, PeerLost)
+    assert sum(world.store.live_bytes().values()) == 0
+
+
+def test_receive_after_a_failed_one_of_the_same_name(world: World) -> None:
+    world.receive(KEY, b"", 0)
+    world.receivings[0].transfer.cancel()
+    assert isinstance(world.receivings[0].transfer.error, TransferCancelled)
+    world.receive(KEY, b"", 0)
+    world.send(KEY, b"", *ALL, ready=True)
+    world.settle()
+    assert world.receivings[1].is_right()
+
+
+def test_same_content_is_received_once_at_a_time(world: World) -> None:
+    world.receive(KEY, b"", 0)
+    with pytest.raises(TransferError, match="already"):
+        world.receive(KEY, b"", 0)
+
+
+def test_orphan_ends_with_its_lease_and_says_so(world: World) -> None:
+    world.send(KEY, b"", *ALL, ready=True)
+    for _ in range(4):
+        converse(world)
+        run_jobs(world)
+        world.advance(0)
+    world.advance(SETTINGS.lease_seconds)
+    assert world.landings() == []
+    assert world.counters.expired == 1
+    with pytest.raises(TransferRejected, match="lease"):
+        world.receive(KEY, b"", 0)
+
+
+def test_overdue_receive_is_a_timeout_that_names_the_key(world: World) -> None:
+    world.receive(KEY, b"", 0)
+    world.advance(SETTINGS.transfer_timeout_seconds)
+    error = world.receivings[0].transfer.error
+    assert isinstance(error, TransferTimeout)
+    assert str(KEY) in str(error)
+
+
+def test_overdue_send_is_a_timeout_that_names_its_state(world: World) -> None:
+    world.send(KEY, b"", *ALL, ready=False)
+    converse(world)
+    world.advance(SETTINGS.transfer_timeout_seconds)
+    error = world.sendings[0].transfer.error
+    assert isinstance(error, TransferTimeout)
+    assert "GRANTED" in str(error)
+
+
+@pytest.mark.parametrize("sender_first", [True, False])
+def test_other_content_under_the_same_name_is_named(world: World, sender_first: bool) -> None:
+    """Long before the deadline, whoever came first."""
+    if sender_first:
+        world.send(KEY, b"theirs", *ALL, ready=True)
+        converse(world)
+        world.receive(KEY, b"ours", 0)
+    else:
+        world.receive(KEY, b"ours", 0)
+        world.send(KEY, b"theirs", *ALL, ready=True)
+        converse(world)
+    world.advance(1.5)
+    error = world.receivings[0].transfer.error
+    assert isinstance(error, TransferRejected)
+    assert "another" in str(error)
+
+
+def test_abandoned_key_ends_its_receive(world: World) -> None:
+    world.receive(KEY, b"", 0)
+    world.sender.abandon(KEY, PEER, "preempted")
+    converse(world)
+    assert isinstance(world.receivings[0].transfer.error, PeerLost)
+
+
+def test_abandoned_key_ends_a_later_receive(world: World) -> None:
+    world.sender.abandon(KEY, PEER, "preempted")
+    converse(world)
+    with pytest.raises(TransferRejected):
+        world.receive(KEY, b"", 0)
+
+
+def test_dropped_landings_are_not_waited_for(world: World) -> None:
+    """After a reset of the cache a receive of what had landed fails at once, by name."""
+    world.send(KEY, b"", *ALL, ready=True)
+    for _ in range(4):
+        converse(world)
+        run_jobs(world)
+        world.advance(0)
+    assert world.store.drop_landed() == 6144
+    assert world.landings() == []
+    with pytest.raises(TransferRejected, match="dropped"):
+        world.receive(KEY, b"", 0)
+
+
+def test_discarded_key_is_refused(world: World) -> None:
+    world.store.discard((KEY, b""), "the request was aborted")
+    world.send(KEY, b"", *ALL, ready=True)
+    converse(world, 3)
+    assert isinstance(world.sendings[0].transfer.error, TransferRejected)
+    assert "aborted" in str(world.sendings[0].transfer.error)
+
+
+def test_block_that_has_arrived_is_not_spoiled_in_silence(tcp: World) -> None:
+    """A stream that is cut off ends in zeros, here over blocks that another one has completed."""
+    tcp.receive(KEY, b"", 0)
+    tcp.send(KEY, b"", *ALL, ready=True)
+    tcp.send(KEY, b"", *ALL, ready=True)
+    converse(tcp)
+    first, second = (job for job in tcp.jobs if job.kind == "write")
+    tcp.move(first, 1 << 20)
+    tcp.move_stream(tcp.epoch)
+    tcp.drain()
+    tcp.sendings[1].transfer.cancel()
+    tcp.move(second, 1 << 20)
+    tcp.settle()
+    assert not tcp.receivings[0].is_right()
+    assert isinstance(tcp.receivings[0].transfer.error, TransferRejected)

@@ -1,0 +1,1 @@
+"""vLLM's own connector tests, fetched when run and held against our connector."""
