@@ -111,8 +111,13 @@ class Pair:
         self.p.step()
         self.d.step()
 
-    def run(self, until: Callable[[], bool] | None = None, timeout: float = 20.0) -> None:
-        """Step until both are idle, or `until`.
+    def run(
+        self,
+        until: Callable[[], bool] | None = None,
+        timeout: float = 20.0,
+        only: SimulatedInstance | None = None,
+    ) -> None:
+        """Step both, or `only` one, until both are idle, or `until`.
 
         Raises:
             TimeoutError: it did not come to that; names who waits for what.
@@ -120,7 +125,7 @@ class Pair:
         deadline = time.monotonic() + timeout
         num_steps = 0
         while not (until() if until else self._is_idle()):
-            self.step()
+            (only or self).step()
             num_steps += 1
             if until is None and num_steps == 8:
                 self.ask_waiting()

@@ -64,7 +64,8 @@ def mixed_questions(model: str, seed: int) -> list[Question]:
         *(completion(prompt(length)) for length in PROMPT_LENGTHS),
         completion(prompt(150), stream=True),
         completion([prompt(40), prompt(90)], num_prompts=2),
-        completion(prompt(120), num_prompts=2, n=2, temperature=1.0, seed=seed),
+        # Not sampled with a seed: vLLM's CPU runner ends when such a prompt is cut into chunks.
+        completion(prompt(120), num_prompts=2, n=2, temperature=1.0, top_k=1),
         Question("/v1/chat/completions", {**common, "messages": messages}),
     ]
 

@@ -124,6 +124,14 @@ def test_both_legs_may_be_sent_at_once(servers: Servers) -> None:
     _assert_nothing_left(servers)
 
 
+def test_a_seed_gives_the_same_samples(servers: Servers) -> None:
+    [question, *_] = mixed_questions(str(ensure_tiny_model()), SEED + 6)[2:]
+    sampled = _with(question, temperature=1.0, seed=SEED, n=2)
+    answer = ask(servers.proxy_url, sampled)
+    assert answer == ask(servers.single.url, sampled)
+    assert answer[0] != answer[1]
+
+
 def test_a_request_without_transfer_data_is_computed_locally(
     servers: Servers, questions: list[Question], expected: list[Answer]
 ) -> None:
