@@ -3,27 +3,27 @@ what a single instance says, nothing is recomputed on decode, and nothing is lef
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from p2p_engine.cli.commands import EXTRA, Role
 from p2p_engine.cli.fleet import Fleet
-from p2p_engine.cli.members import Member
 from p2p_engine.cli.tiny_model import ensure_tiny_model
 from tests import marks
-from tests.compat.fleet import VLLM_ARGS
-from tests.compat.workload import Answer, Question, ask_all, mixed_questions
-from tests.support import eventually
-from tests.vllm.observing import by_label, holds_nothing, prompt_tokens
-
-NUM_REQUESTS = 200
-CONCURRENCY = 8
-BOOT_SECONDS = 600.0
+from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
+from tests.compat.workload import Answer, Question, ask_all
+from tests.vllm.load import (
+    CONCURRENCY,
+    check_nothing_held,
+    check_transferred,
+    cpu_environment,
+    decodes,
+    landed_bytes,
+)
+from tests.vllm.observing import by_label
 
 pytestmark = [marks.vllm, marks.slow, pytest.mark.timeout(1800)]
 
@@ -40,7 +40,6 @@ class Scenario:
     extra: Mapping[str, object] = field(default_factory=dict)
     prefill_args: tuple[str, ...] = ()
     decode_args: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
     recomputes: bool = False  # preempted requests compute their prompt again
 
 
@@ -60,34 +59,8 @@ SCENARIOS = {
     "buffer_and_pool": Scenario(extra=SMALL_BUFFER),
     "1p3d": Scenario(decode=2, late=(Role.DECODE,)),
     "3p1d": Scenario(prefill=2, late=(Role.PREFILL,)),
-    "tp2": Scenario(tp_size=2, env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}),
+    "tp2": Scenario(tp_size=2),
 }
-
-
-@pytest.fixture(scope="module")
-def questions() -> list[Question]:
-    model = str(ensure_tiny_model())
-    mixed = [question for seed in range(1000, 1020) for question in mixed_questions(model, seed)]
-    return mixed[:NUM_REQUESTS]
-
-
-@pytest.fixture(scope="module")
-def expected(
-    questions: list[Question], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int], list[Answer]]:
-    """What one instance alone says, by its tensor parallel size."""
-    known: dict[int, list[Answer]] = {}
-
-    def answers(tp_size: int) -> list[Answer]:
-        if tp_size not in known:
-            scenario = Scenario(tp_size=tp_size, env=SCENARIOS["tp2"].env if tp_size > 1 else {})
-            with _fleet(scenario, tmp_path_factory.mktemp("single")) as fleet:
-                single = fleet.start(Role.SINGLE)
-                fleet.wait_ready(timeout=BOOT_SECONDS)
-                known[tp_size] = ask_all(single.url, questions, concurrency=CONCURRENCY)
-        return known[tp_size]
-
-    return answers
 
 
 @pytest.fixture(params=SCENARIOS)
@@ -105,34 +78,28 @@ def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Sc
 
 def test_every_token_is_right_and_nothing_is_left(
     running: tuple[Scenario, Fleet],
-    questions: list[Question],
-    expected: Callable[[int], list[Answer]],
+    load: list[Question],
+    answers_alone: Callable[[int], list[Answer]],
 ) -> None:
     scenario, fleet = running
     assert fleet.proxy is not None
-    half = len(questions) // 2
-    answers = ask_all(fleet.proxy.url, questions[:half], concurrency=CONCURRENCY)
+    half = len(load) // 2
+    answers = ask_all(fleet.proxy.url, load[:half], concurrency=CONCURRENCY)
     for role in scenario.late:
         member = fleet.start(role)
         fleet.wait_ready(member, timeout=BOOT_SECONDS)
-    answers += ask_all(fleet.proxy.url, questions[half:], concurrency=CONCURRENCY)
-    assert answers == expected(scenario.tp_size)
-
-    decodes = [m for m in fleet.instances if m.plan is not None and m.plan.role is Role.DECODE]
-    tokens = sum((prompt_tokens(member) for member in decodes), Counter())
-    assert tokens["external_kv_transfer"] > 0
+    answers += ask_all(fleet.proxy.url, load[half:], concurrency=CONCURRENCY)
     if not scenario.recomputes:
-        assert tokens["local_compute"] == sum(question.num_lone_tokens for question in questions)
-    for member in fleet.instances:
-        eventually(partial(holds_nothing, member), 30, f"{member.name} holds nothing")
-    _check_pressure(scenario, fleet, decodes)
+        check_transferred(fleet.instances, load)
+    check_nothing_held(fleet.instances)
+    _check_pressure(scenario, fleet)
+    assert answers == answers_alone(scenario.tp_size)
 
 
-def _check_pressure(scenario: Scenario, fleet: Fleet, decodes: list[Member]) -> None:
+def _check_pressure(scenario: Scenario, fleet: Fleet) -> None:
     """The scenario was what its name says."""
-    landed = sum(
-        (by_label(member, "vllm:p2p_landed_bytes", "place") for member in decodes), Counter()
-    )
+    landed = landed_bytes(decodes(fleet.instances))
+    assert landed.total() > 0
     if scenario.extra is SMALL_BUFFER:
         assert landed["buffer"] > 0
         assert landed["pool"] > 0
@@ -144,14 +111,13 @@ def _check_pressure(scenario: Scenario, fleet: Fleet, decodes: list[Member]) -> 
 
 
 def _fleet(scenario: Scenario, log_dir: Path) -> Fleet:
-    config = {EXTRA: dict(scenario.extra)}
     return Fleet(
         ensure_tiny_model(),
         tp_size=scenario.tp_size,
         send_type=scenario.send_type,
         vllm_args=VLLM_ARGS,
-        transfer_config=config,
-        env={"VLLM_CPU_KVCACHE_SPACE": "1", **scenario.env},
+        transfer_config={EXTRA: dict(scenario.extra)},
+        env=cpu_environment(scenario.tp_size),
         log_dir=log_dir,
         planned_instances=2,
     )

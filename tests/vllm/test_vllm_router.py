@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +19,10 @@ from p2p_engine.cli.processes import ChildProcess
 from p2p_engine.cli.tiny_model import ensure_tiny_model
 from tests import marks
 from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
-from tests.compat.workload import Answer, ask_all, mixed_questions, prompt_tokens_by_source
+from tests.compat.workload import Answer, Question, ask_all
 from tests.support import eventually
 from tests.upstream.sdist import CACHE
+from tests.vllm.load import CONCURRENCY, check_nothing_held, check_transferred, cpu_environment
 
 ROUTER = "vllm-router==0.1.17"
 HOST = "127.0.0.1"
@@ -80,38 +82,25 @@ def kv_address(member: Member) -> str:
     return member.plan.kv_address
 
 
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    args = (*VLLM_ARGS, "--no-enable-prefix-caching")
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    with Fleet(ensure_tiny_model(), vllm_args=args, env=env, log_dir=tmp_path) as fleet:
-        yield fleet
-
-
 def test_router_serves_the_same_tokens(
-    fleet: Fleet, router_command: str, ports: PortPlan, tmp_path: Path
+    load: list[Question],
+    answers_alone: Callable[[], list[Answer]],
+    router_command: str,
+    ports: PortPlan,
+    tmp_path: Path,
 ) -> None:
-    questions = mixed_questions(str(ensure_tiny_model()), seed=7)
-    expected = answers_of_a_single_instance(fleet, seed=7)
+    fleet = Fleet(ensure_tiny_model(), vllm_args=VLLM_ARGS, env=cpu_environment(), log_dir=tmp_path)
     router = Router(router_command, ports, tmp_path / "router.log")
-    try:
+    with ExitStack() as stack:
+        stack.callback(router.process.stop)
+        stack.enter_context(fleet)
         config = {EXTRA: {"proxy_ip": HOST, "proxy_port": router.discovery_port}}
-        prefill = fleet.start(Role.PREFILL, transfer_config=config)
-        decode = fleet.start(Role.DECODE, transfer_config=config)
+        for role in (Role.PREFILL, Role.DECODE):
+            fleet.start(role, transfer_config=config)
         fleet.wait_ready(timeout=BOOT_SECONDS)
-        for member in (prefill, decode):
+        for member in fleet.instances:
             eventually(partial(router.has_found, member), what=member.name)
-        assert ask_all(router.url, questions, concurrency=4) == expected
-        tokens = prompt_tokens_by_source(decode.url)
-        assert tokens["external_kv_transfer"] > 0
-        assert tokens["local_compute"] == sum(question.num_lone_tokens for question in questions)
-    finally:
-        router.process.stop()
-
-
-def answers_of_a_single_instance(fleet: Fleet, seed: int) -> list[Answer]:
-    single = fleet.start(Role.SINGLE)
-    fleet.wait_ready(timeout=BOOT_SECONDS)
-    answers = ask_all(single.url, mixed_questions(str(ensure_tiny_model()), seed), concurrency=4)
-    fleet.stop(single)
-    return answers
+        answers = ask_all(router.url, load, concurrency=CONCURRENCY)
+        check_transferred(fleet.instances, load)
+        check_nothing_held(fleet.instances)
+    assert answers == answers_alone()

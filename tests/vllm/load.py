@@ -1,0 +1,45 @@
+"""How the long tests load their instances, and what must hold afterwards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from p2p_engine.cli.commands import Role
+from p2p_engine.cli.members import Member
+from tests.compat.workload import Question
+from tests.support import eventually
+from tests.vllm.observing import by_label, holds_nothing, prompt_tokens
+
+NUM_REQUESTS = 200
+CONCURRENCY = 8
+
+
+def cpu_environment(tp_size: int = 1) -> Mapping[str, str]:
+    """Settings of vLLM's CPU build; ranks share two cores."""
+    cache = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    return {**cache, "VLLM_CPU_OMP_THREADS_BIND": "0|1"} if tp_size > 1 else cache
+
+
+def decodes(members: Sequence[Member]) -> list[Member]:
+    """Those that only decode."""
+    return [m for m in members if m.plan is not None and m.plan.role is Role.DECODE]
+
+
+def landed_bytes(members: Sequence[Member]) -> Counter[str]:
+    """KV bytes that have arrived on these, by place."""
+    return sum((by_label(m, "vllm:p2p_landed_bytes", "place") for m in members), Counter())
+
+
+def check_transferred(members: Sequence[Member], questions: Sequence[Question]) -> None:
+    """All KV was transferred: decode computed each prompt's last token alone."""
+    tokens = sum((prompt_tokens(member) for member in decodes(members)), Counter())
+    assert tokens["external_kv_transfer"] > 0
+    assert tokens["local_compute"] == sum(question.num_lone_tokens for question in questions)
+
+
+def check_nothing_held(members: Sequence[Member]) -> None:
+    """Live bytes are back at zero everywhere."""
+    for member in members:
+        eventually(partial(holds_nothing, member), 30, f"{member.name} holds nothing")
