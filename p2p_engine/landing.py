@@ -68,14 +68,10 @@ class Landing:
         return self.state is LandingState.LANDED and self.receive is None
 
     @property
-    def is_cut_off(self) -> bool:
-        """Whether final memory may hold anything: a stream that is aborted ends in zeros."""
-        return self.space is None and self.job is not None and self.job.state != "done"
-
-    @property
     def touches_blocks(self) -> bool:
         """Whether final memory may be written while this lives."""
-        return self.space is None or self.state is LandingState.SCATTERING
+        straight = self.space is None and self.nbytes > 0
+        return straight or self.state is LandingState.SCATTERING
 
 
 @dataclass(eq=False)
@@ -94,10 +90,16 @@ class Receive:
 
     def has_delivered(self, manifest: Manifest) -> bool:
         """Whether a block of this chunk is in place already."""
-        end = manifest.first_block + manifest.num_blocks
-        return any(
-            first < end and manifest.first_block < first + num for first, num in self.delivered
-        )
+        return any(_overlap(manifest, first, num) for first, num in self.delivered)
+
+    def writers_of(self, manifest: Manifest) -> set[Landing]:
+        """Return the landings by which blocks of this chunk are being written."""
+        return {
+            landing
+            for landing in self.landings
+            if landing.touches_blocks
+            and _overlap(manifest, landing.manifest.first_block, landing.manifest.num_blocks)
+        }
 
     @property
     def over(self) -> bool:
@@ -122,3 +124,8 @@ class Tombstone:
     reason: str
     until: float
     refused: bool = False
+
+
+def _overlap(manifest: Manifest, first: int, num: int) -> bool:
+    """Whether a chunk has a block in [first, first + num)."""
+    return first < manifest.first_block + manifest.num_blocks and manifest.first_block < first + num

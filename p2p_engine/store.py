@@ -198,10 +198,12 @@ class Store:
     # What happens here
 
     def poll(self) -> None:
-        """See what has landed."""
+        """See what has landed; deliver what had to wait for others to stop writing."""
         for landing in list(self._landings.values()):
             if landing.state is LandingState.GRANTED:
                 self._check_landed(landing)
+            elif landing.state is LandingState.LANDED and landing.receive is not None:
+                self._deliver(landing, landing.receive)
 
     def tick(self, now: float) -> None:
         """End what is overdue; repeat what is unanswered; free what is proven safe."""
@@ -274,9 +276,9 @@ class Store:
             trailer=secrets.randbits(62) | 1,
             deadline=self._clock() + self._config.transfer_timeout_seconds,
         )
-        if receive is not None and (transport.receiver_writes or not landing.nbytes):
+        if receive is not None and _goes_straight(landing, receive):
             self._place_in_blocks(landing, receive)
-        elif not self._place_in_arena(landing):
+        elif not self._place_in_arena(landing, receive):
             return
         self._landings[landing_id] = landing
         if receive is not None:
@@ -290,14 +292,17 @@ class Store:
             self._expect(landing, regions, keep=receive)
         self._live_block_bytes += landing.nbytes
 
-    def _place_in_arena(self, landing: Landing) -> bool:
+    def _place_in_arena(self, landing: Landing, receive: Receive | None) -> bool:
         """Reserve room in the arena; False when the sender was told that there is none.
 
         Raises:
-            TransferTooLarge: there never will be.
+            TransferTooLarge: there never will be, and blocks are no way out.
         """
         arena, size = self._arena, trailer_offset(landing.nbytes) + TRAILER_BYTES
-        if not landing.transport.receiver_writes and (arena is None or not arena.fits(size)):
+        needs_it = not landing.transport.receiver_writes or (
+            receive is not None and receive.has_delivered(landing.manifest)
+        )
+        if needs_it and (arena is None or not arena.fits(size)):
             text = f"a chunk of {landing.nbytes} bytes fits neither the buffer nor the pool"
             raise TransferTooLarge(text)
         if arena is None or self._hoards(landing.id[0], arena):
@@ -392,8 +397,14 @@ class Store:
         receive.landings.add(landing)
 
     def _deliver(self, landing: Landing, receive: Receive) -> None:
-        """Bring landed bytes to where they belong."""
+        """Bring landed bytes to where they belong, once nobody else writes there."""
         first, num = landing.manifest.first_block, landing.manifest.num_blocks
+        rivals = receive.writers_of(landing.manifest) - {landing}
+        for rival in rivals:
+            if rival.state is LandingState.GRANTED:  # the first that is whole wins
+                self._give_up(rival, proven=False)
+        if rivals:
+            return  # poll comes back to it
         if landing.space is not None and self._arena is not None:
             try:
                 first, num = receive.sink.wanted(landing.manifest)
@@ -456,9 +467,11 @@ class Store:
     def _end_receive(self, receive: Receive, error: P2pError | None) -> None:
         if self._receives.pop(receive.content, None) is None:
             return
-        for landing in receive.landings:
+        landings, receive.landings = receive.landings, set()
+        for landing in landings:
             landing.receive = None
-        receive.landings.clear()
+            if landing.orphaned:  # it came twice
+                self._free(landing)
         if error is not None:
             self.discard(receive.content, str(error))
             logger.info("receive ended: key=%s error=%s", receive.content[0], error)
@@ -502,10 +515,6 @@ class Store:
         receive, landing.receive = landing.receive, None
         if receive is not None:
             receive.landings.discard(landing)
-            if landing.is_cut_off and receive.has_delivered(landing.manifest):
-                receive.complete = False
-                reason = "a chunk was cut off over blocks that had arrived"
-                self._stop_receive(receive, TransferRejected(f"{receive.content[0]}: {reason}"))
             if receive.over:
                 self._end_receive(receive, receive.ending)
 
@@ -566,6 +575,17 @@ class Store:
 
     def _of(self, content: ContentKey) -> list[Landing]:
         return [landing for landing in self._landings.values() if landing.content == content]
+
+
+def _goes_straight(landing: Landing, receive: Receive) -> bool:
+    """Whether the bytes may land in final memory: a stream that is cut off ends in zeros, so only
+    where nothing has arrived yet and nobody else writes."""
+    if not landing.nbytes:
+        return True
+    untouched = not (
+        receive.has_delivered(landing.manifest) or receive.writers_of(landing.manifest)
+    )
+    return landing.transport.receiver_writes and untouched
 
 
 def _narrowed(manifest: Manifest, receive: Receive | None) -> Manifest:

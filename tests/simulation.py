@@ -246,6 +246,7 @@ class Receiving:
     memory: Bytes
     key: TransferKey
     binding: bytes
+    sink: PagedSink
     first_block: int
     at_end: Bytes | None = None
 
@@ -255,6 +256,14 @@ class Receiving:
         for block in range(self.first_block, MAX_BLOCKS):
             expected[block] = right_block(self.key, self.binding, block)
         return bool((self.memory == expected).all())
+
+    def landed_blocks_are_right(self) -> bool:
+        """Whether every block that the sink does not call missing holds its content."""
+        landed = set(range(self.first_block, MAX_BLOCKS)) - set(self.sink.missing_blocks().tolist())
+        return all(
+            (self.memory[block] == right_block(self.key, self.binding, block)).all()
+            for block in landed
+        )
 
 
 class World:
@@ -497,7 +506,7 @@ class World:
         ids = np.arange(first, MAX_BLOCKS)
         sink = PagedSink(cache_over(memory), ids, first, NUM_TOKENS)
         transfer = self.store.receive(key, sink, binding, self.config.transfer_timeout_seconds)
-        self.receivings.append(Receiving(transfer, memory, key, binding, first))
+        self.receivings.append(Receiving(transfer, memory, key, binding, sink, first))
         self._note_ends()
 
     def advance(self, seconds: float) -> None:

@@ -4,6 +4,7 @@ that callers, peers and time can do, with the promises of the store checked afte
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import hypothesis.strategies as st
@@ -150,6 +151,24 @@ class TransferMachine(RuleBasedStateMachine):
                     assert not (receiving.transfer.released and _touches(job, receiving))
 
     @invariant()
+    def one_writer_of_a_final_byte(self) -> None:
+        writers = [job for job in self.world.jobs if job.kind in ("expect", "scatter")]
+        open_ends = [job.destinations for job in writers if not job.done and job.destinations]
+        pieces = sorted(
+            (start, start + length)
+            for regions in open_ends
+            for start, length in zip(regions.addresses, regions.lengths, strict=True)
+        )
+        for (_, end), (start, _) in itertools.pairwise(pieces):
+            assert end <= start, "two jobs write the same memory"
+
+    @invariant()
+    def what_has_landed_stays_right(self) -> None:
+        """vLLM goes on with the blocks of a failed load that are not reported as missing."""
+        for receiving in self.world.receivings:
+            assert receiving.landed_blocks_are_right()
+
+    @invariant()
     def no_read_after_release(self) -> None:
         for job in self.world.jobs:
             if job.kind == "write" and not job.done:
@@ -174,6 +193,8 @@ class TransferMachine(RuleBasedStateMachine):
         self.accounted_is_live()
         self.what_a_sender_may_write_is_reserved()
         self.no_byte_after_the_end()
+        self.one_writer_of_a_final_byte()
+        self.what_has_landed_stays_right()
         self.no_read_after_release()
         self.success_means_right()
         self.each_transfer_ends_once()

@@ -18,7 +18,7 @@ from p2p_engine.errors import (
 )
 from p2p_engine.landing import LandingState
 from p2p_engine.messages import Cancelled, TransferKey, decode
-from tests.simulation import MAX_BLOCKS, PEER, SETTINGS, World
+from tests.simulation import MAX_BLOCKS, PEER, SETTINGS, SimJob, World, right_block
 
 KEY = TransferKey("request-1")
 SETTINGS_OF_4_KIB = dataclasses.replace(SETTINGS, kv_buffer_size=4096)
@@ -314,18 +314,100 @@ def test_discarded_key_is_refused(world: World) -> None:
     assert "aborted" in str(world.sendings[0].transfer.error)
 
 
-def test_block_that_has_arrived_is_not_spoiled_in_silence(tcp: World) -> None:
-    """A stream that is cut off ends in zeros, here over blocks that another one has completed."""
+def write_jobs(world: World) -> list[SimJob]:
+    return [job for job in world.jobs if job.kind == "write"]
+
+
+def land(world: World, job: SimJob) -> None:
+    """Let one chunk's bytes move and arrive; what it leads to does not move yet."""
+    world.move(job, 1 << 20)
+    if world.transport.receiver_writes:
+        world.move_stream(world.epoch)
+    world.drain()
+    world.store.poll()
+
+
+def test_block_that_has_arrived_is_not_overwritten_by_zeros(tcp: World) -> None:
+    """A stream that is cut off ends in zeros; here it was granted when two blocks were missing
+    that have arrived since. vLLM keeps those as a good prefix."""
     tcp.receive(KEY, b"", 0)
-    tcp.send(KEY, b"", *ALL, ready=True)
+    tcp.send(KEY, b"", 0, 2, ready=True)
     tcp.send(KEY, b"", *ALL, ready=True)
     converse(tcp)
-    first, second = (job for job in tcp.jobs if job.kind == "write")
-    tcp.move(first, 1 << 20)
+    first, second = write_jobs(tcp)
+    land(tcp, first)
+    tcp.sendings[1].transfer.cancel()
+    tcp.move(second, 1 << 20)  # zeros, and that it was aborted
     tcp.move_stream(tcp.epoch)
     tcp.drain()
-    tcp.sendings[1].transfer.cancel()
-    tcp.move(second, 1 << 20)
+    assert (tcp.receivings[0].memory[0] == right_block(KEY, b"", 0)).all()
+    assert (tcp.receivings[0].memory[1] == right_block(KEY, b"", 1)).all()
+    tcp.send(KEY, b"", 2, 2, ready=True)
     tcp.settle()
-    assert not tcp.receivings[0].is_right()
-    assert isinstance(tcp.receivings[0].transfer.error, TransferRejected)
+    assert tcp.receivings[0].transfer.error is None
+    assert tcp.receivings[0].is_right()
+
+
+def test_first_of_two_equal_chunks_that_is_whole_wins(world: World) -> None:
+    """The one that was granted before never comes."""
+    world.receive(KEY, b"", 0)
+    for blocks, ready in (((0, 2), False), ((0, 2), True), ((2, 2), True)):
+        world.send(KEY, b"", *blocks, ready=ready)
+        converse(world)
+    for job in write_jobs(world):
+        land(world, job)
+    for _ in range(2):
+        run_jobs(world)
+        world.store.poll()
+    assert world.receivings[0].transfer.done
+    assert world.receivings[0].is_right()
+    world.settle()
+
+
+@pytest.mark.parametrize("is_granted", ["before", "after"])
+def test_equal_chunk_that_never_comes_does_not_delay_the_end(world: World, is_granted: str) -> None:
+    world.receive(KEY, b"", 0)
+    world.send(KEY, b"", 0, 2, ready=True)
+    world.send(KEY, b"", 2, 2, ready=False)
+    converse(world)
+    first = write_jobs(world)[0]
+    if is_granted == "before":
+        world.send(KEY, b"", 0, 2, ready=False)
+        converse(world)
+    land(world, first)
+    run_jobs(world)
+    world.send(KEY, b"", 0, 2, ready=False)
+    converse(world)
+    world.mark_ready(world.sendings[1])
+    land(world, write_jobs(world)[0])
+    run_jobs(world)
+    assert world.receivings[0].transfer.done
+    assert world.receivings[0].is_right()
+    world.settle()
+
+
+def test_stream_does_not_go_over_blocks_that_have_arrived(tcp: World) -> None:
+    """The chunk's missing blocks lie around one that is there: it goes by way of the arena."""
+    tcp.receive(KEY, b"", 0)
+    tcp.send(KEY, b"", 1, 1, ready=True)
+    converse(tcp)
+    run_jobs(tcp)
+    tcp.send(KEY, b"", *ALL, ready=True)
+    converse(tcp)
+    assert [landing.place for landing in tcp.landings()] == ["buffer"]
+    tcp.settle()
+    assert tcp.receivings[0].is_right()
+
+
+def test_chunk_that_can_go_nowhere_is_a_named_error() -> None:
+    """Not straight into blocks, since one has arrived, and never into an arena this small."""
+    small = World(receiver_writes=True, config=SETTINGS_OF_4_KIB)
+    small.receive(KEY, b"", 0)
+    small.send(KEY, b"", 1, 1, ready=True)
+    converse(small)
+    run_jobs(small)
+    small.send(KEY, b"", *ALL, ready=True)
+    converse(small)
+    assert isinstance(small.receivings[0].transfer.error, TransferTooLarge)
+    small.settle()
+    small.close()
