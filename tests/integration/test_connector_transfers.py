@@ -184,9 +184,7 @@ def test_prefill_side_that_goes_on_decoding(make_pair: MakePair) -> None:
 
 
 @pytest.mark.parametrize("num_prompts", [12])
-# Not asynchronous: the simulated runner repeats a token when a request is preempted while its step
-# is in flight.
-@pytest.mark.parametrize("is_async", [False], ids=["sync"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("send_type", ["PUT", "PUT_ASYNC", "GET"])
 def test_preemption_on_either_side(
     make_pair: MakePair, send_type: str, is_async: bool, num_prompts: int
