@@ -105,7 +105,7 @@ class P2pNcclEngine:
         self._changed = threading.Condition(threading.RLock())
         self._counters = Counters()
         self._guests: dict[int, Guest] = {}
-        self._closed = False
+        self._closed = self._closing = False
         self._open_parts: list[Callable[[], Any]] = []
         try:
             self._make_parts(receives)
@@ -135,7 +135,9 @@ class P2pNcclEngine:
         self._links = Links(
             config, self._control, self.epoch, self._spec, list(self._transports.values()),
             lock=self._changed, clock=time.monotonic, on_ready=self._link_ready,
-            on_channel=lambda link: self._sender.channel_ready(link), on_closed=self._link_closed,
+            on_channel=lambda link: self._sender.channel_ready(link),
+            on_channel_lost=lambda link, error: self._sender.channel_lost(link, error),
+            on_closed=self._link_closed,
         )  # fmt: skip
         self._sender = Sender(config, self._changed, self._links, self._counters, time.monotonic)
         self._store = Store(
@@ -355,6 +357,7 @@ class P2pNcclEngine:
                 "transfers_by_outcome": dict(counters.outcomes),
                 "open_transfers": self._sender.num_open() + self._store.num_open(),
                 "links": self._links.count(),
+                "unclosed_channels": self._links.num_unclosed_channels(),
                 "guests": len(self._guests),
                 "denied_offers": counters.denied,
                 "expired_leases": counters.expired,
@@ -366,11 +369,30 @@ class P2pNcclEngine:
             }
 
     def close(self, timeout: float = 2.0) -> None:
-        """End every transfer with EngineClosed, say BYE, join both threads; idempotent, bounded."""
+        """End every transfer with EngineClosed, say BYE, join both threads; idempotent, bounded.
+
+        When a copy does not stop in time, transfers stay open and all memory is kept: nobody may
+        use what it still reads or writes. It is logged; call again.
+        """
         with self._changed:
-            if self._closed:
+            if self._closing:
                 return
-            self._closed = True
+            is_first, self._closing, self._closed = not self._closed, True, True
+        if is_first:
+            self._leave(timeout)
+        if not self._mover.close(timeout):
+            logger.error("close: a copy did not stop within %g s, its memory is kept", timeout)
+            self._closing = False
+            return
+        with self._changed:
+            error = EngineClosed("the engine was closed")
+            self._links.close_leftovers()
+            self._sender.close(error)
+            self._store.close(error)
+        self._close_parts()
+
+    def _leave(self, timeout: float) -> None:
+        """Say BYE in the control thread, then stop that."""
         finished = threading.Event()
 
         def say_goodbye() -> None:
@@ -384,12 +406,6 @@ class P2pNcclEngine:
         if not finished.wait(timeout):
             logger.warning("close: the control thread did not answer within %g s", timeout)
         self._control.stop(timeout)
-        self._mover.close(timeout)
-        with self._changed:
-            error = EngineClosed("the engine was closed")
-            self._sender.close(error)
-            self._store.close(error)
-        self._close_parts()
 
     def __enter__(self) -> P2pNcclEngine:
         """Return the engine itself."""

@@ -4,7 +4,8 @@ LOCATING → ask the instance's directory where the rank is      (only when a ra
 GREETING → HELLO is out; WELCOME or REFUSE is awaited
 READY    → messages may be sent; PING keeps asking whether the peer lives
 CLOSED   → the end; `error` says why. The next use of the same target makes a new link.
-Who wants to send bytes asks for a channel too: transport after transport is tried, best first.
+Who wants to send bytes asks for a channel too: transport after transport is tried, best first. The
+end of a channel is not the end of its link: whoever needs another one asks again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from typing import Any, TypeAlias
 
 from p2p_engine.config import EngineConfig
 from p2p_engine.control import ControlPlane, Route, split_address
-from p2p_engine.errors import P2pError, PeerLost, PeerRefused, PeerUnreachable, TransportError
+from p2p_engine.errors import (
+    P2pError,
+    PeerError,
+    PeerLost,
+    PeerRefused,
+    PeerUnreachable,
+    TransportError,
+)
 from p2p_engine.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -80,8 +88,10 @@ class Link:
     state: LinkState
     deadline: float
     epoch: int = 0
-    data: bool = False
+    data: bool = False  # a channel is wanted
     connecting: bool = False
+    connected: bool = False  # there has been a channel
+    connect_at: float = 0.0  # not before
     channel: Channel | None = None
     transport: Transport | None = None
     error: P2pError | None = None
@@ -97,6 +107,7 @@ class Link:
 
 
 LinkEvent: TypeAlias = Callable[[Link], None]
+ChannelLost: TypeAlias = Callable[[Link, P2pError], None]
 
 
 class Links:
@@ -114,8 +125,10 @@ class Links:
         clock: Callable[[], float],
         on_ready: LinkEvent,
         on_channel: LinkEvent,
+        on_channel_lost: ChannelLost,
         on_closed: LinkEvent,
     ) -> None:
+        """`on_channel_lost` follows a request for a channel, or `on_channel`, when none is left."""
         self._config = config
         self._control = control
         self._epoch = epoch
@@ -125,8 +138,10 @@ class Links:
         self._clock = clock
         self._on_ready = on_ready
         self._on_channel = on_channel
+        self._on_channel_lost = on_channel_lost
         self._on_closed = on_closed
         self._links: dict[PeerAddress, Link] = {}
+        self._unclosed: list[Channel] = []  # whose jobs have not stopped
 
     def get(self, target: PeerAddress, *, data: bool) -> Link:
         """Return the link to a peer, dialling it when there is none; never blocks.
@@ -150,8 +165,7 @@ class Links:
             self._ask(link)
         if data and not link.data:
             link.data = True
-            if link.ready:
-                self._later(lambda: self._open_channel(link))
+            self._later(lambda: self._open_channel(link))
         return link
 
     def count(self) -> dict[str, int]:
@@ -160,6 +174,10 @@ class Links:
         for link in self._links.values():
             counts[link.state.name.lower()] = counts.get(link.state.name.lower(), 0) + 1
         return counts
+
+    def num_unclosed_channels(self) -> int:
+        """How many channels could not be closed, because a copy does not stop."""
+        return len(self._unclosed)
 
     def send(self, link: Link, kind: type[Message], *fields: Any) -> None:
         """Send a message over a link that has been welcomed."""
@@ -188,23 +206,33 @@ class Links:
 
     def tick(self, now: float) -> None:
         """Repeat what is unanswered, ask whether peers live, end what is overdue."""
+        self.close_leftovers()
+        waited = self._config.connect_timeout_seconds
         for link in list(self._links.values()):
-            if now >= link.deadline and (not link.ready or link.connecting):
-                waited = self._config.connect_timeout_seconds
-                step = "CONNECTING" if link.connecting else link.state.name
-                reason = f"peer {link.target} did not answer within {waited:g} s ({step})"
-                self.close_link(link, PeerUnreachable(reason))
+            if not link.ready and now >= link.deadline:
+                reason = f"peer {link.target} did not answer within {waited:g} s"
+                self.close_link(link, PeerUnreachable(f"{reason} ({link.state.name})"))
             elif link.ready and now - link.heard_at >= self._config.peer_timeout_seconds:
                 silence = now - link.heard_at
                 self.close_link(link, PeerLost(f"peer {link.target} is silent for {silence:.1f} s"))
-            elif now >= link.resend_at:
-                self._ask(link)
+            else:
+                self._tick_open(link, now)
+
+    def _tick_open(self, link: Link, now: float) -> None:
+        if now >= link.resend_at:
+            self._ask(link)
+        if link.connecting and now >= link.deadline:
+            waited = self._config.connect_timeout_seconds
+            reason = f"peer {link.target} answered no data connection within {waited:g} s"
+            self._not_connected(link, PeerUnreachable(reason))
+        else:
+            self._open_channel(link)
 
     def close_link(self, link: Link, error: P2pError) -> None:
         """End a link: its channel is joined, then `on_closed` is told. In callbacks only."""
         if link.state is LinkState.CLOSED:
             return
-        link.state, link.error = LinkState.CLOSED, error
+        link.state, link.error, link.connecting = LinkState.CLOSED, error, False
         self._links.pop(link.target, None)
         logger.info("link closed: peer=%s reason=%s", link.target, error)
         self._close_channel(link)
@@ -212,10 +240,10 @@ class Links:
             self._control.hang_up(link.address)
         self._on_closed(link)
 
-    def break_link(self, link: Link, error: P2pError) -> None:
-        """End a link from any thread, soon."""
-
-        self._later(lambda: self.close_link(link, error))
+    def break_channel(self, link: Link, error: TransportError) -> None:
+        """End a link's channel from any thread, soon; the link itself lives on."""
+        channel = link.channel
+        self._later(lambda: self._channel_broken(link, channel, error))
 
     def close(self, error: P2pError) -> None:
         """End every link: what it writes is joined first, so that BYE says that nothing follows."""
@@ -225,13 +253,15 @@ class Links:
                 self.send(link, Bye)
             self.close_link(link, error)
 
+    def close_leftovers(self) -> None:
+        """Close what could not be closed before; in callbacks, or after the control thread."""
+        self._unclosed = [channel for channel in self._unclosed if not channel.close(0.0)]
+
     def _close_channel(self, link: Link) -> None:
-        channel, link.channel = link.channel, None
-        if channel is not None:
-            try:
-                channel.close()
-            except TransportError:
-                logger.exception("link to %s: its channel is kept, unclosed", link.target)
+        channel, link.channel, link.transport = link.channel, None, None
+        if channel is not None and not channel.close():
+            logger.error("channel to %s: its copies do not stop; their memory is kept", link.target)
+            self._unclosed.append(channel)
 
     def _ask(self, link: Link) -> None:
         interval = self._config.retry_seconds
@@ -267,29 +297,33 @@ class Links:
             link.epoch, link.heard_at = message.source_epoch, self._clock()
             link.endpoints, link.state = message.endpoints, LinkState.READY
             self._on_ready(link)
-            if link.data:
-                self._open_channel(link)
+            self._open_channel(link)
         elif link.epoch != message.source_epoch:
             self.close_link(link, PeerLost(f"peer {link.target} was restarted"))
 
     def _open_channel(self, link: Link) -> None:
-        if link.ready and not link.connecting and link.channel is None:
+        if not link.ready or not link.data or link.connecting or link.channel is not None:
+            return
+        if self._clock() >= link.connect_at:
             link.untried = [item for item in self._transports if item.name in link.endpoints]
             link.deadline = self._clock() + self._config.connect_timeout_seconds
             link.connecting = True
-            self._connect(link, "")
+            self._connect(link, link.untried, "")
 
-    def _connect(self, link: Link, refusal: str) -> None:
-        if not link.untried:
+    def _connect(self, link: Link, untried: list[Transport], refusal: str) -> None:
+        if not untried:
             offered = ", ".join(link.endpoints) or "nothing"
             reason = f"peer {link.target}: no transport works (it offers {offered}) {refusal}"
-            self.close_link(link, PeerRefused(reason))
+            self._not_connected(link, PeerRefused(reason))
             return
-        transport = link.untried.pop(0)
+        transport = untried.pop(0)
 
         def connected(outcome: Channel | TransportError) -> None:
             with self._lock:  # this is called when a socket is readable, without it
-                self._connected(link, transport, outcome)
+                if link.connecting and link.untried is untried:
+                    self._connected(link, transport, outcome)
+                elif not isinstance(outcome, TransportError):
+                    outcome.close()  # the answer to a question that was given up
 
         transport.connect(link.endpoints[transport.name], connected)
 
@@ -298,13 +332,28 @@ class Links:
     ) -> None:
         if isinstance(outcome, TransportError):
             logger.info("peer=%s transport=%s not usable: %s", link.target, transport.name, outcome)
-            self._connect(link, str(outcome))
-        elif not link.ready:
-            outcome.close()
-        else:
-            link.channel, link.transport, link.connecting = outcome, transport, False
-            logger.info("link ready: peer=%s transport=%s", link.target, transport.name)
-            self._on_channel(link)
+            self._connect(link, link.untried, str(outcome))
+            return
+        link.channel, link.transport, link.connecting = outcome, transport, False
+        link.connected, link.connect_at = True, self._clock() + self._config.retry_seconds
+        outcome.watch(lambda error: self.break_channel(link, error))
+        logger.info("link ready: peer=%s transport=%s", link.target, transport.name)
+        self._on_channel(link)
+
+    def _not_connected(self, link: Link, error: PeerError) -> None:
+        """What worked before may work again: only a first failure is about the two peers."""
+        link.connect_at = self._clock() + self._config.retry_seconds
+        self._lose_channel(link, TransportError(str(error)) if link.connected else error)
+
+    def _channel_broken(self, link: Link, channel: Channel | None, error: TransportError) -> None:
+        if channel is not None and link.channel is channel:
+            logger.info("channel broken: peer=%s reason=%s", link.target, error)
+            self._close_channel(link)
+            self._lose_channel(link, error)
+
+    def _lose_channel(self, link: Link, error: P2pError) -> None:
+        link.data = link.connecting = False
+        self._on_channel_lost(link, error)
 
     def _later(self, step: Callable[[], None]) -> None:
         def locked() -> None:

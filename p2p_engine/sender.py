@@ -2,6 +2,8 @@
 
 QUEUED → OFFERED → GRANTED → WRITING → WRITTEN → (ended)     the usual way
 any before WRITTEN → cancel → (ended), CANCELLED is sent once no byte can be written any more
+any → the channel breaks → QUEUED again, a few times; WRITTEN: if the bytes were lost and are held
+A chunk that is being read is neither ended nor tried again: it waits for the end of its job.
 The engine's lock guards everything here.
 """
 
@@ -82,6 +84,7 @@ class Chunk:
     deadline: float
     ready: bool
     on_end: Callable[[Chunk], None] | None = None
+    is_held: bool = False  # its source outlives WRITTEN
     state: ChunkState = ChunkState.QUEUED
     attempt: int = 0
     grant: Grant | None = None
@@ -89,6 +92,11 @@ class Chunk:
     ending: P2pError | None = None
     writing_since: float = 0.0
     resend_at: float = 0.0
+
+    @property
+    def is_being_read(self) -> bool:
+        """Whether the mover may read its source still."""
+        return self.job is not None and not self.job.done
 
 
 @dataclass(eq=False)
@@ -157,6 +165,7 @@ class Sender:
         *,
         ready: bool,
         on_end: Callable[[Chunk], None] | None = None,
+        is_held: bool = False,
     ) -> Chunk:
         """Queue a chunk; it is offered as soon as the link is ready."""
         manifest = source.manifest
@@ -164,7 +173,7 @@ class Sender:
         link = self._links.get(peer, data=True)
         chunk = Chunk(
             next(self._seqs), key, source, manifest, binding, link, transfer,
-            self._clock() + timeout, ready, on_end,
+            self._clock() + timeout, ready, on_end, is_held,
         )  # fmt: skip
         self._chunks[chunk.seq] = self._by_transfer[transfer] = chunk
         self._offer(chunk)
@@ -265,11 +274,19 @@ class Sender:
             self._end(chunk, None)
 
     def on_fail(self, message: Fail) -> None:
-        """The peer will never take it."""
+        """The peer will never take it; or this attempt's data connection broke on its side."""
         chunk = self._current(message.seq, message.attempt)
-        if chunk is not None:
+        if chunk is None or chunk.ending is not None:
+            return
+        if message.code != TransportError.__name__:
             kind = _REFUSALS.get(message.code, TransferRejected)
             self._stop(chunk, kind(f"{chunk.link.target}: {message.reason}"))
+            return
+        error = TransportError(f"{chunk.key} to {chunk.link.target}: {message.reason}")
+        if chunk.state is ChunkState.WRITTEN:
+            self._try_again(chunk, error)
+        else:
+            self._links.break_channel(chunk.link, error)
 
     def on_cancel(self, link: Link, message: Cancel) -> None:
         """The peer wants its region back: CANCELLED follows once nothing is written any more."""
@@ -293,16 +310,23 @@ class Sender:
             if abandonment.link is link:
                 self._tell_abandoned(key, abandonment)
 
-    def link_closed(self, link: Link) -> None:
-        """Try once more where only the data connection broke; end the rest. Its jobs are joined."""
+    def channel_lost(self, link: Link, error: P2pError) -> None:
+        """Try again over another channel; what was written is the peer's to say."""
         for chunk in self._on_link(link):
-            again = isinstance(link.error, TransportError) and chunk.attempt + 1 < MAX_ATTEMPTS
-            if again and chunk.ending is None and chunk.state is not ChunkState.WRITTEN:
-                chunk.attempt += 1
-                chunk.state, chunk.grant, chunk.job = ChunkState.QUEUED, None, None
-                chunk.link = self._links.get(link.target, data=True)
-            else:
-                self._end(chunk, chunk.ending or _as_lost(link, chunk))
+            if chunk.job is not None and chunk.job.state == "done":
+                self._job_ended(chunk, chunk.job)  # before the channel was lost
+            if chunk.state is ChunkState.WRITTEN:
+                self._repeat(chunk)
+                self._links.get(link.target, data=True)  # a peer that noticed nothing does now
+            elif chunk.ending is None:
+                self._try_again(chunk, error)
+            elif not chunk.is_being_read:
+                self._end(chunk, chunk.ending, tell=True)
+
+    def link_closed(self, link: Link) -> None:
+        """End what was on its way."""
+        for chunk in self._on_link(link):
+            self._end_when_read(chunk, _as_lost(link, chunk))
         for key in [k for k, item in self._abandoned.items() if item.link is link]:
             del self._abandoned[key]
 
@@ -329,9 +353,9 @@ class Sender:
                 self._tell_abandoned(key, item)
 
     def close(self, error: P2pError) -> None:
-        """End everything; the links are closed already, so that nothing is written any more."""
+        """End everything; the mover is stopped, so that nothing is read or written any more."""
         for chunk in list(self._chunks.values()):
-            self._end(chunk, error)
+            self._end(chunk, chunk.ending or error)
         for hold in list(self._holds.values()):
             self._end_hold(hold, error, "the engine was closed")
 
@@ -376,22 +400,23 @@ class Sender:
                 keep=chunk.source,
             )
         except TransportError as error:
-            self._links.break_link(chunk.link, error)
+            self._links.break_channel(chunk.link, error)
 
     def _job_ended(self, chunk: Chunk, job: Job) -> None:
         if job is not chunk.job or chunk.state is not ChunkState.WRITING:
             return
-        if job.state == "done":
+        if job.state == "done" and chunk.link.ready:
             self._counters.writing_seconds += self._clock() - chunk.writing_since
             self._written(chunk, job.nbytes)
         elif chunk.ending is not None:
             self._end(chunk, chunk.ending, tell=True)
         else:
             reason = f"write {chunk.key}: {job.error or job.state}"
-            self._links.break_link(chunk.link, TransportError(reason))
+            self._links.break_channel(chunk.link, TransportError(reason))
 
     def _written(self, chunk: Chunk, nbytes: int) -> None:
         chunk.state, chunk.job = ChunkState.WRITTEN, None
+        chunk.ending = None  # a cancel that came too late: the peer's word is the end now
         self._counters.sent_bytes += nbytes
         chunk.transfer.release()
         self._repeat(chunk)
@@ -410,6 +435,25 @@ class Sender:
             chunk.job.cancel()
         else:
             self._end(chunk, error, tell=chunk.state is not ChunkState.WRITTEN)
+
+    def _end_when_read(self, chunk: Chunk, error: P2pError) -> None:
+        """End a chunk whose link or channel is gone; the job of one that is read was cancelled."""
+        chunk.ending = chunk.ending or error
+        if not chunk.is_being_read:
+            self._end(chunk, chunk.ending, tell=True)
+
+    def _try_again(self, chunk: Chunk, error: P2pError) -> None:
+        """Offer it once more after the end of a channel, or end it and tell the peer at once."""
+        may = isinstance(error, TransportError) and chunk.attempt + 1 < MAX_ATTEMPTS
+        has_source = chunk.is_held or chunk.state is not ChunkState.WRITTEN
+        if may and has_source and not chunk.is_being_read:
+            chunk.attempt += 1
+            chunk.state, chunk.grant, chunk.job = ChunkState.QUEUED, None, None
+            self._links.get(chunk.link.target, data=True)
+            self._offer(chunk)
+        else:
+            self.abandon(chunk.key, chunk.link.target, str(error))
+            self._end_when_read(chunk, error)
 
     def _end(self, chunk: Chunk, error: P2pError | None, *, tell: bool = False) -> None:
         if chunk.state is ChunkState.ENDED:
@@ -437,6 +481,7 @@ class Sender:
                 self._config.transfer_timeout_seconds,
                 ready=True,
                 on_end=lambda chunk: self._pulled(hold, chunk),
+                is_held=True,
             )
 
     def _pulled(self, hold: Hold, chunk: Chunk) -> None:

@@ -18,7 +18,6 @@ from p2p_engine.errors import (
     P2pError,
     PeerLost,
     ProtocolError,
-    RemoteProtocolError,
     TransferCancelled,
     TransferError,
     TransferRejected,
@@ -158,6 +157,8 @@ class Store:
             return
         try:
             self._grant(landing_id, offer, transport, receive)
+        except TransportError as error:  # the sender has not noticed yet that it must connect again
+            self._deny(landing_id, offer.attempt, str(error))
         except (ProtocolError, TransferTooLarge) as error:
             kind = TransferTooLarge if isinstance(error, TransferTooLarge) else TransferRejected
             self._fail(landing_id, offer.attempt, kind(str(error)))
@@ -296,6 +297,7 @@ class Store:
         """Reserve room in the arena; False when the sender was told that there is none.
 
         Raises:
+            TransportError: the sender has no data connection.
             TransferTooLarge: there never will be, and blocks are no way out.
         """
         arena, size = self._arena, trailer_offset(landing.nbytes) + TRAILER_BYTES
@@ -306,15 +308,16 @@ class Store:
             text = f"a chunk of {landing.nbytes} bytes fits neither the buffer nor the pool"
             raise TransferTooLarge(text)
         if arena is None or self._hoards(landing.id[0], arena):
-            return self._deny(landing, "no landing memory, or too much of it is in quarantine")
+            text = "no landing memory, or too much of it is in quarantine"
+            return self._deny(landing.id, landing.attempt, text)
         landing.space = arena.reserve(size)
         if landing.space is None:
-            return self._deny(landing, "buffer and pool are full")
+            return self._deny(landing.id, landing.attempt, "buffer and pool are full")
         if landing.transport.receiver_writes and landing.nbytes:
             regions = one_region(arena.address(landing.space), landing.nbytes)
             try:
                 self._expect(landing, regions, keep=arena)
-            except ProtocolError:
+            except TransportError:
                 arena.release(landing.space)
                 raise
         else:
@@ -325,21 +328,18 @@ class Store:
         """Whether a sender that answers no CANCEL blocks more than its share of the arena."""
         return self.quarantined_bytes(epoch) > sum(arena.budgets.values()) / 4
 
-    def _deny(self, landing: Landing, reason: str) -> bool:
-        fields = (landing.id[1], landing.attempt, reason, RETRY_AFTER_SECONDS)
-        self._reply(landing.id[0], Deny, fields)
+    def _deny(self, landing_id: LandingId, attempt: int, reason: str) -> bool:
+        fields = (landing_id[1], attempt, reason[:MAX_REASON], RETRY_AFTER_SECONDS)
+        self._reply(landing_id[0], Deny, fields)
         return False
 
     def _expect(self, landing: Landing, regions: Regions, *, keep: object) -> None:
-        try:
-            landing.job = landing.transport.expect(
-                *landing.id,
-                regions.coalesced(),
-                tag=lambda job: self._received(landing, job),
-                keep=keep,
-            )
-        except TransportError as error:
-            raise RemoteProtocolError(str(error)) from error
+        landing.job = landing.transport.expect(
+            *landing.id,
+            regions.coalesced(),
+            tag=lambda job: self._received(landing, job),
+            keep=keep,
+        )
 
     def _send_grant(self, landing: Landing) -> None:
         offset = landing.space.offset if landing.space is not None else 0
@@ -378,8 +378,12 @@ class Store:
             return
         if landing.state is LandingState.GRANTED and job.state == "done":
             self._check_landed(landing)
-        elif landing.state in (LandingState.GRANTED, LandingState.QUARANTINED):
-            self._free(landing)  # a broken connection: the sender offers again, or ends
+        elif landing.state is LandingState.GRANTED:
+            reason = f"the data connection broke: {job.error or job.state}"
+            self._fail(landing.id, landing.attempt, TransportError(reason))
+            self._free(landing)
+        elif landing.state is LandingState.QUARANTINED:
+            self._free(landing)
 
     def _claim(self, landing: Landing, receive: Receive) -> None:
         """A receive meets a landing that came first."""

@@ -155,12 +155,17 @@ class SimChannel:
         self.world.jobs.append(job)
         return job
 
-    def close(self) -> None:
-        """End what is under way, join it, and hang up."""
+    def close(self, timeout: float = 1.0) -> bool:
+        """End what is under way, join it, and hang up; unless the world's copies are stuck."""
         self.closed = True
+        if self.world.is_stuck and any(
+            job.channel is self and not job.done for job in self.world.jobs
+        ):
+            return False
         self.stream.clear()
         self.world.end_jobs(lambda job: job.channel is self, "cancelled")
         self.world.hung_up(self.epoch)
+        return True
 
 
 @dataclass(eq=False)
@@ -211,6 +216,7 @@ class SimLinks:
     world: World
     epoch: int
     link: Link | None = None
+    greeted: bool = False
 
     def get(self, target: PeerAddress, *, data: bool) -> Link:
         """Return the link, dialling when there is none; the test lets it connect."""
@@ -222,9 +228,9 @@ class SimLinks:
         """Put a message on the network."""
         self.world.post("store", kind(self.epoch, link.epoch, *fields))
 
-    def break_link(self, link: Link, error: P2pError) -> None:
+    def break_channel(self, link: Link, error: TransportError) -> None:
         """Remember it; the control thread would do it soon."""
-        self.world.breaking.append((link, error))
+        self.world.breaking.append((link.channel, error))
 
 
 @dataclass(eq=False)
@@ -235,6 +241,7 @@ class Sending:
     memory: Bytes
     key: TransferKey
     binding: bytes
+    is_held: bool = False
     ended_with: list[str] = field(default_factory=list)
 
 
@@ -277,7 +284,9 @@ class World:
         self.jobs: list[SimJob] = []
         self.ended: list[SimJob] = []
         self.network: list[tuple[str, bytes]] = []
-        self.breaking: list[tuple[Link, P2pError]] = []
+        self.breaking: list[tuple[Any, TransportError]] = []
+        self.is_stuck = False  # a sender's copies do not stop
+        self.unclosed: list[SimChannel] = []
         self.guests: set[int] = set()
         self.channels: dict[int, SimChannel] = {}
         self.sendings: list[Sending] = []
@@ -316,11 +325,12 @@ class World:
 
     def connect(self) -> None:
         """Let the sender's link become ready, channel included; a forgotten guest is told BYE."""
-        link = self.links.link
-        if link is not None and link.channel is not None and self.epoch not in self.guests:
+        if self.links.greeted and self.epoch not in self.guests:
             self.close_link(PeerLost("greet first"))
-            link = None
+            return
+        link = self.links.link
         if link is not None and link.channel is None:
+            self.links.greeted = True
             self.guests.add(self.epoch)
             self.transport.connected.add(self.epoch)
             link.channel = self.channels[self.epoch] = SimChannel(self, self.epoch)  # type: ignore[assignment]
@@ -330,13 +340,23 @@ class World:
 
     def close_link(self, error: P2pError) -> None:
         """End the sender's link as Links does: the channel is joined first."""
-        link = self.links.link
+        link, self.links.greeted = self.links.link, False
         if link is not None:
             self.links.link, link.state, link.error = None, LinkState.CLOSED, error
-            channel, link.channel = link.channel, None
-            if channel is not None:
-                channel.close()
+            self._close_channel(link)
             self.sender.link_closed(link)
+
+    def break_channel(self, error: TransportError) -> None:
+        """Let the sender find that its data connection broke."""
+        link = self.links.link
+        if link is not None and link.channel is not None:
+            self._close_channel(link)
+            self.sender.channel_lost(link, error)
+
+    def _close_channel(self, link: Link) -> None:
+        channel, link.channel, link.transport = link.channel, None, None
+        if channel is not None and not channel.close():
+            self.unclosed.append(cast("SimChannel", channel))
 
     def hung_up(self, epoch: int) -> None:
         """The receiver sees the end of a sender's connection."""
@@ -344,6 +364,12 @@ class World:
         if self.transport.receiver_writes:
             channel = self.channels.pop(epoch, None)
             self.end_jobs(lambda job: job.kind == "expect" and job.channel is channel, "failed")
+
+    def lose_connection(self) -> None:
+        """The receiver's end of the data connection breaks; the sender notices with time."""
+        if self.transport.receiver_writes and self.epoch in self.channels:
+            self.breaking.append((self.channels[self.epoch], TransportError("reset by the peer")))
+            self.hung_up(self.epoch)
 
     def forget_guest(self, epoch: int) -> None:
         """The receiver finds that a sender is silent, whether it is dead or not."""
@@ -476,8 +502,17 @@ class World:
 
     # The callers
 
-    def send(self, key: TransferKey, binding: bytes, first: int, num: int, *, ready: bool) -> None:
-        """Send blocks [first, first + num) of a content."""
+    def send(
+        self,
+        key: TransferKey,
+        binding: bytes,
+        first: int,
+        num: int,
+        *,
+        ready: bool,
+        is_held: bool = False,
+    ) -> None:
+        """Send blocks [first, first + num) of a content; a held source outlives its writing."""
         memory = np.full((MAX_BLOCKS, sum(PAGES)), GARBAGE, np.uint8)
         sending = Sending(cast("Transfer", None), memory, key, binding)
         source = PagedSource(cache_over(memory), np.arange(first, first + num), first, NUM_TOKENS)
@@ -486,8 +521,9 @@ class World:
         chunk = self.sender.send(
             key, PEER, source, binding, self.config.transfer_timeout_seconds, ready=ready,
             on_end=lambda chunk: sending.ended_with.append(repr(chunk.transfer.error)),
+            is_held=is_held,
         )  # fmt: skip
-        sending.transfer = chunk.transfer
+        sending.is_held, sending.transfer = is_held, chunk.transfer
         self.sendings.append(sending)
 
     def mark_ready(self, sending: Sending) -> None:
@@ -516,9 +552,10 @@ class World:
         self.sender.tick(self.now)
         self.store.tick(self.now)
         breaking, self.breaking = self.breaking, []
-        for link, error in breaking:
-            if link is self.links.link:
-                self.close_link(error)
+        for channel, error in breaking:
+            if self.links.link is not None and self.links.link.channel is channel:
+                self.break_channel(error)
+        self.unclosed = [channel for channel in self.unclosed if not channel.close()]
         self._note_ends()
 
     def settle(self) -> None:
@@ -572,7 +609,7 @@ class World:
     def _note_ends(self) -> None:
         """Callers use their memory for something else as soon as they may."""
         for sending in self.sendings:
-            if sending.transfer.released:
+            if sending.transfer.done or (sending.transfer.released and not sending.is_held):
                 sending.memory[:] = GARBAGE
         for receiving in self.receivings:
             if receiving.transfer.done and receiving.at_end is None:

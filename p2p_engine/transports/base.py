@@ -5,7 +5,8 @@ All methods run under the engine's lock; those marked so in callbacks of the con
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -16,6 +17,7 @@ from p2p_engine.layout import Regions
 from p2p_engine.messages import Grant
 
 Endpoint: TypeAlias = dict[str, str]
+Broken: TypeAlias = Callable[[TransportError], None]
 TRAILER_BYTES = 16  # behind each payload in the arena: alignment, then the completion word
 
 
@@ -39,8 +41,16 @@ class Channel(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """End every job and the connection; when it returns nothing is written any more."""
+    def watch(self, broken: Broken) -> None:
+        """Call `broken` once if the connection ends by itself; not after close."""
+        ...
+
+    def close(self, timeout: float = 1.0) -> bool:
+        """End every job, then the connection; idempotent. At most `timeout` seconds.
+
+        False: a job did not stop, its memory may still be read or written. Nothing was given back
+        then: call again.
+        """
         ...
 
 
@@ -120,12 +130,19 @@ class ArenaChannel:
         self._jobs.add(job)
         return job
 
-    def close(self) -> None:
+    def watch(self, broken: Broken) -> None:
+        """Nothing breaks between two mappings of one memory."""
+
+    def close(self, timeout: float = 1.0) -> bool:
         """Cancel and join what is under way: a copy stops at its next slice."""
         self._closed = True
         for job in self._jobs:
             job.cancel()
-        stuck = [job for job in self._jobs if not job.wait(1.0)]
-        if stuck:
-            raise TransportError(f"close: {len(stuck)} copies did not stop within 1 s")
-        self._jobs.clear()
+        self._jobs = still_running(self._jobs, timeout)
+        return not self._jobs
+
+
+def still_running(jobs: Iterable[Job], timeout: float) -> set[Job]:
+    """Wait for jobs, at most `timeout` seconds for all; return those that have not ended."""
+    deadline = time.monotonic() + timeout
+    return {job for job in jobs if not job.wait(max(0.0, deadline - time.monotonic()))}

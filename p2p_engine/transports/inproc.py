@@ -21,10 +21,12 @@ class InprocChannel(ArenaChannel):
         super().__init__(mover, arena.address, arena.nbytes)
         self._arena = arena
 
-    def close(self) -> None:
+    def close(self, timeout: float = 1.0) -> bool:
         """Join the copies, then unmap."""
-        super().close()
+        if not super().close(timeout):
+            return False
         self._arena.close()
+        return True
 
 
 class InprocTransport:

@@ -19,7 +19,7 @@ from p2p_engine.control import ControlPlane
 from p2p_engine.errors import TransportError
 from p2p_engine.layout import Regions
 from p2p_engine.messages import Grant
-from p2p_engine.transports.base import ArenaChannel, Connected, Endpoint
+from p2p_engine.transports.base import ArenaChannel, Broken, Connected, Endpoint
 from p2p_engine.transports.handshake import PREAMBLE, Dial, Dials, Door, Tokens, send_descriptor
 
 
@@ -33,6 +33,7 @@ class ShmChannel(ArenaChannel):
         self._arena = arena
         self._connection = connection
         self._control = control
+        self._broken: Broken | None = None
         control.watch(connection.fileno(), self._hung_up)
 
     def write(self, source: Regions, grant: Grant, *, lane: int, tag: object, keep: object) -> Job:
@@ -41,18 +42,26 @@ class ShmChannel(ArenaChannel):
         self._arena.prefault(min(self._arena.nbytes, grant.offset + source.nbytes + PREFAULT_BYTES))
         return job
 
-    def close(self) -> None:
+    def watch(self, broken: Broken) -> None:
+        """Tell when the receiver hangs up."""
+        self._broken = broken
+
+    def close(self, timeout: float = 1.0) -> bool:
         """Join the copies, unmap, then hang up: in this order, because hanging up is the proof."""
-        super().close()
+        if not super().close(timeout):
+            return False
         self._arena.close()
         if self._connection.fileno() >= 0:
             self._control.unwatch(self._connection.fileno())
             self._connection.close()
+        return True
 
     def _hung_up(self) -> None:
-        """The receiver is gone; the mapping stays valid, and the link's silence ends the rest."""
+        """The receiver is gone, or does not want us; the mapping stays valid."""
         self._control.unwatch(self._connection.fileno())
         self._closed = True
+        if self._broken is not None:
+            self._broken(TransportError("the receiver closed the connection"))
 
 
 class ShmTransport:

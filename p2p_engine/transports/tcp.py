@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import socket
 
+import numpy as np
+
 from mempool import Job, Mover
 from p2p_engine.control import ControlPlane, join_address, split_address
 from p2p_engine.errors import TransportError
 from p2p_engine.layout import Regions
 from p2p_engine.messages import Grant
-from p2p_engine.transports.base import Connected, Endpoint
+from p2p_engine.transports.base import Broken, Connected, Endpoint, still_running
 from p2p_engine.transports.handshake import ACCEPTED, PREAMBLE, Dial, Dials, Door, Tokens
 
+WATCH_SEQ = (1 << 63) - 1
 SOCKET_BUFFER_BYTES = 4 << 20  # the kernel caps it at net.core.{r,w}mem_max
 
 
@@ -23,6 +26,7 @@ class TcpChannel:
         self._mover = mover
         self._channel = channel
         self._jobs: set[Job] = set()
+        self._closed = False
 
     def write(self, source: Regions, grant: Grant, *, lane: int, tag: object, keep: object) -> Job:
         """Send the source as segments of the grant's sequence number."""
@@ -36,12 +40,22 @@ class TcpChannel:
         self._jobs.add(job)
         return job
 
-    def close(self) -> None:
+    def watch(self, broken: Broken) -> None:
+        """Expect what never comes: nothing is sent this way, so it ends with the connection."""
+
+        def ended(job: Job) -> None:
+            if not self._closed:
+                broken(TransportError(f"recv: {job.error or 'a segment that nobody sends'}"))
+
+        nothing = np.zeros(0, np.int64)
+        self._mover.expect(self._channel, WATCH_SEQ, nothing, nothing, tag=ended)
+
+    def close(self, timeout: float = 1.0) -> bool:
         """Tear the connection down, which ends its jobs."""
+        self._closed = True
         self._mover.detach(self._channel)
-        stuck = [job for job in self._jobs if not job.wait(1.0)]
-        if stuck:
-            raise TransportError(f"close: {len(stuck)} sends did not stop within 1 s")
+        self._jobs = still_running(self._jobs, timeout)
+        return not self._jobs
 
 
 class TcpTransport:

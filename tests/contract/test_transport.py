@@ -309,6 +309,26 @@ def test_receiver_that_is_gone_is_an_error_or_unseen(pair: Pair, rng: SeededRand
     pair.sender.in_control(channel.close)
 
 
+@pytest.mark.parametrize("closes_first", ["receiver", "sender"])
+def test_connection_that_ends_by_itself_is_noticed(pair: Pair, closes_first: str) -> None:
+    """By a sender that writes nothing, too; but its own close is no news."""
+    channel, broken = pair.channel(), []  # type: ignore[var-annotated]
+    pair.sender.in_control(lambda: channel.watch(broken.append))
+    if closes_first == "sender":
+        pair.sender.in_control(channel.close)
+    pair.receiver.close()
+    expected = closes_first == "receiver" and pair.sender.transport.name != "inproc"
+
+    def is_noticed() -> bool:
+        for job in pair.sender.mover.drain():
+            job.tag(job)  # type: ignore[operator]
+        return bool(broken) or not expected
+
+    eventually(is_noticed)
+    pair.sender.in_control(lambda: None)
+    assert [type(error) for error in broken] == [TransportError] * expected
+
+
 def test_write_after_close_is_refused(pair: Pair) -> None:
     channel = pair.channel()
     landing = pair.grant(None, 8)

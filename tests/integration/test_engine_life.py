@@ -5,12 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 import pytest
 import torch
 import zmq
 
+from mempool import Mover
 from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.control import split_address
 from p2p_engine.directory import Directory, RankAddress
@@ -183,6 +185,35 @@ def test_close_twice_and_from_many_threads() -> None:
         thread.join(10)
         assert not thread.is_alive()
     engine.close()
+
+
+class StuckMover:
+    """The engine's mover, whose thread hangs in a copy while the test says so."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self.is_stuck = True
+
+    def close(self, timeout: float) -> bool:
+        return not self.is_stuck and self._mover.close(timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mover, name)
+
+
+def test_close_keeps_what_a_copy_may_still_touch() -> None:
+    engine = P2pNcclEngine(settings())
+    engine._mover = stuck = StuckMover(engine._mover)  # type: ignore[assignment]
+    waiting = engine.receive(KEY, TensorSink())
+    engine.close()
+    assert not waiting.released
+    assert engine._arena is not None
+    assert len(engine._arena.arena.view(0, 8)) == 8  # it is mapped
+    stuck.is_stuck = False
+    engine.close()
+    assert isinstance(waiting.error, EngineClosed)
+    with pytest.raises(ValueError, match="closed"):
+        engine._arena.arena.view(0, 8)
 
 
 def test_closed_engine_says_so() -> None:

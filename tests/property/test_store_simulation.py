@@ -24,6 +24,7 @@ KEYS = [TransferKey("request-1"), TransferKey("request-2")]
 keys = st.sampled_from(KEYS)
 bindings = st.sampled_from([b"", b"", b"", b"other"])
 CHUNKS = [(0, 4), (0, 2), (2, 2), (1, 1), (3, 1), (0, 1), (1, 3)]  # first block, number
+DISASTERS = ["broken", "lost", "stuck", "silent", "restarted"]
 index = st.integers(0, 1 << 16)
 
 
@@ -43,9 +44,17 @@ class TransferMachine(RuleBasedStateMachine):
         binding=bindings,
         blocks=st.sampled_from(CHUNKS),
         ready=st.sampled_from([True, True, False]),
+        is_held=st.booleans(),
     )
-    def send(self, key: TransferKey, binding: bytes, blocks: tuple[int, int], ready: bool) -> None:
-        self.world.send(key, binding, *blocks, ready=ready)
+    def send(
+        self,
+        key: TransferKey,
+        binding: bytes,
+        blocks: tuple[int, int],
+        ready: bool,
+        is_held: bool,
+    ) -> None:
+        self.world.send(key, binding, *blocks, ready=ready, is_held=is_held)
 
     @rule(key=keys, binding=bindings, first=st.integers(0, MAX_BLOCKS - 1))
     def receive(self, key: TransferKey, binding: bytes, first: int) -> None:
@@ -107,10 +116,14 @@ class TransferMachine(RuleBasedStateMachine):
         else:
             self.world.deliver(which, keep=fate == "is doubled")
 
-    @rule(disaster=st.sampled_from(["", "", "", "broken", "silent", "restarted"]))
+    @rule(disaster=st.sampled_from(["", "", "", *DISASTERS]))
     def meet_with_disaster(self, disaster: str) -> None:
         if disaster == "broken":
-            self.world.close_link(TransportError("the data connection broke"))
+            self.world.break_channel(TransportError("the data connection broke"))
+        elif disaster == "lost":
+            self.world.lose_connection()
+        elif disaster == "stuck":
+            self.world.is_stuck = not self.world.is_stuck
         elif disaster == "silent":
             self.world.forget_guest(self.world.epoch)
         elif disaster == "restarted":
@@ -173,7 +186,10 @@ class TransferMachine(RuleBasedStateMachine):
         for job in self.world.jobs:
             if job.kind == "write" and not job.done:
                 for sending in self.world.sendings:
-                    assert not (sending.transfer.released and _reads(job, sending.memory))
+                    is_free = (
+                        sending.transfer.done if sending.is_held else sending.transfer.released
+                    )
+                    assert not (is_free and _reads(job, sending.memory))
 
     @invariant()
     def success_means_right(self) -> None:
@@ -202,6 +218,7 @@ class TransferMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Whatever happened, everything ends once the world works as it should."""
         try:
+            self.world.is_stuck = False
             self.world.settle()
             self.check_promises()
             assert sum(self.world.store.live_bytes().values()) == 0
@@ -303,14 +320,14 @@ def _arguments(name: str, rng: SeededRandom) -> list[Any]:
     key, binding = rng.choice(KEYS), rng.choice([b"", b"", b"", b"", b"other"])
     which = rng.randrange(1 << 16)
     arguments: dict[str, list[Any]] = {
-        "send": [key, binding, rng.choice(CHUNKS), rng.random() < 0.7],
+        "send": [key, binding, rng.choice(CHUNKS), rng.random() < 0.7, rng.random() < 0.3],
         "receive": [key, binding, rng.choice([0, 0, 0, 1, 2, 3])],
         "let_go": [key, b"", rng.choice(["discard", "abandon", "drop landed"])],
         "advance": [rng.choice([0.3, 0.3, 1.0, 7.0])],
         "move": [which, rng.choice([512, 1 << 20])],
         "converse": [rng.choice([1, 2, 3])],
         "one_message": [which, rng.choice(["overtakes", "is doubled", "is lost"])],
-        "meet_with_disaster": [rng.choice(["broken", "silent", "restarted"])],
+        "meet_with_disaster": [rng.choice(DISASTERS)],
         "drain": [],
     }
     return arguments.get(name, [which])

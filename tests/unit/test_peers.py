@@ -66,10 +66,16 @@ class FakeTransport:
 
 
 class FakeChannel:
-    closed = False
+    """Breaks when the test says so; does not close while it is stuck."""
 
-    def close(self) -> None:
-        self.closed = True
+    closed = stuck = False
+
+    def watch(self, broken: Callable[[TransportError], None]) -> None:
+        self.broken = broken
+
+    def close(self, timeout: float = 1.0) -> bool:
+        self.closed = not self.stuck
+        return self.closed
 
 
 class Scene:
@@ -84,9 +90,19 @@ class Scene:
             CONFIG, cast("ControlPlane", self.control), US, None,
             cast("list[Transport]", self.transports), lock=threading.RLock(),
             clock=lambda: self.now, on_ready=lambda link: self.events.append("ready"),
-            on_channel=lambda link: self.events.append("channel"),
+            on_channel=lambda link: self.events.append("channel"), on_channel_lost=self._lost,
             on_closed=lambda link: self.events.append("closed"),
         )  # fmt: skip
+
+    def _lost(self, link: Link, error: P2pError) -> None:
+        self.events.append("channel lost")
+        self.lost_for = error
+
+    def connect(self, number: int, transport: int = 0) -> FakeChannel:
+        """Let the dial `number` of a transport succeed."""
+        channel = FakeChannel()
+        self.transports[transport].dialled[number][1](cast("Channel", channel))
+        return channel
 
     def hear(self, message: AnyMessage, address: str = ADDRESS) -> Link | None:
         return self.links.on_message(Route(address), message)
@@ -166,19 +182,68 @@ def test_transports_are_tried_in_order(scene: Scene) -> None:
 
 
 def test_no_transport_works(scene: Scene) -> None:
+    """The link lives on: something may come from that peer all the same."""
     link = scene.welcomed()
     for transport in scene.transports:
         transport.dialled[0][1](TransportError("it rains"))
-    ended_with(link, PeerRefused, "it rains")
+    assert isinstance(scene.lost_for, PeerRefused)
+    assert "it rains" in str(scene.lost_for)
+    assert link.ready
 
 
 def test_data_connection_that_is_never_answered(scene: Scene) -> None:
     link = scene.welcomed()
+    link.heard_at = 4.0
     scene.pass_time(5.0)
-    ended_with(link, PeerUnreachable, "CONNECTING")
-    late = FakeChannel()
-    scene.transports[0].dialled[0][1](cast("Channel", late))
-    assert late.closed
+    assert isinstance(scene.lost_for, PeerUnreachable)
+    assert link.ready
+    assert scene.connect(0).closed  # it was given up
+    assert link.channel is None
+
+
+def test_broken_channel_is_made_anew_when_it_is_asked_for(scene: Scene) -> None:
+    link = scene.welcomed()
+    first = scene.connect(0)
+    scene.pass_time(1.0)
+    first.broken(TransportError("reset"))
+    assert (first.closed, link.ready, link.channel) == (True, True, None)
+    assert scene.events == ["ready", "channel", "channel lost"]
+    assert len(scene.transports[0].dialled) == 1
+    scene.links.get(PEER, data=True)
+    second = scene.connect(1)
+    first.broken(TransportError("said twice"))
+    scene.links.break_channel(link, TransportError("a late write"))
+    assert second.closed
+    assert scene.events == ["ready", *2 * ["channel", "channel lost"]]
+
+
+def test_connections_follow_each_other_slowly(scene: Scene) -> None:
+    """One that breaks at once is not made a thousand times a second."""
+    link = scene.welcomed()
+    for number in range(3):
+        scene.connect(number).broken(TransportError("reset"))
+        scene.links.get(PEER, data=True)
+        assert len(scene.transports[0].dialled) == number + 1
+        scene.pass_time(1.0)
+        assert len(scene.transports[0].dialled) == number + 2
+    for transport in scene.transports:
+        transport.dialled[-1][1](TransportError("refused"))
+    assert isinstance(scene.lost_for, TransportError)  # it worked before: they do match
+    assert link.ready
+
+
+def test_channel_whose_copies_do_not_stop_is_kept_and_counted(scene: Scene) -> None:
+    link = scene.welcomed()
+    channel = scene.connect(0)
+    channel.stuck = True
+    scene.links.close_link(link, PeerLost("silent"))
+    assert scene.links.num_unclosed_channels() == 1
+    scene.pass_time(0.1)
+    assert scene.links.num_unclosed_channels() == 1
+    channel.stuck = False
+    scene.pass_time(0.1)
+    assert channel.closed
+    assert scene.links.num_unclosed_channels() == 0
 
 
 def test_channel_is_made_when_data_is_first_asked_for(scene: Scene) -> None:

@@ -189,7 +189,7 @@ def test_second_attempt_outlives_the_end_of_the_first(tcp: World) -> None:
     tcp.receive(KEY, b"", 0)
     tcp.send(KEY, b"", *ALL, ready=True)
     converse(tcp)
-    tcp.close_link(TransportError("the data connection broke"))
+    tcp.break_channel(TransportError("the data connection broke"))
     converse(tcp)  # granted again; the end of the first attempt's job was not drained yet
     tcp.drain()
     assert [landing.attempt for landing in tcp.landings()] == [1]
@@ -201,9 +201,75 @@ def test_broken_data_connections_are_not_tried_for_ever(world: World) -> None:
     world.send(KEY, b"", *ALL, ready=False)
     for _ in range(3):
         converse(world)
-        world.close_link(TransportError("broken"))
+        world.break_channel(TransportError("broken"))
         world.drain()
     assert isinstance(world.sendings[0].transfer.error, TransportError)
+
+
+def test_connection_that_breaks_at_the_receiver_only_is_made_anew(tcp: World) -> None:
+    tcp.receive(KEY, b"", 0)
+    tcp.send(KEY, b"", *ALL, ready=False)
+    converse(tcp)
+    tcp.hung_up(tcp.epoch)  # nobody tells the sender
+    tcp.drain()
+    converse(tcp)
+    tcp.advance(0)
+    tcp.mark_ready(tcp.sendings[0])
+    tcp.settle()
+    assert tcp.sendings[0].transfer.error is None
+    assert tcp.receivings[0].is_right()
+
+
+@pytest.mark.parametrize("noticed", ["before DONE", "after DONE"])
+def test_bytes_that_are_lost_after_they_left_are_an_error_at_once(tcp: World, noticed: str) -> None:
+    """The sender's memory is its caller's again: only the receiver's recomputation helps."""
+    tcp.receive(KEY, b"", 0)
+    tcp.send(KEY, b"", *ALL, ready=True)
+    converse(tcp)
+    tcp.move(write_jobs(tcp)[0], 1 << 20)
+    tcp.drain()  # WRITTEN: DONE is on its way, the bytes are in the kernel's hands
+    if noticed == "after DONE":
+        converse(tcp)
+    tcp.lose_connection()
+    tcp.drain()
+    converse(tcp, 6)
+    assert isinstance(tcp.sendings[0].transfer.error, TransportError)
+    assert isinstance(tcp.receivings[0].transfer.error, PeerLost)  # what ABANDON is here
+    tcp.settle()
+
+
+def test_bytes_that_are_lost_after_they_left_leave_again_if_they_are_held(tcp: World) -> None:
+    tcp.receive(KEY, b"", 0)
+    tcp.send(KEY, b"", *ALL, ready=True, is_held=True)
+    converse(tcp)
+    tcp.move(write_jobs(tcp)[0], 1 << 20)
+    tcp.drain()
+    tcp.lose_connection()
+    tcp.settle()
+    assert tcp.sendings[0].transfer.error is None
+    assert tcp.receivings[0].is_right()
+
+
+@pytest.mark.parametrize("what_ends", ["the channel", "the link"])
+def test_copy_that_does_not_stop_keeps_its_memory(world: World, what_ends: str) -> None:
+    """Both the source and the region are kept until it has ended, however long that takes."""
+    world.receive(KEY, b"", 0)
+    world.send(KEY, b"", *ALL, ready=True)
+    converse(world)
+    job, world.is_stuck = write_jobs(world)[0], True
+    if what_ends == "the channel":
+        world.break_channel(TransportError("broken"))
+    else:
+        world.close_link(PeerLost("silent"))
+    converse(world, 4)
+    transfer = world.sendings[0].transfer
+    assert not transfer.released
+    assert len(world.landings()) == 1 or world.transport.receiver_writes
+    world.is_stuck = False
+    job.end("cancelled")
+    world.drain()
+    assert isinstance(transfer.error, TransportError | PeerLost)
+    world.settle()
 
 
 def test_restarted_sender_ends_what_it_had_open(world: World) -> None:

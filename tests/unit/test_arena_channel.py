@@ -1,0 +1,52 @@
+"""ArenaChannel: memory is given back only when no copy can touch it any more."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from mempool import Arena, Mover
+from p2p_engine.errors import TransportError
+from p2p_engine.layout import one_region
+from p2p_engine.messages import Grant
+from p2p_engine.transports.inproc import InprocChannel
+
+
+class StuckJob:
+    """A copy that does not stop before the test says so: the thread hangs in a page fault."""
+
+    done = False
+
+    def cancel(self) -> None:
+        """Ask in vain."""
+
+    def wait(self, timeout: float) -> bool:
+        return self.done
+
+
+class StuckMover:
+    def __init__(self) -> None:
+        self.job = StuckJob()
+
+    def copy(self, *_: Any, **__: Any) -> StuckJob:
+        return self.job
+
+
+def test_copy_that_does_not_stop_keeps_the_mapping() -> None:
+    theirs = Arena(8192)
+    ours = Arena.attach(theirs.fileno(), 8192)
+    mover, memory = StuckMover(), np.zeros(8, np.uint8)
+    channel = InprocChannel(cast("Mover", mover), ours)
+    grant = Grant(1, 2, 1, 0, 0, 1, 0, 5)
+    channel.write(one_region(memory.ctypes.data, 8), grant, lane=1, tag=None, keep=memory)
+    assert not channel.close(0.0)
+    assert len(ours.view(0, 8)) == 8  # it is mapped
+    with pytest.raises(TransportError, match="closed"):
+        channel.write(one_region(memory.ctypes.data, 8), grant, lane=1, tag=None, keep=memory)
+    mover.job.done = True
+    assert channel.close(0.0)
+    with pytest.raises(ValueError, match="closed"):
+        ours.view(0, 8)
+    theirs.close()
