@@ -59,8 +59,10 @@ from p2p_engine.messages import (
     TransferKey,
     Want,
     Welcome,
+    check_fits,
     decode,
     encode,
+    shorten,
 )
 from p2p_engine.peers import Link, Links, PeerAddress
 from p2p_engine.sender import Sender
@@ -97,8 +99,10 @@ class P2pNcclEngine:
 
         Raises:
             ConfigError: no port can be bound.
+            LocalProtocolError: `spec` is more than a message can carry.
             OSError: the landing memory cannot be mapped.
         """
+        check_fits(Hello(0, 0, PROTOCOL_VERSION, "", spec, {}))
         self.config = config
         self.epoch = secrets.randbits(62) | 1
         self._spec = spec
@@ -187,8 +191,10 @@ class P2pNcclEngine:
 
         Raises:
             EngineClosed: the engine is closed.
+            LocalProtocolError: key, binding or manifest are more than a message can carry.
             PeerUnreachable: the address is not host:port.
         """
+        check_fits(Offer(0, 0, 0, 0, key, source.manifest, binding, ""))
         with self._open():
             seconds = self.config.transfer_timeout_seconds if timeout is None else timeout
             chunk = self._sender.send(key, peer, source, binding, seconds, ready=ready)
@@ -207,8 +213,10 @@ class P2pNcclEngine:
 
         Raises:
             EngineClosed: the engine is closed.
+            LocalProtocolError: key, binding or manifest are more than a message can carry.
             TransferError: the key is held already.
         """
+        check_fits(Offer(0, 0, 0, 0, key, source.manifest, binding, ""))
         with self._open():
             return self._sender.hold(
                 key, source, binding, self.config.lease_seconds if lease is None else lease
@@ -218,7 +226,13 @@ class P2pNcclEngine:
         """Say that a key will never be completed, so that nobody waits for it; never blocks.
 
         The peer is told; without one, whoever wants the key (GET).
+
+        Raises:
+            EngineClosed: the engine is closed.
+            LocalProtocolError: the key is more than a message can carry.
+            PeerUnreachable: the peer's address is not host:port.
         """
+        check_fits(AbandonOk(0, 0, key))
         with self._open():
             self._sender.abandon(key, peer, reason)
 
@@ -241,12 +255,13 @@ class P2pNcclEngine:
 
         Raises:
             EngineClosed: the engine is closed.
-            LocalProtocolError: pull without a peer.
+            LocalProtocolError: pull without a peer; more key or binding than a message can carry.
             PeerUnreachable: the peer's address is not host:port.
             TransferError: the key is being received already, or came and was refused before.
         """
         if pull and peer is None:
             raise LocalProtocolError(f"{key}: a pull needs a peer")
+        check_fits(Want(0, 0, key, binding))
         with self._open():
             seconds = self.config.transfer_timeout_seconds if timeout is None else timeout
             if peer is not None:
@@ -269,7 +284,13 @@ class P2pNcclEngine:
         """Say that a key will not be received here: what came is freed, what comes is refused.
 
         With `pull` the peer that holds it is told, so that it can free it now. Never blocks.
+
+        Raises:
+            EngineClosed: the engine is closed.
+            LocalProtocolError: key or binding are more than a message can carry.
+            PeerUnreachable: the peer's address is not host:port.
         """
+        check_fits(Want(0, 0, key, binding))
         with self._open():
             self._store.discard((key, binding), reason or "not wanted here")
             if pull and peer is not None:
@@ -522,7 +543,7 @@ class P2pNcclEngine:
             self._sender.on_want(
                 (key, message.binding),
                 PeerAddress(guest.address),
-                lambda reason: self._reply_to(epoch, Gone, (key, reason)),
+                lambda reason: self._reply_to(epoch, Gone, (key, shorten(reason))),
             )
         elif isinstance(message, Release):
             self._sender.on_release((message.key, message.binding))
@@ -543,7 +564,7 @@ class P2pNcclEngine:
         if refusal:
             logger.warning("peer refused: address=%s reason=%s", hello.address, refusal)
             answer: AnyMessage = Refuse(
-                self.epoch, hello.source_epoch, PROTOCOL_VERSION, refusal[:500]
+                self.epoch, hello.source_epoch, PROTOCOL_VERSION, shorten(refusal)
             )
         else:
             for epoch, guest in list(self._guests.items()):

@@ -9,11 +9,12 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from p2p_engine.errors import RemoteProtocolError
+from p2p_engine.errors import LocalProtocolError, RemoteProtocolError
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 1 << 16
 MAX_LAYERS = 1 << 10
+MAX_REASON = 500  # characters that say why; fewer than a Text holds
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -274,6 +275,24 @@ def decode(frame: bytes) -> AnyMessage:
         return _decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"bad frame of {len(frame)} bytes: {error}") from error
+
+
+def check_fits(message: AnyMessage) -> None:
+    """Check that a peer can decode what our caller wants to say.
+
+    Raises:
+        LocalProtocolError: something in it is too long, too large or no text.
+    """
+    try:
+        decode(encode(message))
+    except (RemoteProtocolError, TypeError, ValueError, OverflowError) as error:
+        kind, why = type(message).__name__.upper(), error.__cause__ or error
+        raise LocalProtocolError(f"the wire cannot carry this {kind}: {why}") from error
+
+
+def shorten(reason: str) -> str:
+    """Return what a message can carry of a reason, whatever text it is."""
+    return reason[:MAX_REASON].encode(errors="replace").decode()
 
 
 class Heartbeat(msgspec.Struct, omit_defaults=True):

@@ -44,6 +44,7 @@ from p2p_engine.messages import (
     Manifest,
     Offer,
     TransferKey,
+    shorten,
 )
 from p2p_engine.peers import Link, Links, PeerAddress
 from p2p_engine.recent import Recent
@@ -523,7 +524,7 @@ class Sender:
     def _tell_abandoned(self, key: TransferKey, abandonment: Abandonment) -> None:
         if abandonment.link.ready:
             abandonment.resend_at = self._clock() + self._config.retry_seconds
-            self._links.send(abandonment.link, Abandon, key, abandonment.reason[:500])
+            self._links.send(abandonment.link, Abandon, key, shorten(abandonment.reason))
 
     def _current(self, seq: int, attempt: int) -> Chunk | None:
         chunk = self._chunks.get(seq)

@@ -46,6 +46,7 @@ from p2p_engine.messages import (
     Message,
     Offer,
     TransferKey,
+    shorten,
 )
 from p2p_engine.recent import Recent
 from p2p_engine.stats import Counters
@@ -56,7 +57,6 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 0.02
 MISMATCH_GRACE_SECONDS = 1.0
-MAX_REASON = 500
 
 
 class Store:
@@ -329,7 +329,7 @@ class Store:
         return self.quarantined_bytes(epoch) > sum(arena.budgets.values()) / 4
 
     def _deny(self, landing_id: LandingId, attempt: int, reason: str) -> bool:
-        fields = (landing_id[1], attempt, reason[:MAX_REASON], RETRY_AFTER_SECONDS)
+        fields = (landing_id[1], attempt, shorten(reason), RETRY_AFTER_SECONDS)
         self._reply(landing_id[0], Deny, fields)
         return False
 
@@ -539,7 +539,7 @@ class Store:
     # Remembering
 
     def _fail(self, landing_id: LandingId, attempt: int, error: P2pError) -> None:
-        fields = (type(error).__name__, str(error)[:MAX_REASON])
+        fields = (type(error).__name__, shorten(str(error)))
         outcome = self._conclude(landing_id, attempt, Fail, *fields)
         self._reply(landing_id[0], outcome.kind, outcome.fields)
 
@@ -552,7 +552,7 @@ class Store:
 
     def _bury(self, content: ContentKey, reason: str, *, refused: bool = False) -> None:
         until = self._clock() + self._config.lease_seconds
-        self._tombstones.put(content, Tombstone(reason[:MAX_REASON], until, refused))
+        self._tombstones.put(content, Tombstone(shorten(reason), until, refused))
 
     def _exhume(self, content: ContentKey) -> Tombstone | None:
         """Take the tombstone of a content, or of its whole key, when it still stands."""

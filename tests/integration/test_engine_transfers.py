@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -320,6 +321,71 @@ def test_pull_of_what_was_never_held_is_named() -> None:
 def test_pull_needs_a_peer() -> None:
     with engines(1) as (engine,), pytest.raises(LocalProtocolError, match="peer"):
         engine.receive(KEY, TensorSink(), pull=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "binding"),
+    [
+        (TransferKey("x" * 513), b""),
+        (TransferKey("x", layer="y" * 513), b""),
+        (TransferKey("x", prompt_index=-1), b""),
+        (TransferKey("x", child_index=1 << 70), b""),
+        (TransferKey("\ud800"), b""),
+        (KEY, bytes(65)),
+    ],
+    ids=["id", "layer", "negative", "huge", "no unicode", "binding"],
+)
+def test_what_the_wire_cannot_carry_is_refused_at_once(key: TransferKey, binding: bytes) -> None:
+    with engines(1) as (engine,):
+        source, peer = TensorSource(torch.zeros(1)), PeerAddress("127.0.0.1:1")
+        calls: list[Callable[[], object]] = [
+            lambda: engine.send(key, peer, source, binding=binding),
+            lambda: engine.hold(key, source, binding=binding),
+            lambda: engine.receive(key, TensorSink(), binding=binding),
+            lambda: engine.discard(key, binding=binding),
+        ]
+        if key is not KEY:
+            calls.append(lambda: engine.abandon(key, peer, "not needed"))
+        for call in calls:
+            with pytest.raises(LocalProtocolError, match="wire"):
+                call()
+        assert_idle(engine)
+
+
+def test_manifest_that_the_wire_cannot_carry_is_refused_at_once() -> None:
+    with engines(1) as (engine,):
+        many_dimensions = TensorSource(torch.zeros([1] * 17))
+        many_layers = PagedMemory(1, num_layers=1025).source([0])
+        for source in (many_dimensions, many_layers):
+            with pytest.raises(LocalProtocolError, match="wire"):
+                engine.send(KEY, PeerAddress("127.0.0.1:1"), source)
+            with pytest.raises(LocalProtocolError, match="wire"):
+                engine.hold(KEY, source)
+        assert_idle(engine)
+
+
+def test_cache_that_the_wire_cannot_describe_is_refused_at_once() -> None:
+    with pytest.raises(LocalProtocolError, match="wire"):
+        P2pNcclEngine(settings(), spec=CacheSpec(model="m" * 513))
+
+
+@pytest.mark.parametrize("reason", ["r" * 10_000, "\ud800"])
+def test_reason_of_any_length_arrives(reason: str) -> None:
+    with engines(2) as (sender, receiver):
+        peer, key = PeerAddress(sender.zmq_address), TransferKey("x" * 512, "y" * 512)
+        sender.abandon(key, None, reason)
+        waiting = receiver.receive(key, TensorSink(), peer=peer, pull=True)
+        with pytest.raises(TransferRejected):
+            waiting.wait(10)
+        waiting = receiver.receive(KEY, TensorSink(), peer=peer)
+        sender.abandon(KEY, PeerAddress(receiver.zmq_address), reason)
+        with pytest.raises(TransferRejected):
+            waiting.wait(10)
+        held = sender.hold(TransferKey("z" * 512, "y" * 512), TensorSource(torch.zeros(1)))
+        held.cancel(reason)
+        waiting = receiver.receive(held.key, TensorSink(), peer=peer, pull=True)
+        with pytest.raises(TransferRejected):
+            waiting.wait(10)
 
 
 @every_transport
