@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import time
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, cast
@@ -21,6 +23,7 @@ from proxy.models import PATH as MODELS_PATH
 from proxy.models import list_models
 from proxy.readiness import Readiness
 from proxy.registry import Instance, Registry, Role
+from proxy.routing import Router
 from proxy.upstream import Upstream
 
 if TYPE_CHECKING:
@@ -31,9 +34,13 @@ if TYPE_CHECKING:
 COMPLETION_PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
-def create_app(config: ProxyConfig, clock: Callable[[], float] = time.monotonic) -> Quart:
+def create_app(
+    config: ProxyConfig,
+    clock: Callable[[], float] = time.monotonic,
+    rng: random.Random | None = None,
+) -> Quart:
     """Build the application; it opens its sockets when a server starts it."""
-    proxy = Proxy(config, clock)
+    proxy = Proxy(config, clock, rng or random.Random())
     app = Quart(__name__, static_folder=None)
     app.asgi_http_class = Connection
     app.request_class = ProxyRequest
@@ -59,7 +66,7 @@ def create_app(config: ProxyConfig, clock: Callable[[], float] = time.monotonic)
 class Proxy:
     """Owns the parts and shows them to the web."""
 
-    def __init__(self, config: ProxyConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, config: ProxyConfig, clock: Callable[[], float], rng: random.Random) -> None:
         self._clock = clock
         self._registry = Registry(
             missed_beats=config.missed_beats, max_instances=config.max_instances
@@ -70,7 +77,10 @@ class Proxy:
         self._discovery = Discovery(
             config, self._registry, self._metrics, self._readiness.watch, clock
         )
-        self._forwarder = Forwarder(config, self._registry, self._upstream, self._metrics, clock)
+        self._router = Router(config, self._registry, clock, rng)
+        self._forwarder = Forwarder(
+            config, self._registry, self._router, self._upstream, self._metrics, clock
+        )
 
     async def serving(self) -> AsyncGenerator[None, None]:
         """Open the sockets, and close them in the opposite order."""
@@ -80,6 +90,8 @@ class Proxy:
             parts.push_async_callback(self._readiness.close)
             parts.push_async_callback(self._discovery.close)
             self._discovery.start()
+            tidying = asyncio.ensure_future(self._router.tidy())
+            parts.callback(tidying.cancel)
             yield
 
     async def complete(self) -> Response:
@@ -129,6 +141,7 @@ def _describe(instance: Instance, now: float) -> dict[str, Any]:
         "state": _state(instance, now),
         "heartbeat_age_seconds": round(now - instance.last_beat, 3),
         "in_flight": {role.label: instance.in_flight[role] for role in Role},
+        "tokens_in_flight": instance.load,
         "protocol": identity.protocol,
         "epoch": identity.epoch,
         "model": identity.model,

@@ -5,9 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from p2p_engine.errors import ConfigError
+from proxy.policies import POLICIES
 
 SEQUENTIAL = "sequential"
 CONCURRENT = "concurrent"
+CHOICES = {
+    "dispatch": (SEQUENTIAL, CONCURRENT),
+    "prefill_policy": tuple(POLICIES),
+    "decode_policy": tuple(POLICIES),
+}
+# Where 0 means that it is not used.
+MAY_BE_ZERO = ("bypass_tokens",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +35,13 @@ class ProxyConfig:
     missed_beats: int = 3
     probe_interval_seconds: float = 2.0
     probe_timeout_seconds: float = 5.0
+
+    prefill_policy: str = "least_loaded"
+    decode_policy: str = "least_loaded"
+    # A prompt of which a decode instance must compute fewer tokens than this needs no prefill.
+    bypass_tokens: int = 0
+    # What the proxy remembers of prompts, in blocks of 256 bytes; about 100 bytes of memory each.
+    max_prefix_blocks: int = 250_000
 
     # Prefill first, then decode; or both at once, decode's answer held back until prefill is done.
     dispatch: str = SEQUENTIAL
@@ -53,10 +68,13 @@ class ProxyConfig:
             value = getattr(self, field.name)
             if field.name.endswith("port"):
                 _require(field.name, value, 0 <= value <= 65535, "0 to 65535")
+            elif field.name in MAY_BE_ZERO:
+                _require(field.name, value, value >= 0, "0 or more")
             elif isinstance(value, (int, float)):
                 _require(field.name, value, 0 < value < float("inf"), "a number above 0")
-        allowed = (SEQUENTIAL, CONCURRENT)
-        _require("dispatch", self.dispatch, self.dispatch in allowed, " or ".join(allowed))
+        for key, allowed in CHOICES.items():
+            value = getattr(self, key)
+            _require(key, value, value in allowed, ", ".join(allowed))
 
 
 def _require(key: str, value: object, is_met: bool, allowed: str) -> None:

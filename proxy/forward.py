@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, cast
 from werkzeug.exceptions import HTTPException
 
 from proxy import payload
-from proxy.config import CONCURRENT
 from proxy.errors import ProxyError
 from proxy.exchange import REQUEST_ID, Exchange
 from proxy.journey import Journey
-from proxy.routing import NoInstance, Pair, choose_pair
+from proxy.prompt import Prompt, read_prompt
+from proxy.routing import NoInstance, Pair, Router
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from proxy.upstream import Upstream
 
 MAX_ECHO_CHARS = 256
+SESSION_ID = "X-Session-Id"
 
 
 class Forwarder:
@@ -35,12 +36,14 @@ class Forwarder:
         self,
         config: ProxyConfig,
         registry: Registry,
+        router: Router,
         upstream: Upstream,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
         self.config = config
         self.registry = registry
+        self.router = router
         self.upstream = upstream
         self.metrics = metrics
         self.clock = clock
@@ -76,17 +79,14 @@ class Forwarder:
         self.metrics.count_journey(journey)
 
     async def _answer(self, request: ProxyRequest, journey: Journey) -> Response:
-        body = await _body(request)
-        fields = payload.parse_fields(body)
-        pair = self._choose(fields)
-        exchange = Exchange(self, request, journey, pair, body, fields)
-        if self.config.dispatch == CONCURRENT:
-            return await exchange.run_together()
-        return await exchange.run_in_turn()
+        asked = payload.parse(await _body(request))
+        pair = self._choose(read_prompt(asked.fields, request.headers.get(SESSION_ID, "")))
+        exchange = Exchange(self, request, journey, pair, asked)
+        return await exchange.run()
 
-    def _choose(self, fields: payload.Fields) -> Pair:
+    def _choose(self, prompt: Prompt) -> Pair:
         try:
-            return choose_pair(self.registry.instances(), payload.model_of(fields), self.clock())
+            return self.router.choose(prompt)
         except NoInstance as error:
             missing = [role.label for role in error.missing]
             raise ProxyError(503, "no_instance", str(error), missing=missing) from error

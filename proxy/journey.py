@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from proxy.routing import Pair
 
 if TYPE_CHECKING:
-    from p2p_engine.request_ids import ProxyId
     from proxy.errors import ProxyError
+    from proxy.registry import Instance
 
 logger = logging.getLogger("proxy.access")
 
@@ -34,10 +34,10 @@ class Journey:
     total_seconds: float = 0.0
     bytes_sent: int = 0
 
-    def chose(self, pair: Pair, proxy_id: ProxyId) -> None:
+    def chose(self, pair: Pair, transfer_id: str) -> None:
         """Note where the request goes and under which name its KV travels."""
         self.pair = pair
-        self.transfer_id = proxy_id.transfer_id
+        self.transfer_id = transfer_id
 
     def prefilled(self) -> None:
         """Note the end of the prefill leg."""
@@ -66,8 +66,8 @@ class Journey:
         """Write the request's one line in the log."""
         self.total_seconds = self.clock() - self.started
         self.outcome = self.outcome or "internal_error"
-        prefill = self.pair.prefill.identity.http_address if self.pair else "-"
-        decode = self.pair.decode.identity.http_address if self.pair else "-"
+        prefill = _address(self.pair.prefill if self.pair else None)
+        decode = _address(self.pair.decode if self.pair else None)
         logger.info(
             "route=%s status=%d outcome=%s transfer=%s client_id=%r prefill=%s decode=%s "
             "prefill_ms=%s first_byte_ms=%s total_ms=%s bytes=%d",
@@ -83,6 +83,10 @@ class Journey:
             _milliseconds(self.total_seconds),
             self.bytes_sent,
         )
+
+
+def _address(instance: Instance | None) -> str:
+    return "-" if instance is None else instance.identity.http_address
 
 
 def _milliseconds(seconds: float | None) -> str:

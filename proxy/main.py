@@ -14,7 +14,7 @@ import uvicorn
 
 from p2p_engine.errors import ConfigError
 from proxy.app import create_app
-from proxy.config import CONCURRENT, SEQUENTIAL, ProxyConfig
+from proxy.config import CHOICES, ProxyConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +28,10 @@ HELP = {
     "missed_beats": "heartbeats in a row that may be missed before an instance is forgotten",
     "probe_interval_seconds": "time between two looks at an instance's /health",
     "probe_timeout_seconds": "time for an instance to answer /health",
+    "prefill_policy": "how a prefill instance is chosen",
+    "decode_policy": "how a decode instance is chosen",
+    "bypass_tokens": "decode computes a prompt itself if fewer of its tokens are missing there",
+    "max_prefix_blocks": "blocks of 256 bytes of prompts whose whereabouts are remembered",
     "dispatch": "prefill before decode, or both at once",
     "max_body_bytes": "size of the largest request",
     "client_timeout_seconds": "time for a client to send its request, or to take a piece of answer",
@@ -85,12 +89,11 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for field in fields(ProxyConfig):
-        choices = (SEQUENTIAL, CONCURRENT) if field.name == "dispatch" else None
         parser.add_argument(
             "--" + field.name.replace("_", "-"),
             type=type(field.default),
             default=field.default,
-            choices=choices,
+            choices=CHOICES.get(field.name),
             help=HELP[field.name],
         )
     levels = ("debug", "info", "warning", "error")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
@@ -24,24 +25,37 @@ _NOT_FOR_PREFILL = ("min_tokens", "stream_options", KV_PARAMS)
 _fields_decoder = msgspec.json.Decoder(Fields)
 
 
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A client's request: its own bytes, and its top-level fields as they stand in them."""
+
+    body: bytes
+    fields: Fields
+
+    @property
+    def is_stream(self) -> bool:
+        """The client wants server-sent events."""
+        return bytes(self.fields.get("stream", b"")) == _TRUE
+
+
 class _PrefillAnswer(msgspec.Struct):
     choices: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1)]
     kv_transfer_params: Fields | None = None
 
 
 _answer_decoder = msgspec.json.Decoder(_PrefillAnswer)
-_BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-def parse_fields(body: bytes) -> Fields:
+def parse(body: bytes) -> Asked:
     """Split a request into its top-level fields, each as it was written.
 
     Raises:
         ProxyError: 400, it is not a JSON object.
     """
     try:
-        return _fields_decoder.decode(body)
-    except _BAD_JSON as error:
+        return Asked(body, _fields_decoder.decode(body))
+    except BAD_JSON as error:
         raise ProxyError(400, "invalid_json", f"the body is not a JSON object: {error}") from error
 
 
@@ -49,13 +63,8 @@ def model_of(fields: Fields) -> str | None:
     """Return the model that was asked for; None when it is not a string."""
     try:
         return msgspec.json.decode(fields.get("model", b"null"), type=str | None)
-    except _BAD_JSON:
+    except BAD_JSON:
         return None
-
-
-def is_stream(fields: Fields) -> bool:
-    """Tell whether the client wants server-sent events."""
-    return bytes(fields.get("stream", b"")) == _TRUE
 
 
 def prefill_body(fields: Fields, params: Params | None) -> bytes:
@@ -69,11 +78,12 @@ def prefill_body(fields: Fields, params: Params | None) -> bytes:
     return msgspec.json.encode(kept)
 
 
-def decode_body(body: bytes, fields: Fields, params: Params | None) -> bytes:
+def decode_body(asked: Asked, params: Params | None) -> bytes:
     """Return the client's own bytes with our parameters spliced in before the last brace.
 
     A client's own parameters are taken out first: they could name an instance of its choice.
     """
+    body, fields = asked.body, asked.fields
     if KV_PARAMS in fields:
         fields = {k: v for k, v in fields.items() if k != KV_PARAMS}
         body = msgspec.json.encode(fields)
@@ -120,7 +130,7 @@ def answered_params(answer: bytes) -> Fields:
     """
     try:
         return _answer_decoder.decode(answer).kv_transfer_params or {}
-    except _BAD_JSON as error:
+    except BAD_JSON as error:
         raise ValueError(f"{len(answer)} bytes that are no completion: {error}") from error
 
 

@@ -61,13 +61,15 @@ class Instance:
     # Nobody has seen it ready yet, so its patience is used up from the start.
     missed_probes: int = PATIENCE
     in_flight: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
+    # The estimated tokens of all legs in flight, of either role.
+    load: int = 0
     # When it was last chosen, in turns of the registry: breaks ties between equal loads.
     last_turn: int = 0
 
     @property
-    def load(self) -> int:
-        """The number of legs in flight, of either role."""
-        return sum(self.in_flight.values())
+    def is_idle(self) -> bool:
+        """No leg is in flight."""
+        return not any(self.in_flight.values())
 
     @property
     def is_ready(self) -> bool:
@@ -102,17 +104,20 @@ class Instance:
 class Leg:
     """One request's use of one instance: counted from the choice until `release`."""
 
-    def __init__(self, instance: Instance, role: Role) -> None:
+    def __init__(self, instance: Instance, role: Role, num_tokens: int) -> None:
         self._instance = instance
         self._role = role
+        self._num_tokens = num_tokens
         self._is_released = False
         instance.in_flight[role] += 1
+        instance.load += num_tokens
 
     def release(self) -> None:
         """Stop counting; idempotent."""
         if not self._is_released:
             self._is_released = True
             self._instance.in_flight[self._role] -= 1
+            self._instance.load -= self._num_tokens
 
 
 class Registry:
@@ -155,13 +160,13 @@ class Registry:
         """Forget the expired. One with legs in flight stays, so that it keeps its counts if the
         heartbeats were only held up."""
         for address, instance in list(self._by_address.items()):
-            if not instance.is_alive(now) and instance.load == 0:
+            if not instance.is_alive(now) and instance.is_idle:
                 del self._by_address[address]
 
-    def take_leg(self, instance: Instance, role: Role) -> Leg:
+    def take_leg(self, instance: Instance, role: Role, num_tokens: int = 1) -> Leg:
         """Count one more leg on an instance, until the leg is released."""
         instance.last_turn = next(self._turns)
-        return Leg(instance, role)
+        return Leg(instance, role, num_tokens)
 
     def _add(self, identity: Identity, now: float) -> Instance:
         self.sweep(now)

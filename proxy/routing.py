@@ -1,24 +1,43 @@
-"""Choice of one prefill and one decode instance for a request; pure."""
+"""Router: chooses one prefill and one decode instance for a request, by a policy for each."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from p2p_engine.errors import P2pError
-from proxy.registry import Instance, Role
+from proxy.policies import POLICIES
+from proxy.prefix_tree import PrefixTree
+from proxy.registry import Instance, Registry, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from random import Random
+
+    from proxy.config import ProxyConfig
+    from proxy.prompt import Prompt
+
+TIDY_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The two instances of one request."""
+    """The two instances of one request, and the estimated tokens that each leg costs.
 
-    prefill: Instance
+    Without `prefill`, decode computes the prompt itself.
+    """
+
+    prefill: Instance | None
     decode: Instance
+    prefill_tokens: int
+    decode_tokens: int
 
     @property
     def is_old_wire(self) -> bool:
         """They know no `kv_transfer_params`: only the request id tells them of each other."""
-        return self.prefill.identity.protocol is None
+        return self.decode.identity.protocol is None
 
 
 class NoInstance(P2pError):
@@ -29,27 +48,95 @@ class NoInstance(P2pError):
         self.missing = missing
 
 
-def choose_pair(instances: list[Instance], model: str | None, now: float) -> Pair:
-    """Choose the least loaded decode instance that has a partner, and its least loaded partner.
+class Router:
+    """Chooses pairs. Only `tidy` awaits; the rest is quick, and runs once for each request."""
 
-    Decode comes first because it is the longer work: where every instance has both roles, the
-    other order would prefill on one for ever and pile up all decodes on its partner.
+    def __init__(
+        self, config: ProxyConfig, registry: Registry, clock: Callable[[], float], rng: Random
+    ) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._bypass_tokens = config.bypass_tokens
+        self._tree = PrefixTree[Instance](config.max_prefix_blocks)
+        names = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
+        self._policies = {role: POLICIES[names[role]](rng, self._tree) for role in Role}
+        has_readers = any(policy.uses_tree for policy in self._policies.values())
+        self._keeps_tree = has_readers or config.bypass_tokens > 0
 
-    A model that some instance announces restricts the choice to its instances. One that none
-    announces (a LoRA adapter, an alias) does not: the instances themselves know what they serve.
+    def choose(self, prompt: Prompt, excluded: Collection[Instance] = ()) -> Pair:
+        """Choose a decode instance, and a prefill instance that can send to it.
 
-    Raises:
-        NoInstance: says which role is missing.
-    """
-    if any(instance.identity.model == model for instance in instances):
-        instances = [instance for instance in instances if instance.identity.model == model]
-    prefills = _routable(instances, Role.PREFILL, now)
-    decodes = _routable(instances, Role.DECODE, now)
-    for decode in decodes:
-        for prefill in prefills:
-            if are_partners(prefill, decode):
-                return Pair(prefill, decode)
-    raise _no_instance(prefills, decodes)
+        Decode comes first because it is the longer work: where every instance has both roles, the
+        other order would prefill on one for ever and pile up all decodes on its partner.
+
+        A model that some instance announces restricts the choice to its instances. One that none
+        announces (a LoRA adapter, an alias) does not: the instances know what they serve.
+
+        Raises:
+            NoInstance: says which role is missing.
+        """
+        instances = self._serving(prompt.model)
+        now = self._clock()
+        prefills, decodes = (
+            [i for i in instances if i.is_routable(role, now) and i not in excluded]
+            for role in Role
+        )
+        if alone := self._need_no_prefill(decodes, prompt):
+            return self._alone(self._choose(Role.DECODE, alone, prompt), prompt)
+        paired = [d for d in decodes if any(are_partners(p, d) for p in prefills)]
+        if not paired:
+            raise _no_instance(prefills, decodes)
+        decode = self._choose(Role.DECODE, paired, prompt)
+        partners = [p for p in prefills if are_partners(p, decode)]
+        return self._together(self._choose(Role.PREFILL, partners, prompt), decode, prompt)
+
+    @property
+    def num_prefix_blocks(self) -> int:
+        """How many blocks of prompts are remembered."""
+        return self._tree.num_blocks
+
+    async def tidy(self) -> None:
+        """Keep the memory of prompts within its bounds, until cancelled."""
+        while True:
+            await asyncio.sleep(TIDY_SECONDS)
+            for _ in self._tree.tidy(self._registry.is_current):
+                await asyncio.sleep(0)
+
+    def _serving(self, model: str | None) -> list[Instance]:
+        instances = self._registry.instances()
+        announcing = [instance for instance in instances if instance.identity.model == model]
+        return announcing or instances
+
+    def _choose(self, role: Role, candidates: Sequence[Instance], prompt: Prompt) -> Instance:
+        in_order = sorted(candidates, key=lambda instance: (instance.load, instance.last_turn))
+        return self._policies[role].choose(in_order, prompt)
+
+    def _need_no_prefill(self, decodes: list[Instance], prompt: Prompt) -> list[Instance]:
+        """Return those that had better compute the rest of the prompt themselves."""
+        if prompt.needs_whole_prompt:
+            return decodes
+        if not self._bypass_tokens:
+            return []
+        held = self._tree.match(prompt.blocks)
+        limit = self._bypass_tokens
+        return [d for d in decodes if prompt.num_new_tokens(held.get(d, 0)) < limit]
+
+    def _together(self, prefill: Instance, decode: Instance, prompt: Prompt) -> Pair:
+        held = self._tree.match(prompt.blocks) if self._keeps_tree else {}
+        num_new_tokens = max(1, prompt.num_new_tokens(held.get(prefill, 0)))
+        self._remember(prompt, prefill, decode)
+        num_tokens = prompt.num_tokens + prompt.num_output_tokens
+        return Pair(prefill, decode, num_new_tokens, num_tokens)
+
+    def _alone(self, decode: Instance, prompt: Prompt) -> Pair:
+        self._remember(prompt, decode)
+        return Pair(None, decode, 0, prompt.num_tokens + prompt.num_output_tokens)
+
+    def _remember(self, prompt: Prompt, *instances: Instance) -> None:
+        """They will hold it soon, and others with the same beginning may come before that."""
+        if self._keeps_tree:
+            for instance in instances:
+                self._tree.insert(prompt.blocks, instance)
 
 
 def are_partners(prefill: Instance, decode: Instance) -> bool:
@@ -59,12 +146,6 @@ def are_partners(prefill: Instance, decode: Instance) -> bool:
         and prefill.identity.protocol == decode.identity.protocol
         and prefill.identity.model == decode.identity.model
     )
-
-
-def _routable(instances: list[Instance], role: Role, now: float) -> list[Instance]:
-    """Return those that may take a leg of this role: least loaded first, then longest unused."""
-    able = (instance for instance in instances if instance.is_routable(role, now))
-    return sorted(able, key=lambda instance: (instance.load, instance.last_turn))
 
 
 def _no_instance(prefills: list[Instance], decodes: list[Instance]) -> NoInstance:

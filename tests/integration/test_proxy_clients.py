@@ -99,7 +99,7 @@ async def test_a_client_that_takes_nothing_loses_its_stream() -> None:
             await loop.sock_sendall(client, head.encode() + body)
             await until_left(decode)
             # It was held back by the client's pace, not read ahead into the proxy's memory.
-            assert decode.received[0].pieces_sent < 200
+            assert decode.received[0].pieces_sent < 600
             await proxy.until_idle()
         samples = await proxy.metrics()
         assert any('outcome="client_stalled"' in name for name in samples)

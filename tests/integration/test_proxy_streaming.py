@@ -177,3 +177,25 @@ async def test_models_are_merged_from_all_fleets() -> None:
             "tiny": 4096,
             "other": 4096,
         }
+
+
+async def test_a_prompt_that_needs_no_prefill_goes_to_decode_alone() -> None:
+    """Its id names no other instance, and a client's parameters do not get through either."""
+    async with fleet(bypass_tokens=1000) as (proxy, [prefill], [decode]):
+        evil = {"do_remote_prefill": True, "remote_host": "evil", "remote_port": 1}
+        for asked in (ASKED, STREAMED, {**ASKED, "kv_transfer_params": evil}):
+            status, _, headers = await proxy.ask(asked)
+            assert status == 200
+            received = decode.received[-1]
+            assert received.json == {k: v for k, v in asked.items() if k != "kv_transfer_params"}
+            assert re.fullmatch("[0-9a-f]{32}", received.headers["X-Request-Id"])
+            assert headers["X-Request-Id"] == received.headers["X-Request-Id"]
+        assert prefill.received == []
+        await proxy.until_idle()
+
+
+@pytest.mark.parametrize("more", [{"prompt_logprobs": 1}, {"echo": True}])
+async def test_what_only_a_whole_prompt_can_answer_is_not_split(more: dict[str, Any]) -> None:
+    async with fleet() as (proxy, [prefill], [decode]):
+        assert (await proxy.ask({**ASKED, **more}))[0] == 200
+        assert (len(prefill.received), len(decode.received)) == (0, 1)

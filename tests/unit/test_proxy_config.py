@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +33,9 @@ def test_the_defaults_are_the_ports_that_people_know() -> None:
         ("connect_timeout_seconds", float("nan")),
         ("max_body_bytes", -1),
         ("dispatch", "at random"),
+        ("prefill_policy", "the nicest"),
+        ("decode_policy", ""),
+        ("bypass_tokens", -1),
     ],
 )
 def test_an_impossible_value_is_refused_by_name(key: str, value: Any) -> None:
@@ -53,6 +58,19 @@ def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     for field in fields(ProxyConfig):
         assert "--" + field.name.replace("_", "-") in shown
+
+
+def test_every_setting_is_in_the_readme_with_its_default() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    section = readme.split("Its settings are options")[1].split("The policies")[0]
+    told: dict[str, str] = {}
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([^|]+) \|", section, re.MULTILINE)
+    for names, defaults in rows:
+        keys, values = re.findall(r"\w+", names), defaults.replace("`", "").split(", ")
+        told |= dict(zip(keys, values * len(keys) if len(values) == 1 else values, strict=True))
+    for field in fields(ProxyConfig):
+        default = getattr(ProxyConfig(), field.name)
+        assert type(default)(told[field.name]) == default, field.name
 
 
 def test_a_wrong_option_ends_the_command_with_its_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ def test_decode_gets_the_clients_request_and_our_parameters(
     asked: dict[str, Any], space: str, is_ascii: bool
 ) -> None:
     body = (space + json.dumps(asked, ensure_ascii=is_ascii) + space).encode()
-    sent = payload.decode_body(body, payload.parse_fields(body), PARAMS)
+    sent = payload.decode_body(payload.parse(body), PARAMS)
     assert json.loads(sent) == {**asked, "kv_transfer_params": PARAMS}
     if "kv_transfer_params" not in asked:
         own = body.rstrip()[:-1]
@@ -48,15 +48,15 @@ def test_decode_gets_the_clients_request_and_our_parameters(
 @given(requests)
 def test_old_instances_get_the_clients_request_alone(asked: dict[str, Any]) -> None:
     body = json.dumps(asked).encode()
-    fields = payload.parse_fields(body)
+    request = payload.parse(body)
     asked.pop("kv_transfer_params", None)
-    assert json.loads(payload.decode_body(body, fields, None)) == asked
+    assert json.loads(payload.decode_body(request, None)) == asked
 
 
 @settings(deadline=None)
 @given(requests)
 def test_prefill_is_asked_for_one_token(asked: dict[str, Any]) -> None:
-    fields = payload.parse_fields(json.dumps(asked).encode())
+    fields = payload.parse(json.dumps(asked).encode()).fields
     expected = {**asked, "max_tokens": 1, "stream": False, "kv_transfer_params": PARAMS}
     if "max_completion_tokens" in asked:
         expected["max_completion_tokens"] = 1
@@ -75,11 +75,11 @@ def test_prefill_is_asked_for_one_token(asked: dict[str, Any]) -> None:
     ],
 )
 def test_no_spelling_brings_a_clients_parameters_through(body: bytes) -> None:
-    fields = payload.parse_fields(body)
+    asked = payload.parse(body)
     for sent in (
-        payload.prefill_body(fields, PARAMS),
-        payload.decode_body(body, fields, PARAMS),
-        payload.decode_body(body, fields, None),
+        payload.prefill_body(asked.fields, PARAMS),
+        payload.decode_body(asked, PARAMS),
+        payload.decode_body(asked, None),
     ):
         assert b"evil" not in sent
         assert json.loads(sent)["a"] == 1
@@ -87,14 +87,14 @@ def test_no_spelling_brings_a_clients_parameters_through(body: bytes) -> None:
 
 def test_of_duplicate_keys_both_legs_take_the_last() -> None:
     body = b'{"prompt": "first", "n": 1, "prompt": "last"}'
-    fields = payload.parse_fields(body)
-    assert json.loads(payload.prefill_body(fields, None))["prompt"] == "last"
-    assert json.loads(payload.decode_body(body, fields, PARAMS))["prompt"] == "last"
+    asked = payload.parse(body)
+    assert json.loads(payload.prefill_body(asked.fields, None))["prompt"] == "last"
+    assert json.loads(payload.decode_body(asked, PARAMS))["prompt"] == "last"
 
 
 def test_numbers_pass_as_they_were_written() -> None:
     body = b'{"seed": 123456789012345678901234567890, "temperature": 0.10000000000000000001}'
-    sent = payload.prefill_body(payload.parse_fields(body), None)
+    sent = payload.prefill_body(payload.parse(body).fields, None)
     assert b"123456789012345678901234567890" in sent
     assert b"0.10000000000000000001" in sent
 
@@ -104,7 +104,7 @@ def test_numbers_pass_as_they_were_written() -> None:
 )
 def test_what_is_no_object_is_a_400(body: bytes) -> None:
     with pytest.raises(ProxyError) as caught:
-        payload.parse_fields(body)
+        payload.parse(body)
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
 
 
@@ -120,8 +120,8 @@ def test_what_is_no_object_is_a_400(body: bytes) -> None:
     ],
 )
 def test_the_proxy_reads_two_fields(body: bytes, is_stream: bool, model: str | None) -> None:
-    fields = payload.parse_fields(body)
-    assert (payload.is_stream(fields), payload.model_of(fields)) == (is_stream, model)
+    asked = payload.parse(body)
+    assert (asked.is_stream, payload.model_of(asked.fields)) == (is_stream, model)
 
 
 def test_each_leg_learns_where_the_other_is() -> None:

@@ -3,40 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 
-from p2p_engine.messages import Heartbeat
-from proxy.registry import Instance, Registry, Role
-from proxy.routing import NoInstance, choose_pair
+from proxy.prompt import Prompt
+from proxy.registry import Instance, Role
+from tests.routing_fleet import NOW, Fleet
 from tests.support import SeededRandom
-
-NOW = 1.0
-
-
-class Fleet:
-    """Instances that are ready, named by the order of their making."""
-
-    def __init__(self) -> None:
-        self.registry = Registry()
-
-    def add(self, kind: str, *, protocol: int | None = 1, **more: Any) -> Instance:
-        port = 1000 + len(self.registry.instances())
-        heartbeat = Heartbeat(kind, f"h:{port}", f"z:{port}", protocol=protocol, **more)
-        instance, _ = self.registry.observe(heartbeat, NOW)
-        instance.record_answer(200)
-        return instance
-
-    def choose(self, model: str | None = None) -> tuple[Instance, Instance]:
-        pair = choose_pair(self.registry.instances(), model, NOW)
-        return pair.prefill, pair.decode
-
-    def missing(self, model: str | None = None) -> list[Role]:
-        with pytest.raises(NoInstance) as caught:
-            self.choose(model)
-        assert all(role.label in str(caught.value) for role in caught.value.missing)
-        return caught.value.missing
 
 
 def test_the_least_loaded_of_each_role_is_chosen() -> None:
@@ -128,11 +101,11 @@ def test_ours_and_old_ones_are_never_paired() -> None:
     fleet.add("D", protocol=None)
     assert fleet.missing() == list(Role)
     old = fleet.add("P", protocol=None)
-    old_pair = choose_pair(fleet.registry.instances(), None, NOW)
+    old_pair = fleet.pair(Prompt())
     assert (old_pair.prefill, old_pair.is_old_wire) == (old, True)
     decode = fleet.add("D")
     fleet.registry.take_leg(old_pair.decode, Role.DECODE)
-    new_pair = choose_pair(fleet.registry.instances(), None, NOW)
+    new_pair = fleet.pair(Prompt())
     assert (new_pair.prefill, new_pair.decode, new_pair.is_old_wire) == (ours, decode, False)
 
 
