@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from mempool import Mover
+from mempool import Job, Mover
 from p2p_engine.arena import LandingArena
 from p2p_engine.awaited import Awaited
 from p2p_engine.config import EngineConfig, SendMode
@@ -305,8 +305,16 @@ class P2pNcclEngine:
     def _collect(self) -> None:
         with self._changed:
             for job in self._mover.drain():
-                job.tag(job)  # type: ignore[operator]
+                self._tell_ended(job)
             self._store.poll()
+
+    def _tell_ended(self, job: Job) -> None:
+        """Run a job's callback; a bug in one must not cost the others their news."""
+        try:
+            job.tag(job)  # type: ignore[operator]
+        except Exception:
+            self._counters.callback_errors += 1
+            logger.exception("the callback of a %s job failed, the others run", job.state)
 
     def drop_landed(self) -> int:
         """Forget what has landed and nobody asked for; returns the bytes that were freed."""
@@ -385,7 +393,7 @@ class P2pNcclEngine:
                 "messages_sent": self._control.frames_sent,
                 "messages_received": self._control.frames_received,
                 "wrong_messages": counters.wrong_messages + self._control.dropped_frames,
-                "control_errors": self._control.errors,
+                "control_errors": self._control.errors + counters.callback_errors,
                 "healthy": self.healthy,
             }
 

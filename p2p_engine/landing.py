@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from mempool import Job
 from p2p_engine.arena import Space
 from p2p_engine.errors import P2pError
-from p2p_engine.layout import Sink
+from p2p_engine.layout import Regions, Sink, ask, ask_regions
 from p2p_engine.messages import ContentKey, Manifest, Message
 from p2p_engine.transfer import Transfer
 from p2p_engine.transports.base import Transport
@@ -87,6 +87,32 @@ class Receive:
     ending: P2pError | None = None
     complete: bool = False
     mismatched: bool = False
+
+    def wanted(self, manifest: Manifest) -> tuple[int, int]:
+        """Which blocks of this chunk are still wanted: the first, and how many.
+
+        Raises:
+            P2pError: the sink refuses the chunk, or failed.
+        """
+        return ask(lambda: self.sink.wanted(manifest))
+
+    def regions(self, manifest: Manifest, first: int, num: int) -> Regions:
+        """Where these blocks are to lie.
+
+        Raises:
+            P2pError: the sink failed.
+        """
+        nbytes = num * manifest.block_bytes
+        return ask_regions(lambda: self.sink.regions(manifest, first, num), nbytes)
+
+    def landed(self, first: int, num: int) -> bool:
+        """Note that blocks are in place; True when nothing is missing any more.
+
+        Raises:
+            P2pError: the sink failed.
+        """
+        self.delivered.append((first, num))
+        return ask(lambda: self.sink.landed(first, num))
 
     def has_delivered(self, manifest: Manifest) -> bool:
         """Whether a block of this chunk is in place already."""

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from p2p_engine.errors import LocalProtocolError, RemoteProtocolError
+from p2p_engine.errors import LocalProtocolError, P2pError, RemoteProtocolError
 from p2p_engine.messages import Manifest
 
+T = TypeVar("T")
 Int64s = npt.NDArray[np.int64]
 
 
@@ -73,6 +74,33 @@ def pair(source: Regions, destination: Regions) -> tuple[Int64s, Int64s, Int64s]
 def _at(regions: Regions, ends: Int64s, positions: Int64s) -> Int64s:
     index = np.searchsorted(ends, positions, side="right")
     return regions.addresses[index] + positions - (ends - regions.lengths)[index]
+
+
+def ask(call: Callable[[], T]) -> T:
+    """Call a source or sink, which are our caller's: what they raise ends their transfer only.
+
+    Raises:
+        P2pError: theirs.
+        LocalProtocolError: in place of any other error.
+    """
+    try:
+        return call()
+    except P2pError:
+        raise
+    except Exception as error:  # anything may come from code that is not ours
+        raise LocalProtocolError(f"the caller's source or sink failed: {error!r}") from error
+
+
+def ask_regions(call: Callable[[], Regions], nbytes: int) -> Regions:
+    """Ask a source or sink where `nbytes` bytes lie; its neighbours' bytes are not ours to touch.
+
+    Raises:
+        P2pError: as for ask; LocalProtocolError: they are not so many bytes.
+    """
+    regions = ask(lambda: call().coalesced())
+    if regions.nbytes != nbytes:
+        raise LocalProtocolError(f"the caller's regions have {regions.nbytes} bytes, not {nbytes}")
+    return regions
 
 
 def packed_pages(address: int, packed: Manifest, first_block: int, num_blocks: int) -> Regions:

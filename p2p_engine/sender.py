@@ -30,7 +30,7 @@ from p2p_engine.errors import (
     TransferTooLarge,
     TransportError,
 )
-from p2p_engine.layout import Source
+from p2p_engine.layout import Source, ask_regions
 from p2p_engine.messages import (
     Abandon,
     Cancel,
@@ -390,9 +390,12 @@ class Sender:
         if not grant.num_blocks:
             self._written(chunk, 0)
             return
-        regions = chunk.source.regions(grant.first_block, grant.num_blocks).coalesced()
         chunk.state, chunk.writing_since = ChunkState.WRITING, self._clock()
         try:
+            nbytes = grant.num_blocks * chunk.manifest.block_bytes
+            regions = ask_regions(
+                lambda: chunk.source.regions(grant.first_block, grant.num_blocks), nbytes
+            )
             chunk.job = channel.write(
                 regions,
                 grant,
@@ -402,6 +405,8 @@ class Sender:
             )
         except TransportError as error:
             self._links.break_channel(chunk.link, error)
+        except P2pError as error:
+            self._give_up(chunk, error)
 
     def _job_ended(self, chunk: Chunk, job: Job) -> None:
         if job is not chunk.job or chunk.state is not ChunkState.WRITING:
@@ -453,8 +458,11 @@ class Sender:
             self._links.get(chunk.link.target, data=True)
             self._offer(chunk)
         else:
-            self.abandon(chunk.key, chunk.link.target, str(error))
-            self._end_when_read(chunk, error)
+            self._give_up(chunk, error)
+
+    def _give_up(self, chunk: Chunk, error: P2pError) -> None:
+        self.abandon(chunk.key, chunk.link.target, str(error))
+        self._end_when_read(chunk, error)
 
     def _end(self, chunk: Chunk, error: P2pError | None, *, tell: bool = False) -> None:
         if chunk.state is ChunkState.ENDED:

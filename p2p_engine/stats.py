@@ -17,6 +17,7 @@ class Counters:
     denied: int = 0
     expired: int = 0
     wrong_messages: int = 0
+    callback_errors: int = 0
     landed_bytes_by_place: Counter[str] = field(
         default_factory=lambda: Counter({"blocks": 0, "buffer": 0, "pool": 0})
     )

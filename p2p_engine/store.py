@@ -17,7 +17,6 @@ from p2p_engine.config import EngineConfig
 from p2p_engine.errors import (
     P2pError,
     PeerLost,
-    ProtocolError,
     TransferCancelled,
     TransferError,
     TransferRejected,
@@ -159,11 +158,11 @@ class Store:
             self._grant(landing_id, offer, transport, receive)
         except TransportError as error:  # the sender has not noticed yet that it must connect again
             self._deny(landing_id, offer.attempt, str(error))
-        except (ProtocolError, TransferTooLarge) as error:
-            kind = TransferTooLarge if isinstance(error, TransferTooLarge) else TransferRejected
-            self._fail(landing_id, offer.attempt, kind(str(error)))
+        except P2pError as error:
+            refusal = _as_refusal(offer.key, error)
+            self._fail(landing_id, offer.attempt, refusal)
             if receive is not None:
-                self._stop_receive(receive, kind(f"{offer.key}: {error}"))
+                self._stop_receive(receive, refusal)
 
     def on_done(self, epoch: int, seq: int, attempt: int) -> None:
         """The sender has written everything: COMMIT is said as soon as it has landed."""
@@ -289,7 +288,7 @@ class Store:
     def _place_in_blocks(self, landing: Landing, receive: Receive) -> None:
         manifest = landing.manifest
         if landing.nbytes:
-            regions = receive.sink.regions(manifest, manifest.first_block, manifest.num_blocks)
+            regions = receive.regions(manifest, manifest.first_block, manifest.num_blocks)
             self._expect(landing, regions, keep=receive)
         self._live_block_bytes += landing.nbytes
 
@@ -388,9 +387,9 @@ class Store:
     def _claim(self, landing: Landing, receive: Receive) -> None:
         """A receive meets a landing that came first."""
         try:
-            receive.sink.wanted(landing.manifest)
-        except ProtocolError as error:
-            self._stop_receive(receive, TransferRejected(f"{receive.content[0]}: {error}"))
+            receive.wanted(landing.manifest)
+        except P2pError as error:
+            self._stop_receive(receive, _as_refusal(receive.content[0], error))
             return
         self._attach(landing, receive)
         if landing.state is LandingState.LANDED:
@@ -402,30 +401,33 @@ class Store:
 
     def _deliver(self, landing: Landing, receive: Receive) -> None:
         """Bring landed bytes to where they belong, once nobody else writes there."""
-        first, num = landing.manifest.first_block, landing.manifest.num_blocks
         rivals = receive.writers_of(landing.manifest) - {landing}
         for rival in rivals:
             if rival.state is LandingState.GRANTED:  # the first that is whole wins
                 self._give_up(rival, proven=False)
-        if rivals:
-            return  # poll comes back to it
-        if landing.space is not None and self._arena is not None:
-            try:
-                first, num = receive.sink.wanted(landing.manifest)
-                if num and landing.nbytes and receive.ending is None:
+        if receive.ending is not None:
+            self._free(landing)
+        elif not rivals:  # else poll comes back to it
+            self._bring(landing, receive)
+
+    def _bring(self, landing: Landing, receive: Receive) -> None:
+        first, num = landing.manifest.first_block, landing.manifest.num_blocks
+        try:
+            if landing.space is not None and self._arena is not None:
+                first, num = receive.wanted(landing.manifest)
+                if num and landing.nbytes:
                     base = self._arena.address(landing.space)
                     packed = packed_pages(base, landing.manifest, first, num)
                     self._scatter(landing, receive, packed, (first, num))
                     return
-            except ProtocolError as error:  # another chunk has changed what the sink wants
-                self._stop_receive(receive, TransferRejected(f"{receive.content[0]}: {error}"))
-                return
-        self._delivered(landing, receive, first, num)
+            self._delivered(landing, receive, first, num)
+        except P2pError as error:  # the sink's, or another chunk has changed what it wants
+            self._stop_receive(receive, _as_refusal(receive.content[0], error))
 
     def _scatter(
         self, landing: Landing, receive: Receive, packed: Regions, blocks: tuple[int, int]
     ) -> None:
-        pieces = pair(packed, receive.sink.regions(landing.manifest, *blocks))
+        pieces = pair(packed, receive.regions(landing.manifest, *blocks))
         landing.state = LandingState.SCATTERING
         landing.job = self._mover.copy(
             *pieces,
@@ -448,9 +450,12 @@ class Store:
 
     def _delivered(self, landing: Landing, receive: Receive, first: int, num: int) -> None:
         receive.transfer.nbytes += landing.nbytes
-        receive.delivered.append((first, num))
-        if receive.ending is None and receive.sink.landed(first, num):
-            receive.complete = True
+        if receive.ending is None:
+            try:
+                if receive.landed(first, num):
+                    receive.complete = True
+            except P2pError as error:
+                self._stop_receive(receive, error)
         self._free(landing)
 
     # Ending
@@ -581,6 +586,12 @@ class Store:
         return [landing for landing in self._landings.values() if landing.content == content]
 
 
+def _as_refusal(key: TransferKey, error: P2pError) -> P2pError:
+    """What both sides are told when a chunk does not fit what is wanted, or the store."""
+    kind = TransferTooLarge if isinstance(error, TransferTooLarge) else TransferRejected
+    return kind(f"{key}: {error}")
+
+
 def _goes_straight(landing: Landing, receive: Receive) -> bool:
     """Whether the bytes may land in final memory: a stream that is cut off ends in zeros, so only
     where nothing has arrived yet and nobody else writes."""
@@ -596,7 +607,7 @@ def _narrowed(manifest: Manifest, receive: Receive | None) -> Manifest:
     """The part of the chunk that is wanted; without a receive, the whole of it."""
     if receive is None:
         return manifest
-    first, num = receive.sink.wanted(manifest)
+    first, num = receive.wanted(manifest)
     return Manifest(
         first, num, manifest.page_bytes, manifest.num_tokens, manifest.dtype, manifest.shape
     )

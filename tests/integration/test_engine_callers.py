@@ -1,0 +1,141 @@
+"""Sources, sinks and callbacks that fail: each ends its own transfer, by name, and no other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from p2p_engine import P2pNcclEngine, TransferKey
+from p2p_engine.errors import LocalProtocolError, P2pError, TransferRejected
+from p2p_engine.layout import Regions, TensorSink, TensorSource
+from p2p_engine.messages import Manifest
+from p2p_engine.peers import PeerAddress
+from tests.engines import TRANSPORTS, assert_idle, engines, random_tensor
+from tests.support import SeededRandom, eventually
+
+BAD, GOOD = TransferKey("bad"), TransferKey("good")
+pytestmark = pytest.mark.usefixtures("no_leaks")
+every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
+
+
+class BadSink(TensorSink):
+    """Fails in one of its methods."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self._method = method
+
+    def _step(self, method: str) -> None:
+        if method == self._method:
+            raise KeyError("the caller's mistake")
+
+    def wanted(self, manifest: Manifest) -> tuple[int, int]:
+        self._step("wanted")
+        return super().wanted(manifest)
+
+    def regions(self, manifest: Manifest, first_block: int, num_blocks: int) -> Regions:
+        self._step("regions")
+        regions = super().regions(manifest, first_block, num_blocks)
+        if self._method == "too few":
+            return Regions(regions.addresses, regions.lengths - 1)
+        return regions
+
+    def landed(self, first_block: int, num_blocks: int) -> bool:
+        self._step("landed")
+        return super().landed(first_block, num_blocks)
+
+
+class BadSource:
+    """Fails, or gives more than its manifest says, when it is to be read."""
+
+    def __init__(self, tensor: torch.Tensor, fault: str) -> None:
+        self._inner = TensorSource(tensor)
+        self._fault = fault
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._inner.manifest
+
+    def regions(self, first_block: int, num_blocks: int) -> Regions:
+        if self._fault == "fails":
+            raise KeyError("the caller's mistake")
+        regions = self._inner.regions(first_block, num_blocks)
+        return Regions(regions.addresses, regions.lengths * 2)
+
+
+def exchange_good(sender: P2pNcclEngine, receiver: P2pNcclEngine, tensor: torch.Tensor) -> None:
+    sender.send_tensor(GOOD, tensor, receiver.zmq_address)
+    assert torch.equal(receiver.recv_tensor(GOOD, timeout=10), tensor)
+
+
+@every_transport
+@pytest.mark.parametrize("receiver_first", [True, False])
+@pytest.mark.parametrize("method", ["wanted", "regions", "too few", "landed"])
+def test_sink_that_fails(
+    transport: str, receiver_first: bool, method: str, rng: SeededRandom
+) -> None:
+    tensor = random_tensor(rng, 100_000)
+    with engines(2, transport) as (sender, receiver):
+        if receiver_first:
+            waiting = receiver.receive(BAD, BadSink(method))
+            sent = sender.send_tensor(BAD, tensor, receiver.zmq_address)
+        else:
+            sent = sender.send_tensor(BAD, tensor, receiver.zmq_address)
+            sent.wait(10)
+            waiting = receiver.receive(BAD, BadSink(method))
+        with pytest.raises((LocalProtocolError, TransferRejected), match=r"mistake|bytes"):
+            waiting.wait(10)
+        eventually(lambda: sent.done)
+        exchange_good(sender, receiver, tensor)
+        assert_idle(sender, receiver)
+
+
+@every_transport
+@pytest.mark.parametrize("fault", ["fails", "too many"])
+def test_source_that_fails(transport: str, fault: str, rng: SeededRandom) -> None:
+    """The receiver hears of it at once."""
+    tensor = random_tensor(rng, 100_000)
+    with engines(2, transport, transfer_timeout_seconds=600) as (sender, receiver):
+        waiting = receiver.receive(BAD, TensorSink())
+        sent = sender.send(BAD, PeerAddress(receiver.zmq_address), BadSource(tensor, fault))
+        with pytest.raises(LocalProtocolError, match=r"mistake|bytes"):
+            sent.wait(10)
+        with pytest.raises(TransferRejected, match=r"mistake|bytes"):
+            waiting.wait(10)
+        exchange_good(sender, receiver, tensor)
+        assert_idle(sender, receiver)
+
+
+def test_callback_that_fails_is_counted_and_the_others_run() -> None:
+    with engines(1) as (engine,):
+        called: list[str] = []
+        nothing = np.zeros(0, np.int64)
+
+        def fail(job: Any) -> None:
+            called.append("bad")
+            raise KeyError("a bug")
+
+        with engine._changed:  # so that one poll meets them all
+            jobs = [
+                engine._mover.copy(nothing, nothing, nothing, tag=tag)
+                for tag in (fail, fail, lambda job: called.append("good"))
+            ]
+            assert all(job.wait(10) for job in jobs)
+            engine.poll()
+        assert called == ["bad", "bad", "good"]
+        assert engine.stats()["control_errors"] == 2
+
+
+def test_errors_of_a_sink_that_are_named_stay_as_they_are(rng: SeededRandom) -> None:
+    class NamedSink(TensorSink):
+        def landed(self, first_block: int, num_blocks: int) -> bool:
+            raise P2pError("my own name for it")
+
+    with engines(2) as (sender, receiver):
+        waiting = receiver.receive(BAD, NamedSink())
+        sender.send_tensor(BAD, random_tensor(rng, 10), receiver.zmq_address)
+        with pytest.raises(P2pError, match="my own name"):
+            waiting.wait(10)
