@@ -164,7 +164,8 @@ class SimChannel:
             return False
         self.stream.clear()
         self.world.end_jobs(lambda job: job.channel is self, "cancelled")
-        self.world.hung_up(self.epoch)
+        if self.world.channels.get(self.epoch) is self:
+            self.world.hung_up(self.epoch)
         return True
 
 
@@ -329,6 +330,8 @@ class World:
             self.close_link(PeerLost("greet first"))
             return
         link = self.links.link
+        if self.unclosed and not self.transport.receiver_writes:
+            return  # the receiver lets nobody in beside a connection that may still write
         if link is not None and link.channel is None:
             self.links.greeted = True
             self.guests.add(self.epoch)
