@@ -14,6 +14,7 @@ from quart import Quart, Response, request
 from quart.globals import request_ctx
 from werkzeug.exceptions import HTTPException
 
+from proxy.admission import Admission
 from proxy.discovery import Discovery
 from proxy.errors import ProxyError
 from proxy.forward import Forwarder
@@ -23,6 +24,7 @@ from proxy.models import PATH as MODELS_PATH
 from proxy.models import list_models
 from proxy.readiness import Readiness
 from proxy.registry import Instance, Registry, Role
+from proxy.release import Releases
 from proxy.routing import Router
 from proxy.upstream import Upstream
 
@@ -69,7 +71,10 @@ class Proxy:
     def __init__(self, config: ProxyConfig, clock: Callable[[], float], rng: random.Random) -> None:
         self._clock = clock
         self._registry = Registry(
-            missed_beats=config.missed_beats, max_instances=config.max_instances
+            missed_beats=config.missed_beats,
+            max_instances=config.max_instances,
+            breaker_failures=config.breaker_failures,
+            breaker_seconds=config.breaker_seconds,
         )
         self._metrics = Metrics(self._registry.instances, clock)
         self._upstream = Upstream(config, self._metrics)
@@ -78,8 +83,20 @@ class Proxy:
             config, self._registry, self._metrics, self._readiness.watch, clock
         )
         self._router = Router(config, self._registry, clock, rng)
+        self._releases = Releases(self._upstream, self._metrics)
+        self._admission = Admission(
+            config.max_in_flight, config.max_queued, config.queue_timeout_seconds
+        )
+        self._registry.on_room = self._admission.wake
         self._forwarder = Forwarder(
-            config, self._registry, self._router, self._upstream, self._metrics, clock
+            config,
+            self._registry,
+            self._router,
+            self._upstream,
+            self._releases,
+            self._admission,
+            self._metrics,
+            clock,
         )
 
     async def serving(self) -> AsyncGenerator[None, None]:
@@ -87,6 +104,7 @@ class Proxy:
         async with AsyncExitStack() as parts:
             self._upstream.open()
             parts.push_async_callback(self._upstream.close)
+            parts.push_async_callback(self._releases.close)
             parts.push_async_callback(self._readiness.close)
             parts.push_async_callback(self._discovery.close)
             self._discovery.start()
@@ -123,6 +141,7 @@ class Proxy:
             {
                 "registration_address": self._discovery.address,
                 "requests_in_flight": len(self._forwarder.journeys),
+                "requests_queued": self._admission.num_queued,
                 "instances": [_describe(instance, now) for instance in instances],
             }
         )
@@ -142,6 +161,7 @@ def _describe(instance: Instance, now: float) -> dict[str, Any]:
         "heartbeat_age_seconds": round(now - instance.last_beat, 3),
         "in_flight": {role.label: instance.in_flight[role] for role in Role},
         "tokens_in_flight": instance.load,
+        "breaker": {role.label: instance.breakers[role].state(now) for role in Role},
         "protocol": identity.protocol,
         "epoch": identity.epoch,
         "model": identity.model,

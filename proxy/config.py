@@ -15,7 +15,7 @@ CHOICES = {
     "decode_policy": tuple(POLICIES),
 }
 # Where 0 means that it is not used.
-MAY_BE_ZERO = ("bypass_tokens",)
+MAY_BE_ZERO = ("bypass_tokens", "max_queued", "max_retries")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,18 @@ class ProxyConfig:
     bypass_tokens: int = 0
     # What the proxy remembers of prompts, in blocks of 256 bytes; about 100 bytes of memory each.
     max_prefix_blocks: int = 250_000
+
+    # What is in progress at a time: legs of one role at one instance, and requests in all. What
+    # comes on top waits, so many at most and so long.
+    max_in_flight_per_instance: int = 1024
+    max_in_flight: int = 4096
+    max_queued: int = 1024
+    queue_timeout_seconds: float = 60.0
+    # How many other pairs are tried when one fails before the client was told anything.
+    max_retries: int = 2
+    # An instance that failed so many legs of a role in a row gets none for a while, then one.
+    breaker_failures: int = 5
+    breaker_seconds: float = 30.0
 
     # Prefill first, then decode; or both at once, decode's answer held back until prefill is done.
     dispatch: str = SEQUENTIAL

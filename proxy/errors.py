@@ -27,7 +27,7 @@ class ProxyError(P2pError):
         response = Response(
             msgspec.json.encode(self.body()), self.status, content_type="application/json"
         )
-        if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        if self.status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
             response.headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
         return response
 
@@ -39,15 +39,35 @@ class ProxyError(P2pError):
 
 
 class LegFailed(ProxyError):
-    """An instance could not be reached, fell silent or answered what nobody can use."""
+    """An instance could not be reached, fell silent or answered what nobody can use.
+
+    `can_retry`: another instance may do better, and nothing has been said to the client.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        can_retry: bool = False,
+        answer: Response | None = None,
+    ) -> None:
+        super().__init__(status, code, message)
+        self.can_retry = can_retry
+        self.answer = answer
+
+    def response(self) -> Response:
+        """Return the instance's own answer, if it gave one that is for the client."""
+        return self.answer or super().response()
 
 
 class Refused(ProxyError):
-    """The prefill instance refused the request: its own answer is the client's answer."""
+    """An instance refused the request: its own answer is the client's answer."""
 
-    def __init__(self, answer: Response) -> None:
+    def __init__(self, role: str, answer: Response) -> None:
         status = answer.status_code
-        super().__init__(status, "prefill_refused", f"the prefill instance answered {status}")
+        super().__init__(status, f"{role}_refused", f"the {role} instance answered {status}")
         self.answer = answer
 
     def response(self) -> Response:

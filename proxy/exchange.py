@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
-from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from aiohttp import ClientResponse, ClientTimeout
@@ -15,24 +14,23 @@ from quart import Response
 
 from p2p_engine.request_ids import ProxyId, new_transfer_id
 from proxy import payload
+from proxy.answers import check_decode, check_prefill, read
 from proxy.config import CONCURRENT
-from proxy.errors import LegFailed, Refused
+from proxy.errors import LegFailed
 from proxy.registry import Role
-from proxy.relay import Relay, passed_headers
+from proxy.relay import Relay
 from proxy.upstream import FAILURES, leg_failed
 
 if TYPE_CHECKING:
     from proxy.forward import Forwarder
     from proxy.journey import Journey
     from proxy.lifetime import ProxyRequest
-    from proxy.registry import Instance
+    from proxy.registry import Instance, Leg
     from proxy.routing import Pair
 
 REQUEST_ID = "X-Request-Id"
 # From the client to the instances. Its request id stays here: ours carries addresses.
 FORWARDED_HEADERS = ("Authorization", "Content-Type", "Traceparent", "Tracestate", "User-Agent")
-# An instance's own gateway errors keep their status; its other 5xx are a bad gateway to the client.
-_GATEWAY_ERRORS = (502, 503, 504)
 
 
 class Exchange:
@@ -49,38 +47,46 @@ class Exchange:
     ) -> None:
         self._config = forwarder.config
         self._upstream = forwarder.upstream
+        self._releases = forwarder.releases
         self._request = request
         self._journey = journey
         self._pair = pair
         self._asked = asked
         self._transfer_id = new_transfer_id()
+        # What prefill has sent to decode, and whether decode was asked to use it.
+        self._kv: tuple[ProxyId, payload.Fields] | None = None
+        self._is_claimed = False
+        self.failed: Instance | None = None
         self.ends = ExitStack()
         request.ends.callback(self.ends.close)
         take_leg = forwarder.registry.take_leg
-        self.ends.callback(take_leg(pair.decode, Role.DECODE, pair.decode_tokens).release)
+        self._decode_leg = take_leg(pair.decode, Role.DECODE, pair.decode_tokens)
+        self.ends.callback(self._decode_leg.release)
         if pair.prefill is not None:
             self._prefill_leg = take_leg(pair.prefill, Role.PREFILL, pair.prefill_tokens)
             self.ends.callback(self._prefill_leg.release)
+        self.ends.callback(self._release_unclaimed)
         journey.chose(pair, self._transfer_id)
 
     async def run(self) -> Response:
         """Answer the request.
 
         Raises:
-            ProxyError: it failed before the client was told anything.
+            LegFailed: before the client was told anything; `failed` is the instance.
+            ProxyError: the request cannot be answered.
         """
         if self._pair.prefill is None:
             return self._relay(await self._decode_alone())
         proxy_id = _proxy_id(self._pair.prefill, self._pair.decode, self._transfer_id)
         if self._config.dispatch == CONCURRENT:
-            return self._relay(await self._run_together(self._pair.prefill, proxy_id))
-        answered = await self._prefill(self._pair.prefill, proxy_id)
+            return self._relay(await self._run_together(proxy_id))
+        answered = await self._prefill(proxy_id)
         return self._relay(await self._decode(proxy_id, answered))
 
-    async def _run_together(self, prefill: Instance, proxy_id: ProxyId) -> ClientResponse:
+    async def _run_together(self, proxy_id: ProxyId) -> ClientResponse:
         """Prefill and decode at once; decode's answer waits for prefill's success."""
         legs = (
-            asyncio.ensure_future(self._prefill(prefill, proxy_id)),
+            asyncio.ensure_future(self._prefill(proxy_id)),
             asyncio.ensure_future(self._decode(proxy_id, {})),
         )
         try:
@@ -88,28 +94,41 @@ class Exchange:
         finally:
             for leg in legs:
                 leg.cancel()
+            await asyncio.gather(*legs, return_exceptions=True)
         return response
 
-    async def _prefill(self, instance: Instance, proxy_id: ProxyId) -> payload.Fields:
+    async def _prefill(self, proxy_id: ProxyId) -> payload.Fields:
         """Run the prefill leg and return the parameters it answered with."""
         params = None if self._pair.is_old_wire else payload.prefill_params(proxy_id)
+        body = payload.prefill_body(self._asked.fields, params)
+        leg = self._prefill_leg
+        try:
+            answered = check_prefill(*await self._post_prefill(leg.instance, body, proxy_id))
+        except LegFailed:
+            self._fail(leg)
+            raise
+        finally:
+            leg.release()
+        leg.breaker.succeed()
+        self._kv = proxy_id, answered
+        return answered
+
+    async def _post_prefill(
+        self, instance: Instance, body: bytes, proxy_id: ProxyId
+    ) -> tuple[ClientResponse, bytes]:
+        timeout = self._timeout(total=self._config.prefill_timeout_seconds)
+        headers = self._headers(str(proxy_id))
         response = await self._upstream.post(
-            instance,
-            Role.PREFILL,
-            self._request.path,
-            payload.prefill_body(self._asked.fields, params),
-            self._headers(str(proxy_id)),
-            self._timeout(total=self._config.prefill_timeout_seconds),
+            instance, Role.PREFILL, self._request.path, body, headers, timeout
         )
         try:
-            answer = await _read(response, self._config.max_body_bytes)
+            answer = await read(response, self._config.max_body_bytes)
         except FAILURES as error:
             raise leg_failed(instance, Role.PREFILL, error) from error
         finally:
             response.close()
         self._journey.prefilled()
-        self._prefill_leg.release()
-        return _accepted(response, answer)
+        return response, answer
 
     async def _decode(self, proxy_id: ProxyId, answered: payload.Fields) -> ClientResponse:
         """Start the decode leg of a pair."""
@@ -122,20 +141,44 @@ class Exchange:
 
     async def _post_decode(self, body: bytes, request_id: str) -> ClientResponse:
         """Send the decode leg; its answer is open until `ends`."""
-        response = await self._upstream.post(
-            self._pair.decode,
-            Role.DECODE,
-            self._request.path,
-            body,
-            self._headers(request_id, "Accept", "Accept-Encoding"),
-            self._timeout(sock_read=self._first_byte_timeout()),
-        )
-        self.ends.callback(response.close)
+        leg = self._decode_leg
+        timeout = self._timeout(sock_read=self._first_byte_timeout())
+        headers = self._headers(request_id, "Accept", "Accept-Encoding")
+        try:
+            response = await self._upstream.post(
+                leg.instance, Role.DECODE, self._request.path, body, headers, timeout, self._claim
+            )
+            self.ends.callback(response.close)
+            await check_decode(response, self._config.max_body_bytes)
+        except LegFailed:
+            self._fail(leg)
+            raise
         return response
 
+    def _claim(self) -> None:
+        """Decode has the request: the KV is its own, unless it refuses."""
+        self._is_claimed = True
+
     def _relay(self, response: ClientResponse) -> Response:
+        self._is_claimed = response.status < 400
+        if self._is_claimed:
+            self._decode_leg.breaker.recover()
+            self._asked = payload.NOTHING  # both legs have it; prompts are large, streams long
+        return Relay(self._config, self._journey, self._decode_leg, response).answer()
+
+    def _fail(self, leg: Leg) -> None:
+        leg.breaker.fail(self._journey.clock())
+        self.failed = leg.instance
+
+    def _release_unclaimed(self) -> None:
+        """Have decode let go of KV that it was never asked to use."""
         decode = self._pair.decode
-        return Relay(self._config, self._journey, decode, Role.DECODE, response).answer()
+        if self._kv is None or self._is_claimed or not decode.is_ready:
+            return
+        proxy_id, answered = self._kv
+        params = None if self._pair.is_old_wire else payload.decode_params(proxy_id, answered)
+        body = payload.prefill_body(self._asked.fields, params)
+        self._releases.begin(decode, self._request.path, body, self._headers(str(proxy_id)))
 
     def _headers(self, request_id: str, *more: str) -> dict[str, str]:
         theirs = self._request.headers
@@ -161,31 +204,3 @@ class Exchange:
 
 def _proxy_id(prefill: Instance, decode: Instance, transfer_id: str) -> ProxyId:
     return ProxyId(prefill.identity.zmq_address, decode.identity.zmq_address, transfer_id)
-
-
-def _accepted(response: ClientResponse, answer: bytes) -> payload.Fields:
-    """Return the parameters in a prefill instance's answer.
-
-    Raises:
-        ProxyError: the prefill did not succeed; 4xx are passed on as they are.
-    """
-    status = response.status
-    if 400 <= status < 500:
-        raise Refused(Response(answer, status, passed_headers(response)))
-    if status != HTTPStatus.OK:
-        passed = status if status in _GATEWAY_ERRORS else HTTPStatus.BAD_GATEWAY
-        raise LegFailed(passed, "prefill_failed", f"the prefill instance answered {status}")
-    try:
-        return payload.answered_params(answer)
-    except ValueError as error:
-        message = f"the prefill instance answered {error}"
-        raise LegFailed(HTTPStatus.BAD_GATEWAY, "prefill_bad_answer", message) from error
-
-
-async def _read(response: ClientResponse, max_bytes: int) -> bytes:
-    body = bytearray()
-    async for piece in response.content.iter_any():
-        body += piece
-        if len(body) > max_bytes:
-            return b""  # no answer to a prefill is that long: the caller finds it bad
-    return bytes(body)

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
 from werkzeug.exceptions import HTTPException
 
 from proxy import payload
-from proxy.errors import ProxyError
+from proxy.errors import LegFailed, ProxyError
 from proxy.exchange import REQUEST_ID, Exchange
 from proxy.journey import Journey
-from proxy.prompt import Prompt, read_prompt
-from proxy.routing import NoInstance, Pair, Router
+from proxy.prompt import read_prompt
+from proxy.routing import Busy, NoInstance
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from quart import Response
 
+    from proxy.admission import Admission
     from proxy.config import ProxyConfig
     from proxy.lifetime import ProxyRequest
     from proxy.metrics import Metrics
-    from proxy.registry import Registry
+    from proxy.registry import Instance, Registry
+    from proxy.release import Releases
+    from proxy.routing import Router
     from proxy.upstream import Upstream
 
 MAX_ECHO_CHARS = 256
@@ -38,6 +42,8 @@ class Forwarder:
         registry: Registry,
         router: Router,
         upstream: Upstream,
+        releases: Releases,
+        admission: Admission,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
@@ -45,6 +51,8 @@ class Forwarder:
         self.registry = registry
         self.router = router
         self.upstream = upstream
+        self.releases = releases
+        self.admission = admission
         self.metrics = metrics
         self.clock = clock
         # Requests that have not ended, in order of arrival.
@@ -80,16 +88,39 @@ class Forwarder:
 
     async def _answer(self, request: ProxyRequest, journey: Journey) -> Response:
         asked = payload.parse(await _body(request))
-        pair = self._choose(read_prompt(asked.fields, request.headers.get(SESSION_ID, "")))
-        exchange = Exchange(self, request, journey, pair, asked)
-        return await exchange.run()
+        prompt = read_prompt(asked.fields, request.headers.get(SESSION_ID, ""))
+        failed: list[Instance] = []
 
-    def _choose(self, prompt: Prompt) -> Pair:
+        def start() -> Exchange:
+            return Exchange(self, request, journey, self.router.choose(prompt, failed), asked)
+
         try:
-            return self.router.choose(prompt)
+            exchange = await self.admission.enter(prompt.model, start, request.ends)
         except NoInstance as error:
             missing = [role.label for role in error.missing]
             raise ProxyError(503, "no_instance", str(error), missing=missing) from error
+        return await self._run(exchange, start, failed)
+
+    async def _run(
+        self, exchange: Exchange, start: Callable[[], Exchange], failed: list[Instance]
+    ) -> Response:
+        """Run an exchange, and others in its place while instances fail and others are left.
+
+        Each has a transfer id of its own, and what a failed one holds is let go of at once.
+        """
+        while True:
+            try:
+                return await exchange.run()
+            except LegFailed as failure:
+                exchange.ends.close()
+                failed += [exchange.failed] if exchange.failed else []
+                if not failure.can_retry or len(failed) > self.config.max_retries:
+                    raise
+                with suppress(NoInstance, Busy):
+                    exchange = start()
+                    self.metrics.retries.inc()
+                    continue
+                raise
 
 
 async def _body(request: ProxyRequest) -> bytes:

@@ -27,6 +27,8 @@ class Metrics:
             "requests", "Requests that ended", "route", "status", "outcome"
         )
         self.resends = self._counter("resends", "Requests sent again on a fresh connection", "role")
+        self.retries = self._counter("retries", "Requests tried with another pair")
+        self.releases = self._counter("releases", "KV that decode was told to let go of", "result")
         self.heartbeats = self._counter("heartbeats", "Frames on the registration port", "result")
         self.prefill = self._histogram("prefill_seconds", "From the choice to prefill's answer")
         self.first_byte = self._histogram(

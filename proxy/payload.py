@@ -38,6 +38,9 @@ class Asked:
         return bytes(self.fields.get("stream", b"")) == _TRUE
 
 
+NOTHING = Asked(b"", {})
+
+
 class _PrefillAnswer(msgspec.Struct):
     choices: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1)]
     kv_transfer_params: Fields | None = None

@@ -66,6 +66,7 @@ class Readiness:
             if instance.is_ready != was_ready:
                 state = "ready" if instance.is_ready else "not ready"
                 logger.info("instance %s http=%s", state, address)
+                self._registry.on_room()
             await asyncio.sleep(self._pause(instance))
             self._registry.sweep(self._clock())
         logger.info("instance gone http=%s", address)

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING
 
 from p2p_engine.errors import P2pError, RemoteProtocolError
 from p2p_engine.request_ids import ProxyId, parse_proxy_id
+from proxy.breaker import Breaker
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from p2p_engine.messages import Heartbeat
 
 # An instance may announce any interval, but not one that makes it immortal.
@@ -63,6 +66,9 @@ class Instance:
     in_flight: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
     # The estimated tokens of all legs in flight, of either role.
     load: int = 0
+    breakers: dict[Role, Breaker] = field(
+        default_factory=lambda: {role: Breaker() for role in Role}
+    )
     # When it was last chosen, in turns of the registry: breaks ties between equal loads.
     last_turn: int = 0
 
@@ -85,8 +91,9 @@ class Instance:
         return any(self.has_role(role, now) for role in Role)
 
     def is_routable(self, role: Role, now: float) -> bool:
-        """Tell whether a leg of this role may be sent to it: it beats and its server answers."""
-        return self.is_ready and self.has_role(role, now)
+        """Tell whether a leg of this role may be sent to it: it beats, its server answers, and
+        its last legs did not fail."""
+        return self.is_ready and self.has_role(role, now) and self.breakers[role].allows(now)
 
     def record_answer(self, status: int) -> None:
         """Note what its `/health` answered."""
@@ -104,28 +111,48 @@ class Instance:
 class Leg:
     """One request's use of one instance: counted from the choice until `release`."""
 
-    def __init__(self, instance: Instance, role: Role, num_tokens: int) -> None:
-        self._instance = instance
-        self._role = role
+    def __init__(
+        self, instance: Instance, role: Role, num_tokens: int, on_release: Callable[[], None]
+    ) -> None:
+        self.instance = instance
+        self.role = role
+        self.breaker = instance.breakers[role]
         self._num_tokens = num_tokens
+        self._on_release = on_release
+        self._decides = self.breaker.begin()
         self._is_released = False
         instance.in_flight[role] += 1
         instance.load += num_tokens
 
     def release(self) -> None:
         """Stop counting; idempotent."""
-        if not self._is_released:
-            self._is_released = True
-            self._instance.in_flight[self._role] -= 1
-            self._instance.load -= self._num_tokens
+        if self._is_released:
+            return
+        self._is_released = True
+        self.instance.in_flight[self.role] -= 1
+        self.instance.load -= self._num_tokens
+        if self._decides:
+            self.breaker.give_up()
+        self._on_release()
 
 
 class Registry:
     """All instances by HTTP address. num_instances <= max_instances at any time."""
 
-    def __init__(self, *, missed_beats: int = 3, max_instances: int = 256) -> None:
+    def __init__(
+        self,
+        *,
+        missed_beats: int = 3,
+        max_instances: int = 256,
+        breaker_failures: int = 5,
+        breaker_seconds: float = 30.0,
+    ) -> None:
         self._missed_beats = missed_beats
         self._max_instances = max_instances
+        self._breaker_failures = breaker_failures
+        self._breaker_seconds = breaker_seconds
+        # Called when an instance may have room, or may have become ready.
+        self.on_room: Callable[[], None] = lambda: None
         self._by_address: dict[str, Instance] = {}
         self._turns = itertools.count(1)
 
@@ -166,14 +193,15 @@ class Registry:
     def take_leg(self, instance: Instance, role: Role, num_tokens: int = 1) -> Leg:
         """Count one more leg on an instance, until the leg is released."""
         instance.last_turn = next(self._turns)
-        return Leg(instance, role, num_tokens)
+        return Leg(instance, role, num_tokens, lambda: self.on_room())
 
     def _add(self, identity: Identity, now: float) -> Instance:
         self.sweep(now)
         others = len(self._by_address) - (identity.http_address in self._by_address)
         if others >= self._max_instances:
             raise RegistryFull(f"{others} instances are registered; at most {self._max_instances}")
-        instance = self._by_address[identity.http_address] = Instance(identity)
+        breakers = {role: Breaker(self._breaker_failures, self._breaker_seconds) for role in Role}
+        instance = self._by_address[identity.http_address] = Instance(identity, breakers=breakers)
         return instance
 
     def _lifetime(self, interval: float) -> float:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from proxy.config import ProxyConfig
     from proxy.journey import Journey
-    from proxy.registry import Instance, Role
+    from proxy.registry import Leg
 
 # Not from an instance to the client: what belongs to the one connection or to the instance.
 KEPT_BACK_HEADERS = {
@@ -38,14 +38,12 @@ class Relay:
         self,
         config: ProxyConfig,
         journey: Journey,
-        instance: Instance,
-        role: Role,
+        leg: Leg,
         response: ClientResponse,
     ) -> None:
         self._config = config
         self._journey = journey
-        self._instance = instance
-        self._role = role
+        self._leg = leg
         self._response = response
         self._is_stream = response.content_type == _EVENT_STREAM
 
@@ -70,8 +68,11 @@ class Relay:
                 finally:
                     stalled.cancel()
         except FAILURES as error:
-            yield self._cut(leg_failed(self._instance, self._role, error))
+            self._leg.breaker.fail(self._journey.clock())
+            yield self._cut(leg_failed(self._leg.instance, self._leg.role, error))
         else:
+            if self._response.status < 400:
+                self._leg.breaker.succeed()
             self._journey.answered()
 
     def _cut(self, failure: LegFailed) -> bytes:

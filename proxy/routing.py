@@ -48,6 +48,10 @@ class NoInstance(P2pError):
         self.missing = missing
 
 
+class Busy(P2pError):
+    """There are instances, but none that can take one more leg now."""
+
+
 class Router:
     """Chooses pairs. Only `tidy` awaits; the rest is quick, and runs once for each request."""
 
@@ -57,6 +61,7 @@ class Router:
         self._registry = registry
         self._clock = clock
         self._bypass_tokens = config.bypass_tokens
+        self._max_legs = config.max_in_flight_per_instance
         self._tree = PrefixTree[Instance](config.max_prefix_blocks)
         names = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
         self._policies = {role: POLICIES[names[role]](rng, self._tree) for role in Role}
@@ -74,21 +79,22 @@ class Router:
 
         Raises:
             NoInstance: says which role is missing.
+            Busy: nobody who is ready has room.
         """
-        instances = self._serving(prompt.model)
-        now = self._clock()
-        prefills, decodes = (
-            [i for i in instances if i.is_routable(role, now) and i not in excluded]
-            for role in Role
+        prefills, decodes = (self._ready(role, prompt.model, excluded) for role in Role)
+        free_prefills, free_decodes = (
+            [i for i in ready if i.in_flight[role] < self._max_legs]
+            for role, ready in zip(Role, (prefills, decodes), strict=True)
         )
-        if alone := self._need_no_prefill(decodes, prompt):
+        if alone := self._need_no_prefill(free_decodes, prompt):
             return self._alone(self._choose(Role.DECODE, alone, prompt), prompt)
-        paired = [d for d in decodes if any(are_partners(p, d) for p in prefills)]
-        if not paired:
-            raise _no_instance(prefills, decodes)
-        decode = self._choose(Role.DECODE, paired, prompt)
-        partners = [p for p in prefills if are_partners(p, decode)]
-        return self._together(self._choose(Role.PREFILL, partners, prompt), decode, prompt)
+        if paired := _with_partner(free_decodes, free_prefills):
+            decode = self._choose(Role.DECODE, paired, prompt)
+            partners = [p for p in free_prefills if are_partners(p, decode)]
+            return self._together(self._choose(Role.PREFILL, partners, prompt), decode, prompt)
+        if _with_partner(decodes, prefills) or self._need_no_prefill(decodes, prompt):
+            raise Busy("every instance that could serve the request has all it can take")
+        raise _no_instance(prefills, decodes)
 
     @property
     def num_prefix_blocks(self) -> int:
@@ -102,10 +108,14 @@ class Router:
             for _ in self._tree.tidy(self._registry.is_current):
                 await asyncio.sleep(0)
 
-    def _serving(self, model: str | None) -> list[Instance]:
-        instances = self._registry.instances()
+    def _ready(
+        self, role: Role, model: str | None, excluded: Collection[Instance]
+    ) -> list[Instance]:
+        now, instances = self._clock(), self._registry.instances()
         announcing = [instance for instance in instances if instance.identity.model == model]
-        return announcing or instances
+        return [
+            i for i in announcing or instances if i.is_routable(role, now) and i not in excluded
+        ]
 
     def _choose(self, role: Role, candidates: Sequence[Instance], prompt: Prompt) -> Instance:
         in_order = sorted(candidates, key=lambda instance: (instance.load, instance.last_turn))
@@ -137,6 +147,10 @@ class Router:
         if self._keeps_tree:
             for instance in instances:
                 self._tree.insert(prompt.blocks, instance)
+
+
+def _with_partner(decodes: list[Instance], prefills: list[Instance]) -> list[Instance]:
+    return [d for d in decodes if any(are_partners(p, d) for p in prefills)]
 
 
 def are_partners(prefill: Instance, decode: Instance) -> bool:

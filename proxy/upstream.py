@@ -14,7 +14,7 @@ from aiohttp import ClientResponse, ClientSession, ClientTimeout, TraceConfig
 from proxy.errors import LegFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from proxy.config import ProxyConfig
     from proxy.metrics import Metrics
@@ -43,6 +43,7 @@ class Upstream:
         """Make the session."""
         trace = TraceConfig()
         trace.on_connection_reuseconn.append(_note_reuse)
+        trace.on_request_headers_sent.append(_note_sent)
         self._session = ClientSession(
             # No limit: the 101st stream must not wait for one of the first 100 to end.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
@@ -75,14 +76,17 @@ class Upstream:
         body: bytes,
         headers: Mapping[str, str],
         timeout: ClientTimeout,
+        on_sent: Callable[[], None] = lambda: None,
     ) -> ClientResponse:
         """Send one leg's request and wait for the answer's headers.
+
+        `on_sent` is called when the request is on its way: from then on the instance may have it.
 
         Raises:
             LegFailed: there is no answer.
         """
         try:
-            return await self._post(instance, role, path, body, headers, timeout)
+            return await self._post(instance, role, path, body, headers, timeout, on_sent)
         except FAILURES as error:
             raise leg_failed(instance, role, error) from error
 
@@ -94,8 +98,9 @@ class Upstream:
         body: bytes,
         headers: Mapping[str, str],
         timeout: ClientTimeout,
+        on_sent: Callable[[], None],
     ) -> ClientResponse:
-        connection = SimpleNamespace(is_reused=False)
+        connection = SimpleNamespace(is_reused=False, on_sent=on_sent)
         clock = asyncio.get_running_loop().time
         started = clock()
         for is_last in (False, True):
@@ -137,7 +142,10 @@ def leg_failed(instance: Instance, role: Role, error: Exception) -> LegFailed:
     else:
         what = "cannot be reached" if is_unreachable else "broke the connection"
         status, kind = HTTPStatus.BAD_GATEWAY, "failed"
-    return LegFailed(status, f"{role.label}_{kind}", f"the {role.label} instance {what}")
+    message = f"the {role.label} instance {what}"
+    # One that has fallen silent has used up the request's time.
+    can_retry = is_unreachable or status == HTTPStatus.BAD_GATEWAY
+    return LegFailed(status, f"{role.label}_{kind}", message, can_retry=can_retry)
 
 
 def _url(instance: Instance, path: str) -> str:
@@ -147,3 +155,8 @@ def _url(instance: Instance, path: str) -> str:
 async def _note_reuse(_: ClientSession, context: SimpleNamespace, __: object) -> None:
     if context.trace_request_ctx is not None:
         context.trace_request_ctx.is_reused = True
+
+
+async def _note_sent(_: ClientSession, context: SimpleNamespace, __: object) -> None:
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx.on_sent()

@@ -1,0 +1,103 @@
+"""What an instance's answer to a leg means: good, the client's fault, or the instance's."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+import msgspec
+from quart import Response
+
+from proxy import payload
+from proxy.errors import LegFailed, ProxyError, Refused
+from proxy.registry import Role
+from proxy.relay import passed_headers
+from proxy.upstream import FAILURES
+
+if TYPE_CHECKING:
+    from aiohttp import ClientResponse
+
+# An instance's own gateway errors keep their status, and another instance may do better; its other
+# 5xx are a bad gateway to the client, and may be due to the request: it is not tried elsewhere.
+_GATEWAY_ERRORS = (502, 503, 504)
+# How vLLM says, with a 500, that the client's prompt is too long.
+_TOO_LONG = (b"maximum context length", b"maximum model length", b"max_model_len")
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+
+
+class _ErrorAnswer(msgspec.Struct):
+    error: _Error | None = None
+    message: str = ""
+
+
+def check_prefill(response: ClientResponse, answer: bytes) -> payload.Fields:
+    """Return the parameters in a prefill instance's answer.
+
+    Raises:
+        LegFailed: the prefill did not succeed.
+        ProxyError: it was refused; 4xx are passed on as they are.
+    """
+    status = response.status
+    if 400 <= status < 500:
+        raise Refused(Role.PREFILL.label, Response(answer, status, passed_headers(response)))
+    if status != HTTPStatus.OK:
+        _raise_if_too_long(status, answer)
+        can_retry = status in _GATEWAY_ERRORS
+        passed = status if can_retry else HTTPStatus.BAD_GATEWAY
+        message = f"the prefill instance answered {status}"
+        raise LegFailed(passed, "prefill_failed", message, can_retry=can_retry)
+    try:
+        return payload.answered_params(answer)
+    except ValueError as error:
+        message = f"the prefill instance answered {error}"
+        raise LegFailed(HTTPStatus.BAD_GATEWAY, "prefill_bad_answer", message) from error
+
+
+async def check_decode(response: ClientResponse, max_bytes: int) -> None:
+    """Pass all answers but 5xx, which the client gets as they are if nobody else can help.
+
+    Raises:
+        LegFailed: the decode instance failed.
+        ProxyError: it was the client's fault.
+    """
+    status = response.status
+    if status < 500:
+        return
+    try:
+        answer = await read(response, max_bytes)
+    except FAILURES:
+        answer = b""
+    _raise_if_too_long(status, answer)
+    raise LegFailed(
+        status,
+        "decode_failed",
+        f"the decode instance answered {status}",
+        can_retry=status in _GATEWAY_ERRORS,
+        answer=Response(answer, status, passed_headers(response)),
+    )
+
+
+async def read(response: ClientResponse, max_bytes: int) -> bytes:
+    """Return an answer's body; nothing if it is longer than any that we can use."""
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > max_bytes:
+            return b""
+    return bytes(body)
+
+
+def _raise_if_too_long(status: int, answer: bytes) -> None:
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR and any(words in answer for words in _TOO_LONG):
+        raise ProxyError(400, "context_length_exceeded", _message(answer))
+
+
+def _message(answer: bytes) -> str:
+    try:
+        said = msgspec.json.decode(answer, type=_ErrorAnswer)
+    except payload.BAD_JSON:
+        return "the prompt is too long for the model"
+    return (said.error.message if said.error else said.message) or "the prompt is too long"

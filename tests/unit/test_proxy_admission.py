@@ -1,0 +1,129 @@
+"""Admission: first come, first served, for each model; bounded, and never stuck."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+
+from proxy.admission import Admission
+from proxy.errors import ProxyError
+from proxy.routing import Busy, NoInstance
+
+
+class Room:
+    """So many places for each model."""
+
+    def __init__(self, **places: int) -> None:
+        self.places = places
+        self.served: list[str] = []
+
+    def take(self, model: str, name: str = "") -> str:
+        if model not in self.places:
+            raise NoInstance("gone", [])
+        if not self.places[model]:
+            raise Busy(model)
+        self.places[model] -= 1
+        self.served.append(name)
+        return name or model
+
+
+async def settle() -> None:
+    """Let every task run until all of them wait."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_who_finds_room_does_not_wait() -> None:
+    admission, room, ends = Admission(9, 9, 9.0), Room(m=1), ExitStack()
+    assert await admission.enter("m", lambda: room.take("m"), ends) == "m"
+    assert (admission.num_running, admission.num_queued) == (1, 0)
+    ends.close()
+    assert admission.num_running == 0
+
+
+async def test_first_come_first_served() -> None:
+    admission, room = Admission(9, 9, 9.0), Room(m=0)
+    waiting = []
+    for name in "abc":
+        enter = admission.enter("m", partial(room.take, "m", name), ExitStack())
+        waiting.append(asyncio.ensure_future(enter))
+        await settle()
+    for count in range(1, 4):
+        room.places["m"] = 1
+        admission.wake()
+        await settle()
+        assert room.served == ["a", "b", "c"][:count]
+    assert [await task for task in waiting] == ["a", "b", "c"]
+    assert admission.num_queued == 0
+
+
+async def test_one_wake_serves_as_many_as_there_is_room_for() -> None:
+    admission, room = Admission(9, 9, 9.0), Room(m=0)
+    waiting = [
+        asyncio.ensure_future(admission.enter("m", lambda: room.take("m"), ExitStack()))
+        for _ in range(4)
+    ]
+    await settle()
+    room.places["m"] = 3
+    admission.wake()
+    await settle()
+    assert [task.done() for task in waiting] == [True, True, True, False]
+    waiting[3].cancel()
+    await settle()
+    assert admission.num_queued == 0
+
+
+async def test_a_busy_model_does_not_hold_up_another() -> None:
+    admission, room = Admission(9, 9, 9.0), Room(busy=0, free=1)
+    waiting = asyncio.ensure_future(admission.enter("busy", lambda: room.take("busy"), ExitStack()))
+    await settle()
+    assert await admission.enter("free", lambda: room.take("free"), ExitStack()) == "free"
+    waiting.cancel()
+    await settle()
+
+
+async def test_the_whole_proxy_has_a_limit_too() -> None:
+    admission, room, ends = Admission(1, 9, 9.0), Room(m=5), ExitStack()
+    await admission.enter("m", lambda: room.take("m"), ends)
+    second = asyncio.ensure_future(admission.enter("m", lambda: room.take("m"), ExitStack()))
+    await settle()
+    assert not second.done()
+    ends.close()
+    assert await second == "m"
+
+
+@pytest.mark.parametrize(("max_queued", "code"), [(0, "queue_full"), (1, "queue_timeout")])
+async def test_both_ends_of_patience_are_429(max_queued: int, code: str) -> None:
+    admission, room = Admission(9, max_queued, 0.01), Room(m=0)
+    with pytest.raises(ProxyError) as caught:
+        await admission.enter("m", lambda: room.take("m"), ExitStack())
+    assert (caught.value.status, caught.value.code) == (429, code)
+    assert caught.value.response().headers["Retry-After"]
+    assert admission.num_queued == 0
+
+
+async def test_who_waits_for_what_is_gone_is_told() -> None:
+    admission, room = Admission(9, 9, 9.0), Room(m=0)
+    waiting = asyncio.ensure_future(admission.enter("m", lambda: room.take("m"), ExitStack()))
+    await settle()
+    del room.places["m"]
+    admission.wake()
+    with pytest.raises(NoInstance):
+        await waiting
+
+
+async def test_a_waiter_that_leaves_hands_on_its_turn() -> None:
+    admission, room = Admission(9, 9, 9.0), Room(m=0)
+    first, second = (
+        asyncio.ensure_future(admission.enter("m", lambda: room.take("m"), ExitStack()))
+        for _ in range(2)
+    )
+    await settle()
+    room.places["m"] = 1
+    admission.wake()
+    first.cancel()  # in the very moment
+    await settle()
+    assert (first.cancelled(), await second) == (True, "m")
