@@ -45,6 +45,8 @@ class Scenario:
 
 # The model's KV takes 4 KiB for each token: 8 layers, 4 heads of 64, keys and values, float32.
 SMALL_BUFFER = {"kv_buffer_size": "4e6", "mem_pool_size_gb": "0.25"}
+# 40 blocks hold 1280 tokens: one or two of the longest requests, and never less than one.
+FEW_BLOCKS = ("--num-gpu-blocks-override=40", "--max-model-len=1024")
 SCENARIOS = {
     "put_async": Scenario(),
     "put": Scenario("PUT"),
@@ -52,10 +54,8 @@ SCENARIOS = {
     "put_async_tcp": Scenario(extra={"transports": "tcp"}),
     "get_tcp": Scenario("GET", extra={"transports": "tcp"}),
     "chunked": Scenario(prefill_args=("--max-num-batched-tokens=256",)),
-    "few_prefill_blocks": Scenario(
-        prefill_args=("--num-gpu-blocks-override=40", "--max-num-batched-tokens=256"),
-    ),
-    "few_decode_blocks": Scenario(decode_args=("--num-gpu-blocks-override=40",), recomputes=True),
+    "few_prefill_blocks": Scenario(prefill_args=(*FEW_BLOCKS, "--max-num-batched-tokens=256")),
+    "few_decode_blocks": Scenario(decode_args=FEW_BLOCKS, recomputes=True),
     "buffer_and_pool": Scenario(extra=SMALL_BUFFER),
     "1p3d": Scenario(decode=2, late=(Role.DECODE,)),
     "3p1d": Scenario(prefill=2, late=(Role.PREFILL,)),
