@@ -34,12 +34,14 @@ class Awaited:
         links: Links,
         clock: Callable[[], float],
         fail: Callable[[TransferKey, P2pError], None],
+        bereave: Callable[[TransferKey, P2pError], None],
     ) -> None:
-        """`fail(key, error)` ends the receives of a key."""
+        """`fail(key, error)` ends the receives of a key, `bereave` unless all of it is here."""
         self._config = config
         self._links = links
         self._clock = clock
         self._fail = fail
+        self._bereave = bereave
         self._expected: dict[TransferKey, Expected] = {}
         self._to_release: list[tuple[Link, ContentKey]] = []
 
@@ -83,7 +85,7 @@ class Awaited:
         for key in [key for key, item in self._expected.items() if item.link is link]:
             item = self._expected.pop(key)
             if not item.transfer.done:
-                self._fail(key, link.error or PeerLost(f"peer {link.target} is gone"))
+                self._bereave(key, link.error or PeerLost(f"peer {link.target} is gone"))
 
     def tick(self, now: float) -> None:
         """Ask again; let go of what has ended."""

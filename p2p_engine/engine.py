@@ -148,7 +148,9 @@ class P2pNcclEngine:
             config, self._changed, self._arena, self._mover, self._counters,
             reply=self._reply_to, clock=time.monotonic,
         )  # fmt: skip
-        self._awaited = Awaited(config, self._links, time.monotonic, self._store.fail_key)
+        self._awaited = Awaited(
+            config, self._links, time.monotonic, self._store.fail_key, self._store.bereave
+        )
 
     def _make_transport(self, name: str) -> Transport:
         transport: Transport
@@ -556,7 +558,7 @@ class P2pNcclEngine:
         elif isinstance(message, Release):
             self._sender.on_release((message.key, message.binding))
         elif isinstance(message, Bye):
-            self._guest_lost(epoch, f"sender {guest.address} is closing")
+            self._guest_over(epoch, f"sender {guest.address} is closing")
         elif not isinstance(message, Ping):
             raise RemoteProtocolError(f"{type(message).__name__} is not a request")
 
@@ -577,7 +579,7 @@ class P2pNcclEngine:
         else:
             for epoch, guest in list(self._guests.items()):
                 if guest.address == hello.address and epoch != hello.source_epoch:
-                    self._guest_lost(epoch, f"sender {guest.address} was restarted")
+                    self._guest_over(epoch, f"sender {guest.address} was restarted")
             self._guests[hello.source_epoch] = Guest(route, hello.address, time.monotonic())
             offers = {
                 name: item.invite(hello.source_epoch) for name, item in self._transports.items()
@@ -606,6 +608,11 @@ class P2pNcclEngine:
         self._store.sender_lost(epoch, PeerLost(reason))
         for transport in self._transports.values():
             transport.forget(epoch)
+
+    def _guest_over(self, epoch: int, reason: str) -> None:
+        """It is known to have ended: what we wait for from it, or send to it, ends now too."""
+        self._guest_lost(epoch, reason)
+        self._links.close_epoch(epoch, PeerLost(reason))
 
     def _reply_to(self, epoch: int, kind: type[Message], fields: tuple[Any, ...]) -> None:
         guest = self._guests.get(epoch)

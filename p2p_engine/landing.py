@@ -84,6 +84,8 @@ class Receive:
     deadline: float
     landings: set[Landing] = field(default_factory=set)
     delivered: list[tuple[int, int]] = field(default_factory=list)  # first block, number
+    senders: set[int] = field(default_factory=set)  # the epochs that have offered something
+    bereft: P2pError | None = None  # its sender is gone: only what is here can complete it
     ending: P2pError | None = None
     complete: bool = False
     mismatched: bool = False
@@ -126,6 +128,12 @@ class Receive:
             if landing.touches_blocks
             and _overlap(manifest, landing.manifest.first_block, landing.manifest.num_blocks)
         }
+
+    @property
+    def hopeless(self) -> P2pError | None:
+        """Why nothing can complete it any more: not its sender, nor what is on its way."""
+        nothing_comes = all(item.state is LandingState.QUARANTINED for item in self.landings)
+        return self.bereft if nothing_comes else None
 
     @property
     def over(self) -> bool:

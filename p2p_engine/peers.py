@@ -240,6 +240,11 @@ class Links:
             self._control.hang_up(link.address)
         self._on_closed(link)
 
+    def close_epoch(self, epoch: int, error: P2pError) -> None:
+        """End the links to an engine that is known to be over. In callbacks only."""
+        for link in [item for item in self._links.values() if item.epoch == epoch]:
+            self.close_link(link, error)
+
     def break_channel(self, link: Link, error: TransportError) -> None:
         """End a link's channel from any thread, soon; the link itself lives on."""
         channel = link.channel

@@ -187,13 +187,23 @@ class Store:
             self._free(landing)
 
     def sender_lost(self, epoch: int, error: PeerLost) -> None:
-        """A sender is silent, restarted or closing: end what it had open."""
+        """A sender is silent, restarted or closing: end what only it could have completed."""
+        for receive in self._receives.values():
+            if epoch in receive.senders:
+                receive.bereft = error
         for landing in list(self._landings.values()):
             if landing.id[0] == epoch and landing.state is LandingState.GRANTED:
-                receive = landing.receive
-                self._give_up(landing, proven=False)
-                if receive is not None:
-                    self._stop_receive(receive, error)
+                self._check_landed(landing)
+                if landing.state is LandingState.GRANTED:
+                    self._give_up(landing, proven=False)
+        self._end_bereft()
+
+    def bereave(self, key: TransferKey, error: P2pError) -> None:
+        """Nothing more of a key will come; what has come may complete its receives."""
+        for content, receive in self._receives.items():
+            if content[0] == key:
+                receive.bereft = error
+        self._end_bereft()
 
     # What happens here
 
@@ -398,6 +408,7 @@ class Store:
     def _attach(self, landing: Landing, receive: Receive) -> None:
         landing.receive = receive
         receive.landings.add(landing)
+        receive.senders.add(landing.id[0])
 
     def _deliver(self, landing: Landing, receive: Receive) -> None:
         """Bring landed bytes to where they belong, once nobody else writes there."""
@@ -473,6 +484,11 @@ class Store:
         if receive.over:
             self._end_receive(receive, error)
 
+    def _end_bereft(self) -> None:
+        for receive in list(self._receives.values()):
+            if receive.hopeless is not None:
+                self._stop_receive(receive, receive.hopeless)
+
     def _end_receive(self, receive: Receive, error: P2pError | None) -> None:
         if self._receives.pop(receive.content, None) is None:
             return
@@ -526,6 +542,8 @@ class Store:
             receive.landings.discard(landing)
             if receive.over:
                 self._end_receive(receive, receive.ending)
+            elif receive.hopeless is not None:
+                self._stop_receive(receive, receive.hopeless)
 
     def _drop(self, content: ContentKey) -> None:
         for landing in self._of(content):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from time import monotonic
 
 import pytest
 import torch
@@ -68,6 +69,26 @@ def test_killed_sender_costs_its_own_transfers_only(transport: str) -> None:
             assert torch.equal(sink.tensor, pattern("request-1", SIZE))
         exchange(engine, other, "after")
         assert_idle(engine)  # the kernel's proof of its end has freed what it wrote into
+
+
+@pytest.mark.parametrize("pull", [False, True])
+def test_restarted_sender_ends_what_is_awaited_from_it(pull: bool, free_port: int) -> None:
+    """At once, long before its silence would tell."""
+    config = settings("shm", peer_timeout_seconds=600)
+    at_port = settings("shm", peer_timeout_seconds=600, port=free_port)
+    with P2pNcclEngine(config) as engine:
+        with Peer(at_port) as peer:
+            exchange(engine, peer, "before")
+            waiting = engine.receive(
+                KEY, TensorSink(), peer=PeerAddress(peer.address), pull=pull, timeout=600
+            )
+            links = engine._links._links.values()
+            eventually(lambda: all(link.resend_at > monotonic() + 60 for link in links))
+            peer.kill()
+        with Peer(at_port) as peer:
+            peer.ask("send", "after", MIB, engine.zmq_address)
+            with pytest.raises(PeerLost, match="restarted"):
+                waiting.wait(10)
 
 
 @between_processes

@@ -279,6 +279,15 @@ def test_bye_ends_a_link_and_its_channel(scene: Scene) -> None:
     assert channel.closed
 
 
+def test_engine_that_is_over_ends_the_links_to_it(scene: Scene) -> None:
+    """Found out elsewhere: it said BYE, or another one greets us from its address."""
+    link = scene.welcomed(data=False)
+    scene.links.close_epoch(NEW, PeerLost("another one"))
+    assert link.ready
+    scene.links.close_epoch(THEM, PeerLost("it is closing"))
+    ended_with(link, PeerLost, "closing")
+
+
 @pytest.mark.parametrize("message", [Bye(NEW, US), Bye(0, US)])
 def test_bye_of_a_stranger_is_ignored(scene: Scene, message: AnyMessage) -> None:
     link = scene.welcomed(data=False)

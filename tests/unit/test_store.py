@@ -282,6 +282,39 @@ def test_restarted_sender_ends_what_it_had_open(world: World) -> None:
     assert sum(world.store.live_bytes().values()) == 0
 
 
+def test_sender_that_is_gone_between_two_chunks_ends_its_receive(world: World) -> None:
+    """Nobody said who would send it; the first chunk tells."""
+    world.receive(KEY, b"", 0)
+    world.receive(TransferKey("another's"), b"", 0)
+    world.send(KEY, b"", 0, 2, ready=True)
+    for _ in range(4):
+        converse(world)
+        run_jobs(world)
+        world.store.poll()
+    assert world.landings() == []
+    world.forget_guest(world.epoch)
+    assert isinstance(world.receivings[0].transfer.error, PeerLost)
+    assert not world.receivings[1].transfer.done
+
+
+def test_sender_that_is_gone_takes_nothing_back(world: World) -> None:
+    """What has come whole is delivered, whether or not its end was seen before the sender's."""
+    world.send(KEY, b"", 0, 2, ready=True)
+    converse(world)
+    run_jobs(world)
+    world.receive(KEY, b"", 0)  # is being scattered now
+    world.send(KEY, b"", 2, 2, ready=True)
+    converse(world)
+    jobs = [job for job in write_jobs(world) if not job.done]
+    world.move(jobs[0], 1 << 20)
+    if world.transport.receiver_writes:
+        world.move_stream(world.epoch)
+    world.forget_guest(world.epoch)
+    world.settle()
+    assert world.receivings[0].transfer.error is None
+    assert world.receivings[0].is_right()
+
+
 def test_receive_after_a_failed_one_of_the_same_name(world: World) -> None:
     world.receive(KEY, b"", 0)
     world.receivings[0].transfer.cancel()
