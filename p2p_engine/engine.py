@@ -33,6 +33,7 @@ from p2p_engine.errors import (
     TransferRejected,
     TransferTimeout,
 )
+from p2p_engine.holds import Holds
 from p2p_engine.layout import Sink, Source, TensorSink, TensorSource, check_in_host_memory
 from p2p_engine.messages import (
     PROTOCOL_VERSION,
@@ -144,6 +145,7 @@ class P2pNcclEngine:
             on_closed=self._link_closed,
         )  # fmt: skip
         self._sender = Sender(config, self._changed, self._links, self._counters, time.monotonic)
+        self._holds = Holds(config, self._changed, self._sender, self._counters, time.monotonic)
         self._store = Store(
             config, self._changed, self._arena, self._mover, self._counters,
             reply=self._reply_to, clock=time.monotonic,
@@ -220,7 +222,7 @@ class P2pNcclEngine:
         """
         check_fits(Offer(0, 0, 0, 0, key, source.manifest, binding, ""))
         with self._open():
-            return self._sender.hold(
+            return self._holds.hold(
                 key, source, binding, self.config.lease_seconds if lease is None else lease
             )
 
@@ -236,7 +238,10 @@ class P2pNcclEngine:
         """
         check_fits(AbandonOk(0, 0, key))
         with self._open():
-            self._sender.abandon(key, peer, reason)
+            if peer is None:
+                self._holds.let_go(key, reason)
+            else:
+                self._sender.abandon(key, peer, reason)
 
     # Receiving
 
@@ -386,7 +391,9 @@ class P2pNcclEngine:
                 "sent_bytes": counters.sent_bytes,
                 "writing_seconds": counters.writing_seconds,
                 "transfers_by_outcome": dict(counters.outcomes),
-                "open_transfers": self._sender.num_open() + self._store.num_open(),
+                "open_transfers": sum(
+                    part.num_open() for part in (self._sender, self._holds, self._store)
+                ),
                 "links": self._links.count(),
                 "unclosed_channels": self._links.num_unclosed_channels(),
                 "guests": len(self._guests),
@@ -419,6 +426,7 @@ class P2pNcclEngine:
             error = EngineClosed("the engine was closed")
             self._links.close_leftovers()
             self._sender.close(error)
+            self._holds.close(error)
             self._store.close(error)
         self._close_parts()
 
@@ -488,6 +496,7 @@ class P2pNcclEngine:
             self._collect()
             self._links.tick(now)
             self._sender.tick(now)
+            self._holds.tick(now)
             self._store.tick(now)
             self._awaited.tick(now)
             silence = self.config.peer_timeout_seconds
@@ -550,13 +559,13 @@ class P2pNcclEngine:
             self._reply_to(epoch, AbandonOk, (message.key,))
         elif isinstance(message, Want):
             key = message.key
-            self._sender.on_want(
+            self._holds.on_want(
                 (key, message.binding),
                 PeerAddress(guest.address),
                 lambda reason: self._reply_to(epoch, Gone, (key, shorten(reason))),
             )
         elif isinstance(message, Release):
-            self._sender.on_release((message.key, message.binding))
+            self._holds.on_release((message.key, message.binding))
         elif isinstance(message, Bye):
             self._guest_over(epoch, f"sender {guest.address} is closing")
         elif not isinstance(message, Ping):

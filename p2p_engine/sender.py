@@ -1,4 +1,4 @@
-"""Sender: the chunks that leave this engine, from OFFER to COMMIT, and what is held for GET.
+"""Sender: the chunks that leave this engine, from OFFER to COMMIT.
 
 QUEUED → OFFERED → GRANTED → WRITING → WRITTEN → (ended)     the usual way
 any before WRITTEN → cancel → (ended), CANCELLED is sent once no byte can be written any more
@@ -36,7 +36,6 @@ from p2p_engine.messages import (
     Cancel,
     Cancelled,
     Commit,
-    ContentKey,
     Deny,
     Done,
     Fail,
@@ -47,7 +46,6 @@ from p2p_engine.messages import (
     shorten,
 )
 from p2p_engine.peers import Link, Links, PeerAddress
-from p2p_engine.recent import Recent
 from p2p_engine.stats import Counters
 from p2p_engine.transfer import Transfer, lane_of
 
@@ -56,7 +54,6 @@ logger = logging.getLogger(__name__)
 _REFUSALS = {
     kind.__name__: kind for kind in (TransferTooLarge, TransferTimeout, TransferCancelled, PeerLost)
 }  # what a FAIL may name beside the usual TransferRejected
-MAX_WISHES = 4096
 MAX_ATTEMPTS = 3  # data connections that may break under one chunk
 
 
@@ -101,26 +98,6 @@ class Chunk:
 
 
 @dataclass(eq=False)
-class Hold:
-    """GET: a source that waits to be wanted, until its lease ends."""
-
-    content: ContentKey
-    source: Source
-    transfer: Transfer
-    lease_ends_at: float
-    chunk: Chunk | None = None
-
-
-@dataclass(frozen=True)
-class Wish:
-    """A WANT that came before its hold."""
-
-    peer: PeerAddress
-    deadline: float
-    refuse: Callable[[str], None]
-
-
-@dataclass(eq=False)
 class Abandonment:
     """A key that a peer must be told will never be completed."""
 
@@ -149,9 +126,6 @@ class Sender:
         self._seqs = itertools.count(1)
         self._chunks: dict[int, Chunk] = {}
         self._by_transfer: dict[Transfer, Chunk] = {}
-        self._holds: dict[ContentKey, Hold] = {}
-        self._wishes: dict[ContentKey, Wish] = {}
-        self._gone: Recent[TransferKey, str] = Recent()
         self._abandoned: dict[TransferKey, Abandonment] = {}
 
     # What the caller asks for
@@ -187,59 +161,22 @@ class Sender:
             chunk.ready = True
             self._write(chunk)
 
-    def hold(self, key: TransferKey, source: Source, binding: bytes, lease: float) -> Transfer:
-        """Keep a source for a WANT.
-
-        Raises:
-            TransferError: the key is held already.
-        """
-        content = (key, binding)
-        if content in self._holds:
-            raise TransferError(f"{key} is held already")
-        transfer = Transfer(key, source.manifest.nbytes, self._changed, self._cancel_transfer)
-        self._holds[content] = hold = Hold(content, source, transfer, self._clock() + lease)
-        self._gone.pop(key)
-        wish = self._wishes.pop(content, None)
-        if wish is not None:
-            self._serve(hold, wish.peer)
-        return transfer
-
-    def abandon(self, key: TransferKey, peer: PeerAddress | None, reason: str) -> None:
-        """Tell the peer, until it has heard, that this key will not be completed; without a peer,
-        whoever wants it."""
-        if peer is None:
-            self._let_go(key, reason)
-            return
+    def abandon(self, key: TransferKey, peer: PeerAddress, reason: str) -> None:
+        """Tell the peer, until it has heard, that this key will not be completed."""
         deadline = self._clock() + self._config.transfer_timeout_seconds
         abandonment = Abandonment(self._links.get(peer, data=False), reason, deadline)
         self._abandoned[key] = abandonment
         self._tell_abandoned(key, abandonment)
 
+    def stop(self, chunk: Chunk, error: P2pError) -> None:
+        """End a chunk as soon as nothing is written any more."""
+        chunk.ending = chunk.ending or error
+        if chunk.state is ChunkState.WRITING and chunk.job is not None:
+            chunk.job.cancel()
+        else:
+            self._end(chunk, error, tell=chunk.state is not ChunkState.WRITTEN)
+
     # What the peer says
-
-    def on_want(
-        self, content: ContentKey, peer: PeerAddress, refuse: Callable[[str], None]
-    ) -> None:
-        """Offer what is held, wait for what may be held soon, or `refuse` with a reason."""
-        hold, reason = self._holds.get(content), self._gone.get(content[0])
-        if hold is not None:
-            self._serve(hold, peer)
-        elif reason is not None:
-            refuse(reason)
-        elif any(key == content[0] for key, _ in self._holds):
-            refuse("held for another content: the prompts differ")
-        elif content in self._wishes:  # said again: by the same peer, or after its restart
-            self._wishes[content] = Wish(peer, self._wishes[content].deadline, refuse)
-        elif len(self._wishes) < MAX_WISHES:
-            deadline = self._clock() + self._config.transfer_timeout_seconds
-            self._wishes[content] = Wish(peer, deadline, refuse)
-
-    def on_release(self, content: ContentKey) -> None:
-        """The peer wants nothing more of a held key."""
-        self._wishes.pop(content, None)
-        hold = self._holds.get(content)
-        if hold is not None and hold.chunk is None:
-            self._end_hold(hold, None, "the peer released it")
 
     def on_abandon_ok(self, key: TransferKey) -> None:
         """The peer has heard."""
@@ -281,7 +218,7 @@ class Sender:
             return
         if message.code != TransportError.__name__:
             kind = _REFUSALS.get(message.code, TransferRejected)
-            self._stop(chunk, kind(f"{chunk.link.target}: {message.reason}"))
+            self.stop(chunk, kind(f"{chunk.link.target}: {message.reason}"))
             return
         error = TransportError(f"{chunk.key} to {chunk.link.target}: {message.reason}")
         if chunk.state is ChunkState.WRITTEN:
@@ -295,7 +232,7 @@ class Sender:
         if chunk is None:
             self._links.send(link, Cancelled, message.seq, message.attempt)
         else:
-            self._stop(chunk, TransferRejected(f"peer {link.target} cancelled {chunk.key}"))
+            self.stop(chunk, TransferRejected(f"peer {link.target} cancelled {chunk.key}"))
 
     # What happens here
 
@@ -335,18 +272,9 @@ class Sender:
         """Repeat what is unanswered and end what is overdue."""
         for chunk in list(self._chunks.values()):
             if now >= chunk.deadline and chunk.ending is None:
-                self._stop(chunk, self._overdue(chunk))
+                self.stop(chunk, self._overdue(chunk))
             elif now >= chunk.resend_at and chunk.link.ready:
                 self._repeat(chunk)
-        for hold in list(self._holds.values()):
-            if hold.chunk is None and now >= hold.lease_ends_at:
-                self._counters.expired += 1
-                error = TransferTimeout(f"nobody wanted {hold.content[0]} during its lease")
-                self._end_hold(hold, error, "its lease has ended")
-        for content, wish in list(self._wishes.items()):
-            if now >= wish.deadline:
-                del self._wishes[content]
-                wish.refuse("it was never held here")
         for key, item in list(self._abandoned.items()):
             if now >= item.deadline:
                 del self._abandoned[key]
@@ -357,13 +285,11 @@ class Sender:
         """End everything; the mover is stopped, so that nothing is read or written any more."""
         for chunk in list(self._chunks.values()):
             self._end(chunk, chunk.ending or error)
-        for hold in list(self._holds.values()):
-            self._end_hold(hold, error, "the engine was closed")
 
     def num_open(self) -> int:
-        """How many chunks and holds still borrow their sources."""
+        """How many chunks still borrow their sources."""
         written = sum(chunk.state is ChunkState.WRITTEN for chunk in self._chunks.values())
-        return len(self._chunks) - written + len(self._holds)
+        return len(self._chunks) - written
 
     # Steps
 
@@ -434,14 +360,6 @@ class Sender:
             chunk.resend_at = self._clock() + self._config.retry_seconds
             self._links.send(chunk.link, Done, chunk.seq, chunk.attempt)
 
-    def _stop(self, chunk: Chunk, error: P2pError) -> None:
-        """End a chunk as soon as nothing is written any more."""
-        chunk.ending = chunk.ending or error
-        if chunk.state is ChunkState.WRITING and chunk.job is not None:
-            chunk.job.cancel()
-        else:
-            self._end(chunk, error, tell=chunk.state is not ChunkState.WRITTEN)
-
     def _end_when_read(self, chunk: Chunk, error: P2pError) -> None:
         """End a chunk whose link or channel is gone; the job of one that is read was cancelled."""
         chunk.ending = chunk.ending or error
@@ -479,55 +397,11 @@ class Sender:
         if chunk.on_end is not None:
             chunk.on_end(chunk)
 
-    def _serve(self, hold: Hold, peer: PeerAddress) -> None:
-        if hold.chunk is None:
-            key, binding = hold.content
-            hold.chunk = self.send(
-                key,
-                peer,
-                hold.source,
-                binding,
-                self._config.transfer_timeout_seconds,
-                ready=True,
-                on_end=lambda chunk: self._pulled(hold, chunk),
-                is_held=True,
-            )
-
-    def _pulled(self, hold: Hold, chunk: Chunk) -> None:
-        hold.chunk = None  # after a failure it may be wanted again, until its lease ends
-        if chunk.transfer.error is None:
-            self._end_hold(hold, None, "it was pulled already")
-
-    def _end_hold(self, hold: Hold, error: P2pError | None, reason: str) -> None:
-        self._holds.pop(hold.content, None)
-        self._gone.put(hold.content[0], reason)
-        hold.transfer.end(error)
-
-    def _let_go(self, key: TransferKey, reason: str) -> None:
-        self._gone.put(key, reason)
-        for content in [item for item in self._wishes if item[0] == key]:
-            self._wishes.pop(content).refuse(reason)
-
     def _cancel_transfer(self, transfer: Transfer, reason: str) -> None:
         with self._changed:
             chunk = self._by_transfer.get(transfer)
-            hold = next((item for item in self._holds.values() if item.transfer is transfer), None)
-            error = TransferCancelled(
-                f"{transfer.key} was withdrawn: {reason or 'no reason given'}"
-            )
             if chunk is not None:
-                self._stop(chunk, error)
-            elif hold is not None:
-                self._cancel_hold(hold, error)
-
-    def _cancel_hold(self, hold: Hold, error: P2pError) -> None:
-        del self._holds[hold.content]
-        self._gone.put(hold.content[0], str(error))
-        if hold.chunk is None:
-            hold.transfer.end(error)
-        else:
-            hold.chunk.on_end = lambda _: hold.transfer.end(error)
-            self._stop(hold.chunk, error)
+                self.stop(chunk, as_withdrawn(transfer, reason))
 
     def _tell_abandoned(self, key: TransferKey, abandonment: Abandonment) -> None:
         if abandonment.link.ready:
@@ -551,3 +425,8 @@ def _as_lost(link: Link, chunk: Chunk) -> P2pError:
     if isinstance(link.error, PeerError):
         return type(link.error)(f"{chunk.key}: {link.error}")
     return link.error or TransferError(f"{chunk.key}: the link to {link.target} is closed")
+
+
+def as_withdrawn(transfer: Transfer, reason: str) -> TransferCancelled:
+    """Return the error of a transfer that its caller has cancelled."""
+    return TransferCancelled(f"{transfer.key} was withdrawn: {reason or 'no reason given'}")

@@ -1,0 +1,168 @@
+"""Holds: GET. Sources that wait, under a lease, for a peer to pull them, and peers that wait for a
+source. Serving one is a chunk of sender.py. The engine's lock guards everything here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from p2p_engine.config import EngineConfig
+from p2p_engine.errors import P2pError, TransferError, TransferTimeout
+from p2p_engine.layout import Source
+from p2p_engine.messages import ContentKey, TransferKey
+from p2p_engine.peers import PeerAddress
+from p2p_engine.recent import Recent
+from p2p_engine.sender import Chunk, Sender, as_withdrawn
+from p2p_engine.stats import Counters
+from p2p_engine.transfer import Transfer
+
+MAX_WISHES = 4096
+
+
+@dataclass(eq=False)
+class Hold:
+    """A source that waits to be wanted, until its lease ends."""
+
+    content: ContentKey
+    source: Source
+    transfer: Transfer
+    lease_ends_at: float
+    chunk: Chunk | None = None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A WANT that came before its hold."""
+
+    peer: PeerAddress
+    deadline: float
+    refuse: Callable[[str], None]
+
+
+class Holds:
+    """All that is held, and all that is wanted and not held yet."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        changed: threading.Condition,
+        sender: Sender,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._changed = changed
+        self._sender = sender
+        self._counters = counters
+        self._clock = clock
+        self._holds: dict[ContentKey, Hold] = {}
+        self._wishes: dict[ContentKey, Wish] = {}
+        self._gone: Recent[TransferKey, str] = Recent()
+
+    def hold(self, key: TransferKey, source: Source, binding: bytes, lease: float) -> Transfer:
+        """Keep a source for a WANT.
+
+        Raises:
+            TransferError: the key is held already.
+        """
+        content = (key, binding)
+        if content in self._holds:
+            raise TransferError(f"{key} is held already")
+        transfer = Transfer(key, source.manifest.nbytes, self._changed, self._cancel_transfer)
+        self._holds[content] = hold = Hold(content, source, transfer, self._clock() + lease)
+        self._gone.pop(key)
+        wish = self._wishes.pop(content, None)
+        if wish is not None:
+            self._serve(hold, wish.peer)
+        return transfer
+
+    def let_go(self, key: TransferKey, reason: str) -> None:
+        """Tell whoever wants this key, now or later, that it will not be held."""
+        self._gone.put(key, reason)
+        for content in [item for item in self._wishes if item[0] == key]:
+            self._wishes.pop(content).refuse(reason)
+
+    def on_want(
+        self, content: ContentKey, peer: PeerAddress, refuse: Callable[[str], None]
+    ) -> None:
+        """Offer what is held, wait for what may be held soon, or `refuse` with a reason."""
+        hold, reason = self._holds.get(content), self._gone.get(content[0])
+        if hold is not None:
+            self._serve(hold, peer)
+        elif reason is not None:
+            refuse(reason)
+        elif any(key == content[0] for key, _ in self._holds):
+            refuse("held for another content: the prompts differ")
+        elif content in self._wishes:  # said again: by the same peer, or after its restart
+            self._wishes[content] = Wish(peer, self._wishes[content].deadline, refuse)
+        elif len(self._wishes) < MAX_WISHES:
+            deadline = self._clock() + self._config.transfer_timeout_seconds
+            self._wishes[content] = Wish(peer, deadline, refuse)
+
+    def on_release(self, content: ContentKey) -> None:
+        """The peer wants nothing more of a held key."""
+        self._wishes.pop(content, None)
+        hold = self._holds.get(content)
+        if hold is not None and hold.chunk is None:
+            self._end(hold, None, "the peer released it")
+
+    def tick(self, now: float) -> None:
+        """End what is overdue."""
+        for hold in list(self._holds.values()):
+            if hold.chunk is None and now >= hold.lease_ends_at:
+                self._counters.expired += 1
+                error = TransferTimeout(f"nobody wanted {hold.content[0]} during its lease")
+                self._end(hold, error, "its lease has ended")
+        for content, wish in list(self._wishes.items()):
+            if now >= wish.deadline:
+                del self._wishes[content]
+                wish.refuse("it was never held here")
+
+    def close(self, error: P2pError) -> None:
+        """End everything; the sender is closed already."""
+        for hold in list(self._holds.values()):
+            self._end(hold, error, "the engine was closed")
+
+    def num_open(self) -> int:
+        """How many sources are held."""
+        return len(self._holds)
+
+    def _serve(self, hold: Hold, peer: PeerAddress) -> None:
+        if hold.chunk is None:
+            key, binding = hold.content
+            hold.chunk = self._sender.send(
+                key,
+                peer,
+                hold.source,
+                binding,
+                self._config.transfer_timeout_seconds,
+                ready=True,
+                on_end=lambda chunk: self._pulled(hold, chunk),
+                is_held=True,
+            )
+
+    def _pulled(self, hold: Hold, chunk: Chunk) -> None:
+        hold.chunk = None  # after a failure it may be wanted again, until its lease ends
+        if chunk.transfer.error is None:
+            self._end(hold, None, "it was pulled already")
+
+    def _end(self, hold: Hold, error: P2pError | None, reason: str) -> None:
+        self._holds.pop(hold.content, None)
+        self._gone.put(hold.content[0], reason)
+        hold.transfer.end(error)
+
+    def _cancel_transfer(self, transfer: Transfer, reason: str) -> None:
+        with self._changed:
+            hold = next((item for item in self._holds.values() if item.transfer is transfer), None)
+            if hold is not None:
+                self._cancel(hold, as_withdrawn(transfer, reason))
+
+    def _cancel(self, hold: Hold, error: P2pError) -> None:
+        if hold.chunk is None:
+            self._end(hold, error, str(error))
+            return
+        del self._holds[hold.content]
+        self._gone.put(hold.content[0], str(error))
+        hold.chunk.on_end = lambda _: hold.transfer.end(error)
+        self._sender.stop(hold.chunk, error)
