@@ -96,7 +96,7 @@ class P2pNcclEngine:
         """Bind the control port and start both threads.
 
         `spec` is what peers must agree on; `receives=False` makes no landing memory (a prefill
-        instance that only pushes).
+        instance that only pushes: what is held can be spilled into it).
 
         Raises:
             ConfigError: no port can be bound.
@@ -145,7 +145,10 @@ class P2pNcclEngine:
             on_closed=self._link_closed,
         )  # fmt: skip
         self._sender = Sender(config, self._changed, self._links, self._counters, time.monotonic)
-        self._holds = Holds(config, self._changed, self._sender, self._counters, time.monotonic)
+        self._holds = Holds(
+            config, self._changed, self._sender, self._arena, self._mover, self._counters,
+            time.monotonic,
+        )  # fmt: skip
         self._store = Store(
             config, self._changed, self._arena, self._mover, self._counters,
             reply=self._reply_to, clock=time.monotonic,
@@ -225,6 +228,19 @@ class P2pNcclEngine:
             return self._holds.hold(
                 key, source, binding, self.config.lease_seconds if lease is None else lease
             )
+
+    def spill(self, transfer: Transfer) -> bool:
+        """Copy what is held into landing memory, so that its caller has its own back; never blocks.
+
+        The transfer is `released` at the end of the copy and goes on being held. False: it stays
+        where it is, because there is no room or it is being pulled or was spilled already.
+
+        Raises:
+            EngineClosed: the engine is closed.
+            P2pError: the source failed.
+        """
+        with self._open():
+            return self._holds.spill(transfer)
 
     def abandon(self, key: TransferKey, peer: PeerAddress | None, reason: str) -> None:
         """Say that a key will never be completed, so that nobody waits for it; never blocks.
@@ -389,6 +405,7 @@ class P2pNcclEngine:
                 "landed_bytes_by_place": dict(counters.landed_bytes_by_place),
                 "quarantined_bytes": self._store.quarantined_bytes(),
                 "sent_bytes": counters.sent_bytes,
+                "spilled_bytes": counters.spilled_bytes,
                 "writing_seconds": counters.writing_seconds,
                 "transfers_by_outcome": dict(counters.outcomes),
                 "open_transfers": sum(

@@ -1,5 +1,6 @@
 """Holds: GET. Sources that wait, under a lease, for a peer to pull them, and peers that wait for a
-source. Serving one is a chunk of sender.py. The engine's lock guards everything here."""
+source. Serving one is a chunk of sender.py. When the caller needs its memory, what it holds is
+copied into the pool and served from there. The engine's lock guards everything here."""
 
 from __future__ import annotations
 
@@ -7,15 +8,17 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mempool import Job, Mover
+from p2p_engine.arena import LandingArena, Space
 from p2p_engine.config import EngineConfig
-from p2p_engine.errors import P2pError, TransferError, TransferTimeout
-from p2p_engine.layout import Source
+from p2p_engine.errors import P2pError, TransferCancelled, TransferError, TransferTimeout
+from p2p_engine.layout import PackedSource, Source, ask_regions, one_region, pair
 from p2p_engine.messages import ContentKey, TransferKey
 from p2p_engine.peers import PeerAddress
 from p2p_engine.recent import Recent
 from p2p_engine.sender import Chunk, Sender, as_withdrawn
 from p2p_engine.stats import Counters
-from p2p_engine.transfer import Transfer
+from p2p_engine.transfer import Transfer, lane_of
 
 MAX_WISHES = 4096
 
@@ -29,6 +32,15 @@ class Hold:
     transfer: Transfer
     lease_ends_at: float
     chunk: Chunk | None = None
+    space: Space | None = None  # where the pool has it, or will have it
+    copying: Job | None = None
+    wanted_by: PeerAddress | None = None  # until it is copied
+    error: P2pError | None = None  # of its end
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nothing reads the source but its caller."""
+        return self.chunk is None and self.copying is None
 
 
 @dataclass(frozen=True)
@@ -48,17 +60,22 @@ class Holds:
         config: EngineConfig,
         changed: threading.Condition,
         sender: Sender,
+        arena: LandingArena | None,
+        mover: Mover,
         counters: Counters,
         clock: Callable[[], float],
     ) -> None:
         self._config = config
         self._changed = changed
         self._sender = sender
+        self._arena = arena
+        self._mover = mover
         self._counters = counters
         self._clock = clock
         self._holds: dict[ContentKey, Hold] = {}
         self._wishes: dict[ContentKey, Wish] = {}
         self._gone: Recent[TransferKey, str] = Recent()
+        self._ending: set[Hold] = set()  # until their copies have stopped
 
     def hold(self, key: TransferKey, source: Source, binding: bytes, lease: float) -> Transfer:
         """Keep a source for a WANT.
@@ -76,6 +93,30 @@ class Holds:
         if wish is not None:
             self._serve(hold, wish.peer)
         return transfer
+
+    def spill(self, transfer: Transfer) -> bool:
+        """Start to copy what is held into the pool; the transfer is released at the copy's end.
+
+        False: it stays where it is, because there is no room, or it is on its way already.
+        """
+        hold = self._held_as(transfer)
+        if hold is None or not hold.is_waiting or hold.space is not None or self._arena is None:
+            return False
+        manifest = hold.source.manifest
+        regions = ask_regions(
+            lambda: hold.source.regions(manifest.first_block, manifest.num_blocks), manifest.nbytes
+        )
+        space = self._arena.reserve(manifest.nbytes)
+        if space is None:
+            return False
+        hold.space = space
+        hold.copying = self._mover.copy(
+            *pair(regions, one_region(self._arena.address(space), manifest.nbytes)),
+            lane=lane_of(transfer.key),
+            tag=lambda job: self._copied(hold, job),
+            keep=(hold.source, self._arena),
+        )
+        return True
 
     def let_go(self, key: TransferKey, reason: str) -> None:
         """Tell whoever wants this key, now or later, that it will not be held."""
@@ -120,16 +161,36 @@ class Holds:
                 wish.refuse("it was never held here")
 
     def close(self, error: P2pError) -> None:
-        """End everything; the sender is closed already."""
+        """End everything; the mover is stopped and the sender closed."""
         for hold in list(self._holds.values()):
             self._end(hold, error, "the engine was closed")
+        while self._ending:
+            self._finish(self._ending.pop())
 
     def num_open(self) -> int:
         """How many sources are held."""
         return len(self._holds)
 
+    def _copied(self, hold: Hold, job: Job) -> None:
+        hold.copying = None
+        if hold in self._ending:
+            self._ending.discard(hold)
+            self._finish(hold)
+            return
+        if job.state == "done" and hold.space is not None and self._arena is not None:
+            address = self._arena.address(hold.space)
+            hold.source = PackedSource(hold.source.manifest, address)
+            self._counters.spilled_bytes += hold.source.manifest.nbytes
+            hold.transfer.release()
+        else:
+            self._release_space(hold)
+        if hold.wanted_by is not None:
+            self._serve(hold, hold.wanted_by)
+
     def _serve(self, hold: Hold, peer: PeerAddress) -> None:
-        if hold.chunk is None:
+        if hold.copying is not None:
+            hold.wanted_by = peer
+        elif hold.chunk is None:
             key, binding = hold.content
             hold.chunk = self._sender.send(
                 key,
@@ -148,21 +209,34 @@ class Holds:
             self._end(hold, None, "it was pulled already")
 
     def _end(self, hold: Hold, error: P2pError | None, reason: str) -> None:
-        self._holds.pop(hold.content, None)
+        """Forget it; its transfer ends as soon as nothing reads its source or writes its space."""
+        del self._holds[hold.content]
         self._gone.put(hold.content[0], reason)
-        hold.transfer.end(error)
+        hold.error = error
+        if hold.copying is not None:
+            self._ending.add(hold)
+            hold.copying.cancel()
+        elif hold.chunk is not None:
+            hold.chunk.on_end = lambda _: self._finish(hold)
+            self._sender.stop(hold.chunk, error or TransferCancelled(reason))
+        else:
+            self._finish(hold)
+
+    def _finish(self, hold: Hold) -> None:
+        self._release_space(hold)
+        hold.transfer.end(hold.error)
+
+    def _release_space(self, hold: Hold) -> None:
+        space, hold.space = hold.space, None
+        if space is not None and self._arena is not None:
+            self._arena.release(space)
+
+    def _held_as(self, transfer: Transfer) -> Hold | None:
+        return next((item for item in self._holds.values() if item.transfer is transfer), None)
 
     def _cancel_transfer(self, transfer: Transfer, reason: str) -> None:
         with self._changed:
-            hold = next((item for item in self._holds.values() if item.transfer is transfer), None)
+            hold = self._held_as(transfer)
             if hold is not None:
-                self._cancel(hold, as_withdrawn(transfer, reason))
-
-    def _cancel(self, hold: Hold, error: P2pError) -> None:
-        if hold.chunk is None:
-            self._end(hold, error, str(error))
-            return
-        del self._holds[hold.content]
-        self._gone.put(hold.content[0], str(error))
-        hold.chunk.on_end = lambda _: hold.transfer.end(error)
-        self._sender.stop(hold.chunk, error)
+                error = as_withdrawn(transfer, reason)
+                self._end(hold, error, str(error))

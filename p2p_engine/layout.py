@@ -185,6 +185,18 @@ class PagedSource:
         return self.cache.pages(self.block_ids[start : start + num_blocks])
 
 
+@dataclass(frozen=True)
+class PackedSource:
+    """A whole chunk's stream, in one piece of memory at `address`."""
+
+    manifest: Manifest
+    address: int
+
+    def regions(self, first_block: int, num_blocks: int) -> Regions:
+        """Return where these blocks of the chunk lie."""
+        return packed_pages(self.address, self.manifest, first_block, num_blocks)
+
+
 class PagedSink:
     """The request's blocks from `first_block` on, to be filled in a paged cache.
 

@@ -13,6 +13,7 @@ class Counters:
     """What has happened since the engine was made."""
 
     sent_bytes: int = 0
+    spilled_bytes: int = 0  # of what was held
     writing_seconds: float = 0.0  # from the start of each write to its end, added up
     denied: int = 0
     expired: int = 0

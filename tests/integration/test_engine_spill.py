@@ -1,0 +1,125 @@
+"""GET under block pressure: what is held moves into the pool, its caller has the memory back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from p2p_engine import P2pNcclEngine, TransferKey
+from p2p_engine.errors import TransferCancelled, TransferTimeout
+from p2p_engine.layout import TensorSink, TensorSource
+from p2p_engine.peers import PeerAddress
+from tests.engines import (
+    MIB,
+    TRANSPORTS,
+    PagedMemory,
+    assert_idle,
+    engines,
+    is_idle,
+    random_tensor,
+    settings,
+)
+from tests.support import SeededRandom, eventually
+
+KEY = TransferKey("request-1")
+pytestmark = pytest.mark.usefixtures("no_leaks")
+every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
+
+
+@every_transport
+def test_spilled_pages_are_the_callers_at_once_and_arrive_all_the_same(
+    transport: str, rng: SeededRandom
+) -> None:
+    theirs, ours = PagedMemory(16).fill(rng), PagedMemory(16)
+    sources, places = rng.sample(range(16), 8), rng.sample(range(16), 6)
+    expected = theirs.data[:, sources[2:]].copy()
+    with engines(2, transport) as (sender, receiver):
+        held = sender.hold(KEY, theirs.source(sources))
+        assert sender.spill(held)
+        assert held.wait_released(10)
+        assert not held.done
+        theirs.data[:] = 0
+        assert sender.stats()["live_bytes"] == 8 * 2 * 4096
+        sink, peer = ours.sink(places, 2), PeerAddress(sender.zmq_address)
+        receiver.receive(KEY, sink, peer=peer, pull=True).wait(10)
+        held.wait(10)
+        assert (ours.data[:, places] == expected).all()
+        assert sender.stats()["spilled_bytes"] == 8 * 2 * 4096
+        assert_idle(sender, receiver)
+
+
+@every_transport
+def test_want_that_comes_during_the_copy_is_served_after_it(
+    transport: str, rng: SeededRandom
+) -> None:
+    tensor, sink = random_tensor(rng, 4 * MIB), TensorSink()
+    with engines(2, transport) as (sender, receiver):
+        waiting = receiver.receive(KEY, sink)
+        held = sender.hold(KEY, TensorSource(tensor))
+        with sender._changed:  # nobody hears of the copy's end
+            assert sender.spill(held)
+            wish = (KEY, b""), PeerAddress(receiver.zmq_address), pytest.fail
+            sender._holds.on_want(*wish)
+            assert sender.stats()["open_transfers"] == 1
+        waiting.wait(10)
+        held.wait(10)
+        assert sink.tensor is not None
+        assert torch.equal(sink.tensor, tensor)
+        assert_idle(sender, receiver)
+
+
+@pytest.mark.parametrize("end", ["cancel", "lease", "close", "cancel, close"])
+@pytest.mark.parametrize("when", ["during the copy", "after it"])
+def test_spilled_memory_is_given_back_at_each_end(end: str, when: str, rng: SeededRandom) -> None:
+    with P2pNcclEngine(settings("shm")) as engine:
+        lease = 0.1 if end == "lease" else 100.0
+        held = engine.hold(KEY, TensorSource(random_tensor(rng, 2 * MIB)), lease=lease)
+        with engine._changed:
+            assert engine.spill(held)
+            if when == "after it":
+                engine._changed.wait_for(lambda: held.released, 10)
+            if end.startswith("cancel"):
+                held.cancel("not needed")
+            if end == "cancel, close":
+                engine._mover.close()  # the copy has stopped, and nobody was told
+        if end == "lease":
+            with pytest.raises(TransferTimeout, match="lease"):
+                held.wait(10)
+        elif end == "cancel":
+            with pytest.raises(TransferCancelled):
+                held.wait(10)
+        else:
+            engine.close()
+            assert held.done
+        eventually(lambda: is_idle(engine))
+
+
+def test_what_cannot_be_spilled_stays_where_it_is(rng: SeededRandom) -> None:
+    tensor = random_tensor(rng, MIB)
+    with P2pNcclEngine(settings("shm"), receives=False) as engine:
+        held = engine.hold(KEY, TensorSource(tensor))
+        assert not engine.spill(held)  # there is no pool
+        assert not held.released
+    with engines(2, "tcp", kv_buffer_size=2 * MIB, mem_pool_size_gb=0) as (sender, receiver):
+        transfers = [
+            sender.hold(TransferKey(f"{i}"), TensorSource(random_tensor(rng, MIB)))
+            for i in range(3)
+        ]
+        assert [sender.spill(item) for item in transfers] == [True, True, False]  # it is full
+        assert not sender.spill(transfers[0])  # twice
+        offered = sender.send(KEY, PeerAddress(receiver.zmq_address), TensorSource(tensor))
+        assert not sender.spill(offered)  # not held
+        offered.wait(10)
+
+
+def test_pull_that_has_begun_needs_no_spill(rng: SeededRandom) -> None:
+    with engines(2, "shm") as (sender, receiver):
+        waiting = receiver.receive(
+            KEY, TensorSink(), peer=PeerAddress(sender.zmq_address), pull=True
+        )
+        eventually(lambda: sender._holds._wishes)
+        held = sender.hold(KEY, TensorSource(random_tensor(rng, 4 * MIB)))
+        assert not sender.spill(held)
+        waiting.wait(10)
+        held.wait(10)
+        assert_idle(sender, receiver)
