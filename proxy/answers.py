@@ -10,7 +10,7 @@ from quart import Response
 
 from proxy import payload
 from proxy.errors import LegFailed, ProxyError, Refused
-from proxy.registry import Role
+from proxy.instances import Role
 from proxy.relay import passed_headers
 from proxy.upstream import FAILURES
 

@@ -14,16 +14,19 @@ from quart import Quart, Response, request
 from quart.globals import request_ctx
 from werkzeug.exceptions import HTTPException
 
+from proxy.addresses import AllowList, parse_static
+from proxy.admin import Admin
 from proxy.admission import Admission
 from proxy.discovery import Discovery
 from proxy.errors import ProxyError
 from proxy.forward import Forwarder
+from proxy.instances import Instance, Role
 from proxy.lifetime import Connection, ProxyRequest
 from proxy.metrics import Metrics
 from proxy.models import PATH as MODELS_PATH
 from proxy.models import list_models
 from proxy.readiness import Readiness
-from proxy.registry import Instance, Registry, Role
+from proxy.registry import Registry
 from proxy.release import Releases
 from proxy.routing import Router
 from proxy.upstream import Upstream
@@ -54,6 +57,11 @@ def create_app(
     for path in COMPLETION_PATHS:
         app.add_url_rule(path, view_func=proxy.complete, methods=["POST"], endpoint=path)
     for path, view in {
+        "/instances/add": proxy.add_instances,
+        "/instances/remove": proxy.remove_instances,
+    }.items():
+        app.add_url_rule(path, view_func=view, methods=["POST"])
+    for path, view in {
         MODELS_PATH: proxy.models,
         "/health": proxy.health,
         "/status": proxy.status,
@@ -69,12 +77,14 @@ class Proxy:
     """Owns the parts and shows them to the web."""
 
     def __init__(self, config: ProxyConfig, clock: Callable[[], float], rng: random.Random) -> None:
+        self._config = config
         self._clock = clock
         self._registry = Registry(
             missed_beats=config.missed_beats,
             max_instances=config.max_instances,
             breaker_failures=config.breaker_failures,
             breaker_seconds=config.breaker_seconds,
+            allowed=AllowList(config.allowed_addresses),
         )
         self._metrics = Metrics(self._registry.instances, clock)
         self._upstream = Upstream(config, self._metrics)
@@ -82,6 +92,7 @@ class Proxy:
         self._discovery = Discovery(
             config, self._registry, self._metrics, self._readiness.watch, clock
         )
+        self._admin = Admin(config, self._registry, self._readiness.watch, clock)
         self._router = Router(config, self._registry, clock, rng)
         self._releases = Releases(self._upstream, self._metrics)
         self._admission = Admission(
@@ -108,9 +119,32 @@ class Proxy:
             parts.push_async_callback(self._readiness.close)
             parts.push_async_callback(self._discovery.close)
             self._discovery.start()
+            self._add_static()
             tidying = asyncio.ensure_future(self._router.tidy())
             parts.callback(tidying.cancel)
             yield
+
+    def _add_static(self) -> None:
+        config, role = self._config, Role
+        listed = (
+            (config.prefill, [role.PREFILL]),
+            (config.decode, [role.DECODE]),
+            (config.both, list(role)),
+        )
+        for text, roles in listed:
+            for http_address, zmq_address in parse_static(text):
+                instance, _ = self._registry.add(http_address, roles, self._clock(), zmq_address)
+                self._readiness.watch(instance)
+
+    async def add_instances(self) -> Response:
+        """Add or resume instances."""
+        self._admin.authorize(request.headers)
+        return _json(self._admin.add(cast("bytes", await request.get_data())))
+
+    async def remove_instances(self) -> Response:
+        """Drain instances and forget them."""
+        self._admin.authorize(request.headers)
+        return _json(self._admin.remove(cast("bytes", await request.get_data())))
 
     async def complete(self) -> Response:
         """Serve a completion or a chat completion."""
@@ -157,8 +191,8 @@ def _describe(instance: Instance, now: float) -> dict[str, Any]:
         "http_address": identity.http_address,
         "zmq_address": identity.zmq_address,
         "roles": [role.label for role in Role if instance.has_role(role, now)],
-        "state": _state(instance, now),
-        "heartbeat_age_seconds": round(now - instance.last_beat, 3),
+        "state": instance.state(now),
+        "heartbeat_age_seconds": _age(instance, now),
         "in_flight": {role.label: instance.in_flight[role] for role in Role},
         "tokens_in_flight": instance.load,
         "breaker": {role.label: instance.breakers[role].state(now) for role in Role},
@@ -170,10 +204,8 @@ def _describe(instance: Instance, now: float) -> dict[str, Any]:
     }
 
 
-def _state(instance: Instance, now: float) -> str:
-    if not instance.is_alive(now):
-        return "gone"
-    return "ready" if instance.is_ready else "not_ready"
+def _age(instance: Instance, now: float) -> float | None:
+    return None if instance.last_beat is None else round(now - instance.last_beat, 3)
 
 
 def _json(content: dict[str, Any], status: int = 200) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from p2p_engine.errors import ConfigError
+from proxy.addresses import is_address, parse_static
 from proxy.policies import POLICIES
 
 SEQUENTIAL = "sequential"
@@ -30,6 +31,17 @@ class ProxyConfig:
     registration_host: str = "0.0.0.0"
     registration_port: int = 30001
 
+    # Other proxies: the registration address of each is told of every heartbeat that comes here.
+    peers: str = ""
+    # Instances that send no heartbeats, as HTTP_ADDRESS or HTTP_ADDRESS@KV_ADDRESS.
+    prefill: str = ""
+    decode: str = ""
+    both: str = ""
+    # Host names and networks from which instances may come; empty: any.
+    allowed_addresses: str = ""
+    # A file with the key for adding and removing instances; empty: nobody can.
+    admin_key_file: str = ""
+    drain_timeout_seconds: float = 300.0
     max_instances: int = 256
     # An instance that beats every 3 s is expired 10 s after its last beat.
     missed_beats: int = 3
@@ -84,9 +96,18 @@ class ProxyConfig:
                 _require(field.name, value, value >= 0, "0 or more")
             elif isinstance(value, (int, float)):
                 _require(field.name, value, 0 < value < float("inf"), "a number above 0")
+        for key in ("prefill", "decode", "both"):
+            parse_static(getattr(self, key))
+        for peer in self.peer_addresses:
+            _require("peers", peer, is_address(peer), "host:port, separated by commas")
         for key, allowed in CHOICES.items():
             value = getattr(self, key)
             _require(key, value, value in allowed, ", ".join(allowed))
+
+    @property
+    def peer_addresses(self) -> list[str]:
+        """The registration addresses of the other proxies."""
+        return [peer.strip() for peer in self.peers.split(",") if peer.strip()]
 
 
 def _require(key: str, value: object, is_met: bool, allowed: str) -> None:

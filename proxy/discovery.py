@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import zmq
@@ -18,10 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.config import ProxyConfig
+    from proxy.instances import Instance
     from proxy.metrics import Metrics
-    from proxy.registry import Instance, Registry
+    from proxy.registry import Registry
 
 logger = logging.getLogger(__name__)
+
+# In front of a heartbeat that comes from another proxy.
+_RELAYED = b"relayed"
 
 
 class Discovery:
@@ -42,6 +47,7 @@ class Discovery:
         self._clock = clock
         self._context: zmq.asyncio.Context | None = None
         self._task: asyncio.Task[None] | None = None
+        self._peers: list[zmq.asyncio.Socket] = []
         self.address = ""
 
     @property
@@ -67,6 +73,7 @@ class Discovery:
             self._context.destroy(linger=0)
             raise
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+        self._peers = [_dealer(self._context, peer) for peer in self._config.peer_addresses]
         self._task = asyncio.ensure_future(self._run(socket))
         logger.info("registration address=%s", self.address)
 
@@ -81,16 +88,19 @@ class Discovery:
     async def _run(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             frames = await socket.recv_multipart()
-            self._metrics.heartbeats.labels(self._take(frames)).inc()
+            result = self._take(frames)
+            self._metrics.heartbeats.labels(result).inc()
+            if result == "accepted":
+                await self._relay(frames)
             # A waiting message is received without a turn of the loop: a flood would starve it.
             await asyncio.sleep(0)
 
     def _take(self, frames: list[bytes]) -> str:
         """Handle one message and return what became of it."""
-        if len(frames) != 2:
+        if len(frames) != 2 and frames[1:-1] != [_RELAYED]:
             return "not_two_frames"
         try:
-            beat = decode_heartbeat(frames[1])
+            beat = decode_heartbeat(frames[-1])
             instance, is_new = self._registry.observe(beat, self._clock())
         except RemoteProtocolError as error:
             logger.debug("heartbeat refused: %s", error)
@@ -101,6 +111,14 @@ class Discovery:
         if is_new:
             self._greet(instance)
         return "accepted"
+
+    async def _relay(self, frames: list[bytes]) -> None:
+        """Pass a heartbeat on to the other proxies, unless it comes from one."""
+        if len(frames) > 2:
+            return
+        for peer in self._peers:
+            with suppress(zmq.Again):  # it is away: it will learn from a later beat
+                await peer.send_multipart([_RELAYED, frames[-1]], zmq.NOBLOCK)
 
     def _greet(self, instance: Instance) -> None:
         identity = instance.identity
@@ -113,6 +131,15 @@ class Discovery:
             identity.model,
         )
         self._on_instance(instance)
+
+
+def _dealer(context: zmq.asyncio.Context, address: str) -> zmq.asyncio.Socket:
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 1000)
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.connect(f"tcp://{address}")
+    return socket
 
 
 def _router(context: zmq.asyncio.Context) -> zmq.asyncio.Socket:

@@ -17,15 +17,15 @@ from proxy import payload
 from proxy.answers import check_decode, check_prefill, read
 from proxy.config import CONCURRENT
 from proxy.errors import LegFailed
-from proxy.registry import Role
+from proxy.instances import Role
 from proxy.relay import Relay
 from proxy.upstream import FAILURES, leg_failed
 
 if TYPE_CHECKING:
     from proxy.forward import Forwarder
+    from proxy.instances import Instance, Leg
     from proxy.journey import Journey
     from proxy.lifetime import ProxyRequest
-    from proxy.registry import Instance, Leg
     from proxy.routing import Pair
 
 REQUEST_ID = "X-Request-Id"
@@ -78,7 +78,8 @@ class Exchange:
         if self._pair.prefill is None:
             return self._relay(await self._decode_alone())
         proxy_id = _proxy_id(self._pair.prefill, self._pair.decode, self._transfer_id)
-        if self._config.dispatch == CONCURRENT:
+        # Both at once only where neither leg needs to learn an address from the other's answer.
+        if self._config.dispatch == CONCURRENT and proxy_id.prefill and proxy_id.decode:
             return self._relay(await self._run_together(proxy_id))
         answered = await self._prefill(proxy_id)
         return self._relay(await self._decode(proxy_id, answered))
@@ -117,7 +118,7 @@ class Exchange:
         self, instance: Instance, body: bytes, proxy_id: ProxyId
     ) -> tuple[ClientResponse, bytes]:
         timeout = self._timeout(total=self._config.prefill_timeout_seconds)
-        headers = self._headers(str(proxy_id))
+        headers = self._headers(payload.request_id(proxy_id))
         response = await self._upstream.post(
             instance, Role.PREFILL, self._request.path, body, headers, timeout
         )
@@ -133,7 +134,8 @@ class Exchange:
     async def _decode(self, proxy_id: ProxyId, answered: payload.Fields) -> ClientResponse:
         """Start the decode leg of a pair."""
         params = None if self._pair.is_old_wire else payload.decode_params(proxy_id, answered)
-        return await self._post_decode(payload.decode_body(self._asked, params), str(proxy_id))
+        body = payload.decode_body(self._asked, params)
+        return await self._post_decode(body, payload.request_id(proxy_id))
 
     async def _decode_alone(self) -> ClientResponse:
         """Start a decode that computes the prompt itself: its id names no other instance."""
@@ -178,7 +180,8 @@ class Exchange:
         proxy_id, answered = self._kv
         params = None if self._pair.is_old_wire else payload.decode_params(proxy_id, answered)
         body = payload.prefill_body(self._asked.fields, params)
-        self._releases.begin(decode, self._request.path, body, self._headers(str(proxy_id)))
+        headers = self._headers(payload.request_id(proxy_id))
+        self._releases.begin(decode, self._request.path, body, headers)
 
     def _headers(self, request_id: str, *more: str) -> dict[str, str]:
         theirs = self._request.headers

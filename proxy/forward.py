@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
     from proxy.admission import Admission
     from proxy.config import ProxyConfig
+    from proxy.instances import Instance
     from proxy.lifetime import ProxyRequest
     from proxy.metrics import Metrics
-    from proxy.registry import Instance, Registry
+    from proxy.registry import Registry
     from proxy.release import Releases
     from proxy.routing import Router
     from proxy.upstream import Upstream

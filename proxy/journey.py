@@ -11,7 +11,7 @@ from proxy.routing import Pair
 
 if TYPE_CHECKING:
     from proxy.errors import ProxyError
-    from proxy.registry import Instance
+    from proxy.instances import Instance
 
 logger = logging.getLogger("proxy.access")
 

@@ -24,6 +24,13 @@ HELP = {
     "port": "port of the HTTP server",
     "registration_host": "address on which heartbeats are taken; whoever reaches it can register",
     "registration_port": "port on which heartbeats are taken",
+    "peers": "registration addresses of other proxies, which are told of every heartbeat",
+    "prefill": "prefill instances without heartbeats: HTTP_ADDRESS[@KV_ADDRESS],...",
+    "decode": "decode instances without heartbeats",
+    "both": "instances of both roles without heartbeats",
+    "allowed_addresses": "host names and networks from which instances may come; empty: any",
+    "admin_key_file": "file with the key for adding and removing instances; empty: nobody can",
+    "drain_timeout_seconds": "time for the requests of an instance that is removed",
     "max_instances": "instances that may be registered at a time",
     "missed_beats": "heartbeats in a row that may be missed before an instance is forgotten",
     "probe_interval_seconds": "time between two looks at an instance's /health",
@@ -60,10 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     try:
-        config = ProxyConfig(**options)
+        server = uvicorn.Server(server_config(ProxyConfig(**options)))
     except ConfigError as error:
         parser.error(str(error))
-    server = uvicorn.Server(server_config(config))
     # The server stops at either signal and then raises it again: being told to stop is no failure.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with suppress(KeyboardInterrupt):

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from proxy.registry import Instance, Role
+from proxy.instances import Instance, Role
 
 if TYPE_CHECKING:
     from proxy.journey import Journey

@@ -10,13 +10,13 @@ from aiohttp import ClientTimeout
 from quart import Response
 
 from proxy.errors import ProxyError
-from proxy.registry import Role
+from proxy.instances import Role
 from proxy.upstream import FAILURES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from proxy.registry import Instance
+    from proxy.instances import Instance
     from proxy.upstream import Upstream
 
 TIMEOUT_SECONDS = 10.0

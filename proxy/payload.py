@@ -97,8 +97,15 @@ def decode_body(asked: Asked, params: Params | None) -> bytes:
     return b'%b%b"%b":%b}' % (head, comma, KV_PARAMS.encode(), msgspec.json.encode(params))
 
 
+def request_id(proxy_id: ProxyId) -> str:
+    """Return the id of both legs: of the old scheme, unless an address is missing in it."""
+    is_whole = proxy_id.prefill and proxy_id.decode
+    return str(proxy_id) if is_whole else proxy_id.transfer_id
+
+
 def prefill_params(proxy_id: ProxyId) -> Params:
-    """Tell the prefill instance to whom the KV goes."""
+    """Tell the prefill instance to whom the KV goes; to nobody, if that is not known: it then
+    holds the KV and answers where."""
     host, port = _split(proxy_id.decode)
     return {
         "do_remote_decode": True,
@@ -137,6 +144,8 @@ def answered_params(answer: bytes) -> Fields:
         raise ValueError(f"{len(answer)} bytes that are no completion: {error}") from error
 
 
-def _split(address: str) -> tuple[str, int]:
+def _split(address: str) -> tuple[str, int] | tuple[None, None]:
+    if not address:
+        return None, None
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)

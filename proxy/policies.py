@@ -9,7 +9,7 @@ import hashlib
 from random import Random
 from typing import TYPE_CHECKING
 
-from proxy.registry import Instance
+from proxy.instances import Instance
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.config import ProxyConfig
-    from proxy.registry import Instance, Registry
+    from proxy.instances import Instance
+    from proxy.registry import Registry
     from proxy.upstream import Upstream
 
 logger = logging.getLogger(__name__)

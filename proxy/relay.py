@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from proxy.config import ProxyConfig
+    from proxy.instances import Leg
     from proxy.journey import Journey
-    from proxy.registry import Leg
 
 # Not from an instance to the client: what belongs to the one connection or to the instance.
 KEPT_BACK_HEADERS = {

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from aiohttp import ClientTimeout
 
 from proxy.errors import LegFailed
-from proxy.registry import Role
+from proxy.instances import Role
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from proxy.instances import Instance
     from proxy.metrics import Metrics
-    from proxy.registry import Instance
     from proxy.upstream import Upstream
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from p2p_engine.errors import P2pError
+from proxy.instances import Instance, Role
 from proxy.policies import POLICIES
 from proxy.prefix_tree import PrefixTree
-from proxy.registry import Instance, Registry, Role
+from proxy.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -154,11 +155,15 @@ def _with_partner(decodes: list[Instance], prefills: list[Instance]) -> list[Ins
 
 
 def are_partners(prefill: Instance, decode: Instance) -> bool:
-    """Tell whether KV can go from one to the other: same wire, same model, not itself."""
+    """Tell whether KV can go from one to the other: same wire, same model, not itself.
+
+    Of an instance that was added by hand the model may be unknown; its user knows it.
+    """
+    ours, theirs = prefill.identity, decode.identity
     return (
         prefill is not decode
-        and prefill.identity.protocol == decode.identity.protocol
-        and prefill.identity.model == decode.identity.model
+        and ours.protocol == theirs.protocol
+        and (ours.model == theirs.model or not (ours.model and theirs.model))
     )
 
 

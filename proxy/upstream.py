@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from proxy.config import ProxyConfig
+    from proxy.instances import Instance, Role
     from proxy.metrics import Metrics
-    from proxy.registry import Instance, Role
 
 logger = logging.getLogger(__name__)
 

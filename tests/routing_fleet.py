@@ -9,8 +9,9 @@ import pytest
 
 from p2p_engine.messages import Heartbeat
 from proxy.config import ProxyConfig
+from proxy.instances import Instance, Role
 from proxy.prompt import Prompt
-from proxy.registry import Instance, Registry, Role
+from proxy.registry import Registry
 from proxy.routing import NoInstance, Pair, Router
 
 NOW = 1.0

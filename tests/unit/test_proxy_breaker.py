@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from proxy.breaker import Breaker
-from proxy.registry import Role
+from proxy.instances import Role
 from tests.routing_fleet import NOW, Fleet
 
 

@@ -36,11 +36,27 @@ def test_the_defaults_are_the_ports_that_people_know() -> None:
         ("prefill_policy", "the nicest"),
         ("decode_policy", ""),
         ("bypass_tokens", -1),
+        ("peers", "10.0.0.1"),
     ],
 )
 def test_an_impossible_value_is_refused_by_name(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{key} is .*{value!r}.*; allowed: "):
         ProxyConfig(**{key: value})
+
+
+@pytest.mark.parametrize("listed", ["10.0.0.1", "10.0.0.1:80@", "h:80,h:81@h"])
+def test_a_static_instance_needs_whole_addresses(listed: str) -> None:
+    with pytest.raises(ConfigError, match="is not host:port"):
+        ProxyConfig(prefill=listed)
+
+
+@pytest.mark.parametrize("content", [None, " \n"])
+def test_a_key_file_without_a_key_is_refused(content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match="admin_key_file"):
+        create_app(ProxyConfig(admin_key_file=str(path)))
 
 
 def test_quart_is_kept_from_cutting_streams_and_bodies() -> None:
@@ -64,9 +80,9 @@ def test_every_setting_is_in_the_readme_with_its_default() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     section = readme.split("Its settings are options")[1].split("The policies")[0]
     told: dict[str, str] = {}
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([^|]+) \|", section, re.MULTILINE)
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([^|]*)\|", section, re.MULTILINE)
     for names, defaults in rows:
-        keys, values = re.findall(r"\w+", names), defaults.replace("`", "").split(", ")
+        keys, values = re.findall(r"\w+", names), defaults.strip().replace("`", "").split(", ")
         told |= dict(zip(keys, values * len(keys) if len(values) == 1 else values, strict=True))
     for field in fields(ProxyConfig):
         default = getattr(ProxyConfig(), field.name)

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from proxy import payload
+from proxy.instances import Instance, Role
 from proxy.policies import POLICIES, Policy
 from proxy.prefix_tree import PrefixTree
 from proxy.prompt import BLOCK_BYTES, Prompt, read_prompt
-from proxy.registry import Instance, Role
 from tests.routing_fleet import Fleet
 from tests.support import SeededRandom
 

@@ -8,7 +8,8 @@ import pytest
 
 from p2p_engine.errors import RemoteProtocolError
 from p2p_engine.messages import Heartbeat
-from proxy.registry import PATIENCE, Instance, Registry, RegistryFull, Role
+from proxy.instances import PATIENCE, Instance, Role
+from proxy.registry import Registry, RegistryFull
 
 LIFETIME = 10.0  # three beats of 3 s, and a third of one in which the last may be late
 

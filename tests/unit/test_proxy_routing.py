@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
+from proxy.instances import Instance, Role
 from proxy.prompt import Prompt
-from proxy.registry import Instance, Role
 from tests.routing_fleet import NOW, Fleet
 from tests.support import SeededRandom
 

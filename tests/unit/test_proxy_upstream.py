@@ -9,7 +9,8 @@ import aiohttp
 import pytest
 
 from p2p_engine.messages import Heartbeat
-from proxy.registry import Instance, Registry, Role
+from proxy.instances import Instance, Role
+from proxy.registry import Registry
 from proxy.upstream import leg_failed
 
 KEY: Any = SimpleNamespace(ssl=False, host="secret", port=1)

@@ -1,0 +1,223 @@
+"""Instances that somebody lists, adds, drains and removes; and several proxies before them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mock_vllm import Behaviour, MockVllm, events
+from tests.proxy_fleet import STREAMED, RunningProxy, fleet, running_proxy, until
+
+KEY = "open sesame"
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> str:
+    path = tmp_path / "admin.key"
+    path.write_text(KEY + "\n")
+    return str(path)
+
+
+async def order(
+    proxy: RunningProxy, verb: str, body: Any, headers: dict[str, str] | None = None
+) -> tuple[int, dict[str, Any]]:
+    """Send an order with the key, unless other headers are given."""
+    sent = {"X-Api-Key": KEY} if headers is None else headers
+    url = f"{proxy.url}/instances/{verb}"
+    async with proxy.client.post(url, data=json.dumps(body), headers=sent) as response:
+        return response.status, await response.json()
+
+
+@asynccontextmanager
+async def silent(*kinds: str) -> AsyncIterator[list[MockVllm]]:
+    """Run instances that send no heartbeats."""
+    mocks = [MockVllm(kind) for kind in kinds]
+    for mock in mocks:
+        await mock.start()
+    try:
+        yield mocks
+    finally:
+        for mock in mocks:
+            await mock.stop()
+
+
+@pytest.mark.parametrize("dispatch", ["sequential", "concurrent"])
+@pytest.mark.parametrize("knows_kv", [True, False])
+async def test_listed_instances_need_no_heartbeat(knows_kv: bool, dispatch: str) -> None:
+    async with silent("P", "D") as (prefill, decode):
+        listed = {
+            name: mock.http_address + (f"@{mock.zmq_address}" if knows_kv else "")
+            for name, mock in (("prefill", prefill), ("decode", decode))
+        }
+        async with running_proxy(dispatch=dispatch, **listed) as proxy:
+            await proxy.until_ready(prefill, decode)
+            assert (await proxy.ask(STREAMED))[1] == b"".join(events(STREAMED))
+            first, second = prefill.received[0], decode.received[0]
+            identifier = first.headers["X-Request-Id"]
+            assert identifier == second.headers["X-Request-Id"]
+            assert bool(re.fullmatch("[0-9a-f]{32}", identifier)) is not knows_kv
+            told = first.json["kv_transfer_params"]
+            assert (told["remote_port"] is not None) is knows_kv
+            # Decode learns it from us, or from prefill's answer.
+            answered = second.json["kv_transfer_params"]
+            assert answered["transfer_id"] == told["transfer_id"] == identifier[-32:]
+            assert f"{answered['remote_host']}:{answered['remote_port']}" == prefill.zmq_address
+            await proxy.until_idle()
+
+
+async def test_a_listed_instance_that_does_not_answer_gets_nothing() -> None:
+    async with silent("P", "D") as (prefill, decode):
+        prefill.health_status = 503
+        listed = {"both": f"{prefill.http_address},{decode.http_address}"}
+        async with running_proxy(**listed) as proxy:
+            await proxy.until_ready(decode)
+            assert (await proxy.ask())[0] == 503
+            prefill.health_status = 200
+            await proxy.until_ready(prefill)
+            assert (await proxy.ask())[0] == 200
+
+
+@pytest.mark.parametrize("form", ["instance", "instances", "list"])
+async def test_an_instance_is_added_and_removed(form: str, key_file: str) -> None:
+    async with silent("D") as [new], fleet(1, 0, admin_key_file=key_file) as (proxy, _, _):
+        assert (await proxy.ask())[0] == 503
+        address: Any = [new.http_address] if form == "list" else new.http_address
+        key = "instance" if form == "instance" else "instances"
+        body = {"type": "decode", key: address, "zmq_address": new.zmq_address, "model": "tiny"}
+        status, answer = await order(proxy, "add", body)
+        assert (status, answer["message"]) == (
+            200,
+            f"Added {new.http_address} to decode_instances.",
+        )
+        await proxy.until_ready(new)
+        assert (await proxy.ask())[0] == 200
+        status, answer = await order(proxy, "remove", {key: address})
+        assert status == 200
+        assert answer["instances"] == [{"instance": new.http_address, "state": "drained"}]
+        assert new.http_address not in await proxy.states()
+        assert (await proxy.ask())[0] == 503
+
+
+async def test_draining_lets_what_runs_end_and_begins_nothing(key_file: str) -> None:
+    release = asyncio.Event()
+    async with fleet(1, 2, admin_key_file=key_file) as (proxy, _, [one, other]):
+        one.behaviour = other.behaviour = Behaviour(hold_after=(1, release))
+        async with proxy.post(STREAMED) as response:
+            first = await response.content.readany()
+            leaving, staying = (one, other) if one.received else (other, one)
+            staying.behaviour = Behaviour()
+            _, answer = await order(proxy, "remove", {"instance": leaving.http_address})
+            assert answer["instances"][0]["state"] == "draining"
+            for _ in range(4):
+                assert (await proxy.ask())[0] == 200
+            assert (len(leaving.received), len(staying.received)) == (1, 4)
+            await leaving.beat_once()  # its heartbeats do not bring it back
+            assert (await proxy.states())[leaving.http_address] == "draining"
+            release.set()
+            assert first + await response.read() == b"".join(events(STREAMED))
+        await until_state(proxy, leaving, "drained")
+        status, _ = await order(proxy, "add", {"instance": leaving.http_address})
+        assert status == 200
+        assert (await proxy.states())[leaving.http_address] == "ready"
+        await order(proxy, "remove", {"instance": leaving.http_address})
+        leaving.epoch = 2
+        await leaving.beat_once()  # but a restart does
+        await until_state(proxy, leaving, "ready")
+
+
+async def test_a_drain_has_a_deadline(key_file: str) -> None:
+    async with fleet(1, 1, admin_key_file=key_file) as (proxy, _, [decode]):
+        decode.behaviour = Behaviour(hang_after=1)
+        async with proxy.post(STREAMED) as response:
+            await response.content.readany()
+            body = {"instance": decode.http_address, "timeout_seconds": 0.05}
+            await order(proxy, "remove", body)
+            await until_state(proxy, decode, "drained")
+            assert (await proxy.in_flight(decode))["decode"] == 1  # it is not cut
+
+
+async def test_orders_need_the_key(key_file: str) -> None:
+    body = {"type": "decode", "instance": "127.0.0.1:1"}
+    async with running_proxy(admin_key_file=key_file) as proxy:
+        for headers in ({}, {"X-Api-Key": "x"}, {"Authorization": "Bearer x"}, {"X-Api-Key": "é"}):
+            for verb in ("add", "remove"):
+                status, answer = await order(proxy, verb, body, headers)
+                assert (status, answer["error"]["code"]) == (401, "unauthorized")
+        assert (await proxy.status())["instances"] == []
+        assert (await order(proxy, "add", body, {"Authorization": f"Bearer {KEY}"}))[0] == 200
+    async with running_proxy() as proxy:
+        status, answer = await order(proxy, "add", body)
+        assert (status, answer["error"]["code"]) == (403, "admin_disabled")
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "status"),
+    [
+        ("add", [], 400),
+        ("add", {"type": "decode"}, 400),
+        ("add", {"type": "router", "instance": "127.0.0.1:1"}, 400),
+        ("add", {"instance": "127.0.0.1:1"}, 400),
+        ("add", {"type": "decode", "instance": "127.0.0.1"}, 400),
+        ("add", {"type": "decode", "instance": "127.0.0.1:1/x"}, 400),
+        ("add", {"type": "decode", "instance": "169.254.169.254:80"}, 400),
+        ("add", {"type": "decode", "instance": "127.0.0.1:1", "zmq_address": "evil:1"}, 400),
+        ("add", {"type": "decode", "instances": [f"127.0.0.1:{p}" for p in range(1, 9)]}, 409),
+        ("remove", {"instance": "127.0.0.1:9"}, 404),
+        ("remove", {}, 400),
+    ],
+)
+async def test_orders_that_cannot_be_are_explained(
+    verb: str, body: Any, status: int, key_file: str
+) -> None:
+    limits: dict[str, Any] = {"allowed_addresses": "127.0.0.1", "max_instances": 4}
+    async with running_proxy(admin_key_file=key_file, **limits) as proxy:
+        got, answer = await order(proxy, verb, body)
+        assert (got, answer["error"]["type"]) == (status, "invalid_request_error")
+
+
+async def test_one_that_begins_to_beat_lives_by_its_heartbeats(key_file: str) -> None:
+    async with silent("D") as [new], fleet(1, 0, admin_key_file=key_file) as (proxy, _, _):
+        await order(proxy, "add", {"type": "decode", "instance": new.http_address})
+        await proxy.until_ready(new)
+        new.beat(proxy.registration_address)
+
+        async def beats() -> bool:
+            shown = {i["http_address"]: i for i in (await proxy.status())["instances"]}
+            return shown[new.http_address]["heartbeat_age_seconds"] is not None
+
+        await until(beats, "a heartbeat has come")
+        await new.leave()
+        await until(lambda: gone(proxy, new), "it is forgotten")
+
+
+async def test_proxies_tell_each_other_of_heartbeats() -> None:
+    """Both know all instances, whichever proxy these beat to, and no beat goes round in circles."""
+    async with MockVllm("P") as prefill, MockVllm("D") as decode, running_proxy() as second:
+        async with running_proxy(peers=second.registration_address) as first:
+            for mock in (prefill, decode):
+                mock.beat(first.registration_address)
+            for proxy in (first, second):
+                await proxy.until_ready(prefill, decode)
+                assert (await proxy.ask(STREAMED))[1] == b"".join(events(STREAMED))
+        assert (await second.ask())[0] == 200  # the other is gone: it lives on for three beats
+
+
+async def gone(proxy: RunningProxy, mock: MockVllm) -> bool:
+    """Tell whether the proxy has forgotten an instance."""
+    return mock.http_address not in await proxy.states()
+
+
+async def until_state(proxy: RunningProxy, mock: MockVllm, state: str) -> None:
+    """Wait until `/status` shows an instance in a state."""
+
+    async def is_so() -> bool:
+        return bool((await proxy.states()).get(mock.http_address) == state)
+
+    await until(is_so, f"{mock.http_address} is {state}")
