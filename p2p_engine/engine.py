@@ -77,6 +77,8 @@ from p2p_engine.transports.tcp import TcpTransport
 
 logger = logging.getLogger(__name__)
 
+_ABSENCE_SECONDS = 0.25  # a tick that is so late says that the control thread did not run
+
 
 @dataclass
 class Guest:
@@ -110,6 +112,7 @@ class P2pNcclEngine:
         self._changed = threading.Condition(threading.RLock())
         self._counters = Counters()
         self._guests: dict[int, Guest] = {}
+        self._ticked_at = time.monotonic()
         self._closed = self._closing = False
         self._open_parts: list[Callable[[], Any]] = []
         try:
@@ -510,6 +513,7 @@ class P2pNcclEngine:
 
     def _on_tick(self, now: float) -> None:
         with self._changed:
+            self._excuse_own_absence(now)
             self._collect()
             self._links.tick(now)
             self._sender.tick(now)
@@ -520,6 +524,15 @@ class P2pNcclEngine:
             for epoch, guest in list(self._guests.items()):
                 if now - guest.heard_at >= silence:
                     self._guest_lost(epoch, f"sender {guest.address} is silent for {silence:g} s")
+
+    def _excuse_own_absence(self, now: float) -> None:
+        """A process that was stopped, or got no core, heard nobody: that is not their silence."""
+        absence, self._ticked_at = now - self._ticked_at, now
+        if absence > _ABSENCE_SECONDS:
+            logger.info("nobody was listening here for %.1f s", absence)
+            self._links.excuse(absence)
+            for guest in self._guests.values():
+                guest.heard_at += absence
 
     def _from_link(self, route: Route, message: AnyMessage) -> None:
         """An answer from a peer that we dialled."""

@@ -204,6 +204,11 @@ class Links:
                     self.close_link(link, PeerLost(f"peer {link.target} is closing"))
         return known
 
+    def excuse(self, seconds: float) -> None:
+        """Count no silence for so long: we were not listening ourselves."""
+        for link in self._links.values():
+            link.heard_at += seconds
+
     def tick(self, now: float) -> None:
         """Repeat what is unanswered, ask whether peers live, end what is overdue."""
         self.close_leftovers()

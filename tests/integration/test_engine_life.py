@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -236,6 +237,21 @@ def test_closed_engine_says_so() -> None:
 def test_exception_in_the_body_closes_the_engine() -> None:
     with pytest.raises(KeyError), P2pNcclEngine(settings()):
         raise KeyError
+
+
+def test_engine_that_got_no_core_takes_nobody_for_dead(rng: SeededRandom) -> None:
+    """What its own thread did not hear, for whatever reason, is not its peers' silence."""
+    with engines(2, peer_timeout_seconds=5) as (sender, receiver):
+        tensor = random_tensor(rng, MIB)
+        unready = sender.send(
+            KEY, PeerAddress(receiver.zmq_address), TensorSource(tensor), ready=False
+        )
+        eventually(lambda: receiver.stats()["guests"] == 1)
+        for engine in (sender, receiver):
+            engine._on_tick(time.monotonic() + 6)
+        sender.mark_ready(unready)
+        assert torch.equal(receiver.recv_tensor(KEY, sender.zmq_address, timeout=10), tensor)
+        assert_idle(sender, receiver)
 
 
 @every_transport
