@@ -1,4 +1,4 @@
-"""What the store keeps of an incoming chunk, of who waits for it, and of what has ended.
+"""What the store keeps of an incoming chunk, and of who waits for it.
 
 GRANTED → LANDED → SCATTERING → (freed)      by way of the arena
 GRANTED → LANDED → (freed)                   straight in final blocks
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from mempool import Job
 from p2p_engine.arena import Space
 from p2p_engine.errors import P2pError
 from p2p_engine.layout import Regions, Sink, ask, ask_regions
-from p2p_engine.messages import ContentKey, Manifest, Message
+from p2p_engine.messages import ContentKey, Manifest
 from p2p_engine.transfer import Transfer
 from p2p_engine.transports.base import Transport
 
@@ -90,6 +90,17 @@ class Receive:
     complete: bool = False
     mismatched: bool = False
 
+    def narrowed(self, manifest: Manifest) -> Manifest:
+        """The part of a chunk that is wanted.
+
+        Raises:
+            P2pError: the sink refuses the chunk, or failed.
+        """
+        first, num = self.wanted(manifest)
+        return Manifest(
+            first, num, manifest.page_bytes, manifest.num_tokens, manifest.dtype, manifest.shape
+        )
+
     def wanted(self, manifest: Manifest) -> tuple[int, int]:
         """Which blocks of this chunk are still wanted: the first, and how many.
 
@@ -140,24 +151,6 @@ class Receive:
         """Whether the outcome is known and no byte can be written into its memory any more."""
         settled = self.complete or self.ending is not None
         return settled and not any(landing.touches_blocks for landing in self.landings)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The last word on a chunk, said again whenever its sender asks."""
-
-    attempt: int
-    kind: type[Message]
-    fields: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Tombstone:
-    """A content that ended here without success; `refused` when an offer has met it."""
-
-    reason: str
-    until: float
-    refused: bool = False
 
 
 def _overlap(manifest: Manifest, first: int, num: int) -> bool:

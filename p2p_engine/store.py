@@ -9,9 +9,9 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from mempool import Job, Mover
+from p2p_engine.answers import Answers, Reply
 from p2p_engine.arena import LandingArena
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import (
@@ -24,37 +24,16 @@ from p2p_engine.errors import (
     TransferTooLarge,
     TransportError,
 )
-from p2p_engine.landing import (
-    BLOCKS,
-    Landing,
-    LandingId,
-    LandingState,
-    Outcome,
-    Receive,
-    Tombstone,
-)
-from p2p_engine.layout import Regions, Sink, one_region, packed_pages, pair
-from p2p_engine.messages import (
-    Cancel,
-    Commit,
-    ContentKey,
-    Deny,
-    Fail,
-    Grant,
-    Manifest,
-    Message,
-    Offer,
-    TransferKey,
-    shorten,
-)
-from p2p_engine.recent import Recent
+from p2p_engine.landing import Landing, LandingId, LandingState, Receive
+from p2p_engine.layout import Regions, Sink, pair
+from p2p_engine.messages import ContentKey, Offer, TransferKey
+from p2p_engine.places import Places
 from p2p_engine.stats import Counters
 from p2p_engine.transfer import Transfer, lane_of
-from p2p_engine.transports.base import TRAILER_BYTES, Transport, trailer_offset
+from p2p_engine.transports.base import Transport
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_SECONDS = 0.02
 MISMATCH_GRACE_SECONDS = 1.0
 
 
@@ -69,7 +48,7 @@ class Store:
         mover: Mover,
         counters: Counters,
         *,
-        reply: Callable[[int, type[Message], tuple[Any, ...]], None],
+        reply: Reply,
         clock: Callable[[], float],
     ) -> None:
         """`reply(epoch, kind, fields)` sends a message to a sender."""
@@ -78,13 +57,11 @@ class Store:
         self._arena = arena
         self._mover = mover
         self._counters = counters
-        self._reply = reply
         self._clock = clock
+        self._places = Places(arena)
+        self._answers = Answers(config, reply, clock)
         self._landings: dict[LandingId, Landing] = {}
         self._receives: dict[ContentKey, Receive] = {}
-        self._tombstones: Recent[ContentKey, Tombstone] = Recent()
-        self._outcomes: Recent[LandingId, Outcome] = Recent()
-        self._live_block_bytes = 0
 
     # What the caller asks for
 
@@ -98,7 +75,7 @@ class Store:
         content = (key, binding)
         if content in self._receives:
             raise TransferError(f"{key} is being received already")
-        grave = self._exhume(content)
+        grave = self._answers.exhume(content)
         if grave is not None and grave.refused:
             raise TransferRejected(f"{key}: {grave.reason}")
         transfer = Transfer(key, 0, self._changed, self._cancel_transfer)
@@ -114,7 +91,7 @@ class Store:
 
     def discard(self, content: ContentKey, reason: str) -> None:
         """Nobody here will ask for this content: free what came, refuse what comes."""
-        self._bury(content, reason)
+        self._answers.bury(content, reason)
         self._drop(content)
 
     def fail_key(self, key: TransferKey, error: P2pError) -> None:
@@ -125,14 +102,14 @@ class Store:
             if content in self._receives:
                 self._stop_receive(self._receives[content], error)
             else:
-                self._bury(content, str(error), refused=True)
+                self._answers.bury(content, str(error), refused=True)
             self._drop(content)
 
     def drop_landed(self) -> int:
         """Forget what has landed and nobody has claimed; returns how many bytes."""
         orphans = [landing for landing in self._landings.values() if landing.orphaned]
         for landing in orphans:
-            self._bury(landing.content, "what had landed was dropped", refused=True)
+            self._answers.bury(landing.content, "what had landed was dropped", refused=True)
             self._free(landing)
         return sum(landing.nbytes for landing in orphans)
 
@@ -143,38 +120,36 @@ class Store:
         landing_id, content = (epoch, offer.seq), (offer.key, offer.binding)
         if self._answer_again(landing_id, offer.attempt):
             return
-        grave = self._exhume(content)
+        grave = self._answers.exhume(content)
         if grave is not None:
-            self._bury(content, grave.reason, refused=True)
-            self._fail(landing_id, offer.attempt, TransferRejected(grave.reason))
+            self._answers.bury(content, grave.reason, refused=True)
+            self._answers.fail(landing_id, offer.attempt, TransferRejected(grave.reason))
             return
         receive = self._receives.get(content)
         if receive is None:
             self._note_mismatch(offer.key)
         elif receive.ending is not None:
-            self._fail(landing_id, offer.attempt, receive.ending)
+            self._answers.fail(landing_id, offer.attempt, receive.ending)
             return
         try:
             self._grant(landing_id, offer, transport, receive)
         except TransportError as error:  # the sender has not noticed yet that it must connect again
-            self._deny(landing_id, offer.attempt, str(error))
+            self._answers.deny(landing_id, offer.attempt, str(error))
         except P2pError as error:
             refusal = _as_refusal(offer.key, error)
-            self._fail(landing_id, offer.attempt, refusal)
+            self._answers.fail(landing_id, offer.attempt, refusal)
             if receive is not None:
                 self._stop_receive(receive, refusal)
 
     def on_done(self, epoch: int, seq: int, attempt: int) -> None:
         """The sender has written everything: COMMIT is said as soon as it has landed."""
-        landing, outcome = self._landings.get((epoch, seq)), self._outcomes.get((epoch, seq))
+        landing = self._landings.get((epoch, seq))
         if landing is not None and landing.attempt == attempt:
             landing.done_heard = True
             self._check_landed(landing)
-        elif outcome is not None:
-            self._reply(epoch, outcome.kind, outcome.fields)
-        else:
+        elif not self._answers.repeat((epoch, seq)):
             unknown = TransferRejected("nothing is known of this chunk")
-            self._fail((epoch, seq), attempt, unknown)
+            self._answers.fail((epoch, seq), attempt, unknown)
 
     def on_cancelled(self, epoch: int, seq: int, attempt: int) -> None:
         """The sender will not write any more."""
@@ -225,7 +200,7 @@ class Store:
             elif now >= landing.deadline and landing.orphaned:
                 self._counters.expired += 1
                 reason = "its lease ended before anybody asked for it"
-                self._bury(landing.content, reason, refused=True)
+                self._answers.bury(landing.content, reason, refused=True)
                 self._free(landing)
         for receive in list(self._receives.values()):
             if now >= receive.deadline:
@@ -240,8 +215,7 @@ class Store:
 
     def live_bytes(self) -> dict[str, int]:
         """Bytes that are reserved now, by place."""
-        arena = self._arena.live_bytes if self._arena is not None else {}
-        return {BLOCKS: self._live_block_bytes, **arena}
+        return self._places.live_bytes()
 
     def quarantined_bytes(self, epoch: int | None = None) -> int:
         """Bytes that no one may use because a sender (this one, or any) might still write there."""
@@ -266,13 +240,9 @@ class Store:
             return landing_id in self._landings  # until our own I/O is joined: it is offered again
         if landing is not None:
             if landing.attempt == attempt and landing.state is not LandingState.QUARANTINED:
-                self._send_grant(landing)
+                self._answers.grant(landing)
             return True
-        outcome = self._outcomes.get(landing_id)
-        if outcome is None or outcome.attempt < attempt:
-            return False
-        self._reply(landing_id[0], outcome.kind, outcome.fields)
-        return True
+        return self._answers.repeat(landing_id, attempt=attempt)
 
     def _grant(
         self, landing_id: LandingId, offer: Offer, transport: Transport, receive: Receive | None
@@ -281,105 +251,35 @@ class Store:
             landing_id,
             offer.attempt,
             (offer.key, offer.binding),
-            _narrowed(offer.manifest, receive),
+            receive.narrowed(offer.manifest) if receive is not None else offer.manifest,
             transport,
             trailer=secrets.randbits(62) | 1,
             deadline=self._clock() + self._config.transfer_timeout_seconds,
         )
-        if receive is not None and _goes_straight(landing, receive):
-            self._place_in_blocks(landing, receive)
-        elif not self._place_in_arena(landing, receive):
+        hoarded = self.quarantined_bytes(landing_id[0])
+        denial = self._places.place(
+            landing, receive, hoarded, lambda job: self._received(landing, job)
+        )
+        if denial:
+            self._answers.deny(landing_id, offer.attempt, denial)
             return
         self._landings[landing_id] = landing
         if receive is not None:
             self._attach(landing, receive)
-        self._send_grant(landing)
-
-    def _place_in_blocks(self, landing: Landing, receive: Receive) -> None:
-        manifest = landing.manifest
-        if landing.nbytes:
-            regions = receive.regions(manifest, manifest.first_block, manifest.num_blocks)
-            self._expect(landing, regions, keep=receive)
-        self._live_block_bytes += landing.nbytes
-
-    def _place_in_arena(self, landing: Landing, receive: Receive | None) -> bool:
-        """Reserve room in the arena; False when the sender was told that there is none.
-
-        Raises:
-            TransportError: the sender has no data connection.
-            TransferTooLarge: there never will be, and blocks are no way out.
-        """
-        arena, size = self._arena, trailer_offset(landing.nbytes) + TRAILER_BYTES
-        needs_it = not landing.transport.receiver_writes or (
-            receive is not None and receive.has_delivered(landing.manifest)
-        )
-        if needs_it and (arena is None or not arena.fits(size)):
-            text = f"a chunk of {landing.nbytes} bytes fits neither the buffer nor the pool"
-            raise TransferTooLarge(text)
-        if arena is None or self._hoards(landing.id[0], arena):
-            text = "no landing memory, or too much of it is in quarantine"
-            return self._deny(landing.id, landing.attempt, text)
-        landing.space = arena.reserve(size)
-        if landing.space is None:
-            return self._deny(landing.id, landing.attempt, "buffer and pool are full")
-        if landing.transport.receiver_writes and landing.nbytes:
-            regions = one_region(arena.address(landing.space), landing.nbytes)
-            try:
-                self._expect(landing, regions, keep=arena)
-            except TransportError:
-                arena.release(landing.space)
-                raise
-        else:
-            arena.clear_word(landing.space, trailer_offset(landing.nbytes))
-        return True
-
-    def _hoards(self, epoch: int, arena: LandingArena) -> bool:
-        """Whether a sender that answers no CANCEL blocks more than its share of the arena."""
-        return self.quarantined_bytes(epoch) > sum(arena.budgets.values()) / 4
-
-    def _deny(self, landing_id: LandingId, attempt: int, reason: str) -> bool:
-        fields = (landing_id[1], attempt, shorten(reason), RETRY_AFTER_SECONDS)
-        self._reply(landing_id[0], Deny, fields)
-        return False
-
-    def _expect(self, landing: Landing, regions: Regions, *, keep: object) -> None:
-        landing.job = landing.transport.expect(
-            *landing.id,
-            regions.coalesced(),
-            tag=lambda job: self._received(landing, job),
-            keep=keep,
-        )
-
-    def _send_grant(self, landing: Landing) -> None:
-        offset = landing.space.offset if landing.space is not None else 0
-        first, num = landing.manifest.first_block, landing.manifest.num_blocks
-        epoch, seq = landing.id
-        self._reply(epoch, Grant, (seq, landing.attempt, first, num, offset, landing.trailer))
+        self._answers.grant(landing)
 
     # Landing
 
     def _check_landed(self, landing: Landing) -> None:
-        if landing.state is LandingState.GRANTED and self._is_whole(landing):
+        if landing.state is LandingState.GRANTED and self._places.is_whole(landing):
             landing.state = LandingState.LANDED
             landing.deadline = self._clock() + self._config.lease_seconds
             self._counters.landed_bytes_by_place[landing.place] += landing.nbytes
-            self._conclude(landing.id, landing.attempt, Commit)
+            self._answers.conclude(landing.id, landing.attempt, None)
             if landing.receive is not None:
                 self._deliver(landing, landing.receive)
-        outcome = self._outcomes.get(landing.id)
-        if landing.done_heard and landing.state is not LandingState.GRANTED and outcome is not None:
-            landing.done_heard = False
-            self._reply(landing.id[0], outcome.kind, outcome.fields)
-
-    def _is_whole(self, landing: Landing) -> bool:
-        if not landing.nbytes:
-            return landing.done_heard
-        if landing.transport.receiver_writes:
-            return landing.job is not None and landing.job.state == "done"
-        if self._arena is None or landing.space is None:
-            return False
-        end = trailer_offset(landing.nbytes)
-        return self._arena.word_is(landing.space, end, landing.trailer)
+        if landing.done_heard and landing.state is not LandingState.GRANTED:
+            landing.done_heard = not self._answers.repeat(landing.id)
 
     def _received(self, landing: Landing, job: Job) -> None:
         """Our mover has ended its part: whole, or never."""
@@ -389,7 +289,7 @@ class Store:
             self._check_landed(landing)
         elif landing.state is LandingState.GRANTED:
             reason = f"the data connection broke: {job.error or job.state}"
-            self._fail(landing.id, landing.attempt, TransportError(reason))
+            self._answers.fail(landing.id, landing.attempt, TransportError(reason))
             self._free(landing)
         elif landing.state is LandingState.QUARANTINED:
             self._free(landing)
@@ -422,30 +322,28 @@ class Store:
             self._bring(landing, receive)
 
     def _bring(self, landing: Landing, receive: Receive) -> None:
-        first, num = landing.manifest.first_block, landing.manifest.num_blocks
+        blocks = landing.manifest.first_block, landing.manifest.num_blocks
         try:
-            if landing.space is not None and self._arena is not None:
-                first, num = receive.wanted(landing.manifest)
-                if num and landing.nbytes:
-                    base = self._arena.address(landing.space)
-                    packed = packed_pages(base, landing.manifest, first, num)
-                    self._scatter(landing, receive, packed, (first, num))
-                    return
-            self._delivered(landing, receive, first, num)
+            if landing.space is not None:
+                blocks = receive.wanted(landing.manifest)
+            packed = self._places.packed(landing, *blocks)
+            if packed is None or not packed.nbytes:
+                self._delivered(landing, receive, *blocks)
+            else:
+                self._scatter(landing, receive, packed, blocks)
         except P2pError as error:  # the sink's, or another chunk has changed what it wants
             self._stop_receive(receive, _as_refusal(receive.content[0], error))
 
     def _scatter(
         self, landing: Landing, receive: Receive, packed: Regions, blocks: tuple[int, int]
     ) -> None:
-        pieces = pair(packed, receive.regions(landing.manifest, *blocks))
-        landing.state = LandingState.SCATTERING
         landing.job = self._mover.copy(
-            *pieces,
+            *pair(packed, receive.regions(landing.manifest, *blocks)),
             lane=lane_of(receive.content[0]),
             tag=lambda job: self._scattered(landing, receive, job, blocks),
             keep=(receive, self._arena),
         )
+        landing.state = LandingState.SCATTERING
 
     def _scattered(
         self, landing: Landing, receive: Receive, job: Job, blocks: tuple[int, int]
@@ -505,8 +403,8 @@ class Store:
 
     def _give_up(self, landing: Landing, *, proven: bool) -> None:
         """Nobody wants a granted region any more; it is freed once nobody can write into it."""
-        text = "the receiver gave the chunk up"
-        self._conclude(landing.id, landing.attempt, Fail, TransferRejected.__name__, text)
+        error = TransferRejected("the receiver gave the chunk up")
+        self._answers.conclude(landing.id, landing.attempt, error)
         landing.state = LandingState.QUARANTINED
         receiving = landing.job is not None and not landing.job.done
         if landing.job is not None and receiving:
@@ -514,29 +412,22 @@ class Store:
         elif proven or landing.transport.receiver_writes or not landing.nbytes:
             self._free(landing)
         if not proven:
-            self._send_cancel(landing)
-
-    def _send_cancel(self, landing: Landing) -> None:
-        landing.resend_at = self._clock() + self._config.retry_seconds
-        self._reply(landing.id[0], Cancel, (landing.id[1], landing.attempt))
+            self._answers.cancel(landing)
 
     def _check_quarantined(self, landing: Landing, now: float) -> None:
         if landing.transport.receiver_writes:
             if landing.job is None or landing.job.done:
                 self._free(landing)
-        elif landing.transport.is_gone(landing.id[0]) or self._is_whole(landing):
+        elif landing.transport.is_gone(landing.id[0]) or self._places.is_whole(landing):
             self._free(landing)
         elif now >= landing.resend_at:
-            self._send_cancel(landing)
+            self._answers.cancel(landing)
 
     def _free(self, landing: Landing) -> None:
         if self._landings.get(landing.id) is not landing:
             return  # freed already; a later attempt may have its name by now
         del self._landings[landing.id]
-        if landing.space is not None and self._arena is not None:
-            self._arena.release(landing.space)
-        else:
-            self._live_block_bytes -= landing.nbytes
+        self._places.give_back(landing)
         receive, landing.receive = landing.receive, None
         if receive is not None:
             receive.landings.discard(landing)
@@ -558,32 +449,6 @@ class Store:
                 if receive.transfer is transfer:
                     text = f"{transfer.key} was withdrawn: {reason or 'no reason given'}"
                     self._stop_receive(receive, TransferCancelled(text))
-
-    # Remembering
-
-    def _fail(self, landing_id: LandingId, attempt: int, error: P2pError) -> None:
-        fields = (type(error).__name__, shorten(str(error)))
-        outcome = self._conclude(landing_id, attempt, Fail, *fields)
-        self._reply(landing_id[0], outcome.kind, outcome.fields)
-
-    def _conclude(
-        self, landing_id: LandingId, attempt: int, kind: type[Message], *fields: str
-    ) -> Outcome:
-        outcome = Outcome(attempt, kind, (landing_id[1], attempt, *fields))
-        self._outcomes.put(landing_id, outcome)
-        return outcome
-
-    def _bury(self, content: ContentKey, reason: str, *, refused: bool = False) -> None:
-        until = self._clock() + self._config.lease_seconds
-        self._tombstones.put(content, Tombstone(shorten(reason), until, refused))
-
-    def _exhume(self, content: ContentKey) -> Tombstone | None:
-        """Take the tombstone of a content, or of its whole key, when it still stands."""
-        for name in (content, (content[0], b"")):
-            grave = self._tombstones.pop(name)
-            if grave is not None and grave.until > self._clock():
-                return grave
-        return None
 
     def _note_mismatch(self, key: TransferKey) -> None:
         """Another content came under a name that is waited for: cut the wait short, not off."""
@@ -608,24 +473,3 @@ def _as_refusal(key: TransferKey, error: P2pError) -> P2pError:
     """What both sides are told when a chunk does not fit what is wanted, or the store."""
     kind = TransferTooLarge if isinstance(error, TransferTooLarge) else TransferRejected
     return kind(f"{key}: {error}")
-
-
-def _goes_straight(landing: Landing, receive: Receive) -> bool:
-    """Whether the bytes may land in final memory: a stream that is cut off ends in zeros, so only
-    where nothing has arrived yet and nobody else writes."""
-    if not landing.nbytes:
-        return True
-    untouched = not (
-        receive.has_delivered(landing.manifest) or receive.writers_of(landing.manifest)
-    )
-    return landing.transport.receiver_writes and untouched
-
-
-def _narrowed(manifest: Manifest, receive: Receive | None) -> Manifest:
-    """The part of the chunk that is wanted; without a receive, the whole of it."""
-    if receive is None:
-        return manifest
-    first, num = receive.wanted(manifest)
-    return Manifest(
-        first, num, manifest.page_bytes, manifest.num_tokens, manifest.dtype, manifest.shape
-    )

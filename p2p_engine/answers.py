@@ -1,0 +1,100 @@
+"""Answers: what this engine tells senders about their chunks, and the last words that it remembers,
+so that what is asked again is answered alike. The engine's lock guards everything here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from p2p_engine.config import EngineConfig
+from p2p_engine.errors import P2pError
+from p2p_engine.landing import Landing, LandingId
+from p2p_engine.messages import Cancel, Commit, ContentKey, Deny, Fail, Grant, Message, shorten
+from p2p_engine.recent import Recent
+
+RETRY_AFTER_SECONDS = 0.02
+
+Reply: TypeAlias = Callable[[int, type[Message], tuple[Any, ...]], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The last word on a chunk, said again whenever its sender asks."""
+
+    attempt: int
+    kind: type[Message]
+    fields: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Tombstone:
+    """A content that ended here without success; `refused` when an offer has met it."""
+
+    reason: str
+    until: float
+    refused: bool = False
+
+
+class Answers:
+    """All that is said, and both bounded memories."""
+
+    def __init__(self, config: EngineConfig, reply: Reply, clock: Callable[[], float]) -> None:
+        """`reply(epoch, kind, fields)` sends a message to a sender."""
+        self._config = config
+        self._reply = reply
+        self._clock = clock
+        self._tombstones: Recent[ContentKey, Tombstone] = Recent()
+        self._outcomes: Recent[LandingId, Outcome] = Recent()
+
+    def grant(self, landing: Landing) -> None:
+        """The region is reserved."""
+        offset = landing.space.offset if landing.space is not None else 0
+        first, num = landing.manifest.first_block, landing.manifest.num_blocks
+        epoch, seq = landing.id
+        self._reply(epoch, Grant, (seq, landing.attempt, first, num, offset, landing.trailer))
+
+    def deny(self, landing_id: LandingId, attempt: int, reason: str) -> None:
+        """Not now: to be offered again."""
+        epoch, seq = landing_id
+        self._reply(epoch, Deny, (seq, attempt, shorten(reason), RETRY_AFTER_SECONDS))
+
+    def cancel(self, landing: Landing) -> None:
+        """The sender shall stop; this is due again after retry_seconds."""
+        landing.resend_at = self._clock() + self._config.retry_seconds
+        self._reply(landing.id[0], Cancel, (landing.id[1], landing.attempt))
+
+    def fail(self, landing_id: LandingId, attempt: int, error: P2pError) -> None:
+        """This attempt is over, for the error's reason; say so now."""
+        self.conclude(landing_id, attempt, error)
+        self.repeat(landing_id)
+
+    def conclude(self, landing_id: LandingId, attempt: int, error: P2pError | None) -> None:
+        """Remember the last word on a chunk (None: it has landed), to be said when it is asked."""
+        kind, fields = (Commit, ()) if error is None else (Fail, _as_fields(error))
+        self._outcomes.put(landing_id, Outcome(attempt, kind, (landing_id[1], attempt, *fields)))
+
+    def repeat(self, landing_id: LandingId, *, attempt: int = 0) -> bool:
+        """Say the last word on a chunk; False: there is none on this attempt, or a later one."""
+        outcome = self._outcomes.get(landing_id)
+        if outcome is None or outcome.attempt < attempt:
+            return False
+        self._reply(landing_id[0], outcome.kind, outcome.fields)
+        return True
+
+    def bury(self, content: ContentKey, reason: str, *, refused: bool = False) -> None:
+        """Refuse what comes of a content, for one lease."""
+        until = self._clock() + self._config.lease_seconds
+        self._tombstones.put(content, Tombstone(shorten(reason), until, refused))
+
+    def exhume(self, content: ContentKey) -> Tombstone | None:
+        """Take the tombstone of a content, or of its whole key, when it still stands."""
+        for name in (content, (content[0], b"")):
+            grave = self._tombstones.pop(name)
+            if grave is not None and grave.until > self._clock():
+                return grave
+        return None
+
+
+def _as_fields(error: P2pError) -> tuple[str, str]:
+    return type(error).__name__, shorten(str(error))

@@ -1,0 +1,118 @@
+"""Places: where a granted chunk's bytes land, from the reservation until the memory is given back.
+
+Straight in the sink's final memory where our own process writes and nothing has arrived yet; else
+in the arena, where a sender that writes by itself says so in a last word. The engine's lock guards
+everything here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mempool import Job
+from p2p_engine.arena import LandingArena
+from p2p_engine.errors import TransferTooLarge, TransportError
+from p2p_engine.landing import BLOCKS, Landing, Receive
+from p2p_engine.layout import Regions, one_region, packed_pages
+from p2p_engine.transports.base import TRAILER_BYTES, trailer_offset
+
+JobEnded = Callable[[Job], None]
+
+
+class Places:
+    """The memory of all landings of one engine, accounted exactly."""
+
+    def __init__(self, arena: LandingArena | None) -> None:
+        self._arena = arena
+        self._live_block_bytes = 0
+
+    def place(
+        self, landing: Landing, receive: Receive | None, hoarded_bytes: int, ended: JobEnded
+    ) -> str:
+        """Reserve memory for a landing; `ended` is told of our own I/O into it.
+
+        Returns why there is none now, or "". `hoarded_bytes` are those that no one may use because
+        the same sender might still write there.
+
+        Raises:
+            TransportError: the sender has no data connection.
+            TransferTooLarge: there never will be room.
+            P2pError: the sink failed.
+        """
+        if receive is None or not _may_go_straight(landing, receive):
+            return self._place_in_arena(landing, receive, hoarded_bytes, ended)
+        manifest = landing.manifest
+        if landing.nbytes:
+            regions = receive.regions(manifest, manifest.first_block, manifest.num_blocks)
+            _expect(landing, regions, ended, keep=receive)
+        self._live_block_bytes += landing.nbytes
+        return ""
+
+    def give_back(self, landing: Landing) -> None:
+        """Free a landing's memory: nobody can write into it any more."""
+        if landing.space is not None and self._arena is not None:
+            self._arena.release(landing.space)
+        else:
+            self._live_block_bytes -= landing.nbytes
+
+    def is_whole(self, landing: Landing) -> bool:
+        """Whether every byte is there."""
+        if not landing.nbytes:
+            return landing.done_heard
+        if landing.transport.receiver_writes:
+            return landing.job is not None and landing.job.state == "done"
+        if self._arena is None or landing.space is None:
+            return False
+        end = trailer_offset(landing.nbytes)
+        return self._arena.word_is(landing.space, end, landing.trailer)
+
+    def packed(self, landing: Landing, first: int, num: int) -> Regions | None:
+        """Where these blocks lie in the arena; None: where they belong already."""
+        if landing.space is None or self._arena is None:
+            return None
+        base = self._arena.address(landing.space)
+        return packed_pages(base, landing.manifest, first, num)
+
+    def live_bytes(self) -> dict[str, int]:
+        """Bytes that are reserved now, by place."""
+        arena = self._arena.live_bytes if self._arena is not None else {}
+        return {BLOCKS: self._live_block_bytes, **arena}
+
+    def _place_in_arena(
+        self, landing: Landing, receive: Receive | None, hoarded_bytes: int, ended: JobEnded
+    ) -> str:
+        arena, size = self._arena, trailer_offset(landing.nbytes) + TRAILER_BYTES
+        needs_it = not landing.transport.receiver_writes or (
+            receive is not None and receive.has_delivered(landing.manifest)
+        )
+        if needs_it and (arena is None or not arena.fits(size)):
+            text = f"a chunk of {landing.nbytes} bytes fits neither the buffer nor the pool"
+            raise TransferTooLarge(text)
+        if arena is None or hoarded_bytes > sum(arena.budgets.values()) / 4:
+            return "no landing memory, or too much of it is in quarantine"
+        landing.space = arena.reserve(size)
+        if landing.space is None:
+            return "buffer and pool are full"
+        if not landing.transport.receiver_writes or not landing.nbytes:
+            arena.clear_word(landing.space, trailer_offset(landing.nbytes))
+            return ""
+        regions = one_region(arena.address(landing.space), landing.nbytes)
+        try:
+            _expect(landing, regions, ended, keep=arena)
+        except TransportError:
+            arena.release(landing.space)
+            raise
+        return ""
+
+
+def _may_go_straight(landing: Landing, receive: Receive) -> bool:
+    """Whether the bytes may land in final memory: a stream that is cut off ends in zeros, so only
+    where nothing has arrived yet and nobody else writes."""
+    if not landing.nbytes:
+        return True
+    touched = receive.has_delivered(landing.manifest) or receive.writers_of(landing.manifest)
+    return landing.transport.receiver_writes and not touched
+
+
+def _expect(landing: Landing, regions: Regions, ended: JobEnded, *, keep: object) -> None:
+    landing.job = landing.transport.expect(*landing.id, regions.coalesced(), tag=ended, keep=keep)
