@@ -33,8 +33,8 @@ class _ErrorAnswer(msgspec.Struct):
     message: str = ""
 
 
-def check_prefill(response: ClientResponse, answer: bytes) -> payload.Fields:
-    """Return the parameters in a prefill instance's answer.
+def check_prefill(response: ClientResponse, answer: bytes) -> payload.Prefilled:
+    """Return what is to be known of a prefill instance's answer.
 
     Raises:
         LegFailed: the prefill did not succeed.
@@ -50,17 +50,17 @@ def check_prefill(response: ClientResponse, answer: bytes) -> payload.Fields:
         message = f"the prefill instance answered {status}"
         raise LegFailed(passed, "prefill_failed", message, can_retry=can_retry)
     try:
-        return payload.answered_params(answer)
+        return payload.read_prefill(answer)
     except ValueError as error:
         message = f"the prefill instance answered {error}"
         raise LegFailed(HTTPStatus.BAD_GATEWAY, "prefill_bad_answer", message) from error
 
 
-async def check_decode(response: ClientResponse, max_bytes: int) -> None:
+async def check_answer(response: ClientResponse, role: str, max_bytes: int) -> None:
     """Pass all answers but 5xx, which the client gets as they are if nobody else can help.
 
     Raises:
-        LegFailed: the decode instance failed.
+        LegFailed: the instance failed.
         ProxyError: it was the client's fault.
     """
     status = response.status
@@ -73,8 +73,8 @@ async def check_decode(response: ClientResponse, max_bytes: int) -> None:
     _raise_if_too_long(status, answer)
     raise LegFailed(
         status,
-        "decode_failed",
-        f"the decode instance answered {status}",
+        f"{role}_failed",
+        f"the {role} instance answered {status}",
         can_retry=status in _GATEWAY_ERRORS,
         answer=Response(answer, status, passed_headers(response)),
     )

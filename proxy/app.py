@@ -19,7 +19,7 @@ from proxy.admin import Admin
 from proxy.admission import Admission
 from proxy.discovery import Discovery
 from proxy.errors import ProxyError
-from proxy.forward import Forwarder
+from proxy.forward import COMPLETION_PATHS, ERRAND_PATHS, Forwarder
 from proxy.instances import Instance, Role
 from proxy.lifetime import Connection, ProxyRequest
 from proxy.metrics import Metrics
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
     from proxy.config import ProxyConfig
-
-COMPLETION_PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
 def create_app(
@@ -54,7 +52,7 @@ def create_app(
     app.config["BODY_TIMEOUT"] = config.client_timeout_seconds
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
     app.while_serving(proxy.serving)
-    for path in COMPLETION_PATHS:
+    for path in (*COMPLETION_PATHS, *ERRAND_PATHS):
         app.add_url_rule(path, view_func=proxy.complete, methods=["POST"], endpoint=path)
     for path, view in {
         "/instances/add": proxy.add_instances,
@@ -99,6 +97,10 @@ class Proxy:
             config.max_in_flight, config.max_queued, config.queue_timeout_seconds
         )
         self._registry.on_room = self._admission.wake
+        watch = self._metrics.watch
+        watch("queued", "Requests that wait for room", lambda: self._admission.num_queued)
+        watch("running", "Requests in progress", lambda: self._admission.num_running)
+        watch("prefix_blocks", "Remembered blocks", lambda: self._router.num_prefix_blocks)
         self._forwarder = Forwarder(
             config,
             self._registry,

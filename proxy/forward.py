@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
 from werkzeug.exceptions import HTTPException
 
 from proxy import payload
+from proxy.attempt import REQUEST_ID, Attempt, Errand
 from proxy.errors import LegFailed, ProxyError
-from proxy.exchange import REQUEST_ID, Exchange
+from proxy.exchange import Exchange
 from proxy.journey import Journey
 from proxy.prompt import read_prompt
 from proxy.routing import Busy, NoInstance
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 
 MAX_ECHO_CHARS = 256
 SESSION_ID = "X-Session-Id"
+COMPLETION_PATHS = ("/v1/completions", "/v1/chat/completions")
+# What any one instance can answer.
+ERRAND_PATHS = ("/tokenize", "/detokenize", "/v1/embeddings")
+NUM_RECENT = 50
 
 
 class Forwarder:
@@ -58,6 +64,8 @@ class Forwarder:
         self.clock = clock
         # Requests that have not ended, in order of arrival.
         self.journeys: dict[Journey, None] = {}
+        # The last ones that have ended, oldest first.
+        self.recent: deque[Journey] = deque(maxlen=NUM_RECENT)
 
     async def serve(self, request: ProxyRequest) -> Response:
         """Answer one request; the legs it needs end with it."""
@@ -67,7 +75,7 @@ class Forwarder:
         except ProxyError as error:
             journey.failed(error)
             response = error.response()
-        response.headers[REQUEST_ID] = journey.client_id or journey.transfer_id
+        response.headers[REQUEST_ID] = journey.client_id or journey.transfer_id or "-"
         return response
 
     def _begin(self, request: ProxyRequest) -> Journey:
@@ -85,6 +93,7 @@ class Forwarder:
         if request.is_abandoned:
             journey.abandoned()
         journey.end()
+        self.recent.append(journey)
         self.metrics.count_journey(journey)
 
     async def _answer(self, request: ProxyRequest, journey: Journey) -> Response:
@@ -92,33 +101,36 @@ class Forwarder:
         prompt = read_prompt(asked.fields, request.headers.get(SESSION_ID, ""))
         failed: list[Instance] = []
 
-        def start() -> Exchange:
-            return Exchange(self, request, journey, self.router.choose(prompt, failed), asked)
+        def start() -> Attempt:
+            if request.path in ERRAND_PATHS:
+                place = self.router.choose_any(prompt.model, failed)
+                return Errand(self, request, journey, asked, place)
+            return Exchange(self, request, journey, asked, self.router.choose(prompt, failed))
 
         try:
-            exchange = await self.admission.enter(prompt.model, start, request.ends)
+            attempt = await self.admission.enter(prompt.model, start, request.ends)
         except NoInstance as error:
             missing = [role.label for role in error.missing]
             raise ProxyError(503, "no_instance", str(error), missing=missing) from error
-        return await self._run(exchange, start, failed)
+        return await self._run(attempt, start, failed)
 
     async def _run(
-        self, exchange: Exchange, start: Callable[[], Exchange], failed: list[Instance]
+        self, attempt: Attempt, start: Callable[[], Attempt], failed: list[Instance]
     ) -> Response:
-        """Run an exchange, and others in its place while instances fail and others are left.
+        """Run an attempt, and others in its place while instances fail and others are left.
 
         Each has a transfer id of its own, and what a failed one holds is let go of at once.
         """
         while True:
             try:
-                return await exchange.run()
+                return await attempt.run()
             except LegFailed as failure:
-                exchange.ends.close()
-                failed += [exchange.failed] if exchange.failed else []
+                attempt.ends.close()
+                failed += [attempt.failed] if attempt.failed else []
                 if not failure.can_retry or len(failed) > self.config.max_retries:
                     raise
                 with suppress(NoInstance, Busy):
-                    exchange = start()
+                    attempt = start()
                     self.metrics.retries.inc()
                     continue
                 raise

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from proxy.routing import Pair
+import msgspec
 
 if TYPE_CHECKING:
     from proxy.errors import ProxyError
@@ -18,35 +18,42 @@ logger = logging.getLogger("proxy.access")
 
 @dataclass(eq=False)
 class Journey:
-    """Times are seconds on `clock`; a stage that was not reached has None."""
+    """Times are seconds on `clock` since `started`; a stage that was not reached has None."""
 
     route: str
     client_id: str
     clock: Callable[[], float]
     started: float
-    pair: Pair | None = None
-    transfer_id: str = "-"
+    prefill: str | None = None
+    decode: str | None = None
+    transfer_id: str | None = None
+    num_tries: int = 0
     # What the client was told; 0 when nothing was.
     status: int = 0
     outcome: str = ""
+    queue_seconds: float | None = None
     prefill_seconds: float | None = None
     first_byte_seconds: float | None = None
     total_seconds: float = 0.0
     bytes_sent: int = 0
 
-    def chose(self, pair: Pair, transfer_id: str) -> None:
+    def chose(self, prefill: Instance | None, decode: Instance, transfer_id: str) -> None:
         """Note where the request goes and under which name its KV travels."""
-        self.pair = pair
+        self.prefill = prefill.identity.http_address if prefill else None
+        self.decode = decode.identity.http_address
         self.transfer_id = transfer_id
+        self.num_tries += 1
+        if self.queue_seconds is None:
+            self.queue_seconds = self._elapsed()
 
     def prefilled(self) -> None:
         """Note the end of the prefill leg."""
-        self.prefill_seconds = self.clock() - self.started
+        self.prefill_seconds = self._elapsed()
 
     def sent(self, num_bytes: int) -> None:
         """Note a piece of the answer."""
         if self.first_byte_seconds is None:
-            self.first_byte_seconds = self.clock() - self.started
+            self.first_byte_seconds = self._elapsed()
         self.bytes_sent += num_bytes
 
     def failed(self, error: ProxyError) -> None:
@@ -64,30 +71,31 @@ class Journey:
 
     def end(self) -> None:
         """Write the request's one line in the log."""
-        self.total_seconds = self.clock() - self.started
+        self.total_seconds = self._elapsed()
         self.outcome = self.outcome or "internal_error"
-        prefill = _address(self.pair.prefill if self.pair else None)
-        decode = _address(self.pair.decode if self.pair else None)
-        logger.info(
-            "route=%s status=%d outcome=%s transfer=%s client_id=%r prefill=%s decode=%s "
-            "prefill_ms=%s first_byte_ms=%s total_ms=%s bytes=%d",
-            self.route,
-            self.status,
-            self.outcome,
-            self.transfer_id,
-            self.client_id,
-            prefill,
-            decode,
-            _milliseconds(self.prefill_seconds),
-            _milliseconds(self.first_byte_seconds),
-            _milliseconds(self.total_seconds),
-            self.bytes_sent,
-        )
+        logger.info("%s", msgspec.json.encode(self.describe()).decode())
+
+    def describe(self) -> dict[str, Any]:
+        """Return what is known, without a word of the request itself."""
+        return {
+            "route": self.route,
+            "status": self.status,
+            "outcome": self.outcome,
+            "transfer_id": self.transfer_id,
+            "client_id": self.client_id,
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "tries": self.num_tries,
+            "queue_ms": _milliseconds(self.queue_seconds),
+            "prefill_ms": _milliseconds(self.prefill_seconds),
+            "first_byte_ms": _milliseconds(self.first_byte_seconds),
+            "total_ms": _milliseconds(self.total_seconds or self._elapsed()),
+            "bytes": self.bytes_sent,
+        }
+
+    def _elapsed(self) -> float:
+        return self.clock() - self.started
 
 
-def _address(instance: Instance | None) -> str:
-    return "-" if instance is None else instance.identity.http_address
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1000:.1f}"
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 1)

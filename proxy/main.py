@@ -91,6 +91,8 @@ def server_config(config: ProxyConfig) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        # Load balancers keep an idle connection for 60 s: theirs must be the first to close it.
+        timeout_keep_alive=75,
         timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_seconds)),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -35,15 +35,24 @@ class Metrics:
             "first_byte_seconds", "From the request to first byte out"
         )
         self.request = self._histogram("request_seconds", "From the request to its end")
+        self.queue = self._histogram("queue_seconds", "From the request to the choice")
+        self.bytes = self._counter("answer_bytes", "Bytes of answers sent to clients")
 
     def count_journey(self, journey: Journey) -> None:
         """Account for a request that has ended."""
         self.requests.labels(journey.route, str(journey.status), journey.outcome).inc()
         self.request.observe(journey.total_seconds)
+        self.bytes.inc(journey.bytes_sent)
+        if journey.queue_seconds is not None:
+            self.queue.observe(journey.queue_seconds)
         if journey.prefill_seconds is not None:
             self.prefill.observe(journey.prefill_seconds)
         if journey.first_byte_seconds is not None:
             self.first_byte.observe(journey.first_byte_seconds)
+
+    def watch(self, name: str, help_text: str, value: Callable[[], float]) -> None:
+        """Show a number that is read when somebody asks for it."""
+        Gauge(f"p2p_proxy_{name}", help_text, registry=self._registry).set_function(value)
 
     def render(self) -> bytes:
         """Return the text that Prometheus reads."""
@@ -65,16 +74,38 @@ class _InstanceGauges(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         instances, now = self._instances(), self._clock()
-        labels = ["instance", "role"]
-        routable = GaugeMetricFamily(
-            "p2p_proxy_routable", "1 if legs are sent to it", labels=labels
+        yield self._by_role(
+            "routable",
+            "1 if legs are sent to it",
+            lambda i, role: i.is_routable(role, now) if i.has_role(role, now) else None,
         )
-        in_flight = GaugeMetricFamily("p2p_proxy_in_flight", "Legs in flight", labels=labels)
+        yield self._by_role("in_flight", "Legs in flight", lambda i, role: i.in_flight[role])
+        yield self._by_role(
+            "breaker_open",
+            "1 if legs are kept away from it",
+            lambda i, role: i.breakers[role].state(now) != "closed",
+        )
+        tokens = _family("tokens_in_flight", "Estimated tokens of its legs", "instance")
+        ages = _family("heartbeat_age_seconds", "Since its last heartbeat", "instance")
+        draining = _family("draining", "1 if it gets nothing new", "instance")
         for instance in instances:
+            address = [instance.identity.http_address]
+            tokens.add_metric(address, instance.load)
+            draining.add_metric(address, instance.drains_until is not None)
+            if instance.last_beat is not None:
+                ages.add_metric(address, now - instance.last_beat)
+        yield from (tokens, ages, draining)
+
+    def _by_role(
+        self, name: str, help_text: str, value: Callable[[Instance, Role], float | None]
+    ) -> GaugeMetricFamily:
+        family = _family(name, help_text, "instance", "role")
+        for instance in self._instances():
             for role in Role:
-                values = [instance.identity.http_address, role.label]
-                if instance.has_role(role, now):
-                    routable.add_metric(values, instance.is_routable(role, now))
-                in_flight.add_metric(values, instance.in_flight[role])
-        yield routable
-        yield in_flight
+                if (number := value(instance, role)) is not None:
+                    family.add_metric([instance.identity.http_address, role.label], number)
+        return family
+
+
+def _family(name: str, help_text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"p2p_proxy_{name}", help_text, labels=labels)

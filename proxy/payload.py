@@ -41,9 +41,26 @@ class Asked:
 NOTHING = Asked(b"", {})
 
 
+@dataclass(frozen=True)
+class Prefilled:
+    """What a prefill instance has answered: its parameters for decode, and what it had cached."""
+
+    params: Fields
+    cached_tokens: int | None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _PromptDetails | None = None
+
+
 class _PrefillAnswer(msgspec.Struct):
     choices: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1)]
     kv_transfer_params: Fields | None = None
+    usage: _Usage | None = None
 
 
 _answer_decoder = msgspec.json.Decoder(_PrefillAnswer)
@@ -132,16 +149,18 @@ def decode_params(proxy_id: ProxyId, answered: Fields) -> Params:
     return {**ours, **answered}
 
 
-def answered_params(answer: bytes) -> Fields:
-    """Return the parameters in a prefill instance's answer; empty when it has none.
+def read_prefill(answer: bytes) -> Prefilled:
+    """Read a prefill instance's answer, which may have no parameters.
 
     Raises:
         ValueError: it is not an answer to a completion.
     """
     try:
-        return _answer_decoder.decode(answer).kv_transfer_params or {}
+        said = _answer_decoder.decode(answer)
     except BAD_JSON as error:
         raise ValueError(f"{len(answer)} bytes that are no completion: {error}") from error
+    details = said.usage.prompt_tokens_details if said.usage else None
+    return Prefilled(said.kv_transfer_params or {}, details.cached_tokens if details else None)
 
 
 def _split(address: str) -> tuple[str, int] | tuple[None, None]:

@@ -13,6 +13,7 @@ from werkzeug.datastructures import Headers
 from proxy.errors import LegFailed, ProxyError
 from proxy.lifetime import AnswerCut
 from proxy.upstream import FAILURES, leg_failed
+from proxy.usage import CachedTokens
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -40,23 +41,29 @@ class Relay:
         journey: Journey,
         leg: Leg,
         response: ClientResponse,
+        cached_tokens: int | None = None,
     ) -> None:
         self._config = config
         self._journey = journey
         self._leg = leg
         self._response = response
         self._is_stream = response.content_type == _EVENT_STREAM
+        is_plain = "Content-Encoding" not in response.headers
+        self._usage = None if cached_tokens is None or not is_plain else CachedTokens(cached_tokens)
 
     def answer(self) -> Response:
         """Return the answer to the client; its bytes are read while they are sent."""
         status = self._journey.status = self._response.status
-        return Response(self._pieces(), status, passed_headers(self._response))
+        headers = passed_headers(self._response)
+        if self._usage is not None:
+            headers.pop("Content-Length", None)  # another number may be shorter
+        return Response(self._pieces(), status, headers)
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         handler = asyncio.current_task()
         loop = asyncio.get_running_loop()
         try:
-            async for piece in self._response.content.iter_any():
+            async for piece in self._read():
                 if self._is_stream and not self._journey.bytes_sent:
                     _limit_gaps(self._response, self._config.gap_timeout_seconds)
                 self._journey.sent(len(piece))
@@ -74,6 +81,13 @@ class Relay:
             if self._response.status < 400:
                 self._leg.breaker.succeed()
             self._journey.answered()
+
+    async def _read(self) -> AsyncIterator[bytes]:
+        async for piece in self._response.content.iter_any():
+            if passed := piece if self._usage is None else self._usage.feed(piece):
+                yield passed
+        if self._usage is not None and (rest := self._usage.finish()):
+            yield rest
 
     def _cut(self, failure: LegFailed) -> bytes:
         """Return the event that ends a cut stream; any other answer can only be broken off.

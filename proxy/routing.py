@@ -102,6 +102,19 @@ class Router:
         """How many blocks of prompts are remembered."""
         return self._tree.num_blocks
 
+    def choose_any(
+        self, model: str | None, excluded: Collection[Instance] = ()
+    ) -> tuple[Instance, Role]:
+        """Choose the least loaded instance of any role, for what one leg can answer.
+
+        Raises:
+            NoInstance: there is none.
+        """
+        able = [(i, role) for role in Role for i in self._ready(role, model, excluded)]
+        if not able:
+            raise NoInstance("no instance is ready", list(Role))
+        return min(able, key=lambda place: (place[0].load, place[0].last_turn))
+
     async def tidy(self) -> None:
         """Keep the memory of prompts within its bounds, until cancelled."""
         while True:

@@ -96,6 +96,8 @@ class MockVllm:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
+        for path in ("/tokenize", "/detokenize", "/v1/embeddings"):
+            app.router.add_post(path, self._complete)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
@@ -215,6 +217,8 @@ class MockVllm:
                 body=how.body or b"", status=how.status, headers=how.headers,
                 content_type="application/json",
             )  # fmt: skip
+        if "completions" not in received.path:
+            return web.json_response({"path": received.path, "asked": received.json})
         if received.json.get("stream"):
             return await self._stream(request, received, how)
         body = json.dumps(completion(received.json, self.answer_params(received.json))).encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import signal
 import sys
@@ -79,21 +80,23 @@ async def served(*options: str) -> AsyncIterator[tuple[Command, RunningProxy, An
         for mock in (prefill, decode):
             mock.beat(await running.shown(r"registration address=(\S+)"))
         await proxy.until_ready(prefill, decode)
-        yield running, proxy, decode
+        yield running, proxy, (prefill, decode)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 async def test_it_serves_and_stops_when_told(signum: signal.Signals) -> None:
-    async with served() as (running, proxy, _):
+    async with served() as (running, proxy, (prefill, decode)):
         status, body, _ = await proxy.ask(STREAMED, headers={"X-Request-Id": "mine"})
         assert (status, body) == (200, b"".join(events(STREAMED)))
-        line = await running.shown(r"proxy.access (route=.*)")
-        assert re.search(
-            r"route=/v1/completions status=200 outcome=ok transfer=[0-9a-f]{32} client_id='mine' "
-            r"prefill=127.0.0.1:\d+ decode=127.0.0.1:\d+ "
-            r"prefill_ms=[\d.]+ first_byte_ms=[\d.]+ total_ms=[\d.]+ bytes=\d+",
-            line,
-        )
+        line = json.loads(await running.shown(r"proxy.access (.*)"))
+        assert {line[name] for name in ("route", "status", "outcome", "client_id", "tries")} == {
+            "/v1/completions", 200, "ok", "mine", 1,
+        }  # fmt: skip
+        assert re.fullmatch("[0-9a-f]{32}", line["transfer_id"])
+        assert (line["prefill"], line["decode"]) == (prefill.http_address, decode.http_address)
+        times = [line[f"{stage}_ms"] for stage in ("queue", "prefill", "first_byte", "total")]
+        assert times == sorted(times)
+        assert line["bytes"] == len(body)
         assert str(STREAMED["prompt"]) not in running.printed
         running.process.send_signal(signum)
         assert await running.ended() == 0
@@ -101,7 +104,7 @@ async def test_it_serves_and_stops_when_told(signum: signal.Signals) -> None:
 
 
 async def test_a_client_that_leaves_is_noticed_under_uvloop() -> None:
-    async with served() as (_, proxy, decode):
+    async with served() as (_, proxy, (_, decode)):
         decode.behaviour = Behaviour(hang_after=1)
         async with proxy.post(STREAMED) as response:
             await response.content.readany()
@@ -111,14 +114,14 @@ async def test_a_client_that_leaves_is_noticed_under_uvloop() -> None:
 
 
 async def test_streams_that_do_not_end_do_not_keep_it_from_stopping() -> None:
-    async with served() as (running, proxy, decode):
+    async with served() as (running, proxy, (_, decode)):
         decode.behaviour = Behaviour(hang_after=1)
         async with proxy.post(STREAMED) as response:
             await response.content.readany()
             running.process.terminate()
             assert await running.ended() == 0
         await until(lambda: decode.received[0].ended == "left", "decode was told")
-        assert re.search(r"status=200 outcome=client_left .* bytes=[1-9]", running.printed)
+        assert re.search(r'"status":200,"outcome":"client_left".*"bytes":[1-9]', running.printed)
         assert "Traceback" not in running.printed
         assert "never retrieved" not in running.printed
         assert "destroyed" not in running.printed

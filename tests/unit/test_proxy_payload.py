@@ -137,7 +137,7 @@ def test_each_leg_learns_where_the_other_is() -> None:
 
 def test_what_prefill_answers_wins() -> None:
     answer = b'{"choices": [{}], "kv_transfer_params": {"remote_port": 7, "new": [1]}, "x": 1}'
-    params = payload.decode_params(PROXY_ID, payload.answered_params(answer))
+    params = payload.decode_params(PROXY_ID, payload.read_prefill(answer).params)
     sent = json.loads(msgspec.json.encode(params))
     assert (sent["remote_port"], sent["new"], sent["remote_host"]) == (7, [1], "10.0.0.1")
 
@@ -146,7 +146,7 @@ def test_what_prefill_answers_wins() -> None:
     "answer", [b'{"choices": [1]}', b'{"choices":[1],"kv_transfer_params":null}']
 )
 def test_a_prefill_may_answer_no_parameters(answer: bytes) -> None:
-    assert payload.answered_params(answer) == {}
+    assert payload.read_prefill(answer).params == {}
 
 
 @pytest.mark.parametrize(
@@ -156,4 +156,4 @@ def test_a_prefill_may_answer_no_parameters(answer: bytes) -> None:
 )  # fmt: skip
 def test_what_is_no_completion_is_no_prefill(answer: bytes) -> None:
     with pytest.raises(ValueError, match="no completion"):
-        payload.answered_params(answer)
+        payload.read_prefill(answer)

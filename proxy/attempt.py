@@ -1,0 +1,137 @@
+"""Attempt: what every try to answer a request has, whether it takes one leg or two."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from aiohttp import ClientResponse, ClientTimeout
+
+from p2p_engine.request_ids import new_transfer_id
+from proxy import payload
+from proxy.answers import check_answer
+from proxy.errors import LegFailed
+from proxy.relay import Relay
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from quart import Response
+
+    from proxy.forward import Forwarder
+    from proxy.instances import Instance, Leg, Role
+    from proxy.journey import Journey
+    from proxy.lifetime import ProxyRequest
+
+REQUEST_ID = "X-Request-Id"
+# From the client to the instances. Its request id stays here: ours carries addresses.
+FORWARDED_HEADERS = ("Authorization", "Content-Type", "Traceparent", "Tracestate", "User-Agent")
+
+
+class Attempt:
+    """One try: whatever it holds is let go of by `ends`, at the latest when the request ends."""
+
+    def __init__(
+        self, forwarder: Forwarder, request: ProxyRequest, journey: Journey, asked: payload.Asked
+    ) -> None:
+        self.config = forwarder.config
+        self.request = request
+        self.journey = journey
+        self.asked = asked
+        self.transfer_id = new_transfer_id()
+        self.failed: Instance | None = None
+        self.ends = ExitStack()
+        self._upstream = forwarder.upstream
+        self._registry = forwarder.registry
+        request.ends.callback(self.ends.close)
+
+    async def run(self) -> Response:
+        """Answer the request.
+
+        Raises:
+            LegFailed: before the client was told anything; `failed` is the instance.
+            ProxyError: the request cannot be answered.
+        """
+        raise NotImplementedError
+
+    def take_leg(self, instance: Instance, role: Role, num_tokens: int) -> Leg:
+        """Count a leg until it, or the attempt, ends."""
+        leg = self._registry.take_leg(instance, role, num_tokens)
+        self.ends.callback(leg.release)
+        return leg
+
+    async def send(
+        self, leg: Leg, body: bytes, request_id: str, on_sent: Callable[[], None] = lambda: None
+    ) -> ClientResponse:
+        """Send the leg that answers the client; its answer is open until `ends`."""
+        timeout = self.timeout(sock_read=self._first_byte_timeout())
+        headers = self.headers(request_id, "Accept", "Accept-Encoding")
+        try:
+            response = await self._upstream.post(
+                leg.instance, leg.role, self.request.path, body, headers, timeout, on_sent
+            )
+            self.ends.callback(response.close)
+            await check_answer(response, leg.role.label, self.config.max_body_bytes)
+        except LegFailed:
+            self.fail(leg)
+            raise
+        return response
+
+    def relay(
+        self, leg: Leg, response: ClientResponse, cached_tokens: int | None = None
+    ) -> Response:
+        """Hand the answer to the client."""
+        if response.status < 400:
+            leg.breaker.recover()
+            self.asked = payload.NOTHING  # it has done its part; prompts are large, streams long
+        return Relay(self.config, self.journey, leg, response, cached_tokens).answer()
+
+    def fail(self, leg: Leg) -> None:
+        """Note whose fault it is."""
+        leg.breaker.fail(self.journey.clock())
+        self.failed = leg.instance
+
+    def headers(self, request_id: str, *more: str) -> dict[str, str]:
+        """Return the headers of a leg, with these of the client's beside the usual ones."""
+        theirs = self.request.headers
+        headers = {name: theirs[name] for name in (*FORWARDED_HEADERS, *more) if name in theirs}
+        return {"Content-Type": "application/json", **headers, REQUEST_ID: request_id}
+
+    def timeout(
+        self, *, total: float | None = None, sock_read: float | None = None
+    ) -> ClientTimeout:
+        """Return the limits of a leg, in seconds."""
+        return ClientTimeout(
+            total=total, connect=self.config.connect_timeout_seconds, sock_read=sock_read
+        )
+
+    def _first_byte_timeout(self) -> float:
+        """Only a stream shows its first byte before the whole generation is done."""
+        config = self.config
+        return (
+            config.first_byte_timeout_seconds
+            if self.asked.is_stream
+            else config.response_timeout_seconds
+        )
+
+
+class Errand(Attempt):
+    """A request that any one instance answers by itself: nothing is prefilled or decoded."""
+
+    def __init__(
+        self,
+        forwarder: Forwarder,
+        request: ProxyRequest,
+        journey: Journey,
+        asked: payload.Asked,
+        place: tuple[Instance, Role],
+    ) -> None:
+        super().__init__(forwarder, request, journey, asked)
+        instance, role = place
+        self._leg = self.take_leg(instance, role, 1)
+        journey.chose(None, instance, self.transfer_id)
+
+    async def run(self) -> Response:
+        """Send the client's own bytes, and the answer back."""
+        body = payload.decode_body(self.asked, None)
+        return self.relay(self._leg, await self.send(self._leg, body, self.transfer_id))
