@@ -1,4 +1,4 @@
-"""ControlPlane: every ZMQ socket and every handshake socket of an engine.
+"""ControlPlane: the thread, the timers and the event loop of an engine.
 
 It moves frames and calls back; it knows neither messages nor transfers. The sockets belong to
 whoever holds the I/O lock: the control thread, or a caller of `pump` that has the interpreter
@@ -15,46 +15,12 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TypeAlias
 
-import zmq
-
-from p2p_engine.errors import ConfigError
-from p2p_engine.messages import MAX_FRAME_BYTES
+from p2p_engine.sockets import Handler, Route, Sockets
 
 logger = logging.getLogger(__name__)
 
 TICK_MILLISECONDS = 20  # how late a timer may be
-SEND_QUEUE_FRAMES = 10_000  # per peer; libzmq drops or refuses beyond it
-
-
-@dataclass(frozen=True)
-class Route:
-    """Where a frame goes: to an address that we dial, or back to who dialled us."""
-
-    address: str = ""
-    identity: bytes = field(default=b"", repr=False)
-
-
-Handler: TypeAlias = Callable[[Route, bytes], None]
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Split "host:port", where an IPv6 host stands in brackets.
-
-    Raises:
-        ValueError: it is not of that form.
-    """
-    host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdecimal() or not 0 < int(port) <= 65535:
-        raise ValueError(f"{address!r} is not host:port")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def join_address(host: str, port: int) -> str:
-    """Join a host and a port; brackets go around an IPv6 host."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def restore_affinity() -> None:
@@ -69,7 +35,7 @@ def restore_affinity() -> None:
 
 
 class ControlPlane:
-    """One ROUTER that everybody may dial, one DEALER for each address that we dial.
+    """The loop around the ZMQ sockets, the handshake sockets and the timer.
 
     All callbacks run with the I/O lock held, `on_tick` in the control thread; an exception in them
     is logged, counted and survived. `send`, `call_soon`, `pump` and `close` may be called from any
@@ -91,17 +57,10 @@ class ControlPlane:
             ConfigError: none of the ports can be bound.
         """
         self.errors = 0
-        self.dropped_frames = 0
-        self.frames_sent = 0
-        self.frames_received = 0
         self._on_frame = on_frame
         self._on_tick = on_tick
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._watched: dict[int, Callable[[], None]] = {}
-        self._dealers: dict[str, zmq.Socket[bytes]] = {}
-        self._dialled: dict[zmq.Socket[bytes], Route] = {}
-        self._sockets: dict[int, zmq.Socket[bytes]] = {}
-        self._suspects: set[zmq.Socket[bytes]] = set()  # may hold frames that no event tells of
         self._io = threading.Lock()
         self._server = 0  # the thread that serves the sockets now and will see what is queued
         self._tick_at = 0.0
@@ -109,17 +68,17 @@ class ControlPlane:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self._wake_fd, select.EPOLLIN)
-        self._context = zmq.Context(io_threads=1)
         try:
-            self._router = self._socket(zmq.ROUTER)
-            self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self.address = join_address(host, self._bind(host, ports))
+            self.sockets = Sockets(host, ports, self._epoll, self._hear)
         except BaseException:
-            self._release()
+            self._close_descriptors()
             raise
-        self._identity = os.urandom(8).hex().encode()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def address(self) -> str:
+        """The address that peers dial."""
+        return self.sockets.address
 
     def start(self) -> None:
         """Start the thread; callbacks may come from now on."""
@@ -132,7 +91,7 @@ class ControlPlane:
 
     def send(self, route: Route, frame: bytes) -> None:
         """Queue a frame; what cannot be delivered is dropped and counted: senders say it again."""
-        self.call_soon(lambda: self._transmit(route, frame))
+        self.call_soon(lambda: self.sockets.send(route, frame))
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Run `call` in the next turn, with the I/O lock held."""
@@ -151,7 +110,7 @@ class ControlPlane:
 
     def hang_up(self, address: str) -> None:
         """Close the DEALER to an address; the next frame dials afresh."""
-        self.call_soon(lambda: self._close_dealer(address))
+        self.call_soon(lambda: self.sockets.hang_up(address))
 
     def watch(self, fd: int, callback: Callable[[], None], *, writable: bool = False) -> None:
         """Call back when `fd` is readable (or writable) or hung up, instead of the callback before.
@@ -186,7 +145,9 @@ class ControlPlane:
         stopped = self.stop(timeout)
         if stopped:
             with self._io:
-                self._release(linger_seconds)
+                if self._wake_fd >= 0:
+                    self.sockets.close(linger_seconds)
+                    self._close_descriptors()
         return stopped
 
     def _run(self) -> None:
@@ -210,21 +171,22 @@ class ControlPlane:
         self._server = threading.get_ident()
         self._guard(self._serve_ready)
         self._server = 0
-        if self._calls or self._suspects:
+        if self._calls or self.sockets.has_more:
             self._wake()
 
     def _serve_ready(self) -> None:
         for fd, _ in self._epoll.poll(0):
-            if fd in self._sockets:
-                self._receive(self._sockets[fd])
+            if fd in self.sockets:
+                self.sockets.receive(fd)
             elif fd in self._watched:
                 self._guard(self._watched[fd])
             elif fd == self._wake_fd:
                 os.eventfd_read(self._wake_fd)
         self._run_calls()
-        suspects, self._suspects = self._suspects, set()
-        for source in suspects:
-            self._receive(source)
+        self.sockets.receive_more()
+
+    def _hear(self, route: Route, frame: bytes) -> None:
+        self._guard(lambda: self._on_frame(route, frame))
 
     def _run_calls(self) -> None:
         for _ in range(len(self._calls)):
@@ -238,95 +200,11 @@ class ControlPlane:
             self.errors += 1
             logger.exception("error in the control thread, which goes on")
 
-    def _receive(self, source: zmq.Socket[bytes]) -> None:
-        for _ in range(64):  # then let the others have their turn
-            try:
-                frames = source.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                self._suspects.discard(source)
-                return
-            self.frames_received += 1
-            expected = 2 if source is self._router else 1
-            if len(frames) != expected:
-                self.dropped_frames += 1
-                continue
-            route = self._dialled.get(source) or Route(identity=frames[0])
-            self._guard(lambda r=route, f=frames[-1]: self._on_frame(r, f))  # type: ignore[misc]
-        self._suspects.add(source)
-
-    def _transmit(self, route: Route, frame: bytes) -> None:
-        try:
-            sender = self._dealer(route.address) if route.address else self._router
-            self._suspects.add(sender)  # sending takes in the event of a frame that has come
-            sender.send_multipart(
-                [frame] if route.address else [route.identity, frame], zmq.NOBLOCK
-            )
-            self.frames_sent += 1
-        except zmq.ZMQError as error:
-            self.dropped_frames += 1
-            logger.debug("frame to %s dropped: %s", route, error)
-
-    def _dealer(self, address: str) -> zmq.Socket[bytes]:
-        if address not in self._dealers:
-            dealer = self._socket(zmq.DEALER)
-            dealer.setsockopt(zmq.IDENTITY, self._identity + f"@{address}".encode()[:200])
-            try:
-                dealer.connect(f"tcp://{address}")
-            except zmq.ZMQError:
-                self._forget(dealer)
-                dealer.close()  # left open, it would keep the context from ending
-                raise
-            self._dealers[address], self._dialled[dealer] = dealer, Route(address)
-        return self._dealers[address]
-
-    def _close_dealer(self, address: str) -> None:
-        dealer = self._dealers.pop(address, None)
-        if dealer is not None:
-            self._suspects.discard(dealer)
-            del self._dialled[dealer]
-            self._forget(dealer)
-            dealer.close(linger=100)
-
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        opened: zmq.Socket[bytes] = self._context.socket(kind)
-        opened.setsockopt(zmq.LINGER, 0)
-        opened.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        opened.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
-        opened.setsockopt(zmq.RCVHWM, SEND_QUEUE_FRAMES)
-        opened.setsockopt(zmq.IPV6, 1)
-        fd = int(opened.getsockopt(zmq.FD))
-        self._sockets[fd] = opened
-        self._epoll.register(fd, select.EPOLLIN)
-        return opened
-
-    def _forget(self, socket: zmq.Socket[bytes]) -> None:
-        fd = int(socket.getsockopt(zmq.FD))
-        del self._sockets[fd]
-        self._epoll.unregister(fd)
-
-    def _bind(self, host: str, ports: range) -> int:
-        wildcard = f"[{host}]" if ":" in host else host
-        refusal: zmq.ZMQError | None = None
-        for port in ports:
-            try:
-                self._router.bind(f"tcp://{wildcard}:{port or '*'}")
-            except zmq.ZMQError as error:
-                refusal = error
-                continue
-            endpoint = self._router.getsockopt(zmq.LAST_ENDPOINT)
-            return split_address(bytes(endpoint).rstrip(b"\0").decode().removeprefix("tcp://"))[1]
-        raise ConfigError(f"cannot bind {host} on any port of {ports}: {refusal}") from refusal
-
     def _wake(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed: nobody is left to be woken
             os.eventfd_write(self._wake_fd, 1)
 
-    def _release(self, linger_seconds: float = 0.0) -> None:
-        if self._context.closed:
-            return
+    def _close_descriptors(self) -> None:
         self._epoll.close()
-        for opened in self._sockets.values():
-            opened.close(linger=int(linger_seconds * 1000))
-        self._context.term()  # bounded: every socket's linger is
         os.close(self._wake_fd)
         self._wake_fd = -1

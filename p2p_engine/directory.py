@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from p2p_engine.addresses import join_address
 from p2p_engine.config import EngineConfig
-from p2p_engine.control import ControlPlane, Route, join_address
+from p2p_engine.control import ControlPlane
 from p2p_engine.errors import RemoteProtocolError
 from p2p_engine.messages import (
     PROTOCOL_VERSION,
@@ -21,6 +22,7 @@ from p2p_engine.messages import (
     encode,
     encode_heartbeat,
 )
+from p2p_engine.sockets import Route
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from mempool import Job, Mover
 from p2p_engine.arena import LandingArena
 from p2p_engine.awaited import Awaited
 from p2p_engine.config import EngineConfig, SendMode
-from p2p_engine.control import ControlPlane, Route
+from p2p_engine.control import ControlPlane
 from p2p_engine.errors import (
     EngineClosed,
     LocalProtocolError,
@@ -67,6 +67,7 @@ from p2p_engine.messages import (
 )
 from p2p_engine.peers import Link, Links, PeerAddress
 from p2p_engine.sender import Sender
+from p2p_engine.sockets import Route
 from p2p_engine.stats import Counters
 from p2p_engine.store import Store
 from p2p_engine.transfer import Transfer
@@ -419,9 +420,9 @@ class P2pNcclEngine:
                 "guests": len(self._guests),
                 "denied_offers": counters.denied,
                 "expired_leases": counters.expired,
-                "messages_sent": self._control.frames_sent,
-                "messages_received": self._control.frames_received,
-                "wrong_messages": counters.wrong_messages + self._control.dropped_frames,
+                "messages_sent": self._control.sockets.frames_sent,
+                "messages_received": self._control.sockets.frames_received,
+                "wrong_messages": counters.wrong_messages + self._control.sockets.dropped_frames,
                 "control_errors": self._control.errors + counters.callback_errors,
                 "healthy": self.healthy,
             }

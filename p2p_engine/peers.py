@@ -17,8 +17,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from p2p_engine.addresses import split_address
 from p2p_engine.config import EngineConfig
-from p2p_engine.control import ControlPlane, Route, split_address
+from p2p_engine.control import ControlPlane
 from p2p_engine.errors import (
     P2pError,
     PeerError,
@@ -42,6 +43,7 @@ from p2p_engine.messages import (
     Welcome,
     encode,
 )
+from p2p_engine.sockets import Route
 from p2p_engine.transports.base import Channel, Endpoint, Transport
 
 logger = logging.getLogger(__name__)

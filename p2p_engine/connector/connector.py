@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from p2p_engine.addresses import join_address
 from p2p_engine.connector import compat
 from p2p_engine.connector.cache_spec import attention_spec, read_cache, read_spec
 from p2p_engine.connector.intent import Instance
@@ -20,7 +21,6 @@ from p2p_engine.connector.scheduler import SchedulerHalf
 from p2p_engine.connector.stats import P2pConnectorStats, P2pPromMetrics, StatsReporter
 from p2p_engine.connector.support import check_supported, read_config
 from p2p_engine.connector.worker import StepResults, WorkerHalf
-from p2p_engine.control import join_address
 from p2p_engine.directory import Directory
 from p2p_engine.engine import P2pNcclEngine
 

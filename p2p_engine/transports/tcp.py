@@ -8,7 +8,8 @@ import socket
 import numpy as np
 
 from mempool import Job, Mover
-from p2p_engine.control import ControlPlane, join_address, split_address
+from p2p_engine.addresses import join_address, split_address
+from p2p_engine.control import ControlPlane
 from p2p_engine.errors import TransportError
 from p2p_engine.layout import Regions
 from p2p_engine.messages import Grant

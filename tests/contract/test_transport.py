@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 
 from mempool import Job, Mover
+from p2p_engine.addresses import split_address
 from p2p_engine.arena import LandingArena, Space
-from p2p_engine.control import ControlPlane, Route, split_address
+from p2p_engine.control import ControlPlane
 from p2p_engine.errors import TransportError
 from p2p_engine.layout import Regions, one_region
 from p2p_engine.messages import Grant
+from p2p_engine.sockets import Route
 from p2p_engine.transports.base import TRAILER_BYTES, Channel, Endpoint, Transport, trailer_offset
 from p2p_engine.transports.handshake import PREAMBLE
 from p2p_engine.transports.inproc import InprocTransport

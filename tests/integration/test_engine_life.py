@@ -15,7 +15,7 @@ import zmq
 
 from mempool import Mover
 from p2p_engine import P2pNcclEngine, TransferKey
-from p2p_engine.control import split_address
+from p2p_engine.addresses import split_address
 from p2p_engine.directory import Directory, RankAddress
 from p2p_engine.errors import (
     ConfigError,

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from p2p_engine.control import ControlPlane, Route, join_address, split_address
+from p2p_engine.addresses import join_address, split_address
+from p2p_engine.control import ControlPlane
 from p2p_engine.errors import ConfigError
 from p2p_engine.messages import MAX_FRAME_BYTES
+from p2p_engine.sockets import Route
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -86,14 +88,14 @@ def test_frame_that_is_too_long_does_not_arrive(parties: tuple[Party, Party]) ->
 def test_address_that_zmq_refuses_costs_a_frame(parties: tuple[Party, Party], address: str) -> None:
     one, _ = parties
     one.control.send(Route(address or " "), b"x")
-    eventually(lambda: one.control.dropped_frames == 1)
+    eventually(lambda: one.control.sockets.dropped_frames == 1)
     assert one.control.alive
 
 
 def test_answer_to_nobody_is_dropped(parties: tuple[Party, Party]) -> None:
     one, _ = parties
     one.control.send(Route(identity=b"nobody"), b"x")
-    eventually(lambda: one.control.dropped_frames == 1)
+    eventually(lambda: one.control.sockets.dropped_frames == 1)
 
 
 def test_watched_descriptor_calls_back_in_the_control_thread(

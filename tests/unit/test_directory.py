@@ -9,8 +9,8 @@ import msgpack  # type: ignore[import-untyped]
 import pytest
 import zmq
 
+from p2p_engine.addresses import split_address
 from p2p_engine.config import EngineConfig
-from p2p_engine.control import split_address
 from p2p_engine.directory import Directory, RankAddress
 from p2p_engine.errors import ConfigError
 from p2p_engine.messages import Location, Lookup, Ping, decode, encode

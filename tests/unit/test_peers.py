@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 import pytest
 
 from p2p_engine.config import EngineConfig
-from p2p_engine.control import ControlPlane, Route
+from p2p_engine.control import ControlPlane
 from p2p_engine.errors import P2pError, PeerLost, PeerRefused, PeerUnreachable, TransportError
 from p2p_engine.messages import (
     AnyMessage,
@@ -24,6 +24,7 @@ from p2p_engine.messages import (
     decode,
 )
 from p2p_engine.peers import Link, Links, LinkState, PeerAddress
+from p2p_engine.sockets import Route
 from p2p_engine.transports.base import Channel, Connected, Endpoint, Transport
 
 M = TypeVar("M")
