@@ -13,7 +13,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -27,12 +26,11 @@ from p2p_engine.control import ControlPlane
 from p2p_engine.errors import (
     EngineClosed,
     LocalProtocolError,
-    PeerLost,
-    PeerUnreachable,
     RemoteProtocolError,
     TransferRejected,
     TransferTimeout,
 )
+from p2p_engine.guests import Guest, Guests
 from p2p_engine.holds import Holds
 from p2p_engine.layout import Sink, Source, TensorSink, TensorSource, check_in_host_memory
 from p2p_engine.messages import (
@@ -51,18 +49,14 @@ from p2p_engine.messages import (
     Gone,
     Grant,
     Hello,
-    Message,
     Offer,
     Ping,
     Pong,
-    Refuse,
     Release,
     TransferKey,
     Want,
-    Welcome,
     check_fits,
     decode,
-    encode,
     shorten,
 )
 from p2p_engine.peers import Link, Links, PeerAddress
@@ -79,15 +73,6 @@ from p2p_engine.transports.tcp import TcpTransport
 logger = logging.getLogger(__name__)
 
 _ABSENCE_SECONDS = 0.25  # a tick that is so late says that the control thread did not run
-
-
-@dataclass
-class Guest:
-    """A peer that dialled us."""
-
-    route: Route
-    address: str
-    heard_at: float
 
 
 class P2pNcclEngine:
@@ -112,7 +97,6 @@ class P2pNcclEngine:
         self._spec = spec
         self._changed = threading.Condition(threading.RLock())
         self._counters = Counters()
-        self._guests: dict[int, Guest] = {}
         self._ticked_at = time.monotonic()
         self._closed = self._closing = False
         self._open_parts: list[Callable[[], Any]] = []
@@ -148,6 +132,12 @@ class P2pNcclEngine:
             on_channel_lost=lambda link, error: self._sender.channel_lost(link, error),
             on_closed=self._link_closed,
         )  # fmt: skip
+        self._guests = Guests(
+            config, self._control, self.epoch, self._spec, list(self._transports.values()),
+            clock=time.monotonic,
+            on_lost=lambda epoch, error: self._store.sender_lost(epoch, error),
+            on_over=self._links.close_epoch,
+        )  # fmt: skip
         self._sender = Sender(config, self._changed, self._links, self._counters, time.monotonic)
         self._holds = Holds(
             config, self._changed, self._sender, self._arena, self._mover, self._counters,
@@ -155,7 +145,7 @@ class P2pNcclEngine:
         )  # fmt: skip
         self._store = Store(
             config, self._changed, self._arena, self._mover, self._counters,
-            reply=self._reply_to, clock=time.monotonic,
+            reply=self._guests.reply, clock=time.monotonic,
         )  # fmt: skip
         self._awaited = Awaited(
             config, self._links, time.monotonic, self._store.fail_key, self._store.bereave
@@ -481,8 +471,7 @@ class P2pNcclEngine:
         self.close()
 
     def _say_goodbye(self) -> None:
-        for epoch in self._guests:
-            self._reply_to(epoch, Bye, ())
+        self._guests.say_goodbye()
         self._links.close(EngineClosed("the engine was closed"))
 
     def _close_parts(self) -> None:
@@ -521,10 +510,7 @@ class P2pNcclEngine:
             self._holds.tick(now)
             self._store.tick(now)
             self._awaited.tick(now)
-            silence = self.config.peer_timeout_seconds
-            for epoch, guest in list(self._guests.items()):
-                if now - guest.heard_at >= silence:
-                    self._guest_lost(epoch, f"sender {guest.address} is silent for {silence:g} s")
+            self._guests.tick(now)
 
     def _excuse_own_absence(self, now: float) -> None:
         """A process that was stopped, or got no core, heard nobody: that is not their silence."""
@@ -532,8 +518,7 @@ class P2pNcclEngine:
         if absence > _ABSENCE_SECONDS:
             logger.info("nobody was listening here for %.1f s", absence)
             self._links.excuse(absence)
-            for guest in self._guests.values():
-                guest.heard_at += absence
+            self._guests.excuse(absence)
 
     def _from_link(self, route: Route, message: AnyMessage) -> None:
         """An answer from a peer that we dialled."""
@@ -561,19 +546,9 @@ class P2pNcclEngine:
 
     def _from_guest(self, route: Route, message: AnyMessage) -> None:
         """A message from a peer that dialled us."""
-        if isinstance(message, Hello):
-            self._greet(route, message)
-            return
-        if isinstance(message, Ping):
-            self._control.send(route, encode(Pong(self.epoch, message.source_epoch)))
-        guest = self._guests.get(message.source_epoch)
-        if message.destination_epoch != self.epoch:
-            return  # for an engine that is no more; PONG tells who is here now
-        if guest is None or guest.route != route:
-            self._control.send(route, encode(Bye(self.epoch, message.source_epoch)))  # greet first
-            return
-        guest.heard_at = time.monotonic()
-        self._dispatch_request(guest, message)
+        guest = self._guests.on_message(route, message)
+        if guest is not None:
+            self._dispatch_request(guest, message)
 
     def _dispatch_request(self, guest: Guest, message: AnyMessage) -> None:
         epoch = message.source_epoch
@@ -587,19 +562,17 @@ class P2pNcclEngine:
             self._store.fail_key(
                 message.key, TransferRejected(f"{guest.address}: {message.reason}")
             )
-            self._reply_to(epoch, AbandonOk, (message.key,))
+            self._guests.reply(epoch, AbandonOk, (message.key,))
         elif isinstance(message, Want):
             key = message.key
             self._holds.on_want(
                 (key, message.binding),
                 PeerAddress(guest.address),
-                lambda reason: self._reply_to(epoch, Gone, (key, shorten(reason))),
+                lambda reason: self._guests.reply(epoch, Gone, (key, shorten(reason))),
             )
         elif isinstance(message, Release):
             self._holds.on_release((message.key, message.binding))
-        elif isinstance(message, Bye):
-            self._guest_over(epoch, f"sender {guest.address} is closing")
-        elif not isinstance(message, Ping):
+        elif not isinstance(message, Ping | Bye):
             raise RemoteProtocolError(f"{type(message).__name__} is not a request")
 
     def _offered(self, epoch: int, offer: Offer) -> None:
@@ -608,56 +581,6 @@ class P2pNcclEngine:
             raise RemoteProtocolError(f"transport {offer.transport!r} was not agreed on")
         self._awaited.on_offer(offer.key)
         self._store.on_offer(epoch, offer, transport)
-
-    def _greet(self, route: Route, hello: Hello) -> None:
-        refusal = self._refusal(hello)
-        if refusal:
-            logger.warning("peer refused: address=%s reason=%s", hello.address, refusal)
-            answer: AnyMessage = Refuse(
-                self.epoch, hello.source_epoch, PROTOCOL_VERSION, shorten(refusal)
-            )
-        else:
-            for epoch, guest in list(self._guests.items()):
-                if guest.address == hello.address and epoch != hello.source_epoch:
-                    self._guest_over(epoch, f"sender {guest.address} was restarted")
-            self._guests[hello.source_epoch] = Guest(route, hello.address, time.monotonic())
-            offers = {
-                name: item.invite(hello.source_epoch) for name, item in self._transports.items()
-            }
-            usable = {name: offer for name, offer in offers.items() if offer is not None}
-            answer = Welcome(self.epoch, hello.source_epoch, PROTOCOL_VERSION, usable)
-        self._control.send(route, encode(answer))
-
-    def _refusal(self, hello: Hello) -> str:
-        if hello.version != PROTOCOL_VERSION:
-            return f"protocol version: {PROTOCOL_VERSION} here, {hello.version} there"
-        try:
-            PeerAddress(hello.address).check()
-        except PeerUnreachable as error:
-            return str(error)
-        if self._spec is None or hello.spec is None:
-            return (
-                ""
-                if self._spec is hello.spec
-                else "one side describes a KV cache, the other does not"
-            )
-        return "; ".join(self._spec.differences(hello.spec))
-
-    def _guest_lost(self, epoch: int, reason: str) -> None:
-        del self._guests[epoch]
-        self._store.sender_lost(epoch, PeerLost(reason))
-        for transport in self._transports.values():
-            transport.forget(epoch)
-
-    def _guest_over(self, epoch: int, reason: str) -> None:
-        """It is known to have ended: what we wait for from it, or send to it, ends now too."""
-        self._guest_lost(epoch, reason)
-        self._links.close_epoch(epoch, PeerLost(reason))
-
-    def _reply_to(self, epoch: int, kind: type[Message], fields: tuple[Any, ...]) -> None:
-        guest = self._guests.get(epoch)
-        if guest is not None:
-            self._control.send(guest.route, encode(kind(self.epoch, epoch, *fields)))  # type: ignore[arg-type]
 
     def _link_ready(self, link: Link) -> None:
         self._sender.link_ready(link)

@@ -1,0 +1,159 @@
+"""Guests: the peers that dialled us, from HELLO to their end. The other direction is peers.py.
+
+A guest is known by its epoch; what it says is answered over the route that it came by. The engine's
+lock guards everything here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from p2p_engine.config import EngineConfig
+from p2p_engine.control import ControlPlane
+from p2p_engine.errors import PeerLost, PeerUnreachable
+from p2p_engine.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Bye,
+    CacheSpec,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Refuse,
+    Welcome,
+    encode,
+    shorten,
+)
+from p2p_engine.peers import PeerAddress
+from p2p_engine.sockets import Route
+from p2p_engine.transports.base import Transport
+
+logger = logging.getLogger(__name__)
+
+GuestLost: TypeAlias = Callable[[int, PeerLost], None]
+
+
+@dataclass
+class Guest:
+    """A peer that dialled us."""
+
+    route: Route
+    address: str
+    heard_at: float
+
+
+class Guests:
+    """All of them, and what they are told when they come."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        control: ControlPlane,
+        epoch: int,
+        spec: CacheSpec | None,
+        transports: list[Transport],
+        *,
+        clock: Callable[[], float],
+        on_lost: GuestLost,
+        on_over: GuestLost,
+    ) -> None:
+        """`on_lost` is told when nothing more will be heard of a guest; `on_over`, after it, when
+        its engine is known to have ended."""
+        self._config = config
+        self._control = control
+        self._epoch = epoch
+        self._spec = spec
+        self._transports = transports
+        self._clock = clock
+        self._on_lost = on_lost
+        self._on_over = on_over
+        self._guests: dict[int, Guest] = {}
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._guests)
+
+    def on_message(self, route: Route, message: AnyMessage) -> Guest | None:
+        """Take a message; returns the guest if it is one, and the message is for this engine."""
+        epoch = message.source_epoch
+        if isinstance(message, Hello):
+            self._greet(route, message)
+            return None
+        if isinstance(message, Ping):
+            self._control.send(route, encode(Pong(self._epoch, epoch)))
+        guest = self._guests.get(epoch)
+        if message.destination_epoch != self._epoch:
+            return None  # for an engine that is no more; PONG tells who is here now
+        if guest is None or guest.route != route:
+            self._control.send(route, encode(Bye(self._epoch, epoch)))  # greet first
+            return None
+        guest.heard_at = self._clock()
+        if isinstance(message, Bye):
+            self._end(epoch, f"sender {guest.address} is closing")
+        return guest
+
+    def reply(self, epoch: int, kind: type[Message], fields: tuple[Any, ...]) -> None:
+        """Send a guest a message; one that is none any more is told nothing."""
+        guest = self._guests.get(epoch)
+        if guest is not None:
+            self._control.send(guest.route, encode(kind(self._epoch, epoch, *fields)))  # type: ignore[arg-type]
+
+    def tick(self, now: float) -> None:
+        """Let go of who is silent."""
+        silence = self._config.peer_timeout_seconds
+        for epoch, guest in list(self._guests.items()):
+            if now - guest.heard_at >= silence:
+                self._lose(epoch, f"sender {guest.address} is silent for {silence:g} s")
+
+    def excuse(self, absence_seconds: float) -> None:
+        """Count no silence while nobody was listening here."""
+        for guest in self._guests.values():
+            guest.heard_at += absence_seconds
+
+    def say_goodbye(self) -> None:
+        """Tell everybody that this engine is closing."""
+        for epoch in self._guests:
+            self.reply(epoch, Bye, ())
+
+    def _greet(self, route: Route, hello: Hello) -> None:
+        epoch, refusal = hello.source_epoch, self._refusal(hello)
+        if refusal:
+            logger.warning("peer refused: address=%s reason=%s", hello.address, refusal)
+            refuse = Refuse(self._epoch, epoch, PROTOCOL_VERSION, shorten(refusal))
+            self._control.send(route, encode(refuse))
+            return
+        for other, guest in list(self._guests.items()):
+            if guest.address == hello.address and other != epoch:
+                self._end(other, f"sender {guest.address} was restarted")
+        self._guests[epoch] = Guest(route, hello.address, self._clock())
+        offers = {transport.name: transport.invite(epoch) for transport in self._transports}
+        usable = {name: offer for name, offer in offers.items() if offer is not None}
+        self._control.send(route, encode(Welcome(self._epoch, epoch, PROTOCOL_VERSION, usable)))
+
+    def _refusal(self, hello: Hello) -> str:
+        """Why a peer cannot be a guest, or ""."""
+        if hello.version != PROTOCOL_VERSION:
+            return f"protocol version: {PROTOCOL_VERSION} here, {hello.version} there"
+        try:
+            PeerAddress(hello.address).check()
+        except PeerUnreachable as error:
+            return str(error)
+        if self._spec is not None and hello.spec is not None:
+            return "; ".join(self._spec.differences(hello.spec))
+        if self._spec is not hello.spec:
+            return "one side describes a KV cache, the other does not"
+        return ""
+
+    def _lose(self, epoch: int, reason: str) -> None:
+        del self._guests[epoch]
+        self._on_lost(epoch, PeerLost(reason))
+        for transport in self._transports:
+            transport.forget(epoch)
+
+    def _end(self, epoch: int, reason: str) -> None:
+        self._lose(epoch, reason)
+        self._on_over(epoch, PeerLost(reason))
