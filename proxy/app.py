@@ -20,7 +20,7 @@ from proxy.admission import Admission
 from proxy.discovery import Discovery
 from proxy.errors import ProxyError
 from proxy.forward import COMPLETION_PATHS, ERRAND_PATHS, Forwarder
-from proxy.instances import Instance, Role
+from proxy.instances import Role
 from proxy.lifetime import Connection, ProxyRequest
 from proxy.metrics import Metrics
 from proxy.models import PATH as MODELS_PATH
@@ -29,6 +29,7 @@ from proxy.readiness import Readiness
 from proxy.registry import Registry
 from proxy.release import Releases
 from proxy.routing import Router
+from proxy.status import Status
 from proxy.upstream import Upstream
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def create_app(
         MODELS_PATH: proxy.models,
         "/health": proxy.health,
         "/status": proxy.status,
+        "/status/events": proxy.status_events,
+        "/": proxy.page,
         "/metrics": proxy.show_metrics,
     }.items():
         app.add_url_rule(path, view_func=view, methods=["GET"])
@@ -110,6 +113,10 @@ class Proxy:
             self._admission,
             self._metrics,
             clock,
+        )
+
+        self._status = Status(
+            self._registry, self._discovery, self._admission, self._forwarder, clock
         )
 
     async def serving(self) -> AsyncGenerator[None, None]:
@@ -170,44 +177,19 @@ class Proxy:
 
     async def status(self) -> Response:
         """Show every instance and what is in flight."""
-        now = self._clock()
-        self._registry.sweep(now)
-        instances = self._registry.instances()
-        return _json(
-            {
-                "registration_address": self._discovery.address,
-                "requests_in_flight": len(self._forwarder.journeys),
-                "requests_queued": self._admission.num_queued,
-                "instances": [_describe(instance, now) for instance in instances],
-            }
-        )
+        return _json(self._status.snapshot())
+
+    async def status_events(self) -> Response:
+        """Show the same and the last requests, again and again."""
+        return self._status.events()
+
+    async def page(self) -> Response:
+        """Show all of it to people."""
+        return self._status.page()
 
     async def show_metrics(self) -> Response:
         """Show the metrics in the text form of Prometheus."""
         return Response(self._metrics.render(), content_type=CONTENT_TYPE_LATEST)
-
-
-def _describe(instance: Instance, now: float) -> dict[str, Any]:
-    identity = instance.identity
-    return {
-        "http_address": identity.http_address,
-        "zmq_address": identity.zmq_address,
-        "roles": [role.label for role in Role if instance.has_role(role, now)],
-        "state": instance.state(now),
-        "heartbeat_age_seconds": _age(instance, now),
-        "in_flight": {role.label: instance.in_flight[role] for role in Role},
-        "tokens_in_flight": instance.load,
-        "breaker": {role.label: instance.breakers[role].state(now) for role in Role},
-        "protocol": identity.protocol,
-        "epoch": identity.epoch,
-        "model": identity.model,
-        "tp_size": identity.tp_size,
-        "send_type": identity.send_type,
-    }
-
-
-def _age(instance: Instance, now: float) -> float | None:
-    return None if instance.last_beat is None else round(now - instance.last_beat, 3)
 
 
 def _json(content: dict[str, Any], status: int = 200) -> Response:

@@ -62,6 +62,8 @@ class Instance:
     breakers: dict[Role, Breaker] = field(
         default_factory=lambda: {role: Breaker() for role in Role}
     )
+    # The events of its streams that clients got: one is about one token.
+    num_events: int = 0
     # When it was last chosen, in turns of the registry: breaks ties between equal loads.
     last_turn: int = 0
 

@@ -67,6 +67,7 @@ class Relay:
                 if self._is_stream and not self._journey.bytes_sent:
                     _limit_gaps(self._response, self._config.gap_timeout_seconds)
                 self._journey.sent(len(piece))
+                self._leg.instance.num_events += piece.count(b"\n\n") if self._is_stream else 0
                 stalled = loop.call_later(
                     self._config.client_timeout_seconds, self._client_stalled, handler
                 )

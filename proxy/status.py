@@ -1,0 +1,119 @@
+"""Status: what the proxy knows of its instances and requests, as JSON, as events and as a page."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from quart import Response
+
+from proxy.errors import ProxyError
+from proxy.instances import Instance, Role
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from proxy.admission import Admission
+    from proxy.discovery import Discovery
+    from proxy.forward import Forwarder
+    from proxy.registry import Registry
+
+INTERVAL_SECONDS = 1.0
+MAX_VIEWERS = 32
+# The page asks nobody but the proxy, and shows nothing as code that an instance or client has said.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'",
+    "Cache-Control": "no-cache",
+}
+
+
+class Status:
+    """Everything is read when it is asked for; nothing is kept here."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        discovery: Discovery,
+        admission: Admission,
+        forwarder: Forwarder,
+        clock: Callable[[], float],
+    ) -> None:
+        self._registry = registry
+        self._discovery = discovery
+        self._admission = admission
+        self._forwarder = forwarder
+        self._clock = clock
+        self._num_viewers = 0
+        self._page = files("proxy").joinpath("status.html").read_text(encoding="utf-8")
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the instances and what is in flight."""
+        now = self._clock()
+        self._registry.sweep(now)
+        return {
+            "registration_address": self._discovery.address,
+            "requests_in_flight": len(self._forwarder.journeys),
+            "requests_queued": self._admission.num_queued,
+            "instances": [_describe(i, now) for i in self._registry.instances()],
+        }
+
+    def page(self) -> Response:
+        """Return the page, which then follows `events`."""
+        return Response(self._page, content_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
+
+    def events(self) -> Response:
+        """Return a stream with a picture of everything each second, until the viewer leaves.
+
+        Raises:
+            ProxyError: 429, there are too many viewers.
+        """
+        if self._num_viewers >= MAX_VIEWERS:
+            raise ProxyError(429, "too_many_viewers", f"{MAX_VIEWERS} look already")
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return Response(self._pictures(), content_type="text/event-stream", headers=headers)
+
+    async def _pictures(self) -> AsyncIterator[bytes]:
+        self._num_viewers += 1
+        try:
+            while True:
+                yield b"data: %b\n\n" % msgspec.json.encode(self._picture())
+                await asyncio.sleep(INTERVAL_SECONDS)
+        finally:
+            self._num_viewers -= 1
+
+    def _picture(self) -> dict[str, Any]:
+        journeys = self._forwarder.journeys
+        pairs = Counter((j.prefill, j.decode) for j in journeys if j.decode is not None)
+        return {
+            **self.snapshot(),
+            "seconds": self._clock(),
+            "pairs": [
+                {"prefill": prefill, "decode": decode, "requests": count}
+                for (prefill, decode), count in pairs.most_common(50)
+            ],
+            "recent": [journey.describe() for journey in reversed(self._forwarder.recent)],
+        }
+
+
+def _describe(instance: Instance, now: float) -> dict[str, Any]:
+    identity, beat = instance.identity, instance.last_beat
+    return {
+        "http_address": identity.http_address,
+        "zmq_address": identity.zmq_address,
+        "roles": [role.label for role in Role if instance.has_role(role, now)],
+        "state": instance.state(now),
+        "heartbeat_age_seconds": None if beat is None else round(now - beat, 3),
+        "in_flight": {role.label: instance.in_flight[role] for role in Role},
+        "tokens_in_flight": instance.load,
+        "events_sent": instance.num_events,
+        "breaker": {role.label: instance.breakers[role].state(now) for role in Role},
+        "protocol": identity.protocol,
+        "epoch": identity.epoch,
+        "model": identity.model,
+        "tp_size": identity.tp_size,
+        "send_type": identity.send_type,
+    }

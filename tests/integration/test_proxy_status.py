@@ -1,0 +1,92 @@
+"""The status page, what feeds it, and the dashboard."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from proxy.status import MAX_VIEWERS
+from tests.mock_vllm import Behaviour
+from tests.proxy_fleet import STREAMED, RunningProxy, fleet, running_proxy, until
+
+DASHBOARD = Path(__file__).parents[2] / "grafana" / "p2p-proxy.json"
+
+
+async def picture(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    """Return the next event of a stream."""
+    line = await response.content.readuntil(b"\n\n")
+    content: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
+    return content
+
+
+async def test_the_page_needs_nothing_from_elsewhere() -> None:
+    async with running_proxy() as proxy, proxy.client.get(f"{proxy.url}/") as response:
+        page = await response.text()
+        assert (response.status, response.content_type) == (200, "text/html")
+        assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+    assert not re.search(r"(?:src|href)=\"(?!data:)|https?://|innerHTML|@import", page)
+    assert "prefers-color-scheme: dark" in page
+    assert 'name="viewport"' in page
+
+
+async def test_events_show_what_runs_and_what_has_ended() -> None:
+    release = asyncio.Event()
+    async with fleet() as (proxy, [prefill], [decode]):
+        assert (await proxy.ask())[0] == 200
+        decode.behaviour = Behaviour(hold_after=(1, release))
+        async with proxy.post(STREAMED) as running:
+            await running.content.readany()
+            async with proxy.client.get(f"{proxy.url}/status/events") as response:
+                assert response.content_type == "text/event-stream"
+                seen = await picture(response)
+                assert seen["pairs"] == [
+                    {
+                        "prefill": prefill.http_address,
+                        "decode": decode.http_address,
+                        "requests": 1,
+                    }
+                ]
+                [ended] = seen["recent"]
+                assert (ended["status"], ended["outcome"]) == (200, "ok")
+                assert str(STREAMED["prompt"]) not in json.dumps(seen)
+                shown = {i["http_address"]: i for i in seen["instances"]}[decode.http_address]
+                assert (shown["state"], shown["events_sent"]) == ("ready", 1)
+                release.set()
+                await running.read()
+                assert len((await picture(response))["recent"]) == 2
+
+
+async def test_viewers_are_bounded_and_leave_no_trace() -> None:
+    async with running_proxy() as proxy:
+        url = f"{proxy.url}/status/events"
+        viewers = [await proxy.client.get(url) for _ in range(MAX_VIEWERS)]
+        for viewer in viewers:
+            await picture(viewer)
+        async with proxy.client.get(url) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (
+                429,
+                "too_many_viewers",
+            )
+        for viewer in viewers:
+            viewer.close()
+        await until(lambda: can_view(proxy), "there is room for another viewer")
+
+
+async def can_view(proxy: RunningProxy) -> bool:
+    async with proxy.client.get(f"{proxy.url}/status/events") as response:
+        return response.status == 200
+
+
+async def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+    async with fleet() as (proxy, _, _):
+        await proxy.ask()
+        async with proxy.client.get(f"{proxy.url}/metrics") as response:
+            text = await response.text()
+    declared = set(re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE))
+    asked = set(re.findall(r"p2p_proxy_\w+", DASHBOARD.read_text()))
+    assert {name.removesuffix("_bucket") for name in asked} <= declared
