@@ -73,6 +73,11 @@ class Instance:
         return not any(self.in_flight.values())
 
     @property
+    def may_serve_any(self) -> bool:
+        """Somebody added it who knows what model it serves, and did not tell us."""
+        return self.last_beat is None and not self.identity.model
+
+    @property
     def is_ready(self) -> bool:
         """Its HTTP server answered 200 and has not failed since."""
         return self.missed_probes < PATIENCE

@@ -77,6 +77,7 @@ class Router:
 
         A model that some instance announces restricts the choice to its instances. One that none
         announces (a LoRA adapter, an alias) does not: the instances know what they serve.
+        One that was added by hand without its model is always among the choice.
 
         Raises:
             NoInstance: says which role is missing.
@@ -126,10 +127,9 @@ class Router:
         self, role: Role, model: str | None, excluded: Collection[Instance]
     ) -> list[Instance]:
         now, instances = self._clock(), self._registry.instances()
-        announcing = [instance for instance in instances if instance.identity.model == model]
-        return [
-            i for i in announcing or instances if i.is_routable(role, now) and i not in excluded
-        ]
+        if any(instance.identity.model == model for instance in instances):
+            instances = [i for i in instances if i.identity.model == model or i.may_serve_any]
+        return [i for i in instances if i.is_routable(role, now) and i not in excluded]
 
     def _choose(self, role: Role, candidates: Sequence[Instance], prompt: Prompt) -> Instance:
         in_order = sorted(candidates, key=lambda instance: (instance.load, instance.last_turn))

@@ -100,10 +100,10 @@ class Upstream:
         timeout: ClientTimeout,
         on_sent: Callable[[], None],
     ) -> ClientResponse:
-        connection = SimpleNamespace(is_reused=False, on_sent=on_sent)
         clock = asyncio.get_running_loop().time
         started = clock()
-        for is_last in (False, True):
+        while True:
+            connection = SimpleNamespace(is_reused=False, on_sent=on_sent)
             try:
                 return await self._opened().post(
                     _url(instance, path),
@@ -114,13 +114,12 @@ class Upstream:
                     trace_request_ctx=connection,
                 )
             except _CLOSED_BY_PEER:
-                # A connection out of the pool may have been closed before it carried our request.
-                # A fresh one, or one that breaks later, has carried it, and the instance lost it.
-                is_race = connection.is_reused and clock() - started < RACE_SECONDS
-                if is_last or not is_race:
+                # A connection out of the pool may have been closed before it carried our request,
+                # and so may all of them. A fresh one, or one that breaks later, has carried it,
+                # and the instance lost it.
+                if not connection.is_reused or clock() - started >= RACE_SECONDS:
                     raise
                 self._metrics.resends.labels(role.label).inc()
-        raise AssertionError("the last attempt returns or raises")
 
     def _opened(self) -> ClientSession:
         if self._session is None:

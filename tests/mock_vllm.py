@@ -75,6 +75,9 @@ class MockVllm:
         self.health_status = 200
         self.health_count = 0
         self.received: list[Received] = []
+        # KV that has arrived and nobody has asked for, by transfer id; and where ours is sent.
+        self.kv: set[str] = set()
+        self.peers: dict[str, MockVllm] = {}
         self.http_address = ""
         self.zmq_address = ""
         self._runner: web.AppRunner | None = None
@@ -217,12 +220,21 @@ class MockVllm:
                 body=how.body or b"", status=how.status, headers=how.headers,
                 content_type="application/json",
             )  # fmt: skip
+        self._move_kv(received.json.get("kv_transfer_params") or {})
         if "completions" not in received.path:
             return web.json_response({"path": received.path, "asked": received.json})
         if received.json.get("stream"):
             return await self._stream(request, received, how)
         body = json.dumps(completion(received.json, self.answer_params(received.json))).encode()
         return web.Response(body=body, headers=how.headers, content_type="application/json")
+
+    def _move_kv(self, params: dict[str, Any]) -> None:
+        """Send the KV of a prefill that has come to its end; take what has come for a decode."""
+        if params.get("do_remote_prefill"):
+            self.kv.discard(params["transfer_id"])
+        peer = self.peers.get(f"{params.get('remote_host')}:{params.get('remote_port')}")
+        if params.get("do_remote_decode") and peer is not None:
+            peer.kv.add(params["transfer_id"])
 
     def _note_connection(self, transport: asyncio.BaseTransport | None) -> bool:
         """Return whether it carried a completion before."""

@@ -145,6 +145,8 @@ async def fleet(
     async with AsyncExitStack() as parts:
         for mock in mocks:
             await parts.enter_async_context(mock)
+        for mock in mocks:
+            mock.peers = {peer.zmq_address: peer for peer in mocks}
         proxy = await parts.enter_async_context(running_proxy(**settings))
         for mock in mocks:
             mock.beat(proxy.registration_address)

@@ -35,7 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 @pytest.mark.timeout(120)
 def test_the_wheel_has_every_file_of_the_packages(wheel: zipfile.ZipFile) -> None:
     files = [path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file()]
-    kept = {path for path in files if path.suffix in {".py", ".pyi", ".typed"}}
+    kept = {path for path in files if path.suffix in {".py", ".pyi", ".typed", ".html"}}
     assert {str(path.relative_to(ROOT)) for path in kept} <= set(wheel.namelist())
     assert {f"{name}/py.typed" for name in PACKAGES} <= set(wheel.namelist())
 

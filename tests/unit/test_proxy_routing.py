@@ -150,3 +150,14 @@ def test_any_fleet_gives_a_pair_that_fits_or_says_why_not(rng: SeededRandom) -> 
             assert fleet.choose() in fitting
         else:
             assert fleet.missing()
+
+
+def test_one_that_was_added_without_its_model_serves_whatever_is_asked_for() -> None:
+    fleet = Fleet()
+    prefill = fleet.add("P", model="a")
+    decode, _ = fleet.registry.add("h:9", [Role.DECODE], NOW)
+    decode.record_answer(200)
+    assert fleet.choose("a") == (prefill, decode)
+    named, _ = fleet.registry.add("h:10", [Role.DECODE], NOW, model="b")
+    named.record_answer(200)
+    assert fleet.choose("a") == (prefill, decode)
