@@ -72,8 +72,8 @@ class Attempt:
             )
             self.ends.callback(response.close)
             await check_answer(response, leg.role.label, self.config.max_body_bytes)
-        except LegFailed:
-            self.fail(leg)
+        except LegFailed as failure:
+            self.judge(leg, failure)
             raise
         return response
 
@@ -86,8 +86,12 @@ class Attempt:
             self.asked = payload.NOTHING  # it has done its part; prompts are large, streams long
         return Relay(self.config, self.journey, leg, response, cached_tokens).answer()
 
+    def judge(self, leg: Leg, failure: LegFailed) -> None:
+        """Decide whose fault it is that the answering leg failed: its instance's."""
+        self.fail(leg)
+
     def fail(self, leg: Leg) -> None:
-        """Note whose fault it is."""
+        """Note that an instance failed its leg."""
         leg.breaker.fail(self.journey.clock())
         self.failed = leg.instance
 

@@ -6,6 +6,7 @@ No decode is sent, or answered to the client, without a prefill that succeeded.
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from aiohttp import ClientResponse
@@ -22,7 +23,7 @@ from proxy.upstream import FAILURES, leg_failed
 
 if TYPE_CHECKING:
     from proxy.forward import Forwarder
-    from proxy.instances import Instance
+    from proxy.instances import Instance, Leg
     from proxy.journey import Journey
     from proxy.lifetime import ProxyRequest
     from proxy.routing import Pair
@@ -122,6 +123,15 @@ class Exchange(Attempt):
         """Start a decode that computes the prompt itself: its id names no other instance."""
         body = payload.decode_body(self.asked, None)
         return await self.send(self._decode_leg, body, self.transfer_id)
+
+    def judge(self, leg: Leg, failure: LegFailed) -> None:
+        """Suspect the transfer where decode works and answers 500: KV that does not arrive whole
+        fails there. Another prefill may do better, and decode has done nothing wrong."""
+        if failure.status != HTTPStatus.INTERNAL_SERVER_ERROR or self._pair.prefill is None:
+            return super().judge(leg, failure)
+        failure.can_retry = True
+        self.failed = self._pair.prefill
+        return None
 
     def _claim(self) -> None:
         """Decode has the request: the KV is its own, unless it refuses."""

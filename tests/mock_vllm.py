@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,6 +79,8 @@ class MockVllm:
         # KV that has arrived and nobody has asked for, by transfer id; and where ours is sent.
         self.kv: set[str] = set()
         self.peers: dict[str, MockVllm] = {}
+        # Which requests it answers with 500, whatever its behaviour.
+        self.fails_if: Callable[[dict[str, Any]], bool] = lambda _: False
         self.http_address = ""
         self.zmq_address = ""
         self._runner: web.AppRunner | None = None
@@ -215,6 +218,8 @@ class MockVllm:
             await how.hold.wait()
         if how.reset or (how.reset_reused and is_reused):
             return await _break(request)
+        if self.fails_if(received.json):
+            return web.Response(status=500)
         if how.body is not None or how.status != 200:
             return web.Response(
                 body=how.body or b"", status=how.status, headers=how.headers,

@@ -52,6 +52,32 @@ async def test_a_decode_that_is_gone_is_replaced_with_a_prefill_of_its_own() -> 
         await proxy.until_idle()
 
 
+@pytest.mark.parametrize("asked", [ASKED, STREAMED], ids=["whole", "stream"])
+async def test_kv_that_does_not_arrive_is_computed_by_another_prefill(
+    asked: dict[str, object],
+) -> None:
+    """Decode says 500 of it, time and again, and stays in use."""
+    async with fleet(2, 1, breaker_failures=2) as (proxy, [lost, good], [decode]):
+        lost.behaviour = Behaviour(body=b'{"choices": [{}], "kv_transfer_params": {"lost": true}}')
+        decode.fails_if = lambda sent: "lost" in sent.get("kv_transfer_params", {})
+        for _ in range(8):
+            assert (await proxy.ask(asked))[0] == 200
+        assert lost.received
+        assert len(good.received) == 8
+        assert set((await breakers(proxy, decode)).values()) == {"closed"}
+        await good.leave()
+        await until(lambda: only(proxy, lost, decode), "one prefill is left")
+        decode.fails_if = lambda _: True
+        for _ in range(4):
+            assert (await proxy.ask(asked))[0] == 500
+        assert set((await breakers(proxy, decode)).values()) == {"closed"}
+
+
+async def only(proxy: RunningProxy, *mocks: MockVllm) -> bool:
+    """Tell whether these are all that the proxy knows."""
+    return set(await proxy.states()) == {mock.http_address for mock in mocks}
+
+
 async def test_tries_are_limited_and_the_last_failure_is_told() -> None:
     async with fleet(4, 1, max_retries=1) as (proxy, prefills, [decode]):
         for mock in prefills:
