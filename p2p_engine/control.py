@@ -16,22 +16,12 @@ import threading
 import time
 from collections.abc import Callable
 
+from p2p_engine.affinity import restore_affinity
 from p2p_engine.sockets import Handler, Route, Sockets
 
 logger = logging.getLogger(__name__)
 
 TICK_MILLISECONDS = 20  # how late a timer may be
-
-
-def restore_affinity() -> None:
-    """Let the calling thread run wherever the parent process may: vLLM pins its workers' main
-    threads to cores, and threads inherit that."""
-    try:
-        allowed = os.sched_getaffinity(os.getppid())
-        if allowed > os.sched_getaffinity(0):
-            os.sched_setaffinity(0, allowed)
-    except OSError as error:
-        logger.debug("thread affinity unchanged: %s", error)
 
 
 class ControlPlane:

@@ -15,6 +15,7 @@ from typing import TypeAlias
 import zmq
 
 from p2p_engine.addresses import join_address, split_address
+from p2p_engine.affinity import cores_to_take_back
 from p2p_engine.errors import ConfigError
 from p2p_engine.messages import MAX_FRAME_BYTES
 
@@ -55,6 +56,8 @@ class Sockets:
         self._suspects: set[zmq.Socket[bytes]] = set()  # may hold frames that no event tells of
         self._identity = os.urandom(8).hex().encode()
         self._context = zmq.Context(io_threads=1)
+        for core in cores_to_take_back():
+            self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, core)
         try:
             self._router = self._open(zmq.ROUTER)
             self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)

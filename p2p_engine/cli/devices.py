@@ -35,15 +35,24 @@ class Devices:
         if self.kind == "gpu":
             chosen = [self.ids[rank % len(self.ids)] for rank in ranks]
             return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
-        return {
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(self._cores(rank)) for rank in ranks),
-            "VLLM_CPU_KVCACHE_SPACE": str(self.kv_space_gib),
-        }
+        return {**self._threads(ranks), "VLLM_CPU_KVCACHE_SPACE": str(self.kv_space_gib)}
+
+    def _threads(self, ranks: Sequence[int]) -> dict[str, str]:
+        """Cores for each rank. One core alone is not bound: whatever else computed on it, another
+        instance above all, would keep this one from its only core, for seconds at a time."""
+        if self._share == 1:
+            return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        cores = "|".join(",".join(self._cores(rank)) for rank in ranks)
+        return {"VLLM_CPU_OMP_THREADS_BIND": cores}
+
+    @property
+    def _share(self) -> int:
+        """How many cores a rank gets."""
+        return max(1, len(self.ids) // (self.planned * self.tp_size))
 
     def _cores(self, rank: int) -> Sequence[str]:
-        share = max(1, len(self.ids) // (self.planned * self.tp_size))
-        first = rank * share % len(self.ids)
-        return (self.ids * 2)[first : first + share]
+        first = rank * self._share % len(self.ids)
+        return (self.ids * 2)[first : first + self._share]
 
     @property
     def is_shared(self) -> bool:

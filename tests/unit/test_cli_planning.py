@@ -73,12 +73,12 @@ def test_an_address_of_another_machine_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("cores", "tp_size", "planned", "bindings"),
     [
-        (2, 1, 2, ["0", "1", "0"]),
+        (2, 1, 2, ["nobind", "nobind", "nobind"]),
         (8, 1, 2, ["0,1,2,3", "4,5,6,7"]),
         (8, 2, 2, ["0,1|2,3", "4,5|6,7"]),
-        (2, 2, 2, ["0|1", "0|1"]),
-        (3, 1, 2, ["0", "1", "2"]),
-        (1, 1, 4, ["0", "0", "0", "0"]),
+        (9, 2, 2, ["0,1|2,3", "4,5|6,7"]),
+        (2, 2, 2, ["nobind", "nobind"]),
+        (1, 1, 4, ["nobind", "nobind", "nobind", "nobind"]),
     ],
 )
 def test_cores_are_shared_out(cores: int, tp_size: int, planned: int, bindings: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,28 @@ def test_frames_there_and_back(parties: tuple[Party, Party]) -> None:
     other.control.send(other.heard[0][0], b"answer")
     eventually(lambda: one.heard)
     assert one.heard == [(Route(other.control.address), b"answer")]
+
+
+def threads() -> set[int]:
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_threads_of_a_pinned_caller_are_not_pinned() -> None:
+    """As in a worker that vLLM has pinned to one core: else they starve beside its neighbour."""
+    cores, before = os.sched_getaffinity(0), threads()
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        party = Party()
+    finally:
+        os.sched_setaffinity(0, cores)
+    try:
+        eventually(lambda: len(threads() - before) == 3)  # the loop, ZMQ's I/O and its reaper
+        ours = threads() - before
+        parent = os.sched_getaffinity(os.getppid())
+        eventually(lambda: all(os.sched_getaffinity(thread) == parent for thread in ours))
+    finally:
+        party.control.close(5)
 
 
 def test_exception_in_a_callback_is_counted_and_survived(parties: tuple[Party, Party]) -> None:

@@ -11,7 +11,7 @@ from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.tiny_model import ensure_tiny_model
 from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
 from tests.compat.workload import Answer, Question, ask_all, mixed_questions
-from tests.vllm.load import CONCURRENCY, NUM_REQUESTS, cpu_environment
+from tests.vllm.load import CONCURRENCY, ENVIRONMENT, NUM_REQUESTS
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +35,7 @@ def answers_alone(
                 ensure_tiny_model(),
                 tp_size=tp_size,
                 vllm_args=VLLM_ARGS,
-                env=cpu_environment(tp_size),
+                env=ENVIRONMENT,
                 log_dir=tmp_path_factory.mktemp("alone"),
             )
             with fleet:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from p2p_engine.cli.commands import Role
@@ -16,10 +16,7 @@ NUM_REQUESTS = 200
 CONCURRENCY = 8
 
 
-def cpu_environment(tp_size: int = 1) -> Mapping[str, str]:
-    """Settings of vLLM's CPU build; ranks share two cores."""
-    cache = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    return {**cache, "VLLM_CPU_OMP_THREADS_BIND": "0|1"} if tp_size > 1 else cache
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 def decodes(members: Sequence[Member]) -> list[Member]:

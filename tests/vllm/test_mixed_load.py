@@ -17,9 +17,9 @@ from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
 from tests.compat.workload import Answer, Question, ask_all
 from tests.vllm.load import (
     CONCURRENCY,
+    ENVIRONMENT,
     check_nothing_held,
     check_transferred,
-    cpu_environment,
     decodes,
     landed_bytes,
 )
@@ -117,7 +117,7 @@ def _fleet(scenario: Scenario, log_dir: Path) -> Fleet:
         send_type=scenario.send_type,
         vllm_args=VLLM_ARGS,
         transfer_config={EXTRA: dict(scenario.extra)},
-        env=cpu_environment(scenario.tp_size),
+        env=ENVIRONMENT,
         log_dir=log_dir,
         planned_instances=2,
     )

@@ -19,9 +19,9 @@ from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
 from tests.compat.workload import Answer, Question, ask
 from tests.vllm.load import (
     CONCURRENCY,
+    ENVIRONMENT,
     check_nothing_held,
     check_transferred,
-    cpu_environment,
     landed_bytes,
 )
 
@@ -64,7 +64,7 @@ def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Servers]
         ensure_tiny_model(),
         vllm_args=VLLM_ARGS,
         transfer_config={EXTRA: {"transports": request.param}},
-        env=cpu_environment(),
+        env=ENVIRONMENT,
         log_dir=tmp_path,
     )
     with fleet:

@@ -22,7 +22,7 @@ from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
 from tests.compat.workload import Answer, Question, ask_all
 from tests.support import eventually
 from tests.upstream.sdist import CACHE
-from tests.vllm.load import CONCURRENCY, check_nothing_held, check_transferred, cpu_environment
+from tests.vllm.load import CONCURRENCY, ENVIRONMENT, check_nothing_held, check_transferred
 
 ROUTER = "vllm-router==0.1.17"
 HOST = "127.0.0.1"
@@ -89,7 +89,7 @@ def test_router_serves_the_same_tokens(
     ports: PortPlan,
     tmp_path: Path,
 ) -> None:
-    fleet = Fleet(ensure_tiny_model(), vllm_args=VLLM_ARGS, env=cpu_environment(), log_dir=tmp_path)
+    fleet = Fleet(ensure_tiny_model(), vllm_args=VLLM_ARGS, env=ENVIRONMENT, log_dir=tmp_path)
     router = Router(router_command, ports, tmp_path / "router.log")
     with ExitStack() as stack:
         stack.callback(router.process.stop)
