@@ -28,7 +28,8 @@ from benchmarks.memory import HostCache, Int64s, ordinary_memory, random_memory,
 from benchmarks.processes import Remote
 from mempool import Arena, copy_now
 from p2p_engine import EngineConfig, P2pNcclEngine, Transfer, TransferKey
-from p2p_engine.layout import PagedSink, PagedSource, one_region, pair
+from p2p_engine.layout import one_region, pair
+from p2p_engine.paged import PagedSink, PagedSource
 from p2p_engine.peers import PeerAddress
 
 NUM_LAYERS, BLOCK_TOKENS = 32, 32

@@ -1,28 +1,41 @@
 """Awaited: what this engine waits for from a named peer. It pulls (GET), and it notices that the
-peer is gone, refuses, or no longer has it. The engine's lock guards everything here."""
+peer is gone, refuses, or no longer has it. The engine's lock guards everything here.
+
+A peer is an engine, or those ranks of an instance that the plan names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError, PeerLost
-from p2p_engine.messages import ContentKey, Release, TransferKey, Want
-from p2p_engine.peers import Link, Links, PeerAddress
+from p2p_engine.instances import Instances
+from p2p_engine.messages import CacheSpec, ContentKey, Release, TransferKey, Want
+from p2p_engine.peers import InstanceAddress, Link, Links, PeerAddress
+from p2p_engine.plan import idle_sources, sources_of
 from p2p_engine.transfer import Transfer
 
 
 @dataclass(eq=False)
-class Expected:
-    """One receive whose sender is known."""
+class Asked:
+    """One rank that sends what is expected."""
 
     link: Link
+    offered: bool = False
+    resend_at: float = 0.0
+
+
+@dataclass(eq=False)
+class Expected:
+    """One receive whose sender is known; `asked` follows when its directory has answered."""
+
     transfer: Transfer
     binding: bytes
     pull: bool
-    offered: bool = False
-    resend_at: float = 0.0
+    asked: list[Asked] = field(default_factory=list)
+    idle: list[PeerAddress] = field(default_factory=list)  # hold it too, and send it to nobody
 
 
 class Awaited:
@@ -32,6 +45,8 @@ class Awaited:
         self,
         config: EngineConfig,
         links: Links,
+        instances: Instances,
+        spec: CacheSpec | None,
         clock: Callable[[], float],
         fail: Callable[[TransferKey, P2pError], None],
         bereave: Callable[[TransferKey, P2pError], None],
@@ -39,70 +54,132 @@ class Awaited:
         """`fail(key, error)` ends the receives of a key, `bereave` unless all of it is here."""
         self._config = config
         self._links = links
+        self._instances = instances
+        self._spec = spec
         self._clock = clock
         self._fail = fail
         self._bereave = bereave
         self._expected: dict[TransferKey, Expected] = {}
         self._to_release: list[tuple[Link, ContentKey]] = []
 
-    def add(self, transfer: Transfer, peer: PeerAddress, binding: bytes, *, pull: bool) -> None:
+    def add(
+        self,
+        transfer: Transfer,
+        peer: PeerAddress | InstanceAddress,
+        binding: bytes,
+        *,
+        pull: bool,
+    ) -> None:
         """Watch the peer until the transfer has ended; with `pull`, ask it for the key."""
-        item = Expected(self._links.get(peer, data=False), transfer, binding, pull)
+        item = Expected(transfer, binding, pull)
         self._expected[transfer.key] = item
-        self._ask(item, self._clock())
-
-    def release(self, content: ContentKey, peer: PeerAddress) -> None:
-        """Tell the holder once, soon, that nothing is wanted; its lease covers a lost message."""
-        link = self._links.get(peer, data=False)
-        if link.ready:
-            self._links.send(link, Release, *content)
+        if isinstance(peer, PeerAddress):
+            self._watch(item, [peer])
         else:
-            self._to_release.append((link, content))
+            self._instances.ask(peer, partial(self._found, item, peer))
 
-    def on_offer(self, key: TransferKey) -> None:
-        """The peer has answered."""
+    def release(self, content: ContentKey, peer: PeerAddress | InstanceAddress) -> None:
+        """Tell the holders once, soon, that nothing is wanted; a lease covers a lost message."""
+        if isinstance(peer, PeerAddress):
+            self._release(content, peer)
+            return
+
+        def found(answer: CacheSpec | P2pError) -> None:
+            for rank in [*self._sources(answer), *self._idle(answer)]:
+                self._release(content, peer.rank(rank))
+
+        self._instances.ask(peer, found)
+
+    def on_offer(self, key: TransferKey, epoch: int) -> None:
+        """A peer has answered."""
         item = self._expected.get(key)
-        if item is not None:
-            item.offered = True
+        for asked in item.asked if item is not None else ():
+            asked.offered = asked.offered or asked.link.epoch == epoch
 
     def on_gone(self, key: TransferKey, error: P2pError) -> None:
-        """The peer does not have it."""
+        """A peer does not have it."""
         item = self._expected.pop(key, None)
         if item is not None:
             self._fail(key, error)
+            self._let_go((key, item.binding), item)
 
     def link_ready(self, link: Link) -> None:
         """Ask what could not be asked before."""
         for item in self._expected.values():
-            if item.link is link:
-                self._ask(item, self._clock())
+            for asked in item.asked:
+                if asked.link is link:
+                    self._ask(item, asked, self._clock())
         for _, content in self._take_releases(link):
             self._links.send(link, Release, *content)
 
     def link_closed(self, link: Link) -> None:
         """Nothing will come from there any more."""
         self._take_releases(link)
-        for key in [key for key, item in self._expected.items() if item.link is link]:
-            item = self._expected.pop(key)
-            if not item.transfer.done:
-                self._bereave(key, link.error or PeerLost(f"peer {link.target} is gone"))
+        for key, item in list(self._expected.items()):
+            if any(asked.link is link for asked in item.asked):
+                del self._expected[key]
+                if not item.transfer.done:
+                    self._bereave(key, link.error or PeerLost(f"peer {link.target} is gone"))
 
     def tick(self, now: float) -> None:
         """Ask again; let go of what has ended."""
         for key, item in list(self._expected.items()):
             if item.transfer.done:
                 del self._expected[key]
-                if item.pull and item.transfer.error is not None and item.link.ready:
-                    self._links.send(item.link, Release, key, item.binding)
-            elif now >= item.resend_at:
-                self._ask(item, now)
+                self._let_go((key, item.binding), item)
+                continue
+            for asked in item.asked:
+                if now >= asked.resend_at:
+                    self._ask(item, asked, now)
+
+    def _found(self, item: Expected, peer: InstanceAddress, answer: CacheSpec | P2pError) -> None:
+        key = item.transfer.key
+        if self._expected.get(key) is not item or item.transfer.done:
+            return
+        if isinstance(answer, P2pError):
+            del self._expected[key]
+            self._fail(key, answer)
+            return
+        item.idle = [peer.rank(rank) for rank in self._idle(answer)]
+        self._watch(item, [peer.rank(rank) for rank in self._sources(answer)])
+
+    def _watch(self, item: Expected, peers: list[PeerAddress]) -> None:
+        item.asked = [Asked(self._links.get(peer, data=False)) for peer in peers]
+        for asked in item.asked:
+            self._ask(item, asked, self._clock())
+
+    def _let_go(self, content: ContentKey, item: Expected) -> None:
+        if not item.pull:
+            return
+        for peer in item.idle:
+            self._release(content, peer)
+        for asked in item.asked:
+            if item.transfer.error is not None and asked.link.ready:
+                self._links.send(asked.link, Release, *content)
+
+    def _release(self, content: ContentKey, peer: PeerAddress) -> None:
+        link = self._links.get(peer, data=False)
+        if link.ready:
+            self._links.send(link, Release, *content)
+        else:
+            self._to_release.append((link, content))
+
+    def _sources(self, answer: CacheSpec | P2pError) -> list[int]:
+        if not isinstance(answer, CacheSpec) or self._spec is None:
+            return []
+        return sources_of(answer, self._spec, self._spec.rank)
+
+    def _idle(self, answer: CacheSpec | P2pError) -> list[int]:
+        if not isinstance(answer, CacheSpec) or self._spec is None:
+            return []
+        return idle_sources(answer, self._spec, self._spec.rank)
 
     def _take_releases(self, link: Link) -> list[tuple[Link, ContentKey]]:
         taken = [item for item in self._to_release if item[0] is link]
         self._to_release = [item for item in self._to_release if item[0] is not link]
         return taken
 
-    def _ask(self, item: Expected, now: float) -> None:
-        if item.pull and not item.offered and item.link.ready:
-            item.resend_at = now + self._config.retry_seconds
-            self._links.send(item.link, Want, item.transfer.key, item.binding)
+    def _ask(self, item: Expected, asked: Asked, now: float) -> None:
+        if item.pull and not asked.offered and asked.link.ready:
+            asked.resend_at = now + self._config.retry_seconds
+            self._links.send(asked.link, Want, item.transfer.key, item.binding)

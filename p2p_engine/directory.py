@@ -15,6 +15,7 @@ from p2p_engine.control import ControlPlane
 from p2p_engine.errors import RemoteProtocolError
 from p2p_engine.messages import (
     PROTOCOL_VERSION,
+    CacheSpec,
     Heartbeat,
     Location,
     Lookup,
@@ -31,11 +32,12 @@ HEARTBEAT_SECONDS = 3.0  # as the old connector
 
 @dataclass(frozen=True)
 class RankAddress:
-    """Where one rank's engine listens."""
+    """Where one rank's engine listens, and what its cache looks like."""
 
     rank: int
     address: str
     epoch: int
+    spec: CacheSpec | None = None
 
 
 class Directory:
@@ -58,6 +60,7 @@ class Directory:
         """
         self.wrong_messages = 0
         self._addresses = {item.rank: item.address for item in ranks}
+        self._spec = next((item.spec for item in ranks), None)
         self._epoch = secrets.randbits(62) | 1
         self._proxy = Route(_join(config.proxy_ip, config.proxy_port))
         self._beat_at = 0.0
@@ -128,7 +131,9 @@ class Directory:
             return
         address = self._addresses.get(message.rank, "")
         num_ranks = len(self._addresses)
-        answer = Location(self._epoch, message.source_epoch, message.rank, address, num_ranks)
+        answer = Location(
+            self._epoch, message.source_epoch, message.rank, address, num_ranks, self._spec
+        )
         self._control.send(route, encode(answer))
 
     def _beat(self, now: float) -> None:

@@ -30,8 +30,10 @@ from p2p_engine.errors import (
     TransferRejected,
     TransferTimeout,
 )
+from p2p_engine.fanout import Fanout
 from p2p_engine.guests import Guest, Guests
 from p2p_engine.holds import Holds
+from p2p_engine.instances import Instances
 from p2p_engine.layout import Sink, Source, TensorSink, TensorSource, check_in_host_memory
 from p2p_engine.messages import (
     PROTOCOL_VERSION,
@@ -49,6 +51,7 @@ from p2p_engine.messages import (
     Gone,
     Grant,
     Hello,
+    Location,
     Offer,
     Ping,
     Pong,
@@ -59,12 +62,12 @@ from p2p_engine.messages import (
     decode,
     shorten,
 )
-from p2p_engine.peers import Link, Links, PeerAddress
+from p2p_engine.peers import InstanceAddress, Link, Links, PeerAddress
 from p2p_engine.sender import Sender
 from p2p_engine.sockets import Route
 from p2p_engine.stats import Counters
 from p2p_engine.store import Store
-from p2p_engine.transfer import Transfer
+from p2p_engine.transfer import Transfer, TransferGroup
 from p2p_engine.transports.base import Transport
 from p2p_engine.transports.inproc import InprocTransport
 from p2p_engine.transports.shm import ShmTransport
@@ -141,15 +144,20 @@ class P2pNcclEngine:
         self._sender = Sender(config, self._changed, self._links, self._counters, time.monotonic)
         self._holds = Holds(
             config, self._changed, self._sender, self._arena, self._mover, self._counters,
-            time.monotonic,
+            time.monotonic, self._spec,
         )  # fmt: skip
+        self._instances = Instances(config, self._control, self.epoch, self._spec, time.monotonic)
+        self._fanout = Fanout(
+            self._changed, self._instances, self._sender, self._spec, time.monotonic
+        )
         self._store = Store(
             config, self._changed, self._arena, self._mover, self._counters,
             reply=self._guests.reply, clock=time.monotonic,
         )  # fmt: skip
         self._awaited = Awaited(
-            config, self._links, time.monotonic, self._store.fail_key, self._store.bereave
-        )
+            config, self._links, self._instances, self._spec, time.monotonic,
+            self._store.fail_key, self._store.bereave,
+        )  # fmt: skip
 
     def _make_transport(self, name: str) -> Transport:
         transport: Transport
@@ -177,7 +185,7 @@ class P2pNcclEngine:
     def send(
         self,
         key: TransferKey,
-        peer: PeerAddress,
+        peer: PeerAddress | InstanceAddress,
         source: Source,
         *,
         binding: bytes = b"",
@@ -185,6 +193,8 @@ class P2pNcclEngine:
         ready: bool = True,
     ) -> Transfer:
         """Offer a chunk now and, once it is `ready` and granted, write it; never blocks.
+
+        To an instance it goes in parts: to each rank what that rank needs of it.
 
         The source's memory belongs to the engine, for reading, until `released`. The transfer ends
         by COMMIT, or with a named error at the latest after `timeout` seconds
@@ -198,14 +208,23 @@ class P2pNcclEngine:
         check_fits(Offer(0, 0, 0, 0, key, source.manifest, binding, ""))
         with self._open():
             seconds = self.config.transfer_timeout_seconds if timeout is None else timeout
-            chunk = self._sender.send(key, peer, source, binding, seconds, ready=ready)
+            if isinstance(peer, InstanceAddress):
+                transfer: Transfer = self._fanout.send(
+                    key, peer, source, binding, seconds, ready=ready
+                )
+            else:
+                chunk = self._sender.send(key, peer, source, binding, seconds, ready=ready)
+                transfer = chunk.transfer
         self._control.pump()
-        return chunk.transfer
+        return transfer
 
     def mark_ready(self, transfer: Transfer) -> None:
         """Say that the source of a send that was not ready is valid now; never blocks."""
         with self._open():
-            self._sender.mark_ready(transfer)
+            if isinstance(transfer, TransferGroup):
+                self._fanout.mark_ready(transfer)
+            else:
+                self._sender.mark_ready(transfer)
 
     def hold(
         self, key: TransferKey, source: Source, *, binding: bytes = b"", lease: float | None = None
@@ -236,7 +255,9 @@ class P2pNcclEngine:
         with self._open():
             return self._holds.spill(transfer)
 
-    def abandon(self, key: TransferKey, peer: PeerAddress | None, reason: str) -> None:
+    def abandon(
+        self, key: TransferKey, peer: PeerAddress | InstanceAddress | None, reason: str
+    ) -> None:
         """Say that a key will never be completed, so that nobody waits for it; never blocks.
 
         The peer is told; without one, whoever wants the key (GET).
@@ -250,6 +271,8 @@ class P2pNcclEngine:
         with self._open():
             if peer is None:
                 self._holds.let_go(key, reason)
+            elif isinstance(peer, InstanceAddress):
+                self._fanout.abandon(key, peer, reason)
             else:
                 self._sender.abandon(key, peer, reason)
 
@@ -261,7 +284,7 @@ class P2pNcclEngine:
         sink: Sink,
         *,
         binding: bytes = b"",
-        peer: PeerAddress | None = None,
+        peer: PeerAddress | InstanceAddress | None = None,
         pull: bool = False,
         timeout: float | None = None,
     ) -> Transfer:
@@ -294,7 +317,7 @@ class P2pNcclEngine:
         key: TransferKey,
         *,
         binding: bytes = b"",
-        peer: PeerAddress | None = None,
+        peer: PeerAddress | InstanceAddress | None = None,
         pull: bool = False,
         reason: str = "",
     ) -> None:
@@ -403,7 +426,8 @@ class P2pNcclEngine:
                 "writing_seconds": counters.writing_seconds,
                 "transfers_by_outcome": dict(counters.outcomes),
                 "open_transfers": sum(
-                    part.num_open() for part in (self._sender, self._holds, self._store)
+                    part.num_open()
+                    for part in (self._fanout, self._sender, self._holds, self._store)
                 ),
                 "links": self._links.count(),
                 "unclosed_channels": self._links.num_unclosed_channels(),
@@ -436,6 +460,7 @@ class P2pNcclEngine:
         with self._changed:
             error = EngineClosed("the engine was closed")
             self._links.close_leftovers()
+            self._instances.close(error)
             self._sender.close(error)
             self._holds.close(error)
             self._store.close(error)
@@ -506,6 +531,7 @@ class P2pNcclEngine:
             self._excuse_own_absence(now)
             self._collect()
             self._links.tick(now)
+            self._instances.tick(now)
             self._sender.tick(now)
             self._holds.tick(now)
             self._store.tick(now)
@@ -521,7 +547,9 @@ class P2pNcclEngine:
             self._guests.excuse(absence)
 
     def _from_link(self, route: Route, message: AnyMessage) -> None:
-        """An answer from a peer that we dialled."""
+        """An answer from a peer, or a directory, that we dialled."""
+        if isinstance(message, Location):
+            self._instances.on_location(route.address, message)
         link = self._links.on_message(route, message)
         if link is not None:
             self._dispatch_answer(link, message)
@@ -540,7 +568,7 @@ class P2pNcclEngine:
         elif isinstance(message, Gone):
             self._awaited.on_gone(message.key, TransferRejected(f"{link.target}: {message.reason}"))
         elif isinstance(message, AbandonOk):
-            self._sender.on_abandon_ok(message.key)
+            self._sender.on_abandon_ok(link, message.key)
         elif not isinstance(message, Pong | Bye):
             raise RemoteProtocolError(f"{type(message).__name__} is not an answer")
 
@@ -568,10 +596,12 @@ class P2pNcclEngine:
             self._holds.on_want(
                 (key, message.binding),
                 PeerAddress(guest.address),
+                guest.spec,
                 lambda reason: self._guests.reply(epoch, Gone, (key, shorten(reason))),
             )
         elif isinstance(message, Release):
-            self._holds.on_release((message.key, message.binding))
+            content = (message.key, message.binding)
+            self._holds.on_release(content, PeerAddress(guest.address), guest.spec)
         elif not isinstance(message, Ping | Bye):
             raise RemoteProtocolError(f"{type(message).__name__} is not a request")
 
@@ -579,7 +609,7 @@ class P2pNcclEngine:
         transport = self._transports.get(offer.transport)
         if transport is None:
             raise RemoteProtocolError(f"transport {offer.transport!r} was not agreed on")
-        self._awaited.on_offer(offer.key)
+        self._awaited.on_offer(offer.key, epoch)
         self._store.on_offer(epoch, offer, transport)
 
     def _link_ready(self, link: Link) -> None:
@@ -587,5 +617,6 @@ class P2pNcclEngine:
         self._awaited.link_ready(link)
 
     def _link_closed(self, link: Link) -> None:
+        self._instances.forget(link.target.address)
         self._sender.link_closed(link)
         self._awaited.link_closed(link)

@@ -29,6 +29,7 @@ from p2p_engine.messages import (
     shorten,
 )
 from p2p_engine.peers import PeerAddress
+from p2p_engine.plan import obstacles
 from p2p_engine.sockets import Route
 from p2p_engine.transports.base import Transport
 
@@ -44,6 +45,7 @@ class Guest:
     route: Route
     address: str
     heard_at: float
+    spec: CacheSpec | None
 
 
 class Guests:
@@ -129,10 +131,11 @@ class Guests:
         for other, guest in list(self._guests.items()):
             if guest.address == hello.address and other != epoch:
                 self._end(other, f"sender {guest.address} was restarted")
-        self._guests[epoch] = Guest(route, hello.address, self._clock())
+        self._guests[epoch] = Guest(route, hello.address, self._clock(), hello.spec)
         offers = {transport.name: transport.invite(epoch) for transport in self._transports}
         usable = {name: offer for name, offer in offers.items() if offer is not None}
-        self._control.send(route, encode(Welcome(self._epoch, epoch, PROTOCOL_VERSION, usable)))
+        welcome = Welcome(self._epoch, epoch, PROTOCOL_VERSION, self._spec, usable)
+        self._control.send(route, encode(welcome))
 
     def _refusal(self, hello: Hello) -> str:
         """Why a peer cannot be a guest, or ""."""
@@ -143,7 +146,7 @@ class Guests:
         except PeerUnreachable as error:
             return str(error)
         if self._spec is not None and hello.spec is not None:
-            return "; ".join(self._spec.differences(hello.spec))
+            return "; ".join(obstacles(self._spec, hello.spec))
         if self._spec is not hello.spec:
             return "one side describes a KV cache, the other does not"
         return ""

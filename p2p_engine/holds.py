@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mempool import Job, Mover
 from p2p_engine.arena import LandingArena, Space
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError, TransferCancelled, TransferError, TransferTimeout
-from p2p_engine.layout import PackedSource, Source, ask_regions, one_region, pair
-from p2p_engine.messages import ContentKey, TransferKey
+from p2p_engine.layout import Source, ask_regions, one_region, pair
+from p2p_engine.messages import CacheSpec, ContentKey, TransferKey
 from p2p_engine.peers import PeerAddress
+from p2p_engine.plan import targets_of
 from p2p_engine.recent import Recent
 from p2p_engine.sender import Chunk, Sender, as_withdrawn
 from p2p_engine.stats import Counters
@@ -25,29 +26,37 @@ MAX_WISHES = 4096
 
 @dataclass(eq=False)
 class Hold:
-    """A source that waits to be wanted, until its lease ends."""
+    """A source that waits, until its lease ends, to be wanted by all `readers`: ranks of the peer,
+    which are known when the first of them has spoken."""
 
     content: ContentKey
     source: Source
     transfer: Transfer
     lease_ends_at: float
-    chunk: Chunk | None = None
+    readers: frozenset[int] | None = None
+    served: set[int] = field(default_factory=set)
+    chunks: dict[PeerAddress, Chunk] = field(default_factory=dict)
     space: Space | None = None  # where the pool has it, or will have it
     copying: Job | None = None
-    wanted_by: PeerAddress | None = None  # until it is copied
+    wanted_by: dict[PeerAddress, CacheSpec | None] = field(default_factory=dict)  # until copied
     error: P2pError | None = None  # of its end
 
     @property
     def is_waiting(self) -> bool:
         """Whether nothing reads the source but its caller."""
-        return self.chunk is None and self.copying is None
+        return not self.chunks and self.copying is None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody is left who may read it."""
+        return self.readers is not None and self.readers <= self.served and not self.chunks
 
 
 @dataclass(frozen=True)
 class Wish:
     """A WANT that came before its hold."""
 
-    peer: PeerAddress
+    spec: CacheSpec | None
     deadline: float
     refuse: Callable[[str], None]
 
@@ -64,6 +73,7 @@ class Holds:
         mover: Mover,
         counters: Counters,
         clock: Callable[[], float],
+        spec: CacheSpec | None = None,
     ) -> None:
         self._config = config
         self._changed = changed
@@ -72,8 +82,10 @@ class Holds:
         self._mover = mover
         self._counters = counters
         self._clock = clock
+        self._spec = spec
         self._holds: dict[ContentKey, Hold] = {}
-        self._wishes: dict[ContentKey, Wish] = {}
+        self._wishes: dict[tuple[ContentKey, PeerAddress], Wish] = {}
+        self._released: Recent[ContentKey, tuple[frozenset[int], frozenset[int]]] = Recent()
         self._gone: Recent[TransferKey, str] = Recent()
         self._ending: set[Hold] = set()  # until their copies have stopped
 
@@ -89,9 +101,14 @@ class Holds:
         transfer = Transfer(key, source.manifest.nbytes, self._changed, self._cancel_transfer)
         self._holds[content] = hold = Hold(content, source, transfer, self._clock() + lease)
         self._gone.pop(key)
-        wish = self._wishes.pop(content, None)
-        if wish is not None:
-            self._serve(hold, wish.peer)
+        for name in [name for name in self._wishes if name[0] == content]:
+            self._serve(hold, name[1], self._wishes.pop(name).spec)
+        early = self._released.pop(content)
+        if early is not None:
+            hold.readers, served = early
+            hold.served |= served
+        if hold.is_over:
+            self._end(hold, None, "the peer released it before it was held")
         return transfer
 
     def spill(self, transfer: Transfer) -> bool:
@@ -103,6 +120,8 @@ class Holds:
         if hold is None or not hold.is_waiting or hold.space is not None or self._arena is None:
             return False
         manifest = hold.source.manifest
+        if not manifest.nbytes:
+            return False  # nothing, or blocks that have no pages
         regions = ask_regions(
             lambda: hold.source.regions(manifest.first_block, manifest.num_blocks), manifest.nbytes
         )
@@ -121,43 +140,52 @@ class Holds:
     def let_go(self, key: TransferKey, reason: str) -> None:
         """Tell whoever wants this key, now or later, that it will not be held."""
         self._gone.put(key, reason)
-        for content in [item for item in self._wishes if item[0] == key]:
-            self._wishes.pop(content).refuse(reason)
+        for name in [name for name in self._wishes if name[0][0] == key]:
+            self._wishes.pop(name).refuse(reason)
 
     def on_want(
-        self, content: ContentKey, peer: PeerAddress, refuse: Callable[[str], None]
+        self,
+        content: ContentKey,
+        peer: PeerAddress,
+        spec: CacheSpec | None,
+        refuse: Callable[[str], None],
     ) -> None:
         """Offer what is held, wait for what may be held soon, or `refuse` with a reason."""
         hold, reason = self._holds.get(content), self._gone.get(content[0])
         if hold is not None:
-            self._serve(hold, peer)
+            self._serve(hold, peer, spec)
         elif reason is not None:
             refuse(reason)
         elif any(key == content[0] for key, _ in self._holds):
             refuse("held for another content: the prompts differ")
-        elif content in self._wishes:  # said again: by the same peer, or after its restart
-            self._wishes[content] = Wish(peer, self._wishes[content].deadline, refuse)
+        elif (content, peer) in self._wishes:  # said again: before or after its restart
+            deadline = self._wishes[content, peer].deadline
+            self._wishes[content, peer] = Wish(spec, deadline, refuse)
         elif len(self._wishes) < MAX_WISHES:
             deadline = self._clock() + self._config.transfer_timeout_seconds
-            self._wishes[content] = Wish(peer, deadline, refuse)
+            self._wishes[content, peer] = Wish(spec, deadline, refuse)
 
-    def on_release(self, content: ContentKey) -> None:
+    def on_release(self, content: ContentKey, peer: PeerAddress, spec: CacheSpec | None) -> None:
         """The peer wants nothing more of a held key."""
-        self._wishes.pop(content, None)
+        self._wishes.pop((content, peer), None)
         hold = self._holds.get(content)
-        if hold is not None and hold.chunk is None:
-            self._end(hold, None, "the peer released it")
+        if hold is not None:
+            hold.readers = self._readers(spec)
+            self._served(hold, spec, "the peer released it")
+        else:  # it may be held yet: nothing is, between a preemption and the second computation
+            _, served = self._released.get(content) or (None, frozenset())
+            self._released.put(content, (self._readers(spec), served | {_rank_of(spec)}))
 
     def tick(self, now: float) -> None:
         """End what is overdue."""
         for hold in list(self._holds.values()):
-            if hold.chunk is None and now >= hold.lease_ends_at:
+            if not hold.chunks and now >= hold.lease_ends_at:
                 self._counters.expired += 1
                 error = TransferTimeout(f"nobody wanted {hold.content[0]} during its lease")
                 self._end(hold, error, "its lease has ended")
-        for content, wish in list(self._wishes.items()):
+        for name, wish in list(self._wishes.items()):
             if now >= wish.deadline:
-                del self._wishes[content]
+                del self._wishes[name]
                 wish.refuse("it was never held here")
 
     def close(self, error: P2pError) -> None:
@@ -179,34 +207,50 @@ class Holds:
             return
         if job.state == "done" and hold.space is not None and self._arena is not None:
             address = self._arena.address(hold.space)
-            hold.source = PackedSource(hold.source.manifest, address)
+            hold.source = hold.source.packed(address)
             self._counters.spilled_bytes += hold.source.manifest.nbytes
             hold.transfer.release()
         else:
             self._release_space(hold)
-        if hold.wanted_by is not None:
-            self._serve(hold, hold.wanted_by)
+        for peer, spec in hold.wanted_by.items():
+            self._serve(hold, peer, spec)
+        hold.wanted_by.clear()
 
-    def _serve(self, hold: Hold, peer: PeerAddress) -> None:
+    def _serve(self, hold: Hold, peer: PeerAddress, spec: CacheSpec | None) -> None:
+        hold.readers = self._readers(spec)
         if hold.copying is not None:
-            hold.wanted_by = peer
-        elif hold.chunk is None:
+            hold.wanted_by[peer] = spec
+        elif peer not in hold.chunks:
             key, binding = hold.content
-            hold.chunk = self._sender.send(
+            chunk = self._sender.send(
                 key,
                 peer,
                 hold.source,
                 binding,
                 self._config.transfer_timeout_seconds,
                 ready=True,
-                on_end=lambda chunk: self._pulled(hold, chunk),
+                on_end=lambda chunk: self._pulled(hold, peer, spec, chunk),
                 is_held=True,
             )
+            if not chunk.transfer.done:
+                hold.chunks[peer] = chunk
 
-    def _pulled(self, hold: Hold, chunk: Chunk) -> None:
-        hold.chunk = None  # after a failure it may be wanted again, until its lease ends
+    def _pulled(self, hold: Hold, peer: PeerAddress, spec: CacheSpec | None, chunk: Chunk) -> None:
+        hold.chunks.pop(peer, None)  # after a failure it may be wanted again, until its lease ends
         if chunk.transfer.error is None:
-            self._end(hold, None, "it was pulled already")
+            self._served(hold, spec, "it was pulled already")
+
+    def _served(self, hold: Hold, spec: CacheSpec | None, reason: str) -> None:
+        """A rank of the peer wants nothing more of it."""
+        hold.served.add(_rank_of(spec))
+        if hold.is_over:
+            self._end(hold, None, reason)
+
+    def _readers(self, spec: CacheSpec | None) -> frozenset[int]:
+        """The ranks of a peer's instance that pull from here."""
+        if self._spec is None or spec is None or not spec.has_ranks:
+            return frozenset({_rank_of(spec)})
+        return frozenset(targets_of(self._spec, self._spec.rank, spec))
 
     def _end(self, hold: Hold, error: P2pError | None, reason: str) -> None:
         """Forget it; its transfer ends as soon as nothing reads its source or writes its space."""
@@ -216,10 +260,16 @@ class Holds:
         if hold.copying is not None:
             self._ending.add(hold)
             hold.copying.cancel()
-        elif hold.chunk is not None:
-            hold.chunk.on_end = lambda _: self._finish(hold)
-            self._sender.stop(hold.chunk, error or TransferCancelled(reason))
+        elif hold.chunks:
+            for peer, chunk in list(hold.chunks.items()):
+                chunk.on_end = lambda _, peer=peer: self._stopped(hold, peer)
+                self._sender.stop(chunk, error or TransferCancelled(reason))
         else:
+            self._finish(hold)
+
+    def _stopped(self, hold: Hold, peer: PeerAddress) -> None:
+        hold.chunks.pop(peer, None)
+        if not hold.chunks:
             self._finish(hold)
 
     def _finish(self, hold: Hold) -> None:
@@ -240,3 +290,7 @@ class Holds:
             if hold is not None:
                 error = as_withdrawn(transfer, reason)
                 self._end(hold, error, str(error))
+
+
+def _rank_of(spec: CacheSpec | None) -> int:
+    return 0 if spec is None else spec.rank

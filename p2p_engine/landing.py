@@ -83,7 +83,7 @@ class Receive:
     transfer: Transfer
     deadline: float
     landings: set[Landing] = field(default_factory=set)
-    delivered: list[tuple[int, int]] = field(default_factory=list)  # first block, number
+    delivered: list[Manifest] = field(default_factory=list)
     senders: set[int] = field(default_factory=set)  # the epochs that have offered something
     bereft: P2pError | None = None  # its sender is gone: only what is here can complete it
     ending: P2pError | None = None
@@ -96,10 +96,7 @@ class Receive:
         Raises:
             P2pError: the sink refuses the chunk, or failed.
         """
-        first, num = self.wanted(manifest)
-        return Manifest(
-            first, num, manifest.page_bytes, manifest.num_tokens, manifest.dtype, manifest.shape
-        )
+        return manifest.narrowed(*self.wanted(manifest))
 
     def wanted(self, manifest: Manifest) -> tuple[int, int]:
         """Which blocks of this chunk are still wanted: the first, and how many.
@@ -118,26 +115,25 @@ class Receive:
         nbytes = num * manifest.block_bytes
         return ask_regions(lambda: self.sink.regions(manifest, first, num), nbytes)
 
-    def landed(self, first: int, num: int) -> bool:
+    def landed(self, manifest: Manifest, first: int, num: int) -> bool:
         """Note that blocks are in place; True when nothing is missing any more.
 
         Raises:
             P2pError: the sink failed.
         """
-        self.delivered.append((first, num))
-        return ask(lambda: self.sink.landed(first, num))
+        self.delivered.append(manifest.narrowed(first, num))
+        return ask(lambda: self.sink.landed(manifest, first, num))
 
     def has_delivered(self, manifest: Manifest) -> bool:
         """Whether a block of this chunk is in place already."""
-        return any(_overlap(manifest, first, num) for first, num in self.delivered)
+        return any(manifest.overlaps(delivered) for delivered in self.delivered)
 
     def writers_of(self, manifest: Manifest) -> set[Landing]:
         """Return the landings by which blocks of this chunk are being written."""
         return {
             landing
             for landing in self.landings
-            if landing.touches_blocks
-            and _overlap(manifest, landing.manifest.first_block, landing.manifest.num_blocks)
+            if landing.touches_blocks and manifest.overlaps(landing.manifest)
         }
 
     @property
@@ -151,8 +147,3 @@ class Receive:
         """Whether the outcome is known and no byte can be written into its memory any more."""
         settled = self.complete or self.ending is not None
         return settled and not any(landing.touches_blocks for landing in self.landings)
-
-
-def _overlap(manifest: Manifest, first: int, num: int) -> bool:
-    """Whether a chunk has a block in [first, first + num)."""
-    return first < manifest.first_block + manifest.num_blocks and manifest.first_block < first + num

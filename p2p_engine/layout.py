@@ -1,4 +1,4 @@
-"""Where bytes lie: regions of memory, paged caches, tensors. Pure; nothing here moves a byte.
+"""Where bytes lie: regions of memory, sources and sinks, tensors. Pure; nothing here moves a byte.
 
 A chunk's byte stream is layer-major: for each layer, for each block, that block's page. Both sides
 derive it from the manifest, so that gather and scatter need no list of blocks on the wire.
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from p2p_engine.errors import LocalProtocolError, P2pError, RemoteProtocolError
-from p2p_engine.messages import Manifest
+from p2p_engine.messages import CacheSpec, Manifest
 
 T = TypeVar("T")
 Int64s = npt.NDArray[np.int64]
@@ -28,6 +28,7 @@ class Regions:
 
     addresses: Int64s
     lengths: Int64s
+    is_joined: bool = False  # nothing is left to coalesce, or not worth the look
 
     @property
     def nbytes(self) -> int:
@@ -36,12 +37,14 @@ class Regions:
 
     def coalesced(self) -> Regions:
         """Join neighbours that touch, drop empty ones."""
+        if self.is_joined:
+            return self
         kept = self.lengths > 0
         addresses, lengths = self.addresses[kept], self.lengths[kept]
         if len(addresses) < 2:
-            return Regions(addresses, lengths)
+            return Regions(addresses, lengths, is_joined=True)
         starts = np.flatnonzero(np.r_[True, addresses[1:] != addresses[:-1] + lengths[:-1]])
-        return Regions(addresses[starts], np.add.reduceat(lengths, starts))
+        return Regions(addresses[starts], np.add.reduceat(lengths, starts), is_joined=True)
 
 
 def one_region(address: int, nbytes: int) -> Regions:
@@ -58,6 +61,14 @@ def pair(source: Regions, destination: Regions) -> tuple[Int64s, Int64s, Int64s]
     source, destination = source.coalesced(), destination.coalesced()
     if source.nbytes != destination.nbytes:
         raise LocalProtocolError(f"{source.nbytes} bytes do not fit {destination.nbytes} bytes")
+    if len(source.lengths) == 1:  # a packed side is cut wherever the other one is
+        return (
+            packed_at(int(source.addresses[0]), destination),
+            destination.addresses,
+            destination.lengths,
+        )
+    if len(destination.lengths) == 1:
+        return source.addresses, packed_at(int(destination.addresses[0]), source), source.lengths
     source_ends, destination_ends = np.cumsum(source.lengths), np.cumsum(destination.lengths)
     ends = np.concatenate((source_ends, destination_ends))
     ends.sort(kind="stable")  # merges two sorted runs, in time proportional to their length
@@ -69,6 +80,14 @@ def pair(source: Regions, destination: Regions) -> tuple[Int64s, Int64s, Int64s]
         _at(destination, destination_ends, starts),
         lengths,
     )
+
+
+def packed_at(address: int, regions: Regions) -> Int64s:
+    """Where each of these regions begins when they lie packed at `address`."""
+    starts: Int64s = np.cumsum(regions.lengths)
+    starts -= regions.lengths  # in place: they may be many, and fresh memory costs page faults
+    starts += address
+    return starts
 
 
 def _at(regions: Regions, ends: Int64s, positions: Int64s) -> Int64s:
@@ -111,29 +130,6 @@ def packed_pages(address: int, packed: Manifest, first_block: int, num_blocks: i
     return Regions(address + layer_starts + skipped, pages * num_blocks).coalesced()
 
 
-@dataclass(frozen=True)
-class PagedCache:
-    """One rank's cache: block b of layer l is page_bytes[l] bytes at
-    layer_addresses[l] + b * block_strides[l]; all int64[num_layers]."""
-
-    layer_addresses: Int64s
-    block_strides: Int64s
-    page_bytes: Int64s
-    num_blocks: int
-
-    def pages(self, block_ids: Int64s) -> Regions:
-        """The pages of these blocks, layer-major.
-
-        Raises:
-            LocalProtocolError: a block id is not in the cache.
-        """
-        if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self.num_blocks:
-            raise LocalProtocolError(f"block ids outside 0 to {self.num_blocks - 1}: {block_ids}")
-        addresses = self.layer_addresses[:, None] + self.block_strides[:, None] * block_ids
-        lengths = np.broadcast_to(self.page_bytes[:, None], addresses.shape)
-        return Regions(addresses.ravel(), lengths.ravel()).coalesced()
-
-
 class Source(Protocol):
     """What a sender reads; its memory must stay valid and unchanged until released."""
 
@@ -144,6 +140,18 @@ class Source(Protocol):
 
     def regions(self, first_block: int, num_blocks: int) -> Regions:
         """Return where these blocks of the manifest lie, in stream order."""
+        ...
+
+    def towards(self, peer: CacheSpec | None) -> Source:
+        """Return what of it goes to a peer.
+
+        Raises:
+            PeerRefused: nothing, or it cannot be mapped.
+        """
+        ...
+
+    def packed(self, address: int) -> Source:
+        """Return the same as it lies at `address`, once its whole stream was copied there."""
         ...
 
 
@@ -158,94 +166,9 @@ class Sink(Protocol):
         """Return where these blocks are to lie, in stream order."""
         ...
 
-    def landed(self, first_block: int, num_blocks: int) -> bool:
+    def landed(self, manifest: Manifest, first_block: int, num_blocks: int) -> bool:
         """Note that these blocks are in place; True when nothing is missing any more."""
         ...
-
-
-@dataclass(frozen=True)
-class PagedSource:
-    """Blocks [first_block, first_block + len(block_ids)) of a request, read from a paged cache."""
-
-    cache: PagedCache
-    block_ids: Int64s
-    first_block: int
-    num_tokens: int
-
-    @property
-    def manifest(self) -> Manifest:
-        """The geometry of this chunk."""
-        return Manifest(
-            self.first_block, len(self.block_ids), self.cache.page_bytes.tolist(), self.num_tokens
-        )
-
-    def regions(self, first_block: int, num_blocks: int) -> Regions:
-        """Return where these blocks of the request lie."""
-        start = first_block - self.first_block
-        return self.cache.pages(self.block_ids[start : start + num_blocks])
-
-
-@dataclass(frozen=True)
-class PackedSource:
-    """A whole chunk's stream, in one piece of memory at `address`."""
-
-    manifest: Manifest
-    address: int
-
-    def regions(self, first_block: int, num_blocks: int) -> Regions:
-        """Return where these blocks of the chunk lie."""
-        return packed_pages(self.address, self.manifest, first_block, num_blocks)
-
-
-class PagedSink:
-    """The request's blocks from `first_block` on, to be filled in a paged cache.
-
-    `block_ids` are the ids of the request's blocks first_block, first_block + 1, ...
-    """
-
-    def __init__(
-        self, cache: PagedCache, block_ids: Int64s, first_block: int, num_tokens: int
-    ) -> None:
-        self._cache = cache
-        self._block_ids = block_ids
-        self._first_block = first_block
-        self._num_tokens = num_tokens
-        self._missing = np.ones(len(block_ids), np.bool_)
-
-    def wanted(self, manifest: Manifest) -> tuple[int, int]:
-        """Return the smallest range of the chunk that holds all its missing blocks.
-
-        Raises:
-            RemoteProtocolError: the peer's pages are not ours, or its prompt has another length.
-        """
-        if manifest.page_bytes != self._cache.page_bytes.tolist():
-            raise RemoteProtocolError("the peer's pages differ from ours in size or number")
-        if manifest.num_tokens != self._num_tokens:
-            raise RemoteProtocolError(
-                f"the peer's prompt has {manifest.num_tokens} tokens, ours {self._num_tokens}"
-            )
-        start = manifest.first_block - self._first_block
-        low, high = max(start, 0), max(start + manifest.num_blocks, 0)
-        missing = np.flatnonzero(self._missing[low:high])
-        if not len(missing):
-            return manifest.first_block, 0
-        first, last = int(missing[0]), int(missing[-1])
-        return self._first_block + low + first, last - first + 1
-
-    def missing_blocks(self) -> Int64s:
-        """The ids of the blocks that are not in place; stable once the transfer is done."""
-        return self._block_ids[self._missing]
-
-    def regions(self, manifest: Manifest, first_block: int, num_blocks: int) -> Regions:
-        """Return where these blocks are to lie."""
-        start = first_block - self._first_block
-        return self._cache.pages(self._block_ids[start : start + num_blocks])
-
-    def landed(self, first_block: int, num_blocks: int) -> bool:
-        """Note that these blocks are in place."""
-        start = first_block - self._first_block
-        self._missing[start : start + num_blocks] = False
-        return not self._missing.any()
 
 
 def check_in_host_memory(tensor: torch.Tensor) -> None:
@@ -280,6 +203,34 @@ class TensorSource:
     def regions(self, first_block: int, num_blocks: int) -> Regions:
         """Return where the tensor lies."""
         return one_region(self.tensor.data_ptr(), self.tensor.nbytes)
+
+    def towards(self, peer: CacheSpec | None) -> TensorSource:
+        """Return the whole of it: a tensor is the same everywhere."""
+        return self
+
+    def packed(self, address: int) -> PackedTensor:
+        """Return the same as it lies at `address`."""
+        return PackedTensor(self.manifest, address)
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A tensor's bytes at `address`."""
+
+    manifest: Manifest
+    address: int
+
+    def regions(self, first_block: int, num_blocks: int) -> Regions:
+        """Return where the tensor lies."""
+        return one_region(self.address, self.manifest.nbytes)
+
+    def towards(self, peer: CacheSpec | None) -> PackedTensor:
+        """Return the whole of it."""
+        return self
+
+    def packed(self, address: int) -> PackedTensor:
+        """Return the same as it lies at `address`."""
+        return PackedTensor(self.manifest, address)
 
 
 @dataclass
@@ -324,6 +275,6 @@ class TensorSink:
             raise LocalProtocolError("the receiving tensor must exist and be contiguous")
         return one_region(self.tensor.data_ptr(), self.tensor.nbytes)
 
-    def landed(self, first_block: int, num_blocks: int) -> bool:
+    def landed(self, manifest: Manifest, first_block: int, num_blocks: int) -> bool:
         """Note that the tensor is in place."""
         return True

@@ -11,15 +11,17 @@ import msgspec
 
 from p2p_engine.errors import LocalProtocolError, RemoteProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 1 << 16
 MAX_LAYERS = 1 << 10
 MAX_REASON = 500  # characters that say why; fewer than a Text holds
+MAX_RANKS = 1 << 10
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=64)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+Offset = Annotated[int, msgspec.Meta(ge=-(1 << 48), le=1 << 48)]
 U64 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=86400.0)]
 
@@ -40,11 +42,65 @@ class TransferKey(msgspec.Struct, frozen=True, array_like=True):
 ContentKey: TypeAlias = tuple[TransferKey, bytes]  # name and binding: two contents never meet
 
 
+class Plane(msgspec.Struct, frozen=True, array_like=True):
+    """K, V, or what MLA keeps instead: where the rows of a head's token lie in a page.
+
+    Row r of token t of head h: `row_bytes` at offset + h * PageShape.head_stride
+    + t * token_stride + r * row_stride.
+    """
+
+    offset: Offset
+    token_stride: Offset
+    row_bytes: Bytes
+    num_rows: Count = 1
+    row_stride: Offset = 0
+
+
+class PageShape(msgspec.Struct, frozen=True, array_like=True):
+    """How the bytes of one block of one layer are arranged; the same for all layers of a rank.
+
+    `num_tokens` is the number of tokens that can be told apart: 1 where only whole blocks can.
+    """
+
+    num_tokens: Count
+    head_stride: Offset
+    planes: Annotated[tuple[Plane, ...], msgspec.Meta(min_length=1, max_length=4)]
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """What the shapes of two peers must have in common: rows and their bytes, by plane."""
+        return [(plane.num_rows, plane.row_bytes) for plane in self.planes]
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """What of a cache goes from one rank to another one that is not alike.
+
+    Layers and heads are those of the model. Its byte stream is, layer after layer, for each
+    `block_size` tokens the rows in the order in which they lie in the source, which has `shape`.
+    """
+
+    first_layer: Count
+    num_layers: Count
+    first_head: Count
+    num_heads: Count
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    shape: PageShape
+
+    def overlaps(self, other: Part) -> bool:
+        """Whether both have a head of a layer."""
+        return (
+            self.first_layer < other.first_layer + other.num_layers
+            and other.first_layer < self.first_layer + self.num_layers
+            and self.first_head < other.first_head + other.num_heads
+            and other.first_head < self.first_head + self.num_heads
+        )
+
+
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """The geometry of a chunk: its byte stream is, layer after layer, the pages of its blocks.
 
     `page_bytes[l]` is the size of one block of layer l on this rank. A plain tensor is one layer
-    of one block, with `dtype` and `shape` set.
+    of one block, with `dtype` and `shape` set. With a `part`, a block is that part's.
     """
 
     first_block: Count
@@ -53,6 +109,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: Count = 0
     dtype: Annotated[str, msgspec.Meta(max_length=32)] = ""
     shape: Annotated[list[Bytes], msgspec.Meta(max_length=16)] = []
+    part: Part | None = None
 
     @property
     def block_bytes(self) -> int:
@@ -64,31 +121,57 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         """The bytes of the whole chunk."""
         return self.num_blocks * self.block_bytes
 
+    def narrowed(self, first_block: int, num_blocks: int) -> Manifest:
+        """Return the manifest of these blocks of the chunk."""
+        return msgspec.structs.replace(self, first_block=first_block, num_blocks=num_blocks)
+
+    def overlaps(self, other: Manifest) -> bool:
+        """Whether both have a byte of the cache in common, or might have."""
+        if self.part is None or other.part is None:
+            mine = theirs = 1
+            if self.part is not other.part:
+                return True  # the peer has changed: nothing is known of how they lie
+        else:
+            if not self.part.overlaps(other.part):
+                return False
+            mine, theirs = self.part.block_size, other.part.block_size
+        return (
+            self.first_block * mine < (other.first_block + other.num_blocks) * theirs
+            and other.first_block * theirs < (self.first_block + self.num_blocks) * mine
+        )
+
 
 class CacheSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What two instances must agree on before a byte moves; differing fields are named."""
+    """One rank's KV cache, and how the ranks of its instance share the model.
+
+    `layer_cuts` are the first layer of each pipeline stage and the end; rank r is the tensor
+    parallel rank r % tp_size of stage r // tp_size. An empty `page_bytes` says that the bytes of a
+    block do not lie together, an absent `shape` that its inside is not known.
+    """
 
     model: Text = ""
     revision: Text = ""
     dtype: Text = ""
     block_size: Count = 0
-    num_layers: Count = 0
-    num_kv_heads: Count = 0
+    num_kv_heads: Count = 0  # of the model
     head_size: Count = 0
     layout: Text = ""
     packing: Text = ""
-    tp_size: Count = 1
-    pp_size: Count = 1
+    tp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
+    layer_cuts: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
+    rank: Count = 0
     page_bytes: Annotated[list[Bytes], msgspec.Meta(max_length=MAX_LAYERS)] = []
+    shape: PageShape | None = None
 
-    def differences(self, other: CacheSpec) -> list[str]:
-        """Name each field that differs, with both values."""
-        pairs = ((f, getattr(self, f), getattr(other, f)) for f in self.__struct_fields__)
-        return [
-            f"{name}: {mine!r} here, {theirs!r} there"
-            for name, mine, theirs in pairs
-            if mine != theirs
-        ]
+    @property
+    def num_ranks(self) -> int:
+        """All ranks of the instance."""
+        return self.tp_size * max(1, len(self.layer_cuts) - 1)
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether it says how they share the model."""
+        return len(self.layer_cuts) > 1 and self.num_kv_heads > 0
 
 
 class Message(msgspec.Struct, array_like=True, tag_field="type"):
@@ -111,6 +194,7 @@ class Welcome(Message, tag="WELCOME"):
     """Answer to HELLO: what the receiver's transports offer, tokens included."""
 
     version: Count
+    spec: CacheSpec | None
     endpoints: Annotated[dict[Text, dict[Text, Text]], msgspec.Meta(max_length=8)]
 
 
@@ -140,11 +224,15 @@ class Lookup(Message, tag="LOOKUP"):
 
 
 class Location(Message, tag="LOCATION"):
-    """The directory's answer; an empty address says that there is no such rank."""
+    """The directory's answer; an empty address says that there is no such rank.
+
+    `spec` is one rank's, of which all that concerns the instance holds for the others too.
+    """
 
     rank: Count
     address: Text
     num_ranks: Count
+    spec: CacheSpec | None
 
 
 class Offer(Message, tag="OFFER"):

@@ -72,6 +72,29 @@ class PeerAddress:
         return self.address if self.rank is None else f"{self.address} rank {self.rank}"
 
 
+@dataclass(frozen=True)
+class InstanceAddress:
+    """Those ranks of an instance that concern us, found by its directory."""
+
+    address: str
+
+    def check(self) -> None:
+        """Check that it can be dialled.
+
+        Raises:
+            PeerUnreachable: the address is not host:port.
+        """
+        PeerAddress(self.address).check()
+
+    def rank(self, rank: int) -> PeerAddress:
+        """Return the address of one of them."""
+        return PeerAddress(self.address, rank)
+
+    def __str__(self) -> str:
+        """Show the address as in log lines."""
+        return self.address
+
+
 class LinkState(enum.Enum):
     """See the module's docstring."""
 
@@ -91,6 +114,7 @@ class Link:
     deadline: float
     epoch: int = 0
     data: bool = False  # a channel is wanted
+    spec: CacheSpec | None = None
     connecting: bool = False
     connected: bool = False  # there has been a channel
     connect_at: float = 0.0  # not before
@@ -308,6 +332,7 @@ class Links:
         if link.state is LinkState.GREETING:
             link.epoch, link.heard_at = message.source_epoch, self._clock()
             link.endpoints, link.state = message.endpoints, LinkState.READY
+            link.spec = message.spec
             self._on_ready(link)
             self._open_channel(link)
         elif link.epoch != message.source_epoch:

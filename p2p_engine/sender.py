@@ -30,7 +30,7 @@ from p2p_engine.errors import (
     TransferTooLarge,
     TransportError,
 )
-from p2p_engine.layout import Source, ask_regions
+from p2p_engine.layout import Source, ask, ask_regions
 from p2p_engine.messages import (
     Abandon,
     Cancel,
@@ -83,6 +83,7 @@ class Chunk:
     ready: bool
     on_end: Callable[[Chunk], None] | None = None
     is_held: bool = False  # its source outlives WRITTEN
+    is_cut: bool = False  # to what goes to this peer
     state: ChunkState = ChunkState.QUEUED
     attempt: int = 0
     grant: Grant | None = None
@@ -126,7 +127,7 @@ class Sender:
         self._seqs = itertools.count(1)
         self._chunks: dict[int, Chunk] = {}
         self._by_transfer: dict[Transfer, Chunk] = {}
-        self._abandoned: dict[TransferKey, Abandonment] = {}
+        self._abandoned: dict[tuple[TransferKey, PeerAddress], Abandonment] = {}
 
     # What the caller asks for
 
@@ -165,7 +166,7 @@ class Sender:
         """Tell the peer, until it has heard, that this key will not be completed."""
         deadline = self._clock() + self._config.transfer_timeout_seconds
         abandonment = Abandonment(self._links.get(peer, data=False), reason, deadline)
-        self._abandoned[key] = abandonment
+        self._abandoned[key, peer] = abandonment
         self._tell_abandoned(key, abandonment)
 
     def stop(self, chunk: Chunk, error: P2pError) -> None:
@@ -178,9 +179,9 @@ class Sender:
 
     # What the peer says
 
-    def on_abandon_ok(self, key: TransferKey) -> None:
+    def on_abandon_ok(self, link: Link, key: TransferKey) -> None:
         """The peer has heard."""
-        self._abandoned.pop(key, None)
+        self._abandoned.pop((key, link.target), None)
 
     def on_grant(self, link: Link, message: Grant) -> None:
         """Start to write, when the source is ready."""
@@ -244,7 +245,7 @@ class Sender:
 
     def link_ready(self, link: Link) -> None:
         """Tell the peer what will not come."""
-        for key, abandonment in self._abandoned.items():
+        for (key, _), abandonment in self._abandoned.items():
             if abandonment.link is link:
                 self._tell_abandoned(key, abandonment)
 
@@ -265,8 +266,8 @@ class Sender:
         """End what was on its way."""
         for chunk in self._on_link(link):
             self._end_when_read(chunk, _as_lost(link, chunk))
-        for key in [k for k, item in self._abandoned.items() if item.link is link]:
-            del self._abandoned[key]
+        for name in [k for k, item in self._abandoned.items() if item.link is link]:
+            del self._abandoned[name]
 
     def tick(self, now: float) -> None:
         """Repeat what is unanswered and end what is overdue."""
@@ -275,11 +276,11 @@ class Sender:
                 self.stop(chunk, self._overdue(chunk))
             elif now >= chunk.resend_at and chunk.link.ready:
                 self._repeat(chunk)
-        for key, item in list(self._abandoned.items()):
+        for target, item in list(self._abandoned.items()):
             if now >= item.deadline:
-                del self._abandoned[key]
+                del self._abandoned[target]
             elif now >= item.resend_at:
-                self._tell_abandoned(key, item)
+                self._tell_abandoned(target[0], item)
 
     def close(self, error: P2pError) -> None:
         """End everything; the mover is stopped, so that nothing is read or written any more."""
@@ -297,12 +298,25 @@ class Sender:
         link = chunk.link
         if link.transport is None:
             return  # until the channel is ready
+        if not chunk.is_cut and not self._cut(chunk):
+            return
         chunk.state = ChunkState.OFFERED
         chunk.resend_at = self._clock() + self._config.retry_seconds
         name = link.transport.name
         self._links.send(
             link, Offer, chunk.seq, chunk.attempt, chunk.key, chunk.manifest, chunk.binding, name
         )
+
+    def _cut(self, chunk: Chunk) -> bool:
+        """Keep what goes to this peer; False: it was not possible, and the chunk has ended."""
+        try:
+            chunk.source = ask(lambda: chunk.source.towards(chunk.link.spec))
+            chunk.manifest, chunk.is_cut = chunk.source.manifest, True
+        except P2pError as error:
+            self._end(chunk, error)
+            return False
+        chunk.transfer.nbytes = chunk.manifest.nbytes
+        return True
 
     def _write(self, chunk: Chunk) -> None:
         grant, channel = chunk.grant, chunk.link.channel

@@ -361,7 +361,7 @@ class Store:
         receive.transfer.nbytes += landing.nbytes
         if receive.ending is None:
             try:
-                if receive.landed(first, num):
+                if receive.landed(landing.manifest, first, num):
                     receive.complete = True
             except P2pError as error:
                 self._stop_receive(receive, error)

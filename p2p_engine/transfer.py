@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from p2p_engine.errors import P2pError, TransferTimeout
+from p2p_engine.errors import P2pError, TransferError, TransferTimeout
 from p2p_engine.messages import TransferKey
 
 
@@ -35,6 +35,7 @@ class Transfer:
         self.error: P2pError | None = None
         self.released = False
         self.done = False
+        self.group: TransferGroup | None = None
         self._changed = changed
         self._cancel = cancel
 
@@ -66,16 +67,53 @@ class Transfer:
     def release(self) -> None:
         """Engine only, under its lock: the caller's memory is free."""
         self.released = True
-        self._changed.notify_all()
+        self._tell()
 
     def end(self, error: P2pError | None = None) -> None:
         """Engine only, under its lock: the outcome. A second call changes nothing."""
         if not self.done:
             self.error = error
             self.done = self.released = True
-            self._changed.notify_all()
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        if self.group is not None:
+            self.group.refresh()
 
     def _wait_for(self, predicate: Callable[[], bool], timeout: float) -> bool:
         deadline = time.monotonic() + timeout
         with self._changed:
             return self._changed.wait_for(predicate, max(0.0, deadline - time.monotonic()))
+
+
+class TransferGroup(Transfer):
+    """One transfer to, or from, several ranks: released, and done, when all of its members are.
+
+    `error` is that of the first member that failed, from that moment on.
+    """
+
+    members: list[Transfer] | None = None  # None: it is not known yet who they are
+
+    def join(self, members: list[Transfer]) -> None:
+        """Engine only, under its lock: say who they are."""
+        self.members = members
+        for member in members:
+            member.group = self
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Engine only, under its lock: a member has changed."""
+        members = self.members
+        if members is None or self.done:
+            return
+        self.nbytes = sum(member.nbytes for member in members)
+        failures = [member.error for member in members if member.error is not None]
+        if failures and self.error is None:
+            # What one rank refused, the others are still waiting for.
+            text = f"{self.key}: {failures[0]}"
+            self.error = failures[0] if len(members) == 1 else TransferError(text)
+        if all(member.done for member in members):
+            self.end(self.error)
+        elif not self.released and all(member.released for member in members):
+            self.release()

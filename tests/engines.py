@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
-from p2p_engine.layout import PagedCache, PagedSink, PagedSource
 from p2p_engine.messages import CacheSpec
+from p2p_engine.paged import PagedCache, PagedSink, PagedSource
 from tests.support import SeededRandom, eventually
 
 TRANSPORTS = ("inproc", "shm", "tcp")

@@ -19,6 +19,8 @@ import zmq.asyncio
 from aiohttp import web
 from multidict import CIMultiDict
 
+from p2p_engine.messages import PROTOCOL_VERSION
+
 PREFILL, DECODE, BOTH = "P", "D", "PD"
 NUM_TOKENS = 8
 INTERVAL_SECONDS = 3.0
@@ -66,7 +68,12 @@ class MockVllm:
     """
 
     def __init__(
-        self, kind: str, *, protocol: int | None = 1, epoch: int = 1, model: str = "tiny"
+        self,
+        kind: str,
+        *,
+        protocol: int | None = PROTOCOL_VERSION,
+        epoch: int = 1,
+        model: str = "tiny",
     ) -> None:
         self.kind = kind
         self.protocol = protocol

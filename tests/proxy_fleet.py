@@ -12,6 +12,7 @@ import aiohttp
 import uvicorn
 from multidict import CIMultiDictProxy
 
+from p2p_engine.messages import PROTOCOL_VERSION
 from proxy.config import ProxyConfig
 from proxy.main import server_config
 from tests.mock_vllm import DECODE, PREFILL, MockVllm
@@ -137,7 +138,11 @@ async def _serving(config: ProxyConfig) -> AsyncIterator[uvicorn.Server]:
 
 @asynccontextmanager
 async def fleet(
-    num_prefill: int = 1, num_decode: int = 1, *, protocol: int | None = 1, **settings: Any
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    *,
+    protocol: int | None = PROTOCOL_VERSION,
+    **settings: Any,
 ) -> AsyncIterator[tuple[RunningProxy, list[MockVllm], list[MockVllm]]]:
     """Run a proxy and so many ready instances of each role."""
     kinds = [PREFILL] * num_prefill + [DECODE] * num_decode

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from p2p_engine.messages import Heartbeat
+from p2p_engine.messages import PROTOCOL_VERSION, Heartbeat
 from proxy.config import ProxyConfig
 from proxy.instances import Instance, Role
 from proxy.prompt import Prompt
@@ -29,7 +29,9 @@ class Fleet:
         """Add an instance at an address of its own."""
         return self.add_at(f"h:{1000 + len(self.registry.instances())}", kind, **more)
 
-    def add_at(self, address: str, kind: str, *, protocol: int | None = 1, **more: Any) -> Instance:
+    def add_at(
+        self, address: str, kind: str, *, protocol: int | None = PROTOCOL_VERSION, **more: Any
+    ) -> Instance:
         """Add an instance, or the next incarnation of one."""
         zmq_address = address.replace("h", "z")
         heartbeat = Heartbeat(kind, address, zmq_address, protocol=protocol, **more)

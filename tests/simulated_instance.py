@@ -46,7 +46,8 @@ from p2p_engine.connector.connector import P2pNcclConnector
 
 BLOCK_SIZE = 16
 NUM_LAYERS = 3
-SLOT_WIDTH = 32  # numbers in a token's slot, all the same
+NUM_HEADS = 2
+SLOT_WIDTH = 16  # numbers in the slot of a head's token, all the same
 EOS_TOKEN_ID = 1
 LAYER_NAMES = [f"layers.{index}" for index in range(NUM_LAYERS)]
 
@@ -61,7 +62,7 @@ def write_model_config(folder: Path) -> Path:
         "hidden_size": 64,
         "intermediate_size": 64,
         "num_attention_heads": 2,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": NUM_HEADS,
         "num_hidden_layers": NUM_LAYERS,
         "vocab_size": 1000,
         "max_position_embeddings": 4096,
@@ -102,30 +103,39 @@ class Rank:
     """One worker: its part of the cache and its half of the connector."""
 
     def __init__(self, config: VllmConfig, cache_config: KVCacheConfig, rank: int) -> None:
-        shape = (NUM_LAYERS, cache_config.num_blocks, 1, BLOCK_SIZE, SLOT_WIDTH)
-        self.cache = torch.full(shape, -1, dtype=torch.int64)
+        tp_size = config.parallel_config.tensor_parallel_size
+        self.block_size = config.cache_config.block_size
+        num_heads = max(1, NUM_HEADS // tp_size)
+        first_head = rank * NUM_HEADS // tp_size
+        self.heads = np.arange(first_head, first_head + num_heads)
+        self.cache = _allocate(
+            config.cache_config.kv_cache_layout or "LBHNC",
+            {"L": NUM_LAYERS, "B": cache_config.num_blocks, "H": num_heads,
+             "N": self.block_size, "C": SLOT_WIDTH},
+        )  # fmt: skip
         self.connector = P2pNcclConnector(config, KVConnectorRole.WORKER, cache_config)
         with tensor_parallel_rank(rank):
             self.connector.register_kv_caches(dict(zip(LAYER_NAMES, self.cache, strict=True)))
         self.rank = rank
 
     def slots(self, block_ids: Sequence[int], first: int, end: int) -> np.ndarray[Any, Any]:
-        """The slots of positions [first, end) of a request: [layers, tokens, width]."""
+        """The slots of positions [first, end) of a request: [tokens, layers, heads, width]."""
         positions = np.arange(first, end)
-        blocks = np.asarray(block_ids)[positions // BLOCK_SIZE]
-        return self.cache.numpy()[:, blocks, 0, positions % BLOCK_SIZE]
+        blocks = np.asarray(block_ids)[positions // self.block_size]
+        return self.cache.numpy()[:, blocks, :, positions % self.block_size]
 
     def write(self, block_ids: Sequence[int], first: int, values: np.ndarray[Any, Any]) -> None:
         """Compute the KV of positions from `first` on."""
         positions = np.arange(first, first + len(values))
-        blocks = np.asarray(block_ids)[positions // BLOCK_SIZE]
+        blocks = np.asarray(block_ids)[positions // self.block_size]
         for layer in range(NUM_LAYERS):
-            page = self.cache.numpy()[layer, :, 0]
-            page[blocks, positions % BLOCK_SIZE] = self.mark(values, layer)[:, None]
+            page = self.cache.numpy()[layer]
+            page[blocks, :, positions % self.block_size] = self.mark(values, layer)[..., None]
 
     def mark(self, values: np.ndarray[Any, Any], layer: int) -> np.ndarray[Any, Any]:
-        """Make the values of each rank and layer differ."""
-        return values * 100 + self.rank * 10 + layer
+        """Make the values of each head and layer differ: [tokens, heads]."""
+        marks: np.ndarray[Any, Any] = values[:, None] * 100 + self.heads * 10 + layer
+        return marks
 
     def check(self, block_ids: Sequence[int], values: np.ndarray[Any, Any], what: str) -> None:
         """Read the whole context back.
@@ -135,10 +145,16 @@ class Rank:
         """
         slots = self.slots(block_ids, 0, len(values))
         for layer in range(NUM_LAYERS):
-            right = slots[layer] == self.mark(values, layer)[:, None]
-            wrong = np.flatnonzero(~right.all(axis=1))
+            right = slots[:, layer] == self.mark(values, layer)[..., None]
+            wrong = np.flatnonzero(~right.all(axis=(1, 2)))
             if len(wrong):
                 raise WrongKV(f"{what}: rank {self.rank} layer {layer} positions {wrong.tolist()}")
+
+
+def _allocate(layout: str, sizes: dict[str, int]) -> torch.Tensor:
+    """Memory in the order of a layout, seen as [layers, blocks, heads, tokens, width]."""
+    memory = torch.full([sizes[axis] for axis in layout], -1, dtype=torch.int64)
+    return memory.permute([layout.index(axis) for axis in "LBHNC"])
 
 
 class SimulatedInstance:
@@ -156,6 +172,8 @@ class SimulatedInstance:
         policy: str = "fail",
         is_async: bool = False,
         has_prefix_cache: bool = True,
+        block_size: int = BLOCK_SIZE,
+        layout: str = "LBHNC",
         **extra: Any,
     ) -> None:
         settings = {
@@ -171,8 +189,11 @@ class SimulatedInstance:
             is_async=is_async,
             has_prefix_cache=has_prefix_cache,
             settings=settings,
+            block_size=block_size,
+            layout=layout,
         )
-        cache_config = make_cache_config(num_blocks)
+        self.block_size = block_size
+        cache_config = make_cache_config(num_blocks, block_size, max(1, NUM_HEADS // tp_size))
         self.config.cache_config.num_gpu_blocks = num_blocks
         self.ranks = [Rank(self.config, cache_config, rank) for rank in range(tp_size)]
         scheduler_class = AsyncScheduler if is_async else Scheduler
@@ -181,7 +202,7 @@ class SimulatedInstance:
             kv_cache_config=cache_config,
             log_stats=True,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=BLOCK_SIZE,
+            block_size=block_size,
         )
         handshakes = {(0, r.rank): r.connector.get_handshake_metadata() for r in self.ranks}
         known = {place: handshake for place, handshake in handshakes.items() if handshake}
@@ -234,7 +255,7 @@ class SimulatedInstance:
             prompt_token_ids=list(prompt),
             sampling_params=sampling,
             pooling_params=None,
-            block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
+            block_hasher=get_request_block_hasher(self.block_size, sha256),
             cache_salt=cache_salt,
         )
         request.kv_transfer_params = params
@@ -369,10 +390,15 @@ def tensor_parallel_rank(rank: int) -> Iterator[None]:
         parallel_state.get_tensor_model_parallel_rank = original
 
 
-def make_cache_config(num_blocks: int) -> KVCacheConfig:
+def make_cache_config(
+    num_blocks: int, block_size: int = BLOCK_SIZE, num_heads: int = NUM_HEADS
+) -> KVCacheConfig:
     """Full attention in one group."""
     spec = FullAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=SLOT_WIDTH // 2, dtype=torch.int64
+        block_size=block_size,
+        num_kv_heads=num_heads,
+        head_size=SLOT_WIDTH // 2,
+        dtype=torch.int64,
     )
     return KVCacheConfig(
         num_blocks=num_blocks,
@@ -392,6 +418,8 @@ def make_config(
     is_async: bool = False,
     has_prefix_cache: bool = True,
     settings: dict[str, Any] | None = None,
+    block_size: int = BLOCK_SIZE,
+    layout: str = "LBHNC",
 ) -> VllmConfig:
     """Configure vLLM for our connector."""
     model_config = ModelConfig(
@@ -405,8 +433,8 @@ def make_config(
         is_encoder_decoder=False,
         async_scheduling=is_async,
     )
-    cache_config = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=has_prefix_cache)
-    cache_config.kv_cache_layout = "LBHNC"
+    cache_config = CacheConfig(block_size=block_size, enable_prefix_caching=has_prefix_cache)
+    cache_config.kv_cache_layout = layout
     config = VllmConfig(
         model_config=model_config,
         scheduler_config=scheduler_config,

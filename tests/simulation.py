@@ -20,7 +20,7 @@ from mempool import Mover, write_word
 from p2p_engine.arena import LandingArena
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError, PeerLost, TransportError
-from p2p_engine.layout import PagedCache, PagedSink, PagedSource, Regions
+from p2p_engine.layout import Regions
 from p2p_engine.messages import (
     Abandon,
     AbandonOk,
@@ -39,6 +39,7 @@ from p2p_engine.messages import (
     decode,
     encode,
 )
+from p2p_engine.paged import PagedCache, PagedSink, PagedSource
 from p2p_engine.peers import Link, Links, LinkState, PeerAddress
 from p2p_engine.sender import Sender
 from p2p_engine.stats import Counters
@@ -495,7 +496,7 @@ class World:
         elif isinstance(message, Cancel):
             self.sender.on_cancel(link, message)
         elif isinstance(message, AbandonOk):
-            self.sender.on_abandon_ok(message.key)
+            self.sender.on_abandon_ok(link, message.key)
         elif isinstance(message, Bye):
             self.close_link(PeerLost("bye"))
 

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 DIGEST_BYTES = 16
 
 
-def binding_of(request: Request, model: str, block_size: int) -> bytes:
+def binding_of(request: Request, model: str) -> bytes:
     """Digest the prompt's tokens, the LoRA adapter, the media and the cache salt."""
     lora = request.lora_request.lora_name if request.lora_request is not None else None
     media = [
         (item.identifier, item.mm_position.offset, item.mm_position.length)
         for item in request.mm_features
     ]
-    context = (model, block_size, lora, request.cache_salt, media)
+    context = (model, lora, request.cache_salt, media)
     digest = hashlib.blake2b(repr(context).encode(), digest_size=DIGEST_BYTES)
     digest.update(array("q", request.prompt_token_ids or ()).tobytes())
     return digest.digest()

@@ -1,6 +1,6 @@
 """Reads where vLLM's KV cache lies and what peers must agree on, from what vLLM has resolved.
 
-Strides are read, never assumed; what cannot be moved page by page is refused by name.
+Strides are read, never assumed; what cannot be moved is refused by name.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, cast
 
+import msgspec
 import numpy as np
 import torch
+from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -18,12 +20,16 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from p2p_engine.errors import ConfigError
-from p2p_engine.layout import PagedCache
-from p2p_engine.messages import CacheSpec
+from p2p_engine.messages import CacheSpec, PageShape, Plane
+from p2p_engine.paged import PagedCache
+from p2p_engine.plan import heads_per_rank
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+COLUMN_ISAS = ("vec", "vec16")  # both lay keys out column by column
+PLAIN_QUANTISATION = ("NONE", "FP8_PER_TENSOR")  # no scales beside the values
 
 
 def attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
@@ -47,64 +53,151 @@ def attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
                 f"a KV cache of kind {type(spec).__name__} is not supported; sliding windows work "
                 "with --disable-hybrid-kv-cache-manager"
             )
+        quantisation = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+        if quantisation not in PLAIN_QUANTISATION:
+            raise ConfigError(
+                f"a KV cache that is quantised as {quantisation} has scales of its own, which are "
+                f"not transferred; supported: {', '.join(PLAIN_QUANTISATION)}"
+            )
     return cast("FullAttentionSpec", specs[0])
 
 
-def read_cache(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> PagedCache:
-    """Describe the layers' tensors, blocks first, as pages of vLLM's blocks.
+def read_cache(
+    vllm_config: VllmConfig,
+    spec: FullAttentionSpec,
+    kv_caches: dict[str, torch.Tensor],
+    num_blocks: int,
+    rank: int,
+) -> PagedCache:
+    """Describe this rank's cache: where its layers lie, and all that a peer must know of it.
 
     A backend may cut one of vLLM's blocks into several smaller ones, which then lie side by side.
 
     Raises:
-        ConfigError: the cache is not on the CPU, or a block's bytes do not lie together.
+        ConfigError: the cache is not on the CPU, or cannot be read as vLLM's blocks.
     """
-    addresses, strides, pages = [], [], []
-    for name, tensor in kv_caches.items():
-        if tensor.data_ptr() in addresses:  # layers that share one cache
-            continue
-        if tensor.device.type != "cpu":
-            raise ConfigError(f"the KV cache is on {tensor.device}; supported: cpu")
-        page_bytes = tensor[0].numel() * tensor.element_size()
-        stride_bytes = tensor.stride(0) * tensor.element_size()
-        num_parts, rest = divmod(tensor.shape[0], num_blocks)
-        if rest or not num_parts or (num_parts > 1 and stride_bytes != page_bytes):
-            raise ConfigError(
-                f"layer {name}: {tensor.shape[0]} blocks of stride {stride_bytes} bytes cannot be "
-                f"read as {num_blocks} blocks"
-            )
-        if not _is_dense(tensor[0]):
-            raise ConfigError(
-                f"layer {name}: a block's bytes are scattered (shape {tuple(tensor.shape)}, "
-                f"strides {tensor.stride()}); use a layout such as VLLM_KV_CACHE_LAYOUT=LBHNC"
-            )
-        addresses.append(tensor.data_ptr())
-        strides.append(stride_bytes * num_parts)
-        pages.append(page_bytes * num_parts)
+    layers = _distinct(kv_caches)
+    num_pieces = [_num_pieces(name, tensor, num_blocks) for name, tensor in layers.items()]
+    strides = [_nbytes(tensor, tensor.stride(0)) for tensor in layers.values()]
+    pages = [
+        _nbytes(tensor, tensor[0].numel()) * count
+        for tensor, count in zip(layers.values(), num_pieces, strict=True)
+    ]
+    is_dense = all(
+        _is_dense(tensor[0]) and (count == 1 or stride * count == page)
+        for tensor, count, stride, page in zip(
+            layers.values(), num_pieces, strides, pages, strict=True
+        )
+    )
+    described = read_spec(vllm_config, spec, layers, rank, pages if is_dense else [])
+    if not is_dense and described.shape is None:
+        [name, tensor] = next(iter(layers.items()))
+        raise ConfigError(
+            f"layer {name}: a block's bytes are scattered (shape {tuple(tensor.shape)}, "
+            f"strides {tensor.stride()}); use a layout such as VLLM_KV_CACHE_LAYOUT=LBHNC"
+        )
     return PagedCache(
-        np.array(addresses, np.int64), np.array(strides, np.int64), np.array(pages, np.int64),
-        num_blocks,
+        np.array([tensor.data_ptr() for tensor in layers.values()], np.int64),
+        np.array(strides, np.int64) * np.array(num_pieces, np.int64),
+        np.array(described.page_bytes, np.int64), num_blocks, described, strides[0],
     )  # fmt: skip
 
 
 def read_spec(
-    vllm_config: VllmConfig, spec: FullAttentionSpec, cache: PagedCache, layers: Iterable[str]
+    vllm_config: VllmConfig,
+    spec: FullAttentionSpec,
+    layers: dict[str, torch.Tensor],
+    rank: int,
+    page_bytes: list[int],
 ) -> CacheSpec:
-    """Say what two instances must have in common before a byte moves."""
+    """Say what a peer must know before a byte moves."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    return CacheSpec(
+    is_mla = isinstance(spec, MLAAttentionSpec)
+    described = CacheSpec(
         model=model.model,
         revision=model.revision or "",
         dtype=f"{spec.dtype}".removeprefix("torch."),
         block_size=spec.block_size,
-        num_layers=len(cache.page_bytes),
-        num_kv_heads=spec.num_kv_heads,
+        num_kv_heads=1 if is_mla else model.get_total_num_kv_heads(),
         head_size=spec.head_size,
         layout=vllm_config.cache_config.get_resolved_kv_cache_layout().name,
         packing=_packing(vllm_config, layers),
         tp_size=parallel.tensor_parallel_size,
-        pp_size=parallel.pipeline_parallel_size,
-        page_bytes=cache.page_bytes.tolist(),
+        layer_cuts=_layer_cuts(vllm_config, len(layers)),
+        rank=rank,
+        page_bytes=page_bytes,
     )
+    if spec.num_kv_heads != heads_per_rank(described):
+        return described
+    shape = _shape_of(spec, [*layers.values()], _isa(vllm_config, layers))
+    return msgspec.structs.replace(described, shape=shape)
+
+
+def _distinct(kv_caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Layers that do not share another one's cache."""
+    by_address: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in kv_caches.items():
+        if tensor.device.type != "cpu":
+            raise ConfigError(f"the KV cache is on {tensor.device}; supported: cpu")
+        by_address.setdefault(tensor.data_ptr(), (name, tensor))
+    return dict(by_address.values())
+
+
+def _num_pieces(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
+    count, rest = divmod(tensor.shape[0], num_blocks)
+    if rest or not count:
+        raise ConfigError(
+            f"layer {name}: {tensor.shape[0]} blocks cannot be read as {num_blocks} blocks"
+        )
+    return count
+
+
+def _layer_cuts(vllm_config: VllmConfig, num_layers: int) -> tuple[int, ...]:
+    """The first layer of each pipeline stage, and the end."""
+    num_stages = vllm_config.parallel_config.pipeline_parallel_size
+    if num_stages == 1:
+        return 0, num_layers  # fewer than the model's, where layers share a cache
+    total = vllm_config.model_config.model_arch_config.total_num_hidden_layers
+    return 0, *(get_pp_indices(total, stage, num_stages)[1] for stage in range(num_stages))
+
+
+def _shape_of(spec: FullAttentionSpec, tensors: list[torch.Tensor], isa: str) -> PageShape | None:
+    """How a block is arranged inside; None: it can only move as it is.
+
+    vLLM's views are [block, head, token, K and V]; its CPU backend fills the memory of a head in a
+    block as it likes: keys column by column, then values row by row ("vec", "vec16"), or otherwise.
+    """
+    first = tensors[0].unsqueeze(1) if tensors[0].dim() == 3 else tensors[0]
+    geometries = {(tensor.shape[1:], tensor.stride()[1:], tensor.dtype) for tensor in tensors}
+    if len(geometries) > 1 or first.stride(-1) != 1 or first.shape[1] != spec.num_kv_heads:
+        return None
+    tokens, width = first.shape[2:]
+    item, head_stride = first.element_size(), _nbytes(first, first.stride(1))
+    size = 0 if isinstance(spec, MLAAttentionSpec) else spec.head_size
+    if not isa:
+        step = _nbytes(first, first.stride(2))
+        sizes = [(0, size), (size, width - size)] if 0 < size < width else [(0, width)]
+        planes = tuple(Plane(start * item, step, part * item) for start, part in sizes)
+        return PageShape(tokens, head_stride, planes)
+    if first.stride(2) != width:
+        return None
+    if isa in COLUMN_ISAS and width == 2 * size:
+        keys = Plane(0, item, item, size, tokens * item)
+        values = Plane(tokens * size * item, size * item, size * item)
+        return PageShape(tokens, head_stride, (keys, values))
+    is_whole = tokens == spec.block_size
+    whole = PageShape(1, head_stride, (Plane(0, 0, tokens * width * item),))
+    return whole if is_whole else None
+
+
+def _isa(vllm_config: VllmConfig, layers: Iterable[str]) -> str:
+    """The instruction sets by which the CPU backends pack blocks; empty: they do not."""
+    context = vllm_config.compilation_config.static_forward_context
+    found = [context[name] for name in layers if name in context]
+    kinds = {str(getattr(layer, "isa", "")) for layer in found}
+    backends = {layer.attn_backend.get_name() for layer in found if hasattr(layer, "attn_backend")}
+    kinds |= {name for name in backends if "AMX" in name}  # MLA's, which does not say it otherwise
+    return " ".join(sorted(kinds - {""}))
 
 
 def _packing(vllm_config: VllmConfig, layers: Iterable[str]) -> str:
@@ -112,10 +205,14 @@ def _packing(vllm_config: VllmConfig, layers: Iterable[str]) -> str:
 
     The CPU backend packs keys by instruction set, so that two unlike machines differ.
     """
-    context = vllm_config.compilation_config.static_forward_context
-    kinds = {str(getattr(context.get(name), "isa", "")) for name in layers}
-    kinds |= {vllm_config.cache_config.cache_dtype}
-    return f"{current_platform.device_type} {' '.join(sorted(kinds - {''}))}"
+    isa = _isa(vllm_config, layers)
+    kind = "columns" if isa in COLUMN_ISAS else isa
+    names = (current_platform.device_type, kind, vllm_config.cache_config.cache_dtype)
+    return " ".join(name for name in names if name)
+
+
+def _nbytes(tensor: torch.Tensor, num_elements: int) -> int:
+    return num_elements * tensor.element_size()
 
 
 def _is_dense(page: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from p2p_engine.addresses import join_address
 from p2p_engine.connector import compat
-from p2p_engine.connector.cache_spec import attention_spec, read_cache, read_spec
+from p2p_engine.connector.cache_spec import attention_spec, read_cache
 from p2p_engine.connector.intent import Instance
 from p2p_engine.connector.metadata import P2pConnectorMetadata, RankHandshake
 from p2p_engine.connector.scheduler import SchedulerHalf
@@ -210,11 +210,12 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
         spec = attention_spec(self._kv_cache_config)
-        cache = read_cache(kv_caches, self._kv_cache_config.num_blocks)
         rank = get_tensor_model_parallel_rank()
+        num_blocks = self._kv_cache_config.num_blocks
+        cache = read_cache(self._vllm_config, spec, kv_caches, num_blocks, rank)
         engine = P2pNcclEngine(
             self._config,
-            spec=read_spec(self._vllm_config, spec, cache, kv_caches),
+            spec=cache.spec,
             receives=self._kv_transfer_config.is_kv_consumer,
         )
         self._worker = WorkerHalf(

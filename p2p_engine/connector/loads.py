@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from p2p_engine.config import SendMode
 from p2p_engine.connector.metadata import Load, Party
 from p2p_engine.errors import P2pError
-from p2p_engine.layout import PagedCache, PagedSink
-from p2p_engine.peers import PeerAddress
+from p2p_engine.paged import PagedCache, PagedSink
+from p2p_engine.peers import InstanceAddress
 from p2p_engine.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -49,12 +49,11 @@ class Loads:
     """All requests that this rank loads."""
 
     def __init__(
-        self, engine: P2pNcclEngine, cache: PagedCache, rank: int, *, can_fail_requests: bool
+        self, engine: P2pNcclEngine, cache: PagedCache, *, can_fail_requests: bool
     ) -> None:
         """`can_fail_requests`: vLLM takes failed requests beside invalid blocks (since 0.30)."""
         self._engine = engine
         self._cache = cache
-        self._rank = rank
         self._can_fail_requests = can_fail_requests
         self._loading: dict[str, _Loading] = {}
 
@@ -123,5 +122,5 @@ class Loads:
         else:
             results.invalid_block_ids.update(missing.tolist())
 
-    def _peer(self, party: Party) -> PeerAddress | None:
-        return PeerAddress(party.peer, self._rank) if party.peer is not None else None
+    def _peer(self, party: Party) -> InstanceAddress | None:
+        return InstanceAddress(party.peer) if party.peer is not None else None

@@ -89,7 +89,7 @@ class SchedulerHalf:
         except InvalidParams as error:
             logger.warning("computed locally: request=%s reason=%s", request_id, error)
             return
-        binding = binding_of(request, self._model, self._block_size)
+        binding = binding_of(request, self._model)
         party = Party(
             request_id,
             intent.key,

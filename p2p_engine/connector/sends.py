@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from p2p_engine.config import SendMode
 from p2p_engine.connector.metadata import EndedSend, Party, SendStep
 from p2p_engine.errors import EngineClosed, P2pError, PeerError, TransferRejected
-from p2p_engine.layout import PagedCache, PagedSource
-from p2p_engine.peers import PeerAddress
+from p2p_engine.paged import PagedCache, PagedSource
+from p2p_engine.peers import InstanceAddress
 from p2p_engine.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -70,13 +70,10 @@ class _Sending:
 class Sends:
     """All requests that this rank sends."""
 
-    def __init__(
-        self, engine: P2pNcclEngine, cache: PagedCache, block_size: int, rank: int
-    ) -> None:
+    def __init__(self, engine: P2pNcclEngine, cache: PagedCache, block_size: int) -> None:
         self._engine = engine
         self._cache = cache
         self._block_size = block_size
-        self._rank = rank
         self._sendings: dict[str, _Sending] = {}
         self._unready: list[tuple[SendMode, Transfer]] = []
         self._to_hold: list[tuple[_Sending, SendStep]] = []
@@ -146,7 +143,7 @@ class Sends:
     def _send(self, sending: _Sending, step: SendStep, end: int) -> None:
         party, first = sending.party, sending.cursor
         source = PagedSource(self._cache, step.block_ids[first:end], first, party.num_tokens)
-        peer = PeerAddress(party.peer or "", self._rank)
+        peer = InstanceAddress(party.peer or "")
         try:
             transfer = self._engine.send(
                 party.key, peer, source, binding=party.binding, ready=False
@@ -186,7 +183,7 @@ class Sends:
                 chunk.transfer.cancel(reason)
         if has_told or isinstance(error, KNOWN_TO_PEER):
             return
-        peer = PeerAddress(party.peer, self._rank) if party.peer is not None else None
+        peer = InstanceAddress(party.peer) if party.peer is not None else None
         try:
             self._engine.abandon(party.key, peer, reason)
         except P2pError as failure:

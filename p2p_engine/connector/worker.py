@@ -16,7 +16,7 @@ from p2p_engine.directory import RankAddress
 
 if TYPE_CHECKING:
     from p2p_engine.engine import P2pNcclEngine
-    from p2p_engine.layout import PagedCache
+    from p2p_engine.paged import PagedCache
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,15 @@ class WorkerHalf:
     ) -> None:
         self.engine = engine
         self._rank = rank
-        self._sends = Sends(engine, cache, block_size, rank)
-        self._loads = Loads(engine, cache, rank, can_fail_requests=can_fail_requests)
+        self._spec = cache.spec
+        self._sends = Sends(engine, cache, block_size)
+        self._loads = Loads(engine, cache, can_fail_requests=can_fail_requests)
 
     @property
     def handshake(self) -> RankHandshake:
         """Where peers find this rank."""
         engine = self.engine
-        return RankHandshake(RankAddress(self._rank, engine.zmq_address, engine.epoch))
+        return RankHandshake(RankAddress(self._rank, engine.zmq_address, engine.epoch, self._spec))
 
     def withdraw(self, metadata: P2pConnectorMetadata) -> None:
         """Before anything of the step runs: take back the preempted requests' chunks."""

@@ -11,7 +11,7 @@ import torch
 from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.errors import LocalProtocolError, P2pError, TransferRejected
 from p2p_engine.layout import Regions, TensorSink, TensorSource
-from p2p_engine.messages import Manifest
+from p2p_engine.messages import CacheSpec, Manifest
 from p2p_engine.peers import PeerAddress
 from tests.engines import TRANSPORTS, assert_idle, engines, random_tensor
 from tests.support import SeededRandom, eventually
@@ -43,9 +43,9 @@ class BadSink(TensorSink):
             return Regions(regions.addresses, regions.lengths - 1)
         return regions
 
-    def landed(self, first_block: int, num_blocks: int) -> bool:
+    def landed(self, manifest: Manifest, first_block: int, num_blocks: int) -> bool:
         self._step("landed")
-        return super().landed(first_block, num_blocks)
+        return super().landed(manifest, first_block, num_blocks)
 
 
 class BadSource:
@@ -64,6 +64,12 @@ class BadSource:
             raise KeyError("the caller's mistake")
         regions = self._inner.regions(first_block, num_blocks)
         return Regions(regions.addresses, regions.lengths * 2)
+
+    def towards(self, peer: CacheSpec | None) -> BadSource:
+        return self
+
+    def packed(self, address: int) -> BadSource:
+        return self
 
 
 def exchange_good(sender: P2pNcclEngine, receiver: P2pNcclEngine, tensor: torch.Tensor) -> None:
@@ -131,7 +137,7 @@ def test_callback_that_fails_is_counted_and_the_others_run() -> None:
 
 def test_errors_of_a_sink_that_are_named_stay_as_they_are(rng: SeededRandom) -> None:
     class NamedSink(TensorSink):
-        def landed(self, first_block: int, num_blocks: int) -> bool:
+        def landed(self, manifest: Manifest, first_block: int, num_blocks: int) -> bool:
             raise P2pError("my own name for it")
 
     with engines(2) as (sender, receiver):

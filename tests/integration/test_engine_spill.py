@@ -58,7 +58,7 @@ def test_want_that_comes_during_the_copy_is_served_after_it(
         held = sender.hold(KEY, TensorSource(tensor))
         with sender._changed:  # nobody hears of the copy's end
             assert sender.spill(held)
-            wish = (KEY, b""), PeerAddress(receiver.zmq_address), pytest.fail
+            wish = (KEY, b""), PeerAddress(receiver.zmq_address), None, pytest.fail
             sender._holds.on_want(*wish)
             assert sender.stats()["open_transfers"] == 1
         waiting.wait(10)

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from p2p_engine.messages import PROTOCOL_VERSION
 from tests.mock_vllm import Behaviour, MockVllm, completion, events
 from tests.proxy_fleet import ASKED, STREAMED, RunningProxy, fleet, until
 
@@ -110,7 +111,7 @@ async def test_nothing_is_tried_again_after_the_first_byte() -> None:
         assert sum(len(mock.received) for mock in (*prefills, *decodes)) == 2
 
 
-@pytest.mark.parametrize("protocol", [1, None])
+@pytest.mark.parametrize("protocol", [PROTOCOL_VERSION, None])
 async def test_kv_that_decode_refuses_to_use_is_let_go_of(protocol: int | None) -> None:
     """Its own refusal came before it looked for KV: it is asked for one token in its place."""
     async with fleet(protocol=protocol) as (proxy, [prefill], [decode]):

@@ -10,15 +10,9 @@ import pytest
 from hypothesis import given, settings
 
 from p2p_engine.errors import LocalProtocolError, RemoteProtocolError
-from p2p_engine.layout import (
-    PagedCache,
-    PagedSink,
-    PagedSource,
-    Regions,
-    packed_pages,
-    pair,
-)
+from p2p_engine.layout import Regions, packed_pages, pair
 from p2p_engine.messages import Manifest
+from p2p_engine.paged import PagedCache, PagedSink, PagedSource
 
 NUM_BLOCKS = 6
 quick = settings(max_examples=150, deadline=None)
@@ -176,7 +170,7 @@ def test_sink_covers_what_it_wants_and_nothing_else(
             assert wanted[0] == min(here)
             assert sink.regions(Manifest(start, num, [4], 9), *wanted).nbytes == 4 * wanted[1]
             missing -= set(range(wanted[0], sum(wanted)))
-            assert sink.landed(*wanted) == (not missing)
+            assert sink.landed(Manifest(start, num, [4], 9), *wanted) == (not missing)
         assert (sink.missing_blocks() == np.array(sorted(missing)) - first + 50).all()
 
 

@@ -14,6 +14,9 @@ from p2p_engine.messages import (
     AnyMessage,
     CacheSpec,
     Manifest,
+    PageShape,
+    Part,
+    Plane,
     TransferKey,
     decode,
     decode_heartbeat,
@@ -25,6 +28,8 @@ sizes = st.integers(0, 1 << 48)
 words = st.integers(0, (1 << 63) - 1)
 texts = st.text(max_size=20)
 keys = st.builds(TransferKey, texts, texts, counts, counts)
+planes = st.builds(Plane, sizes, sizes, sizes)
+shapes = st.builds(PageShape, counts, sizes, st.lists(planes, min_size=1, max_size=4).map(tuple))
 manifests = st.builds(
     Manifest,
     counts,
@@ -33,8 +38,16 @@ manifests = st.builds(
     counts,
     texts,
     st.lists(sizes, max_size=3),
+    st.none() | st.builds(Part, counts, counts, counts, counts, st.integers(1, 1 << 20), shapes),
 )
-specs = st.builds(CacheSpec, model=texts, block_size=counts, page_bytes=st.lists(sizes, max_size=3))
+specs = st.builds(
+    CacheSpec,
+    model=texts,
+    block_size=counts,
+    page_bytes=st.lists(sizes, max_size=3),
+    layer_cuts=st.lists(counts, max_size=3).map(tuple),
+    shape=st.none() | shapes,
+)
 endpoints = st.dictionaries(texts, st.dictionaries(texts, texts, max_size=3), max_size=3)
 BY_FIELD: dict[str, st.SearchStrategy[Any]] = {
     "source_epoch": words, "destination_epoch": words, "seq": words, "trailer": words,

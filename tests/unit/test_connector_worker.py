@@ -26,9 +26,9 @@ from p2p_engine.errors import (
     TransferRejected,
     TransferTimeout,
 )
-from p2p_engine.layout import PagedCache, PagedSink, PagedSource
-from p2p_engine.messages import TransferKey
-from p2p_engine.peers import PeerAddress
+from p2p_engine.messages import Manifest, TransferKey
+from p2p_engine.paged import PagedCache, PagedSink, PagedSource
+from p2p_engine.peers import InstanceAddress
 from p2p_engine.transfer import Transfer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -36,13 +36,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 BLOCK_SIZE, NUM_BLOCKS, RANK = 16, 64, 1
 CACHE = PagedCache(np.array([0x1000]), np.array([BLOCK_SIZE]), np.array([BLOCK_SIZE]), NUM_BLOCKS)
 
+WHOLE = Manifest(0, 7, [BLOCK_SIZE], 100)
+
 
 @dataclass
 class Sent:
     """One call of send or hold."""
 
     key: TransferKey
-    peer: PeerAddress | None
+    peer: InstanceAddress | None
     source: PagedSource
     binding: bytes
     transfer: Transfer
@@ -60,7 +62,7 @@ class FakeEngine:
     config: EngineConfig = field(default_factory=lambda: EngineConfig(transfer_timeout_seconds=0.1))
     sent: list[Sent] = field(default_factory=list)
     received: dict[str, tuple[PagedSink, Transfer, dict[str, Any]]] = field(default_factory=dict)
-    abandoned: list[tuple[str, PeerAddress | None, str]] = field(default_factory=list)
+    abandoned: list[tuple[str, InstanceAddress | None, str]] = field(default_factory=list)
     discarded: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     cancelled: list[Transfer] = field(default_factory=list)
     refusal: P2pError | None = None
@@ -79,7 +81,7 @@ class FakeEngine:
     def send(
         self,
         key: TransferKey,
-        peer: PeerAddress,
+        peer: InstanceAddress,
         source: PagedSource,
         *,
         binding: bytes,
@@ -95,7 +97,7 @@ class FakeEngine:
     def mark_ready(self, transfer: Transfer) -> None:
         next(item for item in self.sent if item.transfer is transfer).ready = True
 
-    def abandon(self, key: TransferKey, peer: PeerAddress | None, reason: str) -> None:
+    def abandon(self, key: TransferKey, peer: InstanceAddress | None, reason: str) -> None:
         self.abandoned.append((key.transfer_id, peer, reason))
 
     def receive(self, key: TransferKey, sink: PagedSink, **settings: Any) -> Transfer:
@@ -177,7 +179,7 @@ def test_blocks_leave_as_they_fill_and_the_ragged_one_last(
     assert [item.blocks for item in engine.sent] == [[10, 11], [12], [13, 14, 15], [16]]
     assert [item.source.first_block for item in engine.sent] == [0, 2, 3, 6]
     assert all(item.ready and item.binding == b"r" for item in engine.sent)
-    assert {str(item.peer) for item in engine.sent} == {"h:1 rank 1"}
+    assert {str(item.peer) for item in engine.sent} == {"h:1"}
 
 
 def test_bytes_may_move_only_after_the_forward(engine: FakeEngine, worker: WorkerHalf) -> None:
@@ -250,7 +252,7 @@ def test_an_aborted_request_is_withdrawn_and_its_peer_told(
         == set()
     )
     assert engine.cancelled == [engine.sent[0].transfer]
-    assert engine.abandoned == [("t-r", PeerAddress("h:1", RANK), "aborted")]
+    assert engine.abandoned == [("t-r", InstanceAddress("h:1"), "aborted")]
     end(engine.sent[0].transfer, TransferCancelled("x"))
     assert run(worker).finished_sending == {"r"}
 
@@ -333,7 +335,7 @@ def load(name: str = "r", first_block: int = 0, num_tokens: int = 100) -> Load:
 def test_a_load_is_reported_once_when_it_is_done(engine: FakeEngine, worker: WorkerHalf) -> None:
     assert run(worker, loads=[load(first_block=2)]).finished_recving == set()
     _, transfer, settings = engine.received["t-r"]
-    assert settings == {"binding": b"r", "peer": PeerAddress("h:1", RANK), "pull": False}
+    assert settings == {"binding": b"r", "peer": InstanceAddress("h:1"), "pull": False}
     release(transfer)
     assert run(worker).finished_recving == set()
     end(transfer)
@@ -355,7 +357,7 @@ def test_a_failed_load_names_what_is_missing(
     sink, transfer, _ = engine.received["t-r"]
     for block in landed:
         if block >= first_block:
-            sink.landed(block, 1)
+            sink.landed(WHOLE, block, 1)
     end(transfer, TransferTimeout("late"))
     results = run(worker)
     assert results.finished_recving == {"r"}
@@ -371,7 +373,7 @@ def test_a_load_that_failed_with_all_blocks_in_place_is_not_trusted(
 ) -> None:
     run(worker, loads=[load()])
     sink, transfer, _ = engine.received["t-r"]
-    sink.landed(0, 7)
+    sink.landed(WHOLE, 0, 7)
     end(transfer, TransferRejected("torn"))
     assert run(worker).failed_recving == {"r"}
 
@@ -415,7 +417,7 @@ def test_unwanted_and_reset(engine: FakeEngine, worker: WorkerHalf) -> None:
     unwanted = [party("a", mode=SendMode.GET), party("b", peer=None)]
     run(worker, unwanted=unwanted, drops_landed=True)
     assert engine.discarded == [
-        ("t-a", {"binding": b"a", "peer": PeerAddress("h:1", RANK), "pull": True}),
+        ("t-a", {"binding": b"a", "peer": InstanceAddress("h:1"), "pull": True}),
         ("t-b", {"binding": b"b", "peer": None, "pull": False}),
     ]
     assert engine.num_dropped == 1

@@ -13,7 +13,7 @@ from p2p_engine.addresses import split_address
 from p2p_engine.config import EngineConfig
 from p2p_engine.directory import Directory, RankAddress
 from p2p_engine.errors import ConfigError
-from p2p_engine.messages import Location, Lookup, Ping, decode, encode
+from p2p_engine.messages import PROTOCOL_VERSION, Location, Lookup, Ping, decode, encode
 from tests.support import eventually
 
 RANKS = [RankAddress(0, "10.0.0.1:1", 5), RankAddress(1, "10.0.0.2:2", 6)]
@@ -83,7 +83,7 @@ def test_heartbeats_and_leave(role: str, proxy: Proxy) -> None:
     for beat in beats:
         assert beat["http_address"] == "127.0.0.1:8000"
         assert beat["zmq_address"] == directory.address
-        assert (beat["protocol"], beat["model"], beat["tp_size"]) == (1, "m", 2)
+        assert (beat["protocol"], beat["model"], beat["tp_size"]) == (PROTOCOL_VERSION, "m", 2)
         assert "leaving" not in beat
     directory.close()
     directory.close()

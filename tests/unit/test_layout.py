@@ -36,7 +36,7 @@ def carry(source: TensorSource, sink: TensorSink) -> torch.Tensor:
     here, there = source.regions(first, num), sink.regions(source.manifest, first, num)
     for start, end, length in zip(here.addresses, there.addresses, here.lengths, strict=True):
         ctypes.memmove(int(end), int(start), int(length))
-    assert sink.landed(first, num)
+    assert sink.landed(source.manifest, first, num)
     assert sink.tensor is not None
     return sink.tensor
 

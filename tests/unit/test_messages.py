@@ -12,11 +12,13 @@ from p2p_engine.messages import (
     MAX_FRAME_BYTES,
     MAX_LAYERS,
     AnyMessage,
-    CacheSpec,
     Heartbeat,
     Manifest,
     Offer,
+    PageShape,
+    Part,
     Ping,
+    Plane,
     TransferKey,
     decode,
     decode_heartbeat,
@@ -99,15 +101,11 @@ def test_deep_nesting_is_refused() -> None:
 
 def test_largest_offer_fits_a_frame() -> None:
     key = TransferKey("é" * 512, "é" * 512, 1 << 31, 1 << 31)
-    manifest = Manifest(1 << 31, 1 << 31, [1 << 48] * MAX_LAYERS, 1, "f" * 32, [1 << 48] * 16)
+    planes = (Plane(1 << 48, 1 << 48, 1 << 48, 1 << 31, 1 << 48),) * 4
+    part = Part(1 << 31, 1 << 31, 1 << 31, 1 << 31, 1 << 20, PageShape(1 << 31, -(1 << 48), planes))
+    manifest = Manifest(1 << 31, 1 << 31, [1 << 48] * MAX_LAYERS, 1, "f" * 32, [1 << 48] * 16, part)
     offer = Offer((1 << 63) - 1, 0, 0, 0, key, manifest, b"x" * 64, "é" * 512)
     assert decode(encode(offer)) == offer
-
-
-def test_differences_name_each_field_and_both_values() -> None:
-    here, there = CacheSpec(model="a", block_size=16), CacheSpec(model="b", block_size=16)
-    assert here.differences(there) == ["model: 'a' here, 'b' there"]
-    assert here.differences(here) == []
 
 
 def test_manifest_counts_bytes() -> None:

@@ -115,7 +115,7 @@ class Scene:
 
     def welcomed(self, *, data: bool = True) -> Link:
         link = self.links.get(PEER, data=data)
-        self.hear(Welcome(THEM, US, 1, {"shm": {"a": "1"}, "tcp": {"b": "2"}}))
+        self.hear(Welcome(THEM, US, 1, None, {"shm": {"a": "1"}, "tcp": {"b": "2"}}))
         return link
 
     def pass_time(self, seconds: float) -> None:
@@ -148,7 +148,7 @@ def test_hello_is_repeated_until_welcomed(scene: Scene) -> None:
     assert scene.last(Hello).address == scene.control.address
     scene.pass_time(1.0)
     assert len(scene.control.sent) == 2
-    scene.hear(Welcome(THEM, US, 1, {}))
+    scene.hear(Welcome(THEM, US, 1, None, {}))
     assert scene.events == ["ready"]
     assert scene.links.count() == {"ready": 1}
 
@@ -265,7 +265,7 @@ def test_silence_ends_a_link(scene: Scene) -> None:
     ended_with(link, PeerLost, "silent for 8.0 s")
 
 
-@pytest.mark.parametrize("message", [Pong(NEW, US), Welcome(NEW, US, 1, {})])
+@pytest.mark.parametrize("message", [Pong(NEW, US), Welcome(NEW, US, 1, None, {})])
 def test_answer_of_a_newer_engine_ends_a_link(scene: Scene, message: AnyMessage) -> None:
     link = scene.welcomed(data=False)
     assert scene.hear(message) is None
@@ -309,17 +309,17 @@ def test_close_says_bye_after_the_channel_is_joined(scene: Scene) -> None:
 def test_rank_is_looked_up(scene: Scene) -> None:
     link = scene.links.get(PeerAddress(ADDRESS, 3), data=False)
     assert scene.last(Lookup).rank == 3
-    scene.hear(Location(9, US, 2, "127.0.0.1:7", 4))  # the answer to another question
+    scene.hear(Location(9, US, 2, "127.0.0.1:7", 4, None))  # the answer to another question
     assert link.state is LinkState.LOCATING
-    scene.hear(Location(9, US, 3, "127.0.0.1:6", 4))
+    scene.hear(Location(9, US, 3, "127.0.0.1:6", 4, None))
     assert scene.control.sent[-1][0] == "127.0.0.1:6"
-    scene.hear(Welcome(THEM, US, 1, {}), "127.0.0.1:6")
+    scene.hear(Welcome(THEM, US, 1, None, {}), "127.0.0.1:6")
     assert link.ready
 
 
 @pytest.mark.parametrize("address", ["", "nowhere", "host:99999"])
 def test_location_that_is_none(scene: Scene, address: str) -> None:
     link = scene.links.get(PeerAddress(ADDRESS, 3), data=False)
-    scene.hear(Location(9, US, 3, address, 2))
+    scene.hear(Location(9, US, 3, address, 2, None))
     assert link.state is LinkState.CLOSED
     assert isinstance(link.error, PeerRefused | PeerUnreachable)

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from p2p_engine.messages import PROTOCOL_VERSION
 from proxy.instances import Instance, Role
 from proxy.prompt import Prompt
 from tests.routing_fleet import NOW, Fleet
@@ -131,7 +132,7 @@ def test_any_fleet_gives_a_pair_that_fits_or_says_why_not(rng: SeededRandom) -> 
     for _ in range(300):
         fleet = Fleet()
         for _ in range(rng.randint(0, 8)):
-            protocol, model = rng.choice([None, 1]), rng.choice(["a", "b"])
+            protocol, model = rng.choice([None, PROTOCOL_VERSION]), rng.choice(["a", "b"])
             instance = fleet.add(rng.choice(["P", "D", "PD"]), protocol=protocol, model=model)
             if rng.random() < 0.2:
                 instance.record_unreachable()

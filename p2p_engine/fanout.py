@@ -1,0 +1,128 @@
+"""Fan-out: what goes to an instance becomes a chunk for each rank of it that the plan names.
+
+Nothing leaves before the instance's directory has answered. The engine's lock guards everything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from p2p_engine.errors import P2pError, TransferCancelled
+from p2p_engine.instances import Instances
+from p2p_engine.layout import Source
+from p2p_engine.messages import CacheSpec, TransferKey
+from p2p_engine.peers import InstanceAddress
+from p2p_engine.plan import targets_of
+from p2p_engine.sender import Sender
+from p2p_engine.transfer import Transfer, TransferGroup
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One source on its way to an instance."""
+
+    key: TransferKey
+    instance: InstanceAddress
+    source: Source
+    binding: bytes
+    deadline: float
+    transfer: TransferGroup
+
+
+class Fanout:
+    """All that goes to instances, on top of the sender."""
+
+    def __init__(
+        self,
+        changed: threading.Condition,
+        instances: Instances,
+        sender: Sender,
+        spec: CacheSpec | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._changed = changed
+        self._instances = instances
+        self._sender = sender
+        self._spec = spec
+        self._clock = clock
+        self._ready: dict[TransferGroup, bool] = {}  # of those whose members are not known
+
+    def send(
+        self,
+        key: TransferKey,
+        instance: InstanceAddress,
+        source: Source,
+        binding: bytes,
+        timeout: float,
+        *,
+        ready: bool,
+    ) -> TransferGroup:
+        """Queue a chunk for each rank that it concerns.
+
+        Raises:
+            PeerUnreachable: the address is not host:port.
+        """
+        transfer = TransferGroup(key, 0, self._changed, self._cancel)
+        delivery = Delivery(key, instance, source, binding, self._clock() + timeout, transfer)
+        self._ready[transfer] = ready
+        try:
+            self._instances.ask(instance, lambda answer: self._dispatch(delivery, answer))
+        except P2pError:
+            del self._ready[transfer]
+            raise
+        return transfer
+
+    def mark_ready(self, transfer: TransferGroup) -> None:
+        """Let the bytes move: the source is valid from now on."""
+        if transfer in self._ready:
+            self._ready[transfer] = True
+        for member in transfer.members or ():
+            self._sender.mark_ready(member)
+
+    def abandon(self, key: TransferKey, instance: InstanceAddress, reason: str) -> None:
+        """Tell each rank that it concerns that this key will not be completed."""
+
+        def tell(answer: CacheSpec | P2pError) -> None:
+            if isinstance(answer, CacheSpec) and self._spec is not None:
+                for rank in targets_of(self._spec, self._spec.rank, answer):
+                    self._sender.abandon(key, instance.rank(rank), reason)
+
+        self._instances.ask(instance, tell)
+
+    def num_open(self) -> int:
+        """How many wait for a directory."""
+        return len(self._ready)
+
+    def _dispatch(self, delivery: Delivery, answer: CacheSpec | P2pError) -> None:
+        transfer = delivery.transfer
+        ready = self._ready.pop(transfer, None)
+        if ready is None:
+            return  # withdrawn meanwhile
+        if isinstance(answer, P2pError) or self._spec is None:
+            transfer.end(answer if isinstance(answer, P2pError) else None)
+            return
+        timeout = delivery.deadline - self._clock()
+        chunks = [
+            self._sender.send(
+                delivery.key,
+                delivery.instance.rank(rank),
+                delivery.source,
+                delivery.binding,
+                timeout,
+                ready=ready,
+            )
+            for rank in targets_of(self._spec, self._spec.rank, answer)
+        ]
+        transfer.join([chunk.transfer for chunk in chunks])
+
+    def _cancel(self, transfer: Transfer, reason: str) -> None:
+        with self._changed:
+            if not isinstance(transfer, TransferGroup):
+                return
+            if self._ready.pop(transfer, None) is not None:
+                text = f"{transfer.key} was withdrawn: {reason or 'no reason given'}"
+                transfer.end(TransferCancelled(text))
+            for member in transfer.members or ():
+                member.cancel(reason)

@@ -1,0 +1,106 @@
+"""Instances: what other instances look like, asked of their directories, and remembered until a
+link to one of their ranks ends. The engine's lock guards everything here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from p2p_engine.config import EngineConfig
+from p2p_engine.control import ControlPlane
+from p2p_engine.errors import P2pError, PeerRefused, PeerUnreachable
+from p2p_engine.messages import CacheSpec, Location, Lookup, encode
+from p2p_engine.peers import InstanceAddress
+from p2p_engine.plan import obstacles
+from p2p_engine.sockets import Route
+
+
+@dataclass(eq=False)
+class Inquiry:
+    """One instance that has not answered; `told` are called with its spec, or why there is none."""
+
+    deadline: float
+    told: list[Callable[[CacheSpec | P2pError], None]] = field(default_factory=list)
+    resend_at: float = 0.0
+
+
+class Instances:
+    """All instances that this engine has asked for."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        control: ControlPlane,
+        epoch: int,
+        spec: CacheSpec | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._control = control
+        self._epoch = epoch
+        self._spec = spec
+        self._clock = clock
+        self._known: dict[InstanceAddress, CacheSpec] = {}
+        self._inquiries: dict[InstanceAddress, Inquiry] = {}
+
+    def ask(self, instance: InstanceAddress, told: Callable[[CacheSpec | P2pError], None]) -> None:
+        """Call `told` with one rank's spec of an instance: now if it is known, else soon.
+
+        Raises:
+            PeerUnreachable: the address is not host:port.
+        """
+        known = self._known.get(instance)
+        if known is not None:
+            told(known)
+            return
+        inquiry = self._inquiries.get(instance)
+        if inquiry is None:
+            instance.check()
+            inquiry = Inquiry(self._clock() + self._config.connect_timeout_seconds)
+            self._inquiries[instance] = inquiry
+            self._repeat(instance, inquiry)
+        inquiry.told.append(told)
+
+    def on_location(self, address: str, message: Location) -> None:
+        """A directory has answered; also what a link asked it."""
+        instance = InstanceAddress(address)
+        inquiry = self._inquiries.get(instance)
+        if inquiry is None:
+            return
+        specs = (self._spec, message.spec)
+        if self._spec is None or message.spec is None or not all(s and s.has_ranks for s in specs):
+            text = "one side does not describe its KV cache"
+        else:
+            text = "; ".join(obstacles(self._spec, message.spec))
+        if message.spec is not None and not text:
+            self._known[instance] = message.spec
+            self._answer(instance, message.spec)
+        else:
+            self._answer(instance, PeerRefused(f"peer {instance}: {text}"))
+
+    def forget(self, address: str) -> None:
+        """A link to it has ended: it may be another one when it comes back."""
+        self._known.pop(InstanceAddress(address), None)
+
+    def tick(self, now: float) -> None:
+        """Repeat what is unanswered; end what is overdue."""
+        for instance, inquiry in list(self._inquiries.items()):
+            if now >= inquiry.deadline:
+                waited = self._config.connect_timeout_seconds
+                reason = f"peer {instance} did not answer within {waited:g} s (LOCATING)"
+                self._answer(instance, PeerUnreachable(reason))
+            elif now >= inquiry.resend_at:
+                self._repeat(instance, inquiry)
+
+    def close(self, error: P2pError) -> None:
+        """Answer everybody."""
+        for instance in list(self._inquiries):
+            self._answer(instance, error)
+
+    def _repeat(self, instance: InstanceAddress, inquiry: Inquiry) -> None:
+        inquiry.resend_at = self._clock() + self._config.retry_seconds
+        self._control.send(Route(instance.address), encode(Lookup(self._epoch, 0, 0)))
+
+    def _answer(self, instance: InstanceAddress, answer: CacheSpec | P2pError) -> None:
+        for told in self._inquiries.pop(instance).told:
+            told(answer)

@@ -1,0 +1,181 @@
+"""Which rank gives what to which, and in what order the bytes come, for any two instances. Pure.
+
+A rank has a range of the model's layers and a range of its KV heads. Ranks that have the same ones
+(more ranks than heads; MLA) are replicas of each other: exactly one of them serves a destination.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+from p2p_engine.errors import PeerRefused
+from p2p_engine.messages import MAX_RANKS, CacheSpec, Part
+
+SAME = ("model", "revision", "dtype", "num_kv_heads", "head_size", "packing")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Layers and heads of the model, as half-open ranges."""
+
+    first_layer: int
+    end_layer: int
+    first_head: int
+    end_head: int
+
+    def __and__(self, other: Extent) -> Extent:
+        """What both have."""
+        return Extent(
+            max(self.first_layer, other.first_layer),
+            min(self.end_layer, other.end_layer),
+            max(self.first_head, other.first_head),
+            min(self.end_head, other.end_head),
+        )
+
+    @property
+    def size(self) -> int:
+        """Heads, over all layers."""
+        return (self.end_layer - self.first_layer) * (self.end_head - self.first_head)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything in it."""
+        return self.first_layer < self.end_layer and self.first_head < self.end_head
+
+
+def extent_of(spec: CacheSpec, rank: int) -> Extent:
+    """What a rank of this instance has, as vLLM shares a model out."""
+    stage, tp_rank = divmod(rank, spec.tp_size)
+    first = tp_rank // num_replicas(spec) * heads_per_rank(spec)
+    first_layer, end_layer = spec.layer_cuts[stage : stage + 2]
+    return Extent(first_layer, end_layer, first, first + heads_per_rank(spec))
+
+
+def heads_per_rank(spec: CacheSpec) -> int:
+    """How many KV heads each rank has."""
+    return max(1, spec.num_kv_heads // spec.tp_size)
+
+
+def num_replicas(spec: CacheSpec) -> int:
+    """How many ranks have the same heads."""
+    return max(1, spec.tp_size // spec.num_kv_heads)
+
+
+def share(source: CacheSpec, source_rank: int, target: CacheSpec, target_rank: int) -> Extent:
+    """What one rank gives to another; empty, when another replica gives it or nobody does."""
+    replicas = num_replicas(source)
+    if source_rank % replicas != target_rank % replicas:  # so that the load spreads
+        return Extent(0, 0, 0, 0)
+    return extent_of(source, source_rank) & extent_of(target, target_rank)
+
+
+def targets_of(source: CacheSpec, rank: int, target: CacheSpec) -> list[int]:
+    """The ranks of `target` to which a rank of `source` gives something."""
+    return [other for other in range(target.num_ranks) if share(source, rank, target, other)]
+
+
+def sources_of(source: CacheSpec, target: CacheSpec, rank: int) -> list[int]:
+    """The ranks of `source` from which a rank of `target` gets something."""
+    return [other for other in range(source.num_ranks) if share(source, other, target, rank)]
+
+
+def idle_sources(source: CacheSpec, target: CacheSpec, rank: int) -> list[int]:
+    """The ranks of `source` that give nothing to anybody; each rank of `target` minds some."""
+    return [
+        other
+        for other in range(rank, source.num_ranks, target.num_ranks)
+        if not targets_of(source, other, target)
+    ]
+
+
+def part_between(source: CacheSpec, target: CacheSpec) -> Part | None:
+    """What the source's rank sends to the target's; None: all of it, page by page, as it lies.
+
+    Raises:
+        PeerRefused: nothing is to be sent, or it cannot be mapped; names what differs.
+    """
+    both = share(source, source.rank, target, target.rank)
+    if not both:
+        raise PeerRefused(f"rank {source.rank} has nothing for rank {target.rank} there")
+    if both == extent_of(source, source.rank) == extent_of(target, target.rank) and _same_pages(
+        source, target
+    ):
+        return None
+    unmapped = obstacles(source, target)
+    if unmapped or source.shape is None or target.shape is None:
+        raise PeerRefused("; ".join(unmapped))
+    return Part(
+        both.first_layer,
+        both.end_layer - both.first_layer,
+        both.first_head,
+        both.end_head - both.first_head,
+        _common_block_size(source, target),
+        source.shape,
+    )
+
+
+def obstacles(here: CacheSpec, there: CacheSpec) -> list[str]:
+    """Say why nothing can be mapped between two instances, with both values; empty: it can."""
+    if not _is_regular(there):
+        return [f"{there.num_ranks} ranks there (this one is {there.rank}) cannot share the model"]
+    found = [
+        _differing(name, getattr(here, name), getattr(there, name))
+        for name in SAME
+        if getattr(here, name) != getattr(there, name)
+    ]
+    if here.layer_cuts[-1:] != there.layer_cuts[-1:]:
+        found.append(_differing("layers", here.layer_cuts[-1:], there.layer_cuts[-1:]))
+    if found or _same_pages(here, there):
+        return found
+    if here.shape is None or there.shape is None:
+        return [_unknown_inside(here, there)]
+    if here.shape.rows != there.shape.rows:
+        return [_differing("rows of a token", here.shape.rows, there.shape.rows)]
+    is_whole = [spec.shape.num_tokens for spec in (here, there) if spec.shape] != [1, 1]
+    if not is_whole and here.block_size != there.block_size:
+        why = f"blocks that are packed as {here.packing!r} cannot be cut"
+        return [f"{_differing('block_size', here.block_size, there.block_size)}: {why}"]
+    return []
+
+
+def _is_regular(spec: CacheSpec) -> bool:
+    """Whether the ranks share layers and heads as vLLM does, so that none is forgotten."""
+    if not spec.has_ranks:
+        return spec.num_ranks == 1 and not spec.layer_cuts
+    few, many = sorted((spec.tp_size, spec.num_kv_heads))
+    cuts = spec.layer_cuts
+    return (
+        many % few == 0
+        and cuts[0] == 0
+        and all(first < end for first, end in pairwise(cuts))
+        and spec.rank < spec.num_ranks <= MAX_RANKS
+    )
+
+
+def _same_pages(here: CacheSpec, there: CacheSpec) -> bool:
+    """Whether a page is the same bytes on both sides; true of equal instances of every kind."""
+    has_pages = bool(here.page_bytes) or here.shape is None
+    return (
+        has_pages
+        and here.page_bytes == there.page_bytes
+        and (here.block_size, here.layout, here.shape)
+        == (there.block_size, there.layout, there.shape)
+        and (here.tp_size, here.layer_cuts) == (there.tp_size, there.layer_cuts)
+    )
+
+
+def _common_block_size(source: CacheSpec, target: CacheSpec) -> int:
+    shapes = [spec.shape.num_tokens for spec in (source, target) if spec.shape is not None]
+    return source.block_size if shapes == [1, 1] else math.gcd(*shapes)
+
+
+def _unknown_inside(here: CacheSpec, there: CacheSpec) -> str:
+    names = ("tp_size", "layer_cuts", "block_size", "layout", "page_bytes")
+    pairs = [(name, getattr(here, name), getattr(there, name)) for name in names]
+    [first, *_] = [_differing(*pair) for pair in pairs if pair[1] != pair[2]] or ["layout"]
+    return f"{first}: a block of packing {here.packing!r} can only be moved as it is"
+
+
+def _differing(name: str, mine: object, theirs: object) -> str:
+    return f"{name}: {mine!r} here, {theirs!r} there"

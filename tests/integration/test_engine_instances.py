@@ -1,0 +1,227 @@
+"""Engines that are ranks of instances: found by a directory, sent what the plan names, refused."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from p2p_engine import P2pNcclEngine, TransferKey
+from p2p_engine.cli.ports import PortPlan
+from p2p_engine.directory import Directory, RankAddress
+from p2p_engine.errors import P2pError, PeerRefused, PeerUnreachable, TransferError
+from p2p_engine.peers import InstanceAddress
+from tests.caches import Model, RankCache, Side
+from tests.engines import TRANSPORTS, assert_idle, settings
+from tests.support import eventually
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
+MODEL, KEY, NUM_TOKENS = Model(2, 2, 8), TransferKey("request-1"), 32
+IDS = np.arange(8, dtype=np.int64)
+
+
+class Instance:
+    """An engine for each rank, their caches, and the directory."""
+
+    def __init__(self, side: Side, stack: contextlib.ExitStack, **changes: Any) -> None:
+        transport, described = changes.pop("transport", "shm"), changes.pop("described", {})
+        config = settings(transport, **changes)
+        self.caches = [RankCache(MODEL, side, rank, 8) for rank in range(side.num_ranks)]
+        self.specs = [msgspec.structs.replace(cache.spec, **described) for cache in self.caches]
+        self.engines = [
+            stack.enter_context(P2pNcclEngine(config, spec=spec)) for spec in self.specs
+        ]
+        ranks = [
+            RankAddress(rank, engine.zmq_address, engine.epoch, self.specs[rank])
+            for rank, engine in enumerate(self.engines)
+        ]
+        ports = stack.enter_context(contextlib.closing(PortPlan("127.0.0.1")))
+        directory = Directory(config, ranks, kv_port=ports.take(), role="D")
+        self.address = InstanceAddress(stack.enter_context(directory).address)
+
+    def sources(self) -> list[Any]:
+        return [cache.source(IDS, 0, NUM_TOKENS) for cache in self.caches]
+
+    def sinks(self) -> list[Any]:
+        return [cache.sink(IDS, 0, NUM_TOKENS) for cache in self.caches]
+
+
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def fill(instance: Instance) -> None:
+    for cache in instance.caches:
+        cache.fill(IDS, MODEL.values(NUM_TOKENS))
+
+
+def check(instance: Instance) -> None:
+    for cache in instance.caches:
+        assert (cache.token_views(IDS) == cache.of_mine(MODEL.values(NUM_TOKENS))).all()
+
+
+SIDES = [(1, 2), (2, 1), (4, 2), (2, 4), (2, 2)]
+
+
+@every_transport
+@pytest.mark.parametrize("sizes", SIDES, ids=str)
+@pytest.mark.parametrize("pull", [False, True])
+def test_every_rank_gets_its_part(
+    stack: contextlib.ExitStack, sizes: tuple[int, int], pull: bool, transport: str
+) -> None:
+    prefill, decode = (Instance(Side(size), stack, transport=transport) for size in sizes)
+    fill(prefill)
+    waiting = [
+        engine.receive(KEY, sink, peer=prefill.address, pull=pull)
+        for engine, sink in zip(decode.engines, decode.sinks(), strict=True)
+    ]
+    sent = [
+        engine.hold(KEY, source) if pull else engine.send(KEY, decode.address, source)
+        for engine, source in zip(prefill.engines, prefill.sources(), strict=True)
+    ]
+    for transfer in [*waiting, *sent]:
+        transfer.wait(10)
+    check(decode)
+    assert_idle(*prefill.engines, *decode.engines)
+
+
+REFUSALS = {
+    "model": ({"model": "other"}, "model: '' here, 'other' there"),
+    "dtype": ({"dtype": "bfloat16"}, "dtype: '' here, 'bfloat16' there"),
+    "packing": ({"packing": "cpu amx"}, "packing: '' here, 'cpu amx' there"),
+    "head size": ({"head_size": 64}, "head_size: 8 here, 64 there"),
+    "layers": ({"layer_cuts": (0, 3)}, r"layers: \(2,\) here, \(3,\) there"),
+}
+
+
+@pytest.mark.parametrize("named", REFUSALS)
+def test_refusals_name_both_values_within_a_second(stack: contextlib.ExitStack, named: str) -> None:
+    described, reason = REFUSALS[named]
+    here, there = Instance(Side(), stack), Instance(Side(), stack, described=described)
+    transfers = [
+        here.engines[0].send(KEY, there.address, here.sources()[0]),
+        here.engines[0].receive(KEY, here.sinks()[0], peer=there.address),
+        here.engines[0].receive(
+            TransferKey("request-2"), here.sinks()[0], peer=there.address, pull=True
+        ),
+        here.engines[0].send(KEY, there.address.rank(0), here.sources()[0]),  # by HELLO alone
+    ]
+    for transfer in transfers[:3]:
+        with pytest.raises(PeerRefused, match=reason):
+            transfer.wait(1.0)
+    with pytest.raises(PeerRefused, match=named.replace(" ", "_")):
+        transfers[3].wait(1.0)
+    assert_idle(here.engines[0])
+
+
+def test_a_directory_that_does_not_answer(stack: contextlib.ExitStack) -> None:
+    here = Instance(Side(), stack, connect_timeout_seconds=0.3)
+    nobody = InstanceAddress("127.0.0.1:9")
+    sent = here.engines[0].send(KEY, nobody, here.sources()[0])
+    waiting = here.engines[0].receive(KEY, here.sinks()[0], peer=nobody)
+    here.engines[0].abandon(KEY, nobody, "nobody hears it")
+    for transfer in (sent, waiting):
+        with pytest.raises(PeerUnreachable, match=r"127.0.0.1:9.*LOCATING"):
+            transfer.wait(10)
+    with pytest.raises(PeerUnreachable):
+        here.engines[0].send(KEY, InstanceAddress("nowhere"), here.sources()[0])
+    assert_idle(here.engines[0])
+
+
+def test_a_send_that_is_withdrawn_before_the_directory_answers(
+    stack: contextlib.ExitStack,
+) -> None:
+    here = Instance(Side(), stack)
+    sent = here.engines[0].send(KEY, InstanceAddress("127.0.0.1:9"), here.sources()[0])
+    sent.cancel("the test says so")
+    with pytest.raises(TransferError, match="the test says so"):
+        sent.wait(10)
+    assert_idle(here.engines[0])
+
+
+def test_what_one_rank_refuses_fails_all_and_abandon_reaches_all(
+    stack: contextlib.ExitStack,
+) -> None:
+    prefill, decode = Instance(Side(1), stack), Instance(Side(2), stack)
+    decode.engines[0].discard(KEY, reason="not wanted by the first")
+    waiting = decode.engines[1].receive(KEY, decode.sinks()[1])
+    sent = prefill.engines[0].send(KEY, decode.address, prefill.sources()[0], ready=False)
+    eventually(lambda: sent.error is not None)
+    assert "not wanted by the first" in str(sent.error)
+    sent.cancel("one of two failed")
+    prefill.engines[0].abandon(KEY, decode.address, "one of two failed")
+    with pytest.raises(TransferError, match="one of two failed"):
+        waiting.wait(10)
+    eventually(lambda: sent.done)
+    assert_idle(prefill.engines[0], *decode.engines)
+
+
+def test_a_hold_ends_when_the_last_reader_has_ended(stack: contextlib.ExitStack) -> None:
+    prefill, decode = Instance(Side(1), stack), Instance(Side(2), stack)
+    fill(prefill)
+    held = prefill.engines[0].hold(KEY, prefill.sources()[0])
+    first = decode.engines[0].receive(KEY, decode.sinks()[0], peer=prefill.address, pull=True)
+    first.wait(10)
+    assert not held.wait_released(0.2)
+    decode.engines[1].discard(KEY, peer=prefill.address, pull=True)
+    held.wait(10)
+    assert_idle(prefill.engines[0], *decode.engines)
+
+
+def test_replicas_that_nobody_reads_are_released(stack: contextlib.ExitStack) -> None:
+    """Two heads on four ranks: two of them serve the one decode rank."""
+    prefill, decode = Instance(Side(4), stack), Instance(Side(1), stack)
+    fill(prefill)
+    held = [
+        engine.hold(KEY, source)
+        for engine, source in zip(prefill.engines, prefill.sources(), strict=True)
+    ]
+    decode.engines[0].receive(KEY, decode.sinks()[0], peer=prefill.address, pull=True).wait(10)
+    for transfer in held:
+        transfer.wait(10)
+    check(decode)
+    sent = [engine.stats()["sent_bytes"] > 0 for engine in prefill.engines]
+    assert sent == [True, False, True, False]
+
+
+@every_transport
+def test_a_spilled_hold_is_cut_as_well(stack: contextlib.ExitStack, transport: str) -> None:
+    prefill = Instance(Side(1), stack, transport=transport)
+    decode = Instance(Side(2, (0, 2), 16, "LBNHP"), stack, transport=transport)
+    fill(prefill)
+    held = prefill.engines[0].hold(KEY, prefill.sources()[0])
+    assert prefill.engines[0].spill(held)
+    assert held.wait_released(10)
+    prefill.caches[0].memory[:] = 0
+    ids = np.arange(2, dtype=np.int64)
+    waiting = [
+        engine.receive(KEY, cache.sink(ids, 0, NUM_TOKENS), peer=prefill.address, pull=True)
+        for engine, cache in zip(decode.engines, decode.caches, strict=True)
+    ]
+    for transfer in waiting:
+        transfer.wait(10)
+    for cache in decode.caches:
+        assert (cache.token_views(ids) == cache.of_mine(MODEL.values(NUM_TOKENS))).all()
+    held.wait(10)
+
+
+def test_a_lost_source_rank_fails_the_receive(stack: contextlib.ExitStack) -> None:
+    """Half of the heads are no KV."""
+    prefill = Instance(Side(2), stack, transfer_timeout_seconds=3)
+    decode = Instance(Side(1), stack, transfer_timeout_seconds=3)
+    fill(prefill)
+    sink = decode.sinks()[0]
+    waiting = decode.engines[0].receive(KEY, sink, peer=prefill.address)
+    prefill.engines[0].send(KEY, decode.address, prefill.sources()[0]).wait(10)
+    eventually(lambda: decode.engines[0].stats()["links"] == {"ready": 2})
+    prefill.engines[1].close()
+    with pytest.raises(P2pError, match=r"rank 1|gone|closing"):
+        waiting.wait(10)
+    assert len(sink.missing_blocks()) == 8
