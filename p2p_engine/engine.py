@@ -231,6 +231,8 @@ class P2pNcclEngine:
     ) -> Transfer:
         """Keep a source until a peer has pulled it, or `lease` seconds (default: lease_seconds).
 
+        When it is cancelled, who wants it goes on waiting: it may be held again, or abandoned.
+
         Raises:
             EngineClosed: the engine is closed.
             LocalProtocolError: key, binding or manifest are more than a message can carry.

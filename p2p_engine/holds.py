@@ -24,6 +24,15 @@ from p2p_engine.transfer import Transfer, lane_of
 MAX_WISHES = 4096
 
 
+@dataclass(frozen=True)
+class Wish:
+    """A WANT that is not served yet."""
+
+    spec: CacheSpec | None
+    deadline: float
+    refuse: Callable[[str], None]
+
+
 @dataclass(eq=False)
 class Hold:
     """A source that waits, until its lease ends, to be wanted by all `readers`: ranks of the peer,
@@ -38,7 +47,7 @@ class Hold:
     chunks: dict[PeerAddress, Chunk] = field(default_factory=dict)
     space: Space | None = None  # where the pool has it, or will have it
     copying: Job | None = None
-    wanted_by: dict[PeerAddress, CacheSpec | None] = field(default_factory=dict)  # until copied
+    wishes: dict[PeerAddress, Wish] = field(default_factory=dict)  # whose chunks are on their way
     error: P2pError | None = None  # of its end
 
     @property
@@ -50,15 +59,6 @@ class Hold:
     def is_over(self) -> bool:
         """Whether nobody is left who may read it."""
         return self.readers is not None and self.readers <= self.served and not self.chunks
-
-
-@dataclass(frozen=True)
-class Wish:
-    """A WANT that came before its hold."""
-
-    spec: CacheSpec | None
-    deadline: float
-    refuse: Callable[[str], None]
 
 
 class Holds:
@@ -102,7 +102,7 @@ class Holds:
         self._holds[content] = hold = Hold(content, source, transfer, self._clock() + lease)
         self._gone.pop(key)
         for name in [name for name in self._wishes if name[0] == content]:
-            self._serve(hold, name[1], self._wishes.pop(name).spec)
+            self._serve(hold, name[1], self._wishes.pop(name))
         early = self._released.pop(content)
         if early is not None:
             hold.readers, served = early
@@ -152,8 +152,9 @@ class Holds:
     ) -> None:
         """Offer what is held, wait for what may be held soon, or `refuse` with a reason."""
         hold, reason = self._holds.get(content), self._gone.get(content[0])
+        deadline = self._clock() + self._config.transfer_timeout_seconds
         if hold is not None:
-            self._serve(hold, peer, spec)
+            self._serve(hold, peer, Wish(spec, deadline, refuse))
         elif reason is not None:
             refuse(reason)
         elif any(key == content[0] for key, _ in self._holds):
@@ -162,7 +163,6 @@ class Holds:
             deadline = self._wishes[content, peer].deadline
             self._wishes[content, peer] = Wish(spec, deadline, refuse)
         elif len(self._wishes) < MAX_WISHES:
-            deadline = self._clock() + self._config.transfer_timeout_seconds
             self._wishes[content, peer] = Wish(spec, deadline, refuse)
 
     def on_release(self, content: ContentKey, peer: PeerAddress, spec: CacheSpec | None) -> None:
@@ -171,6 +171,7 @@ class Holds:
         hold = self._holds.get(content)
         if hold is not None:
             hold.readers = self._readers(spec)
+            hold.wishes.pop(peer, None)
             self._served(hold, spec, "the peer released it")
         else:  # it may be held yet: nothing is, between a preemption and the second computation
             _, served = self._released.get(content) or (None, frozenset())
@@ -212,15 +213,13 @@ class Holds:
             hold.transfer.release()
         else:
             self._release_space(hold)
-        for peer, spec in hold.wanted_by.items():
-            self._serve(hold, peer, spec)
-        hold.wanted_by.clear()
+        for peer, wish in list(hold.wishes.items()):
+            self._serve(hold, peer, wish)
 
-    def _serve(self, hold: Hold, peer: PeerAddress, spec: CacheSpec | None) -> None:
-        hold.readers = self._readers(spec)
-        if hold.copying is not None:
-            hold.wanted_by[peer] = spec
-        elif peer not in hold.chunks:
+    def _serve(self, hold: Hold, peer: PeerAddress, wish: Wish) -> None:
+        hold.readers = self._readers(wish.spec)
+        hold.wishes.setdefault(peer, wish)
+        if hold.copying is None and peer not in hold.chunks:
             key, binding = hold.content
             chunk = self._sender.send(
                 key,
@@ -229,7 +228,7 @@ class Holds:
                 binding,
                 self._config.transfer_timeout_seconds,
                 ready=True,
-                on_end=lambda chunk: self._pulled(hold, peer, spec, chunk),
+                on_end=lambda chunk: self._pulled(hold, peer, wish.spec, chunk),
                 is_held=True,
             )
             if not chunk.transfer.done:
@@ -237,6 +236,7 @@ class Holds:
 
     def _pulled(self, hold: Hold, peer: PeerAddress, spec: CacheSpec | None, chunk: Chunk) -> None:
         hold.chunks.pop(peer, None)  # after a failure it may be wanted again, until its lease ends
+        hold.wishes.pop(peer, None)
         if chunk.transfer.error is None:
             self._served(hold, spec, "it was pulled already")
 
@@ -253,9 +253,13 @@ class Holds:
         return frozenset(targets_of(self._spec, self._spec.rank, spec))
 
     def _end(self, hold: Hold, error: P2pError | None, reason: str) -> None:
-        """Forget it; its transfer ends as soon as nothing reads its source or writes its space."""
-        del self._holds[hold.content]
+        """Forget it, and tell so whoever still asks for it."""
         self._gone.put(hold.content[0], reason)
+        self._stop(hold, error, reason)
+
+    def _stop(self, hold: Hold, error: P2pError | None, reason: str) -> None:
+        """Its transfer ends as soon as nothing reads its source or writes its space."""
+        del self._holds[hold.content]
         hold.error = error
         if hold.copying is not None:
             self._ending.add(hold)
@@ -288,8 +292,10 @@ class Holds:
         with self._changed:
             hold = self._held_as(transfer)
             if hold is not None:
+                # Withdrawn is not gone: after a preemption it is held again, unless it is let go.
+                self._wishes |= {(hold.content, peer): w for peer, w in hold.wishes.items()}
                 error = as_withdrawn(transfer, reason)
-                self._end(hold, error, str(error))
+                self._stop(hold, error, str(error))
 
 
 def _rank_of(spec: CacheSpec | None) -> int:

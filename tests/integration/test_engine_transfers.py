@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -383,6 +384,7 @@ def test_reason_of_any_length_arrives(reason: str) -> None:
             waiting.wait(10)
         held = sender.hold(TransferKey("z" * 512, "y" * 512), TensorSource(torch.zeros(1)))
         held.cancel(reason)
+        sender.abandon(held.key, None, reason)
         waiting = receiver.receive(held.key, TensorSink(), peer=peer, pull=True)
         with pytest.raises(TransferRejected):
             waiting.wait(10)
@@ -407,6 +409,33 @@ def test_discarded_key_is_refused_to_its_sender(transport: str) -> None:
         transfer = sender.send_tensor(KEY, torch.zeros(9), receiver.zmq_address)
         with pytest.raises(TransferRejected, match="the client left"):
             transfer.wait(10)
+        assert_idle(sender, receiver)
+
+
+@pytest.mark.parametrize("is_wanted", [True, False], ids=["wanted", "not yet wanted"])
+def test_hold_that_is_withdrawn_may_be_held_again(rng: SeededRandom, is_wanted: bool) -> None:
+    """As after a preemption. The peer has been offered the first one, and waits for memory."""
+    with engines(2) as (sender, receiver):
+        tensor, sink = random_tensor(rng, 4 * MIB), TensorSink()
+        for number in range(4):
+            full = sender.send_tensor(TransferKey(f"full {number}"), tensor, receiver.zmq_address)
+            full.wait(10)
+        pull = partial(receiver.receive, KEY, sink, peer=PeerAddress(sender.zmq_address), pull=True)
+        first = sender.hold(KEY, TensorSource(random_tensor(rng, 4 * MIB)))
+        if is_wanted:
+            pulled = pull()
+            eventually(lambda: receiver.stats()["denied_offers"] > 0)
+        first.cancel("preempted")
+        assert first.wait_released(10)
+        if not is_wanted:
+            pulled = pull()
+        eventually(lambda: sender._holds._wishes)
+        second = sender.hold(KEY, TensorSource(tensor))
+        receiver.drop_landed()
+        pulled.wait(10)
+        second.wait(10)
+        assert sink.tensor is not None
+        assert torch.equal(sink.tensor, tensor)
         assert_idle(sender, receiver)
 
 
