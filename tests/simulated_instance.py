@@ -3,6 +3,9 @@
 The forward writes into each token's slot a number that depends on all tokens up to it, and before
 it samples it reads back every slot of the context. A token decoded from KV that is missing, stale
 or somebody else's is therefore found at once.
+
+The worker knows what the scheduler's outputs tell it and what it has sampled itself, no more: what
+it feeds, samples and throws away follows vLLM's model runner (`WorkerRequest`).
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +53,7 @@ NUM_LAYERS = 3
 NUM_HEADS = 2
 SLOT_WIDTH = 16  # numbers in the slot of a head's token, all the same
 EOS_TOKEN_ID = 1
+UNKNOWN = -1  # what vLLM's model runner writes for a token that it samples while it runs ahead
 LAYER_NAMES = [f"layers.{index}" for index in range(NUM_LAYERS)]
 
 init_none_hash(sha256)
@@ -157,6 +162,20 @@ def _allocate(layout: str, sizes: dict[str, int]) -> torch.Tensor:
     return memory.permute([layout.index(axis) for axis in "LBHNC"])
 
 
+@dataclass
+class WorkerRequest:
+    """What the worker knows of a request, as vLLM's CachedRequestState."""
+
+    prompt: list[int]
+    block_ids: list[int]
+    output: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output."""
+        return self.prompt + self.output
+
+
 class SimulatedInstance:
     """One instance: call `step` until its requests are finished; a context manager."""
 
@@ -212,11 +231,13 @@ class SimulatedInstance:
         self.params: dict[str, dict[str, Any] | None] = {}
         self.finished: dict[str, RequestStatus] = {}
         self.num_preemptions = 0
+        self.num_preemptions_in_flight = 0  # of requests with a step not yet accounted
         self.num_computed_prompt_tokens: dict[str, int] = {}
         self._aggregator = KVOutputAggregator(tp_size)
         self._requests: dict[str, Request] = {}
-        self._values: dict[str, np.ndarray[Any, Any]] = {}
-        self._tables: dict[str, list[int]] = {}
+        self._cached: dict[str, WorkerRequest] = {}
+        self._just_sampled: dict[str, int] = {}  # in the last step
+        self._is_async = is_async
         self._in_flight: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
         self._depth = 2 if is_async else 1
 
@@ -260,7 +281,6 @@ class SimulatedInstance:
         )
         request.kv_transfer_params = params
         self._requests[request_id] = request
-        self._values[request_id] = expected_values([*prompt, *continuation(prompt, max_tokens)])
         self.answers[request_id] = []
         self.scheduler.add_request(request)
         return request
@@ -279,7 +299,9 @@ class SimulatedInstance:
         """Schedule, run and account one step; asynchronous schedulers run one step ahead."""
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
-            self.num_preemptions += len(output.preempted_req_ids or ())
+            preempted = [self._requests[name] for name in output.preempted_req_ids or ()]
+            self.num_preemptions += len(preempted)
+            self.num_preemptions_in_flight += sum(r.num_in_flight_tokens > 0 for r in preempted)
             self._in_flight.append((output, self._run(output)))
             if len(self._in_flight) < self._depth:
                 return
@@ -287,6 +309,12 @@ class SimulatedInstance:
             self._account(*self._in_flight.pop(0))
 
     def _account(self, output: SchedulerOutput, results: ModelRunnerOutput) -> None:
+        report = results.kv_connector_output
+        assert report is not None
+        for request in self.scheduler.running:
+            # vLLM would take it back to them, under the steps that are in flight.
+            (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            assert report.invalid_block_ids.isdisjoint(block_ids), request.request_id
         for outputs in self.scheduler.update_from_output(output, results).values():
             for item in outputs.outputs:
                 self.answers[item.request_id] += item.new_token_ids
@@ -300,7 +328,7 @@ class SimulatedInstance:
         assert metadata is not None
         for rank in self.ranks:
             rank.connector.handle_preemptions(metadata)
-        self._update_tables(output)
+        self._update_states(output)
         for rank in self.ranks:
             rank.connector.bind_connector_metadata(metadata)
         sampled = self._forward(output)
@@ -340,17 +368,25 @@ class SimulatedInstance:
         connector.clear_connector_metadata()
         return report
 
-    def _update_tables(self, output: SchedulerOutput) -> None:
+    def _update_states(self, output: SchedulerOutput) -> None:
+        """Take over what the scheduler says, as the model runner's method of this name."""
         for request_id in output.finished_req_ids:
-            self._tables.pop(request_id, None)
+            self._cached.pop(request_id, None)
         for new in output.scheduled_new_reqs:
-            self._tables[new.req_id] = list(new.block_ids[0])
+            prompt = list(new.prompt_token_ids or ())
+            self._cached[new.req_id] = WorkerRequest(prompt, list(new.block_ids[0]))
         cached = output.scheduled_cached_reqs
-        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        for index, request_id in enumerate(cached.req_ids):
+            known, new_block_ids = self._cached[request_id], cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
-                self._tables[request_id] = []
-            if block_ids is not None:
-                self._tables[request_id] += block_ids[0]
+                known.block_ids.clear()
+            if new_block_ids is not None:
+                known.block_ids += new_block_ids[0]
+            num_output = cached.num_output_tokens[index]
+            del known.output[num_output:]
+            was_absent = request_id in cached.all_token_ids  # from the last step
+            if self._is_async and was_absent and num_output > 0:
+                known.output = cached.all_token_ids[request_id][-num_output:]
 
     def _forward(self, output: SchedulerOutput) -> dict[str, list[int]]:
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -360,23 +396,43 @@ class SimulatedInstance:
             (name, computed[name], computed[name] + num_new)
             for name, num_new in output.num_scheduled_tokens.items()
         ]
-        for name, first, end in work:
+        values = {name: self._prepare_input(name, end) for name, _, end in work}
+        for name, first, _ in work:
             for rank in self.ranks:
-                rank.write(self._tables[name], first, self._values[name][first:end])
-        return {name: self._sample(name, first, end) for name, first, end in work}
+                rank.write(self._cached[name].block_ids, first, values[name][first:])
+        sampled = {name: self._sample(name, first, values[name]) for name, first, _ in work}
+        self._just_sampled = {name: tokens[0] for name, tokens in sampled.items() if tokens}
+        return sampled
 
-    def _sample(self, name: str, first: int, end: int) -> list[int]:
+    def _prepare_input(self, name: str, end: int) -> np.ndarray[Any, Any]:
+        """The values of a request's positions up to `end`, whose tokens must all be known by now.
+
+        The scheduler has not yet been told what the last step sampled, so it comes from here.
+        """
+        known = self._cached[name]
+        tokens = known.tokens[:end]
+        if UNKNOWN in tokens:
+            assert tokens.index(UNKNOWN) == end - 1, f"{name}: fed {tokens}"
+            known.output[end - 1 - len(known.prompt)] = tokens[-1] = self._just_sampled[name]
+        assert len(tokens) == end, f"{name}: {len(tokens)} tokens are known, {end} scheduled"
+        return expected_values(tokens)
+
+    def _sample(self, name: str, first: int, values: np.ndarray[Any, Any]) -> list[int]:
         """Read the context back, then say the next token, unless more of them are known already.
 
         A request that resumes computes its answer's first tokens again, chunk by chunk.
         """
-        request, values = self._requests[name], self._values[name][:end]
-        num_prompt = request.num_prompt_tokens
+        known, end = self._cached[name], len(values)
+        num_prompt = len(known.prompt)
         for rank in self.ranks:
-            rank.check(self._tables[name], values, f"{name} at {first}")
+            rank.check(known.block_ids, values, f"{name} at {first}")
         counts = self.num_computed_prompt_tokens
         counts[name] = counts.get(name, 0) + min(end, num_prompt) - min(first, num_prompt)
-        return [_token_after(int(values[-1]))] if end >= request.num_tokens else []
+        if end < len(known.tokens):
+            return []
+        token = _token_after(int(values[-1]))
+        known.output.append(UNKNOWN if self._is_async else token)
+        return [token]
 
 
 @contextmanager
@@ -452,5 +508,7 @@ def make_config(
     # Only what the connector reads of it; a real size would ask for real processes.
     config.parallel_config = ParallelConfig()
     config.parallel_config.tensor_parallel_size = tp_size
+    # On a CPU, vLLM has switched it off by now, and with it all that depends on running ahead.
+    config.scheduler_config.async_scheduling = is_async
     with set_current_vllm_config(config):
         return config

@@ -39,6 +39,7 @@ class Pair:
         self.prefill_ids: list[str] = []
         self.decode_ids: list[str] = []
         self._expected: dict[str, tuple[SimulatedInstance, list[int]]] = {}
+        self._thrown_away: dict[str, tuple[SimulatedInstance, list[int]]] = {}
         self._waiting: list[Callable[[], object]] = []
         self.new_transfer_id = new_transfer_id
 
@@ -78,6 +79,7 @@ class Pair:
         self.prefill_ids.append(names[0])
         self.decode_ids.append(names[1])
         self._expected[names[1]] = (decode, continuation(prompt, max_tokens))
+        self._thrown_away[names[0]] = (prefill, continuation(prompt, prefill_tokens))
         legs = [
             lambda: prefill.add(names[0], prompt, max_tokens=prefill_tokens, params=params[0]),
             lambda: decode.add(names[1], prompt, max_tokens=max_tokens, params=params[1]),
@@ -144,13 +146,14 @@ class Pair:
 
     def check_finished(self) -> None:
         """Every request has ended; those that ended well have answered right."""
-        for name, (decode, answer) in self._expected.items():
-            if name not in decode.answers:
+        for name, (instance, answer) in (self._expected | self._thrown_away).items():
+            if name not in instance.answers:
                 continue  # never sent
-            status = decode.finished[name]
+            status, answered = instance.finished[name], instance.answers[name]
             if status is RequestStatus.FINISHED_LENGTH_CAPPED:
-                assert decode.answers[name] == answer, (name, decode.answers[name], answer)
+                assert answered == answer, (name, answered, answer)
             else:
+                assert answered == answer[: len(answered)], (name, answered, answer)
                 assert status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
 
     def check_at_rest(self) -> None:

@@ -197,6 +197,7 @@ def test_preemption_on_either_side(
     pair.check_answers()
     assert pair.p.num_preemptions > 0
     assert pair.d.num_preemptions > 0
+    assert (pair.p.num_preemptions_in_flight > 0) is is_async
     pair.check_at_rest()
 
 

@@ -422,13 +422,12 @@ def test_hold_that_is_withdrawn_may_be_held_again(rng: SeededRandom, is_wanted: 
             full.wait(10)
         pull = partial(receiver.receive, KEY, sink, peer=PeerAddress(sender.zmq_address), pull=True)
         first = sender.hold(KEY, TensorSource(random_tensor(rng, 4 * MIB)))
+        pulled = pull() if is_wanted else None
         if is_wanted:
-            pulled = pull()
             eventually(lambda: sender.stats()["denied_offers"] > 0)
         first.cancel("preempted")
         assert first.wait_released(10)
-        if not is_wanted:
-            pulled = pull()
+        pulled = pulled or pull()
         eventually(lambda: sender._holds._wishes)
         second = sender.hold(KEY, TensorSource(tensor))
         receiver.drop_landed()
