@@ -47,6 +47,8 @@ class Scenario:
 SMALL_BUFFER = {"kv_buffer_size": "4e6", "mem_pool_size_gb": "0.25"}
 # 40 blocks hold 1280 tokens: one or two of the longest requests, and never less than one.
 FEW_BLOCKS = ("--num-gpu-blocks-override=40", "--max-model-len=1024")
+# Prefill has no answers that grow: it runs short of blocks when many prompts advance side by side.
+SIDE_BY_SIDE = ("--max-num-batched-tokens=256", "--long-prefill-token-threshold=64")
 SCENARIOS = {
     "put_async": Scenario(),
     "put": Scenario("PUT"),
@@ -54,7 +56,7 @@ SCENARIOS = {
     "put_async_tcp": Scenario(extra={"transports": "tcp"}),
     "get_tcp": Scenario("GET", extra={"transports": "tcp"}),
     "chunked": Scenario(prefill_args=("--max-num-batched-tokens=256",)),
-    "few_prefill_blocks": Scenario(prefill_args=(*FEW_BLOCKS, "--max-num-batched-tokens=256")),
+    "few_prefill_blocks": Scenario(prefill_args=(*FEW_BLOCKS, *SIDE_BY_SIDE)),
     "few_decode_blocks": Scenario(decode_args=FEW_BLOCKS, recomputes=True),
     "buffer_and_pool": Scenario(extra=SMALL_BUFFER),
     "1p3d": Scenario(decode=2, late=(Role.DECODE,)),

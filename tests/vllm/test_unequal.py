@@ -75,16 +75,11 @@ def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Sc
     )
     with fleet:
         fleet.start_proxy()
-        _start(fleet, Role.PREFILL, scenario.prefill)
+        fleet.start(Role.PREFILL, vllm_args=scenario.prefill.args)
         for member in scenario.decodes:
-            _start(fleet, Role.DECODE, member)
+            fleet.start(Role.DECODE, vllm_args=member.args)
         fleet.wait_ready(timeout=BOOT_SECONDS)
         yield scenario, fleet
-
-
-def _start(fleet: Fleet, role: Role, member: Member) -> None:
-    binding = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if member.tp_size > 1 else {}
-    fleet.start(role, vllm_args=member.args, env=binding)
 
 
 def test_every_token_is_right_and_nothing_is_left(
