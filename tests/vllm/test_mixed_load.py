@@ -47,8 +47,12 @@ class Scenario:
 SMALL_BUFFER = {"kv_buffer_size": "4e6", "mem_pool_size_gb": "0.25"}
 # 40 blocks hold 1280 tokens: one or two of the longest requests, and never less than one.
 FEW_BLOCKS = ("--num-gpu-blocks-override=40", "--max-model-len=1024")
-# Prefill has no answers that grow: it runs short of blocks when many prompts advance side by side.
-SIDE_BY_SIDE = ("--max-num-batched-tokens=256", "--long-prefill-token-threshold=64")
+# Prefill has no answers that grow: it runs short of blocks when prompts advance side by side, and
+# are begun before all their blocks are free.
+SIDE_BY_SIDE = (
+    *("--max-num-batched-tokens=256", "--long-prefill-token-threshold=64"),
+    "--no-scheduler-reserve-full-isl",
+)
 SCENARIOS = {
     "put_async": Scenario(),
     "put": Scenario("PUT"),
