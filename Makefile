@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest
-C_FILES = $(wildcard csrc/*.[ch] tests/c/*.[ch])
+C_FILES = $(wildcard csrc/*.[ch] tests/c/*.[ch] tests/double/*.[ch])
 BENCHMARKS = $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
 .DEFAULT_GOAL := help

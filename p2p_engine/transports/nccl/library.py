@@ -1,0 +1,226 @@
+"""libnccl by ctypes. One configuration structure serves all versions from 2.18 on: the library
+copies as much of it as it knows and ignores fields that are newer than `version` says.
+
+Field order: nccl.h of 2.28.9, with what later releases appended. Results, names and the meaning of
+unset values are that header's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
+
+from p2p_engine.errors import ConfigError, TransportError
+from p2p_engine.shared_library import bind, load_library
+
+SONAMES = ("libnccl.so.2",)
+WHEELS = ("nvidia.nccl",)
+OLDEST_VERSION = 21800
+UNIQUE_ID_BYTES = 128
+IN_PROGRESS = 7
+BYTES = 1  # ncclUint8
+
+_CONFIG_MAGIC = 0xCAFEBEEF
+_UNSET = -(1 << 31)
+
+
+class UniqueId(ctypes.Structure):
+    """ncclUniqueId."""
+
+    _fields_ = [("internal", c_char * UNIQUE_ID_BYTES)]
+
+
+class Config(ctypes.Structure):
+    """ncclConfig_t; every field but the first three is unset until it is given a value."""
+
+    _fields_ = [
+        ("size", c_size_t),
+        ("magic", c_uint),
+        ("version", c_uint),
+        ("blocking", c_int),
+        ("cgaClusterSize", c_int),
+        ("minCTAs", c_int),
+        ("maxCTAs", c_int),
+        ("netName", c_char_p),
+        ("splitShare", c_int),
+        ("trafficClass", c_int),
+        ("commName", c_char_p),
+        ("collnetEnable", c_int),
+        ("CTAPolicy", c_int),
+        ("shrinkShare", c_int),
+        ("nvlsCTAs", c_int),
+        ("nChannelsPerNetPeer", c_int),
+        ("nvlinkCentricSched", c_int),
+        ("graphUsageMode", c_int),
+        ("numRmaCtx", c_int),
+        ("maxP2pPeers", c_int),
+        ("graphStreamOrdering", c_int),
+        ("launchOrderImplicit", c_int),
+        ("numRmaSig", c_int),
+        ("rmaEagerInit", c_int),
+        ("hostCftMode", c_int),
+        ("nvlsHostMode", c_int),
+    ]
+
+    @classmethod
+    def of(cls, version: int, num_channels: int) -> Config:
+        """A communicator of exactly so many channels whose calls do not block."""
+        config = cls(ctypes.sizeof(cls), _CONFIG_MAGIC, version)
+        for name, kind in (field[:2] for field in cls._fields_[3:]):
+            setattr(config, name, None if kind is c_char_p else _UNSET)
+        config.blocking = 0
+        config.minCTAs = config.maxCTAs = num_channels
+        return config
+
+
+_FUNCTIONS: dict[str, tuple[object, ...]] = {
+    "ncclGetVersion": (c_void_p,),
+    "ncclGetUniqueId": (c_void_p,),
+    "ncclCommInitRankConfig": (c_void_p, c_int, UniqueId, c_int, c_void_p),
+    "ncclCommGetAsyncError": (c_void_p, c_void_p),
+    "ncclCommAbort": (c_void_p,),
+    "ncclCommDestroy": (c_void_p,),
+    "ncclCommFinalize": (c_void_p,),
+    "ncclCommCount": (c_void_p, c_void_p),
+    "ncclCommUserRank": (c_void_p, c_void_p),
+    "ncclCommCuDevice": (c_void_p, c_void_p),
+    "ncclSend": (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
+    "ncclRecv": (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
+}
+_TEXTS = {"ncclGetErrorString": (c_int,), "ncclGetLastError": (c_void_p,)}
+_OPTIONAL: dict[str, tuple[object, ...]] = {
+    "ncclCommRegister": (c_void_p, c_void_p, c_size_t, c_void_p),
+    "ncclCommDeregister": (c_void_p, c_void_p),
+    "ncclMemAlloc": (c_void_p, c_size_t),
+    "ncclMemFree": (c_void_p,),
+    "ncclCommSuspend": (c_void_p, c_int),
+    "ncclCommResume": (c_void_p,),
+    "ncclCommMemStats": (c_void_p, c_int, c_void_p),
+}
+# What a release can do: the first version that has it, and the functions that it is made of.
+_CAPABILITIES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "register": (21900, ("ncclCommRegister", "ncclCommDeregister")),
+    "mem_alloc": (21900, ("ncclMemAlloc", "ncclMemFree")),
+    "suspend": (22907, ("ncclCommSuspend", "ncclCommResume")),
+    "mem_stats": (22907, ("ncclCommMemStats",)),
+}
+
+
+def show_version(version: int) -> str:
+    """Return a version code as people write it: 22809 is 2.28.9."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+class Nccl:
+    """One loaded libnccl; communicators are plain integers.
+
+    One thread at a time may use a communicator; `abort` and `destroy` alone may be called from
+    another one, and may block.
+    """
+
+    def __init__(self, path: str = "") -> None:
+        """Load it from `path`, or where torch, its wheel or the system have it.
+
+        Raises:
+            ConfigError: there is none, or it is older than 2.18.
+        """
+        self.library = load_library(path, SONAMES, WHEELS)
+        bind(self.library, c_int, _FUNCTIONS)
+        bind(self.library, c_char_p, _TEXTS)
+        self.version = self._get_version()
+        if self.version < OLDEST_VERSION:
+            oldest = show_version(OLDEST_VERSION)
+            raise ConfigError(f"NCCL {show_version(self.version)} is older than {oldest}")
+        self.capabilities = self._find_capabilities()
+
+    def unique_id(self) -> bytes:
+        """Open a meeting point for two ranks. It stays open, thread and descriptor, until both
+        have come: ask for it only when the other one is known to come."""
+        unique_id = UniqueId()
+        self._call("ncclGetUniqueId", byref(unique_id))
+        return bytes(memoryview(unique_id))
+
+    def init(self, unique_id: bytes, rank: int, num_channels: int, num_ranks: int = 2) -> int:
+        """Start to make a communicator of the thread's device; `async_error` says when it is one.
+
+        Raises:
+            TransportError: it was refused at once.
+        """
+        comm = c_void_p()
+        config = Config.of(self.version, num_channels)
+        opaque = UniqueId.from_buffer_copy(unique_id)
+        self._call("ncclCommInitRankConfig", byref(comm), num_ranks, opaque, rank, byref(config))
+        return comm.value or 0
+
+    def is_in_progress(self, comm: int) -> bool:
+        """Whether a call of this communicator has not ended yet; never blocks.
+
+        Raises:
+            TransportError: the communicator has failed.
+        """
+        result = c_int()
+        self._call("ncclCommGetAsyncError", comm, byref(result))
+        if result.value not in (0, IN_PROGRESS):
+            raise self._error("ncclCommGetAsyncError", result.value)
+        return result.value == IN_PROGRESS
+
+    def send(self, comm: int, address: int, nbytes: int, peer: int, stream: int) -> None:
+        """Enqueue a send; its kernel waits on the device until the peer receives."""
+        self._call("ncclSend", address, nbytes, BYTES, peer, comm, stream)
+
+    def recv(self, comm: int, address: int, nbytes: int, peer: int, stream: int) -> None:
+        """Enqueue a receive; its kernel waits on the device until the peer sends."""
+        self._call("ncclRecv", address, nbytes, BYTES, peer, comm, stream)
+
+    def start_group(self) -> None:
+        """Hold back what this thread enqueues."""
+        self._call("ncclGroupStart")
+
+    def end_group(self) -> None:
+        """Enqueue together what was held back."""
+        self._call("ncclGroupEnd")
+
+    def abort(self, comm: int) -> None:
+        """End a communicator whatever it does; its kernels end and leave garbage. May block for as
+        long as a live peer on the same host does not end its side too."""
+        self._call("ncclCommAbort", comm)
+
+    def destroy(self, comm: int) -> None:
+        """End an idle communicator; may block as `abort` does."""
+        self._call("ncclCommDestroy", comm)
+
+    def register(self, comm: int, address: int, nbytes: int) -> int:
+        """Register memory of this communicator; only with the capability "register"."""
+        handle = c_void_p()
+        self._call("ncclCommRegister", comm, address, nbytes, byref(handle))
+        return handle.value or 0
+
+    def deregister(self, comm: int, handle: int) -> None:
+        """Undo a registration."""
+        self._call("ncclCommDeregister", comm, handle)
+
+    def _get_version(self) -> int:
+        version = c_int()
+        self._call("ncclGetVersion", byref(version))
+        return version.value
+
+    def _find_capabilities(self) -> frozenset[str]:
+        found = {name: types for name, types in _OPTIONAL.items() if hasattr(self.library, name)}
+        bind(self.library, c_int, found)
+        return frozenset(
+            name
+            for name, (first, functions) in _CAPABILITIES.items()
+            if self.version >= first and found.keys() >= set(functions)
+        )
+
+    def _call(self, name: str, *arguments: object) -> None:
+        result = getattr(self.library, name)(*arguments)
+        if result not in (0, IN_PROGRESS):
+            raise self._error(name, result)
+
+    def _error(self, name: str, result: int) -> TransportError:
+        text = (self.library.ncclGetErrorString(result) or b"").decode(errors="replace")
+        last = (self.library.ncclGetLastError(None) or b"").decode(errors="replace").strip()
+        return TransportError(f"{name}: {text} ({result}){': ' + last if last else ''}")

@@ -1,0 +1,663 @@
+#include "double.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+enum {
+    SUCCESS = 0,
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    INVALID_DEVICE = 101,
+    INVALID_CONTEXT = 201,
+    INVALID_HANDLE = 400,
+    NOT_READY = 600,
+    ALREADY_REGISTERED = 712,
+    NOT_REGISTERED = 713,
+};
+enum { HANDLE_MAGIC = 0x43554950 };
+
+struct event {
+    unsigned references;
+    uint64_t recorded;
+    uint64_t completed;
+};
+
+struct stream {
+    int device;
+    operation_t* head;
+    operation_t* tail;
+    bool is_busy;
+    bool is_closing;
+};
+
+/* Device memory, an opened handle or a registered range. */
+typedef struct range {
+    char* address;
+    size_t nbytes;
+    int descriptor;
+    int device;
+    atomic_llong* count;
+    struct range* next;
+} range_t;
+
+typedef struct {
+    uint32_t magic;
+    int32_t pid;
+    int32_t descriptor;
+    int32_t device;
+    uint64_t inode;
+    uint64_t nbytes;
+    char padding[32];
+} ipc_handle_t;
+_Static_assert(sizeof(ipc_handle_t) == 64, "as large as the real one");
+
+atomic_llong double_values[NUM_VALUES] = {
+    [NUM_DEVICES] = 1,
+    [KERNEL_SLOTS] = 32,
+    [NCCL_VERSION] = 22809,
+    [TOTAL_BYTES] = 8LL << 30,
+};
+pthread_mutex_t double_lock = PTHREAD_MUTEX_INITIALIZER;
+pthread_cond_t double_changed = PTHREAD_COND_INITIALIZER;
+
+static _Thread_local int thread_device;
+static stream_t* default_streams[MAX_DEVICES];
+static range_t* ranges;
+static atomic_llong used_bytes[MAX_DEVICES];
+static int num_busy[MAX_DEVICES]; /* streams with work; under the lock */
+
+/* ---- the test's side ---- */
+
+static const char* const NAMES[NUM_VALUES] = {
+    [NUM_DEVICES] = "num_devices",
+    [KERNEL_SLOTS] = "kernel_slots",
+    [NCCL_VERSION] = "nccl_version",
+    [INIT_HANGS] = "init_hangs",
+    [INIT_FAILS] = "init_fails",
+    [ASYNC_ERROR] = "async_error",
+    [SEND_HANGS] = "send_hangs",
+    [ABORT_HANGS] = "abort_hangs",
+    [IS_NETWORK] = "is_network",
+    [MALLOC_FAILS] = "malloc_fails",
+    [IPC_FAILS] = "ipc_fails",
+    [TOTAL_BYTES] = "total_bytes",
+    [LIVE_COMMS] = "live_comms",
+    [LIVE_ALLOCATIONS] = "live_allocations",
+    [LIVE_IMPORTS] = "live_imports",
+    [LIVE_STREAMS] = "live_streams",
+    [LIVE_EVENTS] = "live_events",
+    [LIVE_HOST_REGISTRATIONS] = "live_host_registrations",
+    [OPEN_ROOTS] = "open_roots",
+    [UNIQUE_IDS] = "unique_ids",
+    [ABORTS] = "aborts",
+    [DOUBLE_ABORTS] = "double_aborts",
+    [WRONG_THREADS] = "wrong_threads",
+    [SIZE_MISMATCHES] = "size_mismatches",
+    [SENT_OPERATIONS] = "sent_operations",
+    [EAGER_OPERATIONS] = "eager_operations",
+    [MOST_KERNELS] = "most_kernels",
+    [DEVICE_WAITS] = "device_waits",
+    [BAD_CONFIGURATION] = "bad_configuration",
+};
+
+static int
+index_of(const char* name) {
+    for (int i = 0; i < NUM_VALUES; i++) {
+        if (strcmp(NAMES[i], name) == 0) {
+            return i;
+        }
+    }
+    return -1;
+}
+
+int
+double_set(const char* name, long long value) {
+    int index = index_of(name);
+    if (index < 0) {
+        return -1;
+    }
+    atomic_store(&double_values[index], value);
+    pthread_mutex_lock(&double_lock);
+    pthread_cond_broadcast(&double_changed);
+    pthread_mutex_unlock(&double_lock);
+    return 0;
+}
+
+long long
+double_get(const char* name) {
+    int index = index_of(name);
+    return index < 0 ? -1 : atomic_load(&double_values[index]);
+}
+
+/* ---- shared ---- */
+
+int
+current_device(void) {
+    return thread_device;
+}
+
+void
+add_device_bytes(int device, long long nbytes) {
+    atomic_fetch_add(&used_bytes[device], nbytes);
+}
+
+void
+wait_briefly(void) {
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += 2000000;
+    if (until.tv_nsec >= 1000000000) {
+        until.tv_nsec -= 1000000000;
+        until.tv_sec += 1;
+    }
+    pthread_cond_timedwait(&double_changed, &double_lock, &until);
+}
+
+/* ---- streams ---- */
+
+static void*
+stream_main(void* argument) {
+    stream_t* stream = argument;
+    thread_device = stream->device;
+    pthread_setname_np(pthread_self(), "double-stream");
+    pthread_mutex_lock(&double_lock);
+    while (true) {
+        operation_t* operation = stream->head;
+        if (operation == NULL && stream->is_closing) {
+            break;
+        }
+        if (operation == NULL) {
+            pthread_cond_wait(&double_changed, &double_lock);
+            continue;
+        }
+        stream->head = operation->next;
+        stream->tail = stream->head != NULL ? stream->tail : NULL;
+        pthread_mutex_unlock(&double_lock);
+        operation->run(operation);
+        free(operation);
+        pthread_mutex_lock(&double_lock);
+        if (stream->head == NULL) {
+            stream->is_busy = false;
+            num_busy[stream->device]--;
+        }
+        pthread_cond_broadcast(&double_changed);
+    }
+    atomic_fetch_sub(&double_values[LIVE_STREAMS], 1);
+    pthread_mutex_unlock(&double_lock);
+    free(stream);
+    return NULL;
+}
+
+static stream_t*
+stream_new(int device) {
+    stream_t* stream = calloc(1, sizeof *stream);
+    stream->device = device;
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, stream_main, stream) != 0) {
+        free(stream);
+        return NULL;
+    }
+    pthread_detach(thread);
+    atomic_fetch_add(&double_values[LIVE_STREAMS], 1);
+    return stream;
+}
+
+static stream_t*
+resolve(stream_t* stream) { /* with the lock held */
+    if (stream != NULL) {
+        return stream;
+    }
+    stream_t** standard = &default_streams[thread_device];
+    if (*standard == NULL) {
+        *standard = stream_new(thread_device);
+    }
+    return *standard;
+}
+
+void
+stream_enqueue(stream_t* stream, operation_t* operation) {
+    pthread_mutex_lock(&double_lock);
+    stream = resolve(stream);
+    operation->next = NULL;
+    if (stream->tail != NULL) {
+        stream->tail->next = operation;
+    } else {
+        stream->head = operation;
+    }
+    stream->tail = operation;
+    if (!stream->is_busy) {
+        stream->is_busy = true;
+        num_busy[stream->device]++;
+    }
+    pthread_cond_broadcast(&double_changed);
+    pthread_mutex_unlock(&double_lock);
+}
+
+/* As the real ones do: waits for all that runs on the device. */
+static void
+wait_for_device(int device) {
+    pthread_mutex_lock(&double_lock);
+    if (num_busy[device] > 0) {
+        atomic_fetch_add(&double_values[DEVICE_WAITS], 1);
+    }
+    while (num_busy[device] > 0) {
+        pthread_cond_wait(&double_changed, &double_lock);
+    }
+    pthread_mutex_unlock(&double_lock);
+}
+
+int
+cudaStreamCreateWithFlags(stream_t** stream, unsigned flags) {
+    (void)flags;
+    *stream = stream_new(thread_device);
+    return *stream != NULL ? SUCCESS : OUT_OF_MEMORY;
+}
+
+int
+cudaStreamDestroy(stream_t* stream) {
+    pthread_mutex_lock(&double_lock);
+    stream->is_closing = true;
+    pthread_cond_broadcast(&double_changed);
+    pthread_mutex_unlock(&double_lock);
+    return SUCCESS;
+}
+
+int
+cudaStreamSynchronize(stream_t* stream) {
+    pthread_mutex_lock(&double_lock);
+    stream = resolve(stream);
+    while (stream->is_busy) {
+        pthread_cond_wait(&double_changed, &double_lock);
+    }
+    pthread_mutex_unlock(&double_lock);
+    return SUCCESS;
+}
+
+/* ---- events ---- */
+
+typedef struct {
+    operation_t base;
+    event_t* event;
+    uint64_t generation;
+} event_operation_t;
+
+static void
+event_release(event_t* event) { /* with the lock held */
+    if (--event->references == 0) {
+        atomic_fetch_sub(&double_values[LIVE_EVENTS], 1);
+        free(event);
+    }
+}
+
+static void
+run_record(operation_t* base) {
+    event_operation_t* self = (event_operation_t*)base;
+    pthread_mutex_lock(&double_lock);
+    self->event->completed = self->generation;
+    event_release(self->event);
+    pthread_cond_broadcast(&double_changed);
+    pthread_mutex_unlock(&double_lock);
+}
+
+static void
+run_wait(operation_t* base) {
+    event_operation_t* self = (event_operation_t*)base;
+    pthread_mutex_lock(&double_lock);
+    while (self->event->completed < self->generation) {
+        pthread_cond_wait(&double_changed, &double_lock);
+    }
+    event_release(self->event);
+    pthread_mutex_unlock(&double_lock);
+}
+
+static int
+enqueue_event(stream_t* stream, event_t* event, void (*run)(operation_t*), bool is_record) {
+    event_operation_t* operation = calloc(1, sizeof *operation);
+    operation->base.run = run;
+    operation->event = event;
+    pthread_mutex_lock(&double_lock);
+    event->references++;
+    event->recorded += is_record ? 1 : 0;
+    operation->generation = event->recorded;
+    pthread_mutex_unlock(&double_lock);
+    stream_enqueue(stream, &operation->base);
+    return SUCCESS;
+}
+
+int
+cudaEventCreateWithFlags(event_t** event, unsigned flags) {
+    (void)flags;
+    *event = calloc(1, sizeof **event);
+    (*event)->references = 1;
+    atomic_fetch_add(&double_values[LIVE_EVENTS], 1);
+    return SUCCESS;
+}
+
+int
+cudaEventDestroy(event_t* event) {
+    pthread_mutex_lock(&double_lock);
+    event_release(event);
+    pthread_mutex_unlock(&double_lock);
+    return SUCCESS;
+}
+
+int
+cudaEventRecord(event_t* event, stream_t* stream) {
+    return enqueue_event(stream, event, run_record, true);
+}
+
+int
+cudaStreamWaitEvent(stream_t* stream, event_t* event, unsigned flags) {
+    (void)flags;
+    return enqueue_event(stream, event, run_wait, false);
+}
+
+int
+cudaEventQuery(event_t* event) {
+    pthread_mutex_lock(&double_lock);
+    bool is_complete = event->completed >= event->recorded;
+    pthread_mutex_unlock(&double_lock);
+    return is_complete ? SUCCESS : NOT_READY;
+}
+
+/* ---- what streams do ---- */
+
+typedef struct {
+    operation_t base;
+    char* destination;
+    const char* source;
+    size_t nbytes;
+    int value;
+} copy_operation_t;
+
+static void
+run_copy(operation_t* base) {
+    copy_operation_t* self = (copy_operation_t*)base;
+    memcpy(self->destination, self->source, self->nbytes);
+}
+
+static void
+run_fill(operation_t* base) {
+    copy_operation_t* self = (copy_operation_t*)base;
+    memset(self->destination, self->value, self->nbytes);
+}
+
+int
+cudaMemcpyAsync(void* destination, const void* source, size_t nbytes, int kind, stream_t* stream) {
+    (void)kind;
+    copy_operation_t* operation = calloc(1, sizeof *operation);
+    operation->base.run = run_copy;
+    operation->destination = destination;
+    operation->source = source;
+    operation->nbytes = nbytes;
+    stream_enqueue(stream, &operation->base);
+    return SUCCESS;
+}
+
+int
+cudaMemsetAsync(void* destination, int value, size_t nbytes, stream_t* stream) {
+    copy_operation_t* operation = calloc(1, sizeof *operation);
+    operation->base.run = run_fill;
+    operation->destination = destination;
+    operation->value = value;
+    operation->nbytes = nbytes;
+    stream_enqueue(stream, &operation->base);
+    return SUCCESS;
+}
+
+typedef struct {
+    operation_t base;
+    void (*function)(void*);
+    void* argument;
+} host_operation_t;
+
+static void
+run_host(operation_t* base) {
+    host_operation_t* self = (host_operation_t*)base;
+    self->function(self->argument);
+}
+
+int
+cudaLaunchHostFunc(stream_t* stream, void (*function)(void*), void* argument) {
+    host_operation_t* operation = calloc(1, sizeof *operation);
+    operation->base.run = run_host;
+    operation->function = function;
+    operation->argument = argument;
+    stream_enqueue(stream, &operation->base);
+    return SUCCESS;
+}
+
+/* ---- memory ---- */
+
+static range_t*
+find_range(const void* address, const atomic_llong* count) { /* with the lock held */
+    for (range_t* range = ranges; range != NULL; range = range->next) {
+        if (range->address == address && range->count == count) {
+            return range;
+        }
+    }
+    return NULL;
+}
+
+static void
+keep_range(char* address, size_t nbytes, int descriptor, value_t count) {
+    range_t* range = calloc(1, sizeof *range);
+    *range = (range_t){address, nbytes, descriptor, thread_device, &double_values[count], NULL};
+    pthread_mutex_lock(&double_lock);
+    range->next = ranges;
+    ranges = range;
+    pthread_mutex_unlock(&double_lock);
+    atomic_fetch_add(range->count, 1);
+}
+
+static bool
+drop_range(const void* address, value_t count, range_t* out) {
+    pthread_mutex_lock(&double_lock);
+    range_t* found = find_range(address, &double_values[count]);
+    if (found != NULL) {
+        range_t** link = &ranges;
+        while (*link != found) {
+            link = &(*link)->next;
+        }
+        *link = found->next;
+        *out = *found;
+        free(found);
+        atomic_fetch_sub(&double_values[count], 1);
+    }
+    pthread_mutex_unlock(&double_lock);
+    return found != NULL;
+}
+
+int
+cudaMalloc(void** address, size_t nbytes) {
+    long long total = atomic_load(&double_values[TOTAL_BYTES]);
+    if (atomic_load(&double_values[MALLOC_FAILS]) ||
+        (long long)nbytes > total - atomic_load(&used_bytes[thread_device])) {
+        return OUT_OF_MEMORY;
+    }
+    int descriptor = memfd_create("double-device", MFD_CLOEXEC);
+    if (descriptor < 0 || ftruncate(descriptor, (off_t)nbytes) != 0) {
+        return OUT_OF_MEMORY;
+    }
+    *address = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    if (*address == MAP_FAILED) {
+        close(descriptor);
+        return OUT_OF_MEMORY;
+    }
+    add_device_bytes(thread_device, (long long)nbytes);
+    keep_range(*address, nbytes, descriptor, LIVE_ALLOCATIONS);
+    return SUCCESS;
+}
+
+int
+cudaFree(void* address) {
+    wait_for_device(thread_device);
+    range_t range;
+    if (!drop_range(address, LIVE_ALLOCATIONS, &range)) {
+        return INVALID_VALUE;
+    }
+    munmap(range.address, range.nbytes);
+    close(range.descriptor);
+    add_device_bytes(range.device, -(long long)range.nbytes);
+    return SUCCESS;
+}
+
+int
+cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
+    *total_bytes = (size_t)atomic_load(&double_values[TOTAL_BYTES]);
+    *free_bytes = *total_bytes - (size_t)atomic_load(&used_bytes[thread_device]);
+    return SUCCESS;
+}
+
+int
+cudaHostRegister(void* address, size_t nbytes, unsigned flags) {
+    (void)flags;
+    wait_for_device(thread_device);
+    pthread_mutex_lock(&double_lock);
+    bool is_known = find_range(address, &double_values[LIVE_HOST_REGISTRATIONS]) != NULL;
+    pthread_mutex_unlock(&double_lock);
+    if (is_known) {
+        return ALREADY_REGISTERED;
+    }
+    keep_range(address, nbytes, -1, LIVE_HOST_REGISTRATIONS);
+    return SUCCESS;
+}
+
+int
+cudaHostUnregister(void* address) {
+    wait_for_device(thread_device);
+    range_t range;
+    return drop_range(address, LIVE_HOST_REGISTRATIONS, &range) ? SUCCESS : NOT_REGISTERED;
+}
+
+/* ---- memory of other processes ---- */
+
+int
+cudaIpcGetMemHandle(void* out, void* address) {
+    ipc_handle_t handle = {.magic = HANDLE_MAGIC, .pid = getpid()};
+    struct stat status;
+    pthread_mutex_lock(&double_lock);
+    range_t* range = find_range(address, &double_values[LIVE_ALLOCATIONS]);
+    if (range != NULL) {
+        handle.descriptor = range->descriptor;
+        handle.device = range->device;
+        handle.nbytes = range->nbytes;
+    }
+    pthread_mutex_unlock(&double_lock);
+    if (range == NULL || fstat(handle.descriptor, &status) != 0) {
+        return INVALID_VALUE;
+    }
+    handle.inode = status.st_ino;
+    memcpy(out, &handle, sizeof handle);
+    return SUCCESS;
+}
+
+typedef struct {
+    char bytes[64];
+} opaque_handle_t;
+
+int
+cudaIpcOpenMemHandle(void** address, opaque_handle_t opaque, unsigned flags) {
+    (void)flags;
+    ipc_handle_t handle;
+    memcpy(&handle, &opaque, sizeof handle);
+    if (handle.magic != HANDLE_MAGIC || atomic_load(&double_values[IPC_FAILS])) {
+        return INVALID_HANDLE;
+    }
+    if (handle.pid == getpid()) {
+        return INVALID_CONTEXT; /* not in the process that exported it */
+    }
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.pid, handle.descriptor);
+    int descriptor = open(path, O_RDWR | O_CLOEXEC);
+    struct stat status;
+    if (descriptor < 0) {
+        return INVALID_HANDLE;
+    }
+    bool is_same = fstat(descriptor, &status) == 0 && status.st_ino == handle.inode;
+    void* mapped =
+        is_same ? mmap(NULL, handle.nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0)
+                : MAP_FAILED;
+    close(descriptor);
+    if (mapped == MAP_FAILED) {
+        return INVALID_HANDLE;
+    }
+    keep_range(mapped, handle.nbytes, -1, LIVE_IMPORTS);
+    *address = mapped;
+    return SUCCESS;
+}
+
+int
+cudaIpcCloseMemHandle(void* address) {
+    range_t range;
+    if (!drop_range(address, LIVE_IMPORTS, &range)) {
+        return INVALID_VALUE;
+    }
+    munmap(range.address, range.nbytes);
+    return SUCCESS;
+}
+
+/* ---- devices and errors ---- */
+
+int
+cudaGetDeviceCount(int* count) {
+    *count = (int)atomic_load(&double_values[NUM_DEVICES]);
+    return SUCCESS;
+}
+
+int
+cudaSetDevice(int device) {
+    if (device < 0 || device >= atomic_load(&double_values[NUM_DEVICES]) || device >= MAX_DEVICES) {
+        return INVALID_DEVICE;
+    }
+    thread_device = device;
+    return SUCCESS;
+}
+
+int
+cudaGetDevice(int* device) {
+    *device = thread_device;
+    return SUCCESS;
+}
+
+int
+cudaRuntimeGetVersion(int* version) {
+    *version = 13000;
+    return SUCCESS;
+}
+
+int
+cudaDriverGetVersion(int* version) {
+    *version = 13000;
+    return SUCCESS;
+}
+
+int
+cudaGetLastError(void) {
+    return SUCCESS;
+}
+
+const char*
+cudaGetErrorString(int code) {
+    switch (code) {
+    case SUCCESS:
+        return "no error";
+    case OUT_OF_MEMORY:
+        return "out of memory";
+    case NOT_READY:
+        return "device not ready";
+    case INVALID_CONTEXT:
+        return "invalid device context";
+    case INVALID_HANDLE:
+        return "invalid resource handle";
+    default:
+        return "an error of the double";
+    }
+}

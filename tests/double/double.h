@@ -1,0 +1,80 @@
+/* A stand-in for one host's GPUs: the small part of the CUDA runtime's ABI and of NCCL's that the
+ * engine uses, over host memory. Streams are threads, device memory is memory files, a communicator
+ * is a Unix socket. Built by the test run, never shipped.
+ *
+ * What it keeps of the real ones, because deadlocks and races come from it: order within a stream;
+ * sends and receives that block until the other side runs, without any buffering; communicators
+ * whose operations are serialised whatever their streams; a bounded number of kernels that can be
+ * resident on a device; calls that wait for the whole device; an abort that leaves garbage behind
+ * and waits for the peer's. */
+#ifndef DOUBLE_H
+#define DOUBLE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum { MAX_DEVICES = 16 };
+
+/* What a test sets, per process, and what it counts; see double_set and double_get. */
+typedef enum {
+    /* set by a test */
+    NUM_DEVICES,  /* how many there are */
+    KERNEL_SLOTS, /* communication kernels that are resident on a device at once */
+    NCCL_VERSION, /* what ncclGetVersion says and peers compare */
+    INIT_HANGS,   /* communicators stay in progress */
+    INIT_FAILS,   /* the result that initialisation ends with, 0: success */
+    ASYNC_ERROR,  /* what ncclCommGetAsyncError says from now on, 0: nothing */
+    SEND_HANGS,   /* sends never complete */
+    ABORT_HANGS,  /* aborts do not return while it is set */
+    IS_NETWORK,   /* communicators run over a network: dead peers are noticed, aborts are local */
+    MALLOC_FAILS, /* cudaMalloc has no memory */
+    IPC_FAILS,    /* handles of other processes cannot be opened */
+    TOTAL_BYTES,  /* of each device */
+    /* counted */
+    LIVE_COMMS,
+    LIVE_ALLOCATIONS,
+    LIVE_IMPORTS, /* opened handles */
+    LIVE_STREAMS,
+    LIVE_EVENTS,
+    LIVE_HOST_REGISTRATIONS,
+    OPEN_ROOTS, /* unique ids whose peer has not come */
+    UNIQUE_IDS,
+    ABORTS,
+    DOUBLE_ABORTS,     /* of one communicator */
+    WRONG_THREADS,     /* operations on a communicator from another thread than made it */
+    SIZE_MISMATCHES,   /* a send met a receive of another size */
+    SENT_OPERATIONS,   /* sends that completed */
+    EAGER_OPERATIONS,  /* sends of one byte that completed */
+    MOST_KERNELS,      /* resident at once on a device */
+    DEVICE_WAITS,      /* calls that wait for the whole device while a kernel runs */
+    BAD_CONFIGURATION, /* configurations that the library would not accept */
+    NUM_VALUES,
+} value_t;
+
+extern atomic_llong double_values[NUM_VALUES];
+
+/* One lock and one condition for all state: clarity before speed. */
+extern pthread_mutex_t double_lock;
+extern pthread_cond_t double_changed;
+
+typedef struct stream stream_t;
+typedef struct event event_t;
+typedef struct operation operation_t;
+
+struct operation {
+    void (*run)(operation_t* self); /* on the stream's thread, without the lock */
+    operation_t* next;
+};
+
+/* NULL is the device's default stream. Takes the operation over. */
+void stream_enqueue(stream_t* stream, operation_t* operation);
+int current_device(void);
+void add_device_bytes(int device, long long nbytes);
+
+/* Waits, at most a few milliseconds, for something to change; with the lock held. */
+void wait_briefly(void);
+
+#endif

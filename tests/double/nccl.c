@@ -1,0 +1,642 @@
+#include "double.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+typedef enum {
+    SUCCESS = 0,
+    SYSTEM_ERROR = 2,
+    INVALID_ARGUMENT = 4,
+    INVALID_USAGE = 5,
+    REMOTE_ERROR = 6,
+    IN_PROGRESS = 7,
+} result_t;
+
+enum { UNDEFINED = INT32_MIN, NAME_BYTES = 48 };
+enum { CLEAR_TO_SEND = 1, POLL_MILLISECONDS = 2, MAX_GROUPED = 64 };
+static const long long MIB = 1 << 20;
+static const int KIND_BYTES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+
+typedef struct {
+    char bytes[128];
+} unique_id_t;
+
+/* The first fields, which all versions have. */
+typedef struct {
+    size_t size;
+    unsigned magic;
+    unsigned version;
+    int blocking;
+    int cga_cluster_size;
+    int min_ctas;
+    int max_ctas;
+} config_t;
+
+typedef struct {
+    int32_t rank;
+    int32_t version;
+} greeting_t;
+
+typedef struct {
+    uint64_t kind;
+    uint64_t nbytes;
+} header_t;
+
+/* Never freed: a handle that is used again after its end is noticed instead of followed. */
+typedef struct comm {
+    int rank;
+    int num_ranks;
+    int device;
+    int channels;
+    int socket;
+    int listener;
+    int wake;
+    char peer[NAME_BYTES];
+    pthread_t issuer;
+    atomic_int state;
+    atomic_int async_error;
+    atomic_bool is_aborted;
+    bool has_ended;
+    bool is_initialising; /* these under the lock */
+    uint64_t next_ticket;
+    uint64_t serving;
+    bool has_sent;
+    bool has_received;
+    long long bytes;
+} comm_t;
+
+typedef struct root {
+    char name[NAME_BYTES];
+    int listener;
+    struct root* next;
+} root_t;
+
+typedef struct {
+    operation_t base;
+    comm_t* comm;
+    char* buffer;
+    size_t nbytes;
+    uint64_t ticket;
+    bool is_send;
+} transfer_t;
+
+typedef struct {
+    operation_t base;
+    char* destination;
+    const char* source;
+    size_t nbytes;
+} local_copy_t;
+
+static root_t* roots;
+static int num_resident[MAX_DEVICES];
+static _Thread_local int group_depth;
+static _Thread_local int num_grouped;
+static _Thread_local struct {
+    transfer_t* transfer;
+    stream_t* stream;
+} grouped[MAX_GROUPED];
+
+/* ---- sockets that an abort interrupts ---- */
+
+static bool
+wait_until_ready(comm_t* comm, short events) {
+    struct pollfd descriptors[] = {{comm->socket, events, 0}, {comm->wake, POLLIN, 0}};
+    while (!atomic_load(&comm->is_aborted)) {
+        poll(descriptors, 2, POLL_MILLISECONDS);
+        if (descriptors[0].revents != 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* As a kernel whose peer does not answer: for ever, or until it is aborted. */
+static void
+spin_until_aborted(comm_t* comm) {
+    pthread_mutex_lock(&double_lock);
+    while (!atomic_load(&comm->is_aborted)) {
+        wait_briefly();
+    }
+    pthread_mutex_unlock(&double_lock);
+}
+
+static void
+peer_is_gone(comm_t* comm) {
+    if (atomic_load(&double_values[IS_NETWORK])) {
+        atomic_store(&comm->async_error, REMOTE_ERROR);
+    }
+    spin_until_aborted(comm);
+}
+
+static bool
+read_all(comm_t* comm, void* buffer, size_t nbytes) {
+    for (size_t done = 0; done < nbytes;) {
+        if (!wait_until_ready(comm, POLLIN)) {
+            return false;
+        }
+        ssize_t count = recv(comm->socket, (char*)buffer + done, nbytes - done, MSG_DONTWAIT);
+        if (count > 0) {
+            done += (size_t)count;
+        } else if (count == 0 || (errno != EAGAIN && errno != EINTR)) {
+            peer_is_gone(comm);
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool
+write_all(comm_t* comm, const void* buffer, size_t nbytes) {
+    for (size_t done = 0; done < nbytes;) {
+        if (!wait_until_ready(comm, POLLOUT)) {
+            return false;
+        }
+        ssize_t count = send(comm->socket, (const char*)buffer + done, nbytes - done,
+                             MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (count > 0) {
+            done += (size_t)count;
+        } else if (errno != EAGAIN && errno != EINTR) {
+            peer_is_gone(comm);
+            return false;
+        }
+    }
+    return true;
+}
+
+/* ---- making a communicator ---- */
+
+static void
+set_address(struct sockaddr_un* address, socklen_t* length, const char* name) {
+    *address = (struct sockaddr_un){.sun_family = AF_UNIX};
+    memcpy(address->sun_path + 1, name, strlen(name));
+    *length = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(name));
+}
+
+result_t
+ncclGetUniqueId(unique_id_t* id) {
+    uint64_t noise;
+    root_t* root = calloc(1, sizeof *root);
+    if (getrandom(&noise, sizeof noise, 0) != sizeof noise) {
+        return SYSTEM_ERROR;
+    }
+    snprintf(root->name, sizeof root->name, "nccl-double-%d-%016llx", getpid(),
+             (unsigned long long)noise);
+    struct sockaddr_un address;
+    socklen_t length;
+    set_address(&address, &length, root->name);
+    root->listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (bind(root->listener, (struct sockaddr*)&address, length) != 0 ||
+        listen(root->listener, 4) != 0) {
+        return SYSTEM_ERROR;
+    }
+    memset(id, 0, sizeof *id);
+    memcpy(id->bytes, root->name, sizeof root->name);
+    pthread_mutex_lock(&double_lock);
+    root->next = roots;
+    roots = root;
+    pthread_mutex_unlock(&double_lock);
+    atomic_fetch_add(&double_values[UNIQUE_IDS], 1);
+    atomic_fetch_add(&double_values[OPEN_ROOTS], 1);
+    return SUCCESS;
+}
+
+static int
+take_root(const char* name) {
+    int listener = -1;
+    pthread_mutex_lock(&double_lock);
+    for (root_t** link = &roots; *link != NULL; link = &(*link)->next) {
+        if (strcmp((*link)->name, name) == 0) {
+            root_t* found = *link;
+            listener = found->listener;
+            *link = found->next;
+            free(found);
+            break;
+        }
+    }
+    pthread_mutex_unlock(&double_lock);
+    return listener;
+}
+
+static bool
+meet_peer(comm_t* comm) {
+    if (comm->rank == 0) {
+        comm->socket = comm->listener;
+        if (!wait_until_ready(comm, POLLIN)) {
+            comm->socket = -1;
+            return false; /* the listener stays open, as a root that nobody comes to does */
+        }
+        comm->socket = accept4(comm->listener, NULL, NULL, SOCK_CLOEXEC);
+        close(comm->listener);
+        atomic_fetch_sub(&double_values[OPEN_ROOTS], 1);
+        return comm->socket >= 0;
+    }
+    struct sockaddr_un address;
+    socklen_t length;
+    set_address(&address, &length, comm->peer);
+    comm->socket = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    return connect(comm->socket, (struct sockaddr*)&address, length) == 0;
+}
+
+static result_t
+initialise(comm_t* comm) {
+    if (atomic_load(&double_values[INIT_HANGS])) {
+        spin_until_aborted(comm);
+        return SYSTEM_ERROR;
+    }
+    result_t failure = (result_t)atomic_load(&double_values[INIT_FAILS]);
+    if (failure != SUCCESS || comm->num_ranks == 1) {
+        return failure;
+    }
+    greeting_t ours = {comm->rank, (int32_t)atomic_load(&double_values[NCCL_VERSION])};
+    greeting_t theirs;
+    if (!meet_peer(comm) || !write_all(comm, &ours, sizeof ours) ||
+        !read_all(comm, &theirs, sizeof theirs)) {
+        return SYSTEM_ERROR;
+    }
+    bool fits = ours.version == theirs.version && ours.rank != theirs.rank;
+    return fits ? SUCCESS : INVALID_USAGE;
+}
+
+static void*
+initialise_main(void* argument) {
+    comm_t* comm = argument;
+    pthread_setname_np(pthread_self(), "double-init");
+    result_t result = initialise(comm);
+    pthread_mutex_lock(&double_lock);
+    atomic_store(&comm->state, (int)result);
+    comm->is_initialising = false;
+    pthread_cond_broadcast(&double_changed);
+    pthread_mutex_unlock(&double_lock);
+    return NULL;
+}
+
+static bool
+is_power_of_two(int number) {
+    return number > 0 && (number & (number - 1)) == 0;
+}
+
+static bool
+read_config(comm_t* comm, const config_t* config, bool* is_blocking) {
+    comm->channels = 16;
+    *is_blocking = true;
+    if (config == NULL) {
+        return true;
+    }
+    if (config->size < sizeof *config || config->magic != 0xcafebeef) {
+        return false;
+    }
+    *is_blocking = config->blocking != 0;
+    if (config->max_ctas != UNDEFINED) {
+        comm->channels = config->max_ctas;
+    }
+    bool is_range = config->min_ctas == UNDEFINED || config->min_ctas <= comm->channels;
+    return is_range && is_power_of_two(comm->channels) && comm->channels <= 64;
+}
+
+result_t
+ncclCommInitRankConfig(comm_t** out, int num_ranks, unique_id_t id, int rank,
+                       const config_t* config) {
+    bool is_blocking;
+    comm_t* comm = calloc(1, sizeof *comm);
+    comm->rank = rank;
+    comm->num_ranks = num_ranks;
+    comm->device = current_device();
+    comm->socket = comm->listener = -1;
+    comm->issuer = pthread_self();
+    if (num_ranks < 1 || num_ranks > 2 || !read_config(comm, config, &is_blocking)) {
+        atomic_fetch_add(&double_values[BAD_CONFIGURATION], 1);
+        free(comm);
+        return INVALID_ARGUMENT;
+    }
+    memcpy(comm->peer, id.bytes, sizeof comm->peer - 1);
+    comm->listener = rank == 0 && num_ranks == 2 ? take_root(comm->peer) : -1;
+    if (rank == 0 && num_ranks == 2 && comm->listener < 0) {
+        free(comm);
+        return INVALID_ARGUMENT; /* of the real ones, the root may be any process */
+    }
+    comm->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    comm->bytes = (4 + 6LL * comm->channels) * MIB;
+    add_device_bytes(comm->device, comm->bytes);
+    atomic_fetch_add(&double_values[LIVE_COMMS], 1);
+    atomic_store(&comm->state, IN_PROGRESS);
+    comm->is_initialising = true;
+    *out = comm;
+    pthread_t thread;
+    pthread_create(&thread, NULL, initialise_main, comm);
+    pthread_detach(thread);
+    pthread_mutex_lock(&double_lock);
+    while (is_blocking && comm->is_initialising) {
+        pthread_cond_wait(&double_changed, &double_lock);
+    }
+    pthread_mutex_unlock(&double_lock);
+    return is_blocking ? (result_t)atomic_load(&comm->state) : IN_PROGRESS;
+}
+
+result_t
+ncclCommGetAsyncError(comm_t* comm, result_t* error) {
+    int injected = (int)atomic_load(&double_values[ASYNC_ERROR]);
+    int state = atomic_load(&comm->state);
+    int async_error = atomic_load(&comm->async_error);
+    *error = (result_t)(state != SUCCESS ? state : async_error != 0 ? async_error : injected);
+    return SUCCESS;
+}
+
+/* ---- ending a communicator ---- */
+
+static void
+wait_for_peers_end(comm_t* comm) {
+    char scratch[4096];
+    shutdown(comm->socket, SHUT_WR);
+    while (!atomic_load(&double_values[IS_NETWORK])) {
+        struct pollfd descriptor = {comm->socket, POLLIN, 0};
+        poll(&descriptor, 1, POLL_MILLISECONDS);
+        ssize_t count = recv(comm->socket, scratch, sizeof scratch, MSG_DONTWAIT);
+        if (count == 0 || (count < 0 && errno != EAGAIN && errno != EINTR)) {
+            break;
+        }
+    }
+}
+
+static result_t
+end(comm_t* comm, bool is_abort) {
+    pthread_mutex_lock(&double_lock);
+    if (comm->has_ended) {
+        atomic_fetch_add(&double_values[DOUBLE_ABORTS], 1);
+        pthread_mutex_unlock(&double_lock);
+        return INVALID_ARGUMENT;
+    }
+    comm->has_ended = true;
+    if (is_abort) {
+        atomic_fetch_add(&double_values[ABORTS], 1);
+        atomic_store(&comm->is_aborted, true);
+        eventfd_write(comm->wake, 1);
+    }
+    pthread_cond_broadcast(&double_changed);
+    while (comm->is_initialising || comm->serving < comm->next_ticket ||
+           (is_abort && atomic_load(&double_values[ABORT_HANGS]))) {
+        pthread_cond_wait(&double_changed, &double_lock);
+    }
+    pthread_mutex_unlock(&double_lock);
+    if (comm->socket >= 0) {
+        wait_for_peers_end(comm);
+        close(comm->socket);
+    }
+    close(comm->wake);
+    add_device_bytes(comm->device, -comm->bytes);
+    atomic_fetch_sub(&double_values[LIVE_COMMS], 1);
+    return SUCCESS;
+}
+
+result_t
+ncclCommAbort(comm_t* comm) {
+    return end(comm, true);
+}
+
+result_t
+ncclCommDestroy(comm_t* comm) {
+    return end(comm, false);
+}
+
+result_t
+ncclCommFinalize(comm_t* comm) {
+    (void)comm;
+    return SUCCESS;
+}
+
+/* ---- moving bytes ---- */
+
+/* All operations of a communicator run in order, whatever their streams; then for room on the
+ * device, where a kernel that waits for its peer keeps others out. */
+static bool
+start_kernel(transfer_t* self) {
+    comm_t* comm = self->comm;
+    pthread_mutex_lock(&double_lock);
+    while (!atomic_load(&comm->is_aborted) &&
+           (comm->serving != self->ticket ||
+            num_resident[comm->device] >= atomic_load(&double_values[KERNEL_SLOTS]))) {
+        wait_briefly();
+    }
+    bool has_started = !atomic_load(&comm->is_aborted);
+    if (has_started) {
+        int count = ++num_resident[comm->device];
+        if (count > atomic_load(&double_values[MOST_KERNELS])) {
+            atomic_store(&double_values[MOST_KERNELS], count);
+        }
+        bool* is_first = self->is_send ? &comm->has_sent : &comm->has_received;
+        long long more = *is_first ? 0 : (self->is_send ? 2 : 10) * comm->channels * MIB;
+        *is_first = true;
+        comm->bytes += more;
+        add_device_bytes(comm->device, more);
+    }
+    pthread_mutex_unlock(&double_lock);
+    return has_started;
+}
+
+static bool
+send_now(transfer_t* self) {
+    comm_t* comm = self->comm;
+    header_t header;
+    if (atomic_load(&double_values[SEND_HANGS])) {
+        spin_until_aborted(comm);
+        return false;
+    }
+    if (!read_all(comm, &header, sizeof header)) {
+        return false;
+    }
+    if (header.kind != CLEAR_TO_SEND || header.nbytes != self->nbytes) {
+        atomic_fetch_add(&double_values[SIZE_MISMATCHES], 1);
+        spin_until_aborted(comm);
+        return false;
+    }
+    return write_all(comm, self->buffer, self->nbytes);
+}
+
+static bool
+receive_now(transfer_t* self) {
+    header_t header = {CLEAR_TO_SEND, self->nbytes};
+    return write_all(self->comm, &header, sizeof header) &&
+           read_all(self->comm, self->buffer, self->nbytes);
+}
+
+static void
+run_transfer(operation_t* base) {
+    transfer_t* self = (transfer_t*)base;
+    comm_t* comm = self->comm;
+    bool has_started = start_kernel(self);
+    if (has_started && (self->is_send ? send_now(self) : receive_now(self)) && self->is_send) {
+        atomic_fetch_add(&double_values[SENT_OPERATIONS], 1);
+        atomic_fetch_add(&double_values[EAGER_OPERATIONS], self->nbytes == 1 ? 1 : 0);
+    }
+    pthread_mutex_lock(&double_lock);
+    num_resident[comm->device] -= has_started ? 1 : 0;
+    comm->serving++;
+    pthread_cond_broadcast(&double_changed);
+    pthread_mutex_unlock(&double_lock);
+}
+
+static void
+run_local_copy(operation_t* base) {
+    local_copy_t* self = (local_copy_t*)base;
+    memcpy(self->destination, self->source, self->nbytes);
+}
+
+static void
+launch(transfer_t* transfer, stream_t* stream) {
+    pthread_mutex_lock(&double_lock);
+    transfer->ticket = transfer->comm->next_ticket++;
+    pthread_mutex_unlock(&double_lock);
+    stream_enqueue(stream, &transfer->base);
+}
+
+static result_t
+move(comm_t* comm, void* buffer, size_t count, int kind, int peer, stream_t* stream, bool is_send) {
+    if (comm->has_ended || atomic_load(&comm->state) != SUCCESS || kind < 0 || kind > 11 ||
+        peer < 0 || peer >= comm->num_ranks || (peer == comm->rank && comm->num_ranks > 1)) {
+        return INVALID_ARGUMENT;
+    }
+    if (!pthread_equal(comm->issuer, pthread_self())) {
+        atomic_fetch_add(&double_values[WRONG_THREADS], 1);
+    }
+    transfer_t* transfer = calloc(1, sizeof *transfer);
+    transfer->base.run = run_transfer;
+    transfer->comm = comm;
+    transfer->buffer = buffer;
+    transfer->nbytes = count * (size_t)KIND_BYTES[kind];
+    transfer->is_send = is_send;
+    if (group_depth == 0 && comm->num_ranks > 1) {
+        launch(transfer, stream);
+        return SUCCESS;
+    }
+    if (group_depth == 0 || num_grouped == MAX_GROUPED) {
+        free(transfer);
+        return INVALID_USAGE; /* to itself only within a group */
+    }
+    grouped[num_grouped].transfer = transfer;
+    grouped[num_grouped++].stream = stream;
+    return SUCCESS;
+}
+
+result_t
+ncclSend(const void* buffer, size_t count, int kind, int peer, comm_t* comm, stream_t* stream) {
+    return move(comm, (void*)(uintptr_t)buffer, count, kind, peer, stream, true);
+}
+
+result_t
+ncclRecv(void* buffer, size_t count, int kind, int peer, comm_t* comm, stream_t* stream) {
+    return move(comm, buffer, count, kind, peer, stream, false);
+}
+
+result_t
+ncclGroupStart(void) {
+    group_depth++;
+    return SUCCESS;
+}
+
+/* Sends to itself are paired with its receives, in order; others are launched one after the other.
+ */
+static result_t
+launch_grouped(int index) {
+    transfer_t* transfer = grouped[index].transfer;
+    if (transfer->comm->num_ranks > 1) {
+        launch(transfer, grouped[index].stream);
+        return SUCCESS;
+    }
+    for (int other = 0; transfer->is_send && other < num_grouped; other++) {
+        transfer_t* receive = grouped[other].transfer;
+        if (receive == NULL || receive->is_send || receive->comm != transfer->comm ||
+            receive->nbytes != transfer->nbytes) {
+            continue;
+        }
+        local_copy_t* copy = calloc(1, sizeof *copy);
+        *copy = (local_copy_t){
+            {run_local_copy, NULL}, receive->buffer, transfer->buffer, transfer->nbytes};
+        stream_enqueue(grouped[other].stream, &copy->base);
+        grouped[other].transfer = NULL;
+        free(receive);
+        free(transfer);
+        return SUCCESS;
+    }
+    return INVALID_USAGE;
+}
+
+result_t
+ncclGroupEnd(void) {
+    if (group_depth == 0) {
+        return INVALID_USAGE;
+    }
+    result_t result = SUCCESS;
+    if (--group_depth == 0) {
+        for (int i = 0; i < num_grouped; i++) {
+            transfer_t* transfer = grouped[i].transfer;
+            bool is_later = transfer != NULL && transfer->comm->num_ranks == 1 &&
+                            !transfer->is_send; /* its send comes yet, or has taken it */
+            if (transfer != NULL && !is_later && launch_grouped(i) != SUCCESS) {
+                result = INVALID_USAGE;
+            }
+        }
+        num_grouped = 0;
+    }
+    return result;
+}
+
+/* ---- the rest ---- */
+
+result_t
+ncclGetVersion(int* version) {
+    *version = (int)atomic_load(&double_values[NCCL_VERSION]);
+    return SUCCESS;
+}
+
+const char*
+ncclGetErrorString(result_t result) {
+    static const char* const TEXTS[] = {"no error",       "unhandled cuda error", "system error",
+                                        "internal error", "bad argument",         "invalid usage",
+                                        "remote process", "in progress"};
+    return (unsigned)result <= IN_PROGRESS ? TEXTS[result] : "unknown result code";
+}
+
+const char*
+ncclGetLastError(comm_t* comm) {
+    (void)comm;
+    return "";
+}
+
+result_t
+ncclCommCount(const comm_t* comm, int* count) {
+    *count = comm->num_ranks;
+    return SUCCESS;
+}
+
+result_t
+ncclCommUserRank(const comm_t* comm, int* rank) {
+    *rank = comm->rank;
+    return SUCCESS;
+}
+
+result_t
+ncclCommCuDevice(const comm_t* comm, int* device) {
+    *device = comm->device;
+    return SUCCESS;
+}
+
+result_t
+ncclCommRegister(comm_t* comm, void* buffer, size_t nbytes, void** handle) {
+    (void)nbytes;
+    *handle = buffer;
+    return comm->has_ended ? INVALID_ARGUMENT : SUCCESS;
+}
+
+result_t
+ncclCommDeregister(comm_t* comm, void* handle) {
+    (void)handle;
+    return comm->has_ended ? INVALID_ARGUMENT : SUCCESS;
+}

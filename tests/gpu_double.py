@@ -1,0 +1,68 @@
+"""Builds and loads the stand-in for GPUs and NCCL of tests/double, and says what it is to do."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "tests" / "double").glob("*.[ch]"))
+LIBRARY = ROOT / "build" / "double" / "libgpudouble.so"
+FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-g", "-O1", "-fPIC", "-shared", "-pthread",
+         "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror")  # fmt: skip
+
+
+def build() -> str:
+    """Return the library's path; it is built when a source is newer."""
+    LIBRARY.parent.mkdir(parents=True, exist_ok=True)
+    with open(LIBRARY.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        newest = max(source.stat().st_mtime for source in SOURCES)
+        if not LIBRARY.exists() or LIBRARY.stat().st_mtime < newest:
+            made = LIBRARY.with_suffix(".new")
+            files = [str(source) for source in SOURCES if source.suffix == ".c"]
+            compiler = os.environ.get("CC", "cc")
+            subprocess.run([compiler, *FLAGS, *files, "-o", str(made)], check=True)
+            made.replace(LIBRARY)
+    return str(LIBRARY)
+
+
+class GpuDouble:
+    """The stand-in as this process has it: its faults, and what it has counted."""
+
+    def __init__(self) -> None:
+        self.path = build()
+        self._library = ctypes.CDLL(self.path)
+        self._library.double_get.restype = ctypes.c_longlong
+        self._library.double_set.argtypes = (ctypes.c_char_p, ctypes.c_longlong)
+
+    def __getitem__(self, name: str) -> int:
+        """Return a value: a fault that was set, or a count."""
+        return int(self._library.double_get(name.encode()))
+
+    def __setitem__(self, name: str, value: int) -> None:
+        """Set a fault, or a count back."""
+        if self._library.double_set(name.encode(), value):
+            raise KeyError(name)
+
+    @contextlib.contextmanager
+    def fault(self, **faults: int) -> Iterator[None]:
+        """Set faults for a while."""
+        before = {name: self[name] for name in faults}
+        for name, value in faults.items():
+            self[name] = value
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                self[name] = value
+
+    def held(self) -> dict[str, int]:
+        """Return what must be given back."""
+        names = ("comms", "allocations", "imports", "streams", "events", "host_registrations")
+        return {name: self[f"live_{name}"] for name in names}
