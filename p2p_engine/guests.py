@@ -145,11 +145,7 @@ class Guests:
             PeerAddress(hello.address).check()
         except PeerUnreachable as error:
             return str(error)
-        if self._spec is not None and hello.spec is not None:
-            return "; ".join(obstacles(self._spec, hello.spec))
-        if self._spec is not hello.spec:
-            return "one side describes a KV cache, the other does not"
-        return ""
+        return "; ".join(obstacles(self._spec, hello.spec))
 
     def _lose(self, epoch: int, reason: str) -> None:
         del self._guests[epoch]

@@ -67,15 +67,13 @@ class Instances:
         inquiry = self._inquiries.get(instance)
         if inquiry is None:
             return
-        specs = (self._spec, message.spec)
-        if self._spec is None or message.spec is None or not all(s and s.has_ranks for s in specs):
-            text = "one side does not describe its KV cache"
+        here, there = self._spec, message.spec
+        found = obstacles(here, there)
+        if here and there and not found and here.has_ranks and there.has_ranks:
+            self._known[instance] = there
+            self._answer(instance, there)
         else:
-            text = "; ".join(obstacles(self._spec, message.spec))
-        if message.spec is not None and not text:
-            self._known[instance] = message.spec
-            self._answer(instance, message.spec)
-        else:
+            text = "; ".join(found) or "neither says how its ranks share a model"
             self._answer(instance, PeerRefused(f"peer {instance}: {text}"))
 
     def forget(self, address: str) -> None:

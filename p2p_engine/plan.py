@@ -115,10 +115,14 @@ def part_between(source: CacheSpec, target: CacheSpec) -> Part | None:
     )
 
 
-def obstacles(here: CacheSpec, there: CacheSpec) -> list[str]:
+def obstacles(here: CacheSpec | None, there: CacheSpec | None) -> list[str]:
     """Say why nothing can be mapped between two instances, with both values; empty: it can."""
-    if not _is_regular(there):
-        return [f"{there.num_ranks} ranks there (this one is {there.rank}) cannot share the model"]
+    if here is None or there is None:
+        described = here is not None, there is not None
+        return [_differing("describes a KV cache", *described)] if any(described) else []
+    irregular = _irregularity(there)
+    if irregular:
+        return [f"the ranks there cannot share the model: {irregular}"]
     found = [
         _differing(name, getattr(here, name), getattr(there, name))
         for name in SAME
@@ -139,18 +143,19 @@ def obstacles(here: CacheSpec, there: CacheSpec) -> list[str]:
     return []
 
 
-def _is_regular(spec: CacheSpec) -> bool:
-    """Whether the ranks share layers and heads as vLLM does, so that none is forgotten."""
+def _irregularity(spec: CacheSpec) -> str:
+    """Why the ranks cannot share layers and heads as vLLM lets them; empty: none is forgotten."""
+    cuts, heads = spec.layer_cuts, spec.num_kv_heads
     if not spec.has_ranks:
-        return spec.num_ranks == 1 and not spec.layer_cuts
-    few, many = sorted((spec.tp_size, spec.num_kv_heads))
-    cuts = spec.layer_cuts
-    return (
-        many % few == 0
-        and cuts[0] == 0
-        and all(first < end for first, end in pairwise(cuts))
-        and spec.rank < spec.num_ranks <= MAX_RANKS
-    )
+        is_alone = spec.num_ranks == 1 and not cuts
+        return "" if is_alone else f"num_kv_heads {heads}, layer_cuts {cuts}"
+    if spec.tp_size % heads and heads % spec.tp_size:
+        return f"tp_size {spec.tp_size} and {heads} KV heads, neither a multiple of the other"
+    if cuts[0] or not all(first < end for first, end in pairwise(cuts)):
+        return f"layer_cuts {cuts} leave layers out"
+    if not spec.rank < spec.num_ranks <= MAX_RANKS:
+        return f"rank {spec.rank} of {spec.num_ranks}, and at most {MAX_RANKS}"
+    return ""
 
 
 def _same_pages(here: CacheSpec, there: CacheSpec) -> bool:

@@ -209,36 +209,6 @@ def other(**changes: Any) -> CacheSpec:
     return msgspec.structs.replace(SPEC, **changes)
 
 
-OPAQUE = RankCache(Model(), Side(layout="opaque"), 0, 1).spec
-REFUSALS = [
-    (SPEC, other(model="m2"), "model: '' here, 'm2' there"),
-    (SPEC, other(revision="r2"), "revision: '' here, 'r2' there"),
-    (SPEC, other(dtype="bfloat16"), "dtype: '' here, 'bfloat16' there"),
-    (SPEC, other(head_size=64), "head_size: 2 here, 64 there"),
-    (SPEC, other(num_kv_heads=4), "num_kv_heads: 2 here, 4 there"),
-    (SPEC, other(packing="cpu amx"), "packing: '' here, 'cpu amx' there"),
-    (SPEC, other(layer_cuts=(0, 3)), "layers: (2,) here, (3,) there"),
-    (
-        OPAQUE,
-        msgspec.structs.replace(OPAQUE, block_size=8, page_bytes=[1]),
-        "block_size: 4 here, 8 there: blocks that are packed as 'opaque' cannot be cut",
-    ),
-    (
-        other(shape=None),
-        other(shape=None, tp_size=2),
-        "tp_size: 1 here, 2 there: a block of packing '' can only be moved as it is",
-    ),
-]
-
-
-@pytest.mark.parametrize(("here", "there", "reason"), REFUSALS)
-def test_what_cannot_be_mapped_is_named_with_both_values(
-    here: CacheSpec, there: CacheSpec, reason: str
-) -> None:
-    assert obstacles(here, there) == [reason]
-    assert obstacles(here, here) == obstacles(there, there) == []
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -255,12 +225,6 @@ def test_ranks_that_cannot_share_a_model_are_refused(changes: Any) -> None:
     """What a peer says of itself is not trusted: nobody must wait for heads that nobody has."""
     [reason] = obstacles(SPEC, other(**changes))
     assert "share the model" in reason or "here" in reason
-
-
-def test_rows_of_unlike_planes_are_refused() -> None:
-    fused = PageShape(4, 32, (Plane(0, 8, 8),))
-    [reason] = obstacles(SPEC, other(shape=fused, page_bytes=[]))
-    assert reason == "rows of a token: [(1, 4), (1, 4)] here, [(1, 8)] there"
 
 
 def test_a_rank_that_gets_nothing_is_refused() -> None:

@@ -1,0 +1,215 @@
+"""Every refusal that the documents list is provoked, and says what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from p2p_engine import P2pNcclEngine, TransferKey, peers
+from p2p_engine.cli.ports import PortPlan
+from p2p_engine.directory import Directory, RankAddress
+from p2p_engine.errors import ConfigError, PeerRefused
+from p2p_engine.messages import PROTOCOL_VERSION, CacheSpec, PageShape, Plane
+from p2p_engine.peers import InstanceAddress, PeerAddress
+from p2p_engine.plan import obstacles
+from tests.caches import Model, RankCache, Side
+from tests.engines import assert_idle, settings
+
+ARCHITECTURE = Path(__file__).parents[2] / "ARCHITECTURE.md"
+ROW = re.compile(r"^\| (.+?) \| (HELLO|start) \| `(.+)` \|$", re.MULTILINE)
+HERE = RankCache(Model(), Side(), 0, 4)
+
+
+def listed(when: str) -> dict[str, str]:
+    """The rows of the table: what is refused, and the error, with … for what it names."""
+    section = ARCHITECTURE.read_text().split("### What is refused")[1].split("\n##")[0]
+    return {what: error for what, moment, error in ROW.findall(section) if moment == when}
+
+
+def says(error: object, pattern: str) -> re.Match[str] | None:
+    """Find the documented text in an error; its groups are what stands for each …."""
+    return re.search(re.escape(pattern).replace("…", "(.+)"), str(error), re.DOTALL)
+
+
+def changed(**changes: Any) -> tuple[CacheSpec, CacheSpec]:
+    """A description, and the same with some fields changed."""
+    return HERE.spec, msgspec.structs.replace(HERE.spec, **changes)
+
+
+def opaque(**changes: Any) -> tuple[CacheSpec, CacheSpec]:
+    """Two descriptions that say nothing of the inside of a block."""
+    spec = RankCache(Model(), Side(layout="opaque"), 0, 4).spec
+    return spec, msgspec.structs.replace(spec, **changes)
+
+
+FUSED = PageShape(4, 32, (Plane(0, 8, 8),))
+Specs = tuple[CacheSpec | None, CacheSpec | None]
+# What differs: the two descriptions, and the two values that an error must name.
+UNLIKE: dict[str, tuple[Specs, object, object]] = {
+    "another model": (changed(model="m2"), "", "m2"),
+    "another revision of it": (changed(revision="r2"), "", "r2"),
+    "another dtype of the cache": (changed(dtype="bfloat16"), "", "bfloat16"),
+    "another number of KV heads": (changed(num_kv_heads=4), 2, 4),
+    "another size of a head": (changed(head_size=64), 2, 64),
+    "another number of layers": (changed(layer_cuts=(0, 3)), 2, 3),
+    "blocks packed for another instruction set, or quantised otherwise": (
+        changed(packing="cpu amx"), "", "cpu amx",
+    ),
+    "block sizes that differ, where blocks cannot be cut": (
+        opaque(block_size=8, page_bytes=[1]), 4, 8,
+    ),
+    "rows of a token that differ": (
+        changed(shape=FUSED, page_bytes=[]), [(1, 4), (1, 4)], [(1, 8)],
+    ),
+    "ranks that differ, where nothing is known of a block's inside": (
+        (changed(shape=None)[1], changed(shape=None, tp_size=2)[1]), 1, 2,
+    ),
+    "heads that the ranks there cannot share": (changed(tp_size=3), 3, 2),
+    "layers that nobody there has": (changed(layer_cuts=(0, 2, 1)), 2, 1),
+    "a rank that cannot be": (changed(rank=7), 7, 1),
+    "an engine without a cache description, and one with": ((HERE.spec, None), True, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+@pytest.mark.usefixtures("no_leaks")
+def test_at_hello_both_values_are_named_within_a_second(what: str) -> None:
+    (here, there), *values = UNLIKE[what]
+    with contextlib.ExitStack() as stack:
+        config = settings("shm")
+        sender = stack.enter_context(P2pNcclEngine(config, spec=here))
+        receiver = stack.enter_context(P2pNcclEngine(config, spec=there))
+        address = RankAddress(0, receiver.zmq_address, receiver.epoch, there)
+        ports = stack.enter_context(contextlib.closing(PortPlan("127.0.0.1")))
+        directory = Directory(config, [address], kv_port=ports.take(), role="D")
+        instance = InstanceAddress(stack.enter_context(directory).address)
+        ids = np.arange(2, dtype=np.int64)
+        for pull in (False, True):
+            waiting = sender.receive(
+                TransferKey(f"r{pull}"), HERE.sink(ids, 0, 8), peer=instance, pull=pull
+            )
+            check(waiting, what, values)
+        source = HERE.source(ids, 0, 8)
+        check(sender.send(TransferKey("s"), instance, source), what, values)
+        # The receiver says it: what is here to the sender, is there to it.
+        if not what.startswith(("heads that", "layers that", "a rank that")):
+            greeted = PeerAddress(receiver.zmq_address)
+            check(sender.send(TransferKey("h"), greeted, source), what, values)
+        assert_idle(sender, receiver)
+
+
+def check(transfer: Any, what: str, values: list[object]) -> None:
+    """The transfer ends within a second, by the documented error."""
+    with pytest.raises(PeerRefused) as raised:
+        transfer.wait(1.0)
+    found = says(raised.value, listed("HELLO")[what])
+    assert found is not None, raised.value
+    named = found.group()
+    assert all(str(value) in named for value in values), named
+
+
+@pytest.mark.parametrize(
+    "what", ["heads that the ranks there cannot share", "layers that nobody there has",
+             "a rank that cannot be"],
+)  # fmt: skip
+def test_a_peer_that_describes_the_impossible_is_refused_at_its_hello(what: str) -> None:
+    """Its own description, which it does not doubt, comes with its HELLO."""
+    (here, there), *values = UNLIKE[what]
+    with P2pNcclEngine(settings("shm"), spec=here) as receiver:  # noqa: SIM117
+        with P2pNcclEngine(settings("shm"), spec=there) as sender:
+            source = HERE.source(np.arange(2), 0, 8)
+            sent = sender.send(TransferKey("h"), PeerAddress(receiver.zmq_address), source)
+            check(sent, what, values)
+
+
+def test_another_protocol_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "PROTOCOL_VERSION", 99)  # who dials says so
+    with P2pNcclEngine(settings("shm")) as receiver, P2pNcclEngine(settings("shm")) as sender:
+        sent = sender.send(
+            TransferKey("h"), PeerAddress(receiver.zmq_address), HERE.source(np.arange(2), 0, 8)
+        )
+        check(sent, "another protocol version", [PROTOCOL_VERSION, 99])
+
+
+def test_refusals_are_mutual_and_nobody_refuses_himself() -> None:
+    for (here, there), *_ in UNLIKE.values():
+        assert obstacles(here, there)
+        assert not obstacles(here, here)
+
+
+# At start
+
+
+def set_in_vllm(**changes: Any) -> Callable[[], object]:
+    """What an instance checks before it has a cache."""
+    from p2p_engine.connector.support import check_supported
+    from tests.unit.test_connector_start import configs
+
+    return lambda: check_supported(*configs(**changes))
+
+
+def with_groups(*specs: Any) -> Callable[[], object]:
+    """What an instance checks of its kinds of cache."""
+    from p2p_engine.connector.cache_spec import attention_spec
+    from tests.unit.test_connector_cache_spec import config_of
+
+    return lambda: attention_spec(config_of(*specs))
+
+
+def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
+    """What provokes a row of the table, and what its error must name."""
+    import torch
+    from vllm.v1.kv_cache_interface import KVQuantMode, MambaSpec
+
+    from tests.unit import test_connector_cache_spec as caches
+
+    def scattered() -> None:
+        caches.read(caches.caches_of("LHBNC")[1], num_kv_heads=2 * caches.HEADS)
+
+    mamba = MambaSpec(shapes=((2, 2),), dtypes=(torch.float32,), block_size=16)
+    scaled = dataclasses.replace(caches.SPEC, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
+    elsewhere = {"layer0": torch.empty((caches.BLOCKS, 1, 1, 1), device="meta")}
+    cases: dict[str, tuple[Callable[[], object], list[object]]] = {
+        "several KV cache groups": (
+            with_groups(caches.SPEC, mamba), ["FullAttentionSpec", "MambaSpec"],
+        ),
+        "sliding windows in a group of their own": (with_groups(caches.WINDOW), []),
+        "Mamba": (with_groups(mamba), []),
+        "scales of their own beside the values": (with_groups(scaled), ["INT8_PER_TOKEN_HEAD"]),
+        "a cache that is not in host memory": (lambda: caches.read(elsewhere), ["meta"]),
+        "blocks whose bytes are scattered and not known": (scattered, ["layer0"]),
+        "a cache that is not made of vLLM's blocks": (
+            lambda: caches.read(caches.caches_of("LBHNC")[1], 3), [10, 3],
+        ),
+        "pipeline parallelism": (set_in_vllm(pipeline_parallel_size=2), [2]),
+        "decode context parallelism": (set_in_vllm(decode_context_parallel_size=2), [2]),
+        "prefill context parallelism": (set_in_vllm(prefill_context_parallel_size=2), [2]),
+        "data-parallel ranks behind one HTTP address": (set_in_vllm(data_parallel_size=2), []),
+        "sleep mode": (set_in_vllm(enable_sleep_mode=True), []),
+        "drafts with a KV cache of their own": (set_in_vllm(speculative="eagle3"), ["eagle3"]),
+    }  # fmt: skip
+    return cases[what]
+
+
+@pytest.mark.parametrize("what", listed("start"))
+@pytest.mark.filterwarnings("ignore")  # vLLM's own
+def test_at_start_it_is_named(what: str) -> None:
+    pytest.importorskip("vllm")
+    provoke, values = at_start(what)
+    with pytest.raises(ConfigError) as raised:
+        provoke()
+    found = says(raised.value, listed("start")[what])
+    assert found is not None, raised.value
+    assert all(str(value) in found.group() for value in values), found.group()
+
+
+def test_the_documents_list_what_is_tested_at_hello() -> None:
+    assert set(listed("HELLO")) == {*UNLIKE, "another protocol version"}
