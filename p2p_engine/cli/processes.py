@@ -20,6 +20,10 @@ _TAIL_BYTES = 1 << 16
 class ChildProcess:
     """A command under a warden: it and all its descendants end with us, however we end.
 
+    Its process group is its own, so that Ctrl-C in a terminal is for the launcher alone; its
+    session is ours. Linux shares a machine's cores between sessions first (autogroup, sched(7)),
+    and beside busy ones a member whose threads slept most was not run for ten seconds.
+
     Not thread-safe.
     """
 
@@ -52,7 +56,6 @@ class ChildProcess:
                 stderr=log,
                 env=None if env is None else dict(env),
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C in a terminal is for the launcher alone
             )
         self.pid = self._read_pid()
 

@@ -29,6 +29,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _die_with_warden() -> None:
+    os.setpgid(0, 0)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
@@ -76,7 +77,6 @@ class Warden:
         self._leader = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,
             preexec_fn=_die_with_warden,  # safe: this process has one thread
         )
         self._leader_status: int | None = None
@@ -140,6 +140,7 @@ class Warden:
 
 def main() -> int:
     """Run the command line described above."""
+    os.setpgid(0, 0)  # Ctrl-C in a terminal is for the launcher alone
     control = socket.socket(fileno=int(sys.argv[1]))
     try:
         warden = Warden(control, float(sys.argv[2]), sys.argv[3:])

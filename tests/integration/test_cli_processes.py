@@ -38,6 +38,17 @@ def test_a_child_ends_when_asked(tmp_path: Path, free_port: int) -> None:
     assert child.end == "was killed by SIGTERM"
 
 
+def test_a_child_shares_our_session_but_gets_no_interrupt_of_ours(
+    tmp_path: Path, free_port: int
+) -> None:
+    """A terminal interrupts a process group; Linux shares the cores between sessions."""
+    child = start(tmp_path, free_port)
+    for pid in (child.pid, parent_of(child.pid)):
+        assert os.getsid(pid) == os.getsid(0)
+        assert os.getpgid(pid) == pid
+    child.stop()
+
+
 def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(
     tmp_path: Path, free_port: int
 ) -> None:
