@@ -1,7 +1,7 @@
 """MockVllm: a vLLM server as the proxy sees it, with heartbeats, a fault script and a memory.
 
-It is a real HTTP server on 127.0.0.1. What it answers is a function of the request alone, so that
-a test can compute what the client must see.
+It is a real HTTP server on 127.0.0.1, without an engine: what it answers is what the stand-ins of
+`p2p-engine simulate` answer, unless its script says otherwise.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from p2p_engine.messages import PROTOCOL_VERSION
+from p2p_engine.simulate.answers import completion, events
 
 PREFILL, DECODE, BOTH = "P", "D", "PD"
-NUM_TOKENS = 8
 INTERVAL_SECONDS = 3.0
 
 
@@ -295,37 +295,6 @@ class MockVllm:
             "remote_engine_id": f"engine-{self.epoch}",
             "tp_size": 1,
         }
-
-
-def tokens(asked: dict[str, Any]) -> list[str]:
-    """Return the made-up continuation of a prompt."""
-    text = str(asked.get("prompt") or asked.get("messages"))
-    count = min(asked.get("max_tokens", NUM_TOKENS), 10_000)
-    return [f" {(hash_text(text) + position) % 997}é" for position in range(count)]
-
-
-def hash_text(text: str) -> int:
-    """Hash the same way in every process."""
-    return sum((position + 1) * ord(letter) for position, letter in enumerate(text))
-
-
-def completion(asked: dict[str, Any], params: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the answer to a request that is not a stream."""
-    choices = [{"index": i, "text": "".join(tokens(asked))} for i in range(asked.get("n", 1))]
-    return {
-        "id": "cmpl-1",
-        "object": "text_completion",
-        "model": asked.get("model"),
-        "choices": choices,
-        "kv_transfer_params": params,
-    }
-
-
-def events(asked: dict[str, Any]) -> list[bytes]:
-    """Return the events of a streamed answer."""
-    chunks = [{"choices": [{"index": 0, "text": token}]} for token in tokens(asked)]
-    lines = [json.dumps(chunk, ensure_ascii=False) for chunk in chunks] + ["[DONE]"]
-    return [f"data: {line}\n\n".encode() for line in lines]
 
 
 async def _break(request: web.Request) -> web.StreamResponse:

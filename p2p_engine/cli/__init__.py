@@ -1,4 +1,4 @@
-"""The command line `p2p-engine`: launch, proxy, doctor, demo and bench."""
+"""The command line `p2p-engine`: launch, simulate, proxy, doctor, demo and bench."""
 
 from __future__ import annotations
 

@@ -64,6 +64,7 @@ def launch(
     kv_transfer_config: TransferConfig = None,
     prefill_args: Annotated[str, typer.Option(help="vLLM arguments for prefill only.")] = "",
     decode_args: Annotated[str, typer.Option(help="vLLM arguments for decode only.")] = "",
+    proxy_args: Annotated[str, typer.Option(help="Arguments of the proxy: policies, ...")] = "",
     vllm_args: Annotated[list[str] | None, typer.Argument(metavar="-- VLLM_ARGUMENTS")] = None,
 ) -> None:
     """Start a proxy and vLLM instances on this machine; Ctrl-C stops them all.
@@ -91,10 +92,55 @@ def launch(
             vllm_args=tuple(vllm_args or ()),
             prefill_args=tuple(shlex.split(prefill_args)),
             decode_args=tuple(shlex.split(decode_args)),
+            proxy_args=tuple(shlex.split(proxy_args)),
         )
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     raise typer.Exit(run_launch(options, _console()))
+
+
+@app.command()
+def simulate(
+    prefill: Annotated[int, typer.Option(min=0, help="How many prefill stand-ins.")] = 2,
+    decode: Annotated[int, typer.Option(min=0, help="How many decode stand-ins.")] = 2,
+    both: Annotated[int, typer.Option(min=0, help="How many stand-ins that do both.")] = 0,
+    model: Annotated[str, typer.Option(help="The name that they serve.")] = "simulated",
+    send_type: Annotated[str, typer.Option(help="PUT_ASYNC, PUT or GET.")] = "PUT_ASYNC",
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The proxy's HTTP port.")] = 10001,
+    registration_port: Annotated[int, typer.Option(help="Where instances register.")] = 30001,
+    join: Annotated[str, typer.Option(help="HOST:PORT of a proxy to join instead.")] = "",
+    log_dir: Annotated[Path | None, typer.Option(help="Default: a new temporary one.")] = None,
+    proxy_args: Annotated[str, typer.Option(help="Arguments of the proxy: policies, ...")] = "",
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="-- COSTS")] = None,
+) -> None:
+    """Start a proxy and stand-ins for vLLM: real servers and transfers, KV and tokens made up.
+
+    Commands on standard input add, drain, stop and kill them; `help` lists these. What tokens
+    cost follows after --: see `python -m p2p_engine.simulate --help`.
+    """
+    from p2p_engine.cli.launch import LaunchOptions
+    from p2p_engine.cli.simulate import run_simulate
+
+    try:
+        options = LaunchOptions(
+            model=model,
+            num_prefill=prefill,
+            num_decode=decode,
+            num_both=both,
+            send_type=send_type,
+            host=host,
+            port=port,
+            registration_port=registration_port,
+            join=join,
+            log_dir=log_dir,
+            timeout_seconds=120.0,
+            vllm_args=tuple(arguments or ()),
+            proxy_args=tuple(shlex.split(proxy_args)),
+        )
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(run_simulate(options, _console()))
 
 
 @app.command(context_settings=_PASS_ON)

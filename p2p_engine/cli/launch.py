@@ -55,6 +55,7 @@ class LaunchOptions:
     vllm_args: tuple[str, ...] = ()
     prefill_args: tuple[str, ...] = ()
     decode_args: tuple[str, ...] = ()
+    proxy_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what could only fail minutes later, inside vLLM.
@@ -64,6 +65,8 @@ class LaunchOptions:
         """
         if self.num_prefill + self.num_decode + self.num_both < 1:
             raise ConfigError("nothing to launch: --prefill, --decode and --both are all 0")
+        if self.join and self.proxy_args:
+            raise ConfigError("--proxy-args: the proxy that --join names has its own")
         if self.host in _ANY_ADDRESS or ":" in self.host:
             raise ConfigError(f"--host {self.host}: give the one IPv4 address that peers dial")
         for argument in (*self.vllm_args, *self.prefill_args, *self.decode_args):
@@ -125,7 +128,9 @@ def start_members(fleet: Fleet, options: LaunchOptions, console: Console) -> Non
     if options.join:
         fleet.registration_address = options.join
     else:
-        fleet.start_proxy(options.port, registration_port=options.registration_port)
+        fleet.start_proxy(
+            options.port, registration_port=options.registration_port, arguments=options.proxy_args
+        )
     for role, vllm_args in options.roles():
         fleet.start(role, vllm_args=vllm_args)
     with StartDisplay(console) as display:

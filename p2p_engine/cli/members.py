@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from p2p_engine.cli.commands import InstancePlan
 from p2p_engine.cli.processes import ChildProcess
@@ -80,3 +82,16 @@ def fetch_text(url: str, timeout: float = _PROBE_SECONDS) -> str | None:
             return str(answer.read().decode())
     except (OSError, ValueError):  # refused, timed out, an error status, or not HTTP at all
         return None
+
+
+def post_json(url: str, content: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
+    """Post an object and return the object that is answered.
+
+    Raises:
+        OSError: no answer in time, or an error status.
+        ValueError: the answer is not JSON.
+    """
+    body = json.dumps(content).encode()
+    request = urllib.request.Request(url, data=body, headers=dict(headers))
+    with _direct.open(request, timeout=_PROBE_SECONDS) as answer:
+        return json.load(answer)

@@ -39,6 +39,10 @@ class Launch:
                 [*command, *arguments], stdout=output, stderr=output, env=_environment(folder)
             )
 
+    @property
+    def status_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/status"
+
     def wait_for(self, words: str) -> None:
         eventually(lambda: words in self.said(), timeout=SECONDS, what=f"{words!r} is said")
 
@@ -104,7 +108,7 @@ def test_launch_serves_and_stops_cleanly(
     start: Callable[..., Launch], number: signal.Signals
 ) -> None:
     launch = start("--prefill", "2", "--decode", "1")
-    status = json.loads(fetch_text(f"http://127.0.0.1:{launch.port}/status") or "")
+    status = json.loads(fetch_text(launch.status_url) or "")
     roles = sorted(role for instance in status["instances"] for role in instance["roles"])
     processes = launch.processes()
     assert roles == ["decode", "prefill", "prefill"]
@@ -117,7 +121,8 @@ def test_launch_serves_and_stops_cleanly(
 
 
 def test_launch_killed_leaves_nothing(start: Callable[..., Launch]) -> None:
-    launch = start()
+    launch = start("--proxy-args=--prefill-policy random --both 127.0.0.1:9")
+    assert '"http_address":"127.0.0.1:9"' in (fetch_text(launch.status_url) or "")
     processes = launch.processes()
     launch.process.kill()
     assert launch.process.wait(SECONDS) == -signal.SIGKILL
@@ -147,8 +152,9 @@ def test_one_more_instance_joins_a_running_proxy(start: Callable[..., Launch]) -
     hint = next(line for line in first.said().splitlines() if "--join" in line)
     address = hint.partition("--join ")[2].split()[0]
     second = start("--prefill", "0", "--join", address)
-    url = f"http://127.0.0.1:{first.port}/status"
-    eventually(lambda: (fetch_text(url) or "").count('"state":"ready"') == 2, timeout=SECONDS)
+    eventually(
+        lambda: (fetch_text(first.status_url) or "").count('"state":"ready"') == 2, timeout=SECONDS
+    )
     for launch in (second, first):
         launch.process.terminate()
         assert launch.process.wait(SECONDS) == 0

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.mock_vllm import Behaviour, MockVllm, events
+from p2p_engine.simulate.answers import events
+from tests.mock_vllm import Behaviour, MockVllm
 from tests.proxy_fleet import ASKED, STREAMED, RunningProxy, fleet, until
 
 if TYPE_CHECKING:

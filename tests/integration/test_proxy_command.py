@@ -14,7 +14,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.mock_vllm import Behaviour, MockVllm, events
+from p2p_engine.simulate.answers import events
+from tests.mock_vllm import Behaviour, MockVllm
 from tests.proxy_fleet import STREAMED, RunningProxy, until
 
 pytestmark = pytest.mark.timeout(240)  # each starts up to three interpreters

@@ -13,7 +13,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from tests.mock_vllm import Behaviour, MockVllm, events
+from p2p_engine.simulate.answers import events
+from tests.mock_vllm import Behaviour, MockVllm
 from tests.proxy_fleet import STREAMED, RunningProxy, fleet, running_proxy, until
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from unittest.mock import patch
 import aiohttp
 import pytest
 
-from tests.mock_vllm import Behaviour, events
+from p2p_engine.simulate.answers import events
+from tests.mock_vllm import Behaviour
 from tests.proxy_fleet import ASKED, STREAMED, fleet, until
 
 REFUSAL = b'{"error": {"message": "no", "code": 4}}'

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.mock_vllm import Behaviour, MockVllm, events
+from p2p_engine.simulate.answers import events
+from tests.mock_vllm import Behaviour, MockVllm
 from tests.proxy_fleet import STREAMED, RunningProxy, fleet, running_proxy, until
 
 KEY = "open sesame"

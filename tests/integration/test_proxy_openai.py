@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.mock_vllm import Behaviour, completion, events
+from p2p_engine.simulate.answers import completion, events
+from tests.mock_vllm import Behaviour
 from tests.proxy_fleet import ASKED, CHAT, COMPLETIONS, STREAMED, fleet
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]

@@ -37,11 +37,12 @@ from unittest.mock import patch
 import pytest
 
 from p2p_engine.request_ids import ProxyId
+from p2p_engine.simulate.answers import completion, events
 from proxy.instances import Role
 from proxy.prefix_tree import PrefixTree
 from proxy.prompt import BLOCK_BYTES, Prompt
 from proxy.upstream import Upstream
-from tests.mock_vllm import Behaviour, MockVllm, completion, events
+from tests.mock_vllm import Behaviour, MockVllm
 from tests.proxy_fleet import ASKED, STREAMED, RunningProxy, fleet, running_proxy, until
 from tests.routing_fleet import Fleet
 

@@ -9,7 +9,8 @@ from collections import Counter
 import pytest
 
 from p2p_engine.messages import PROTOCOL_VERSION
-from tests.mock_vllm import Behaviour, MockVllm, completion, events
+from p2p_engine.simulate.answers import completion, events
+from tests.mock_vllm import Behaviour, MockVllm
 from tests.proxy_fleet import ASKED, STREAMED, RunningProxy, fleet, until
 
 ID_LENGTH = 32

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.mock_vllm import Behaviour, MockVllm, completion, events
+from p2p_engine.simulate.answers import completion, events
+from tests.mock_vllm import Behaviour, MockVllm
 from tests.proxy_fleet import ASKED, CHAT, COMPLETIONS, STREAMED, fleet, until
 from tests.support import SeededRandom
 

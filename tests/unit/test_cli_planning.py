@@ -184,6 +184,7 @@ def test_each_instance_has_the_arguments_of_its_role() -> None:
         ({"vllm_args": ("--port", "1")}, "each instance gets a free port"),
         ({"vllm_args": ("--kv-transfer-config={}",)}, "before the --"),
         ({"decode_args": ("-tp", "2")}, "use --tp"),
+        ({"join": "h:1", "proxy_args": ("--peers", "h:2")}, "the proxy that --join names"),
         ({"send_type": "PUSH"}, "PUT, PUT_ASYNC, GET"),
         ({"transfer_config": {"kv_connector_extra_config": {"x": 1}}}, "unknown key 'x'"),
     ],

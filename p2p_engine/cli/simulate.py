@@ -1,0 +1,182 @@
+"""`p2p-engine simulate`: a fleet of stand-ins in a box, and commands for it while it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from p2p_engine.cli import commands
+from p2p_engine.cli.commands import EXTRA, InstancePlan, Role
+from p2p_engine.cli.fleet import Fleet, FleetInterrupted
+from p2p_engine.cli.launch import LaunchOptions, start_members, stopping_on_signals
+from p2p_engine.cli.members import Member, MemberLost, post_json
+
+_POLL_SECONDS = 0.25
+_READY_SECONDS = 60.0
+# Landing memory of each stand-in: some hundred prompts of usual length.
+_SMALL = {EXTRA: {"kv_buffer_size": 64 << 20, "mem_pool_size_gb": 0.0625}}
+_HELP = """add ROLE [COUNT]   one or more prefill, decode or both
+drain NAME         no new request; resume NAME takes it back
+stop NAME          it says goodbye, ends its work and is gone
+kill NAME          gone at once, as by a power cut
+list               who is there
+quit               stop all"""
+
+
+class SimulatedFleet(Fleet):
+    """A fleet whose instances are stand-ins; their options go where vLLM's would."""
+
+    def __init__(self, *, transfer_config: Mapping[str, Any] | None = None, **more: Any) -> None:
+        """Plan a fleet; nothing is started yet. Arguments as for Fleet."""
+        config = commands.merge_configs(_SMALL, transfer_config or {})
+        super().__init__(more.pop("model", "simulated"), transfer_config=config, **more)
+        self._admin_key = secrets.token_hex(16)
+
+    def start_proxy(self, *ports: Any, arguments: Any = (), **more: Any) -> Member:
+        """Start the proxy with an admin key of its own."""
+        if "--admin-key-file" not in arguments:
+            self.admin_key_file.write_text(self._admin_key)
+            arguments = (*arguments, "--admin-key-file", str(self.admin_key_file))
+        return super().start_proxy(*ports, arguments=arguments, **more)
+
+    @property
+    def admin_key_file(self) -> Path:
+        """The file with the proxy's admin key."""
+        return self.log_dir / "admin.key"
+
+    def find(self, name: str) -> Member:
+        """Return a stand-in by its name.
+
+        Raises:
+            ValueError: there is none; names those that there are.
+        """
+        names = {member.name: member for member in self.instances}
+        if name not in names:
+            raise ValueError(f"{name!r} is none of {', '.join(names)}")
+        return names[name]
+
+    def order(self, verb: str, member: Member) -> str:
+        """Have the proxy `remove` (drain) an instance or `add` (resume) it; return what it says.
+
+        Raises:
+            OSError: there is no proxy of ours, or it refuses.
+        """
+        if self.proxy is None:
+            raise OSError("the proxy is another one's")
+        url, asked = f"{self.proxy.url}/instances/{verb}", {"instance": member.http_address}
+        answer = post_json(url, asked, {"X-Api-Key": self.admin_key_file.read_text()})
+        return str(answer["message"])
+
+    def _instance_command(self, plan: InstancePlan, overrides: Mapping[str, Any]) -> list[str]:
+        config = commands.merge_configs(commands.transfer_config(plan), overrides)
+        command = [sys.executable, "-m", "p2p_engine.simulate", "--model", plan.model]
+        command += ["--host", plan.host, "--port", str(plan.http_port), *plan.vllm_args]
+        return [*command, "--kv-transfer-config", json.dumps(config)]
+
+
+def run_simulate(options: LaunchOptions, console: Console) -> int:
+    """Start the fleet, then obey standard input until a signal or `quit`; return the exit code."""
+    fleet = SimulatedFleet(
+        model=options.model,
+        send_type=options.send_type,
+        host=options.host,
+        vllm_args=options.vllm_args,
+        log_dir=options.log_dir,
+    )
+    with stopping_on_signals(fleet), fleet:
+        try:
+            start_members(fleet, options, console)
+            _list(fleet, console)
+            if fleet.proxy is not None:
+                _say(console, f"status page: {fleet.proxy.url}/  admin key: {fleet.admin_key_file}")
+            _say(console, "type `help` for commands; Ctrl-C stops all")
+            _obey_until_stopped(fleet, console)
+        except FleetInterrupted:
+            pass
+        except (MemberLost, TimeoutError, OSError) as error:
+            _say(console, f"{type(error).__name__}: {error}")
+            return 1
+    _say(console, "stopped")
+    return 0
+
+
+def _obey_until_stopped(fleet: SimulatedFleet, console: Console) -> None:
+    lines = _Lines(sys.stdin.fileno())
+    while not fleet.interrupted:
+        for line in lines.wait(_POLL_SECONDS):
+            try:
+                _obey(fleet, console, line.split())
+            except (ValueError, OSError, TimeoutError) as error:
+                _say(console, f"{type(error).__name__}: {error}")
+        try:
+            fleet.check(ignore_interrupt=True)
+        except MemberLost as lost:
+            if lost.member is fleet.proxy:
+                raise
+            _say(console, str(lost))
+            fleet.stop(lost.member)
+
+
+def _obey(fleet: SimulatedFleet, console: Console, words: list[str]) -> None:
+    named: dict[str, Callable[[Member], object]] = {
+        "drain": lambda member: _say(console, fleet.order("remove", member)),
+        "resume": lambda member: _say(console, fleet.order("add", member)),
+        "stop": fleet.stop,
+        "kill": fleet.kill,
+    }
+    match words:
+        case []:
+            return
+        case ["add", role, *count] if len(count) < 2:
+            started = [fleet.start(Role(role)) for _ in range(int(count[0]) if count else 1)]
+            fleet.wait_ready(*started, timeout=_READY_SECONDS)
+            _list(fleet, console)
+        case [verb, name] if verb in named:
+            named[verb](fleet.find(name))
+            _say(console, f"done: {verb} {name}")
+        case ["list"]:
+            _list(fleet, console)
+        case ["quit"]:
+            fleet.interrupted = True
+        case _:
+            _say(console, _HELP)
+
+
+def _list(fleet: SimulatedFleet, console: Console) -> None:
+    table = Table("instance", "HTTP", "KV", "process")
+    for member in fleet.members:
+        kv_address = member.plan.kv_address if member.plan else fleet.registration_address
+        table.add_row(member.name, member.http_address, kv_address, str(member.process.pid))
+    console.print(table)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class _Lines:
+    """Whole lines of a descriptor, without a thread; after its end, nothing more."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int = descriptor
+        self._partial = b""
+        self._has_ended = False
+
+    def wait(self, timeout: float) -> list[str]:
+        """Wait for input, at most `timeout` seconds; return the lines that are complete."""
+        descriptors = [] if self._has_ended else [self._descriptor]
+        if not select.select(descriptors, [], [], timeout)[0]:
+            return []
+        added = os.read(self._descriptor, 4096)
+        self._has_ended = not added
+        *lines, self._partial = (self._partial + added).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]

@@ -1,0 +1,71 @@
+"""One stand-in: `python -m p2p_engine.simulate --port 8100 --kv-transfer-config JSON`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+from typing import Any
+
+import uvloop
+
+from p2p_engine.config import EngineConfig
+from p2p_engine.simulate.cost import CostModel
+from p2p_engine.simulate.instance import StandIn
+from p2p_engine.simulate.prompts import MadeUpModel
+
+ROLES = {"kv_producer": "P", "kv_consumer": "D", "kv_both": "PD"}
+_MILLISECOND = 0.001
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the options: what an instance is, and what its tokens cost."""
+    cost = CostModel()
+    options = argparse.ArgumentParser("python -m p2p_engine.simulate", description=__doc__)
+    options.add_argument("--model", default="simulated", help="the name that it serves")
+    options.add_argument("--host", default="127.0.0.1")
+    options.add_argument("--port", type=int, required=True)
+    options.add_argument("--kv-transfer-config", type=json.loads, required=True)
+    options.add_argument("--shutdown-timeout", type=float, default=12.0, help="seconds")
+    options.add_argument(
+        "--prefill-tokens-per-second", type=float, default=cost.prefill_tokens_per_second,
+        help="0: prompts take no time (%(default)g)",
+    )  # fmt: skip
+    options.add_argument(
+        "--token-ms", type=float, default=cost.step_seconds / _MILLISECOND,
+        help="one decoding step of one request (%(default)g)",
+    )  # fmt: skip
+    options.add_argument(
+        "--token-ms-per-request", type=float, default=cost.step_seconds_per_request / _MILLISECOND,
+        help="what each other request adds to it (%(default)g)",
+    )  # fmt: skip
+    options.add_argument("--kv-bytes-per-token", type=int, default=1024, help="(%(default)d)")
+    return options
+
+
+async def serve(options: argparse.Namespace) -> None:
+    """Serve until told to stop, then leave in good order."""
+    transfer_config: dict[str, Any] = options.kv_transfer_config
+    config = EngineConfig.from_extra_config(transfer_config["kv_connector_extra_config"])
+    instance = StandIn(
+        config,
+        ROLES[transfer_config["kv_role"]],
+        int(transfer_config["kv_port"]),
+        MadeUpModel(options.model, kv_bytes_per_token=options.kv_bytes_per_token),
+        CostModel(
+            options.prefill_tokens_per_second,
+            options.token_ms * _MILLISECOND,
+            options.token_ms_per_request * _MILLISECOND,
+        ),
+    )
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    await instance.start(options.host, options.port)
+    await told.wait()
+    await instance.leave(options.shutdown_timeout)
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(parser().parse_args()))

@@ -1,0 +1,113 @@
+"""The prompts of a request, and the KV that a made-up model computes from each; pure."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from p2p_engine.messages import CacheSpec
+from p2p_engine.paged import PagedCache
+
+Words = npt.NDArray[np.uint64]
+
+BYTES_PER_TOKEN = 4
+BLOCK_TOKENS = 16
+_BLOCK_BYTES = BLOCK_TOKENS * BYTES_PER_TOKEN
+_WORD_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt; four bytes of it are a token."""
+
+    content: bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """At least one."""
+        return max(1, -(-len(self.content) // BYTES_PER_TOKEN))
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks of its KV; the last one is hardly ever full."""
+        return -(-self.num_tokens // BLOCK_TOKENS)
+
+
+def read_prompts(asked: Mapping[str, Any]) -> list[Prompt]:
+    """Return the prompts of a completion or a chat: texts, token ids, or several of either.
+
+    Raises:
+        ValueError: there is none, or it is of another kind.
+    """
+    if "messages" in asked:
+        return [Prompt(json.dumps(asked["messages"]).encode())]
+    given = asked.get("prompt")
+    if isinstance(given, list) and given and not isinstance(given[0], int):
+        return [_read_prompt(one) for one in given]
+    return [_read_prompt(given)]
+
+
+def _read_prompt(given: Any) -> Prompt:
+    if isinstance(given, str):
+        return Prompt(given.encode())
+    if isinstance(given, list) and given and all(isinstance(token, int) for token in given):
+        return Prompt(np.array(given, np.uint32).tobytes())
+    raise ValueError("`prompt` is neither a text nor a list of token ids")
+
+
+@dataclass(frozen=True)
+class MadeUpModel:
+    """KV of this many layers and bytes; every word of it depends on all tokens before it."""
+
+    name: str
+    num_layers: int = 2
+    kv_bytes_per_token: int = 1024
+
+    @property
+    def page_bytes(self) -> int:
+        """One layer of one block, in whole words."""
+        nbytes = self.kv_bytes_per_token * BLOCK_TOKENS // self.num_layers
+        return max(_WORD_BYTES, nbytes // _WORD_BYTES * _WORD_BYTES)
+
+    @property
+    def spec(self) -> CacheSpec:
+        """What peers must agree on."""
+        return CacheSpec(
+            model=self.name,
+            dtype="uint64",
+            block_size=BLOCK_TOKENS,
+            num_kv_heads=1,
+            head_size=self.page_bytes // BLOCK_TOKENS,
+            layer_cuts=(0, self.num_layers),
+            page_bytes=[self.page_bytes] * self.num_layers,
+        )
+
+    def compute(self, prompt: Prompt) -> Words:
+        """Return the KV of a prompt: uint64[layer, block, word]."""
+        seeds, seed = [], 0
+        for start in range(0, prompt.num_blocks * _BLOCK_BYTES, _BLOCK_BYTES):
+            seed = zlib.crc32(prompt.content[start : start + _BLOCK_BYTES], seed)
+            seeds.append(seed + 1)  # never the zeros of memory that nobody has written
+        words = np.arange(self.page_bytes // _WORD_BYTES, dtype=np.uint64)
+        layers = np.arange(self.num_layers, dtype=np.uint64)[:, None, None] << np.uint64(24)
+        blocks = np.array(seeds, np.uint64)[None, :, None] << np.uint64(31)
+        computed: Words = blocks + layers + words
+        return computed
+
+    def blank(self, prompt: Prompt) -> Words:
+        """Return memory for the KV of a prompt that comes from elsewhere."""
+        shape = (self.num_layers, prompt.num_blocks, self.page_bytes // _WORD_BYTES)
+        return np.zeros(shape, np.uint64)
+
+    def cache(self, memory: Words) -> PagedCache:
+        """Return this memory as a paged cache of one request."""
+        pages = np.full(self.num_layers, self.page_bytes, np.int64)
+        starts = np.arange(self.num_layers, dtype=np.int64) * memory.strides[0]
+        num_blocks = memory.shape[1]
+        return PagedCache(memory.ctypes.data + starts, pages, pages, num_blocks, self.spec)

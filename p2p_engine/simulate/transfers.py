@@ -1,0 +1,146 @@
+"""Transfers: the KV that leaves a stand-in and comes to it, by a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from p2p_engine.engine import P2pNcclEngine
+from p2p_engine.errors import P2pError
+from p2p_engine.messages import TransferKey
+from p2p_engine.paged import PagedSink, PagedSource
+from p2p_engine.peers import InstanceAddress
+from p2p_engine.simulate.prompts import MadeUpModel, Prompt, Words
+from p2p_engine.transfer import Transfer
+
+# How often the engine is polled while something is under way: a step of a quick model.
+STEP_SECONDS = 0.002
+
+
+class WrongKv(P2pError):
+    """The KV that came is not that of the prompt: a fault of routing or of the transfer."""
+
+
+@dataclass(eq=False)
+class Outgoing:
+    """The KV of one prompt that leaves; without a peer it is held for whoever asks."""
+
+    key: TransferKey
+    peer: str | None
+    source: PagedSource
+    memory: Words
+    transfer: Transfer | None = None
+
+
+@dataclass(eq=False)
+class _Open:
+    """One transfer, its memory, and who waits for its end."""
+
+    transfer: Transfer
+    memory: Words
+    ended: asyncio.Future[None]
+
+
+class Transfers:
+    """All transfers of one stand-in. Made and used in one event loop."""
+
+    def __init__(self, engine: P2pNcclEngine, model: MadeUpModel) -> None:
+        self._engine = engine
+        self._model = model
+        self._open: set[_Open] = set()
+        self._has_open = asyncio.Event()
+        self._steps = asyncio.ensure_future(self._step())
+        self.num_verified = 0
+        self.num_wrong = 0
+
+    def offer(self, key: TransferKey, peer: str | None, prompt: Prompt) -> Outgoing:
+        """Offer the KV of a prompt before it is computed; without a peer, only prepare it.
+
+        Raises:
+            P2pError: the engine refuses.
+        """
+        memory = self._model.compute(prompt)
+        blocks = np.arange(prompt.num_blocks)
+        source = PagedSource(self._model.cache(memory), blocks, 0, prompt.num_tokens)
+        outgoing = Outgoing(key, peer, source, memory)
+        if peer is not None:
+            address = InstanceAddress(peer)
+            outgoing.transfer = self._engine.send(key, address, source, ready=False)
+            self._watch(outgoing.transfer, memory)
+        return outgoing
+
+    def computed(self, outgoing: Outgoing) -> None:
+        """Let the bytes of an offer move; hold what has no peer until somebody asks for it.
+
+        Raises:
+            P2pError: the engine refuses.
+        """
+        if outgoing.transfer is None:
+            outgoing.transfer = self._engine.hold(outgoing.key, outgoing.source)
+            self._watch(outgoing.transfer, outgoing.memory)
+        elif not outgoing.transfer.done:
+            self._engine.mark_ready(outgoing.transfer)
+
+    def withdraw(self, outgoing: Outgoing) -> None:
+        """Let go of what will not be computed, and tell whoever waits for it."""
+        if outgoing.transfer is not None:
+            outgoing.transfer.cancel("the request ended")
+        with suppress(P2pError):
+            peer = InstanceAddress(outgoing.peer) if outgoing.peer is not None else None
+            self._engine.abandon(outgoing.key, peer, "the request ended")
+
+    async def fetch(self, key: TransferKey, peer: str, prompt: Prompt, *, pull: bool) -> None:
+        """Wait for the KV of a prompt and compare every word of it.
+
+        Raises:
+            WrongKv: it is another one.
+            P2pError: it will not come, and why.
+        """
+        memory = self._model.blank(prompt)
+        blocks = np.arange(prompt.num_blocks)
+        sink = PagedSink(self._model.cache(memory), blocks, 0, prompt.num_tokens)
+        transfer = self._engine.receive(key, sink, peer=InstanceAddress(peer), pull=pull)
+        opened = self._watch(transfer, memory)
+        try:
+            await asyncio.shield(opened.ended)
+        except asyncio.CancelledError:
+            transfer.cancel("the client left")
+            raise
+        if transfer.error is not None:
+            raise transfer.error
+        if not np.array_equal(memory, self._model.compute(prompt)):
+            self.num_wrong += 1
+            raise WrongKv(f"the KV of {key} is not that of the prompt")
+        self.num_verified += 1
+
+    def stats(self) -> dict[str, Any]:
+        """Return counts since the start, and what the engine says of itself."""
+        counts = {"verified": self.num_verified, "wrong": self.num_wrong, "open": len(self._open)}
+        return {**counts, "engine": self._engine.stats()}
+
+    async def close(self) -> None:
+        """Poll no more; what is open ends with the engine."""
+        self._steps.cancel()
+        await asyncio.gather(self._steps, return_exceptions=True)
+
+    def _watch(self, transfer: Transfer, memory: Words) -> _Open:
+        opened = _Open(transfer, memory, asyncio.get_running_loop().create_future())
+        self._open.add(opened)
+        self._has_open.set()
+        return opened
+
+    async def _step(self) -> None:
+        """Drive the engine while anything is under way, as vLLM's worker does in its steps."""
+        while True:
+            await self._has_open.wait()
+            self._engine.poll()
+            for opened in [opened for opened in self._open if opened.transfer.done]:
+                self._open.remove(opened)
+                opened.ended.set_result(None)
+            if not self._open:
+                self._has_open.clear()
+            await asyncio.sleep(STEP_SECONDS)
