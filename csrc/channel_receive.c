@@ -104,6 +104,9 @@ receive_payload(mover_t* mover, channel_t* channel, size_t limit, size_t* moved)
     }
     *moved = (size_t)got;
     half->payload_left -= (uint64_t)got;
+    if (job != NULL) {
+        job_check(job, REGIONS_DESTINATION, *moved);
+    }
     pthread_mutex_lock(&mover->lock);
     if (job != NULL) {
         regions_advance(&job->regions, &job->cursor, *moved);

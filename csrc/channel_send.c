@@ -104,6 +104,9 @@ send_some(mover_t* mover, channel_t* channel, size_t* moved) {
     half->header_bytes += header;
     half->payload_left -= payload;
     *moved = (size_t)sent;
+    if (half->job != NULL) {
+        job_check(half->job, REGIONS_SOURCE, payload);
+    }
     pthread_mutex_lock(&mover->lock);
     if (half->job != NULL && payload > 0) {
         regions_advance(&half->job->regions, &half->job->cursor, payload);

@@ -38,6 +38,13 @@ job_release(job_t* job) {
     free(job);
 }
 
+void
+job_check(job_t* job, regions_side_t side, size_t nbytes) {
+    if (job->is_checked) {
+        job->checksum = regions_crc32c(&job->regions, job->cursor, nbytes, side, job->checksum);
+    }
+}
+
 job_state_t
 job_state(const job_t* job) {
     return (job_state_t)atomic_load_explicit(&job->state, memory_order_acquire);

@@ -113,6 +113,16 @@ job_get_nbytes(PyObject* self, void* unused) {
     return PyLong_FromUnsignedLongLong(object_of(self)->job->regions.nbytes);
 }
 
+static PyObject*
+job_get_checksum(PyObject* self, void* unused) {
+    (void)unused;
+    const job_t* job = object_of(self)->job;
+    if (job_state(job) != JOB_DONE || !job->is_checked) {
+        Py_RETURN_NONE;
+    }
+    return PyLong_FromUnsignedLong(job->checksum);
+}
+
 static PyMethodDef job_methods[] = {
     {"cancel", job_cancel_method, METH_NOARGS, "cancel(): asynchronous; a no-op once it ended."},
     {"wait", job_wait_method, METH_O, "wait(timeout): True if it ended within the seconds."},
@@ -129,6 +139,7 @@ static PyGetSetDef job_getset[] = {
     {"done", job_get_done, NULL, "It ended in any way: its memory is not touched any more.", NULL},
     {"error", job_get_error, NULL, "Why it failed or was cancelled, else None.", NULL},
     {"nbytes", job_get_nbytes, NULL, "Total of its regions.", NULL},
+    {"checksum", job_get_checksum, NULL, "CRC-32C, if it was asked for and the job is done.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -265,7 +265,7 @@ submit(mover_t* mover, job_t* job) {
     if (mover->is_closing) {
         return MOVER_CLOSED;
     }
-    if (job->kind != JOB_COPY) {
+    if (job->kind == JOB_SEND || job->kind == JOB_EXPECT) {
         return submit_to_channel(mover, job);
     }
     job_queue_push(&mover->copies, job);

@@ -6,7 +6,10 @@
 #include <stdlib.h>
 #include <sys/epoll.h>
 
-enum { MAX_EVENTS = 64 };
+enum {
+    MAX_EVENTS = 64,
+    CHECKED_BYTES = 64 << 10, /* are still in the cache when they are copied */
+};
 
 static void
 copy_end(mover_t* mover, job_t* job) {
@@ -20,14 +23,34 @@ copy_end(mover_t* mover, job_t* job) {
     mover_end_job(mover, job, JOB_DONE, "");
 }
 
-/* Copies one slice of the job at the head of the queue. Called and returns without the lock. */
+/* Copies, or only looks at, up to `limit` bytes. Returns how many. */
+static size_t
+copy_some(job_t* job, size_t limit) {
+    if (job->kind == JOB_COPY && !job->is_checked) {
+        return regions_copy(&job->regions, &job->cursor, limit);
+    }
+    uint64_t left = job->regions.nbytes - job->moved_bytes;
+    limit = limit < left ? limit : (size_t)left;
+    for (size_t done = 0, piece = 0; done < limit; done += piece) {
+        piece = limit - done < CHECKED_BYTES ? limit - done : CHECKED_BYTES;
+        job_check(job, REGIONS_SOURCE, piece);
+        if (job->kind == JOB_COPY) {
+            regions_copy(&job->regions, &job->cursor, piece);
+        } else {
+            regions_advance(&job->regions, &job->cursor, piece);
+        }
+    }
+    return limit;
+}
+
+/* Serves one slice of the job at the head of the queue. Called and returns without the lock. */
 static void
 copy_slice(mover_t* mover, job_t* job) {
-    size_t copied = regions_copy(&job->regions, &job->cursor, mover->slice_bytes);
+    size_t copied = copy_some(job, mover->slice_bytes);
     copy_publish();
     pthread_mutex_lock(&mover->lock);
     job->moved_bytes += copied;
-    mover->stats.bytes_copied += copied;
+    mover->stats.bytes_copied += job->kind == JOB_COPY ? copied : 0;
     uint64_t lane = job->lane;
     if (job->is_cancel_requested || job->moved_bytes == job->regions.nbytes) {
         copy_end(mover, job);

@@ -118,20 +118,21 @@ submit(PyObject* self, job_t* job, PyObject* tag, PyObject* keep) {
 
 static PyObject*
 mover_copy_method(PyObject* self, PyObject* args, PyObject* kwargs) {
-    static char* keywords[] = {"sources",      "destinations", "lengths",
-                               "word_address", "word_value",   "lane",
-                               "tag",          "keep",         NULL};
+    static char* keywords[] = {"sources", "destinations", "lengths", "word_address", "word_value",
+                               "lane",    "checked",      "tag",     "keep",         NULL};
     PyObject* sources = NULL;
     PyObject* destinations = NULL;
     PyObject* lengths = NULL;
     uint64_t word_address = 0;
     uint64_t word_value = 0;
     uint64_t lane = 0;
+    int checked = 0;
     PyObject* tag = Py_None;
     PyObject* keep = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO|$O&O&O&OO:copy", keywords, &sources,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO|$O&O&O&pOO:copy", keywords, &sources,
                                      &destinations, &lengths, convert_u64, &word_address,
-                                     convert_u64, &word_value, convert_u64, &lane, &tag, &keep)) {
+                                     convert_u64, &word_value, convert_u64, &lane, &checked, &tag,
+                                     &keep)) {
         return NULL;
     }
     uint64_t* word = word_address != 0 ? word_at(word_address) : NULL;
@@ -145,31 +146,63 @@ mover_copy_method(PyObject* self, PyObject* args, PyObject* kwargs) {
         job->word = word;
         job->word_value = word_value;
         job->lane = lane;
+        job->is_checked = checked != 0;
+    }
+    return submit(self, job, tag, keep);
+}
+
+static PyObject*
+mover_check_method(PyObject* self, PyObject* args, PyObject* kwargs) {
+    static char* keywords[] = {"sources", "lengths", "lane", "tag", "keep", NULL};
+    PyObject* sources = NULL;
+    PyObject* lengths = NULL;
+    uint64_t lane = 0;
+    PyObject* tag = Py_None;
+    PyObject* keep = Py_None;
+    regions_t regions;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$O&OO:check", keywords, &sources, &lengths,
+                                     convert_u64, &lane, &tag, &keep) ||
+        !parse_regions(sources, NULL, lengths, &regions)) {
+        return NULL;
+    }
+    job_t* job = job_create(JOB_CHECK, &regions, 0, 0);
+    if (job != NULL) {
+        job->lane = lane;
+        job->is_checked = true;
     }
     return submit(self, job, tag, keep);
 }
 
 static PyObject*
 submit_stream(PyObject* self, job_kind_t kind, PyObject* args, PyObject* kwargs) {
-    static char* send_keywords[] = {"channel", "seq", "sources", "lengths", "tag", "keep", NULL};
-    static char* expect_keywords[] = {"channel", "seq", "destinations", "lengths", "tag",
-                                      "keep",    NULL};
+    static char* send_keywords[] = {"channel", "seq", "sources", "lengths",
+                                    "checked", "tag", "keep",    NULL};
+    static char* expect_keywords[] = {"channel", "seq", "destinations", "lengths",
+                                      "checked", "tag", "keep",         NULL};
     PyObject* addresses = NULL;
     PyObject* lengths = NULL;
     uint64_t channel = 0;
     uint64_t seq = 0;
+    int checked = 0;
     PyObject* tag = Py_None;
     PyObject* keep = Py_None;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, kind == JOB_SEND ? "O&O&OO|$OO:send" : "O&O&OO|$OO:expect",
+            args, kwargs, kind == JOB_SEND ? "O&O&OO|$pOO:send" : "O&O&OO|$pOO:expect",
             kind == JOB_SEND ? send_keywords : expect_keywords, convert_u64, &channel, convert_u64,
-            &seq, &addresses, &lengths, &tag, &keep)) {
+            &seq, &addresses, &lengths, &checked, &tag, &keep)) {
         return NULL;
     }
     regions_t regions;
     bool is_parsed = kind == JOB_SEND ? parse_regions(addresses, NULL, lengths, &regions)
                                       : parse_regions(NULL, addresses, lengths, &regions);
-    return is_parsed ? submit(self, job_create(kind, &regions, channel, seq), tag, keep) : NULL;
+    if (!is_parsed) {
+        return NULL;
+    }
+    job_t* job = job_create(kind, &regions, channel, seq);
+    if (job != NULL) {
+        job->is_checked = checked != 0;
+    }
+    return submit(self, job, tag, keep);
 }
 
 static PyObject*
@@ -262,16 +295,18 @@ static PyMethodDef mover_methods[] = {
     {"drain", mover_drain_method, METH_NOARGS,
      "drain(): the jobs that ended since the last call, each exactly once."},
     {"copy", WITH_KEYWORDS(mover_copy_method),
-     "copy(sources, destinations, lengths, *, word_address=0, word_value=0, lane=0, tag=None, "
-     "keep=None): jobs of one lane are done in order, lanes take turns."},
+     "copy(sources, destinations, lengths, *, word_address=0, word_value=0, lane=0, checked=False, "
+     "tag=None, keep=None): jobs of one lane are done in order, lanes take turns."},
+    {"check", WITH_KEYWORDS(mover_check_method),
+     "check(sources, lengths, *, lane=0, tag=None, keep=None): only the checksum."},
     {"attach", WITH_KEYWORDS(mover_attach_method),
      "attach(fd, channel): serve a connected stream socket; the descriptor is dup'ed."},
     {"detach", mover_detach_method, METH_O,
      "detach(channel): end its jobs as failed and close it; idempotent."},
     {"send", WITH_KEYWORDS(mover_send_method),
-     "send(channel, seq, sources, lengths, *, tag=None, keep=None)"},
+     "send(channel, seq, sources, lengths, *, checked=False, tag=None, keep=None)"},
     {"expect", WITH_KEYWORDS(mover_expect_method),
-     "expect(channel, seq, destinations, lengths, *, tag=None, keep=None)"},
+     "expect(channel, seq, destinations, lengths, *, checked=False, tag=None, keep=None)"},
     {"stats", mover_stats_method, METH_NOARGS, "stats(): a snapshot of the counters."},
     {"close", WITH_KEYWORDS(mover_close_method),
      "close(timeout=2.0): stop and join the thread, cancel what is open; False if it did not end."},

@@ -1,6 +1,7 @@
 #include "regions.h"
 
 #include "copy.h"
+#include "crc32c.h"
 
 #include <stdbool.h>
 #include <stdlib.h>
@@ -121,6 +122,18 @@ regions_vectors(const regions_t* regions, cursor_t cursor, size_t limit, regions
         limit -= span.nbytes;
     }
     return count;
+}
+
+uint32_t
+regions_crc32c(const regions_t* regions, cursor_t cursor, size_t nbytes, regions_side_t side,
+               uint32_t crc) {
+    while (nbytes > 0 && cursor.span < regions->num_spans) {
+        span_t span = rest_of_span(regions, cursor, nbytes);
+        crc = crc32c(crc, side == REGIONS_SOURCE ? span.source : span.destination, span.nbytes);
+        advance_in_span(regions, &cursor, span.nbytes);
+        nbytes -= span.nbytes;
+    }
+    return crc;
 }
 
 void

@@ -45,6 +45,10 @@ size_t regions_copy(const regions_t* regions, cursor_t* cursor, size_t limit);
 size_t regions_vectors(const regions_t* regions, cursor_t cursor, size_t limit, regions_side_t side,
                        struct iovec* vectors, size_t capacity);
 
+/* Continues a CRC-32C over nbytes from the cursor on. */
+uint32_t regions_crc32c(const regions_t* regions, cursor_t cursor, size_t nbytes,
+                        regions_side_t side, uint32_t crc);
+
 void regions_advance(const regions_t* regions, cursor_t* cursor, size_t nbytes);
 
 #endif

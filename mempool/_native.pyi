@@ -45,7 +45,7 @@ class Arena(Buffer):
 
 @final
 class Job:
-    """One copy, send or expected receive. Once `done`, its memory is not touched any more."""
+    """One copy, check, send or expected receive. Once `done`, it touches no memory."""
 
     @property
     def state(self) -> str:
@@ -58,6 +58,9 @@ class Job:
     def tag(self) -> object: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def checksum(self) -> int | None:
+        """CRC-32C of its bytes; None: not asked for, or not done."""
     def cancel(self) -> None: ...
     def wait(self, timeout: float, /) -> bool: ...
 
@@ -82,6 +85,16 @@ class Mover:
         word_address: int = 0,
         word_value: int = 0,
         lane: int = 0,
+        checked: bool = False,
+        tag: object = None,
+        keep: object = None,
+    ) -> Job: ...
+    def check(
+        self,
+        sources: _Int64s,
+        lengths: _Int64s,
+        *,
+        lane: int = 0,
         tag: object = None,
         keep: object = None,
     ) -> Job: ...
@@ -94,6 +107,7 @@ class Mover:
         sources: _Int64s,
         lengths: _Int64s,
         *,
+        checked: bool = False,
         tag: object = None,
         keep: object = None,
     ) -> Job: ...
@@ -104,6 +118,7 @@ class Mover:
         destinations: _Int64s,
         lengths: _Int64s,
         *,
+        checked: bool = False,
         tag: object = None,
         keep: object = None,
     ) -> Job: ...

@@ -44,6 +44,7 @@ class EngineConfig:
     device: str = "cpu"
     nccl_num_channels: int = 2
     page_lock: bool = False
+    checksum: bool = False
     proxy_ip: str = ""
     proxy_port: int = 0
     http_port: int = 0
@@ -191,6 +192,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "device": _device,
     "nccl_num_channels": _between(1, 64, int, "1 to 64"),
     "page_lock": _flag,
+    "checksum": _flag,
     "proxy_ip": _text,
     "proxy_port": lambda name, value: _port(name, value or 0),
     "http_port": lambda name, value: _port(name, value or 0),

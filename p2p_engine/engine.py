@@ -436,6 +436,7 @@ class P2pNcclEngine:
                 "guests": len(self._guests),
                 "denied_offers": counters.denied,
                 "expired_leases": counters.expired,
+                "corrupted_chunks": counters.corrupted,
                 "messages_sent": self._control.sockets.frames_sent,
                 "messages_received": self._control.sockets.frames_received,
                 "wrong_messages": counters.wrong_messages + self._control.sockets.dropped_frames,
@@ -585,7 +586,7 @@ class P2pNcclEngine:
         if isinstance(message, Offer):
             self._offered(epoch, message)
         elif isinstance(message, Done):
-            self._store.on_done(epoch, message.seq, message.attempt)
+            self._store.on_done(epoch, message.seq, message.attempt, message.checksum)
         elif isinstance(message, Cancelled):
             self._store.on_cancelled(epoch, message.seq, message.attempt)
         elif isinstance(message, Abandon):

@@ -13,7 +13,8 @@ P2pError
 │  ├─ TransferTimeout       the deadline ended: names the key, the peer, the state, the seconds
 │  ├─ TransferCancelled     withdrawn by its owner
 │  ├─ TransferRejected      the peer failed it: binding mismatch, expired, abandoned, gone
-│  └─ TransferTooLarge      it can never fit in the receiver's store
+│  ├─ TransferTooLarge      it can never fit in the receiver's store
+│  └─ TransferCorrupted     the bytes that arrived are not those that left: their checksums differ
 ├─ TransportError           a native error and the call that it came from
 └─ EngineClosed             the engine was closed while, or before, this was asked
 """
@@ -73,6 +74,10 @@ class TransferRejected(TransferError):
 
 class TransferTooLarge(TransferRejected):
     """The transfer is larger than the receiver's whole store."""
+
+
+class TransferCorrupted(TransferError):
+    """The checksum of what arrived is not that of what left."""
 
 
 class TransportError(P2pError):

@@ -134,7 +134,8 @@ class Guests:
         self._guests[epoch] = Guest(route, hello.address, self._clock(), hello.spec)
         offers = {transport.name: transport.invite(epoch) for transport in self._transports}
         usable = {name: offer for name, offer in offers.items() if offer is not None}
-        welcome = Welcome(self._epoch, epoch, PROTOCOL_VERSION, self._spec, usable)
+        wishes = (self._spec, usable, self._config.checksum)
+        welcome = Welcome(self._epoch, epoch, PROTOCOL_VERSION, *wishes)
         self._control.send(route, encode(welcome))
 
     def _refusal(self, hello: Hello) -> str:

@@ -45,11 +45,14 @@ class Landing:
     transport: Transport
     trailer: int  # the completion word that the sender writes where receiver_writes is false
     deadline: float
+    checked: bool = False  # it has landed when its checksum is the sender's
     space: Space | None = None
     state: LandingState = LandingState.GRANTED
     job: Job | None = None
     receive: Receive | None = None
     done_heard: bool = False
+    checksum: int = 0  # that DONE brought
+    checking: Job | None = None
     resend_at: float = 0.0
 
     @property

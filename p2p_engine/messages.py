@@ -11,7 +11,7 @@ import msgspec
 
 from p2p_engine.errors import LocalProtocolError, RemoteProtocolError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 1 << 16
 MAX_LAYERS = 1 << 10
 MAX_REASON = 500  # characters that say why; fewer than a Text holds
@@ -22,6 +22,7 @@ Blob = Annotated[bytes, msgspec.Meta(max_length=64)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 Offset = Annotated[int, msgspec.Meta(ge=-(1 << 48), le=1 << 48)]
+U32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 U64 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=86400.0)]
 
@@ -191,11 +192,13 @@ class Hello(Message, tag="HELLO"):
 
 
 class Welcome(Message, tag="WELCOME"):
-    """Answer to HELLO: what the receiver's transports offer, tokens included."""
+    """Answer to HELLO: what the receiver's transports offer, tokens included, and whether it wants
+    a checksum of every chunk."""
 
     version: Count
     spec: CacheSpec | None
     endpoints: Annotated[dict[Text, dict[Text, Text]], msgspec.Meta(max_length=8)]
+    checksum: bool = False
 
 
 class Refuse(Message, tag="REFUSE"):
@@ -244,6 +247,7 @@ class Offer(Message, tag="OFFER"):
     manifest: Manifest
     binding: Blob
     transport: Text
+    checksum: bool = False  # DONE will bring one
 
 
 class Grant(Message, tag="GRANT"):
@@ -267,10 +271,11 @@ class Deny(Message, tag="DENY"):
 
 
 class Done(Message, tag="DONE"):
-    """All bytes were written. Sent again until answered."""
+    """All bytes were written, with this CRC-32C where one was agreed. Sent again until answered."""
 
     seq: U64
     attempt: Count
+    checksum: U32 = 0
 
 
 class Commit(Message, tag="COMMIT"):

@@ -115,6 +115,7 @@ class Link:
     epoch: int = 0
     data: bool = False  # a channel is wanted
     spec: CacheSpec | None = None
+    checksum: bool = False  # the peer wants one of every chunk
     connecting: bool = False
     connected: bool = False  # there has been a channel
     connect_at: float = 0.0  # not before
@@ -332,7 +333,7 @@ class Links:
         if link.state is LinkState.GREETING:
             link.epoch, link.heard_at = message.source_epoch, self._clock()
             link.endpoints, link.state = message.endpoints, LinkState.READY
-            link.spec = message.spec
+            link.spec, link.checksum = message.spec, message.checksum
             self._on_ready(link)
             self._open_channel(link)
         elif link.epoch != message.source_epoch:

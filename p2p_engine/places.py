@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mempool import Job
+from mempool import Job, Mover
 from p2p_engine.arena import LandingArena
 from p2p_engine.errors import TransferTooLarge, TransportError
 from p2p_engine.landing import BLOCKS, Landing, Receive
 from p2p_engine.layout import Regions, one_region, packed_pages
+from p2p_engine.transfer import lane_of
 from p2p_engine.transports.base import TRAILER_BYTES, trailer_offset
 
 JobEnded = Callable[[Job], None]
@@ -22,8 +23,9 @@ JobEnded = Callable[[Job], None]
 class Places:
     """The memory of all landings of one engine, accounted exactly."""
 
-    def __init__(self, arena: LandingArena | None) -> None:
+    def __init__(self, arena: LandingArena | None, mover: Mover) -> None:
         self._arena = arena
+        self._mover = mover
         self._live_block_bytes = 0
 
     def place(
@@ -65,6 +67,21 @@ class Places:
             return False
         end = trailer_offset(landing.nbytes)
         return self._arena.word_is(landing.space, end, landing.trailer)
+
+    def checksum(self, landing: Landing, ended: JobEnded) -> int | None:
+        """The CRC-32C of a landing that is whole; None: `ended` is told when to ask again."""
+        if landing.transport.receiver_writes or landing.space is None or self._arena is None:
+            return landing.job.checksum if landing.job is not None else None
+        if landing.checking is None:
+            regions = one_region(self._arena.address(landing.space), landing.nbytes)
+            landing.checking = self._mover.check(
+                regions.addresses,
+                regions.lengths,
+                lane=lane_of(landing.content[0]),
+                tag=ended,
+                keep=self._arena,
+            )
+        return landing.checking.checksum
 
     def packed(self, landing: Landing, first: int, num: int) -> Regions | None:
         """Where these blocks lie in the arena; None: where they belong already."""
@@ -115,4 +132,6 @@ def _may_go_straight(landing: Landing, receive: Receive) -> bool:
 
 
 def _expect(landing: Landing, regions: Regions, ended: JobEnded, *, keep: object) -> None:
-    landing.job = landing.transport.expect(*landing.id, regions.coalesced(), tag=ended, keep=keep)
+    landing.job = landing.transport.expect(
+        *landing.id, regions.coalesced(), checked=landing.checked, tag=ended, keep=keep
+    )

@@ -24,6 +24,7 @@ from p2p_engine.errors import (
     PeerLost,
     RemoteProtocolError,
     TransferCancelled,
+    TransferCorrupted,
     TransferError,
     TransferRejected,
     TransferTimeout,
@@ -52,7 +53,8 @@ from p2p_engine.transfer import Transfer, lane_of
 logger = logging.getLogger(__name__)
 
 _REFUSALS = {
-    kind.__name__: kind for kind in (TransferTooLarge, TransferTimeout, TransferCancelled, PeerLost)
+    kind.__name__: kind
+    for kind in (TransferTooLarge, TransferTimeout, TransferCancelled, TransferCorrupted, PeerLost)
 }  # what a FAIL may name beside the usual TransferRejected
 MAX_ATTEMPTS = 3  # data connections that may break under one chunk
 
@@ -88,6 +90,7 @@ class Chunk:
     attempt: int = 0
     grant: Grant | None = None
     job: Job | None = None
+    checksum: int = 0  # of what was written, if the peer or we want one
     ending: P2pError | None = None
     writing_since: float = 0.0
     resend_at: float = 0.0
@@ -302,10 +305,10 @@ class Sender:
             return
         chunk.state = ChunkState.OFFERED
         chunk.resend_at = self._clock() + self._config.retry_seconds
-        name = link.transport.name
         self._links.send(
-            link, Offer, chunk.seq, chunk.attempt, chunk.key, chunk.manifest, chunk.binding, name
-        )
+            link, Offer, chunk.seq, chunk.attempt, chunk.key, chunk.manifest, chunk.binding,
+            link.transport.name, self._is_checked(chunk),
+        )  # fmt: skip
 
     def _cut(self, chunk: Chunk) -> bool:
         """Keep what goes to this peer; False: it was not possible, and the chunk has ended."""
@@ -340,6 +343,7 @@ class Sender:
                 regions,
                 grant,
                 lane=lane_of(chunk.key),
+                checked=self._is_checked(chunk),
                 tag=lambda job: self._job_ended(chunk, job),
                 keep=chunk.source,
             )
@@ -353,6 +357,7 @@ class Sender:
             return
         if job.state == "done" and chunk.link.ready:
             self._counters.writing_seconds += self._clock() - chunk.writing_since
+            chunk.checksum = job.checksum or 0
             self._written(chunk, job.nbytes)
         elif chunk.ending is not None:
             self._end(chunk, chunk.ending, tell=True)
@@ -372,7 +377,10 @@ class Sender:
             self._offer(chunk)
         elif chunk.state is ChunkState.WRITTEN:
             chunk.resend_at = self._clock() + self._config.retry_seconds
-            self._links.send(chunk.link, Done, chunk.seq, chunk.attempt)
+            self._links.send(chunk.link, Done, chunk.seq, chunk.attempt, chunk.checksum)
+
+    def _is_checked(self, chunk: Chunk) -> bool:
+        return self._config.checksum or chunk.link.checksum
 
     def _end_when_read(self, chunk: Chunk, error: P2pError) -> None:
         """End a chunk whose link or channel is gone; the job of one that is read was cancelled."""

@@ -17,6 +17,7 @@ class Counters:
     writing_seconds: float = 0.0  # from the start of each write to its end, added up
     denied: int = 0
     expired: int = 0
+    corrupted: int = 0  # chunks that arrived with a wrong checksum
     wrong_messages: int = 0
     callback_errors: int = 0
     landed_bytes_by_place: Counter[str] = field(

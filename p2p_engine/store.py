@@ -18,6 +18,7 @@ from p2p_engine.errors import (
     P2pError,
     PeerLost,
     TransferCancelled,
+    TransferCorrupted,
     TransferError,
     TransferRejected,
     TransferTimeout,
@@ -58,7 +59,7 @@ class Store:
         self._mover = mover
         self._counters = counters
         self._clock = clock
-        self._places = Places(arena)
+        self._places = Places(arena, mover)
         self._answers = Answers(config, reply, clock)
         self._landings: dict[LandingId, Landing] = {}
         self._receives: dict[ContentKey, Receive] = {}
@@ -141,11 +142,11 @@ class Store:
             if receive is not None:
                 self._stop_receive(receive, refusal)
 
-    def on_done(self, epoch: int, seq: int, attempt: int) -> None:
+    def on_done(self, epoch: int, seq: int, attempt: int, checksum: int) -> None:
         """The sender has written everything: COMMIT is said as soon as it has landed."""
         landing = self._landings.get((epoch, seq))
         if landing is not None and landing.attempt == attempt:
-            landing.done_heard = True
+            landing.done_heard, landing.checksum = True, checksum
             self._check_landed(landing)
         elif not self._answers.repeat((epoch, seq)):
             unknown = TransferRejected("nothing is known of this chunk")
@@ -255,6 +256,7 @@ class Store:
             transport,
             trailer=secrets.randbits(62) | 1,
             deadline=self._clock() + self._config.transfer_timeout_seconds,
+            checked=offer.checksum or self._config.checksum,
         )
         hoarded = self.quarantined_bytes(landing_id[0])
         denial = self._places.place(
@@ -271,7 +273,8 @@ class Store:
     # Landing
 
     def _check_landed(self, landing: Landing) -> None:
-        if landing.state is LandingState.GRANTED and self._places.is_whole(landing):
+        is_whole = landing.state is LandingState.GRANTED and self._places.is_whole(landing)
+        if is_whole and self._is_intact(landing):
             landing.state = LandingState.LANDED
             landing.deadline = self._clock() + self._config.lease_seconds
             self._counters.landed_bytes_by_place[landing.place] += landing.nbytes
@@ -280,6 +283,29 @@ class Store:
                 self._deliver(landing, landing.receive)
         if landing.done_heard and landing.state is not LandingState.GRANTED:
             landing.done_heard = not self._answers.repeat(landing.id)
+
+    def _is_intact(self, landing: Landing) -> bool:
+        """Whether its checksum, if one was agreed, is right; a wrong one is the chunk's end."""
+        if not landing.checked or not landing.nbytes:
+            return True
+        checksum = self._places.checksum(landing, lambda _: self._check_landed(landing))
+        if checksum is None or not landing.done_heard:
+            return False
+        if checksum != landing.checksum:
+            self._corrupted(landing, f"checksum {checksum:08x} here, {landing.checksum:08x} there")
+        return checksum == landing.checksum
+
+    def _corrupted(self, landing: Landing, reason: str) -> None:
+        self._counters.corrupted += 1
+        error = TransferCorrupted(f"{landing.content[0]}: {reason}, {landing.nbytes} bytes")
+        logger.error("a chunk arrived with wrong bytes: sender=%x error=%s", landing.id[0], error)
+        self._answers.fail(landing.id, landing.attempt, error)
+        landing.state = LandingState.QUARANTINED  # for no longer than this
+        if landing.receive is not None:
+            self._stop_receive(landing.receive, error)
+        else:
+            self._answers.bury(landing.content, str(error), refused=True)
+        self._free(landing)
 
     def _received(self, landing: Landing, job: Job) -> None:
         """Our mover has ended its part: whole, or never."""

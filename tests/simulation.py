@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
@@ -95,6 +96,8 @@ class SimJob:
     error: str | None = None
     moved: int = 0
     cancel_asked: bool = False
+    checked: bool = False
+    checksum: int | None = None  # of what was moved, as another library computes it
 
     @property
     def done(self) -> bool:
@@ -114,6 +117,8 @@ class SimJob:
         """Stop; the owner hears of it at its next drain."""
         if not self.done:
             self.state = state
+            if self.checked and state == "done":
+                self.checksum = google_crc32c.value(gather(self.addresses))
             self.world.ended.append(self)
 
 
@@ -142,7 +147,9 @@ class SimChannel:
     closed: bool = False
     stream: list[tuple[int, bytes, str]] = field(default_factory=list)
 
-    def write(self, source: Regions, grant: Grant, *, lane: int, tag: Any, keep: object) -> SimJob:
+    def write(
+        self, source: Regions, grant: Grant, *, lane: int, checked: bool, tag: Any, keep: object
+    ) -> SimJob:
         """Start a job that the test will move."""
         if self.closed:
             raise TransportError("write: the channel is closed")
@@ -152,7 +159,7 @@ class SimChannel:
             destination = Regions(np.array([base]), np.array([source.nbytes]))
             word = (base + trailer_offset(source.nbytes), grant.trailer)
         job = SimJob("write", self.world, self.epoch, grant.seq, source, destination, tag, word)
-        job.channel = self
+        job.channel, job.checked = self, checked
         self.world.jobs.append(job)
         return job
 
@@ -180,13 +187,20 @@ class SimTransport:
     name: str = "sim"
 
     def expect(
-        self, source_epoch: int, seq: int, regions: Regions, *, tag: Any, keep: object
+        self,
+        source_epoch: int,
+        seq: int,
+        regions: Regions,
+        *,
+        checked: bool,
+        tag: Any,
+        keep: object,
     ) -> SimJob:
         """Wait for a stream's payload."""
         if source_epoch not in self.connected:
             raise TransportError("expect: the sender is not connected")
         job = SimJob("expect", self.world, STORE_EPOCH, seq, regions, regions, tag)
-        job.channel = self.world.channels[source_epoch]
+        job.channel, job.checked = self.world.channels[source_epoch], checked
         self.world.jobs.append(job)
         return job
 
@@ -207,6 +221,13 @@ class SimMover:
         """Start a job that the test will move."""
         source, destination = Regions(sources, lengths), Regions(destinations, lengths)
         job = SimJob("scatter", self.world, STORE_EPOCH, 0, source, destination, tag)
+        self.world.jobs.append(job)
+        return job
+
+    def check(self, sources: Any, lengths: Any, *, lane: int, tag: Any, keep: Any) -> SimJob:
+        """Start a job that only looks."""
+        job = SimJob("check", self.world, STORE_EPOCH, 0, Regions(sources, lengths), None, tag)
+        job.checked = True
         self.world.jobs.append(job)
         return job
 
@@ -288,6 +309,8 @@ class World:
         self.network: list[tuple[str, bytes]] = []
         self.breaking: list[tuple[Any, TransportError]] = []
         self.is_stuck = False  # a sender's copies do not stop
+        self.num_to_corrupt = 0  # of the next writes
+        self.num_corrupted = 0
         self.unclosed: list[SimChannel] = []
         self.guests: set[int] = set()
         self.channels: dict[int, SimChannel] = {}
@@ -393,6 +416,8 @@ class World:
             self._abort(job)
         elif job.kind == "expect":
             return  # it moves with the stream
+        elif job.kind == "check":
+            job.end("done")
         elif job.destinations is None:
             self._stream(job)
         else:
@@ -431,6 +456,8 @@ class World:
     def _copy(self, job: SimJob, limit: int) -> None:
         assert job.destinations is not None
         payload = gather(job.addresses)[job.moved : job.moved + limit]
+        if job.kind == "write":
+            payload = self._on_its_way(payload)
         scatter(job.destinations, job.moved, payload)
         job.moved += len(payload)
         if job.moved == job.nbytes:
@@ -440,8 +467,16 @@ class World:
 
     def _stream(self, job: SimJob) -> None:
         assert job.channel is not None
-        job.channel.stream.append((job.seq, gather(job.addresses), "last"))
+        payload = self._on_its_way(gather(job.addresses))
+        job.channel.stream.append((job.seq, payload, "last"))
         job.end("done")
+
+    def _on_its_way(self, payload: bytes) -> bytes:
+        if not self.num_to_corrupt or not payload:
+            return payload
+        self.num_to_corrupt -= 1
+        self.num_corrupted += 1
+        return payload[:-1] + bytes([payload[-1] ^ 0x10])
 
     def _abort(self, job: SimJob) -> None:
         if job.kind == "write" and job.destinations is None and job.channel is not None:
@@ -477,7 +512,7 @@ class World:
         elif isinstance(message, Offer):
             self.store.on_offer(epoch, message, cast("Transport", self.transport))
         elif isinstance(message, Done):
-            self.store.on_done(epoch, message.seq, message.attempt)
+            self.store.on_done(epoch, message.seq, message.attempt, message.checksum)
         elif isinstance(message, Cancelled):
             self.store.on_cancelled(epoch, message.seq, message.attempt)
         elif isinstance(message, Abandon):

@@ -26,6 +26,7 @@ COUNTERS = {
     "p2p_transfers": ("transfers_by_outcome", "outcome", "Transfers that have ended."),
     "p2p_denied_offers": ("denied_offers", "", "Offers that found no room and were made again."),
     "p2p_expired_leases": ("expired_leases", "", "KV that nobody asked for in time."),
+    "p2p_corrupted_chunks": ("corrupted_chunks", "", "Chunks that came with a wrong checksum."),
     "p2p_wrong_messages": ("wrong_messages", "", "Messages that were dropped as wrong."),
     "p2p_messages": ("messages_sent", "", "Control messages that were sent."),
 }

@@ -29,10 +29,13 @@ def trailer_offset(nbytes: int) -> int:
 class Channel(Protocol):
     """The sending half of one peer pair."""
 
-    def write(self, source: Regions, grant: Grant, *, lane: int, tag: object, keep: object) -> Job:
+    def write(
+        self, source: Regions, grant: Grant, *, lane: int, checked: bool, tag: object, keep: object
+    ) -> Job:
         """Start to move the source into the granted region; `keep` lives until the job has ended.
 
-        Writes of one `lane` end in order where that is quicker for all of them together.
+        Writes of one `lane` end in order where that is quicker for all of them together. A job that
+        is `checked` has the checksum of what left.
 
         The receiver learns of the end by itself: a completion word, or the stream's last segment.
 
@@ -76,9 +79,16 @@ class Transport(Protocol):
         ...
 
     def expect(
-        self, source_epoch: int, seq: int, regions: Regions, *, tag: object, keep: object
+        self,
+        source_epoch: int,
+        seq: int,
+        regions: Regions,
+        *,
+        checked: bool,
+        tag: object,
+        keep: object,
     ) -> Job:
-        """Receive into regions; only where receiver_writes.
+        """Receive into regions; only where receiver_writes. `checked`: with the checksum.
 
         Raises:
             TransportError: the sender is not connected.
@@ -108,7 +118,9 @@ class ArenaChannel:
         self._jobs: set[Job] = set()
         self._closed = False
 
-    def write(self, source: Regions, grant: Grant, *, lane: int, tag: object, keep: object) -> Job:
+    def write(
+        self, source: Regions, grant: Grant, *, lane: int, checked: bool, tag: object, keep: object
+    ) -> Job:
         """Copy the source, then publish the grant's trailer word behind it."""
         if self._closed:
             raise TransportError("write: the channel is closed")
@@ -124,6 +136,7 @@ class ArenaChannel:
             word_address=self._base + end,
             word_value=grant.trailer,
             lane=lane,
+            checked=checked,
             tag=tag,
             keep=keep,
         )

@@ -57,7 +57,14 @@ class InprocTransport:
             connected(InprocChannel(self._mover, arena))
 
     def expect(
-        self, source_epoch: int, seq: int, regions: Regions, *, tag: object, keep: object
+        self,
+        source_epoch: int,
+        seq: int,
+        regions: Regions,
+        *,
+        checked: bool,
+        tag: object,
+        keep: object,
     ) -> Job:
         """Never: the sender writes."""
         raise TransportError("expect: the sender writes")

@@ -36,9 +36,11 @@ class ShmChannel(ArenaChannel):
         self._broken: Broken | None = None
         control.watch(connection.fileno(), self._hung_up)
 
-    def write(self, source: Regions, grant: Grant, *, lane: int, tag: object, keep: object) -> Job:
+    def write(
+        self, source: Regions, grant: Grant, *, lane: int, checked: bool, tag: object, keep: object
+    ) -> Job:
         """Copy as in any arena; the pages after this grant are mapped ahead of the next one."""
-        job = super().write(source, grant, lane=lane, tag=tag, keep=keep)
+        job = super().write(source, grant, lane=lane, checked=checked, tag=tag, keep=keep)
         self._arena.prefault(min(self._arena.nbytes, grant.offset + source.nbytes + PREFAULT_BYTES))
         return job
 
@@ -123,7 +125,14 @@ class ShmTransport:
         Dial(self._dials, self._control, socket.AF_UNIX, name, preamble, answered, connected)
 
     def expect(
-        self, source_epoch: int, seq: int, regions: Regions, *, tag: object, keep: object
+        self,
+        source_epoch: int,
+        seq: int,
+        regions: Regions,
+        *,
+        checked: bool,
+        tag: object,
+        keep: object,
     ) -> Job:
         """Never: the sender writes."""
         raise TransportError("expect: the sender writes")

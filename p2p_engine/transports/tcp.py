@@ -29,12 +29,20 @@ class TcpChannel:
         self._jobs: set[Job] = set()
         self._closed = False
 
-    def write(self, source: Regions, grant: Grant, *, lane: int, tag: object, keep: object) -> Job:
+    def write(
+        self, source: Regions, grant: Grant, *, lane: int, checked: bool, tag: object, keep: object
+    ) -> Job:
         """Send the source as segments of the grant's sequence number."""
         self._jobs = {job for job in self._jobs if not job.done}
         try:
             job = self._mover.send(
-                self._channel, grant.seq, source.addresses, source.lengths, tag=tag, keep=keep
+                self._channel,
+                grant.seq,
+                source.addresses,
+                source.lengths,
+                checked=checked,
+                tag=tag,
+                keep=keep,
             )
         except (ValueError, OSError) as error:
             raise TransportError(f"send: {error}") from error
@@ -112,7 +120,14 @@ class TcpTransport:
         Dial(self._dials, self._control, family, (host, port), preamble, answered, connected)
 
     def expect(
-        self, source_epoch: int, seq: int, regions: Regions, *, tag: object, keep: object
+        self,
+        source_epoch: int,
+        seq: int,
+        regions: Regions,
+        *,
+        checked: bool,
+        tag: object,
+        keep: object,
     ) -> Job:
         """Let the mover scatter the stream's payload `seq` into the regions."""
         channel = self._senders.get(source_epoch)
@@ -120,7 +135,13 @@ class TcpTransport:
             raise TransportError("expect: the sender has no data connection")
         try:
             return self._mover.expect(
-                channel, seq, regions.addresses, regions.lengths, tag=tag, keep=keep
+                channel,
+                seq,
+                regions.addresses,
+                regions.lengths,
+                checked=checked,
+                tag=tag,
+                keep=keep,
             )
         except (ValueError, OSError) as error:
             raise TransportError(f"expect: {error}") from error

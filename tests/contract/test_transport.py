@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
+import google_crc32c
 import numpy as np
 import pytest
 
@@ -133,7 +134,7 @@ class Pair:
         if self.receiver.transport.receiver_writes:
             regions = one_region(address, nbytes) if regions_of is None else regions_of(address)
             job = self.receiver.transport.expect(
-                self.sender.epoch, seq, regions, tag=None, keep=None
+                self.sender.epoch, seq, regions, checked=True, tag=None, keep=None
             )
         grant = Grant(1, 2, seq, 0, 0, 1, space.offset, TRAILER)
         return Landing(grant, space, job)
@@ -165,7 +166,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 def write(channel: Channel, source: Regions, landing: Landing, keep: object = None) -> Job:
     """Start to send."""
-    return channel.write(source, landing.grant, lane=1, tag=None, keep=keep)
+    return channel.write(source, landing.grant, lane=1, checked=True, tag=None, keep=keep)
 
 
 def pieces_of(memory: np.ndarray, rng: SeededRandom, count: int) -> tuple[Regions, bytes]:
@@ -191,6 +192,8 @@ def test_any_list_of_regions_arrives_in_order(pair: Pair, rng: SeededRandom) -> 
         assert job.state == "done"
         eventually(lambda: pair.has_landed(landing, len(expected)))  # noqa: B023
         assert pair.bytes_of(landing, len(expected)) == expected
+        assert job.checksum == google_crc32c.value(expected)
+        assert landing.job is None or landing.job.checksum == job.checksum
 
 
 def test_receiver_that_writes_scatters(pair: Pair, rng: SeededRandom) -> None:
@@ -349,12 +352,19 @@ def test_grant_outside_the_arena_is_refused(pair: Pair) -> None:
     for offset in (size, size - 64, size - 71, 1 << 47):
         grant = Grant(1, 2, 1, 0, 0, 1, offset, TRAILER)
         with pytest.raises(TransportError, match="arena"):
-            channel.write(one_region(memory.ctypes.data, 64), grant, lane=1, tag=None, keep=None)
+            channel.write(
+                one_region(memory.ctypes.data, 64),
+                grant,
+                lane=1,
+                checked=False,
+                tag=None,
+                keep=None,
+            )
 
 
 def test_expect_from_a_stranger_is_refused(pair: Pair) -> None:
     with pytest.raises(TransportError):
-        pair.receiver.transport.expect(99, 1, one_region(1, 1), tag=None, keep=None)
+        pair.receiver.transport.expect(99, 1, one_region(1, 1), checked=False, tag=None, keep=None)
 
 
 @pytest.mark.parametrize("spoil", ["token", "missing", "nonsense", "nobody"])

@@ -4,6 +4,7 @@ that callers, peers and time can do, with the promises of the store checked afte
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from typing import Any
 
@@ -17,14 +18,14 @@ from p2p_engine.landing import LandingState
 from p2p_engine.messages import Grant, TransferKey, decode
 from p2p_engine.sender import ChunkState
 from p2p_engine.transports.base import trailer_offset
-from tests.simulation import MAX_BLOCKS, PEER, Receiving, SimJob, World
+from tests.simulation import MAX_BLOCKS, PEER, SETTINGS, Receiving, SimJob, World
 from tests.support import SeededRandom
 
 KEYS = [TransferKey("request-1"), TransferKey("request-2")]
 keys = st.sampled_from(KEYS)
 bindings = st.sampled_from([b"", b"", b"", b"other"])
 CHUNKS = [(0, 4), (0, 2), (2, 2), (1, 1), (3, 1), (0, 1), (1, 3)]  # first block, number
-DISASTERS = ["broken", "lost", "stuck", "silent", "restarted"]
+DISASTERS = ["broken", "lost", "stuck", "silent", "restarted", "corrupted"]
 index = st.integers(0, 1 << 16)
 
 
@@ -32,10 +33,12 @@ class TransferMachine(RuleBasedStateMachine):
     """The rules; a subclass says who writes the bytes."""
 
     receiver_writes = False
+    checksum = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(receiver_writes=self.receiver_writes)
+        config = dataclasses.replace(SETTINGS, checksum=self.checksum)
+        self.world = World(receiver_writes=self.receiver_writes, config=config)
 
     # Callers
 
@@ -128,6 +131,8 @@ class TransferMachine(RuleBasedStateMachine):
             self.world.forget_guest(self.world.epoch)
         elif disaster == "restarted":
             self.world.restart_sender()
+        elif disaster == "corrupted" and self.checksum:
+            self.world.num_to_corrupt = 1
 
     # Promises
 
@@ -291,6 +296,18 @@ class ReceiverWrites(TransferMachine):
     receiver_writes = True
 
 
+class CheckedSenderWrites(SenderWrites):
+    """With checksums, and bytes that change on their way."""
+
+    checksum = True
+
+
+class CheckedReceiverWrites(ReceiverWrites):
+    """With checksums, and bytes that change on their way."""
+
+    checksum = True
+
+
 pytestmark = pytest.mark.timeout(400)  # to shrink a failure takes up to five minutes
 
 _steps = settings(
@@ -341,7 +358,9 @@ def _walk(machine: TransferMachine, rng: SeededRandom, log: list[Any]) -> None:
             machine.check_promises()
 
 
-@pytest.mark.parametrize("kind", [SenderWrites, ReceiverWrites])
+@pytest.mark.parametrize(
+    "kind", [SenderWrites, ReceiverWrites, CheckedSenderWrites, CheckedReceiverWrites]
+)
 def test_random_walks_keep_the_promises(kind: type[TransferMachine], rng: SeededRandom) -> None:
     """Many long walks at little cost: they meet what a small number of examples does not."""
     for _ in range(300):

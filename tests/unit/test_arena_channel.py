@@ -40,11 +40,15 @@ def test_copy_that_does_not_stop_keeps_the_mapping() -> None:
     mover, memory = StuckMover(), np.zeros(8, np.uint8)
     channel = InprocChannel(cast("Mover", mover), ours)
     grant = Grant(1, 2, 1, 0, 0, 1, 0, 5)
-    channel.write(one_region(memory.ctypes.data, 8), grant, lane=1, tag=None, keep=memory)
+    channel.write(
+        one_region(memory.ctypes.data, 8), grant, lane=1, checked=False, tag=None, keep=memory
+    )
     assert not channel.close(0.0)
     assert len(ours.view(0, 8)) == 8  # it is mapped
     with pytest.raises(TransportError, match="closed"):
-        channel.write(one_region(memory.ctypes.data, 8), grant, lane=1, tag=None, keep=memory)
+        channel.write(
+            one_region(memory.ctypes.data, 8), grant, lane=1, checked=False, tag=None, keep=memory
+        )
     mover.job.done = True
     assert channel.close(0.0)
     with pytest.raises(ValueError, match="closed"):

@@ -1,0 +1,121 @@
+"""Checksums between real engines: bytes that change on their way end a transfer by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from p2p_engine import P2pNcclEngine, SendMode, TransferKey
+from p2p_engine.errors import TransferCorrupted
+from p2p_engine.landing import Landing
+from p2p_engine.layout import TensorSink, TensorSource
+from p2p_engine.peers import PeerAddress
+from p2p_engine.places import Places
+from p2p_engine.transports.tcp import TcpTransport
+from tests.engines import MIB, TRANSPORTS, assert_idle, engines, random_tensor, settings
+from tests.relay import Relay
+from tests.support import SeededRandom
+
+KEY = TransferKey("request-1")
+pytestmark = pytest.mark.usefixtures("no_leaks")
+every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
+
+
+@contextlib.contextmanager
+def bad_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One byte of the first landing changes after it was written, before anybody looks at it."""
+    honest, tampered_with = Places.checksum, set[Landing]()
+
+    def tampered(self: Places, landing: Landing, ended: Callable[[object], None]) -> int | None:
+        if landing.space is not None and not tampered_with and self._arena is not None:
+            tampered_with.add(landing)
+            self._arena.arena.view(landing.space.offset + landing.nbytes // 2, 1)[0] ^= 1
+        return honest(self, landing, ended)
+
+    monkeypatch.setattr(Places, "checksum", tampered)
+    yield
+    monkeypatch.undo()
+
+
+@contextlib.contextmanager
+def bad_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The thousandth byte of each data connection changes on its way."""
+    honest, relays = TcpTransport.invite, list[Relay]()
+
+    def diverted(self: TcpTransport, source_epoch: int) -> dict[str, str] | None:
+        endpoint = honest(self, source_epoch)
+        assert endpoint is not None
+        relays.append(Relay(endpoint["address"], flip_byte=1000))
+        return {**endpoint, "address": relays[-1].address}
+
+    monkeypatch.setattr(TcpTransport, "invite", diverted)
+    yield
+    monkeypatch.undo()
+    for relay in relays:
+        relay.close()
+
+
+@every_transport
+@pytest.mark.parametrize("mode", list(SendMode))
+def test_checked_tensors_cross_whole(transport: str, mode: SendMode, rng: SeededRandom) -> None:
+    with engines(2, transport, send_type=mode, checksum=True) as (sender, receiver):
+        for number, nbytes in enumerate((0, 1, 4097, 3 * MIB + 5)):
+            key, tensor = TransferKey(f"{number}"), random_tensor(rng, nbytes)
+            transfer = sender.send_tensor(key, tensor, receiver.zmq_address)
+            received = receiver.recv_tensor(key, sender.zmq_address, timeout=10)
+            assert torch.equal(received, tensor)
+            transfer.wait(10)
+        assert receiver.stats()["corrupted_chunks"] == 0
+        assert_idle(sender, receiver)
+
+
+@every_transport
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+@pytest.mark.parametrize("order", ["sink first", "bytes first"])
+def test_changed_byte_is_found_when_either_side_wants_checksums(
+    transport: str, who: str, order: str, rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disturb = bad_network if transport == "tcp" else bad_memory
+    tensor, sink = random_tensor(rng, MIB), TensorSink()
+    configs = [settings(transport, checksum=who == name) for name in ("sender", "receiver")]
+    with (
+        disturb(monkeypatch),
+        P2pNcclEngine(configs[0]) as sender,
+        P2pNcclEngine(configs[1]) as receiver,
+    ):
+        waiting = receiver.receive(KEY, sink) if order == "sink first" else None
+        sent = sender.send(KEY, PeerAddress(receiver.zmq_address), TensorSource(tensor))
+        with pytest.raises(TransferCorrupted):
+            sent.wait(10)
+        if waiting is not None:
+            with pytest.raises(TransferCorrupted, match="checksum"):
+                waiting.wait(10)
+        assert receiver.stats()["corrupted_chunks"] == 1
+        assert_idle(sender, receiver)
+
+
+def test_without_checksums_nobody_looks(rng: SeededRandom, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the option is for: memory that lies is believed."""
+    with bad_network(monkeypatch), engines(2, "tcp") as (sender, receiver):
+        tensor = random_tensor(rng, MIB)
+        sender.send_tensor(KEY, tensor, receiver.zmq_address).wait(10)
+        received = receiver.recv_tensor(KEY, sender.zmq_address, timeout=10)
+        assert (received != tensor).sum() == 1
+
+
+@every_transport
+def test_the_next_transfer_is_none_the_worse(
+    transport: str, rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disturb = bad_network if transport == "tcp" else bad_memory
+    with disturb(monkeypatch), engines(2, transport, checksum=True) as (sender, receiver):
+        sent = sender.send_tensor(KEY, random_tensor(rng, MIB), receiver.zmq_address)
+        with pytest.raises(TransferCorrupted):
+            sent.wait(10)
+        key, tensor = TransferKey("request-2"), random_tensor(rng, MIB)
+        sender.send_tensor(key, tensor, receiver.zmq_address)
+        assert torch.equal(receiver.recv_tensor(key, sender.zmq_address, timeout=10), tensor)
+        assert_idle(sender, receiver)
