@@ -318,5 +318,6 @@ void
 mover_stats(mover_t* mover, mover_stats_t* out) {
     pthread_mutex_lock(&mover->lock);
     *out = mover->stats;
+    out->is_alive = thread_is_ours(&mover->thread) && !mover->has_exited;
     pthread_mutex_unlock(&mover->lock);
 }

@@ -25,6 +25,7 @@ typedef struct {
     uint64_t bytes_dropped;  /* payload that nobody expected (any more) */
     uint64_t num_channels;   /* attached and not broken */
     uint64_t protocol_errors;
+    bool is_alive; /* the thread runs, and is this process's */
 } mover_stats_t;
 
 /* NULL: see errno. The caller holds one reference. */

@@ -277,14 +277,15 @@ mover_stats_method(PyObject* self, PyObject* unused) {
     (void)unused;
     mover_stats_t stats;
     mover_stats(mover_of(self), &stats);
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K}",        //
-                         "jobs_ended", stats.jobs_ended,         //
-                         "bytes_copied", stats.bytes_copied,     //
-                         "bytes_sent", stats.bytes_sent,         //
-                         "bytes_received", stats.bytes_received, //
-                         "bytes_dropped", stats.bytes_dropped,   //
-                         "channels", stats.num_channels,         //
-                         "protocol_errors", stats.protocol_errors);
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:i}",      //
+                         "jobs_ended", stats.jobs_ended,           //
+                         "bytes_copied", stats.bytes_copied,       //
+                         "bytes_sent", stats.bytes_sent,           //
+                         "bytes_received", stats.bytes_received,   //
+                         "bytes_dropped", stats.bytes_dropped,     //
+                         "channels", stats.num_channels,           //
+                         "protocol_errors", stats.protocol_errors, //
+                         "alive", (int)stats.is_alive);
 }
 
 #define WITH_KEYWORDS(function)                                                                    \

@@ -76,7 +76,7 @@ class ControlPlane:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the thread runs; when it has died, `pump` still serves the sockets."""
         return self._thread.is_alive()
 
     def send(self, route: Route, frame: bytes) -> None:
@@ -142,10 +142,13 @@ class ControlPlane:
 
     def _run(self) -> None:
         restore_affinity()
-        while not self._stopping.is_set():
-            self._guard(self._turn)
-        with self._io:
-            self._guard(self._run_calls)
+        try:
+            while not self._stopping.is_set():
+                self._guard(self._turn)
+            with self._io:
+                self._guard(self._run_calls)
+        except BaseException:
+            logger.critical("%s has died", self._thread.name, exc_info=True)
 
     def _turn(self) -> None:
         self._epoll.poll(TICK_MILLISECONDS / 1000)

@@ -72,6 +72,7 @@ from p2p_engine.transports.base import Transport
 from p2p_engine.transports.inproc import InprocTransport
 from p2p_engine.transports.shm import ShmTransport
 from p2p_engine.transports.tcp import TcpTransport
+from p2p_engine.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class P2pNcclEngine:
         self._spec = spec
         self._changed = threading.Condition(threading.RLock())
         self._counters = Counters()
+        self._watchdog = Watchdog()
         self._ticked_at = time.monotonic()
         self._closed = self._closing = False
         self._open_parts: list[Callable[[], Any]] = []
@@ -177,8 +179,9 @@ class P2pNcclEngine:
 
     @property
     def healthy(self) -> bool:
-        """Whether the control thread lives."""
-        return not self._closed and self._control.alive
+        """Whether both threads live and no wait has outlived its deadline."""
+        threads_live = self._control.alive and bool(self._mover.stats()["alive"])
+        return not self._closed and threads_live and not self._watchdog.overdue
 
     # Sending
 
@@ -340,9 +343,12 @@ class P2pNcclEngine:
 
     def poll(self) -> None:
         """Make progress on this thread, completions included; never blocks. Call it in each step:
-        while this thread keeps the interpreter, the control thread waits for it."""
+        while this thread keeps the interpreter, the control thread waits for it, and when that is
+        dead, nobody else sees deadlines."""
         self._collect()
         self._control.pump()
+        if not self._control.alive and not self._closed:
+            self._on_tick(time.monotonic())
 
     def _collect(self) -> None:
         with self._changed:
@@ -441,6 +447,8 @@ class P2pNcclEngine:
                 "messages_received": self._control.sockets.frames_received,
                 "wrong_messages": counters.wrong_messages + self._control.sockets.dropped_frames,
                 "control_errors": self._control.errors + counters.callback_errors,
+                "overdue_waits": len(self._watchdog.overdue),
+                "overdue_waits_reported": self._watchdog.num_reported,
                 "healthy": self.healthy,
             }
 
@@ -470,13 +478,17 @@ class P2pNcclEngine:
         self._close_parts()
 
     def _leave(self, timeout: float) -> None:
-        """Say BYE in the control thread, then stop that."""
+        """Say BYE in the control thread, then stop that; when it is dead, in its stead."""
+        if not self._control.alive:
+            self._control.call_soon(self._say_goodbye)
+            for _ in range(2):  # what it says is sent in the next turn
+                self._control.pump()
+            return
         finished = threading.Event()
 
         def say_goodbye() -> None:
             try:
-                with self._changed:
-                    self._say_goodbye()
+                self._say_goodbye()
             finally:
                 finished.set()
 
@@ -499,8 +511,9 @@ class P2pNcclEngine:
         self.close()
 
     def _say_goodbye(self) -> None:
-        self._guests.say_goodbye()
-        self._links.close(EngineClosed("the engine was closed"))
+        with self._changed:
+            self._guests.say_goodbye()
+            self._links.close(EngineClosed("the engine was closed"))
 
     def _close_parts(self) -> None:
         while self._open_parts:
@@ -513,6 +526,8 @@ class P2pNcclEngine:
     def _open(self) -> threading.Condition:
         if self._closed:
             raise EngineClosed("the engine is closed")
+        if not self._control.alive:
+            raise EngineClosed("the engine's control thread has died")
         return self._changed
 
     # Callbacks of the control plane
@@ -540,6 +555,8 @@ class P2pNcclEngine:
             self._store.tick(now)
             self._awaited.tick(now)
             self._guests.tick(now)
+            timed = (self._links, self._instances, self._sender, self._holds, self._store)
+            self._watchdog.look(now, [name for part in timed for name in part.overdue(now)])
 
     def _excuse_own_absence(self, now: float) -> None:
         """A process that was stopped, or got no core, heard nobody: that is not their silence."""
@@ -548,6 +565,7 @@ class P2pNcclEngine:
             logger.info("nobody was listening here for %.1f s", absence)
             self._links.excuse(absence)
             self._guests.excuse(absence)
+            self._watchdog.excuse(absence)
 
     def _from_link(self, route: Route, message: AnyMessage) -> None:
         """An answer from a peer, or a directory, that we dialled."""

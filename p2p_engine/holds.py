@@ -189,6 +189,12 @@ class Holds:
                 del self._wishes[name]
                 wish.refuse("it was never held here")
 
+    def overdue(self, now: float) -> list[str]:
+        """Name what is held past its lease, though nobody is pulling it, and cannot be let go."""
+        late = [item for item in self._holds.values() if now >= item.lease_ends_at]
+        late = [item for item in late if not item.chunks] + list(self._ending)
+        return [f"hold {item.content[0]}" for item in late]
+
     def close(self, error: P2pError) -> None:
         """End everything; the mover is stopped and the sender closed."""
         for hold in list(self._holds.values()):

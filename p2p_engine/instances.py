@@ -90,6 +90,11 @@ class Instances:
             elif now >= inquiry.resend_at:
                 self._repeat(instance, inquiry)
 
+    def overdue(self, now: float) -> list[str]:
+        """Name the directories that should have answered."""
+        late = [address for address, item in self._inquiries.items() if now >= item.deadline]
+        return [f"answer of the directory {address}" for address in late]
+
     def close(self, error: P2pError) -> None:
         """Answer everybody."""
         for instance in list(self._inquiries):

@@ -260,6 +260,13 @@ class Links:
         else:
             self._open_channel(link)
 
+    def overdue(self, now: float) -> list[str]:
+        """Name the peers and channels that should have answered, or been closed."""
+        late = [link for link in self._links.values() if now >= link.deadline]
+        waiting = [link for link in late if not link.ready or link.connecting]
+        names = [f"contact with {link.target}, {link.state.name}" for link in waiting]
+        return names + [f"end of a channel's copies, {len(self._unclosed)}"] * bool(self._unclosed)
+
     def close_link(self, link: Link, error: P2pError) -> None:
         """End a link: its channel is joined, then `on_closed` is told. In callbacks only."""
         if link.state is LinkState.CLOSED:

@@ -285,6 +285,11 @@ class Sender:
             elif now >= item.resend_at:
                 self._tell_abandoned(target[0], item)
 
+    def overdue(self, now: float) -> list[str]:
+        """Name the chunks that are past their deadline."""
+        late = [chunk for chunk in self._chunks.values() if now >= chunk.deadline]
+        return [f"send {item.key} to {item.link.target}, {item.state.name}" for item in late]
+
     def close(self, error: P2pError) -> None:
         """End everything; the mover is stopped, so that nothing is read or written any more."""
         for chunk in list(self._chunks.values()):

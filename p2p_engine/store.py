@@ -207,6 +207,18 @@ class Store:
             if now >= receive.deadline:
                 self._stop_receive(receive, self._overdue(receive))
 
+    def overdue(self, now: float) -> list[str]:
+        """Name the receives, and the regions that are not in quarantine, past their deadline."""
+        receives = [
+            str(item.content[0]) for item in self._receives.values() if now >= item.deadline
+        ]
+        granted = [
+            f"{item.content[0]} from {item.id[0]:x}"
+            for item in self._landings.values()
+            if now >= item.deadline and (item.state is LandingState.GRANTED or item.orphaned)
+        ]
+        return [f"receive {name}" for name in receives] + [f"landing {name}" for name in granted]
+
     def close(self, error: P2pError) -> None:
         """End everything; the mover is stopped, so that our own I/O is over."""
         for receive in list(self._receives.values()):

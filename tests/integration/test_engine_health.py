@@ -1,0 +1,104 @@
+"""Health: a thread that died, and a wait that outlived its deadline, are seen at once and said."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+import torch
+
+from p2p_engine import P2pNcclEngine, TransferKey
+from p2p_engine.errors import EngineClosed, TransferTimeout
+from p2p_engine.layout import TensorSink, TensorSource
+from p2p_engine.peers import PeerAddress
+from p2p_engine.watchdog import OVERDUE_SECONDS, Watchdog
+from tests.engines import TRANSPORTS, assert_idle, engines, random_tensor, settings
+from tests.support import SeededRandom, eventually
+
+KEY = TransferKey("request-1")
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def kill_control_thread(engine: P2pNcclEngine) -> None:
+    """Make its loop meet what no loop survives."""
+
+    def die() -> None:
+        raise SystemExit
+
+    engine._control.call_soon(die)
+    eventually(lambda: not engine._control.alive)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_dead_control_thread_is_told_and_nobody_waits_for_ever(
+    transport: str, caplog: pytest.LogCaptureFixture, rng: SeededRandom
+) -> None:
+    with engines(2, transport, transfer_timeout_seconds=1.0) as (engine, other):
+        target = PeerAddress(other.zmq_address)
+        engine.send(TransferKey("first"), target, TensorSource(random_tensor(rng, 9))).wait(10)
+        unready = engine.send(KEY, target, TensorSource(torch.zeros(9)), ready=False)
+        waiting = engine.receive(KEY, TensorSink(), peer=target)
+        assert engine.healthy
+        kill_control_thread(engine)
+        assert not engine.healthy
+        assert not engine.stats()["healthy"]
+        assert "p2p-control has died" in caplog.text
+        with pytest.raises(EngineClosed, match="control thread has died"):
+            engine.receive(TransferKey("b"), TensorSink())
+        for transfer in (unready, waiting):
+            eventually(lambda t=transfer: engine.poll() or t.done)
+            assert isinstance(transfer.error, TransferTimeout)
+        engine.close()
+        eventually(lambda: other.stats()["guests"] == 0, what="the peer heard BYE")
+        other.drop_landed()
+        assert_idle(other)
+
+
+def test_dead_mover_makes_the_engine_unhealthy() -> None:
+    with P2pNcclEngine(settings()) as engine:
+        assert engine.healthy
+        assert engine._mover.close(10)
+        assert not engine.healthy
+
+
+def test_copy_that_does_not_end_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one wait that we cannot end: its memory is kept, and everybody can see it."""
+    now = time.monotonic()
+    with engines(2, "shm", transfer_timeout_seconds=1.0) as (sender, receiver):
+        target = PeerAddress(receiver.zmq_address)
+        transfer = sender.send(KEY, target, TensorSource(torch.zeros(9)), ready=False)
+        monkeypatch.setattr(sender._sender, "stop", lambda chunk, error: None)
+        for late in (1.1, 1.2, 1.2 + OVERDUE_SECONDS):
+            with sender._changed:
+                sender._sender.tick(now + late)
+                sender._watchdog.look(now + late, sender._sender.overdue(now + late))
+        assert sender.stats()["overdue_waits"] == 1
+        assert not sender.healthy
+        assert "a wait has outlived its deadline: send request-1" in caplog.text
+        monkeypatch.undo()
+        eventually(lambda: transfer.done)
+        eventually(lambda: sender.healthy)
+        assert sender.stats()["overdue_waits_reported"] == 1
+
+
+def test_watchdog_reports_once_and_takes_it_back(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    dog = Watchdog()
+    for now in (0.0, 1.9, 2.0, 2.1):
+        dog.look(now, ["a", "b"] if now < 1.95 else ["a"])
+    assert dog.overdue == ["a"]
+    assert dog.num_reported == 1
+    dog.look(3.0, [])
+    assert dog.overdue == []
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+
+
+def test_time_in_which_nothing_ran_does_not_count() -> None:
+    dog = Watchdog()
+    dog.look(0.0, ["a"])
+    dog.excuse(100.0)
+    dog.look(100.5, ["a"])
+    assert dog.overdue == []
