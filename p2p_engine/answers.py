@@ -13,8 +13,6 @@ from p2p_engine.landing import Landing, LandingId
 from p2p_engine.messages import Cancel, Commit, ContentKey, Deny, Fail, Grant, Message, shorten
 from p2p_engine.recent import Recent
 
-RETRY_AFTER_SECONDS = 0.02
-
 Reply: TypeAlias = Callable[[int, type[Message], tuple[Any, ...]], None]
 
 
@@ -54,10 +52,10 @@ class Answers:
         epoch, seq = landing.id
         self._reply(epoch, Grant, (seq, landing.attempt, first, num, offset, landing.trailer))
 
-    def deny(self, landing_id: LandingId, attempt: int, reason: str) -> None:
-        """Not now: to be offered again."""
+    def deny(self, landing_id: LandingId, attempt: int, reason: str, retry_after: float) -> None:
+        """Not now: to be offered again, after so many seconds."""
         epoch, seq = landing_id
-        self._reply(epoch, Deny, (seq, attempt, shorten(reason), RETRY_AFTER_SECONDS))
+        self._reply(epoch, Deny, (seq, attempt, shorten(reason), retry_after))
 
     def cancel(self, landing: Landing) -> None:
         """The sender shall stop; this is due again after retry_seconds."""

@@ -64,6 +64,11 @@ class LandingArena:
                 return space
         return None
 
+    @property
+    def free_bytes(self) -> int:
+        """What is not reserved, of both budgets."""
+        return sum(self.budgets.values()) - sum(self.live_bytes.values())
+
     def fits(self, nbytes: int) -> bool:
         """Whether so many bytes could ever be reserved."""
         return nbytes <= max(self.budgets.values())

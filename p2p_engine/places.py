@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from mempool import Job, Mover
 from p2p_engine.arena import LandingArena
+from p2p_engine.credit import Credit
 from p2p_engine.errors import TransferTooLarge, TransportError
 from p2p_engine.landing import BLOCKS, Landing, Receive
 from p2p_engine.layout import Regions, one_region, packed_pages
@@ -23,8 +24,9 @@ JobEnded = Callable[[Job], None]
 class Places:
     """The memory of all landings of one engine, accounted exactly."""
 
-    def __init__(self, arena: LandingArena | None, mover: Mover) -> None:
+    def __init__(self, arena: LandingArena | None, mover: Mover, credit: Credit) -> None:
         self._arena = arena
+        self._credit = credit
         self._mover = mover
         self._live_block_bytes = 0
 
@@ -54,6 +56,7 @@ class Places:
         """Free a landing's memory: nobody can write into it any more."""
         if landing.space is not None and self._arena is not None:
             self._arena.release(landing.space)
+            self._credit.give_back(landing.id, landing.space.nbytes)
         else:
             self._live_block_bytes -= landing.nbytes
 
@@ -107,11 +110,13 @@ class Places:
             raise TransferTooLarge(text)
         if arena is None or hoarded_bytes > sum(arena.budgets.values()) / 4:
             return "no landing memory, or too much of it is in quarantine"
-        landing.space = arena.reserve(size)
+        refusal = self._credit.refusal(landing.id, size, arena.free_bytes)
+        landing.space = arena.reserve(size) if not refusal else None
         if landing.space is None:
-            return "buffer and pool are full"
+            return refusal or "buffer and pool are full"
         if not landing.transport.receiver_writes or not landing.nbytes:
             arena.clear_word(landing.space, trailer_offset(landing.nbytes))
+            self._credit.take(landing.id, size)
             return ""
         regions = one_region(arena.address(landing.space), landing.nbytes)
         try:
@@ -119,6 +124,7 @@ class Places:
         except TransportError:
             arena.release(landing.space)
             raise
+        self._credit.take(landing.id, size)
         return ""
 
 

@@ -14,6 +14,7 @@ from mempool import Job, Mover
 from p2p_engine.answers import Answers, Reply
 from p2p_engine.arena import LandingArena
 from p2p_engine.config import EngineConfig
+from p2p_engine.credit import RETRY_AFTER_SECONDS, Credit
 from p2p_engine.errors import (
     P2pError,
     PeerLost,
@@ -59,7 +60,8 @@ class Store:
         self._mover = mover
         self._counters = counters
         self._clock = clock
-        self._places = Places(arena, mover)
+        self._credit = Credit(config, clock)
+        self._places = Places(arena, mover, self._credit)
         self._answers = Answers(config, reply, clock)
         self._landings: dict[LandingId, Landing] = {}
         self._receives: dict[ContentKey, Receive] = {}
@@ -135,7 +137,7 @@ class Store:
         try:
             self._grant(landing_id, offer, transport, receive)
         except TransportError as error:  # the sender has not noticed yet that it must connect again
-            self._answers.deny(landing_id, offer.attempt, str(error))
+            self._answers.deny(landing_id, offer.attempt, str(error), RETRY_AFTER_SECONDS)
         except P2pError as error:
             refusal = _as_refusal(offer.key, error)
             self._answers.fail(landing_id, offer.attempt, refusal)
@@ -164,6 +166,7 @@ class Store:
 
     def sender_lost(self, epoch: int, error: PeerLost) -> None:
         """A sender is silent, restarted or closing: end what only it could have completed."""
+        self._credit.forget(epoch)
         for receive in self._receives.values():
             if epoch in receive.senders:
                 receive.bereft = error
@@ -275,7 +278,8 @@ class Store:
             landing, receive, hoarded, lambda job: self._received(landing, job)
         )
         if denial:
-            self._answers.deny(landing_id, offer.attempt, denial)
+            pause = self._credit.wait(landing_id, landing.nbytes)
+            self._answers.deny(landing_id, offer.attempt, denial, pause)
             return
         self._landings[landing_id] = landing
         if receive is not None:

@@ -1,0 +1,156 @@
+"""Landing memory among senders: one alone has nearly all, nobody starves, nothing is forgotten."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from p2p_engine.credit import MAX_WAITING, RETRY_AFTER_SECONDS, SHARE, Credit
+from tests.simulation import SETTINGS
+from tests.support import SeededRandom
+
+TOTAL = 9_000
+
+
+class Memory:
+    """What a store does with credit, without its bytes."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.credit = Credit(SETTINGS, lambda: self.now)
+        self.free = TOTAL
+        self.live: dict[tuple[int, int], int] = {}
+        self.seqs = itertools.count()
+
+    def ask(self, epoch: int, nbytes: int, seq: int | None = None) -> tuple[int, str]:
+        """Offer a chunk; returns its number, and why it was denied."""
+        name = (epoch, next(self.seqs) if seq is None else seq)
+        refusal = self.credit.refusal(name, nbytes, self.free)
+        if refusal:
+            self.credit.wait(name, nbytes)
+        else:
+            self.credit.take(name, nbytes)
+            self.live[name] = nbytes
+            self.free -= nbytes
+        return name[1], refusal
+
+    def end(self, name: tuple[int, int]) -> None:
+        """A chunk was taken out of landing memory."""
+        nbytes = self.live.pop(name)
+        self.free += nbytes
+        self.credit.give_back(name, nbytes)
+
+    def held(self) -> Counter[int]:
+        """Bytes by sender."""
+        held: Counter[int] = Counter()
+        for (epoch, _), nbytes in self.live.items():
+            held[epoch] += nbytes
+        return held
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory()
+
+
+def fill(memory: Memory, epoch: int, nbytes: int = 10) -> int:
+    """Ask until it is denied; returns how much the sender has then."""
+    while not memory.ask(epoch, nbytes)[1]:
+        pass
+    return memory.held()[epoch]
+
+
+def test_one_sender_has_nearly_everything(memory: Memory) -> None:
+    assert fill(memory, 1) == TOTAL * SHARE // (SHARE + 1)
+
+
+def test_there_is_always_something_left_for_the_next(memory: Memory) -> None:
+    for epoch in range(1, 5):
+        assert fill(memory, epoch, 1) > 0
+
+
+def test_shares_even_out_as_memory_drains(memory: Memory, rng: SeededRandom) -> None:
+    fill(memory, 1)
+    for _ in range(5_000):
+        memory.end(rng.choice(list(memory.live)))
+        for epoch in (1, 2, 3):
+            memory.ask(epoch, 10)
+    shares = memory.held().values()
+    assert len(shares) == 3
+    assert max(shares) < 1.2 * min(shares)
+
+
+def test_a_sender_with_nothing_may_have_all_there_is(memory: Memory) -> None:
+    assert memory.ask(1, TOTAL)[1] == ""
+    assert memory.ask(2, 1)[1] == "buffer and pool are full"
+
+
+def test_what_frees_goes_to_who_has_less(memory: Memory) -> None:
+    fill(memory, 1)
+    large = TOTAL // 2
+    seq, denied = memory.ask(2, large)
+    assert denied
+    for name in list(memory.live):
+        assert memory.ask(1, 10)[1]
+        memory.end(name)
+        if memory.free >= large:
+            break
+    assert memory.ask(2, large, seq)[1] == ""
+
+
+def test_claim_of_a_sender_that_does_not_come_back_ends(memory: Memory) -> None:
+    fill(memory, 1)
+    memory.ask(2, TOTAL // 2)
+    memory.end(next(iter(memory.live)))
+    assert "waiting" in memory.ask(1, 10)[1]
+    memory.now += SETTINGS.retry_seconds + 1
+    assert memory.ask(1, 10)[1] == ""
+
+
+def test_claim_of_a_sender_that_is_gone_ends(memory: Memory) -> None:
+    fill(memory, 1)
+    memory.ask(2, TOTAL // 2)
+    memory.end(next(iter(memory.live)))
+    memory.credit.forget(2)
+    assert memory.ask(1, 10)[1] == ""
+
+
+def test_one_that_waits_with_many_chunks_asks_at_one_pace(memory: Memory) -> None:
+    """Ten thousand chunks that are denied are not half a million messages in a second."""
+    pauses = [memory.credit.wait((1, seq), 10) for seq in range(10_000)]
+    assert pauses[0] == RETRY_AFTER_SECONDS
+    assert pauses[9] == 10 * RETRY_AFTER_SECONDS
+    assert pauses[-1] == SETTINGS.retry_seconds
+    assert len(memory.credit._waiting[1]) == MAX_WAITING
+
+
+def test_eight_senders_of_unequal_speed_all_get_their_share(rng: SeededRandom) -> None:
+    """Sender n asks n times as often, with chunks of any size; memory empties at random. Nobody is
+    served less than a slow sender alone would be, and nobody has much more than the others."""
+    memory = Memory()
+    waiting: dict[int, dict[int, int]] = {epoch: {} for epoch in range(1, 9)}
+    served: Counter[int] = Counter()
+    longest_wait: Counter[int] = Counter()
+    since: dict[int, int] = {}
+    for step in range(40_000):
+        memory.now += 0.001
+        epoch = rng.choices(range(1, 9), weights=range(1, 9))[0]
+        if waiting[epoch] and rng.random() < 0.9:
+            seq, nbytes = rng.choice(list(waiting[epoch].items()))
+        else:
+            seq, nbytes = next(memory.seqs), rng.choice([50, 200, 800])
+        _, denied = memory.ask(epoch, nbytes, seq)
+        if denied:
+            waiting[epoch][seq] = nbytes
+            since.setdefault(epoch, step)
+        else:
+            waiting[epoch].pop(seq, None)
+            served[epoch] += nbytes
+            longest_wait[epoch] = max(longest_wait[epoch], step - since.pop(epoch, step))
+        if memory.live and rng.random() < 0.3:
+            memory.end(rng.choice(list(memory.live)))
+    assert set(served) == set(range(1, 9))
+    assert max(served.values()) < 3 * min(served.values())
+    assert max(longest_wait.values()) < 2_000
