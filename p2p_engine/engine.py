@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mempool import Job, Mover
+from mempool import Mover
 from p2p_engine.arena import LandingArena
 from p2p_engine.awaited import Awaited
 from p2p_engine.config import EngineConfig, SendMode
@@ -34,6 +34,7 @@ from p2p_engine.fanout import Fanout
 from p2p_engine.guests import Guest, Guests
 from p2p_engine.holds import Holds
 from p2p_engine.instances import Instances
+from p2p_engine.jobs import Job
 from p2p_engine.layout import Sink, Source, TensorSink, TensorSource, check_in_host_memory
 from p2p_engine.messages import (
     PROTOCOL_VERSION,

@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mempool import Job, Mover
+from mempool import Mover
 from p2p_engine.arena import LandingArena, Space
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError, TransferCancelled, TransferError, TransferTimeout
+from p2p_engine.jobs import Job
 from p2p_engine.layout import Source, ask_regions, one_region, pair
 from p2p_engine.messages import CacheSpec, ContentKey, TransferKey
 from p2p_engine.peers import PeerAddress

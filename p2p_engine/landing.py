@@ -12,9 +12,9 @@ import enum
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from mempool import Job
 from p2p_engine.arena import Space
 from p2p_engine.errors import P2pError
+from p2p_engine.jobs import Job
 from p2p_engine.layout import Regions, Sink, ask, ask_regions
 from p2p_engine.messages import ContentKey, Manifest
 from p2p_engine.transfer import Transfer

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mempool import Job, Mover
+from mempool import Mover
 from p2p_engine.arena import LandingArena
 from p2p_engine.credit import Credit
 from p2p_engine.errors import TransferTooLarge, TransportError
+from p2p_engine.jobs import Job
 from p2p_engine.landing import BLOCKS, Landing, Receive
 from p2p_engine.layout import Regions, one_region, packed_pages
 from p2p_engine.transfer import lane_of
@@ -134,7 +135,7 @@ def _may_go_straight(landing: Landing, receive: Receive) -> bool:
     if not landing.nbytes:
         return True
     touched = receive.has_delivered(landing.manifest) or receive.writers_of(landing.manifest)
-    return landing.transport.receiver_writes and not touched
+    return landing.transport.scatters and not touched
 
 
 def _expect(landing: Landing, regions: Regions, ended: JobEnded, *, keep: object) -> None:

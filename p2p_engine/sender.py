@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mempool import Job
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import (
     P2pError,
@@ -31,6 +30,7 @@ from p2p_engine.errors import (
     TransferTooLarge,
     TransportError,
 )
+from p2p_engine.jobs import Job
 from p2p_engine.layout import Source, ask, ask_regions
 from p2p_engine.messages import (
     Abandon,

@@ -10,7 +10,7 @@ import secrets
 import threading
 from collections.abc import Callable
 
-from mempool import Job, Mover
+from mempool import Mover
 from p2p_engine.answers import Answers, Reply
 from p2p_engine.arena import LandingArena
 from p2p_engine.config import EngineConfig
@@ -26,6 +26,7 @@ from p2p_engine.errors import (
     TransferTooLarge,
     TransportError,
 )
+from p2p_engine.jobs import Job
 from p2p_engine.landing import Landing, LandingId, LandingState, Receive
 from p2p_engine.layout import Regions, Sink, pair
 from p2p_engine.messages import ContentKey, Offer, TransferKey

@@ -11,8 +11,9 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from mempool import Job, Mover
+from mempool import Mover
 from p2p_engine.errors import TransportError
+from p2p_engine.jobs import Job, Moment
 from p2p_engine.layout import Regions
 from p2p_engine.messages import Grant
 
@@ -30,12 +31,21 @@ class Channel(Protocol):
     """The sending half of one peer pair."""
 
     def write(
-        self, source: Regions, grant: Grant, *, lane: int, checked: bool, tag: object, keep: object
+        self,
+        source: Regions,
+        grant: Grant,
+        *,
+        lane: int,
+        checked: bool,
+        tag: object,
+        keep: object,
+        after: Iterable[Moment] = (),
     ) -> Job:
         """Start to move the source into the granted region; `keep` lives until the job has ended.
 
-        Writes of one `lane` end in order where that is quicker for all of them together. A job that
-        is `checked` has the checksum of what left.
+        The source is read after all moments of `after`, which are a GPU's. Writes of one `lane` end
+        in order where that is quicker for all of them together. A job that is `checked` has the
+        checksum of what left, except on a GPU.
 
         The receiver learns of the end by itself: a completion word, or the stream's last segment.
 
@@ -65,7 +75,11 @@ class Transport(Protocol):
 
     name: str
     receiver_writes: bool
-    """The receiver's own process writes the bytes, so that they may land in final memory."""
+    """The receiver's own process writes the bytes: its jobs say when it has stopped to."""
+    scatters: bool
+    """It writes many regions at once, so that they may be final memory."""
+    places: tuple[str, ...]
+    """Of the landing memory of a GPU's engine, where it can write, best first."""
 
     def invite(self, source_epoch: int) -> Endpoint | None:
         """What a WELCOME tells a sender so that it can connect; None: nothing can be received."""
@@ -119,7 +133,15 @@ class ArenaChannel:
         self._closed = False
 
     def write(
-        self, source: Regions, grant: Grant, *, lane: int, checked: bool, tag: object, keep: object
+        self,
+        source: Regions,
+        grant: Grant,
+        *,
+        lane: int,
+        checked: bool,
+        tag: object,
+        keep: object,
+        after: Iterable[Moment] = (),
     ) -> Job:
         """Copy the source, then publish the grant's trailer word behind it."""
         if self._closed:

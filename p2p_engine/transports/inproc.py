@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 
-from mempool import Arena, Job, Mover
-from p2p_engine.arena import LandingArena
+from mempool import Arena, Mover
+from p2p_engine.arena import POOL, LandingArena
 from p2p_engine.errors import TransportError
+from p2p_engine.jobs import Job
 from p2p_engine.layout import Regions
 from p2p_engine.transports.base import ArenaChannel, Connected, Endpoint
 
@@ -34,6 +35,8 @@ class InprocTransport:
 
     name = "inproc"
     receiver_writes = False
+    scatters = False
+    places: tuple[str, ...] = (POOL,)
 
     def __init__(self, mover: Mover, landing: LandingArena | None, epoch: int) -> None:
         self._mover = mover

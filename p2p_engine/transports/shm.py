@@ -12,11 +12,13 @@ import contextlib
 import os
 import secrets
 import socket
+from collections.abc import Iterable
 
-from mempool import Arena, Job, Mover, read_word
-from p2p_engine.arena import PREFAULT_BYTES, LandingArena
+from mempool import Arena, Mover, read_word
+from p2p_engine.arena import POOL, PREFAULT_BYTES, LandingArena
 from p2p_engine.control import ControlPlane
 from p2p_engine.errors import TransportError
+from p2p_engine.jobs import Job, Moment
 from p2p_engine.layout import Regions
 from p2p_engine.messages import Grant
 from p2p_engine.transports.base import ArenaChannel, Broken, Connected, Endpoint
@@ -37,7 +39,15 @@ class ShmChannel(ArenaChannel):
         control.watch(connection.fileno(), self._hung_up)
 
     def write(
-        self, source: Regions, grant: Grant, *, lane: int, checked: bool, tag: object, keep: object
+        self,
+        source: Regions,
+        grant: Grant,
+        *,
+        lane: int,
+        checked: bool,
+        tag: object,
+        keep: object,
+        after: Iterable[Moment] = (),
     ) -> Job:
         """Copy as in any arena; the pages after this grant are mapped ahead of the next one."""
         job = super().write(source, grant, lane=lane, checked=checked, tag=tag, keep=keep)
@@ -71,6 +81,8 @@ class ShmTransport:
 
     name = "shm"
     receiver_writes = False
+    scatters = False
+    places: tuple[str, ...] = (POOL,)
 
     def __init__(
         self, mover: Mover, landing: LandingArena | None, control: ControlPlane, epoch: int

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import socket
+from collections.abc import Iterable
 
 import numpy as np
 
-from mempool import Job, Mover
+from mempool import Mover
 from p2p_engine.addresses import join_address, split_address
+from p2p_engine.arena import POOL
 from p2p_engine.control import ControlPlane
 from p2p_engine.errors import TransportError
+from p2p_engine.jobs import Job, Moment
 from p2p_engine.layout import Regions
 from p2p_engine.messages import Grant
 from p2p_engine.transports.base import Broken, Connected, Endpoint, still_running
@@ -30,7 +33,15 @@ class TcpChannel:
         self._closed = False
 
     def write(
-        self, source: Regions, grant: Grant, *, lane: int, checked: bool, tag: object, keep: object
+        self,
+        source: Regions,
+        grant: Grant,
+        *,
+        lane: int,
+        checked: bool,
+        tag: object,
+        keep: object,
+        after: Iterable[Moment] = (),
     ) -> Job:
         """Send the source as segments of the grant's sequence number."""
         self._jobs = {job for job in self._jobs if not job.done}
@@ -72,6 +83,8 @@ class TcpTransport:
 
     name = "tcp"
     receiver_writes = True
+    scatters = True
+    places: tuple[str, ...] = (POOL,)
 
     def __init__(self, mover: Mover, control: ControlPlane, epoch: int, host: str) -> None:
         """Listen on an ephemeral port of host.

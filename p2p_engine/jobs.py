@@ -1,0 +1,76 @@
+"""What a piece of work looks like to those who wait for it, whoever does it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from p2p_engine.layout import Int64s
+
+
+class Job(Protocol):
+    """One movement of bytes. Once `done`, its memory is not touched any more."""
+
+    @property
+    def state(self) -> str:
+        """One of queued, running, done, failed, cancelled."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        ...
+
+    @property
+    def error(self) -> str | None:
+        """Why it failed."""
+        ...
+
+    @property
+    def tag(self) -> object:
+        """Who is told of its end."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes moved."""
+        ...
+
+    @property
+    def checksum(self) -> int | None:
+        """CRC-32C of its bytes; None: not asked for, not done, or on a GPU."""
+        ...
+
+    def cancel(self) -> None:
+        """Ask for its end; returns at once."""
+        ...
+
+    def wait(self, timeout: float, /) -> bool:
+        """Block until it has ended, at most `timeout` seconds; whether it has."""
+        ...
+
+
+class Moment(Protocol):
+    """When something that runs elsewhere, on a GPU, is over."""
+
+    def is_complete(self) -> bool:
+        """Whether it is over; never blocks."""
+        ...
+
+
+class Copier(Protocol):
+    """What copies between regions that this process can reach: a mover, or a device."""
+
+    def copy(
+        self,
+        sources: Int64s,
+        destinations: Int64s,
+        lengths: Int64s,
+        *,
+        word_address: int = 0,
+        word_value: int = 0,
+        lane: int = 0,
+        tag: object = None,
+        keep: object = None,
+    ) -> Job:
+        """Start to copy; then the word, in host memory, is written. `keep` lives until the end."""
+        ...

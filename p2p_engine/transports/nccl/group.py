@@ -1,0 +1,139 @@
+"""Group: one communicator of two ranks, from its making to its end. Rank 0 sends, rank 1 receives.
+
+MAKING    → initialisation is in progress, without blocking, under a deadline
+JOINING   → both sides have it; one byte is moved, so that the first transfer finds it connected
+READY     → pieces move
+ENDED     → aborted by the reaper, exactly once; nothing that it still delivers counts
+For the device's thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import time
+
+from p2p_engine.device import Device
+from p2p_engine.errors import TransportError
+from p2p_engine.transports.nccl.library import Nccl
+from p2p_engine.transports.nccl.memory import Side, estimated_bytes
+from p2p_engine.transports.nccl.reaper import Reaper
+
+_numbers = itertools.count(1)
+
+
+class GroupState(enum.Enum):
+    """See the module's docstring."""
+
+    WANTED = enum.auto()
+    MAKING = enum.auto()
+    JOINING = enum.auto()
+    READY = enum.auto()
+    ENDED = enum.auto()
+
+
+class Group:
+    """One of them; `rank` 0 is the sender's side."""
+
+    def __init__(
+        self,
+        nccl: Nccl,
+        device: Device,
+        reaper: Reaper,
+        *,
+        number: int,
+        rank: int,
+        num_channels: int,
+    ) -> None:
+        self.number = number
+        self.state = GroupState.WANTED
+        self.used_at = self.made_at = time.monotonic()
+        self.measured_bytes = 0
+        self._nccl = nccl
+        self._device = device
+        self._reaper = reaper
+        self._rank = rank
+        self._num_channels = num_channels
+        self._comm = 0
+        self._free_before = 0
+        self._stream = device.cuda.create_stream()
+
+    @staticmethod
+    def next_number() -> int:
+        """Return a number that no other group of this process has."""
+        return next(_numbers)
+
+    @property
+    def estimated_bytes(self) -> int:
+        """Device memory by the formula of memory.py."""
+        if self.state in (GroupState.WANTED, GroupState.ENDED):
+            return 0
+        side = Side.SENDER if self._rank == 0 else Side.RECEIVER
+        return estimated_bytes(
+            self._num_channels, side if self.state is GroupState.READY else Side.IDLE
+        )
+
+    def make(self, unique_id: bytes) -> None:
+        """Start to initialise.
+
+        Raises:
+            TransportError: NCCL refuses.
+        """
+        self._free_before = self._device.cuda.memory()[0]
+        self._comm = self._nccl.init(unique_id, self._rank, self._num_channels)
+        self.state = GroupState.MAKING
+
+    def look(self) -> bool:
+        """Look at the communicator; True once, when it has been made.
+
+        Raises:
+            TransportError: it has failed.
+        """
+        if self.state in (GroupState.WANTED, GroupState.ENDED) or not self._comm:
+            return False
+        is_in_progress = self._nccl.is_in_progress(self._comm)
+        if self.state is GroupState.MAKING and not is_in_progress:
+            self.state = GroupState.JOINING
+            return True
+        return False
+
+    def joined(self) -> None:
+        """The first byte has moved."""
+        self.state = GroupState.READY
+        self.used_at = time.monotonic()
+        self.measured_bytes = max(0, self._free_before - self._device.cuda.memory()[0])
+
+    def move(self, address: int, nbytes: int) -> int:
+        """Launch the kernel of this side; returns the stream it runs on.
+
+        Raises:
+            TransportError: NCCL refuses.
+        """
+        call = self._nccl.send if self._rank == 0 else self._nccl.recv
+        call(self._comm, address, nbytes, 1 - self._rank, self._stream)
+        self.used_at = time.monotonic()
+        return self._stream
+
+    def end(self) -> None:
+        """Abort, in the reaper; idempotent."""
+        if self.state is GroupState.ENDED:
+            return
+        self.state = GroupState.ENDED
+        comm, self._comm = self._comm, 0
+        if comm:
+            self._reaper.abort(comm, self._release_stream)
+        else:
+            self._release_stream()
+
+    def _release_stream(self) -> None:
+        self._device.cuda.destroy_stream(self._stream)
+
+
+def describe_overdue(state: GroupState, seconds: float) -> TransportError:
+    """Return the error of a group that was not made in time."""
+    steps = {
+        GroupState.WANTED: "the peer did not agree to a group",
+        GroupState.MAKING: "ncclCommInitRankConfig did not end",
+        GroupState.JOINING: "the first byte did not arrive",
+    }
+    return TransportError(f"{steps.get(state, 'the group')} within {seconds:g} s")

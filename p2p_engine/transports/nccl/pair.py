@@ -1,0 +1,186 @@
+"""Pair: what both sides of one direction have in common: a wire, a group, an end.
+
+For the device's thread, except where said. When anything fails, the whole pair does: the group is
+aborted, the wire is closed so that the other side does the same, and each job ends as soon as no
+kernel can touch its memory any more. Nothing that an aborted group has delivered is published.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from dataclasses import dataclass
+
+from p2p_engine.device import Device
+from p2p_engine.errors import TransportError
+from p2p_engine.transports.nccl.group import Group, GroupState, describe_overdue
+from p2p_engine.transports.nccl.library import Nccl
+from p2p_engine.transports.nccl.reaper import Reaper
+from p2p_engine.transports.nccl.rendezvous import Piece, Slots
+from p2p_engine.transports.nccl.slabs import Slabs
+from p2p_engine.transports.nccl.wire import Frame, Kind, Wire
+
+logger = logging.getLogger(__name__)
+
+FIRST = Piece(0, 0, 1)  # the byte that connects a group
+
+
+@dataclass
+class Resources:
+    """What all pairs of one engine share."""
+
+    nccl: Nccl
+    device: Device
+    reaper: Reaper
+    send_slots: Slots
+    recv_slots: Slots
+    slabs: Slabs
+    num_channels: int
+    patience_seconds: float  # for the making of a group, and for a piece whose kernels run
+
+
+class Pair:
+    """One direction between two engines, on one of its sides."""
+
+    rank: int
+
+    def __init__(self, shared: Resources, connection: socket.socket) -> None:
+        self.shared = shared
+        self.error: TransportError | None = None
+        self.group: Group | None = None
+        self._kernels_since: dict[Piece, float] = {}  # of the live group
+        self._wire = Wire(shared.device, connection, self._heard, self.fail)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it has failed or was closed."""
+        return self.error is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether its group is ready and moves nothing."""
+        raise NotImplementedError
+
+    def tick(self, now: float) -> None:
+        """Look after the group: its making, its errors, kernels that do not end."""
+        group = self.group
+        if group is None or self.is_broken:
+            return
+        self.look(group)
+        patience = self.shared.patience_seconds
+        try:
+            if group.state is not GroupState.READY and now - group.made_at > patience:
+                raise describe_overdue(group.state, patience)
+            if any(now - since > patience for since in self._kernels_since.values()):
+                raise TransportError(f"a kernel of a group has not ended within {patience:g} s")
+        except TransportError as error:
+            self.fail(error)
+
+    def make(self, group: Group, unique_id: bytes) -> None:
+        """Start to initialise; `made` follows.
+
+        Raises:
+            TransportError: NCCL refuses.
+        """
+        group.make(unique_id)
+        self.shared.device.when([_Making(self, group)], lambda: None)
+
+    def look(self, group: Group) -> None:
+        """Look whether a group has been made, or has failed."""
+        try:
+            if group.look():
+                self.made()
+        except TransportError as error:
+            self.fail(error)
+
+    def fail(self, error: TransportError) -> None:
+        """End the pair: abort, hang up, end what has no kernel; idempotent."""
+        if self.is_broken:
+            return
+        self.error = error
+        logger.info("nccl pair ended: rank=%d reason=%s", self.rank, error)
+        self._wire.close()
+        self.end_group()
+        self.broken()
+
+    def end_group(self) -> None:
+        """Let the group go; the pair may make another one."""
+        group, self.group = self.group, None
+        self._kernels_since.clear()
+        if group is not None:
+            group.end()
+
+    def say(self, kind: Kind, **fields: int | bytes) -> None:
+        """Tell the other side about the live group."""
+        number = self.group.number if self.group is not None else 0
+        self._wire.say(Frame(kind, number, **fields))  # type: ignore[arg-type]
+
+    def launch(self, piece: Piece, address: int) -> None:
+        """Start this side's kernel; `ended(piece, True)` follows unless the group ends before."""
+        group = self.group
+        if group is None:
+            return
+        try:
+            stream = group.move(address, piece.nbytes)
+            self._kernels_since[piece] = time.monotonic()
+            self.shared.device.after_now(stream, lambda: self._kernel_ended(group, piece))
+        except TransportError as error:
+            self.fail(error)
+
+    def new_group(self, number: int, num_channels: int) -> Group:
+        """Make this side's group, not initialised yet."""
+        shared = self.shared
+        return Group(
+            shared.nccl, shared.device, shared.reaper,
+            number=number, rank=self.rank, num_channels=num_channels,
+        )  # fmt: skip
+
+    # For the two kinds of pairs
+
+    def evict(self) -> None:
+        """End an idle group on both sides, soon."""
+        raise NotImplementedError
+
+    def made(self) -> None:
+        """The communicator has been initialised."""
+        raise NotImplementedError
+
+    def heard(self, frame: Frame) -> None:
+        """The other side has said something about the live group.
+
+        Raises:
+            TransportError: it may not say so.
+        """
+        raise NotImplementedError
+
+    def ended(self, piece: Piece, *, counts: bool) -> None:
+        """A kernel has ended; what it moved counts only if its group has not been aborted."""
+        raise NotImplementedError
+
+    def broken(self) -> None:
+        """The pair has failed: end what has no kernel."""
+        raise NotImplementedError
+
+    def _kernel_ended(self, group: Group, piece: Piece) -> None:
+        counts = group is self.group
+        if counts:
+            self._kernels_since.pop(piece, None)
+        self.ended(piece, counts=counts)
+
+    def _heard(self, frame: Frame) -> None:
+        if not self.is_broken:
+            self.heard(frame)
+
+
+class _Making:
+    """The moment at which a group has been made, or has failed."""
+
+    def __init__(self, pair: Pair, group: Group) -> None:
+        self._pair = pair
+        self._group = group
+
+    def is_complete(self) -> bool:
+        """Look, and tell the pair."""
+        self._pair.look(self._group)
+        return self._group.state is not GroupState.MAKING

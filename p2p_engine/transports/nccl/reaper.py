@@ -1,0 +1,69 @@
+"""Reaper: aborts communicators in threads of their own, because an abort may never return.
+
+One that overruns its deadline is in quarantine: it is counted, its memory is not given back, and
+everything else goes on. It is let go when it returns after all.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from p2p_engine.affinity import restore_affinity
+from p2p_engine.device import Device
+from p2p_engine.errors import TransportError
+from p2p_engine.transports.nccl.library import Nccl
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 5.0
+
+
+class Reaper:
+    """All communicators of one device that are being ended."""
+
+    def __init__(self, nccl: Nccl, device: Device) -> None:
+        self._nccl = nccl
+        self._device = device
+        self._changed = threading.Condition()  # guards _since
+        self._since: dict[int, float] = {}
+        self.num_aborted = 0
+
+    def abort(self, comm: int, ended: Callable[[], None]) -> None:
+        """End a communicator, whatever it does; `ended` is called in the device's thread."""
+        with self._changed:
+            self._since[comm] = time.monotonic()
+        self.num_aborted += 1
+        threading.Thread(
+            target=self._run, args=(comm, ended), name="p2p-reaper", daemon=True
+        ).start()
+
+    def num_pending(self) -> int:
+        """How many aborts have not returned."""
+        with self._changed:
+            return len(self._since)
+
+    def num_quarantined(self) -> int:
+        """How many aborts have not returned in time."""
+        with self._changed:
+            now = time.monotonic()
+            return sum(now - since > PATIENCE_SECONDS for since in self._since.values())
+
+    def wait(self, timeout: float) -> bool:
+        """Block until every abort has returned, at most `timeout` seconds; whether it has."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._since, timeout)
+
+    def _run(self, comm: int, ended: Callable[[], None]) -> None:
+        restore_affinity()
+        try:
+            self._device.cuda.use(self._device.index)
+            self._nccl.abort(comm)
+        except TransportError as error:
+            logger.warning("a communicator could not be aborted: %s", error)
+        with self._changed:
+            del self._since[comm]
+            self._changed.notify_all()
+        self._device.post(ended)

@@ -1,0 +1,189 @@
+"""The receiver's side of a pair: it agrees to groups and receives pieces where they are expected.
+
+For the device's thread.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+from p2p_engine.device import DeviceJob
+from p2p_engine.errors import TransportError
+from p2p_engine.transports.nccl.group import GroupState
+from p2p_engine.transports.nccl.pair import FIRST, Pair, Resources
+from p2p_engine.transports.nccl.rendezvous import Piece, ReceivingHalf
+from p2p_engine.transports.nccl.wire import Frame, Kind
+
+
+@dataclass(eq=False)
+class Receive:
+    """One granted transfer: `nbytes` at `address`."""
+
+    seq: int
+    address: int
+    nbytes: int
+    job: DeviceJob
+    launched_bytes: int = 0
+    received_bytes: int = 0
+    num_running: int = 0
+    is_stopping: bool = False
+    is_spoilt: bool = False  # a piece came by a group that was aborted
+
+
+class ReceivingPair(Pair):
+    """Rank 1."""
+
+    rank = 1
+
+    def __init__(self, shared: Resources, connection: socket.socket) -> None:
+        super().__init__(shared, connection)
+        self._half: ReceivingHalf | None = None
+        self._receives: dict[int, Receive] = {}
+        self._is_ending = False
+        self._deferred: list[Frame] = []  # what came after END
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether its group is ready and moves nothing."""
+        is_ready = self.group is not None and self.group.state is GroupState.READY
+        return is_ready and self._half is not None and self._half.is_idle and not self._receives
+
+    def expect(self, seq: int, address: int, nbytes: int, job: DeviceJob) -> None:
+        """Receive transfer `seq` at `address`."""
+        if self.error is not None:
+            job.end("failed", str(self.error))
+        elif not nbytes:
+            job.end("done")
+        else:
+            self._receives[seq] = Receive(seq, address, nbytes, job)
+
+    def stop(self, job: DeviceJob) -> None:
+        """Let no more pieces of a receive come."""
+        for receive in list(self._receives.values()):
+            if receive.job is job:
+                self._stop(receive)
+
+    def evict(self) -> None:
+        """Ask the sender to end a group that is idle here."""
+        self.say(Kind.IDLE)
+
+    def made(self) -> None:
+        """Our side is made."""
+        self.say(Kind.UP)
+
+    def heard(self, frame: Frame) -> None:
+        """Go on with what the sender says."""
+        if frame.kind is Kind.STOP:
+            receive = self._receives.get(frame.seq)
+            if receive is not None:
+                self._stop(receive)
+        elif self._is_ending:
+            self._deferred.append(frame)
+        elif frame.kind is Kind.NEW:
+            self._agree(frame)
+        else:
+            self._go_on(frame)
+
+    def ended(self, piece: Piece, *, counts: bool) -> None:
+        """A receive has ended."""
+        if counts and self._half is not None:
+            self._half.received(piece)
+        if piece == FIRST:
+            if counts and self.group is not None:
+                self.group.joined()
+        else:
+            receive = self._receives[piece.seq]
+            receive.num_running -= 1
+            receive.received_bytes += piece.nbytes if counts else 0
+            receive.is_spoilt |= not counts
+            self._settle(receive)
+        self._end_if_idle()
+
+    def broken(self) -> None:
+        """End what no kernel writes."""
+        self._end_half()
+        for receive in list(self._receives.values()):
+            self._settle(receive)
+
+    def _agree(self, frame: Frame) -> None:
+        channels = frame.nbytes
+        if self.group is not None or not 1 <= channels <= 64 or channels & (channels - 1):
+            raise TransportError(f"the sender wants a group of {channels} channels")
+        self.group = self.new_group(frame.group, channels)
+        self._half = ReceivingHalf(
+            self.shared.recv_slots, self._is_wanted, self._launch, self._answer
+        )
+        self.say(Kind.ACK)
+
+    def _go_on(self, frame: Frame) -> None:
+        group, half = self.group, self._half
+        if group is None or half is None or frame.group != group.number:
+            raise TransportError(f"the sender said {frame.kind.name} about no group of ours")
+        if frame.kind is Kind.ID and group.state is GroupState.WANTED:
+            self.make(group, frame.unique_id)
+        elif frame.kind is Kind.ASK and group.state in (GroupState.JOINING, GroupState.READY):
+            half.on_ask(frame.order, Piece(frame.seq, frame.offset, frame.nbytes))
+        elif frame.kind is Kind.END:
+            self._is_ending = True
+            self._end_if_idle()
+        else:
+            raise TransportError(f"the sender said {frame.kind.name} to a {group.state.name}")
+
+    def _is_wanted(self, piece: Piece) -> bool:
+        if piece == FIRST:
+            return True
+        receive = self._receives.get(piece.seq)
+        if receive is None or receive.is_stopping:
+            return False
+        is_next = piece.offset == receive.launched_bytes
+        fits = is_next and 0 < piece.nbytes <= receive.nbytes - piece.offset
+        if not fits:
+            self.fail(TransportError(f"{piece} does not follow {receive.launched_bytes} bytes"))
+        return fits
+
+    def _launch(self, piece: Piece) -> None:
+        address = self.shared.slabs.scratch
+        if piece != FIRST:
+            receive = self._receives[piece.seq]
+            address = receive.address + piece.offset
+            receive.launched_bytes += piece.nbytes
+            receive.num_running += 1
+            receive.job.state = "running"
+        self.launch(piece, address)
+
+    def _answer(self, order: int, is_launched: bool) -> None:
+        self.say(Kind.GO if is_launched else Kind.REFUSE, order=order)
+
+    def _stop(self, receive: Receive) -> None:
+        receive.is_stopping = True
+        self._settle(receive)
+
+    def _settle(self, receive: Receive) -> None:
+        """End a receive that no kernel writes and that nothing more comes of."""
+        if receive.num_running or receive.job.done:
+            return
+        if receive.received_bytes == receive.nbytes:
+            state = "done"
+        elif self.is_broken or receive.is_spoilt:
+            state = "failed"
+        elif receive.is_stopping:
+            state = "cancelled"
+        else:
+            return
+        del self._receives[receive.seq]
+        receive.job.end(state, str(self.error) if state == "failed" else None)
+
+    def _end_if_idle(self) -> None:
+        if self._is_ending and self._half is not None and self._half.is_idle:
+            self._end_half()
+            self.end_group()
+            self._is_ending = False
+            deferred, self._deferred = self._deferred, []
+            for frame in deferred:
+                self.heard(frame)
+
+    def _end_half(self) -> None:
+        if self._half is not None:
+            self._half.end()
+            self._half = None

@@ -1,0 +1,239 @@
+"""Rendezvous before launch: why no order of sends and receives can deadlock. No I/O, no NCCL.
+
+A send or receive of NCCL is a kernel that occupies its device until the other side's kernel runs.
+So no kernel is launched before both sides hold all that they need:
+
+    sender                                   receiver
+    its bytes are packed, takes a send slot
+      ASK order, seq, offset, nbytes ─────►  takes a receive slot, checks the order
+                                             launches its kernel
+      ◄───────────────────────── GO order    (or REFUSE: nobody wants it any more)
+    checks the order, launches its kernel
+
+A receive kernel therefore only ever waits for a sender that holds its slot already and needs
+nothing more. A sender that waits holds send slots, which no receiver needs. Slots bound how many
+kernels there are on a device; those of one communicator run in the same order on both sides.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from p2p_engine.errors import TransportError
+
+MAX_ASKED = 2  # pieces of one group on their way at once: the second is there when the first ends
+
+
+class Slots:
+    """A bounded number of something, given out first come, first served."""
+
+    def __init__(self, count: int) -> None:
+        self._num_free = count
+        self._waiting: collections.deque[Wish] = collections.deque()
+
+    @property
+    def num_free(self) -> int:
+        """How many nobody holds."""
+        return self._num_free
+
+    def take(self, wish: Wish) -> None:
+        """Call `wish.granted` when there is one, perhaps at once; held until it is given back."""
+        self._waiting.append(wish)
+        self._serve()
+
+    def give_back(self, wish: Wish) -> None:
+        """Free a slot, or stop to wait for one; idempotent."""
+        if wish.is_over:
+            return
+        wish.is_over = True
+        if wish.is_granted:
+            self._num_free += 1
+            self._serve()
+
+    def _serve(self) -> None:
+        while self._waiting and self._num_free:
+            wish = self._waiting.popleft()
+            if not wish.is_over:
+                self._num_free -= 1
+                wish.is_granted = True
+                wish.granted()
+
+
+@dataclass(eq=False)
+class Wish:
+    """A slot that is held, or waited for."""
+
+    granted: Callable[[], None]
+    is_granted: bool = False
+    is_over: bool = False
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes that one pair of kernels moves: part of transfer `seq`, `offset` bytes in."""
+
+    seq: int
+    offset: int
+    nbytes: int
+
+
+class SendingHalf:
+    """The sender's half of one group."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        ask: Callable[[int, Piece], None],
+        launch: Callable[[Piece], None],
+        refused: Callable[[Piece], None],
+    ) -> None:
+        """`ask(order, piece)` tells the receiver; `launch` starts a kernel."""
+        self._slots = slots
+        self._ask = ask
+        self._launch = launch
+        self._refused = refused
+        self._queue: collections.deque[Piece] = collections.deque()
+        self._asked: dict[int, Piece] = {}  # by order; in order
+        self._launched: set[Piece] = set()
+        self._held: dict[Piece, Wish] = {}
+        self._next_order = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits and nothing is on its way."""
+        return not self._queue and not self._held
+
+    @property
+    def launched(self) -> set[Piece]:
+        """The pieces whose kernels may run."""
+        return self._launched
+
+    def add(self, piece: Piece) -> None:
+        """Send a piece whose bytes are packed."""
+        self._queue.append(piece)
+        self._advance()
+
+    def on_go(self, order: int) -> None:
+        """The receiver's kernel runs.
+
+        Raises:
+            TransportError: it is not this piece's turn: both sides count differently.
+        """
+        expected = next(iter(self._asked), None)
+        if order != expected:
+            raise TransportError(f"the receiver launched number {order}, not {expected}")
+        piece = self._asked.pop(order)
+        self._launched.add(piece)
+        self._launch(piece)
+
+    def on_refuse(self, order: int) -> None:
+        """The receiver does not want it any more.
+
+        Raises:
+            TransportError: it was not asked.
+        """
+        piece = self._asked.pop(order, None)
+        if piece is None:
+            raise TransportError(f"the receiver refused number {order}, which it was not asked")
+        self._give_back(piece)
+        self._refused(piece)
+        self._advance()
+
+    def sent(self, piece: Piece) -> None:
+        """Its kernel has ended."""
+        self._launched.discard(piece)
+        self._give_back(piece)
+        self._advance()
+
+    def end(self) -> None:
+        """Give all slots back: no kernel of this group runs any more."""
+        self._queue.clear()
+        self._asked.clear()
+        self._launched.clear()
+        for wish in list(self._held.values()):
+            self._slots.give_back(wish)
+        self._held.clear()
+
+    def _advance(self) -> None:
+        while self._queue and len(self._held) < MAX_ASKED:
+            piece = self._queue.popleft()
+            self._held[piece] = wish = Wish(functools.partial(self._granted, piece))
+            self._slots.take(wish)
+
+    def _granted(self, piece: Piece) -> None:
+        order, self._next_order = self._next_order, self._next_order + 1
+        self._asked[order] = piece
+        self._ask(order, piece)
+
+    def _give_back(self, piece: Piece) -> None:
+        wish = self._held.pop(piece, None)
+        if wish is not None:
+            self._slots.give_back(wish)
+
+
+class ReceivingHalf:
+    """The receiver's half of one group."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        is_wanted: Callable[[Piece], bool],
+        launch: Callable[[Piece], None],
+        answer: Callable[[int, bool], None],
+    ) -> None:
+        """`answer(order, is_launched)` tells the sender; `is_wanted` also checks the piece."""
+        self._slots = slots
+        self._is_wanted = is_wanted
+        self._launch = launch
+        self._answer = answer
+        self._held: dict[Piece, Wish] = {}
+        self._launched: set[Piece] = set()
+        self._next_order = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits and nothing is on its way."""
+        return not self._held
+
+    @property
+    def launched(self) -> set[Piece]:
+        """The pieces whose kernels may run."""
+        return self._launched
+
+    def on_ask(self, order: int, piece: Piece) -> None:
+        """The sender has everything that it needs.
+
+        Raises:
+            TransportError: it counts differently, or asks twice.
+        """
+        if order != self._next_order or piece in self._held:
+            raise TransportError(f"the sender asked for number {order}, not {self._next_order}")
+        self._next_order += 1
+        self._held[piece] = wish = Wish(functools.partial(self._granted, order, piece))
+        self._slots.take(wish)
+
+    def received(self, piece: Piece) -> None:
+        """Its kernel has ended."""
+        self._launched.discard(piece)
+        wish = self._held.pop(piece, None)
+        if wish is not None:
+            self._slots.give_back(wish)
+
+    def end(self) -> None:
+        """Give all slots back: no kernel of this group runs any more."""
+        self._launched.clear()
+        for wish in list(self._held.values()):
+            self._slots.give_back(wish)
+        self._held.clear()
+
+    def _granted(self, order: int, piece: Piece) -> None:
+        is_wanted = self._is_wanted(piece)
+        if is_wanted:
+            self._launched.add(piece)
+            self._launch(piece)
+        self._answer(order, is_wanted)
+        if not is_wanted:
+            self._slots.give_back(self._held.pop(piece))

@@ -1,0 +1,319 @@
+"""NcclTransport: between GPUs that NCCL can reach. The rules that it keeps are in ARCHITECTURE.md.
+
+The control thread dials and listens; from then on everything belongs to the device's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from p2p_engine.addresses import join_address, split_address
+from p2p_engine.arena import BUFFER
+from p2p_engine.control import ControlPlane
+from p2p_engine.device import Device, DeviceJob
+from p2p_engine.errors import ConfigError, P2pError, TransportError
+from p2p_engine.jobs import Job, Moment
+from p2p_engine.layout import Regions
+from p2p_engine.messages import Grant
+from p2p_engine.transports.base import Broken, Channel, Connected, Endpoint, still_running
+from p2p_engine.transports.handshake import ACCEPTED, PREAMBLE, Dial, Dials, Door, Tokens
+from p2p_engine.transports.nccl.groups import Groups
+from p2p_engine.transports.nccl.library import Nccl, show_version
+from p2p_engine.transports.nccl.pair import Pair, Resources
+from p2p_engine.transports.nccl.reaper import Reaper
+from p2p_engine.transports.nccl.receiving import ReceivingPair
+from p2p_engine.transports.nccl.rendezvous import Slots
+from p2p_engine.transports.nccl.sending import SendingPair
+from p2p_engine.transports.nccl.slabs import NUM_SLABS, SLAB_BYTES, Slabs
+
+logger = logging.getLogger(__name__)
+
+MAX_CHANNELS_AT_ONCE = 8  # of one direction: with both, 16 of a GPU's 132 multiprocessors
+MAX_KERNELS = 3  # of one direction: both together stay below the 8 hardware queues of a GPU
+CLOSE_SECONDS = 2.0
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Refuse settings with which two kernels that wait for their peers block each other.
+
+    Raises:
+        ConfigError: names the variable.
+    """
+    connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    if not connections.isdecimal() or int(connections) < 2 * MAX_KERNELS + 2:
+        raise ConfigError(
+            f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: the transport nccl needs "
+            f"{2 * MAX_KERNELS + 2} or more (8 is CUDA's default), else its kernels may deadlock"
+        )
+    if environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        raise ConfigError("CUDA_LAUNCH_BLOCKING is set: with it the transport nccl deadlocks")
+
+
+class NcclChannel:
+    """The sending half of one direction."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._pair: SendingPair | None = None
+        self._jobs: set[Job] = set()
+        self._broken: Broken | None = None
+        self._error: TransportError | None = None
+        self._is_closed = False
+        self._has_ended = threading.Event()
+
+    def write(
+        self,
+        source: Regions,
+        grant: Grant,
+        *,
+        lane: int,
+        checked: bool,
+        tag: object,
+        keep: object,
+        after: Iterable[Moment] = (),
+    ) -> DeviceJob:
+        """Send the source in pieces, as transfer `grant.seq`, once `after` is complete."""
+        pair = self._pair
+        if self._is_closed or self._error is not None or pair is None:
+            raise TransportError(f"write: the channel is closed: {self._error or 'by us'}")
+        self._jobs = {job for job in self._jobs if not job.done}
+        job = DeviceJob(self._device, source.nbytes, tag, keep, lambda: pair.stop(job))
+        self._jobs.add(job)
+        self._device.post(lambda: pair.write(grant.seq, source, after, job))
+        return job
+
+    def watch(self, broken: Broken) -> None:
+        """Tell when the pair fails by itself."""
+        self._broken = broken
+        if self._error is not None and not self._is_closed:
+            broken(self._error)
+
+    def close(self, timeout: float = 1.0) -> bool:
+        """Abort what is on its way, hang up."""
+        self._is_closed = True
+        pair = self._pair
+        if pair is not None:
+            self._device.post(lambda: pair.fail(TransportError("the channel was closed")))
+            self._has_ended.wait(timeout)
+        self._jobs = still_running(self._jobs, timeout)
+        return not self._jobs
+
+    def attach(self, pair: SendingPair) -> None:
+        """Device's thread only: the pair that does the work."""
+        self._pair = pair
+
+    def failed(self, error: TransportError) -> None:
+        """Device's thread only: the pair has failed, or was closed."""
+        self._error = error
+        self._has_ended.set()
+        if self._broken is not None and not self._is_closed:
+            self._broken(error)
+
+
+class NcclTransport:
+    """On-demand groups of two ranks, one for each direction between two engines."""
+
+    name = "nccl"
+    receiver_writes = True
+    scatters = False
+    places: tuple[str, ...] = (BUFFER,)
+
+    def __init__(
+        self,
+        nccl: Nccl,
+        device: Device,
+        control: ControlPlane,
+        epoch: int,
+        host: str,
+        *,
+        receives: bool,
+        num_channels: int,
+        max_groups: int,
+        patience_seconds: float,
+        slab_bytes: int = SLAB_BYTES,
+    ) -> None:
+        """Listen on an ephemeral port of host; allocates the slabs.
+
+        Raises:
+            OSError: host cannot be bound.
+            TransportError: the device has no memory for the slabs.
+        """
+        self._device = device
+        self._control = control
+        self._epoch = epoch
+        self._nccl = nccl
+        self._receives = receives
+        self._tokens = Tokens()
+        self._dials = Dials()
+        self._senders: dict[int, ReceivingPair] = {}
+        self._pairs: set[Pair] = set()  # the device's thread only
+        self._is_closed = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            listener.bind((host, 0))
+            listener.listen(128)
+            total = Slabs.total_bytes(slab_bytes, NUM_SLABS)
+            self._memory = device.run(lambda: device.cuda.allocate(total), 10.0)
+        except BaseException:
+            listener.close()
+            raise
+        self._address = join_address(host, listener.getsockname()[1])
+        self._door = Door(control, listener, self._tokens, self._admit)
+        self._reaper = Reaper(nccl, device)
+        self._groups = Groups(self._reaper, max_groups)
+        slots = max(1, min(MAX_KERNELS, MAX_CHANNELS_AT_ONCE // num_channels))
+        self._shared = Resources(
+            nccl, device, self._reaper, Slots(slots), Slots(slots),
+            Slabs(self._memory, slab_bytes, NUM_SLABS), num_channels, patience_seconds,
+        )  # fmt: skip
+        device.post(lambda: device.on_tick(self._tick))
+
+    def invite(self, source_epoch: int) -> Endpoint | None:
+        """Tell the port, a token and the version of NCCL."""
+        if not self._receives:
+            return None
+        token, version = self._tokens.make(source_epoch), str(self._nccl.version)
+        return {"address": self._address, "token": token, "version": version}
+
+    def connect(self, endpoint: Endpoint, connected: Connected) -> None:
+        """Dial the peer's port; `connected` when the first group is ready."""
+        try:
+            host, port = split_address(endpoint["address"])
+            preamble = PREAMBLE.pack(self._epoch, bytes.fromhex(endpoint["token"]))
+            version = int(endpoint["version"])
+        except (KeyError, ValueError) as error:
+            connected(TransportError(f"connect: bad nccl endpoint: {error!r}"))
+            return
+        if version != self._nccl.version:
+            ours, theirs = show_version(self._nccl.version), show_version(version)
+            text = f"connect: NCCL {ours} here, {theirs} there: both must be the same release"
+            connected(TransportError(text))
+            return
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        Dial(
+            self._dials, self._control, family, (host, port), preamble,
+            lambda connection, _: self._dialled(connection, connected), connected,
+        )  # fmt: skip
+
+    def expect(
+        self,
+        source_epoch: int,
+        seq: int,
+        regions: Regions,
+        *,
+        checked: bool,
+        tag: object,
+        keep: object,
+    ) -> DeviceJob:
+        """Receive into one region of device memory."""
+        pair = self._senders.get(source_epoch)
+        if pair is None or pair.is_broken:
+            raise TransportError("expect: the sender has no data connection")
+        if len(regions.lengths) > 1:
+            raise TransportError("expect: NCCL receives into one region")
+        address = int(regions.addresses[0]) if len(regions.addresses) else 0
+        nbytes = regions.nbytes
+        job = DeviceJob(self._device, nbytes, tag, keep, lambda: pair.stop(job))
+        self._device.post(lambda: pair.expect(seq, address, nbytes, job))
+        return job
+
+    def is_gone(self, source_epoch: int) -> bool:
+        """True: only our own process writes, and its jobs say themselves when they have ended."""
+        return True
+
+    def forget(self, source_epoch: int) -> None:
+        """End the pair of a sender."""
+        self._tokens.forget(source_epoch)
+        self._end(self._senders.pop(source_epoch, None), "the sender is gone")
+
+    def stats(self) -> dict[str, Any]:
+        """A snapshot: groups, and bytes of device memory that they take, by our reckoning
+        and as measured when each was made."""
+        try:
+            return self._device.run(self._count, CLOSE_SECONDS)
+        except P2pError:
+            return {}
+
+    def close(self) -> None:
+        """End every pair, then give the slabs back unless a kernel may still use them."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._dials.close()
+        self._door.close()
+        self._device.run(self._close_pairs, CLOSE_SECONDS)
+        if self._reaper.wait(CLOSE_SECONDS):
+            self._device.run(lambda: self._device.cuda.free(self._memory), CLOSE_SECONDS)
+        else:
+            logger.error("close: a communicator does not end, the memory it uses is kept")
+
+    def _dialled(self, connection: socket.socket, connected: Connected) -> None:
+        channel = NcclChannel(self._device)
+        answers = [connected]
+
+        def answer(outcome: Channel | TransportError) -> None:
+            if answers:  # the first outcome is the answer
+                call = answers.pop()
+                self._control.call_soon(lambda: call(outcome))
+
+        def failed(error: TransportError) -> None:
+            channel.failed(error)
+            answer(error)
+
+        def start() -> None:
+            pair = SendingPair(
+                self._shared, self._groups, connection, lambda: answer(channel), failed
+            )
+            channel.attach(pair)
+            self._pairs.add(pair)
+
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._device.post(start)
+
+    def _admit(self, connection: socket.socket, epoch: int) -> None:
+        self._end(self._senders.pop(epoch, None), "the sender dialled again")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):
+            connection.sendall(ACCEPTED)
+
+        def start() -> ReceivingPair:
+            pair = ReceivingPair(self._shared, connection)
+            self._pairs.add(pair)
+            self._groups.incoming.add(pair)
+            return pair
+
+        self._senders[epoch] = self._device.run(start, CLOSE_SECONDS)
+
+    def _end(self, pair: Pair | None, reason: str) -> None:
+        if pair is not None:
+            self._device.post(lambda: pair.fail(TransportError(reason)))
+
+    def _tick(self, now: float) -> None:
+        for pair in list(self._pairs):
+            pair.tick(now)
+            if pair.is_broken:
+                self._pairs.discard(pair)
+                self._groups.incoming.discard(pair)
+        self._groups.advance()
+
+    def _close_pairs(self) -> None:
+        for pair in list(self._pairs):
+            pair.fail(TransportError("the engine was closed"))
+
+    def _count(self) -> dict[str, Any]:
+        live = self._groups.live
+        return {
+            "groups": len(live),
+            "estimated_bytes": sum(group.estimated_bytes for group in live),
+            "measured_bytes": sum(group.measured_bytes for group in live),
+            "made": self._groups.num_made,
+            "evicted": self._groups.num_evicted,
+            "aborted": self._reaper.num_aborted,
+            "quarantined": self._reaper.num_quarantined(),
+        }

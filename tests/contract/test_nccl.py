@@ -1,0 +1,294 @@
+"""What the transport nccl promises beyond the others, on the stand-in for NCCL: groups that are
+made, evicted and aborted; faults of the library; the order of what runs on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from p2p_engine.cuda import Cuda
+from p2p_engine.errors import ConfigError, TransportError
+from p2p_engine.layout import one_region
+from p2p_engine.transports.base import Channel
+from p2p_engine.transports.handshake import ACCEPTED
+from p2p_engine.transports.nccl.memory import MIB, Side, estimated_bytes
+from p2p_engine.transports.nccl.transport import NcclTransport, check_environment
+from tests.gpu_double import GpuDouble
+from tests.support import SeededRandom, eventually, held_resources
+from tests.transport_pair import Half, Landing, Pair, random_memory, write
+
+HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@pytest.fixture
+def double() -> Iterator[GpuDouble]:
+    """Return the stand-in; a test must give everything back, from one thread for each group."""
+    made = GpuDouble()
+    before, environment = made.held(), settings_of_process()
+    for name in ("wrong_threads", "double_aborts", "size_mismatches", "bad_configuration"):
+        made[name] = 0
+    yield made
+    eventually(lambda: made.held() == before, what=f"{made.held()} is not {before}")
+    for name in ("wrong_threads", "double_aborts", "size_mismatches", "bad_configuration"):
+        assert made[name] == 0, name
+    assert settings_of_process() == environment
+
+
+def settings_of_process() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+
+
+@contextlib.contextmanager
+def pairs(**options: object) -> Iterator[Pair]:
+    made = Pair("nccl", **options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def stats(half: Half) -> dict[str, int]:
+    assert isinstance(half.transport, NcclTransport)
+    return half.transport.stats()
+
+
+def send(pair: Pair, channel: Channel, memory: np.ndarray) -> Landing:
+    landing = pair.grant(None, memory.nbytes)
+    write(channel, one_region(memory.ctypes.data, memory.nbytes), landing, memory)
+    return landing
+
+
+def assert_arrives(pair: Pair, channel: Channel, memory: np.ndarray) -> None:
+    landing = send(pair, channel, memory)
+    eventually(lambda: pair.has_landed(landing, memory.nbytes))
+    assert pair.bytes_of(landing, memory.nbytes) == memory.tobytes()
+    pair.receiver.arena.release(landing.space)
+
+
+def test_a_group_is_connected_before_it_is_used(double: GpuDouble, rng: SeededRandom) -> None:
+    with pairs() as pair:
+        eager = double["eager_operations"]
+        channel = pair.channel()
+        assert double["eager_operations"] == eager + 1
+        assert_arrives(pair, channel, random_memory(rng, 3 * MIB))
+
+
+def test_its_memory_is_told_as_estimated_and_as_measured(double: GpuDouble) -> None:
+    with pairs(num_channels=4) as pair:
+        pair.channel()
+        for half, side in ((pair.sender, Side.SENDER), (pair.receiver, Side.RECEIVER)):
+            eventually(lambda h=half: stats(h)["measured_bytes"])  # type: ignore[misc]
+            assert stats(half)["estimated_bytes"] == estimated_bytes(4, side)
+        # both halves share one device here, so that each measures a part of the other's group too
+        assert stats(pair.sender)["measured_bytes"] >= estimated_bytes(4)
+
+
+def test_many_pairs_on_one_device(double: GpuDouble, rng: SeededRandom) -> None:
+    """Pieces of different pairs take turns over the slots."""
+    with contextlib.ExitStack() as stack:
+        ring = [stack.enter_context(pairs()) for _ in range(3)]
+        channels = [pair.channel() for pair in ring]
+        memory = random_memory(rng, 2 * MIB)
+        for _ in range(10):
+            sizes = [rng.randrange(1, MIB) for _ in ring]
+            landings = [
+                send(pair, channel, memory[:size])
+                for pair, channel, size in zip(ring, channels, sizes, strict=True)
+            ]
+            for pair, landing, size in zip(ring, landings, sizes, strict=True):
+                eventually(lambda p=pair, item=landing, n=size: p.has_landed(item, n))  # type: ignore[misc]
+                assert pair.bytes_of(landing, size) == memory[:size].tobytes()
+                pair.receiver.arena.release(landing.space)
+        assert double["most_kernels"] <= 3 * 2 * 3
+
+
+def test_nothing_leaves_before_it_is_computed(double: GpuDouble) -> None:
+    """A slow kernel writes the source after the write was ordered: no old byte may leave."""
+    cuda = Cuda(double.path)
+    cuda.use(0)
+    memory = np.zeros(600_000, np.uint8)
+    with pairs() as pair:
+        channel, opened = pair.channel(), threading.Event()
+        assert pair.sender.device is not None
+        stream = cuda.create_stream()
+        gate = HOST_FUNCTION(lambda _: opened.wait(20) and None)
+        cuda.library.cudaLaunchHostFunc(ctypes.c_void_p(stream), gate, None)
+        cuda.fill(memory.ctypes.data, 7, memory.nbytes, stream)
+        slow = pair.grant(None, memory.nbytes)
+        moment = pair.sender.device.record(stream)
+        source = one_region(memory.ctypes.data, memory.nbytes)
+        job = channel.write(
+            source, slow.grant, lane=1, checked=False, tag=None, keep=memory, after=[moment]
+        )
+        assert_arrives(pair, channel, np.full(600_000, 3, np.uint8))  # others are not delayed
+        assert job.state == "queued"
+        assert not pair.has_landed(slow, memory.nbytes)
+        opened.set()
+        eventually(lambda: pair.has_landed(slow, memory.nbytes))
+        assert pair.bytes_of(slow, memory.nbytes) == b"\x07" * memory.nbytes
+        cuda.destroy_stream(stream)
+        del moment, job
+
+
+def failure(connect: Callable[[], Channel | TransportError]) -> str:
+    outcome = connect()
+    assert isinstance(outcome, TransportError)
+    return str(outcome)
+
+
+def test_another_release_is_refused_with_both_named(double: GpuDouble) -> None:
+    with pairs() as pair:
+        endpoint = {**pair.invitation(), "version": "23007"}
+        assert "NCCL 2.28.9 here, 2.30.7 there" in failure(lambda: pair.connect(endpoint))
+        assert stats(pair.sender)["groups"] == 0
+
+
+@pytest.mark.parametrize("fault", ["init_hangs", "init_fails"])
+def test_a_group_that_is_not_made_is_an_error(double: GpuDouble, fault: str) -> None:
+    with pairs(patience_seconds=0.3) as pair:
+        with double.fault(**{fault: 1}):
+            text = failure(pair.connect)
+            assert any(  # one side is the first to give up
+                reason in text for reason in ("did not end", "ncclCommGetAsync", "peer closed")
+            )
+            roots = double["open_roots"]
+        eventually(lambda: double["live_comms"] == 0)
+        pair.channel()
+        assert double["open_roots"] <= roots
+
+
+def test_no_unique_id_before_the_peer_has_agreed(double: GpuDouble) -> None:
+    """Who accepts the connection and then says nothing costs neither thread nor descriptor."""
+    ids = double["unique_ids"]
+    with pairs(patience_seconds=0.3) as pair, socket.create_server(("127.0.0.1", 0)) as silent:
+        answered: list[socket.socket] = []
+
+        def accept() -> None:
+            connection, _ = silent.accept()
+            connection.recv(24, socket.MSG_WAITALL)
+            connection.sendall(ACCEPTED)
+            answered.append(connection)
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        text = failure(lambda: pair.connect({**pair.invitation(), "address": address}))
+        assert "did not agree to a group" in text
+        thread.join(10)
+        answered[0].close()
+    assert double["unique_ids"] == ids
+
+
+@pytest.mark.parametrize("fault", [{"send_hangs": 1}, {"send_hangs": 1, "async_error": 6}])
+def test_a_transfer_that_fails_on_the_gpu_ends_and_is_never_taken_for_whole(
+    double: GpuDouble, rng: SeededRandom, fault: dict[str, int]
+) -> None:
+    memory = random_memory(rng, 2 * MIB)
+    with pairs(patience_seconds=0.5) as pair:
+        channel, broken = pair.channel(), []  # type: ignore[var-annotated]
+        pair.sender.in_control(lambda: channel.watch(broken.append))
+        with double.fault(**fault):
+            landing = pair.grant(None, memory.nbytes)
+            source = one_region(memory.ctypes.data, memory.nbytes)
+            job = channel.write(source, landing.grant, lane=1, checked=False, tag=None, keep=memory)
+            assert job.wait(10)
+            assert landing.job is not None
+            assert landing.job.wait(10)
+        assert (job.state, landing.job.state) == ("failed", "failed")
+        assert len(broken) == 1
+        pair.receiver.arena.release(landing.space)
+        assert_arrives(pair, pair.channel(), memory)
+
+
+def test_an_abort_that_hangs_is_quarantined_and_costs_nothing_else(
+    double: GpuDouble, rng: SeededRandom
+) -> None:
+    memory = random_memory(rng, MIB)
+    with pairs() as pair:
+        with double.fault(abort_hangs=1):
+            first = pair.channel()
+            pair.sender.in_control(first.close)
+            second = pair.channel()
+            assert_arrives(pair, second, memory)
+            assert stats(pair.sender)["aborted"] >= 1
+            assert double["live_comms"] == 4
+        eventually(lambda: double["live_comms"] == 2)
+
+
+def test_an_aborted_peer_is_noticed_by_both_sides(double: GpuDouble, rng: SeededRandom) -> None:
+    """Each abort waits for the other one, as on one host: both must come."""
+    with pairs() as pair:
+        channel = pair.channel()
+        send(pair, channel, random_memory(rng, 4 * MIB))
+        aborts = double["aborts"]
+        pair.sender.in_control(channel.close)
+        eventually(lambda: double["live_comms"] == 0)
+        assert double["aborts"] == aborts + 2
+
+
+def test_idle_groups_go_least_recently_used_first(double: GpuDouble, rng: SeededRandom) -> None:
+    """One sender with three receivers and room for two groups: all are served, again and again."""
+    memory = random_memory(rng, 300_000)
+    with contextlib.ExitStack() as stack:
+        sender = Half("nccl", max_groups=2)
+        receivers = [stack.enter_context(pairs()) for _ in range(3)]
+        for pair in receivers:
+            pair.sender.close()
+            pair.sender = sender
+        channels = [pair.channel() for pair in receivers]
+        for _ in range(3):
+            for pair, channel in zip(receivers, channels, strict=True):
+                assert_arrives(pair, channel, memory)
+                assert stats(sender)["groups"] <= 2
+        assert stats(sender)["evicted"] >= 6
+        assert stats(sender)["made"] == stats(sender)["evicted"] + stats(sender)["groups"]
+        eventually(lambda: double["live_comms"] == 2 * stats(sender)["groups"])
+
+
+def test_a_receiver_asks_for_the_end_of_what_it_does_not_need(
+    double: GpuDouble, rng: SeededRandom
+) -> None:
+    """What peers make is accepted beyond the limit, and idle groups go then."""
+    memory = random_memory(rng, 300_000)
+    with contextlib.ExitStack() as stack:
+        receiver = Half("nccl", max_groups=1)
+        senders = [stack.enter_context(pairs()) for _ in range(3)]
+        for pair in senders:
+            pair.receiver.close()
+            pair.receiver = receiver
+        channels = [pair.channel() for pair in senders]
+        for pair, channel in zip(senders, channels, strict=True):
+            assert_arrives(pair, channel, memory)
+        eventually(lambda: stats(receiver)["groups"] <= 1)
+        for pair, channel in zip(senders, channels, strict=True):
+            assert_arrives(pair, channel, memory)
+
+
+def test_a_thousand_connections_leave_nothing(double: GpuDouble) -> None:
+    with pairs() as pair:
+        pair.sender.in_control(pair.channel().close)
+        eventually(lambda: double["live_comms"] == 0)
+        before, aborts = held_resources(), double["aborts"]
+        for _ in range(1000):
+            channel = pair.connect()
+            assert not isinstance(channel, TransportError)
+            pair.sender.in_control(channel.close)
+        eventually(lambda: double["live_comms"] == 0)
+        assert double["aborts"] == aborts + 2000
+        eventually(lambda: len(held_resources()) <= len(before), what=str(held_resources()))
+
+
+@pytest.mark.parametrize(
+    "environment", [{"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_LAUNCH_BLOCKING": "1"}]
+)
+def test_settings_that_deadlock_are_refused_by_name(environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(environment))):
+        check_environment(environment)
+    check_environment({})

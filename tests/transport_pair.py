@@ -1,0 +1,179 @@
+"""A receiver and a sender of one transport, as engines make them, for the tests of transports."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mempool import Mover
+from p2p_engine.arena import LandingArena, Space
+from p2p_engine.control import ControlPlane
+from p2p_engine.cuda import Cuda
+from p2p_engine.device import Device
+from p2p_engine.errors import TransportError
+from p2p_engine.jobs import Job
+from p2p_engine.layout import Regions, one_region
+from p2p_engine.messages import Grant
+from p2p_engine.sockets import Route
+from p2p_engine.transports.base import TRAILER_BYTES, Channel, Endpoint, Transport, trailer_offset
+from p2p_engine.transports.inproc import InprocTransport
+from p2p_engine.transports.nccl.library import Nccl
+from p2p_engine.transports.nccl.transport import NcclTransport
+from p2p_engine.transports.shm import ShmTransport
+from p2p_engine.transports.tcp import TcpTransport
+from tests.gpu_double import GpuDouble
+from tests.support import SeededRandom
+
+T = TypeVar("T")
+MIB = 1 << 20
+ARENA_BYTES = 8 * MIB
+NAMES = ("inproc", "shm", "tcp", "nccl")
+TRAILER = 0x1234567890ABCDEF
+
+
+class Half:
+    """What an engine gives a transport: a control thread, a mover and an arena."""
+
+    def __init__(self, name: str, *, slice_bytes: int = 1 << 20, **options: Any) -> None:
+        """`options` are those of the transport."""
+        self.device: Device | None = None
+        self.epoch = secrets.randbits(60)
+        self.control = ControlPlane(
+            "127.0.0.1", range(1), on_frame=_ignore, on_tick=lambda now: None, name="p2p-test"
+        )
+        self.mover = Mover(slice_bytes=slice_bytes)
+        self.arena = LandingArena(ARENA_BYTES, 0)
+        self.transport = self._make(name, options)
+        self.control.start()
+
+    def in_control(self, call: Callable[[], T]) -> T:
+        """Run `call` in the control thread and return what it returns."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001  # it is the caller's
+                future.set_exception(error)
+
+        self.control.call_soon(run)
+        return future.result(10)
+
+    def close(self) -> None:
+        """End everything, in an engine's order; idempotent."""
+        self.control.stop(5)
+        self.mover.close(5)
+        self.transport.close()
+        if self.device is not None:
+            assert self.device.close(5)
+        self.control.close(5)
+        self.arena.close()
+
+    def _make(self, name: str, options: dict[str, Any]) -> Transport:
+        if name == "inproc":
+            return InprocTransport(self.mover, self.arena, self.epoch)
+        if name == "shm":
+            return ShmTransport(self.mover, self.arena, self.control, self.epoch)
+        if name == "nccl":
+            return self._make_nccl(**options)
+        return TcpTransport(self.mover, self.control, self.epoch, "127.0.0.1")
+
+    def _make_nccl(self, **options: Any) -> NcclTransport:
+        path = GpuDouble().path
+        self.device = Device(Cuda(path), options.pop("device", 0))
+        settings = {"receives": True, "num_channels": 2, "max_groups": 16, "patience_seconds": 5.0,
+                    "slab_bytes": 256 << 10, **options}  # fmt: skip
+        return NcclTransport(
+            Nccl(path), self.device, self.control, self.epoch, "127.0.0.1", **settings
+        )
+
+
+def _ignore(route: Route, frame: bytes) -> None:
+    """Nobody sends messages here."""
+
+
+@dataclass
+class Landing:
+    """One granted region of the receiver, and where its bytes are to be found."""
+
+    grant: Grant
+    space: Space
+    job: Job | None
+
+
+class Pair:
+    """A receiver and a sender."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.receiver = Half(name, **options)
+        self.sender = Half(name, slice_bytes=64 << 10, **options)
+        self._channels: list[Channel] = []
+        self._seqs = iter(range(1, 1 << 20))
+
+    def invitation(self) -> Endpoint:
+        """Ask the receiver how to connect."""
+        endpoint = self.receiver.in_control(
+            lambda: self.receiver.transport.invite(self.sender.epoch)
+        )
+        assert endpoint is not None
+        return endpoint
+
+    def connect(self, endpoint: Endpoint | None = None) -> Channel | TransportError:
+        """Dial, and return what came of it."""
+        outcome: Future[Channel | TransportError] = Future()
+        chosen = self.invitation() if endpoint is None else endpoint
+        self.sender.in_control(lambda: self.sender.transport.connect(chosen, outcome.set_result))
+        return outcome.result(10)
+
+    def channel(self) -> Channel:
+        """Dial with success."""
+        channel = self.connect()
+        assert not isinstance(channel, TransportError), channel
+        self._channels.append(channel)
+        return channel
+
+    def grant(self, regions_of: Callable[[int], Regions] | None, nbytes: int) -> Landing:
+        """Reserve a region; `regions_of(address)` cuts it (None: one piece)."""
+        space = self.receiver.arena.reserve(trailer_offset(nbytes) + TRAILER_BYTES)
+        assert space is not None
+        seq, address = next(self._seqs), self.receiver.arena.address(space)
+        self.receiver.arena.clear_word(space, trailer_offset(nbytes))
+        job = None
+        if self.receiver.transport.receiver_writes:
+            regions = one_region(address, nbytes) if regions_of is None else regions_of(address)
+            job = self.receiver.transport.expect(
+                self.sender.epoch, seq, regions, checked=True, tag=None, keep=None
+            )
+        grant = Grant(1, 2, seq, 0, 0, 1, space.offset, TRAILER)
+        return Landing(grant, space, job)
+
+    def has_landed(self, landing: Landing, nbytes: int) -> bool:
+        """Whether the receiver knows that all bytes are there."""
+        if landing.job is not None:
+            return landing.job.state == "done"
+        return self.receiver.arena.word_is(landing.space, trailer_offset(nbytes), TRAILER)
+
+    def bytes_of(self, landing: Landing, nbytes: int) -> bytes:
+        """What the region holds."""
+        return bytes(self.receiver.arena.arena.view(landing.space.offset, nbytes))
+
+    def close(self) -> None:
+        """End both; the channels first, as their links do."""
+        for channel in self._channels if self.sender.control.alive else []:
+            self.sender.in_control(channel.close)
+        self.sender.close()
+        self.receiver.close()
+
+
+def write(channel: Channel, source: Regions, landing: Landing, keep: object = None) -> Job:
+    """Start to send."""
+    return channel.write(source, landing.grant, lane=1, checked=True, tag=None, keep=keep)
+
+
+def random_memory(rng: SeededRandom, nbytes: int) -> np.ndarray:
+    return rng.numpy.integers(0, 256, nbytes, np.uint8)
