@@ -49,6 +49,7 @@ class EngineConfig:
     proxy_port: int = 0
     http_port: int = 0
     http_host: str = ""
+    key_file: str = ""
     connect_timeout_seconds: float = 5.0
     transfer_timeout_seconds: float = 60.0
     lease_seconds: float = 60.0
@@ -197,6 +198,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "proxy_port": lambda name, value: _port(name, value or 0),
     "http_port": lambda name, value: _port(name, value or 0),
     "http_host": _text,
+    "key_file": _text,
     "connect_timeout_seconds": _seconds,
     "transfer_timeout_seconds": _seconds,
     "lease_seconds": _seconds,

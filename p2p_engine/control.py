@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable
 
 from p2p_engine.affinity import restore_affinity
-from p2p_engine.sockets import Handler, Route, Sockets
+from p2p_engine.keys import Secrets
+from p2p_engine.sockets import Handler, Refused, Route, Sockets
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,12 @@ class ControlPlane:
         on_frame: Handler,
         on_tick: Callable[[float], None],
         name: str,
+        on_refused: Refused = lambda address, reason: None,
+        secrets: Secrets = (),
     ) -> None:
-        """Bind the first free port of `ports` (0: any).
+        """Bind the first free port of `ports` (0: any); with `secrets`, for who has one of them.
+
+        `on_refused` is told which address breaks its handshakes off, and why.
 
         Raises:
             ConfigError: none of the ports can be bound.
@@ -59,7 +64,14 @@ class ControlPlane:
         self._epoll = select.epoll()
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         try:
-            self.sockets = Sockets(host, ports, self._epoll, self._hear)
+            self.sockets = Sockets(
+                host,
+                ports,
+                self._epoll,
+                self._hear,
+                lambda address, reason: self._guard(lambda: on_refused(address, reason)),
+                secrets,
+            )
         except BaseException:
             self._close_descriptors()
             raise

@@ -13,6 +13,7 @@ from p2p_engine.addresses import join_address
 from p2p_engine.config import EngineConfig
 from p2p_engine.control import ControlPlane
 from p2p_engine.errors import RemoteProtocolError
+from p2p_engine.keys import read_key_file, warn_if_exposed
 from p2p_engine.messages import (
     PROTOCOL_VERSION,
     CacheSpec,
@@ -56,20 +57,24 @@ class Directory:
         """Bind and start. `role` is "P", "D" or "PD": one heartbeat for each letter.
 
         Raises:
-            ConfigError: the port is taken; names it.
+            ConfigError: the port is taken, or the key file cannot be used.
         """
         self.wrong_messages = 0
         self._addresses = {item.rank: item.address for item in ranks}
         self._spec = next((item.spec for item in ranks), None)
         self._epoch = secrets.randbits(62) | 1
+        self._secrets = read_key_file(config.key_file)
         self._proxy = Route(_join(config.proxy_ip, config.proxy_port))
         self._beat_at = 0.0
+        self._refusal = ""  # the proxy's last one
         self._control = ControlPlane(
             config.host,
             range(kv_port, kv_port + 1),
             on_frame=self._answer,
             on_tick=self._beat,
             name="p2p-directory",
+            on_refused=self._refused,
+            secrets=self._secrets,
         )
         self._heartbeats = [
             Heartbeat(
@@ -86,6 +91,7 @@ class Directory:
             for letter in role
             if self._proxy.address
         ]
+        warn_if_exposed(config.host, self._secrets)
         self._control.start()
 
     @property
@@ -140,6 +146,12 @@ class Directory:
         if now >= self._beat_at:
             self._beat_at = now + HEARTBEAT_SECONDS
             self._send_heartbeats()
+
+    def _refused(self, address: str, reason: str) -> None:
+        """The proxy's port does not take us; it is dialled again with the next heartbeat."""
+        level = logging.DEBUG if reason == self._refusal else logging.ERROR
+        logger.log(level, "not registered: proxy %s: %s", address, reason)
+        self._refusal = reason
 
     def _send_heartbeats(self) -> None:
         for heartbeat in self._heartbeats:

@@ -35,6 +35,7 @@ from p2p_engine.guests import Guest, Guests
 from p2p_engine.holds import Holds
 from p2p_engine.instances import Instances
 from p2p_engine.jobs import Job
+from p2p_engine.keys import read_key_file, warn_if_exposed
 from p2p_engine.layout import Sink, Source, TensorSink, TensorSource, check_in_host_memory
 from p2p_engine.messages import (
     PROTOCOL_VERSION,
@@ -92,7 +93,7 @@ class P2pNcclEngine:
         instance that only pushes: what is held can be spilled into it).
 
         Raises:
-            ConfigError: no port can be bound.
+            ConfigError: no port can be bound, or the key file cannot be used.
             LocalProtocolError: `spec` is more than a message can carry.
             OSError: the landing memory cannot be mapped.
         """
@@ -100,6 +101,7 @@ class P2pNcclEngine:
         self.config = config
         self.epoch = secrets.randbits(62) | 1
         self._spec = spec
+        self._secrets = read_key_file(config.key_file)
         self._changed = threading.Condition(threading.RLock())
         self._counters = Counters()
         self._watchdog = Watchdog()
@@ -111,6 +113,7 @@ class P2pNcclEngine:
         except BaseException:
             self._close_parts()
             raise
+        warn_if_exposed(config.host, self._secrets)
         self._control.start()
 
     def _make_parts(self, receives: bool) -> None:
@@ -125,6 +128,7 @@ class P2pNcclEngine:
         self._control = ControlPlane(
             config.host, range(first, last + 1),
             on_frame=self._on_frame, on_tick=self._on_tick, name="p2p-control",
+            on_refused=self._on_refused, secrets=self._secrets,
         )  # fmt: skip
         self._open_parts.append(lambda: self._control.close(2.0))
         self._mover = Mover()
@@ -447,6 +451,8 @@ class P2pNcclEngine:
                 "messages_sent": self._control.sockets.frames_sent,
                 "messages_received": self._control.sockets.frames_received,
                 "wrong_messages": counters.wrong_messages + self._control.sockets.dropped_frames,
+                "authenticated": bool(self._secrets),
+                "refused_connections": self._control.sockets.refused_connections,
                 "control_errors": self._control.errors + counters.callback_errors,
                 "overdue_waits": len(self._watchdog.overdue),
                 "overdue_waits_reported": self._watchdog.num_reported,
@@ -544,6 +550,11 @@ class P2pNcclEngine:
             except RemoteProtocolError as error:
                 self._counters.wrong_messages += 1
                 logger.debug("message dropped: %s", error)
+
+    def _on_refused(self, address: str, reason: str) -> None:
+        with self._changed:
+            self._links.refused(address, reason)
+            self._instances.refused(address, reason)
 
     def _on_tick(self, now: float) -> None:
         with self._changed:

@@ -8,6 +8,7 @@ P2pError
 ├─ PeerError
 │  ├─ PeerUnreachable       no answer to the first contact within its deadline
 │  ├─ PeerRefused           the peer (or we) refused to pair: names the two values that differ
+│  │  └─ AuthenticationFailed  one side does not have the other's key, or takes none
 │  └─ PeerLost              the peer was there and is gone: silent, restarted or closed
 ├─ TransferError
 │  ├─ TransferTimeout       the deadline ended: names the key, the peer, the state, the seconds
@@ -50,6 +51,10 @@ class PeerUnreachable(PeerError):
 
 class PeerRefused(PeerError):
     """The two engines cannot work together; the message names what differs."""
+
+
+class AuthenticationFailed(PeerRefused):
+    """The two sides do not belong to one fleet: they have different keys, or only one has any."""
 
 
 class PeerLost(PeerError):

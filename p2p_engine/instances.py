@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from p2p_engine.config import EngineConfig
 from p2p_engine.control import ControlPlane
-from p2p_engine.errors import P2pError, PeerRefused, PeerUnreachable
+from p2p_engine.errors import AuthenticationFailed, P2pError, PeerRefused, PeerUnreachable
 from p2p_engine.messages import CacheSpec, Location, Lookup, encode
 from p2p_engine.peers import InstanceAddress
 from p2p_engine.plan import obstacles
@@ -75,6 +75,12 @@ class Instances:
         else:
             text = "; ".join(found) or "neither says how its ranks share a model"
             self._answer(instance, PeerRefused(f"peer {instance}: {text}"))
+
+    def refused(self, address: str, reason: str) -> None:
+        """A directory breaks its handshakes off."""
+        instance = InstanceAddress(address)
+        if instance in self._inquiries:
+            self._answer(instance, AuthenticationFailed(f"peer {instance}: {reason}"))
 
     def forget(self, address: str) -> None:
         """A link to it has ended: it may be another one when it comes back."""

@@ -404,6 +404,7 @@ class Heartbeat(msgspec.Struct, omit_defaults=True):
     send_type: Text = ""
     interval: Seconds = 3.0
     leaving: bool = False
+    relayed: bool = False  # by another proxy
 
 
 _heartbeat_decoder = msgspec.msgpack.Decoder(Heartbeat)

@@ -21,6 +21,7 @@ from p2p_engine.addresses import split_address
 from p2p_engine.config import EngineConfig
 from p2p_engine.control import ControlPlane
 from p2p_engine.errors import (
+    AuthenticationFailed,
     P2pError,
     PeerError,
     PeerLost,
@@ -278,6 +279,12 @@ class Links:
         if link.address and not any(item.address == link.address for item in self._links.values()):
             self._control.hang_up(link.address)
         self._on_closed(link)
+
+    def refused(self, address: str, reason: str) -> None:
+        """An address breaks its handshakes off: end what needs it. In callbacks only."""
+        for link in list(self._links.values()):
+            if (link.address or link.target.address) == address:
+                self.close_link(link, AuthenticationFailed(f"peer {link.target}: {reason}"))
 
     def close_epoch(self, epoch: int, error: P2pError) -> None:
         """End the links to an engine that is known to be over. In callbacks only."""

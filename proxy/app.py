@@ -101,6 +101,12 @@ class Proxy:
         )
         self._registry.on_room = self._admission.wake
         watch = self._metrics.watch
+        watch("authenticated", "1 if only members of the fleet register",
+              lambda: self._discovery.is_authenticated)  # fmt: skip
+        watch("refused_connections", "Connections to the registration port that were ended",
+              lambda: self._discovery.refused_connections)  # fmt: skip
+        watch("dropped_frames", "Messages on the registration port with too many frames",
+              lambda: self._discovery.dropped_frames)  # fmt: skip
         watch("queued", "Requests that wait for room", lambda: self._admission.num_queued)
         watch("running", "Requests in progress", lambda: self._admission.num_running)
         watch("prefix_blocks", "Remembered blocks", lambda: self._router.num_prefix_blocks)
@@ -126,7 +132,7 @@ class Proxy:
             parts.push_async_callback(self._upstream.close)
             parts.push_async_callback(self._releases.close)
             parts.push_async_callback(self._readiness.close)
-            parts.push_async_callback(self._discovery.close)
+            parts.callback(self._discovery.close)
             self._discovery.start()
             self._add_static()
             tidying = asyncio.ensure_future(self._router.tidy())

@@ -39,6 +39,8 @@ class ProxyConfig:
     both: str = ""
     # Host names and networks from which instances may come; empty: any.
     allowed_addresses: str = ""
+    # The fleet's key: only who has it registers, and heartbeats are encrypted; empty: anybody does.
+    key_file: str = ""
     # A file with the key for adding and removing instances; empty: nobody can.
     admin_key_file: str = ""
     drain_timeout_seconds: float = 300.0

@@ -1,23 +1,23 @@
 """Discovery: listens for heartbeats and feeds the registry. Whatever is no heartbeat is counted
-and dropped."""
+and dropped. With a key, only members of the fleet are heard, other proxies among them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
+import select
 from typing import TYPE_CHECKING
 
-import zmq
-import zmq.asyncio
-
 from p2p_engine.errors import RemoteProtocolError
-from p2p_engine.messages import MAX_FRAME_BYTES, decode_heartbeat
+from p2p_engine.keys import exposure, read_key_file, warn_if_exposed
+from p2p_engine.messages import decode_heartbeat, encode_heartbeat
+from p2p_engine.sockets import Route, Sockets
 from proxy.registry import RegistryFull
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from p2p_engine.messages import Heartbeat
     from proxy.config import ProxyConfig
     from proxy.instances import Instance
     from proxy.metrics import Metrics
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# In front of a heartbeat that comes from another proxy.
-_RELAYED = b"relayed"
+_OLD_FORM = (
+    "a heartbeat of the old form: those and authentication exclude each other. Run the proxy "
+    "without key_file, or the instance with this connector and the key"
+)
 
 
 class Discovery:
@@ -40,67 +42,103 @@ class Discovery:
         on_instance: Callable[[Instance], None],
         clock: Callable[[], float],
     ) -> None:
+        """Read the key file, if one is named; nothing is bound yet.
+
+        Raises:
+            ConfigError: the key file cannot be used.
+        """
         self._config = config
         self._registry = registry
         self._metrics = metrics
         self._on_instance = on_instance
         self._clock = clock
-        self._context: zmq.asyncio.Context | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._peers: list[zmq.asyncio.Socket] = []
+        self._secrets = read_key_file(config.key_file)
+        self._refusals: dict[str, str] = {}  # of other proxies, the last of each
+        self._epoll: select.epoll | None = None
+        self._sockets: Sockets | None = None
         self.address = ""
 
     @property
     def is_running(self) -> bool:
         """Tell whether heartbeats are being read."""
-        return self._task is not None and not self._task.done()
+        return self._sockets is not None
+
+    @property
+    def exposure(self) -> str:
+        """Say what is wrong with listening there without a key, or ""."""
+        return exposure(self._config.registration_host, self._secrets)
+
+    @property
+    def is_authenticated(self) -> bool:
+        """Tell whether only members of the fleet are heard."""
+        return bool(self._secrets)
+
+    @property
+    def refused_connections(self) -> int:
+        """Count the connections that proved nothing, or were too many."""
+        return self._sockets.refused_connections if self._sockets is not None else 0
+
+    @property
+    def dropped_frames(self) -> int:
+        """Count the messages that had too many frames or could not be sent."""
+        return self._sockets.dropped_frames if self._sockets is not None else 0
 
     def start(self) -> None:
         """Bind the port and read from it until closed.
 
         Raises:
-            zmq.ZMQError: the port cannot be bound.
+            ConfigError: the port cannot be bound.
         """
-        self._context = zmq.asyncio.Context(io_threads=1)
-        socket = _router(self._context)
         host, port = self._config.registration_host, self._config.registration_port
-        if ":" in host:
-            socket.setsockopt(zmq.IPV6, 1)
-            host = f"[{host}]"
+        warn_if_exposed(host, self._secrets)
+        self._epoll = select.epoll()
         try:
-            socket.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError:
-            self._context.destroy(linger=0)
+            self._sockets = Sockets(
+                host, range(port, port + 1), self._epoll, self._take, self._refused, self._secrets
+            )
+        except BaseException:
+            self._epoll.close()
             raise
-        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
-        self._peers = [_dealer(self._context, peer) for peer in self._config.peer_addresses]
-        self._task = asyncio.ensure_future(self._run(socket))
-        logger.info("registration address=%s", self.address)
+        self.address = self._sockets.address
+        asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._serve)
+        logger.info("registration address=%s authenticated=%s", self.address, self.is_authenticated)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Stop reading and give the port back; idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        if self._context is not None:
-            self._context.destroy(linger=0)
+        if self._sockets is not None and self._epoll is not None:
+            asyncio.get_running_loop().remove_reader(self._epoll.fileno())
+            self._sockets.close()
+            self._epoll.close()
+            self._sockets = None
 
-    async def _run(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            frames = await socket.recv_multipart()
-            result = self._take(frames)
-            self._metrics.heartbeats.labels(result).inc()
-            if result == "accepted":
-                await self._relay(frames)
-            # A waiting message is received without a turn of the loop: a flood would starve it.
-            await asyncio.sleep(0)
+    def _serve(self) -> None:
+        """Read what is there, but not all of a flood: the requests have their turns between."""
+        if self._sockets is None or self._epoll is None:
+            return
+        for fd, _ in self._epoll.poll(0):
+            if fd in self._sockets:
+                self._sockets.receive(fd)
+        self._sockets.receive_more()
+        if self._sockets.has_more:
+            asyncio.get_running_loop().call_soon(self._serve)
 
-    def _take(self, frames: list[bytes]) -> str:
-        """Handle one message and return what became of it."""
-        if len(frames) != 2 and frames[1:-1] != [_RELAYED]:
-            return "not_two_frames"
+    def _take(self, route: Route, frame: bytes) -> None:
+        """Handle one message and count what became of it."""
+        if route.address:
+            return  # another proxy has nothing to answer
         try:
-            beat = decode_heartbeat(frames[-1])
+            result = self._observe(frame)
+        except Exception:
+            logger.exception("error over a heartbeat, the next one is taken")
+            result = "error"
+        self._metrics.heartbeats.labels(result).inc()
+
+    def _observe(self, frame: bytes) -> str:
+        try:
+            beat = decode_heartbeat(frame)
+            if self._secrets and beat.protocol is None:
+                logger.warning("%s refused: %s", beat.http_address, _OLD_FORM)
+                return "old_form"
             instance, is_new = self._registry.observe(beat, self._clock())
         except RemoteProtocolError as error:
             logger.debug("heartbeat refused: %s", error)
@@ -110,15 +148,22 @@ class Discovery:
             return "registry_full"
         if is_new:
             self._greet(instance)
+        self._relay(beat)
         return "accepted"
 
-    async def _relay(self, frames: list[bytes]) -> None:
+    def _relay(self, beat: Heartbeat) -> None:
         """Pass a heartbeat on to the other proxies, unless it comes from one."""
-        if len(frames) > 2:
+        if beat.relayed or self._sockets is None:
             return
-        for peer in self._peers:
-            with suppress(zmq.Again):  # it is away: it will learn from a later beat
-                await peer.send_multipart([_RELAYED, frames[-1]], zmq.NOBLOCK)
+        beat.relayed = True
+        for peer in self._config.peer_addresses:
+            self._sockets.send(Route(peer), encode_heartbeat(beat))
+
+    def _refused(self, address: str, reason: str) -> None:
+        """Another proxy does not take us; it is dialled again with the next heartbeat."""
+        if self._refusals.get(address) != reason:
+            logger.error("heartbeats are not passed on: proxy %s: %s", address, reason)
+        self._refusals[address] = reason
 
     def _greet(self, instance: Instance) -> None:
         identity = instance.identity
@@ -131,21 +176,3 @@ class Discovery:
             identity.model,
         )
         self._on_instance(instance)
-
-
-def _dealer(context: zmq.asyncio.Context, address: str) -> zmq.asyncio.Socket:
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, 1000)
-    socket.setsockopt(zmq.IPV6, 1)
-    socket.connect(f"tcp://{address}")
-    return socket
-
-
-def _router(context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
-    socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    # An instance that comes back with its old identity takes over from its dead connection.
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    return socket

@@ -56,6 +56,8 @@ class Status:
         self._registry.sweep(now)
         return {
             "registration_address": self._discovery.address,
+            "authenticated": self._discovery.is_authenticated,
+            "warning": self._discovery.exposure,
             "requests_in_flight": len(self._forwarder.journeys),
             "requests_queued": self._admission.num_queued,
             "instances": [_describe(i, now) for i in self._registry.instances()],

@@ -203,7 +203,7 @@ async def test_garbage_never_stops_discovery(rng: SeededRandom) -> None:
                 raw.sendall(noise)
         await send(proxy.registration_address, [b"x" * (1 << 20)])  # over the limit: cut by ZMQ
         await until_refused(proxy, "malformed")
-        await until_refused(proxy, "not_two_frames")
+        await until_metric(proxy, "dropped_frames")
         prefill.beat(proxy.registration_address)
         await proxy.until_ready(prefill)
         async with proxy.client.get(f"{proxy.url}/health") as response:
@@ -274,6 +274,15 @@ async def until_refused(proxy: RunningProxy, reason: str, count: int = 1) -> Non
         return (await proxy.metrics()).get(name, 0) >= count
 
     await until(is_refused, f"{count} frames dropped: {reason}")
+
+
+async def until_metric(proxy: RunningProxy, name: str, least: int = 1) -> None:
+    """Wait until a number of the proxy's has grown."""
+
+    async def has_grown() -> bool:
+        return (await proxy.metrics()).get(f"p2p_proxy_{name}", 0) >= least
+
+    await until(has_grown, f"{name} is {least} or more")
 
 
 async def until_known(proxy: RunningProxy, mock: MockVllm) -> None:
