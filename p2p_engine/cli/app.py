@@ -59,6 +59,7 @@ def launch(
     port: Annotated[int, typer.Option(help="The proxy's HTTP port.")] = 10001,
     registration_port: Annotated[int, typer.Option(help="Where instances register.")] = 30001,
     join: Annotated[str, typer.Option(help="HOST:PORT of a proxy to join instead.")] = "",
+    key_file: Annotated[str, typer.Option(help="The fleet's key, made by keygen.")] = "",
     log_dir: Annotated[Path | None, typer.Option(help="Default: a new temporary one.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds until all must be ready.")] = 1800.0,
     kv_transfer_config: TransferConfig = None,
@@ -86,6 +87,7 @@ def launch(
             port=port,
             registration_port=registration_port,
             join=join,
+            key_file=key_file,
             log_dir=log_dir,
             timeout_seconds=timeout,
             transfer_config=kv_transfer_config or {},
@@ -143,6 +145,20 @@ def simulate(
     raise typer.Exit(run_simulate(options, _console()))
 
 
+@app.command()
+def keygen(
+    path: Annotated[Path, typer.Argument(help="The file to write; never an existing one.")],
+) -> None:
+    """Make a key for a fleet: whoever has the file belongs to it (docs/security.md)."""
+    from p2p_engine.keys import write_key_file
+
+    try:
+        write_key_file(path)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+    _console().print(f"{path}: give it to every instance and proxy, as key_file", soft_wrap=True)
+
+
 @app.command(context_settings=_PASS_ON)
 def proxy(context: typer.Context) -> None:
     """Start the proxy alone; the same as `python -m proxy`."""
@@ -193,6 +209,7 @@ def demo(
     modes: Annotated[str, typer.Option(help="PUT_ASYNC, PUT, GET, several, or all.")] = "PUT_ASYNC",
     requests: Annotated[int, typer.Option(min=1, help="How many for each mode.")] = 60,
     seed: Annotated[int, typer.Option(help="Another one gives other prompts.")] = 0,
+    keys: Annotated[bool, typer.Option(help="Authenticate and encrypt, with a new key.")] = False,
 ) -> None:
     """Show it on real vLLM with a tiny model: prefill and decode against a single instance.
 
@@ -204,5 +221,5 @@ def demo(
     chosen = names if modes == "all" else modes.split(",")
     if not set(chosen) <= set(names):
         raise typer.BadParameter(f"{modes}: all, or some of {','.join(names)}")
-    options = DemoOptions(modes=chosen, num_requests=requests, seed=seed)
+    options = DemoOptions(modes=chosen, num_requests=requests, seed=seed, keys=keys)
     raise typer.Exit(run_demo(options, _console()))

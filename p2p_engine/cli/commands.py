@@ -42,6 +42,7 @@ class InstancePlan:
     registration_address: str = ""
     tp_size: int = 1
     send_type: str = "PUT_ASYNC"
+    key_file: str = ""
     vllm_args: tuple[str, ...] = ()
 
     @property
@@ -67,6 +68,8 @@ def transfer_config(plan: InstancePlan) -> dict[str, Any]:
     if plan.registration_address:
         proxy_ip, _, proxy_port = plan.registration_address.rpartition(":")
         extra |= {"proxy_ip": proxy_ip, "proxy_port": int(proxy_port)}
+    if plan.key_file:
+        extra["key_file"] = plan.key_file
     return {
         "kv_connector": CONNECTOR,
         "kv_role": _KV_ROLES[plan.role],

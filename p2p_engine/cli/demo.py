@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -29,6 +30,7 @@ from p2p_engine.cli.verdict import (
     read_samples,
 )
 from p2p_engine.cli.workload import Request, Workload
+from p2p_engine.keys import write_key_file
 
 SERVED_NAME = "tiny"
 BLOCK_SIZE = 32  # the CPU backend wants multiples of 32
@@ -52,6 +54,7 @@ class DemoOptions:
     modes: Sequence[str] = ("PUT_ASYNC",)
     num_requests: int = 60
     seed: int = 0
+    keys: bool = False
     decode_config: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -151,6 +154,9 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     with console.status("making the tiny model"):
         path = ensure_tiny_model(model)
     fleet = Fleet(path, vllm_args=_VLLM_ARGS, env=_ENV, planned_instances=2)
+    if options.keys:
+        fleet.key_file = str(fleet.log_dir.absolute() / "fleet.key")
+        write_key_file(Path(fleet.key_file))
     console.print(f"model {path}, logs in {fleet.log_dir}", highlight=False, soft_wrap=True)
     with stopping_on_signals(fleet), fleet:
         try:

@@ -22,6 +22,7 @@ from p2p_engine.cli.ports import is_port_free
 from p2p_engine.cli.rewrite import TOP_LEVEL_KEYS, config_problems, rewrite
 from p2p_engine.config import DEFAULT_KV_PORT, TRANSPORT_NAMES, EngineConfig
 from p2p_engine.errors import ConfigError
+from p2p_engine.keys import exposure, read_key_file
 
 PROXY_PORTS = (10001, 30001)
 _CONNECT_SECONDS = 2.0
@@ -59,11 +60,25 @@ def check_config(config: Mapping[str, Any], tp_size: int) -> Iterator[Finding]:
     for problem in problems:
         yield change("configuration", problem, remedy)
     with contextlib.suppress(ConfigError):
-        settings = EngineConfig.from_extra_config(config.get(EXTRA) or {})
+        extra = config.get(EXTRA) or {}
+        settings = EngineConfig.from_extra_config(extra)
         if not problems:
             yield ok("configuration", f"{config['kv_role']}, {settings.send_type.value}")
+        yield check_key(settings, listens_on=settings.host if "host" in extra else "")
         yield from _check_addresses(settings, int(config.get("kv_port", DEFAULT_KV_PORT)))
         yield check_memory(settings, str(config.get("kv_role")), tp_size, available_memory_bytes())
+
+
+def check_key(settings: EngineConfig, *, listens_on: str) -> Finding:
+    """Can the key be used; and if there is none, who could listen in?"""
+    try:
+        secrets = read_key_file(settings.key_file)
+    except ConfigError as error:
+        return change("key", str(error), "p2p-engine keygen FILE makes one; docs/security.md")
+    if secrets:
+        return ok("key", f"{settings.key_file}: {len(secrets)} secrets, the first is used")
+    warning = exposure(listens_on or "vLLM's own address", secrets)
+    return note("key", "NONE: nothing is authenticated", warning) if warning else ok("key", "none")
 
 
 def _check_addresses(settings: EngineConfig, kv_port: int) -> Iterator[Finding]:

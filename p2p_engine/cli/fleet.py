@@ -57,6 +57,7 @@ class Fleet:
         self.proxy: Member | None = None
         self.members: list[Member] = []
         self.registration_address = ""  # of the proxy that new instances tell of themselves
+        self.key_file = ""  # of all that are started from now on
         self.interrupted = False  # set by signal handlers; what waits notices within a poll
         self._model = str(model)
         self._tp_size = tp_size
@@ -86,7 +87,8 @@ class Fleet:
         port = self._ports.take(port)
         registration_port = self._ports.take(registration_port)
         self.registration_address = f"{self._host}:{registration_port}"
-        command = self._proxy_command(port, registration_port, arguments)
+        keys = ("--key-file", self.key_file) if self.key_file else ()
+        command = self._proxy_command(port, registration_port, (*keys, *arguments))
         process = self._spawn("proxy", command, self._env)
         self.proxy = Member("proxy", f"{self._host}:{port}", process)
         self.members.append(self.proxy)
@@ -215,6 +217,7 @@ class Fleet:
             registration_address=self.registration_address,
             tp_size=self._tp_size,
             send_type=self._send_type,
+            key_file=self.key_file,
             vllm_args=(*self._vllm_args, *vllm_args),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import shlex
 import signal
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from p2p_engine.cli.fleet import Fleet, FleetInterrupted
 from p2p_engine.cli.members import MemberLost
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import ConfigError
+from p2p_engine.keys import read_key_file, warn_if_exposed
 
 # vLLM's options that the launcher itself gives to each instance, and how to set them instead.
 _OURS = {
@@ -49,6 +51,7 @@ class LaunchOptions:
     port: int = 10001
     registration_port: int = 30001
     join: str = ""
+    key_file: str = ""
     log_dir: Path | None = None
     timeout_seconds: float = 1800.0
     transfer_config: Mapping[str, Any] = field(default_factory=dict)
@@ -73,6 +76,7 @@ class LaunchOptions:
             name = argument.partition("=")[0]
             if name in _OURS:
                 raise ConfigError(f"{name} among the vLLM arguments: use {_OURS[name]}")
+        read_key_file(self.key_file)
         # The ports stand in for those that each instance is given.
         extra = {"http_port": 1, "send_type": self.send_type, **self.transfer_config.get(EXTRA, {})}
         EngineConfig.from_extra_config(extra)
@@ -105,6 +109,8 @@ def run_launch(options: LaunchOptions, console: Console) -> int:
         log_dir=options.log_dir,
         planned_instances=len(options.roles()),
     )
+    fleet.key_file = options.key_file and os.path.abspath(options.key_file)
+    warn_if_exposed(options.host, read_key_file(options.key_file))
     with stopping_on_signals(fleet), fleet:
         try:
             start_members(fleet, options, console)
@@ -178,5 +184,6 @@ def _explain(fleet: Fleet, options: LaunchOptions, console: Console) -> None:
 def _join_command(fleet: Fleet, options: LaunchOptions) -> list[str]:
     command = ["p2p-engine", "launch", "--model", options.model, "--prefill", "0", "--decode", "1"]
     command += ["--tp", str(options.tp_size), "--join", fleet.registration_address]
+    command += ["--key-file", fleet.key_file] if fleet.key_file else []
     arguments = [*options.vllm_args, *options.decode_args]
     return [*command, "--", *arguments] if arguments else command

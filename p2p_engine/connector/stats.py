@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Metric: (key in engine.stats(), label of its parts, what it is)
 COUNTERS = {
+    "p2p_refused_connections": ("refused_connections", "", "Connections that proved nothing."),
     "p2p_sent_bytes": ("sent_bytes", "", "KV bytes that have left."),
     "p2p_writing_seconds": ("writing_seconds", "", "Seconds in which KV was being written."),
     "p2p_landed_bytes": ("landed_bytes_by_place", "place", "KV bytes that have arrived."),
@@ -31,6 +32,7 @@ COUNTERS = {
     "p2p_messages": ("messages_sent", "", "Control messages that were sent."),
 }
 GAUGES = {
+    "p2p_authenticated": ("authenticated", "", "1 if only members of the fleet are talked to."),
     "p2p_live_bytes": ("live_bytes_by_place", "place", "KV bytes that have landed or may."),
     "p2p_quarantined_bytes": ("quarantined_bytes", "", "Memory that a lost peer may still write."),
     "p2p_open_transfers": ("open_transfers", "", "Transfers that have not ended."),

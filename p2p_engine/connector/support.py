@@ -9,6 +9,7 @@ from vllm.utils.network_utils import get_ip
 
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import ConfigError
+from p2p_engine.keys import read_key_file
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -56,10 +57,12 @@ def read_config(transfer: KVTransferConfig) -> EngineConfig:
     """Parse our settings; `kv_buffer_size` also from the top level, where vLLM still has it.
 
     Raises:
-        ConfigError: a key is unknown or a value impossible.
+        ConfigError: a key is unknown, a value impossible, or the key file cannot be used.
     """
     defaults: dict[str, Any] = {"kv_buffer_size": getattr(transfer, "kv_buffer_size", None)}
     extra = {**defaults, **transfer.kv_connector_extra_config}
     if not extra.get("host"):
         extra["host"] = get_ip()
-    return EngineConfig.from_extra_config(extra)
+    config = EngineConfig.from_extra_config(extra)
+    read_key_file(config.key_file)  # now, not when the model has been loaded
+    return config

@@ -30,7 +30,16 @@ class Recorder:
         return self._code
 
 
-@pytest.mark.parametrize("command", ["launch", "doctor", "demo"])
+def test_a_key_is_made_once(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.key"
+    assert run("keygen", str(path)).exit_code == 0
+    before = path.read_text()
+    result = run("keygen", str(path))
+    assert (result.exit_code, path.read_text()) == (2, before)
+    assert "never overwritten" in result.output
+
+
+@pytest.mark.parametrize("command", ["launch", "doctor", "demo", "keygen"])
 def test_each_command_explains_itself(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -43,6 +52,7 @@ def test_each_command_explains_itself(command: str) -> None:
         (("launch", "--prefill", "1"), "--model"),
         (("launch", "--model", "m", "--send-type", "PUSH"), "PUT, PUT_ASYNC, GET"),
         (("launch", "--model", "m", "--prefill", "0", "--decode", "0"), "nothing to launch"),
+        (("launch", "--model", "m", "--key-file", "/no/such.key"), "cannot be read"),
         (("launch", "--model", "m", "--", "--port", "1"), "each instance gets a free port"),
         (("launch", "--model", "m", "--kv-transfer-config", "{"), "not JSON"),
         (("launch", "--model", "m", "--kv-transfer-config", "[]"), "not a JSON object"),

@@ -13,6 +13,7 @@ from rich.console import Console
 from p2p_engine.cli import doctor, installation
 from p2p_engine.cli.findings import Finding, Level, change, note, ok, show
 from p2p_engine.config import EngineConfig
+from p2p_engine.keys import write_key_file
 
 GIB = 1 << 30
 
@@ -39,6 +40,19 @@ def of_subject(findings: list[Finding], subject: str) -> Finding:
 )
 def test_supported_vllm(version: str | None, level: Level) -> None:
     assert installation.check_vllm(version).level is level
+
+
+def test_the_key_and_its_absence(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.key"
+    named = EngineConfig(key_file=str(path))
+    assert doctor.check_key(named, listens_on="").level is Level.CHANGE
+    write_key_file(path)
+    assert doctor.check_key(named, listens_on="").level is Level.OK
+    assert doctor.check_key(EngineConfig(), listens_on="127.0.0.1").level is Level.OK
+    for host in ("", "10.0.0.1"):
+        finding = doctor.check_key(EngineConfig(), listens_on=host)
+        assert finding.level is Level.NOTE
+        assert "NOT AUTHENTICATED" in finding.remedy
 
 
 def test_an_old_vllm_has_the_name_taken() -> None:
@@ -112,7 +126,8 @@ def test_locked_memory_over_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_good_configuration(listener: int, free_port: int) -> None:
-    extra = {"proxy_ip": "127.0.0.1", "proxy_port": listener, "http_port": free_port}
+    proxy = {"proxy_ip": "127.0.0.1", "proxy_port": listener}
+    extra = {"host": "127.0.0.1", "http_port": free_port, **proxy}
     config = {
         "kv_connector": "P2pNcclConnector",
         "kv_role": "kv_producer",

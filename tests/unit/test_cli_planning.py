@@ -127,6 +127,11 @@ def test_the_transfer_config_of_each_role(role: Role, kv_role: str) -> None:
     }
 
 
+def test_the_key_of_the_fleet_is_everybodys() -> None:
+    config = commands.transfer_config(plan(Role.PREFILL, key_file="/etc/fleet.key"))
+    assert config["kv_connector_extra_config"]["key_file"] == "/etc/fleet.key"
+
+
 def test_overrides_win_on_both_levels() -> None:
     command = commands.vllm_command(
         plan(vllm_args=("--dtype", "float32")),

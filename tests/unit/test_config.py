@@ -35,6 +35,7 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("checksum", "true", True),
     ("page_lock", True, True),
     ("http_host", "0.0.0.0", "0.0.0.0"),
+    ("key_file", "/etc/fleet.key", "/etc/fleet.key"),
     ("connect_timeout_seconds", "5", 5.0),
     ("transfer_timeout_seconds", 60, 60.0),
     ("lease_seconds", "0.5", 0.5),
