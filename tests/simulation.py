@@ -148,7 +148,15 @@ class SimChannel:
     stream: list[tuple[int, bytes, str]] = field(default_factory=list)
 
     def write(
-        self, source: Regions, grant: Grant, *, lane: int, checked: bool, tag: Any, keep: object
+        self,
+        source: Regions,
+        grant: Grant,
+        *,
+        lane: int,
+        checked: bool,
+        tag: Any,
+        keep: object,
+        after: object = (),
     ) -> SimJob:
         """Start a job that the test will move."""
         if self.closed:
@@ -185,6 +193,12 @@ class SimTransport:
     receiver_writes: bool
     connected: set[int] = field(default_factory=set)
     name: str = "sim"
+    places: tuple[str, ...] = ("pool",)
+
+    @property
+    def scatters(self) -> bool:
+        """As a stream does."""
+        return self.receiver_writes
 
     def expect(
         self,
