@@ -107,7 +107,9 @@ class WrongKV(AssertionError):
 class Rank:
     """One worker: its part of the cache and its half of the connector."""
 
-    def __init__(self, config: VllmConfig, cache_config: KVCacheConfig, rank: int) -> None:
+    def __init__(
+        self, config: VllmConfig, cache_config: KVCacheConfig, rank: int, *, is_on_device: bool
+    ) -> None:
         tp_size = config.parallel_config.tensor_parallel_size
         self.block_size = config.cache_config.block_size
         num_heads = max(1, NUM_HEADS // tp_size)
@@ -118,9 +120,13 @@ class Rank:
             {"L": NUM_LAYERS, "B": cache_config.num_blocks, "H": num_heads,
              "N": self.block_size, "C": SLOT_WIDTH},
         )  # fmt: skip
+        self.device = FakeDevice(self.cache) if is_on_device else None
         self.connector = P2pNcclConnector(config, KVConnectorRole.WORKER, cache_config)
+        caches = self.device.handles if self.device is not None else self.cache
         with tensor_parallel_rank(rank):
-            self.connector.register_kv_caches(dict(zip(LAYER_NAMES, self.cache, strict=True)))
+            self.connector.register_kv_caches(dict(zip(LAYER_NAMES, caches, strict=True)))
+        if self.device is not None:
+            self.connector.set_host_xfer_buffer_ops(self.device.copy_blocks)
         self.rank = rank
 
     def slots(self, block_ids: Sequence[int], first: int, end: int) -> np.ndarray[Any, Any]:
@@ -162,6 +168,44 @@ def _allocate(layout: str, sizes: dict[str, int]) -> torch.Tensor:
     return memory.permute([layout.index(axis) for axis in "LBHNC"])
 
 
+class FakeDevice:
+    """A device whose memory only `copy_blocks`, which vLLM would give, can touch.
+
+    What is registered are `handles`: the cache's shape and strides, without memory.
+    """
+
+    def __init__(self, cache: torch.Tensor) -> None:
+        self.handles = torch.empty_strided(
+            cache.shape, cache.stride(), dtype=cache.dtype, device="meta"
+        )
+        self.copied: dict[str, list[int]] = {"d2h": [], "h2d": []}  # blocks of the device's
+        self.error: Exception | None = None
+        self._layers = dict(zip(LAYER_NAMES, cache, strict=True))
+
+    def copy_blocks(
+        self,
+        sources: dict[str, torch.Tensor],
+        targets: dict[str, torch.Tensor],
+        source_ids: list[int],
+        target_ids: list[int],
+        direction: str,
+    ) -> None:
+        """Copy blocks between the device and the host, as vLLM's copy_kv_blocks."""
+        if self.error is not None:
+            raise self.error
+        assert list(sources) == list(targets) == LAYER_NAMES
+        is_saving = direction == "d2h"
+        device, host = (sources, targets) if is_saving else (targets, sources)
+        self.copied[direction] += source_ids if is_saving else target_ids
+        for name, handle in device.items():
+            assert (handle.device.type, host[name].device.type) == ("meta", "cpu")
+            memory, other = self._layers[name], host[name]
+            if is_saving:
+                other[target_ids] = memory[source_ids]
+            else:
+                memory[target_ids] = other[source_ids]
+
+
 @dataclass
 class WorkerRequest:
     """What the worker knows of a request, as vLLM's CachedRequestState."""
@@ -193,6 +237,8 @@ class SimulatedInstance:
         has_prefix_cache: bool = True,
         block_size: int = BLOCK_SIZE,
         layout: str = "LBHNC",
+        is_on_device: bool = False,
+        max_model_len: int = 2048,
         **extra: Any,
     ) -> None:
         settings = {
@@ -210,11 +256,15 @@ class SimulatedInstance:
             settings=settings,
             block_size=block_size,
             layout=layout,
+            max_model_len=max_model_len,
         )
         self.block_size = block_size
         cache_config = make_cache_config(num_blocks, block_size, max(1, NUM_HEADS // tp_size))
         self.config.cache_config.num_gpu_blocks = num_blocks
-        self.ranks = [Rank(self.config, cache_config, rank) for rank in range(tp_size)]
+        self.ranks = [
+            Rank(self.config, cache_config, rank, is_on_device=is_on_device)
+            for rank in range(tp_size)
+        ]
         scheduler_class = AsyncScheduler if is_async else Scheduler
         self.scheduler = scheduler_class(
             vllm_config=self.config,
@@ -476,15 +526,20 @@ def make_config(
     settings: dict[str, Any] | None = None,
     block_size: int = BLOCK_SIZE,
     layout: str = "LBHNC",
+    max_model_len: int = 2048,
 ) -> VllmConfig:
     """Configure vLLM for our connector."""
     model_config = ModelConfig(
-        model=str(model), dtype="float32", seed=0, skip_tokenizer_init=True, max_model_len=2048
+        model=str(model),
+        dtype="float32",
+        seed=0,
+        skip_tokenizer_init=True,
+        max_model_len=max_model_len,
     )
     scheduler_config = SchedulerConfig(
         max_num_seqs=32,
         max_num_batched_tokens=max_tokens_per_step,
-        max_model_len=2048,
+        max_model_len=max_model_len,
         enable_chunked_prefill=True,
         is_encoder_decoder=False,
         async_scheduling=is_async,
@@ -502,6 +557,7 @@ def make_config(
             kv_role=role,
             kv_port=kv_port,
             kv_load_failure_policy=policy,
+            kv_buffer_device="cpu",
             kv_connector_extra_config=settings or {},
         ),
     )

@@ -177,7 +177,7 @@ class Pair:
         """How many blocks of a request that D still loads are in place."""
         worker = self.d.ranks[0].connector._worker
         loading = worker._loads._loading.get(request_id) if worker is not None else None
-        if loading is None:
+        if loading is None or loading.sink is None:
             return 0
         return len(loading.load.block_ids) - len(loading.sink.missing_blocks())
 
@@ -208,6 +208,7 @@ def check_rank_empty(worker: Any) -> None:
     assert not worker._sends._sendings
     assert not worker._sends._held
     assert not worker._loads._loading
+    assert not worker._sends._waiting
     deadline = time.monotonic() + 10
     while (stats := worker.engine.stats())["open_transfers"] and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -215,6 +216,9 @@ def check_rank_empty(worker: Any) -> None:
     assert stats["live_bytes"] == 0, stats
     assert stats["wrong_messages"] == 0, stats
     assert stats["control_errors"] == 0, stats
+    worker.take_results()
+    assert not worker._sends._trailing
+    assert getattr(worker._sends._staging, "num_lent", 0) == 0
 
 
 def _stats(rank: Any) -> dict[str, Any]:

@@ -76,7 +76,8 @@ def read_cache(
     Raises:
         ConfigError: the cache is not on the CPU, or cannot be read as vLLM's blocks.
     """
-    layers = _distinct(kv_caches)
+    layers = distinct_layers(kv_caches)
+    _check_in_host_memory(layers)
     num_pieces = [_num_pieces(name, tensor, num_blocks) for name, tensor in layers.items()]
     strides = [_nbytes(tensor, tensor.stride(0)) for tensor in layers.values()]
     pages = [
@@ -133,14 +134,22 @@ def read_spec(
     return msgspec.structs.replace(described, shape=shape)
 
 
-def _distinct(kv_caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Layers that do not share another one's cache."""
-    by_address: dict[int, tuple[str, torch.Tensor]] = {}
+def distinct_layers(kv_caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the layers that do not share another one's cache."""
+    by_place: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
     for name, tensor in kv_caches.items():
+        place = tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
+        by_place.setdefault(place, (name, tensor))
+    return dict(by_place.values())
+
+
+def _check_in_host_memory(layers: dict[str, torch.Tensor]) -> None:
+    for tensor in layers.values():
         if tensor.device.type != "cpu":
-            raise ConfigError(f"the KV cache is on {tensor.device}; supported: cpu")
-        by_address.setdefault(tensor.data_ptr(), (name, tensor))
-    return dict(by_address.values())
+            raise ConfigError(
+                f"the KV cache is on {tensor.device}; supported: cpu, and any other device with "
+                '"kv_buffer_device": "cpu" beside "kv_connector"'
+            )
 
 
 def _num_pieces(name: str, tensor: torch.Tensor, num_blocks: int) -> int:

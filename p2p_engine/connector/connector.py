@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from p2p_engine.addresses import join_address
+from p2p_engine.config import GIB
 from p2p_engine.connector import compat
-from p2p_engine.connector.cache_spec import attention_spec, read_cache
+from p2p_engine.connector.cache_spec import attention_spec, distinct_layers, read_cache
+from p2p_engine.connector.host_buffer import HostBuffer, InPlace, make_host_buffer
 from p2p_engine.connector.intent import Instance
 from p2p_engine.connector.metadata import P2pConnectorMetadata, RankHandshake
 from p2p_engine.connector.scheduler import SchedulerHalf
@@ -27,7 +30,10 @@ from p2p_engine.engine import P2pNcclEngine
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        CopyBlocksOp,
+        KVConnectorHandshakeMetadata,
+    )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -68,6 +74,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         self._port = transfer.kv_port + parallel.data_parallel_index
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._host_buffer: HostBuffer | None = None
         self._directory: Directory | None = None
         self._reporter: StatsReporter | None = None
         self._invalid_block_ids: set[int] = set()
@@ -211,21 +218,32 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
 
         spec = attention_spec(self._kv_cache_config)
         rank = get_tensor_model_parallel_rank()
-        num_blocks = self._kv_cache_config.num_blocks
+        num_blocks, config = self._kv_cache_config.num_blocks, self._config
+        self._host_buffer = make_host_buffer(
+            self._vllm_config, distinct_layers(kv_caches), num_blocks, config.pool_bytes
+        )
+        if self._host_buffer is not None:
+            kv_caches, num_blocks = self._host_buffer.layers, self._host_buffer.num_blocks
+            pool_bytes = config.pool_bytes - self._host_buffer.nbytes
+            config = dataclasses.replace(config, mem_pool_size_gb=pool_bytes / GIB)
         cache = read_cache(self._vllm_config, spec, kv_caches, num_blocks, rank)
         engine = P2pNcclEngine(
-            self._config,
-            spec=cache.spec,
-            receives=self._kv_transfer_config.is_kv_consumer,
+            config, spec=cache.spec, receives=self._kv_transfer_config.is_kv_consumer
         )
         self._worker = WorkerHalf(
             engine,
             cache,
+            self._host_buffer or InPlace(),
             block_size=spec.block_size,
             rank=rank,
             can_fail_requests=compat.HAS_FAILED_REQUESTS,
         )
         self._reporter = StatsReporter(rank)
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
+        """Copy device blocks by this, where there is a host buffer."""
+        if self._host_buffer is not None:
+            self._host_buffer.set_copy(copy_operation)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Where peers find this rank."""

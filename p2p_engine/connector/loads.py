@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from p2p_engine.config import SendMode
-from p2p_engine.connector.metadata import Load, Party
-from p2p_engine.errors import P2pError
+from p2p_engine.connector.host_buffer import Staging
+from p2p_engine.connector.metadata import Int64s, Load, Party
+from p2p_engine.errors import P2pError, TransferTimeout
 from p2p_engine.paged import PagedCache, PagedSink
 from p2p_engine.peers import InstanceAddress
 from p2p_engine.transfer import Transfer
@@ -22,18 +26,39 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Loading:
-    """One request whose blocks belong to the engine until its transfer is done."""
+    """One request whose blocks, or host blocks, belong to the engine until its transfer is done."""
 
     load: Load
-    sink: PagedSink
-    transfer: Transfer | None  # None: the engine refused it at once
-    error: P2pError | None = None
+    deadline: float  # for room in the host buffer
+    places: Int64s | None = None  # where its blocks are filled; None: there was no room yet
+    sink: PagedSink | None = None
+    transfer: Transfer | None = None  # None: the engine has not begun, or refused it at once
+    failure: P2pError | None = None
     is_cancelled: bool = False
 
     @property
     def has_ended(self) -> bool:
         """Whether no byte of its blocks can be written any more."""
-        return self.transfer is None or self.transfer.done
+        if self.transfer is not None:
+            return self.transfer.done
+        return self.failure is not None or self.is_cancelled
+
+    @property
+    def error(self) -> P2pError | None:
+        """Why it has not arrived; None also when nobody wants it any more."""
+        if self.is_cancelled:
+            return None
+        found = self.transfer.error if self.transfer is not None else None
+        return self.failure or found
+
+    @property
+    def arrived(self) -> tuple[Int64s, Int64s]:
+        """The blocks that have arrived: their places, and their ids."""
+        block_ids = self.load.block_ids
+        if self.places is None or self.sink is None:
+            return block_ids[:0], block_ids[:0]
+        is_here = ~np.isin(self.places, self.sink.missing_blocks())
+        return self.places[is_here], block_ids[is_here]
 
 
 @dataclass
@@ -49,40 +74,66 @@ class Loads:
     """All requests that this rank loads."""
 
     def __init__(
-        self, engine: P2pNcclEngine, cache: PagedCache, *, can_fail_requests: bool
+        self,
+        engine: P2pNcclEngine,
+        cache: PagedCache,
+        staging: Staging,
+        *,
+        can_fail_requests: bool,
     ) -> None:
         """`can_fail_requests`: vLLM takes failed requests beside invalid blocks (since 0.30)."""
         self._engine = engine
         self._cache = cache
+        self._staging = staging
         self._can_fail_requests = can_fail_requests
         self._loading: dict[str, _Loading] = {}
 
     def start(self, loads: Iterable[Load]) -> None:
         """Give blocks to the engine, to be filled."""
+        deadline = time.monotonic() + self._engine.config.transfer_timeout_seconds
         for load in loads:
-            party = load.party
-            sink = PagedSink(self._cache, load.block_ids, load.first_block, party.num_tokens)
-            loading = _Loading(load, sink, None)
-            try:
-                loading.transfer = self._engine.receive(
-                    party.key,
-                    sink,
-                    binding=party.binding,
-                    peer=self._peer(party),
-                    pull=party.send_type is SendMode.GET,
-                )
-            except P2pError as error:
-                loading.error = error
-            self._loading[party.request_id] = loading
+            self._loading[load.party.request_id] = _Loading(load, deadline)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin all that there is room for, in order: a large one must not starve."""
+        for loading in self._loading.values():
+            if loading.places is not None or loading.has_ended:
+                continue
+            loading.places = self._staging.take(loading.load.block_ids)
+            if loading.places is not None:
+                self._receive(loading, loading.places)
+            elif time.monotonic() >= loading.deadline:
+                loading.failure = TransferTimeout("the host buffer was full for too long")
+                self.discard([loading.load.party])
+            else:
+                return
+
+    def _receive(self, loading: _Loading, places: Int64s) -> None:
+        load, party = loading.load, loading.load.party
+        loading.sink = PagedSink(self._cache, places, load.first_block, party.num_tokens)
+        try:
+            loading.transfer = self._engine.receive(
+                party.key,
+                loading.sink,
+                binding=party.binding,
+                peer=self._peer(party),
+                pull=party.send_type is SendMode.GET,
+            )
+        except P2pError as error:
+            loading.failure = error
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Stop; each is still reported, once no byte can land in its blocks any more."""
         for request_id in request_ids:
             loading = self._loading.get(request_id)
-            if loading is not None:  # else it was reported while the cancellation was on its way
-                loading.is_cancelled = True
-                if loading.transfer is not None:
-                    loading.transfer.cancel("the request ended")
+            if loading is None:  # it was reported while the cancellation was on its way
+                continue
+            loading.is_cancelled = True
+            if loading.transfer is not None:
+                loading.transfer.cancel("the request ended")
+            elif loading.failure is None:
+                self.discard([loading.load.party])
 
     def discard(self, parties: Iterable[Party]) -> None:
         """Say that these will not be loaded, so that nobody keeps their KV."""
@@ -101,19 +152,34 @@ class Loads:
         """Return what has ended, each request exactly once."""
         results = LoadResults()
         ended = [loading for loading in self._loading.values() if loading.has_ended]
+        self._bring_over([loading for loading in ended if not loading.is_cancelled])
         for loading in ended:
             request_id = loading.load.party.request_id
             del self._loading[request_id]
             results.finished.add(request_id)
-            error = loading.transfer.error if loading.transfer is not None else loading.error
-            if error is not None and not loading.is_cancelled:
-                logger.warning("load failed: request=%s error=%s", request_id, error)
+            if loading.places is not None:
+                self._staging.give_back(loading.places)
+            if loading.error is not None:
+                logger.warning("load failed: request=%s error=%s", request_id, loading.error)
                 self._add_failure(results, loading)
+        self._begin()
         return results
+
+    def _bring_over(self, ended: list[_Loading]) -> None:
+        """Copy what has arrived into vLLM's blocks, all of it at once."""
+        if not ended or not self._staging.is_copy:
+            return
+        places, block_ids = zip(*(loading.arrived for loading in ended), strict=True)
+        try:
+            self._staging.load(np.concatenate(places), np.concatenate(block_ids))
+        except P2pError as error:
+            for loading in ended:
+                loading.failure, loading.sink = error, None  # nothing of it is in place
 
     def _add_failure(self, results: LoadResults, loading: _Loading) -> None:
         """Name the missing blocks, so that a good prefix survives; without one, the request."""
-        load, missing = loading.load, loading.sink.missing_blocks()
+        load, (_, arrived) = loading.load, loading.arrived
+        missing = load.block_ids[~np.isin(load.block_ids, arrived)]
         if not len(missing):  # it failed all the same: trust none of it
             missing = load.block_ids
         has_prefix = load.first_block > 0 or missing[0] != load.block_ids[0]

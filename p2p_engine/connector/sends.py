@@ -2,7 +2,8 @@
 
 For each request a cursor: all blocks before it have been handed to the engine. It moves before each
 forward by the blocks that become full in it (the last, ragged one in the prompt's last step), and
-goes back when vLLM takes the blocks away.
+goes back when vLLM takes the blocks away. With a host buffer, blocks are copied there once, after
+the forward that has filled them; vLLM may have them back then.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from p2p_engine.config import SendMode
-from p2p_engine.connector.metadata import EndedSend, Party, SendStep
+from p2p_engine.connector.host_buffer import Staging
+from p2p_engine.connector.metadata import EndedSend, Int64s, Party, SendStep
 from p2p_engine.errors import EngineClosed, P2pError, PeerError, TransferRejected
 from p2p_engine.paged import PagedCache, PagedSource
 from p2p_engine.peers import InstanceAddress
@@ -35,11 +39,17 @@ class _Chunk:
 
     end_block: int
     transfer: Transfer
+    is_saved: bool = False  # in the host buffer: the engine reads them there
+
+    @property
+    def is_released(self) -> bool:
+        """Whether vLLM's blocks are not read any more."""
+        return self.is_saved or self.transfer.released
 
     @property
     def has_left(self) -> bool:
         """Whether its blocks may be overwritten, with nothing lost."""
-        return self.transfer.released and self.transfer.error is None
+        return self.is_released and self.transfer.error is None
 
 
 @dataclass(eq=False)
@@ -57,7 +67,12 @@ class _Sending:
 
     @property
     def is_released(self) -> bool:
-        """Whether none of its blocks is read any more."""
+        """Whether none of vLLM's blocks is read any more."""
+        return all(chunk.is_released for chunk in self.chunks)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the engine reads nothing of it any more, wherever it lies."""
         return all(chunk.transfer.released for chunk in self.chunks)
 
     @property
@@ -67,17 +82,44 @@ class _Sending:
         return next((error for error in errors if error is not None), None)
 
 
+@dataclass(frozen=True, eq=False)
+class _Due:
+    """What may be read after this step's forward: these blocks, in host memory at `places`.
+
+    What is pushed has its transfer by then; what is held is given to the engine only now.
+    """
+
+    sending: _Sending
+    block_ids: Int64s
+    places: Int64s
+    first_block: int
+    chunk: _Chunk | None = None
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A step whose blocks found no room in the host buffer."""
+
+    step: SendStep
+    deadline: float
+
+
 class Sends:
     """All requests that this rank sends."""
 
-    def __init__(self, engine: P2pNcclEngine, cache: PagedCache, block_size: int) -> None:
+    def __init__(
+        self, engine: P2pNcclEngine, cache: PagedCache, block_size: int, staging: Staging
+    ) -> None:
         self._engine = engine
         self._cache = cache
         self._block_size = block_size
+        self._staging = staging
         self._sendings: dict[str, _Sending] = {}
-        self._unready: list[tuple[SendMode, Transfer]] = []
-        self._to_hold: list[tuple[_Sending, SendStep]] = []
+        self._due: list[_Due] = []
         self._held: dict[str, _Sending] = {}
+        self._waiting: dict[_Sending, _Waiting] = {}  # in order: a large one must not starve
+        self._lent: list[tuple[Transfer, Int64s]] = []
+        self._trailing: list[_Sending] = []  # reported, and the engine still reads host blocks
 
     def withdraw(self, request_ids: Iterable[str]) -> None:
         """Take back what has not left: vLLM is about to overwrite these requests' blocks."""
@@ -85,6 +127,7 @@ class Sends:
         for request_id in request_ids:
             sending = self._sendings.get(request_id)
             if sending is not None and self._is_usable(sending):
+                self._forget_plans(sending)
                 withdrawn += ((sending, chunk) for chunk in _take_back(sending))
         for _, chunk in withdrawn:
             chunk.transfer.cancel("preempted")
@@ -96,28 +139,30 @@ class Sends:
 
     def start_step(self, steps: Iterable[SendStep]) -> None:
         """Offer what this step's forward will complete; bytes move after `finish_step` only."""
+        self._resume()
         for step in steps:
             party = step.party
             sending = self._sendings.setdefault(party.request_id, _Sending(party))
             if not self._is_usable(sending):
                 continue
-            is_last = step.num_computed_tokens == party.num_tokens
-            end = len(step.block_ids) if is_last else step.num_computed_tokens // self._block_size
-            if end <= sending.cursor:
+            if not self._waiting and self._start(sending, step):
                 continue
-            if party.send_type is not SendMode.GET:
-                self._send(sending, step, end)
-            elif is_last:
-                self._to_hold.append((sending, step))
+            seconds = self._engine.config.transfer_timeout_seconds
+            known = self._waiting.get(sending)
+            deadline = known.deadline if known is not None else time.monotonic() + seconds
+            self._waiting[sending] = _Waiting(step, deadline)
 
     def finish_step(self) -> None:
         """After the forward: let the bytes move. PUT waits until they have left."""
-        for _, transfer in self._unready:
-            self._engine.mark_ready(transfer)
-        for sending, step in self._to_hold:
-            self._hold(sending, step)
-        blocking = [transfer for mode, transfer in self._unready if mode is SendMode.PUT]
-        self._unready, self._to_hold = [], []
+        due, self._due = self._due, []
+        if self._save(due):
+            for item in due:
+                self._let_go(item)
+        blocking = [
+            item.chunk.transfer
+            for item in due
+            if item.chunk is not None and item.sending.party.send_type is SendMode.PUT
+        ]
         deadline = time.monotonic() + self._engine.config.transfer_timeout_seconds
         for transfer in blocking:
             if not transfer.wait_released(deadline - time.monotonic()):
@@ -135,34 +180,121 @@ class Sends:
 
     def take_released(self) -> set[str]:
         """Return the held requests whose blocks are free now; each exactly once."""
-        released = {name for name, sending in self._held.items() if sending.is_released}
-        for request_id in released:
-            self._is_usable(self._held.pop(request_id))
+        if self._due:  # before 0.31, a step without a forward does not finish
+            self.finish_step()
+        released = {
+            name
+            for name, sending in self._held.items()
+            if sending.is_released and sending not in self._waiting
+        }
+        self._trailing += [self._held.pop(request_id) for request_id in released]
+        over = [sending for sending in self._trailing if sending.is_over]
+        self._trailing = [sending for sending in self._trailing if not sending.is_over]
+        for sending in over:
+            self._is_usable(sending)
+        self._take_places_back()
         return released
 
-    def _send(self, sending: _Sending, step: SendStep, end: int) -> None:
+    def _forget_plans(self, sending: _Sending) -> None:
+        """Read nothing more of vLLM's blocks: they are lost, or nobody wants them."""
+        self._waiting.pop(sending, None)
+        for item in self._due:
+            if item.sending is sending and item.chunk is None:
+                self._staging.give_back(item.places)
+        self._due = [item for item in self._due if item.sending is not sending]
+
+    def _take_places_back(self) -> None:
+        lent, self._lent = self._lent, []
+        for transfer, places in lent:
+            if transfer.released:
+                self._staging.give_back(places)
+            else:
+                self._lent.append((transfer, places))
+
+    def _resume(self) -> None:
+        """Start what has waited for room, the longest first."""
+        for sending, waiting in list(self._waiting.items()):
+            if time.monotonic() >= waiting.deadline:
+                self._fail(sending, "the host buffer was full for too long")
+            elif not self._is_usable(sending) or self._start(sending, waiting.step):
+                self._waiting.pop(sending, None)
+            else:
+                return
+
+    def _start(self, sending: _Sending, step: SendStep) -> bool:
+        """Prepare what a step completes; False: there is no room in the host buffer now."""
         party, first = sending.party, sending.cursor
-        source = PagedSource(self._cache, step.block_ids[first:end], first, party.num_tokens)
+        is_last = step.num_computed_tokens == party.num_tokens
+        end = len(step.block_ids) if is_last else step.num_computed_tokens // self._block_size
+        is_held = party.send_type is SendMode.GET
+        if end <= first or (is_held and not is_last):
+            return True
+        block_ids = step.block_ids[first:end]
+        places = self._staging.take(block_ids)
+        if places is None:
+            return False
+        chunk = None if is_held else self._offer(sending, places, end)
+        if is_held or chunk is not None:
+            self._due.append(_Due(sending, block_ids, places, first, chunk))
+        return True
+
+    def _offer(self, sending: _Sending, places: Int64s, end: int) -> _Chunk | None:
+        party = sending.party
+        source = PagedSource(self._cache, places, sending.cursor, party.num_tokens)
         peer = InstanceAddress(party.peer or "")
         try:
             transfer = self._engine.send(
                 party.key, peer, source, binding=party.binding, ready=False
             )
         except P2pError as error:
+            self._staging.give_back(places)
             self._fail(sending, str(error))
-            return
-        sending.chunks.append(_Chunk(end, transfer))
-        self._unready.append((party.send_type, transfer))
+            return None
+        return self._add(sending, transfer, places, end)
 
-    def _hold(self, sending: _Sending, step: SendStep) -> None:
-        party = sending.party
-        source = PagedSource(self._cache, step.block_ids, 0, party.num_tokens)
+    def _add(self, sending: _Sending, transfer: Transfer, places: Int64s, end: int) -> _Chunk:
+        chunk = _Chunk(end, transfer)
+        sending.chunks.append(chunk)
+        if self._staging.is_copy:
+            self._lent.append((transfer, places))
+        return chunk
+
+    def _save(self, due: list[_Due]) -> bool:
+        """Copy what is due into the host buffer, all at once; if that fails, nothing goes."""
+        if not due or not self._staging.is_copy:
+            return True
+        block_ids, places = (
+            np.concatenate([getattr(item, name) for item in due])
+            for name in ("block_ids", "places")
+        )
+        try:
+            self._staging.save(block_ids, places)
+        except P2pError as error:
+            self._due = due  # until each is forgotten
+            for sending in {item.sending for item in due}:
+                self._fail(sending, str(error))
+            return False
+        return True
+
+    def _let_go(self, item: _Due) -> None:
+        """Let the engine read what is due."""
+        chunk = item.chunk if item.chunk is not None else self._hold(item)
+        if chunk is None:
+            return
+        chunk.is_saved = self._staging.is_copy
+        if item.chunk is not None:
+            self._engine.mark_ready(chunk.transfer)
+
+    def _hold(self, item: _Due) -> _Chunk | None:
+        party = item.sending.party
+        source = PagedSource(self._cache, item.places, item.first_block, party.num_tokens)
         try:
             transfer = self._engine.hold(party.key, source, binding=party.binding)
         except P2pError as error:
-            self._fail(sending, str(error))
-            return
-        sending.chunks.append(_Chunk(len(step.block_ids), transfer))
+            self._staging.give_back(item.places)
+            self._fail(item.sending, str(error))
+            return None
+        return self._add(item.sending, transfer, item.places, len(item.block_ids))
 
     def _is_usable(self, sending: _Sending) -> bool:
         """Whether the request's KV can still arrive; the first time that it cannot, say so."""
@@ -178,6 +310,7 @@ class Sends:
         """Let nothing more of a request leave, and tell the peer."""
         party, error = sending.party, sending.error
         has_told, sending.failed = sending.failed, True
+        self._forget_plans(sending)
         for chunk in sending.chunks:
             if not chunk.transfer.released:
                 chunk.transfer.cancel(reason)

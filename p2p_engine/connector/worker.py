@@ -15,6 +15,7 @@ from p2p_engine.connector.sends import Sends
 from p2p_engine.directory import RankAddress
 
 if TYPE_CHECKING:
+    from p2p_engine.connector.host_buffer import Staging
     from p2p_engine.engine import P2pNcclEngine
     from p2p_engine.paged import PagedCache
 
@@ -36,6 +37,7 @@ class WorkerHalf:
         self,
         engine: P2pNcclEngine,
         cache: PagedCache,
+        staging: Staging,
         *,
         block_size: int,
         rank: int,
@@ -44,8 +46,8 @@ class WorkerHalf:
         self.engine = engine
         self._rank = rank
         self._spec = cache.spec
-        self._sends = Sends(engine, cache, block_size)
-        self._loads = Loads(engine, cache, can_fail_requests=can_fail_requests)
+        self._sends = Sends(engine, cache, block_size, staging)
+        self._loads = Loads(engine, cache, staging, can_fail_requests=can_fail_requests)
 
     @property
     def handshake(self) -> RankHandshake:

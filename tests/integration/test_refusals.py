@@ -169,10 +169,16 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
     import torch
     from vllm.v1.kv_cache_interface import KVQuantMode, MambaSpec
 
+    from p2p_engine.connector.host_buffer import make_host_buffer
     from tests.unit import test_connector_cache_spec as caches
+    from tests.unit import test_host_buffer as host_buffers
 
     def scattered() -> None:
         caches.read(caches.caches_of("LHBNC")[1], num_kv_heads=2 * caches.HEADS)
+
+    def small_buffer() -> None:
+        made = host_buffers.vllm_config("cpu", 25)
+        make_host_buffer(made, host_buffers.handles(), 12, 3 * host_buffers.BLOCK_BYTES)
 
     mamba = MambaSpec(shapes=((2, 2),), dtypes=(torch.float32,), block_size=16)
     scaled = dataclasses.replace(caches.SPEC, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
@@ -184,7 +190,10 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
         "sliding windows in a group of their own": (with_groups(caches.WINDOW), []),
         "Mamba": (with_groups(mamba), []),
         "scales of their own beside the values": (with_groups(scaled), ["INT8_PER_TOKEN_HEAD"]),
-        "a cache that is not in host memory": (lambda: caches.read(elsewhere), ["meta"]),
+        "a cache that is not in host memory, without a host buffer": (
+            lambda: caches.read(elsewhere), ["meta"],
+        ),
+        "a host buffer that is too small": (small_buffer, [3, 4]),
         "blocks whose bytes are scattered and not known": (scattered, ["layer0"]),
         "a cache that is not made of vLLM's blocks": (
             lambda: caches.read(caches.caches_of("LBHNC")[1], 3), [10, 3],

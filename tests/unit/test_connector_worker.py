@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2p_engine.config import EngineConfig, SendMode
+from p2p_engine.connector.host_buffer import InPlace
 from p2p_engine.connector.metadata import EndedSend, Load, P2pConnectorMetadata, Party, SendStep
 from p2p_engine.connector.worker import WorkerHalf
 from p2p_engine.errors import (
@@ -135,7 +136,12 @@ def engine() -> FakeEngine:
 def make_worker(engine: FakeEngine, *, can_fail_requests: bool = True) -> WorkerHalf:
     made: Any = engine
     return WorkerHalf(
-        made, CACHE, block_size=BLOCK_SIZE, rank=RANK, can_fail_requests=can_fail_requests
+        made,
+        CACHE,
+        InPlace(),
+        block_size=BLOCK_SIZE,
+        rank=RANK,
+        can_fail_requests=can_fail_requests,
     )
 
 

@@ -1,0 +1,201 @@
+"""Caches on a device that only vLLM's copy operations can touch: the host buffer, on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.request import RequestStatus
+
+from tests.integration.test_connector_transfers import ORDERS, prompt_of
+from tests.simulated_instance import (
+    BLOCK_SIZE,
+    FakeDevice,
+    SimulatedInstance,
+    continuation,
+    write_model_config,
+)
+from tests.simulated_pair import Pair
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+    pytest.mark.timeout(180),  # the first one waits until vLLM has looked at the model's class
+]
+
+MakePair = Callable[..., Pair]
+LENGTHS = (1, 15, 16, 17, 63, 64, 65, 100, 300)
+MODES = ("PUT", "PUT_ASYNC", "GET")
+SMALL = 20 * 3 * 2 * 16 * 16 * 8 / 2**30  # room for twenty blocks, in GiB
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_config(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make_pair(model: Path) -> Iterator[MakePair]:
+    pairs: list[Pair] = []
+
+    def make(**settings: Any) -> Pair:
+        settings = {"num_blocks": 200, "is_on_device": True, **settings}
+        pairs.append(Pair(model, **settings))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+def device_of(instance: SimulatedInstance, rank: int = 0) -> FakeDevice:
+    device = instance.ranks[rank].device
+    assert device is not None
+    return device
+
+
+def ask_all(pair: Pair, order: str) -> None:
+    for length in LENGTHS:
+        pair.ask(prompt_of(length), order=order)
+    pair.run(timeout=40)
+    pair.check_answers(num_computed=1)
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("send_type", MODES)
+@pytest.mark.parametrize("transports", ["shm", "tcp"])
+def test_each_block_is_copied_once(
+    make_pair: MakePair, send_type: str, order: str, transports: str
+) -> None:
+    """Steps of 40 tokens end inside blocks: none is copied before it is full, or twice."""
+    pair = make_pair(send_type=send_type, transports=transports, max_tokens_per_step=40)
+    ask_all(pair, order)
+    num_blocks = sum(-(-length // BLOCK_SIZE) for length in LENGTHS)
+    assert len(device_of(pair.p).copied["d2h"]) == num_blocks  # and all answers were right
+    assert len(device_of(pair.d).copied["h2d"]) == num_blocks
+    assert not device_of(pair.p).copied["h2d"]
+    assert not device_of(pair.d).copied["d2h"]
+
+
+@pytest.mark.parametrize("send_type", MODES)
+@pytest.mark.parametrize("on_device", ["prefill", "decode"])
+def test_one_side_in_host_memory(make_pair: MakePair, send_type: str, on_device: str) -> None:
+    sides = {side: {"is_on_device": side == on_device} for side in ("prefill", "decode")}
+    pair = make_pair(**sides, send_type=send_type)
+    for order in ORDERS:
+        ask_all(pair, order)
+
+
+@pytest.mark.parametrize("layouts", [("LBHNC", "LBHNC"), ("LHBNC", "BLNHC"), ("LBNHC", "LHBNC")])
+def test_instances_that_are_not_alike(make_pair: MakePair, layouts: tuple[str, str]) -> None:
+    pair = make_pair(
+        prefill={"tp_size": 2, "layout": layouts[0]},
+        decode={"block_size": 64, "layout": layouts[1]},
+    )
+    ask_all(pair, "together")
+
+
+@pytest.mark.parametrize("send_type", MODES)
+def test_more_than_the_buffer_holds_waits_for_room(make_pair: MakePair, send_type: str) -> None:
+    """Twenty host blocks on each side, and prompts of nineteen: they take turns."""
+    small = {"num_blocks": 100, "mem_pool_size_gb": SMALL, "max_model_len": 310}
+    pair = make_pair(send_type=send_type, **small)
+    for seed in range(6):
+        pair.ask(prompt_of(300, seed), order="together")
+    pair.run(timeout=40)
+    pair.check_answers(num_computed=1)
+    pair.check_at_rest()
+
+
+def test_what_waits_for_room_too_long_fails_by_name(
+    make_pair: MakePair, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody pulls the first prompt, so that the second one finds no room before its deadline."""
+    pair = make_pair(
+        send_type="GET", num_blocks=100, policy="recompute", max_model_len=310,
+        prefill={"mem_pool_size_gb": SMALL, "transfer_timeout_seconds": 0.5},
+    )  # fmt: skip
+    pair.ask(prompt_of(300), order="prefill first")
+    pair.drop_waiting()
+    pair.ask(prompt_of(300, seed=1), order="together")
+    pair.run(lambda: "the host buffer was full for too long" in caplog.text)
+    pair.run(lambda: pair.d.is_idle)
+    assert pair.d.answers[pair.decode_ids[1]] == continuation(prompt_of(300, seed=1), 4)
+
+
+@pytest.mark.parametrize("send_type", MODES)
+def test_saved_blocks_are_vllms_at_once(make_pair: MakePair, send_type: str) -> None:
+    """Nobody asks for the KV: prefill's request is over all the same, its blocks are free."""
+    pair = make_pair(send_type=send_type, prefill={"transfer_timeout_seconds": 0.5})
+    if send_type != "GET":
+        pair.d.close()  # the chunks cannot leave
+    pair.ask(prompt_of(300), order="prefill first")
+    pair.drop_waiting()
+    pair.run(lambda: pair.p.is_idle)
+    worker = pair.p.ranks[0].connector._worker
+    assert worker is not None
+    if send_type != "PUT":  # which waits until they have left, or cannot
+        assert worker.engine.stats()["open_transfers"] > 0
+    pool = pair.p.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_preemption(make_pair: MakePair, send_type: str) -> None:
+    pair = make_pair(send_type=send_type, max_tokens_per_step=48, policy="recompute", num_blocks=26)
+    for seed in range(12):
+        pair.ask(prompt_of(100 + 8 * seed, seed), prefill_tokens=30, max_tokens=60)
+    pair.run(timeout=60)
+    pair.check_answers()
+    assert pair.p.num_preemptions > 0
+    assert pair.d.num_preemptions > 0
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+@pytest.mark.parametrize("side", ["p", "d"])
+@pytest.mark.parametrize("num_steps", [1, 4, 8])
+def test_aborts(make_pair: MakePair, send_type: str, side: str, num_steps: int) -> None:
+    pair = make_pair(send_type=send_type, max_tokens_per_step=40, lease_seconds=1)
+    pair.ask(prompt_of(300))
+    pair.ask(prompt_of(200, seed=1))
+    for _ in range(num_steps):
+        pair.step()
+    getattr(pair, side).abort((pair.prefill_ids if side == "p" else pair.decode_ids)[0])
+    pair.run(timeout=40)
+    pair.check_finished()
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("send_type", MODES)
+@pytest.mark.parametrize("side", ["p", "d"])
+def test_a_copy_that_fails_is_never_a_wrong_token(
+    make_pair: MakePair, send_type: str, side: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = make_pair(send_type=send_type, max_tokens_per_step=40, policy="recompute")
+    device = device_of(getattr(pair, side))
+    device.error = RuntimeError("out of streams")
+    pair.ask(prompt_of(300))
+    pair.run(lambda: "out of streams" in caplog.text)
+    device.error = None
+    pair.run()
+    pair.ask(prompt_of(300, seed=1))
+    pair.run()
+    pair.check_answers()
+    assert pair.d.num_computed_prompt_tokens[pair.decode_ids[0]] == 300
+    assert pair.d.num_computed_prompt_tokens[pair.decode_ids[1]] == 1
+    pair.check_at_rest()
+
+
+def test_a_copy_that_fails_fails_its_request_where_vllm_says_so(make_pair: MakePair) -> None:
+    pair = make_pair(policy="fail")
+    device_of(pair.d).error = RuntimeError("out of streams")
+    request_id = pair.ask(prompt_of(100))
+    pair.run()
+    assert pair.d.finished[request_id] is RequestStatus.FINISHED_ERROR
+    pair.check_at_rest()
