@@ -56,6 +56,7 @@ class ControlPlane:
         self._on_tick = on_tick
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._watched: dict[int, Callable[[], None]] = {}
+        self._clocks: set[Callable[[float], None]] = set()
         self._io = threading.Lock()
         self._server = 0  # the thread that serves the sockets now and will see what is queued
         self._tick_at = 0.0
@@ -131,6 +132,14 @@ class ControlPlane:
         if self._watched.pop(fd, None) is not None:
             self._epoll.unregister(fd)
 
+    def watch_time(self, callback: Callable[[float], None]) -> None:
+        """Call back with the time in every tick; in callbacks only, or before start."""
+        self._clocks.add(callback)
+
+    def unwatch_time(self, callback: Callable[[float], None]) -> None:
+        """Stop that; idempotent."""
+        self._clocks.discard(callback)
+
     def stop(self, timeout: float) -> bool:
         """Stop and join the thread; idempotent; False if it did not stop in time."""
         self._stopping.set()
@@ -169,7 +178,8 @@ class ControlPlane:
             now = time.monotonic()
             if now >= self._tick_at:
                 self._tick_at = now + TICK_MILLISECONDS / 1000
-                self._guard(lambda: self._on_tick(now))
+                for tell in (self._on_tick, *self._clocks):
+                    self._guard(lambda tell=tell: tell(now))  # type: ignore[misc]
 
     def _serve(self) -> None:
         """Serve what is ready and run what is queued, once; what is left over wakes the thread."""

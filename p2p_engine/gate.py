@@ -240,8 +240,8 @@ class Handshakes:
             return "it asks for a key, and no key_file is named here"
         if self.failures < self._max_failures:
             return ""  # it may be starting, ending, or full
-        hint = ": its key is another one" if self._has_keys else ""
-        return f"it breaks every handshake off{hint}"
+        hint = "has another key, or takes none" if self._has_keys else "may ask for a key"
+        return f"it breaks every handshake off: it {hint}"
 
 
 def open_monitor(

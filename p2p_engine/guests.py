@@ -35,6 +35,7 @@ from p2p_engine.transports.base import Transport
 
 logger = logging.getLogger(__name__)
 
+MAX_GUESTS = 4096
 GuestLost: TypeAlias = Callable[[int, PeerLost], None]
 
 
@@ -140,6 +141,8 @@ class Guests:
 
     def _refusal(self, hello: Hello) -> str:
         """Why a peer cannot be a guest, or ""."""
+        if len(self) >= MAX_GUESTS and hello.source_epoch not in self._guests:
+            return f"{MAX_GUESTS} peers are here already"
         if hello.version != PROTOCOL_VERSION:
             return f"protocol version: {PROTOCOL_VERSION} here, {hello.version} there"
         try:

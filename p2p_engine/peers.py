@@ -46,6 +46,7 @@ from p2p_engine.messages import (
 )
 from p2p_engine.sockets import Route
 from p2p_engine.transports.base import Channel, Endpoint, Transport
+from p2p_engine.transports.handshake import TOKEN_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,9 @@ class Link:
     transport: Transport | None = None
     error: P2pError | None = None
     endpoints: dict[str, Endpoint] = field(default_factory=dict)
+    invited_at: float | None = None  # when the endpoints came; they are good for one attempt
+    asking: bool = False  # for new ones
+    hello_at: float = 0.0  # when to ask again
     untried: list[Transport] = field(default_factory=list)
     heard_at: float = 0.0
     resend_at: float = 0.0
@@ -258,6 +262,8 @@ class Links:
             waited = self._config.connect_timeout_seconds
             reason = f"peer {link.target} answered no data connection within {waited:g} s"
             self._not_connected(link, PeerUnreachable(reason))
+        elif link.asking and now >= link.hello_at:
+            self._greet(link)
         else:
             self._open_channel(link)
 
@@ -320,12 +326,16 @@ class Links:
             message: AnyMessage = Lookup(self._epoch, 0, link.target.rank or 0)
             self._control.send(Route(link.target.address), encode(message))
         elif link.state is LinkState.GREETING:
-            message = Hello(self._epoch, 0, PROTOCOL_VERSION, self._control.address, self._spec, {})
-            self._control.send(Route(link.address), encode(message))
+            self._greet(link)
         elif link.ready:
             self.send(link, Ping)
             interval = self._config.peer_timeout_seconds / 4
         link.resend_at = self._clock() + interval
+
+    def _greet(self, link: Link) -> None:
+        link.hello_at = self._clock() + self._config.retry_seconds
+        hello = Hello(self._epoch, 0, PROTOCOL_VERSION, self._control.address, self._spec, {})
+        self._control.send(Route(link.address), encode(hello))
 
     def _located(self, directory: str, message: Location) -> None:
         link = self._links.get(PeerAddress(directory, message.rank))
@@ -347,20 +357,33 @@ class Links:
         if link.state is LinkState.GREETING:
             link.epoch, link.heard_at = message.source_epoch, self._clock()
             link.endpoints, link.state = message.endpoints, LinkState.READY
+            link.invited_at = link.heard_at
             link.spec, link.checksum = message.spec, message.checksum
             self._on_ready(link)
             self._open_channel(link)
         elif link.epoch != message.source_epoch:
             self.close_link(link, PeerLost(f"peer {link.target} was restarted"))
+        elif link.asking:
+            link.endpoints = message.endpoints
+            self._dial(link)
 
     def _open_channel(self, link: Link) -> None:
         if not link.ready or not link.data or link.connecting or link.channel is not None:
             return
-        if self._clock() >= link.connect_at:
-            link.untried = [item for item in self._transports if item.name in link.endpoints]
-            link.deadline = self._clock() + self._config.connect_timeout_seconds
-            link.connecting = True
-            self._connect(link, link.untried, "")
+        now = self._clock()
+        if now < link.connect_at:
+            return
+        link.deadline, link.connecting = now + self._config.connect_timeout_seconds, True
+        if link.invited_at is not None and now - link.invited_at < TOKEN_SECONDS / 2:
+            self._dial(link)
+        else:  # a token is good for one connection, and not for long
+            link.asking = True
+            self._greet(link)
+
+    def _dial(self, link: Link) -> None:
+        link.invited_at, link.asking = None, False
+        link.untried = [item for item in self._transports if item.name in link.endpoints]
+        self._connect(link, link.untried, "")
 
     def _connect(self, link: Link, untried: list[Transport], refusal: str) -> None:
         if not untried:
@@ -404,7 +427,7 @@ class Links:
             self._lose_channel(link, error)
 
     def _lose_channel(self, link: Link, error: P2pError) -> None:
-        link.data = link.connecting = False
+        link.data = link.connecting = link.asking = False
         self._on_channel_lost(link, error)
 
     def _later(self, step: Callable[[], None]) -> None:

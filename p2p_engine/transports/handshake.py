@@ -14,36 +14,67 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from p2p_engine.control import ControlPlane
 from p2p_engine.errors import TransportError
 
 logger = logging.getLogger(__name__)
 
-PREAMBLE = struct.Struct("<Q16s")  # epoch of the dialler, token that the listener gave it
+TOKEN_BYTES = 16
+PREAMBLE = struct.Struct(f"<Q{TOKEN_BYTES}s")  # epoch of the dialler, token that it was given
+_CREDENTIALS = struct.Struct("iII")  # of the process behind a Unix socket: pid, uid, gid
 ACCEPTED = b"\x01"
 PATIENCE_SECONDS = 5.0
-MAX_PENDING = 256
+TOKEN_SECONDS = 30.0
+REST_SECONDS = 1.0
+MAX_PENDING = 128
+MAX_PENDING_OF_ONE = 32  # address, or process where that is known
 
 
 class Tokens:
-    """One secret for each sender's epoch that was welcomed."""
+    """One secret for each sender's epoch that was welcomed, good for one connection, and not long.
 
-    def __init__(self) -> None:
-        self._tokens: dict[int, bytes] = {}
+    It crosses the network in clear text: who has seen it used can do nothing with it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._tokens: dict[int, tuple[bytes, float]] = {}  # and when it was drawn
+
+    def __len__(self) -> int:
+        """How many are good, or were until they grew too old."""
+        return len(self._tokens)
 
     def make(self, epoch: int) -> str:
-        """Return the token of an epoch, always the same one."""
-        return self._tokens.setdefault(epoch, os.urandom(16)).hex()
+        """Return the token of an epoch: the same one until it is used, or half of its time over."""
+        now = self._clock()
+        token, drawn_at = self._tokens.get(epoch, (b"", -TOKEN_SECONDS))
+        if now - drawn_at >= TOKEN_SECONDS / 2:
+            token = os.urandom(TOKEN_BYTES)
+            self._tokens[epoch] = token, now
+        return token.hex()
 
-    def matches(self, epoch: int, token: bytes) -> bool:
-        """Compare in constant time."""
-        known = self._tokens.get(epoch)
-        return known is not None and hmac.compare_digest(known, token)
+    def redeem(self, epoch: int, token: bytes) -> bool:
+        """Whether it is the epoch's token, which is used up then; compared in constant time."""
+        known, drawn_at = self._tokens.get(epoch, (b"", 0.0))
+        if not hmac.compare_digest(known, token) or self._clock() - drawn_at >= TOKEN_SECONDS:
+            return False
+        del self._tokens[epoch]
+        return True
 
     def forget(self, epoch: int) -> None:
         """Drop an epoch's token."""
         self._tokens.pop(epoch, None)
+
+
+@dataclass
+class Stranger:
+    """A connection that has not shown its token yet."""
+
+    address: str
+    deadline: float
+    received: bytearray = field(default_factory=bytearray)
 
 
 class Door:
@@ -61,28 +92,52 @@ class Door:
         self._listener = listener
         self._tokens = tokens
         self._admitted = admitted
-        self._pending: dict[socket.socket, tuple[float, bytearray]] = {}
+        self._pending: dict[socket.socket, Stranger] = {}  # the oldest first
+        self._rest_until = 0.0  # when no descriptor is left, nobody is let in for a while
         listener.setblocking(False)
         control.watch(listener.fileno(), self._accept)
+        control.watch_time(self._tick)
+
+    def __len__(self) -> int:
+        """How many wait in front of it."""
+        return len(self._pending)
 
     def close(self) -> None:
         """Close the listener and whoever still waits in front of it."""
+        self._control.unwatch_time(self._tick)
         for connection in [*self._pending, self._listener]:
             self._drop(connection)
 
+    def _tick(self, now: float) -> None:
+        for connection, stranger in list(self._pending.items()):
+            if now < stranger.deadline:
+                break
+            self._drop(connection)
+        if 0 < self._rest_until <= now:
+            self._rest_until = 0.0
+            self._control.watch(self._listener.fileno(), self._accept)
+
     def _accept(self) -> None:
-        now = time.monotonic()
-        for connection, (since, _) in list(self._pending.items()):
-            if now - since > PATIENCE_SECONDS or len(self._pending) >= MAX_PENDING:
-                self._drop(connection)
-        with contextlib.suppress(BlockingIOError, ConnectionError):
+        try:
             connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            self._pending[connection] = (now, bytearray())
-            self._control.watch(connection.fileno(), lambda: self._read(connection))
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:  # no descriptor, or no memory
+            logger.error("no data connection can be taken for %g s: %s", REST_SECONDS, error)
+            self._control.unwatch(self._listener.fileno())
+            self._rest_until = time.monotonic() + REST_SECONDS
+            return
+        address = _address_of(connection)
+        same = sum(stranger.address == address for stranger in self._pending.values())
+        if len(self._pending) >= MAX_PENDING or same >= MAX_PENDING_OF_ONE:
+            connection.close()
+            return
+        connection.setblocking(False)
+        self._pending[connection] = Stranger(address, time.monotonic() + PATIENCE_SECONDS)
+        self._control.watch(connection.fileno(), lambda: self._read(connection))
 
     def _read(self, connection: socket.socket) -> None:
-        received = self._pending[connection][1]
+        received = self._pending[connection].received
         try:
             data = connection.recv(PREAMBLE.size - len(received))
         except BlockingIOError:
@@ -96,7 +151,7 @@ class Door:
             self._check(connection, *PREAMBLE.unpack(bytes(received)))
 
     def _check(self, connection: socket.socket, epoch: int, token: bytes) -> None:
-        if not self._tokens.matches(epoch, token):
+        if not self._tokens.redeem(epoch, token):
             logger.warning("data connection refused: epoch=%x shows a wrong token", epoch)
             self._drop(connection)
             return
@@ -205,6 +260,17 @@ class Dial:
     def _fail(self, reason: str) -> None:
         self.close()
         self._failed(TransportError(reason))
+
+
+def _address_of(connection: socket.socket) -> str:
+    """Who is counted as one."""
+    with contextlib.suppress(OSError):
+        if connection.family != socket.AF_UNIX:
+            return str(connection.getpeername()[0])
+        size = _CREDENTIALS.size
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        return f"process {_CREDENTIALS.unpack(credentials)[0]}"
+    return ""
 
 
 def send_descriptor(connection: socket.socket, descriptor: int) -> None:

@@ -242,6 +242,17 @@ def test_bad_invitation_is_an_error_not_a_hang(pair: Pair, spoil: str) -> None:
     pair.channel()
 
 
+def test_invitation_is_good_for_one_connection(pair: Pair) -> None:
+    endpoint = pair.invitation()
+    if "token" not in endpoint:
+        pytest.skip("no token")
+    first = pair.connect(endpoint)
+    assert not isinstance(first, TransportError)
+    assert isinstance(pair.connect(endpoint), TransportError)
+    assert pair.sender.in_control(first.close)
+    pair.channel()
+
+
 def test_nonce_of_another_memory_is_refused(pair: Pair) -> None:
     endpoint = pair.invitation()
     if "nonce" not in endpoint:

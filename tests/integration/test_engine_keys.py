@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,13 +12,23 @@ import pytest
 import torch
 import zmq
 
-from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
+from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey, guests
+from p2p_engine.addresses import split_address
 from p2p_engine.directory import Directory, RankAddress
 from p2p_engine.errors import AuthenticationFailed, ConfigError
-from p2p_engine.gate import Curve
+from p2p_engine.gate import MAX_YOUNG, Curve
 from p2p_engine.keys import read_key_file, write_key_file
 from p2p_engine.layout import TensorSink
-from p2p_engine.messages import Hello, Lookup, Ping, encode
+from p2p_engine.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    Lookup,
+    Ping,
+    Refuse,
+    Welcome,
+    decode,
+    encode,
+)
 from p2p_engine.peers import InstanceAddress, PeerAddress
 from tests.engines import MIB, TRANSPORTS, assert_idle, random_tensor, settings
 from tests.support import SeededRandom, eventually
@@ -72,9 +83,9 @@ def test_members_of_a_fleet_move_bytes(
 
 
 CASES = {
-    "another key": (0, 1, "another one"),
-    "no key here": (None, 0, "asks for a key"),
-    "no key there": (0, None, "takes no keys"),
+    "another key": (0, 1, "another key"),
+    "no key here": (None, 0, "ask(s)? for a key"),
+    "no key there": (0, None, "takes no(ne| keys)"),
 }
 
 
@@ -201,3 +212,48 @@ def test_who_has_no_key_is_never_heard(keys: tuple[Path, Path]) -> None:
 def test_a_key_file_that_is_none_ends_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="key_file"):
         P2pNcclEngine(EngineConfig(key_file=str(tmp_path / "none.key")))
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_connections_that_say_nothing_are_few_and_end(
+    keys: tuple[Path, Path], rng: SeededRandom
+) -> None:
+    """Members at other addresses are not kept out meanwhile, and transfers go on."""
+    with pair(keys[0], keys[0]) as (one, other):
+        assert_moves(one, other, rng)
+        before = num_descriptors()
+        address = split_address(other.zmq_address)
+        flood = [
+            socket.create_connection(address, source_address=("127.0.0.2", 0)) for _ in range(600)
+        ]
+        try:
+            eventually(lambda: num_descriptors() - before <= len(flood) + MAX_YOUNG)
+            assert_moves(one, other, rng)
+            with P2pNcclEngine(settings(key_file=str(keys[0]))) as newcomer:
+                assert_moves(newcomer, other, rng)
+            assert other.stats()["refused_connections"] >= len(flood) - MAX_YOUNG
+            eventually(lambda: num_descriptors() - before <= len(flood))
+        finally:
+            for connection in flood:
+                connection.close()
+
+
+def test_peers_that_greet_are_bounded(
+    keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guests, "MAX_GUESTS", 3)
+    curve = Curve(read_key_file(str(keys[0])))
+    with P2pNcclEngine(settings(key_file=str(keys[0]))) as engine:
+        with Raw(engine.zmq_address, curve) as member:
+            for epoch in (1, 2, 3, 4, 1):
+                hello = Hello(epoch, 0, PROTOCOL_VERSION, f"127.0.0.1:{epoch}", None, {})
+                member.send(encode(hello))
+            answers: list[type] = []
+            while len(answers) < 5:
+                assert member.poll(10_000)
+                answers.append(type(decode(member.recv())))
+        assert answers == [Welcome, Welcome, Welcome, Refuse, Welcome]
+        assert engine.stats()["guests"] == 3

@@ -61,7 +61,7 @@ def test_a_peer_that_breaks_off_is_given_up_after_some_attempts(
         assert handshakes.take(zmq.EVENT_HANDSHAKE_SUCCEEDED, 0) == ""
     reasons = [handshakes.take(NO_DETAIL, 104) for _ in range(patience)]
     assert reasons[-1].startswith("it breaks every handshake off")
-    assert reasons[-1].endswith("its key is another one") == (num_keys > 0)
+    assert ("another key" in reasons[-1]) == (num_keys > 0)
 
 
 @pytest.mark.parametrize(

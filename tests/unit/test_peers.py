@@ -118,6 +118,10 @@ class Scene:
         self.hear(Welcome(THEM, US, 1, None, {"shm": {"a": "1"}, "tcp": {"b": "2"}}))
         return link
 
+    def invite(self) -> None:
+        """Hear once more what the peer offers."""
+        self.hear(Welcome(THEM, US, 1, None, {"shm": {"a": "1"}, "tcp": {"b": "2"}}))
+
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.links.tick(self.now)
@@ -211,11 +215,49 @@ def test_broken_channel_is_made_anew_when_it_is_asked_for(scene: Scene) -> None:
     assert scene.events == ["ready", "channel", "channel lost"]
     assert len(scene.transports[0].dialled) == 1
     scene.links.get(PEER, data=True)
+    assert len(scene.transports[0].dialled) == 1  # the token is used up
+    scene.last(Hello)
+    scene.invite()
+    scene.invite()  # HELLO may have been said twice
     second = scene.connect(1)
     first.broken(TransportError("said twice"))
     scene.links.break_channel(link, TransportError("a late write"))
     assert second.closed
     assert scene.events == ["ready", *2 * ["channel", "channel lost"]]
+
+
+def test_old_invitation_is_not_used_and_a_new_one_is_asked_for_until_it_comes(
+    scene: Scene,
+) -> None:
+    link = scene.welcomed(data=False)
+    scene.pass_time(7.0)
+    scene.hear(Pong(THEM, US))
+    scene.pass_time(7.0)
+    scene.hear(Pong(THEM, US))
+    scene.pass_time(1.0)
+    scene.control.sent.clear()
+    scene.links.get(PEER, data=True)
+    for _ in range(3):
+        scene.last(Hello)
+        scene.control.sent.clear()
+        scene.pass_time(1.0)
+    assert not scene.transports[0].dialled
+    scene.invite()
+    scene.connect(0)
+    assert link.channel is not None
+
+
+def test_invitation_that_never_comes_is_no_connection(scene: Scene) -> None:
+    link = scene.welcomed()
+    scene.connect(0).broken(TransportError("reset"))
+    scene.links.get(PEER, data=True)
+    for _ in range(7):
+        scene.pass_time(1.0)
+        scene.hear(Pong(THEM, US))
+    assert scene.events == ["ready", "channel", "channel lost", "channel lost"]
+    scene.invite()  # late
+    assert len(scene.transports[0].dialled) == 1
+    assert link.ready
 
 
 def test_connections_follow_each_other_slowly(scene: Scene) -> None:
@@ -226,6 +268,7 @@ def test_connections_follow_each_other_slowly(scene: Scene) -> None:
         scene.links.get(PEER, data=True)
         assert len(scene.transports[0].dialled) == number + 1
         scene.pass_time(1.0)
+        scene.invite()
         assert len(scene.transports[0].dialled) == number + 2
     for transport in scene.transports:
         transport.dialled[-1][1](TransportError("refused"))
