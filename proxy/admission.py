@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from proxy.errors import ProxyError
+from proxy.lifetime import Ends
 from proxy.routing import Busy
 
 Started = TypeVar("Started")
@@ -20,7 +20,7 @@ class _Waiter(Generic[Started]):
     """`start` begins the request at once or raises Busy; `turn` says that it may be tried."""
 
     start: Callable[[], Started]
-    ends: ExitStack
+    ends: Ends
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     is_late: bool = False
 
@@ -44,9 +44,7 @@ class Admission:
         self.num_running = 0
         self.num_queued = 0
 
-    async def enter(
-        self, model: str | None, start: Callable[[], Started], ends: ExitStack
-    ) -> Started:
+    async def enter(self, model: str | None, start: Callable[[], Started], ends: Ends) -> Started:
         """Return what `start` returns, as soon as there is room; the request runs until `ends`.
 
         Raises:

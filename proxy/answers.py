@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import TYPE_CHECKING
 
 import msgspec
-from quart import Response
 
 from proxy import payload
+from proxy.client import ClientError, Response
 from proxy.errors import LegFailed, ProxyError, Refused
 from proxy.instances import Role
-from proxy.relay import passed_headers
-from proxy.upstream import FAILURES
-
-if TYPE_CHECKING:
-    from aiohttp import ClientResponse
+from proxy.lifetime import Answer, Headers
 
 # An instance's own gateway errors keep their status, and another instance may do better; its other
 # 5xx are a bad gateway to the client, and may be due to the request: it is not tried elsewhere.
 _GATEWAY_ERRORS = (502, 503, 504)
 # How vLLM says, with a 500, that the client's prompt is too long.
 _TOO_LONG = (b"maximum context length", b"maximum model length", b"max_model_len")
+
+# Not from an instance to the client: what belongs to the one connection or to the instance.
+KEPT_BACK_HEADERS = {
+    b"connection", b"date", b"keep-alive", b"proxy-connection", b"server", b"set-cookie", b"te",
+    b"trailer", b"transfer-encoding", b"upgrade", b"x-request-id",
+}  # fmt: skip
 
 
 class _Error(msgspec.Struct):
@@ -33,7 +34,7 @@ class _ErrorAnswer(msgspec.Struct):
     message: str = ""
 
 
-def check_prefill(response: ClientResponse, answer: bytes) -> payload.Prefilled:
+def check_prefill(response: Response, answer: bytes) -> payload.Prefilled:
     """Return what is to be known of a prefill instance's answer.
 
     Raises:
@@ -42,7 +43,9 @@ def check_prefill(response: ClientResponse, answer: bytes) -> payload.Prefilled:
     """
     status = response.status
     if 400 <= status < 500:
-        raise Refused(Role.PREFILL.label, Response(answer, status, passed_headers(response)))
+        raise Refused(
+            Role.PREFILL.label, Answer(status, passed_headers(response, b"content-length"), answer)
+        )
     if status != HTTPStatus.OK:
         _raise_if_too_long(status, answer)
         can_retry = status in _GATEWAY_ERRORS
@@ -56,7 +59,7 @@ def check_prefill(response: ClientResponse, answer: bytes) -> payload.Prefilled:
         raise LegFailed(HTTPStatus.BAD_GATEWAY, "prefill_bad_answer", message) from error
 
 
-async def check_answer(response: ClientResponse, role: str, max_bytes: int) -> None:
+async def check_answer(response: Response, role: str, max_bytes: int) -> None:
     """Pass all answers but 5xx, which the client gets as they are if nobody else can help.
 
     Raises:
@@ -68,7 +71,7 @@ async def check_answer(response: ClientResponse, role: str, max_bytes: int) -> N
         return
     try:
         answer = await read(response, max_bytes)
-    except FAILURES:
+    except ClientError:
         answer = b""
     _raise_if_too_long(status, answer)
     raise LegFailed(
@@ -76,18 +79,31 @@ async def check_answer(response: ClientResponse, role: str, max_bytes: int) -> N
         f"{role}_failed",
         f"the {role} instance answered {status}",
         can_retry=status in _GATEWAY_ERRORS,
-        answer=Response(answer, status, passed_headers(response)),
+        answer=_as_answer(response, answer),
     )
 
 
-async def read(response: ClientResponse, max_bytes: int) -> bytes:
+async def read(response: Response, max_bytes: int) -> bytes:
     """Return an answer's body; nothing if it is longer than any that we can use."""
     body = bytearray()
-    async for piece in response.content.iter_any():
+    while piece := await response.piece():
         body += piece
         if len(body) > max_bytes:
             return b""
     return bytes(body)
+
+
+def _as_answer(response: Response, body: bytes) -> Answer:
+    return Answer(response.status, passed_headers(response, b"content-length"), body)
+
+
+def passed_headers(response: Response, *dropped: bytes) -> Headers:
+    """Return what the client may see of an instance's headers; without those `dropped`."""
+    return [
+        (name, value)
+        for name, value in response.headers
+        if (key := name.lower()) not in KEPT_BACK_HEADERS and key not in dropped and value.isascii()
+    ]
 
 
 def _raise_if_too_long(status: int, answer: bytes) -> None:

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from quart import Quart, Response, request
-from quart.globals import request_ctx
 from werkzeug.exceptions import HTTPException
 
 from proxy.addresses import AllowList, parse_static
 from proxy.admin import Admin
 from proxy.admission import Admission
+from proxy.deadlines import Deadlines
 from proxy.discovery import Discovery
 from proxy.errors import ProxyError
 from proxy.forward import COMPLETION_PATHS, ERRAND_PATHS, Forwarder
 from proxy.instances import Role
-from proxy.lifetime import Connection, ProxyRequest
+from proxy.lifetime import QuartConnection, serve_directly
 from proxy.metrics import Metrics
 from proxy.models import PATH as MODELS_PATH
 from proxy.models import list_models
@@ -35,26 +35,48 @@ from proxy.upstream import Upstream
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
+    from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, HTTPScope, Scope
+
     from proxy.config import ProxyConfig
+    from proxy.lifetime import Answer, ProxyRequest
+
+DIRECT_PATHS = (*COMPLETION_PATHS, *ERRAND_PATHS)
+
+
+class ProxyApp(Quart):
+    """The Quart application; what instances answer does not take Quart's way, but the short one."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        super().__init__(__name__, static_folder=None)
+        self._serve = proxy.complete
+
+    async def __call__(
+        self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
+    ) -> None:
+        """Serve what a server hands on."""
+        is_direct = scope["type"] == "http" and scope["path"] in DIRECT_PATHS
+        if is_direct and cast("HTTPScope", scope)["method"] == "POST":
+            await serve_directly(self._serve, cast("HTTPScope", scope), receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 def create_app(
     config: ProxyConfig,
     clock: Callable[[], float] = time.monotonic,
     rng: random.Random | None = None,
-) -> Quart:
+) -> ProxyApp:
     """Build the application; it opens its sockets when a server starts it."""
     proxy = Proxy(config, clock, rng or random.Random())
-    app = Quart(__name__, static_folder=None)
-    app.asgi_http_class = Connection
-    app.request_class = ProxyRequest
+    app = ProxyApp(proxy)
+    app.asgi_http_class = QuartConnection
     # Quart would cut a long stream off without a word, and read a slow or large body no further.
     app.config["RESPONSE_TIMEOUT"] = None
     app.config["BODY_TIMEOUT"] = config.client_timeout_seconds
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
     app.while_serving(proxy.serving)
-    for path in (*COMPLETION_PATHS, *ERRAND_PATHS):
-        app.add_url_rule(path, view_func=proxy.complete, methods=["POST"], endpoint=path)
+    for path in DIRECT_PATHS:  # so that other methods are refused with 405
+        app.add_url_rule(path, view_func=proxy.refuse, methods=["POST"], endpoint=path)
     for path, view in {
         "/instances/add": proxy.add_instances,
         "/instances/remove": proxy.remove_instances,
@@ -88,7 +110,8 @@ class Proxy:
             allowed=AllowList(config.allowed_addresses),
         )
         self._metrics = Metrics(self._registry.instances, clock)
-        self._upstream = Upstream(config, self._metrics)
+        deadlines = Deadlines()
+        self._upstream = Upstream(self._metrics, deadlines)
         self._readiness = Readiness(config, self._registry, self._upstream, clock)
         self._discovery = Discovery(
             config, self._registry, self._metrics, self._readiness.watch, clock
@@ -118,6 +141,7 @@ class Proxy:
             self._releases,
             self._admission,
             self._metrics,
+            deadlines,
             clock,
         )
 
@@ -129,6 +153,7 @@ class Proxy:
         """Open the sockets, and close them in the opposite order."""
         async with AsyncExitStack() as parts:
             self._upstream.open()
+            parts.callback(self._forwarder.access_log.flush)
             parts.push_async_callback(self._upstream.close)
             parts.push_async_callback(self._releases.close)
             parts.push_async_callback(self._readiness.close)
@@ -161,9 +186,13 @@ class Proxy:
         self._admin.authorize(request.headers)
         return _json(self._admin.remove(cast("bytes", await request.get_data())))
 
-    async def complete(self) -> Response:
-        """Serve a completion or a chat completion."""
-        return await self._forwarder.serve(cast("ProxyRequest", request_ctx.request))
+    async def complete(self, request: ProxyRequest) -> Answer:
+        """Serve what instances answer: a completion, a chat completion, or an errand."""
+        return await self._forwarder.serve(request)
+
+    async def refuse(self) -> Response:
+        """Never called: `ProxyApp` takes what would come here."""
+        raise NotImplementedError
 
     async def models(self) -> Response:
         """List the models of all ready decode instances."""
@@ -203,10 +232,12 @@ def _json(content: dict[str, Any], status: int = 200) -> Response:
 
 
 async def _explain(error: ProxyError) -> Response:
-    return error.response()
+    answer = error.answer_to_client()
+    headers = {name.decode(): value.decode() for name, value in answer.headers}
+    return Response(cast("bytes", answer.body), answer.status, headers)
 
 
 async def _explain_http(error: HTTPException) -> Response:
     status = error.code or 500
     code = (error.name or "error").lower().replace(" ", "_")
-    return ProxyError(status, code, str(error.description)).response()
+    return await _explain(ProxyError(status, code, str(error.description)))

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
-
-from aiohttp import ClientResponse, ClientTimeout
 
 from p2p_engine.request_ids import new_transfer_id
 from proxy import payload
 from proxy.answers import check_answer
+from proxy.client import Limits, Response
 from proxy.errors import LegFailed
+from proxy.lifetime import Ends
 from proxy.relay import Relay
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from quart import Response
-
     from proxy.forward import Forwarder
     from proxy.instances import Instance, Leg, Role
     from proxy.journey import Journey
-    from proxy.lifetime import ProxyRequest
+    from proxy.lifetime import Answer, ProxyRequest
 
 REQUEST_ID = "X-Request-Id"
 # From the client to the instances. Its request id stays here: ours carries addresses.
-FORWARDED_HEADERS = ("Authorization", "Content-Type", "Traceparent", "Tracestate", "User-Agent")
+FORWARDED_HEADERS = ("authorization", "content-type", "traceparent", "tracestate", "user-agent")
 
 
 class Attempt:
@@ -40,12 +37,13 @@ class Attempt:
         self.asked = asked
         self.transfer_id = new_transfer_id()
         self.failed: Instance | None = None
-        self.ends = ExitStack()
+        self.ends = Ends()
+        self.deadlines = forwarder.deadlines
         self._upstream = forwarder.upstream
         self._registry = forwarder.registry
         request.ends.callback(self.ends.close)
 
-    async def run(self) -> Response:
+    async def run(self) -> Answer:
         """Answer the request.
 
         Raises:
@@ -62,13 +60,13 @@ class Attempt:
 
     async def send(
         self, leg: Leg, body: bytes, request_id: str, on_sent: Callable[[], None] = lambda: None
-    ) -> ClientResponse:
+    ) -> Response:
         """Send the leg that answers the client; its answer is open until `ends`."""
-        timeout = self.timeout(sock_read=self._first_byte_timeout())
-        headers = self.headers(request_id, "Accept", "Accept-Encoding")
+        limits = self.limits(silence=self._first_byte_timeout())
+        headers = self.headers(request_id, "accept", "accept-encoding")
         try:
             response = await self._upstream.post(
-                leg.instance, leg.role, self.request.path, body, headers, timeout, on_sent
+                leg.instance, leg.role, self.request.path, body, headers, limits, on_sent
             )
             self.ends.callback(response.close)
             await check_answer(response, leg.role.label, self.config.max_body_bytes)
@@ -77,14 +75,12 @@ class Attempt:
             raise
         return response
 
-    def relay(
-        self, leg: Leg, response: ClientResponse, cached_tokens: int | None = None
-    ) -> Response:
+    def relay(self, leg: Leg, response: Response, cached_tokens: int | None = None) -> Answer:
         """Hand the answer to the client."""
         if response.status < 400:
             leg.breaker.recover()
             self.asked = payload.NOTHING  # it has done its part; prompts are large, streams long
-        return Relay(self.config, self.journey, leg, response, cached_tokens).answer()
+        return Relay(self, leg, response, cached_tokens).answer()
 
     def judge(self, leg: Leg, failure: LegFailed) -> None:
         """Decide whose fault it is that the answering leg failed: its instance's."""
@@ -99,15 +95,11 @@ class Attempt:
         """Return the headers of a leg, with these of the client's beside the usual ones."""
         theirs = self.request.headers
         headers = {name: theirs[name] for name in (*FORWARDED_HEADERS, *more) if name in theirs}
-        return {"Content-Type": "application/json", **headers, REQUEST_ID: request_id}
+        return {"content-type": "application/json", **headers, REQUEST_ID: request_id}
 
-    def timeout(
-        self, *, total: float | None = None, sock_read: float | None = None
-    ) -> ClientTimeout:
+    def limits(self, *, silence: float | None = None, total: float | None = None) -> Limits:
         """Return the limits of a leg, in seconds."""
-        return ClientTimeout(
-            total=total, connect=self.config.connect_timeout_seconds, sock_read=sock_read
-        )
+        return Limits(self.config.connect_timeout_seconds, silence, total)
 
     def _first_byte_timeout(self) -> float:
         """Only a stream shows its first byte before the whole generation is done."""
@@ -135,7 +127,7 @@ class Errand(Attempt):
         self._leg = self.take_leg(instance, role, 1)
         journey.chose(None, instance, self.transfer_id)
 
-    async def run(self) -> Response:
+    async def run(self) -> Answer:
         """Send the client's own bytes, and the answer back."""
         body = payload.decode_body(self.asked, None)
         return self.relay(self._leg, await self.send(self._leg, body, self.transfer_id))

@@ -6,9 +6,9 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from quart import Response
 
 from p2p_engine.errors import P2pError
+from proxy.lifetime import Answer
 
 RETRY_AFTER_SECONDS = 3
 
@@ -22,14 +22,12 @@ class ProxyError(P2pError):
         self.code = code
         self.details = details
 
-    def response(self) -> Response:
-        """Build the answer to the client."""
-        response = Response(
-            msgspec.json.encode(self.body()), self.status, content_type="application/json"
-        )
+    def answer_to_client(self) -> Answer:
+        """Build the answer."""
+        headers = [(b"content-type", b"application/json")]
         if self.status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
-            response.headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
-        return response
+            headers.append((b"retry-after", b"%d" % RETRY_AFTER_SECONDS))
+        return Answer(self.status, headers, msgspec.json.encode(self.body()))
 
     def body(self) -> dict[str, Any]:
         """Return the JSON object of the answer."""
@@ -51,25 +49,25 @@ class LegFailed(ProxyError):
         message: str,
         *,
         can_retry: bool = False,
-        answer: Response | None = None,
+        answer: Answer | None = None,
     ) -> None:
         super().__init__(status, code, message)
         self.can_retry = can_retry
         self.answer = answer
 
-    def response(self) -> Response:
+    def answer_to_client(self) -> Answer:
         """Return the instance's own answer, if it gave one that is for the client."""
-        return self.answer or super().response()
+        return self.answer or super().answer_to_client()
 
 
 class Refused(ProxyError):
     """An instance refused the request: its own answer is the client's answer."""
 
-    def __init__(self, role: str, answer: Response) -> None:
-        status = answer.status_code
+    def __init__(self, role: str, answer: Answer) -> None:
+        status = answer.status
         super().__init__(status, f"{role}_refused", f"the {role} instance answered {status}")
         self.answer = answer
 
-    def response(self) -> Response:
+    def answer_to_client(self) -> Answer:
         """Return the instance's answer."""
         return self.answer

@@ -9,23 +9,21 @@ import asyncio
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from aiohttp import ClientResponse
-from quart import Response
-
 from p2p_engine.request_ids import ProxyId
 from proxy import payload
 from proxy.answers import check_prefill, read
 from proxy.attempt import Attempt
+from proxy.client import ClientError, Response
 from proxy.config import CONCURRENT
 from proxy.errors import LegFailed
 from proxy.instances import Role
-from proxy.upstream import FAILURES, leg_failed
+from proxy.upstream import leg_failed
 
 if TYPE_CHECKING:
     from proxy.forward import Forwarder
     from proxy.instances import Instance, Leg
     from proxy.journey import Journey
-    from proxy.lifetime import ProxyRequest
+    from proxy.lifetime import Answer, ProxyRequest
     from proxy.routing import Pair
 
 
@@ -53,7 +51,7 @@ class Exchange(Attempt):
         self.ends.callback(self._release_unclaimed)
         journey.chose(pair.prefill, pair.decode, self.transfer_id)
 
-    async def run(self) -> Response:
+    async def run(self) -> Answer:
         """Answer the request; errors as in `Attempt`."""
         if self._pair.prefill is None:
             return self._answer(await self._decode_alone())
@@ -64,7 +62,7 @@ class Exchange(Attempt):
         prefilled = await self._prefill(proxy_id)
         return self._answer(await self._decode(proxy_id, prefilled.params))
 
-    async def _run_together(self, proxy_id: ProxyId) -> ClientResponse:
+    async def _run_together(self, proxy_id: ProxyId) -> Response:
         """Prefill and decode at once; decode's answer waits for prefill's success."""
         legs = (
             asyncio.ensure_future(self._prefill(proxy_id)),
@@ -96,22 +94,22 @@ class Exchange(Attempt):
 
     async def _post_prefill(
         self, instance: Instance, body: bytes, proxy_id: ProxyId
-    ) -> tuple[ClientResponse, bytes]:
-        timeout = self.timeout(total=self.config.prefill_timeout_seconds)
+    ) -> tuple[Response, bytes]:
+        limits = self.limits(total=self.config.prefill_timeout_seconds)
         headers = self.headers(payload.request_id(proxy_id))
         response = await self._upstream.post(
-            instance, Role.PREFILL, self.request.path, body, headers, timeout
+            instance, Role.PREFILL, self.request.path, body, headers, limits
         )
         try:
             answer = await read(response, self.config.max_body_bytes)
-        except FAILURES as error:
+        except ClientError as error:
             raise leg_failed(instance, Role.PREFILL, error) from error
         finally:
             response.close()
         self.journey.prefilled()
         return response, answer
 
-    async def _decode(self, proxy_id: ProxyId, answered: payload.Fields) -> ClientResponse:
+    async def _decode(self, proxy_id: ProxyId, answered: payload.Fields) -> Response:
         """Start the decode leg of a pair."""
         params = None if self._pair.is_old_wire else payload.decode_params(proxy_id, answered)
         body = payload.decode_body(self.asked, params)
@@ -119,7 +117,7 @@ class Exchange(Attempt):
             self._decode_leg, body, payload.request_id(proxy_id), on_sent=self._claim
         )
 
-    async def _decode_alone(self) -> ClientResponse:
+    async def _decode_alone(self) -> Response:
         """Start a decode that computes the prompt itself: its id names no other instance."""
         body = payload.decode_body(self.asked, None)
         return await self.send(self._decode_leg, body, self.transfer_id)
@@ -137,7 +135,7 @@ class Exchange(Attempt):
         """Decode has the request: the KV is its own, unless it refuses."""
         self._is_claimed = True
 
-    def _answer(self, response: ClientResponse) -> Response:
+    def _answer(self, response: Response) -> Answer:
         self._is_claimed = response.status < 400
         cached_tokens = self._kv[1].cached_tokens if self._kv else None
         return self.relay(self._decode_leg, response, cached_tokens)

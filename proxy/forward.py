@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
+import logging
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, cast
-
-from werkzeug.exceptions import HTTPException
+from typing import TYPE_CHECKING
 
 from proxy import payload
 from proxy.attempt import REQUEST_ID, Attempt, Errand
 from proxy.errors import LegFailed, ProxyError
 from proxy.exchange import Exchange
-from proxy.journey import Journey
+from proxy.journey import AccessLog, Journey
+from proxy.lifetime import BodyRefused
 from proxy.prompt import read_prompt
 from proxy.routing import Busy, NoInstance
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from quart import Response
-
     from proxy.admission import Admission
     from proxy.config import ProxyConfig
+    from proxy.deadlines import Deadlines
     from proxy.instances import Instance
-    from proxy.lifetime import ProxyRequest
+    from proxy.lifetime import Answer, ProxyRequest
     from proxy.metrics import Metrics
     from proxy.registry import Registry
     from proxy.release import Releases
     from proxy.routing import Router
     from proxy.upstream import Upstream
+
+logger = logging.getLogger(__name__)
 
 MAX_ECHO_CHARS = 256
 SESSION_ID = "X-Session-Id"
@@ -52,6 +52,7 @@ class Forwarder:
         releases: Releases,
         admission: Admission,
         metrics: Metrics,
+        deadlines: Deadlines,
         clock: Callable[[], float],
     ) -> None:
         self.config = config
@@ -61,25 +62,33 @@ class Forwarder:
         self.releases = releases
         self.admission = admission
         self.metrics = metrics
+        self.deadlines = deadlines
         self.clock = clock
+        self.access_log = AccessLog()
         # Requests that have not ended, in order of arrival.
         self.journeys: dict[Journey, None] = {}
         # The last ones that have ended, oldest first.
         self.recent: deque[Journey] = deque(maxlen=NUM_RECENT)
 
-    async def serve(self, request: ProxyRequest) -> Response:
+    async def serve(self, request: ProxyRequest) -> Answer:
         """Answer one request; the legs it needs end with it."""
         journey = self._begin(request)
         try:
-            response = await self._answer(request, journey)
+            answer = await self._answer(request, journey)
         except ProxyError as error:
             journey.failed(error)
-            response = error.response()
-        response.headers[REQUEST_ID] = journey.client_id or journey.transfer_id or "-"
-        return response
+            answer = error.answer_to_client()
+        except Exception:
+            logger.exception("a request failed by a fault of ours")
+            failure = ProxyError(500, "internal_error", "the proxy failed")
+            journey.failed(failure)
+            answer = failure.answer_to_client()
+        told_id = journey.client_id or journey.transfer_id or "-"
+        answer.headers.append((REQUEST_ID.encode(), told_id.encode()))
+        return answer
 
     def _begin(self, request: ProxyRequest) -> Journey:
-        client_id = request.headers.get(REQUEST_ID, "")[:MAX_ECHO_CHARS]
+        client_id = request.headers.get(REQUEST_ID.lower(), "")[:MAX_ECHO_CHARS]
         is_echoed = client_id.isascii() and client_id.isprintable()
         journey = Journey(
             request.path, client_id if is_echoed else "", self.clock, started=self.clock()
@@ -93,12 +102,13 @@ class Forwarder:
         if request.is_abandoned:
             journey.abandoned()
         journey.end()
+        self.access_log.add(journey)
         self.recent.append(journey)
         self.metrics.count_journey(journey)
 
-    async def _answer(self, request: ProxyRequest, journey: Journey) -> Response:
-        asked = payload.parse(await _body(request))
-        prompt = read_prompt(asked.fields, request.headers.get(SESSION_ID, ""))
+    async def _answer(self, request: ProxyRequest, journey: Journey) -> Answer:
+        asked = payload.parse(await self._body(request))
+        prompt = read_prompt(asked.fields, request.headers.get(SESSION_ID.lower(), ""))
         failed: list[Instance] = []
 
         def start() -> Attempt:
@@ -116,7 +126,7 @@ class Forwarder:
 
     async def _run(
         self, attempt: Attempt, start: Callable[[], Attempt], failed: list[Instance]
-    ) -> Response:
+    ) -> Answer:
         """Run an attempt, and others in its place while instances fail and others are left.
 
         Each has a transfer id of its own, and what a failed one holds is let go of at once.
@@ -135,11 +145,11 @@ class Forwarder:
                     continue
                 raise
 
-
-async def _body(request: ProxyRequest) -> bytes:
-    try:
-        return cast("bytes", await request.get_data(cache=False))
-    except HTTPException as error:  # too large, or too slow
-        raise ProxyError(error.code or 400, "bad_body", str(error.description)) from error
-    except asyncio.TimeoutError as error:  # too slow, under Python 3.10
-        raise ProxyError(408, "bad_body", "the body did not arrive in time") from error
+    async def _body(self, request: ProxyRequest) -> bytes:
+        config = self.config
+        try:
+            return await request.body(
+                config.max_body_bytes, config.client_timeout_seconds, self.deadlines
+            )
+        except BodyRefused as error:
+            raise ProxyError(error.status, "bad_body", str(error)) from error

@@ -22,6 +22,9 @@ class Role(enum.Enum):
     PREFILL = "P"
     DECODE = "D"
 
+    # There is one of each, and they are keys on the way of every request.
+    __hash__ = object.__hash__
+
     @property
     def label(self) -> str:
         """The role's name in answers, logs and metrics."""
@@ -94,9 +97,9 @@ class Instance:
         """Tell whether a leg of this role may be sent to it: it beats, its server answers, it does
         not drain, and its last legs did not fail."""
         return (
-            self.is_ready
+            self.missed_probes < PATIENCE
             and self.drains_until is None
-            and self.has_role(role, now)
+            and now < self.expires.get(role, now)
             and self.breakers[role].allows(now)
         )
 

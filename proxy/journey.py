@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from proxy.instances import Instance
 
 logger = logging.getLogger("proxy.access")
+
+LOG_SECONDS = 0.1
 
 
 @dataclass(eq=False)
@@ -70,10 +74,9 @@ class Journey:
         self.outcome = self.outcome or "client_left"
 
     def end(self) -> None:
-        """Write the request's one line in the log."""
+        """Note that it is over."""
         self.total_seconds = self._elapsed()
         self.outcome = self.outcome or "internal_error"
-        logger.info("%s", msgspec.json.encode(self.describe()).decode())
 
     def describe(self) -> dict[str, Any]:
         """Return what is known, without a word of the request itself."""
@@ -95,6 +98,32 @@ class Journey:
 
     def _elapsed(self) -> float:
         return self.clock() - self.started
+
+
+class AccessLog:
+    """One line of JSON for each request that has ended. Lines are written some at a time: a record
+    of its own for each would cost as much as choosing the instances does."""
+
+    def __init__(self) -> None:
+        self._lines: list[bytes] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, journey: Journey) -> None:
+        """Write a journey soon."""
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        self._lines.append(msgspec.json.encode({"time": now, **journey.describe()}))
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(LOG_SECONDS, self.flush)
+
+    def flush(self) -> None:
+        """Write what is left."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        lines, self._lines = self._lines, []
+        if lines:
+            logger.info("%s", b"\n".join(lines).decode())
 
 
 def _milliseconds(seconds: float | None) -> float | None:

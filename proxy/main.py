@@ -67,6 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         level=options.pop("log_level").upper(),
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
+    # Its lines are JSON as they are, for programs.
+    access = logging.getLogger("proxy.access")
+    access.propagate = False
+    access.addHandler(logging.StreamHandler())
     try:
         server = uvicorn.Server(server_config(ProxyConfig(**options)))
     except ConfigError as error:

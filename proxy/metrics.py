@@ -26,6 +26,7 @@ class Metrics:
         self.requests = self._counter(
             "requests", "Requests that ended", "route", "status", "outcome"
         )
+        self._requests: dict[tuple[str, str, str], Counter] = {}
         self.resends = self._counter("resends", "Requests sent again on a fresh connection", "role")
         self.retries = self._counter("retries", "Requests tried with another pair")
         self.releases = self._counter("releases", "KV that decode was told to let go of", "result")
@@ -40,7 +41,11 @@ class Metrics:
 
     def count_journey(self, journey: Journey) -> None:
         """Account for a request that has ended."""
-        self.requests.labels(journey.route, str(journey.status), journey.outcome).inc()
+        labels = (journey.route, str(journey.status), journey.outcome)
+        counter = self._requests.get(labels)
+        if counter is None:  # label sets are few, and to look one up there is slow
+            counter = self._requests[labels] = self.requests.labels(*labels)
+        counter.inc()
         self.request.observe(journey.total_seconds)
         self.bytes.inc(journey.bytes_sent)
         if journey.queue_seconds is not None:

@@ -6,12 +6,11 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from aiohttp import ClientTimeout
 from quart import Response
 
+from proxy.client import ClientError
 from proxy.errors import ProxyError
 from proxy.instances import Role
-from proxy.upstream import FAILURES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,10 +57,8 @@ async def _ask(
     instance: Instance, upstream: Upstream, headers: Mapping[str, str]
 ) -> tuple[int, bytes]:
     try:
-        timeout = ClientTimeout(total=TIMEOUT_SECONDS)
-        response = await upstream.get(instance, PATH, headers, timeout)
-        return response.status, await response.read()
-    except FAILURES:
+        return await upstream.get(instance, PATH, headers, TIMEOUT_SECONDS)
+    except ClientError:
         return 502, b""
 
 

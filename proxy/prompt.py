@@ -81,11 +81,13 @@ def _num_output_tokens(fields: Fields) -> int:
 def _needs_whole_prompt(fields: Fields) -> bool:
     """Its log-probabilities are not in its KV, and beam search gives its children new names."""
     names = ("prompt_logprobs", "echo", "use_beam_search")
-    return any(bytes(fields.get(name, b"")) not in _NOTHING for name in names)
+    return any(name in fields and bytes(fields[name]) not in _NOTHING for name in names)
 
 
 def _value(fields: Fields, name: str, kind: type[Value], default: Value) -> Value:
+    if name not in fields:
+        return default
     try:
-        return msgspec.json.decode(fields.get(name, b"null"), type=kind)
+        return msgspec.json.decode(fields[name], type=kind)
     except payload.BAD_JSON:
         return default

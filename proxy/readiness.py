@@ -10,8 +10,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-import aiohttp
-from aiohttp import ClientTimeout
+from proxy.client import ClientError, TimedOut
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 # One that is not ready yet is asked more often, so that it serves soon after it can.
 EAGER_INTERVAL_SECONDS = 0.5
-# A fresh connection each time: what is asked is whether new ones are taken.
-_HEADERS = {"Connection": "close"}
 
 
 class Readiness:
@@ -74,16 +71,15 @@ class Readiness:
         del self._watches[address]
 
     async def _probe(self, instance: Instance) -> None:
-        timeout = ClientTimeout(total=self._config.probe_timeout_seconds)
+        timeout = self._config.probe_timeout_seconds
         try:
-            response = await self._upstream.get(instance, "/health", _HEADERS, timeout)
-        except asyncio.TimeoutError:
+            status, _ = await self._upstream.get(instance, "/health", {}, timeout)
+        except TimedOut:
             instance.record_silence()
-        except (aiohttp.ClientError, ValueError):  # no host has such a name: a UnicodeError
+        except ClientError:
             instance.record_unreachable()
         else:
-            instance.record_answer(response.status)
-            response.close()
+            instance.record_answer(status)
 
     def _pause(self, instance: Instance) -> float:
         interval = self._config.probe_interval_seconds

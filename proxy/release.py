@@ -6,8 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from aiohttp import ClientTimeout
-
+from proxy.client import Limits
 from proxy.errors import LegFailed
 from proxy.instances import Role
 
@@ -51,9 +50,9 @@ class Releases:
     async def _release(
         self, decode: Instance, path: str, body: bytes, headers: Mapping[str, str]
     ) -> None:
-        timeout = ClientTimeout(total=TIMEOUT_SECONDS)
+        limits = Limits(TIMEOUT_SECONDS, total=TIMEOUT_SECONDS)
         try:
-            response = await self._upstream.post(decode, Role.DECODE, path, body, headers, timeout)
+            response = await self._upstream.post(decode, Role.DECODE, path, body, headers, limits)
         except LegFailed as error:
             logger.warning("KV not released instance=%s: %s", decode.identity.http_address, error)
             self._metrics.releases.labels("failed").inc()

@@ -83,7 +83,8 @@ class Router:
             NoInstance: says which role is missing.
             Busy: nobody who is ready has room.
         """
-        prefills, decodes = (self._ready(role, prompt.model, excluded) for role in Role)
+        now, candidates = self._clock(), self._candidates(prompt.model, excluded)
+        prefills, decodes = (_routable(candidates, role, now) for role in Role)
         free_prefills, free_decodes = (
             [i for i in ready if i.in_flight[role] < self._max_legs]
             for role, ready in zip(Role, (prefills, decodes), strict=True)
@@ -111,7 +112,8 @@ class Router:
         Raises:
             NoInstance: there is none.
         """
-        able = [(i, role) for role in Role for i in self._ready(role, model, excluded)]
+        now, candidates = self._clock(), self._candidates(model, excluded)
+        able = [(i, role) for role in Role for i in _routable(candidates, role, now)]
         if not able:
             raise NoInstance("no instance is ready", list(Role))
         return min(able, key=lambda place: (place[0].load, place[0].last_turn))
@@ -123,13 +125,11 @@ class Router:
             for _ in self._tree.tidy(self._registry.is_current):
                 await asyncio.sleep(0)
 
-    def _ready(
-        self, role: Role, model: str | None, excluded: Collection[Instance]
-    ) -> list[Instance]:
-        now, instances = self._clock(), self._registry.instances()
+    def _candidates(self, model: str | None, excluded: Collection[Instance]) -> list[Instance]:
+        instances = self._registry.instances()
         if any(instance.identity.model == model for instance in instances):
             instances = [i for i in instances if i.identity.model == model or i.may_serve_any]
-        return [i for i in instances if i.is_routable(role, now) and i not in excluded]
+        return [i for i in instances if i not in excluded] if excluded else instances
 
     def _choose(self, role: Role, candidates: Sequence[Instance], prompt: Prompt) -> Instance:
         in_order = sorted(candidates, key=lambda instance: (instance.load, instance.last_turn))
@@ -161,6 +161,10 @@ class Router:
         if self._keeps_tree:
             for instance in instances:
                 self._tree.insert(prompt.blocks, instance)
+
+
+def _routable(instances: list[Instance], role: Role, now: float) -> list[Instance]:
+    return [instance for instance in instances if instance.is_routable(role, now)]
 
 
 def _with_partner(decodes: list[Instance], prefills: list[Instance]) -> list[Instance]:

@@ -89,7 +89,7 @@ async def test_it_serves_and_stops_when_told(signum: signal.Signals) -> None:
     async with served() as (running, proxy, (prefill, decode)):
         status, body, _ = await proxy.ask(STREAMED, headers={"X-Request-Id": "mine"})
         assert (status, body) == (200, b"".join(events(STREAMED)))
-        line = json.loads(await running.shown(r"proxy.access (.*)"))
+        line = json.loads(await running.shown(r"(\{\"time\".*\})"))
         assert {line[name] for name in ("route", "status", "outcome", "client_id", "tries")} == {
             "/v1/completions", 200, "ok", "mine", 1,
         }  # fmt: skip

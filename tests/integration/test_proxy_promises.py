@@ -77,7 +77,16 @@ async def test_02_no_kv_is_left_behind(rng: SeededRandom, caplog: pytest.LogCapt
         await proxy.until_idle()
         everyone = (*prefills, *decodes)
         await until(lambda: all(r.ended for m in everyone for r in m.received), "all legs ended")
-        lines = [json.loads(record.message) for record in caplog.records]
+        samples = await proxy.metrics()
+        ended = sum(
+            n for name, n in samples.items() if name.startswith("p2p_proxy_requests_total{")
+        )
+
+        def lines_of_all() -> list[Any]:
+            texts = [line for record in caplog.records for line in record.message.splitlines()]
+            return [json.loads(text) for text in texts] if len(texts) == ended else []
+
+        lines = await until(lines_of_all, "every request has its line in the log")
         untold = {line["transfer_id"] for line in lines if line["prefill_ms"] is None}
         await until(lambda: set.union(*(m.kv for m in decodes)) <= untold, "KV is let go of")
         assert len(lines) > NUM_CANCELLED // 2  # the rest left before they had asked

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
-import aiohttp
 import pytest
 
 from p2p_engine.messages import Heartbeat
+from proxy.client import Broken, ClientError, ConnectTimedOut, TimedOut, Unreachable
 from proxy.instances import Instance, Role
 from proxy.registry import Registry
 from proxy.upstream import leg_failed
-
-KEY: Any = SimpleNamespace(ssl=False, host="secret", port=1)
 
 
 @pytest.fixture
@@ -26,16 +21,14 @@ def instance() -> Instance:
 @pytest.mark.parametrize(
     ("error", "status", "kind", "stays_ready"),
     [
-        (aiohttp.ClientConnectorError(KEY, OSError(111, "refused")), 502, "failed", False),
-        (aiohttp.ConnectionTimeoutError("secret:1"), 504, "timeout", False),
-        (aiohttp.SocketTimeoutError("secret:1"), 504, "timeout", True),
-        (aiohttp.ServerDisconnectedError("secret:1"), 502, "failed", True),
-        (aiohttp.ClientOSError(104, "reset by secret:1"), 502, "failed", True),
-        (aiohttp.ClientPayloadError("half of secret:1"), 502, "failed", True),
+        (Unreachable("refused by secret:1"), 502, "failed", False),
+        (ConnectTimedOut("secret:1"), 504, "timeout", False),
+        (TimedOut("secret:1"), 504, "timeout", True),
+        (Broken("half of secret:1"), 502, "failed", True),
     ],
 )
 def test_each_failure_has_its_name(
-    instance: Instance, error: Exception, status: int, kind: str, stays_ready: bool
+    instance: Instance, error: ClientError, status: int, kind: str, stays_ready: bool
 ) -> None:
     failure = leg_failed(instance, Role.DECODE, error)
     assert (failure.status, failure.code) == (status, f"decode_{kind}")
