@@ -1,5 +1,5 @@
 # The one door: every command that a developer, a reader or CI runs.
-# Variables: PYTHON= (another interpreter), VLLM= (another release of vLLM), MODES=, NAME=
+# Variables: PYTHON= (another interpreter), VLLM= (another release of vLLM), MODES=, NAME=, DURATION=, SEED=, JOBS=
 
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest
@@ -7,7 +7,7 @@ C_FILES = $(wildcard csrc/*.[ch] tests/c/*.[ch] tests/double/*.[ch])
 BENCHMARKS = $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-c asan bench test-vllm test-upstream test-gpu check fix coverage wheel clean
+.PHONY: help setup demo test test-c asan chaos bench test-vllm test-upstream test-gpu check fix coverage wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,10 @@ test: setup test-c asan  ## everything that needs no GPU; at most 25 minutes on 
 
 test-c: setup  ## the C tests under AddressSanitizer and UBSan
 	tests/c/run.sh
+
+chaos: setup  ## the fault campaign: DURATION= seconds, SEED=, JOBS= rounds side by side; goes on where it was
+	$(BIN)/python -m tests.chaos.campaign --seconds $(or $(DURATION),60) --seed $(or $(SEED),1) \
+		--jobs $(or $(JOBS),4) --record build/chaos.jsonl
 
 asan: setup  ## the Python tests of the C extension under AddressSanitizer and UBSan
 	tests/c/asan.sh

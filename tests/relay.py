@@ -82,6 +82,7 @@ class Relay:
                     data = data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
                 target.sendall(data)
                 passed += len(data)
+            self._wait_to_pass()
         for connection in (source, target):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,316 @@
+"""A process with one engine that does what it is told, and that stops at a step to let a fault in.
+
+Two pipes: commands and answers, and the trap. Whichever thread reaches the step that was set tells
+the parent and stands still until the parent has done its deed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import logging
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.random  # now, not when the descriptors have run out
+import torch
+
+from mempool import Arena
+from p2p_engine import EngineConfig, P2pNcclEngine, SendMode, TransferKey, sockets
+from p2p_engine.errors import P2pError, RemoteProtocolError
+from p2p_engine.layout import TensorSink, TensorSource
+from p2p_engine.messages import decode
+from p2p_engine.peers import PeerAddress
+from p2p_engine.transfer import Transfer
+from p2p_engine.transports import shm
+from p2p_engine.transports.base import ArenaChannel
+from p2p_engine.transports.tcp import TcpChannel, TcpTransport
+from tests.support import eventually, held_resources
+
+REAL_CLOCK = time.monotonic
+TRAP_SECONDS = 3.0  # the parent's answer; a process that was stopped in the trap goes on by itself
+
+
+def pattern(name: str, nbytes: int) -> torch.Tensor:
+    """Bytes that depend on the name alone."""
+    return torch.from_numpy(np.random.default_rng([*name.encode()]).integers(0, 256, nbytes, "u1"))
+
+
+class Trap:
+    """Where this process stands still, once."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._event = ""
+        self._lock = threading.Lock()
+
+    def set(self, event: str) -> None:
+        """Wait for this event from now on."""
+        with self._lock:
+            self._event = event
+
+    def reach(self, event: str) -> None:
+        """Stand still if this is the event."""
+        with self._lock:
+            if event != self._event:
+                return
+            self._event = ""
+        self._pipe.send(event)
+        if self._pipe.poll(TRAP_SECONDS):
+            self._pipe.recv()
+
+
+class Clock:
+    """A monotonic clock that can be told to jump; it replaces this process's, as a resumed virtual
+    machine would."""
+
+    def __init__(self) -> None:
+        self.offset = 0.0
+        time.monotonic = lambda: REAL_CLOCK() + self.offset
+
+
+@dataclass
+class Open:
+    """A transfer that this process has begun, and what its end was."""
+
+    name: str
+    nbytes: int
+    transfer: Transfer
+    sink: TensorSink | None = None
+    ended_at: float = 0.0
+
+    def outcome(self) -> tuple[str, str, bool, float]:
+        """Name, error's class or "ok", whether its bytes are right, and when it ended."""
+        error = self.transfer.error
+        word = "stuck" if not self.transfer.done else type(error).__name__ if error else "ok"
+        right = True
+        if word == "ok" and self.sink is not None:
+            tensor = self.sink.tensor
+            right = tensor is not None and torch.equal(tensor, pattern(self.name, self.nbytes))
+        return self.name, word, right, self.ended_at
+
+
+class Child:
+    """The commands."""
+
+    def __init__(self, config: EngineConfig, trap: Trap) -> None:
+        self.clock = Clock()
+        self.trap = trap
+        self.engine = P2pNcclEngine(config)
+        self._open: list[Open] = []
+        self._spaces: list[Any] = []
+        self._data_address = ""
+        self._laid_out()
+        eventually(_threads_are_named)
+        self._before = held_resources()
+
+    def _laid_out(self) -> None:
+        engine, reach = self.engine, self.trap.reach
+        control = engine._control
+        control.send = _after(control.send, lambda _, frame: reach(f"say {_kind(frame)}"))  # type: ignore[method-assign]
+        control._on_frame = _before(control._on_frame, lambda _, f: reach(f"hear {_kind(f)}"))
+        engine._links._on_channel = _before(engine._links._on_channel, lambda _: reach("connect"))
+        answers, store = engine._store._answers, engine._store
+        answers.conclude = _after(answers.conclude, lambda *a: a[2] is None and reach("land"))  # type: ignore[method-assign]
+        store._scatter = _after(store._scatter, lambda *_: reach("scatter"))  # type: ignore[method-assign]
+        for kind in (ArenaChannel, TcpChannel):
+            kind.write = _after(kind.write, lambda *_, **__: reach("write"))  # type: ignore[method-assign]
+        honest = TcpTransport.invite
+
+        def invite(transport: TcpTransport, source_epoch: int) -> dict[str, str] | None:
+            endpoint = honest(transport, source_epoch) or {}
+            return {**endpoint, "address": self._data_address or endpoint["address"]}
+
+        TcpTransport.invite = invite  # type: ignore[assignment, method-assign]
+
+    def addresses(self) -> tuple[str, str]:
+        """Where peers dial for messages, and for data."""
+        tcp = self.engine._transports.get("tcp")
+        return self.engine.zmq_address, tcp._address if isinstance(tcp, TcpTransport) else ""
+
+    def divert(self, control: str, data: str) -> None:
+        """Be known by other addresses: those of relays."""
+        self.engine._control.sockets.address, self._data_address = control, data
+
+    def jump(self, seconds: float) -> None:
+        """Let the clock jump."""
+        self.clock.offset += seconds
+
+    def limit_descriptors(self, is_limited: bool) -> None:
+        """Let no new descriptor be opened, or as many as before."""
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3 if is_limited else hard, hard))
+
+    def limit_memory(self, is_limited: bool) -> None:
+        """Let no memory of a peer be mapped, as when there is none left, or let it again."""
+
+        def attach(descriptor: int, nbytes: int) -> Arena:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+        vars(shm)["Arena"] = SimpleNamespace(attach=attach) if is_limited else Arena
+
+    def fill(self) -> None:
+        """Take all landing memory."""
+        with self.engine._changed:
+            arena, size = self.engine._arena, 1 << 20
+            while arena is not None and size >= 4096:
+                space = arena.reserve(size)
+                if space is None:
+                    size //= 2
+                else:
+                    self._spaces.append(space)
+
+    def drain(self) -> None:
+        """Give it back."""
+        with self.engine._changed:
+            while self._spaces and self.engine._arena is not None:
+                self.engine._arena.release(self._spaces.pop())
+
+    def send(self, names: list[str], nbytes: int, peer: str, mode: str, ready: bool) -> None:
+        """Begin to send, or to hold."""
+        for name in names:
+            key, tensor = TransferKey(name), pattern(name, nbytes)
+            if mode == SendMode.GET:
+                transfer = self.engine.hold(key, TensorSource(tensor))
+            else:
+                source = TensorSource(tensor)
+                transfer = self.engine.send(key, PeerAddress(peer), source, ready=ready)
+            self._open.append(Open(name, nbytes, transfer))
+            if mode == SendMode.PUT and ready:
+                with contextlib.suppress(P2pError):
+                    transfer.wait(self.engine.config.transfer_timeout_seconds)
+
+    def receive(self, names: list[str], nbytes: int, peer: str, mode: str) -> None:
+        """Begin to receive."""
+        for name in names:
+            sink = TensorSink()
+            with contextlib.suppress(P2pError):  # refused at once: it came and went before
+                transfer = self.engine.receive(
+                    TransferKey(name), sink, peer=PeerAddress(peer), pull=mode == SendMode.GET
+                )
+                self._open.append(Open(name, nbytes, transfer, sink))
+
+    def mark_ready(self) -> None:
+        """Let everything that waits move."""
+        for item in self._open:
+            with contextlib.suppress(P2pError):
+                self.engine.mark_ready(item.transfer)
+
+    def cancel(self) -> None:
+        """Withdraw everything."""
+        for item in self._open:
+            item.transfer.cancel("the round says so")
+
+    def abandon(self, peer: str) -> None:
+        """Tell the peer that nothing will come."""
+        for item in self._open:
+            with contextlib.suppress(P2pError):
+                self.engine.abandon(item.transfer.key, PeerAddress(peer), "the round says so")
+            item.transfer.cancel("the round says so")
+
+    def finish(self, seconds: float) -> list[tuple[str, str, bool, float]]:
+        """Wait until all have ended; how each did."""
+        deadline = REAL_CLOCK() + seconds
+        waiting = list(self._open)
+        while waiting and REAL_CLOCK() < deadline:
+            for item in [item for item in waiting if item.transfer.done]:
+                item.ended_at = REAL_CLOCK()
+                waiting.remove(item)
+            time.sleep(0.001)
+        outcomes = [item.outcome() for item in self._open]
+        self._open.clear()
+        return outcomes
+
+    def leftovers(self, seconds: float) -> list[str]:
+        """Wait until nothing is open, reserved or held any more; what is, after so many seconds."""
+        deadline = REAL_CLOCK() + seconds
+        while left := self._left():
+            if REAL_CLOCK() > deadline:
+                break
+            time.sleep(0.01)
+        return left
+
+    def _left(self) -> list[str]:
+        stats = self.engine.stats()
+        wanted = {
+            "open_transfers": 0, "live_bytes": 0, "quarantined_bytes": 0, "control_errors": 0,
+            "overdue_waits": 0, "guests": 0, "links": {}, "unclosed_channels": 0, "healthy": True,
+            "corrupted_chunks": 0,
+        }  # fmt: skip
+        wrong = [f"{key}={stats[key]}" for key, value in wanted.items() if stats[key] != value]
+        return wrong or sorted(map(_described, held_resources() - self._before))
+
+
+def _threads_are_named() -> bool:
+    """Whether each native thread has its own name by now: it gives it to itself."""
+    names = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+    return {"p2p-mover", "ZMQbg/Reaper", "ZMQbg/IO/0"} <= names
+
+
+def _described(resource: str) -> str:
+    """Say of a socket what it is connected to."""
+    kind, number, *_ = resource.split()
+    if kind == "descriptor" and "socket:" in resource:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as held:
+            return f"{resource} {held.family.name} {held.getsockname()} to {held.getpeername()}"
+    return resource
+
+
+def _kind(frame: bytes) -> str:
+    try:
+        return type(decode(frame)).__name__.upper()
+    except RemoteProtocolError:
+        return "NOISE"
+
+
+def _after(call: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*arguments: Any, **named: Any) -> Any:
+        result = call(*arguments, **named)
+        then(*arguments, **named)
+        return result
+
+    return both
+
+
+def _before(call: Callable[..., Any], first: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*arguments: Any, **named: Any) -> Any:
+        first(*arguments, **named)
+        return call(*arguments, **named)
+
+    return both
+
+
+def serve(pipe: Connection, trap_pipe: Connection, config: EngineConfig) -> None:
+    """The process's main function."""
+    os.setpgid(0, 0)  # the terminal's Ctrl-C is for the campaign
+    torch.set_num_threads(1)
+    logging.disable(logging.ERROR)  # what is to be seen is in the record
+    sockets.SILENCE_SECONDS = 1.5
+    gc.freeze()  # what was imported before is nobody's leak, and every look for leaks is quick
+    trap = Trap(trap_pipe)
+    child = Child(config, trap)
+    with child.engine:
+        while True:
+            try:
+                command, arguments = pipe.recv()
+            except (EOFError, OSError):
+                return  # the campaign is over
+            if command == "trap":
+                trap.set(*arguments)
+                pipe.send(None)
+            elif command == "close":
+                child.engine.close()
+                pipe.send(None)
+            else:
+                pipe.send(getattr(child, command)(*arguments))

@@ -1,0 +1,212 @@
+"""One round: two processes, transfers, a fault at a step, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from p2p_engine import SendMode
+from tests.chaos.faults import Fault, Scene
+from tests.chaos.parent import ChildGone, Process
+from tests.chaos.steps import ABANDON, ABORT, FULL, PULL, SENDER, Step
+from tests.relay import Relay
+
+SIZES = [100, 200_000, 2_000_000]
+REACH_SECONDS = 1.0
+END_SECONDS = 6.0  # four times the deadline of a transfer
+REST_SECONDS = 8.0
+PROBE_SECONDS = 10.0
+
+
+@dataclass
+class Result:
+    """One line of the campaign's record; `violations` are broken promises."""
+
+    number: int
+    transport: str
+    mode: str
+    fault: str
+    step: str
+    nbytes: int
+    hit: bool = False
+    outcomes: dict[str, int] = field(default_factory=dict)
+    moved_bytes: int = 0
+    detect_seconds: float | None = None
+    recover_seconds: float | None = None
+    wall_seconds: float = 0.0
+    violations: list[str] = field(default_factory=list)
+
+    def line(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            key: round(value, 4) if isinstance(value, float) else value
+            for key, value in asdict(self).items()
+        }
+
+
+class Round:
+    """The survivor is used again; the victim is this round's."""
+
+    def __init__(
+        self, number: int, transport: str, fault: Fault, step: Step, survivor: Process, seed: int
+    ) -> None:
+        self._random = random.Random(f"{seed}/{number}")
+        mode = SendMode.GET if step.work == PULL else self._random.choice(list(SendMode))
+        if step.work in (ABORT, ABANDON, FULL):
+            mode = SendMode.PUT_ASYNC
+        size = self._random.choice(SIZES)
+        self.result = Result(number, transport, mode.value, fault.name, str(step), size)
+        self._fault, self._step, self._survivor, self._seed = fault, step, survivor, seed
+        self._mode = mode.value
+        self._names = [f"{seed}-{number}-{i}" for i in range(3)]
+
+    def run(self) -> Result:
+        """Play it; every broken promise is in the result."""
+        start = time.monotonic()
+        victim = Process(self.result.transport)
+        scene = Scene(victim, self._survivor, self._random)
+        try:
+            self._play(scene)
+        except ChildGone as error:
+            self.result.violations.append(str(error))
+        finally:
+            scene.victim.close()
+            victim.close()
+            for relay in scene.relays:
+                relay.close()
+        self.result.wall_seconds = time.monotonic() - start
+        return self.result
+
+    # Who is who
+
+    def _roles(self, scene: Scene) -> tuple[Process, Process]:
+        pair = (scene.victim, scene.survivor)
+        return pair if self._step.role == SENDER else pair[::-1]
+
+    def _divert(self, scene: Scene) -> None:
+        for process in (scene.victim, scene.survivor):
+            control = Relay(process.control)
+            scene.relays.append(control)
+            data = Relay(process.data) if process.data else Relay(process.control)
+            scene.relays.append(data)
+            process.ask("divert", control.address, data.address if process.data else "")
+
+    def _address(self, scene: Scene, process: Process) -> str:
+        if not scene.relays:
+            return process.control
+        return scene.relays[0 if process is scene.victim else 2].address
+
+    # The play
+
+    def _play(self, scene: Scene) -> None:
+        if self._fault.needs_relays:
+            self._divert(scene)
+        scene.victim.ask("trap", self._step.event)
+        self._begin(scene)
+        self.result.hit = scene.victim.trap.poll(REACH_SECONDS)
+        laid_at = time.monotonic()
+        self._fault.lay(scene)
+        self._live_through(scene, laid_at)
+        self._recover(scene, laid_at)
+        self._rest(scene)
+
+    def _begin(self, scene: Scene) -> None:
+        sender, receiver = self._roles(scene)
+        work, nbytes = self._step.work, self.result.nbytes
+        if work == FULL:
+            receiver.ask("fill")
+        is_ready = work not in (ABORT, ABANDON)
+        calls = [
+            (sender, "send", (self._names, nbytes, self._address(scene, receiver), self._mode,
+                              is_ready)),
+            (receiver, "receive", (self._names, nbytes, self._address(scene, sender), self._mode)),
+        ]  # fmt: skip
+        if work != FULL and self._random.random() < 0.5:
+            calls.reverse()
+        for process, command, arguments in calls if work != FULL else calls[:1]:
+            process.tell(command, *arguments)
+        if work == ABORT:
+            time.sleep(0.05)
+            receiver.tell("cancel")
+        elif work == ABANDON:
+            time.sleep(0.05)
+            sender.tell("abandon", self._address(scene, receiver))
+        self._owed = {id(sender): 1 + (work == ABANDON)}
+        self._owed[id(receiver)] = 0 if work == FULL else 1 + (work == ABORT)
+        if self._step.event.endswith("RELEASE"):
+            receiver.tell("cancel")
+            self._owed[id(receiver)] += 1
+
+    def _live_through(self, scene: Scene, laid_at: float) -> None:
+        """Everybody who lives must see the end of everything."""
+        if self._fault.lasts:
+            time.sleep(self._fault.lasts)
+            self._fault.lift(scene)
+        sender, receiver = self._roles(scene)
+        for process in (scene.survivor, scene.victim):
+            if not process.is_alive:
+                continue
+            for _ in range(self._owed[id(process)]):
+                process.answer()
+            if process is receiver and self._step.work == FULL:
+                process.ask("drain")
+            if process is sender and self._step.work == ABORT:
+                process.ask("mark_ready")
+        for process in (scene.survivor, scene.victim):
+            if process.is_alive:
+                process.tell("finish", END_SECONDS)
+        for process in (scene.survivor, scene.victim):
+            if process.is_alive:
+                self._judge(process, process is receiver, process.answer(), laid_at)
+        if not self._fault.lasts:
+            self._fault.lift(scene)
+
+    def _judge(self, process: Process, receives: bool, outcomes: list[Any], laid_at: float) -> None:
+        who = "receiver" if receives else "sender"
+        for name, word, is_right, ended_at in outcomes:
+            self.result.outcomes[word] = self.result.outcomes.get(word, 0) + 1
+            if word == "stuck":
+                self.result.violations.append(f"{who}: {name} is stuck")
+            if not is_right:
+                self.result.violations.append(f"{who}: {name} has wrong bytes")
+            if word == "ok" and receives:
+                self.result.moved_bytes += self.result.nbytes
+            if word not in ("ok", "stuck", "TransferCancelled") and ended_at > laid_at:
+                seconds = ended_at - laid_at
+                self.result.detect_seconds = max(self.result.detect_seconds or 0.0, seconds)
+
+    def _recover(self, scene: Scene, laid_at: float) -> None:
+        """A new transfer between the two succeeds; a killed victim has a successor."""
+        if self._fault.kills:
+            port = int(scene.victim.control.rpartition(":")[2]) if self._fault.restarts else 0
+            scene.victim.close()
+            scene.victim = Process(self.result.transport, port)
+        sender, receiver = self._roles(scene)
+        words: tuple[Any, ...] = ()
+        for attempt in range(100):
+            names = [f"{self._seed}-{self.result.number}-probe-{attempt}"]
+            mode = SendMode.PUT_ASYNC.value
+            there, here = self._address(scene, receiver), self._address(scene, sender)
+            sender.ask("send", names, 1000, there, mode, True)
+            receiver.ask("receive", names, 1000, here, mode)
+            words = sender.ask("finish", END_SECONDS), receiver.ask("finish", END_SECONDS)
+            if all(item[1] == "ok" and item[2] for outcomes in words for item in outcomes):
+                self.result.recover_seconds = time.monotonic() - laid_at
+                return
+            if time.monotonic() - laid_at > PROBE_SECONDS:
+                break
+        self.result.violations.append(f"no transfer succeeds afterwards: {words}")
+
+    def _rest(self, scene: Scene) -> None:
+        """Nothing of the round is left: on the victim when it has let go, and on the survivor."""
+        if scene.relays:
+            scene.survivor.ask("divert", scene.survivor.control, "")
+        scene.victim.ask("close")
+        left = scene.survivor.ask("leftovers", REST_SECONDS)
+        self.result.violations += [f"left on the survivor: {item}" for item in left]
+        scene.victim.kill()
+        with contextlib.suppress(ChildGone):
+            scene.victim.answer(0)

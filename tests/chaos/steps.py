@@ -1,0 +1,43 @@
+"""The steps of the protocol at which a fault can be laid, and how a round gets there.
+
+A step is a role and an event in it: a message that is said or heard, or a state that is entered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRANSFER, PULL, ABORT, ABANDON, FULL = "transfer", "pull", "abort", "abandon", "full"
+SENDER, RECEIVER = "sender", "receiver"
+
+
+@dataclass(frozen=True)
+class Step:
+    """`work` is what the round does so that the step is reached."""
+
+    role: str
+    event: str
+    work: str = TRANSFER
+
+    def __str__(self) -> str:
+        return f"{self.role}: {self.event}"
+
+
+STEPS = [
+    Step(SENDER, "say HELLO"), Step(RECEIVER, "hear HELLO"),
+    Step(RECEIVER, "say WELCOME"), Step(SENDER, "hear WELCOME"),
+    Step(SENDER, "connect"),
+    Step(SENDER, "say OFFER"), Step(RECEIVER, "hear OFFER"),
+    Step(RECEIVER, "say GRANT"), Step(SENDER, "hear GRANT"),
+    Step(SENDER, "write"), Step(RECEIVER, "land"), Step(RECEIVER, "scatter"),
+    Step(SENDER, "say DONE"), Step(RECEIVER, "hear DONE"),
+    Step(RECEIVER, "say COMMIT"), Step(SENDER, "hear COMMIT"),
+    Step(SENDER, "say PING"), Step(RECEIVER, "hear PING"), Step(SENDER, "hear PONG"),
+    Step(RECEIVER, "say WANT", PULL), Step(SENDER, "hear WANT", PULL),
+    Step(RECEIVER, "say RELEASE", PULL), Step(SENDER, "hear RELEASE", PULL),
+    Step(RECEIVER, "say CANCEL", ABORT), Step(SENDER, "hear CANCEL", ABORT),
+    Step(SENDER, "say CANCELLED", ABORT), Step(RECEIVER, "hear CANCELLED", ABORT),
+    Step(SENDER, "say ABANDON", ABANDON), Step(RECEIVER, "hear ABANDON", ABANDON),
+    Step(RECEIVER, "say ABANDONOK", ABANDON), Step(SENDER, "hear ABANDONOK", ABANDON),
+    Step(RECEIVER, "say DENY", FULL), Step(SENDER, "hear DENY", FULL),
+]  # fmt: skip
