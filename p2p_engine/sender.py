@@ -385,7 +385,9 @@ class Sender:
             self._links.send(chunk.link, Done, chunk.seq, chunk.attempt, chunk.checksum)
 
     def _is_checked(self, chunk: Chunk) -> bool:
-        return self._config.checksum or chunk.link.checksum
+        transport = chunk.link.transport
+        is_wanted = self._config.checksum or chunk.link.checksum
+        return is_wanted and transport is not None and transport.checks
 
     def _end_when_read(self, chunk: Chunk, error: P2pError) -> None:
         """End a chunk whose link or channel is gone; the job of one that is read was cancelled."""

@@ -25,7 +25,7 @@ from p2p_engine.recent import Recent
 
 logger = logging.getLogger(__name__)
 
-SILENCE_SECONDS = 10.0  # of a connection that no packet ends: its host is gone, or the way there
+SILENCE_SECONDS = 10  # of a connection that no packet ends: its host is gone, or the way there
 SEND_QUEUE_FRAMES = 10_000  # per peer; libzmq drops or refuses beyond it
 RECEIVE_QUEUE_FRAMES = 1_000  # per peer; what is more waits at the peer
 MAX_RECONNECT_MILLISECONDS = 1_000
@@ -225,8 +225,11 @@ class Sockets:
         opened.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
         opened.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_FRAMES)
         opened.setsockopt(zmq.IPV6, 1)
-        opened.setsockopt(zmq.HEARTBEAT_IVL, int(SILENCE_SECONDS * 1000 / 4))
-        opened.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(SILENCE_SECONDS * 1000))
+        # The kernel asks, not ZMTP's heartbeats: with those libzmq aborts the process (its #4767).
+        opened.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        opened.setsockopt(zmq.TCP_KEEPALIVE_IDLE, SILENCE_SECONDS // 2)
+        opened.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, SILENCE_SECONDS // 10))
+        opened.setsockopt(zmq.TCP_MAXRT, SILENCE_SECONDS * 1000)
         self._opened.add(opened)
         return opened
 

@@ -272,7 +272,7 @@ class Store:
             transport,
             trailer=secrets.randbits(62) | 1,
             deadline=self._clock() + self._config.transfer_timeout_seconds,
-            checked=offer.checksum or self._config.checksum,
+            checked=transport.checks and (offer.checksum or self._config.checksum),
         )
         hoarded = self.quarantined_bytes(landing_id[0])
         denial = self._places.place(

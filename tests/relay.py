@@ -64,11 +64,16 @@ class Relay:
         while not self._closing.is_set():
             try:
                 near, _ = self._listener.accept()
+            except OSError:
+                continue
+            self._sockets.append(near)
+            try:
                 far = socket.create_connection(self._upstream, timeout=5)
             except OSError:
+                near.close()
                 continue  # the upstream is gone: the next dial may find it back
             far.settimeout(None)
-            self._sockets += [near, far]
+            self._sockets.append(far)
             self._start(self._pump, near, far, self._flip_byte)
             self._start(self._pump, far, near, None)
 

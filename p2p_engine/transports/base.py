@@ -78,6 +78,8 @@ class Transport(Protocol):
     """The receiver's own process writes the bytes: its jobs say when it has stopped to."""
     scatters: bool
     """It writes many regions at once, so that they may be final memory."""
+    checks: bool
+    """Its jobs have checksums."""
     places: tuple[str, ...]
     """Of the landing memory of a GPU's engine, where it can write, best first."""
 

@@ -36,6 +36,7 @@ class InprocTransport:
     name = "inproc"
     receiver_writes = False
     scatters = False
+    checks = True
     places: tuple[str, ...] = (POOL,)
 
     def __init__(self, mover: Mover, landing: LandingArena | None, epoch: int) -> None:

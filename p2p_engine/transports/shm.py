@@ -82,6 +82,7 @@ class ShmTransport:
     name = "shm"
     receiver_writes = False
     scatters = False
+    checks = True
     places: tuple[str, ...] = (POOL,)
 
     def __init__(

@@ -84,6 +84,7 @@ class TcpTransport:
     name = "tcp"
     receiver_writes = True
     scatters = True
+    checks = True
     places: tuple[str, ...] = (POOL,)
 
     def __init__(self, mover: Mover, control: ControlPlane, epoch: int, host: str) -> None:

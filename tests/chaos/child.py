@@ -255,7 +255,7 @@ class Child:
 def _threads_are_named() -> bool:
     """Whether each native thread has its own name by now: it gives it to itself."""
     names = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
-    return {"p2p-mover", "ZMQbg/Reaper", "ZMQbg/IO/0"} <= names
+    return {"p2p-mover", "p2p-prefault", "ZMQbg/Reaper", "ZMQbg/IO/0"} <= names
 
 
 def _described(resource: str) -> str:
@@ -296,7 +296,7 @@ def serve(pipe: Connection, trap_pipe: Connection, config: EngineConfig) -> None
     os.setpgid(0, 0)  # the terminal's Ctrl-C is for the campaign
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)  # what is to be seen is in the record
-    sockets.SILENCE_SECONDS = 1.5
+    sockets.SILENCE_SECONDS = 2
     gc.freeze()  # what was imported before is nobody's leak, and every look for leaks is quick
     trap = Trap(trap_pipe)
     child = Child(config, trap)

@@ -57,6 +57,7 @@ class FakeTransport:
     """Connects when the test says so."""
 
     receiver_writes = False
+    checks = True
 
     def __init__(self, name: str) -> None:
         self.name = name

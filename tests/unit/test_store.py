@@ -510,3 +510,14 @@ def test_chunk_that_can_go_nowhere_is_a_named_error() -> None:
     assert isinstance(small.receivings[0].transfer.error, TransferTooLarge)
     small.settle()
     small.close()
+
+
+def test_transport_without_checksums_is_not_waited_for(world: World) -> None:
+    world.config = dataclasses.replace(SETTINGS, checksum=True)
+    world.sender._config = world.store._config = world.config
+    world.transport.checks = False
+    world.receive(KEY, b"", 0)
+    world.send(KEY, b"", *ALL, ready=True)
+    world.settle()
+    assert world.receivings[0].is_right()
+    assert world.receivings[0].transfer.error is None

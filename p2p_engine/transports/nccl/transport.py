@@ -121,6 +121,7 @@ class NcclTransport:
     name = "nccl"
     receiver_writes = True
     scatters = False
+    checks = False
     places: tuple[str, ...] = (BUFFER,)
 
     def __init__(
