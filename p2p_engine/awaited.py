@@ -85,7 +85,7 @@ class Awaited:
             return
 
         def found(answer: CacheSpec | P2pError) -> None:
-            for rank in [*self._sources(answer), *self._idle(answer)]:
+            for rank in [*self._sources(content[0], answer), *self._idle(content[0], answer)]:
                 self._release(content, peer.rank(rank))
 
         self._instances.ask(peer, found)
@@ -140,8 +140,8 @@ class Awaited:
             del self._expected[key]
             self._fail(key, answer)
             return
-        item.idle = [peer.rank(rank) for rank in self._idle(answer)]
-        self._watch(item, [peer.rank(rank) for rank in self._sources(answer)])
+        item.idle = [peer.rank(rank) for rank in self._idle(key, answer)]
+        self._watch(item, [peer.rank(rank) for rank in self._sources(key, answer)])
 
     def _watch(self, item: Expected, peers: list[PeerAddress]) -> None:
         item.asked = [Asked(self._links.get(peer, data=False)) for peer in peers]
@@ -164,15 +164,17 @@ class Awaited:
         else:
             self._to_release.append((link, content))
 
-    def _sources(self, answer: CacheSpec | P2pError) -> list[int]:
+    def _sources(self, key: TransferKey, answer: CacheSpec | P2pError) -> list[int]:
         if not isinstance(answer, CacheSpec) or self._spec is None:
             return []
-        return sources_of(answer, self._spec, self._spec.rank)
+        mine = self._spec.group(key.group)
+        return sources_of(answer.group(key.group), mine, mine.rank)
 
-    def _idle(self, answer: CacheSpec | P2pError) -> list[int]:
+    def _idle(self, key: TransferKey, answer: CacheSpec | P2pError) -> list[int]:
         if not isinstance(answer, CacheSpec) or self._spec is None:
             return []
-        return idle_sources(answer, self._spec, self._spec.rank)
+        mine = self._spec.group(key.group)
+        return idle_sources(answer.group(key.group), mine, mine.rank)
 
     def _take_releases(self, link: Link) -> list[tuple[Link, ContentKey]]:
         taken = [item for item in self._to_release if item[0] is link]

@@ -85,8 +85,8 @@ class Fanout:
         """Tell each rank that it concerns that this key will not be completed."""
 
         def tell(answer: CacheSpec | P2pError) -> None:
-            if isinstance(answer, CacheSpec) and self._spec is not None:
-                for rank in targets_of(self._spec, self._spec.rank, answer):
+            if isinstance(answer, CacheSpec):
+                for rank in self._targets(key, answer):
                     self._sender.abandon(key, instance.rank(rank), reason)
 
         self._instances.ask(instance, tell)
@@ -100,8 +100,8 @@ class Fanout:
         ready = self._ready.pop(transfer, None)
         if ready is None:
             return  # withdrawn meanwhile
-        if isinstance(answer, P2pError) or self._spec is None:
-            transfer.end(answer if isinstance(answer, P2pError) else None)
+        if isinstance(answer, P2pError):
+            transfer.end(answer)
             return
         timeout = delivery.deadline - self._clock()
         chunks = [
@@ -113,9 +113,14 @@ class Fanout:
                 timeout,
                 ready=ready,
             )
-            for rank in targets_of(self._spec, self._spec.rank, answer)
+            for rank in self._targets(delivery.key, answer)
         ]
         transfer.join([chunk.transfer for chunk in chunks])
+
+    def _targets(self, key: TransferKey, peer: CacheSpec) -> list[int]:
+        if self._spec is None:
+            return []
+        return targets_of(self._spec.group(key.group), self._spec.rank, peer.group(key.group))
 
     def _cancel(self, transfer: Transfer, reason: str) -> None:
         with self._changed:

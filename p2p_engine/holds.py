@@ -171,12 +171,12 @@ class Holds:
         self._wishes.pop((content, peer), None)
         hold = self._holds.get(content)
         if hold is not None:
-            hold.readers = self._readers(spec)
+            hold.readers = self._readers(content, spec)
             hold.wishes.pop(peer, None)
             self._served(hold, spec, "the peer released it")
         else:  # it may be held yet: nothing is, between a preemption and the second computation
             _, served = self._released.get(content) or (None, frozenset())
-            self._released.put(content, (self._readers(spec), served | {_rank_of(spec)}))
+            self._released.put(content, (self._readers(content, spec), served | {_rank_of(spec)}))
 
     def tick(self, now: float) -> None:
         """End what is overdue."""
@@ -224,7 +224,7 @@ class Holds:
             self._serve(hold, peer, wish)
 
     def _serve(self, hold: Hold, peer: PeerAddress, wish: Wish) -> None:
-        hold.readers = self._readers(wish.spec)
+        hold.readers = self._readers(hold.content, wish.spec)
         hold.wishes.setdefault(peer, wish)
         if hold.copying is None and peer not in hold.chunks:
             key, binding = hold.content
@@ -253,11 +253,12 @@ class Holds:
         if hold.is_over:
             self._end(hold, None, reason)
 
-    def _readers(self, spec: CacheSpec | None) -> frozenset[int]:
+    def _readers(self, content: ContentKey, spec: CacheSpec | None) -> frozenset[int]:
         """The ranks of a peer's instance that pull from here."""
         if self._spec is None or spec is None or not spec.has_ranks:
             return frozenset({_rank_of(spec)})
-        return frozenset(targets_of(self._spec, self._spec.rank, spec))
+        mine, theirs = (item.group(content[0].group) for item in (self._spec, spec))
+        return frozenset(targets_of(mine, mine.rank, theirs))
 
     def _end(self, hold: Hold, error: P2pError | None, reason: str) -> None:
         """Forget it, and tell so whoever still asks for it."""

@@ -16,6 +16,7 @@ MAX_FRAME_BYTES = 1 << 16
 MAX_LAYERS = 1 << 10
 MAX_REASON = 500  # characters that say why; fewer than a Text holds
 MAX_RANKS = 1 << 10
+MAX_GROUPS = 1 << 6
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -34,10 +35,12 @@ class TransferKey(msgspec.Struct, frozen=True, array_like=True):
     layer: Text = ""
     prompt_index: Count = 0
     child_index: Count = 0
+    group: Count = 0  # of layers that share a block table
 
     def __str__(self) -> str:
         """Show the key as in log lines."""
-        return f"{self.transfer_id}/{self.prompt_index}/{self.child_index}/{self.layer}"
+        part = f"group {self.group}" if self.group else self.layer
+        return f"{self.transfer_id}/{self.prompt_index}/{self.child_index}/{part}"
 
 
 ContentKey: TypeAlias = tuple[TransferKey, bytes]  # name and binding: two contents never meet
@@ -143,11 +146,13 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One rank's KV cache, and how the ranks of its instance share the model.
+    """A group of layers in one rank's KV cache, and how the ranks of its instance share the model.
 
     `layer_cuts` are the first layer of each pipeline stage and the end; rank r is the tensor
-    parallel rank r % tp_size of stage r // tp_size. An empty `page_bytes` says that the bytes of a
-    block do not lie together, an absent `shape` that its inside is not known.
+    parallel rank r % tp_size of stage r // tp_size. `layers` are those of this rank that keep a
+    cache in this group (absent: all of its stage), in the order of `page_bytes`. An empty
+    `page_bytes` says that the bytes of a block do not lie together, an absent `shape` that its
+    inside is not known. `more` are the rank's other groups, in the order of their numbers.
     """
 
     model: Text = ""
@@ -163,6 +168,19 @@ class CacheSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     rank: Count = 0
     page_bytes: Annotated[list[Bytes], msgspec.Meta(max_length=MAX_LAYERS)] = []
     shape: PageShape | None = None
+    layers: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_LAYERS)] | None = None
+    window: Count = 0  # tokens that its layers look back at; 0: all
+    number: Count = 0  # of the group
+    more: Annotated[tuple[CacheSpec, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
+
+    @property
+    def groups(self) -> tuple[CacheSpec, ...]:
+        """All groups of the rank."""
+        return (self, *self.more)
+
+    def group(self, number: int) -> CacheSpec:
+        """Return one group; one that there is not is like the first."""
+        return self.groups[number] if number < len(self.groups) else self
 
     @property
     def num_ranks(self) -> int:

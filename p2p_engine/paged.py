@@ -12,7 +12,7 @@ import numpy as np
 from p2p_engine.errors import LocalProtocolError, RemoteProtocolError
 from p2p_engine.layout import Int64s, Regions
 from p2p_engine.messages import CacheSpec, Manifest, PageShape, Part
-from p2p_engine.plan import Extent, extent_of, part_between
+from p2p_engine.plan import Extent, extent_of, layers_within, part_between
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,7 @@ class PagedCache:
             RemoteProtocolError: it cannot, and why.
         """
         shape, extent = self._shape, self.extent
-        given = Extent(
-            part.first_layer, part.first_layer + part.num_layers,
-            part.first_head, part.first_head + part.num_heads,
-        )  # fmt: skip
+        given = _of(part)
         if not given or given & extent != given:
             raise RemoteProtocolError(f"the peer sends {given}, of which we have {extent}")
         if part.shape.rows != shape.rows:
@@ -92,7 +89,9 @@ class PagedCache:
         """The bytes of a block of this part, for each layer."""
         tokens = min(part.block_size, self._shape.num_tokens)
         row_bytes = sum(num * nbytes for num, nbytes in self._shape.rows)
-        return [tokens * part.num_heads * row_bytes] * part.num_layers
+        return [tokens * part.num_heads * row_bytes] * len(
+            layers_within(self.known_spec, _of(part))
+        )
 
     @property
     def known_spec(self) -> CacheSpec:
@@ -116,14 +115,28 @@ class PagedCache:
             raise RemoteProtocolError("a part came for a cache whose blocks can only move whole")
         return self.known_spec.shape
 
+    def num_heads_of(self, extent: Extent) -> int:
+        """How many heads of an extent are kept here, over all layers."""
+        num_layers = len(layers_within(self.known_spec, extent))
+        return num_layers * (extent.end_head - extent.first_head)
+
     def _place(self, part: Part) -> tuple[slice, int]:
-        extent = self.extent
-        first = part.first_layer - extent.first_layer
-        return slice(first, first + part.num_layers), part.first_head - extent.first_head
+        spec, extent = self.known_spec, self.extent
+        before = replace(extent, end_layer=part.first_layer)
+        first = len(layers_within(spec, before))
+        num_layers = len(layers_within(spec, _of(part)))
+        return slice(first, first + num_layers), part.first_head - extent.first_head
 
     def _check(self, block_ids: Int64s) -> None:
         if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self.num_blocks:
             raise LocalProtocolError(f"block ids outside 0 to {self.num_blocks - 1}: {block_ids}")
+
+
+def _of(part: Part) -> Extent:
+    return Extent(
+        part.first_layer, part.first_layer + part.num_layers,
+        part.first_head, part.first_head + part.num_heads,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
@@ -203,7 +216,8 @@ class PagedSource:
         """
         if self.cache.spec is None or peer is None:
             return self
-        return replace(self, part=part_between(self.cache.spec, peer))
+        spec = self.cache.spec
+        return replace(self, part=part_between(spec, peer.group(spec.number)))
 
     def packed(self, address: int) -> PagedSource:
         """Return the same as it lies at `address`, page after page: a small cache of its own."""
@@ -305,8 +319,9 @@ class PagedSink:
     def _has_all_parts(self) -> bool:
         if None in self._missing:
             return True
-        given = sum(part.num_layers * part.num_heads for part in self._missing if part is not None)
-        return given > 0 and given == self._cache.extent.size
+        cache = self._cache
+        given = sum(cache.num_heads_of(_of(part)) for part in self._missing if part is not None)
+        return given > 0 and given == cache.num_heads_of(cache.extent)
 
     def _first(self, part: Part | None) -> int:
         return self._first_block * self._cuts(part)

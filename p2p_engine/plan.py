@@ -2,6 +2,7 @@
 
 A rank has a range of the model's layers and a range of its KV heads. Ranks that have the same ones
 (more ranks than heads; MLA) are replicas of each other: exactly one of them serves a destination.
+Everything here is said of one group of layers, but for `obstacles`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from itertools import pairwise
 from p2p_engine.errors import PeerRefused
 from p2p_engine.messages import MAX_RANKS, CacheSpec, Part
 
-SAME = ("model", "revision", "dtype", "num_kv_heads", "head_size", "packing")
+SAME = ("model", "revision", "dtype", "num_kv_heads", "head_size", "packing", "window")
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,6 @@ class Extent:
             min(self.end_head, other.end_head),
         )
 
-    @property
-    def size(self) -> int:
-        """Heads, over all layers."""
-        return (self.end_layer - self.first_layer) * (self.end_head - self.first_head)
-
     def __bool__(self) -> bool:
         """Whether there is anything in it."""
         return self.first_layer < self.end_layer and self.first_head < self.end_head
@@ -50,6 +46,13 @@ def extent_of(spec: CacheSpec, rank: int) -> Extent:
     first = tp_rank // num_replicas(spec) * heads_per_rank(spec)
     first_layer, end_layer = spec.layer_cuts[stage : stage + 2]
     return Extent(first_layer, end_layer, first, first + heads_per_rank(spec))
+
+
+def layers_within(spec: CacheSpec, extent: Extent) -> tuple[int, ...]:
+    """The layers of an extent that keep a cache in this group, on the spec's own rank."""
+    own = extent_of(spec, spec.rank)
+    known = range(own.first_layer, own.end_layer) if spec.layers is None else spec.layers
+    return tuple(layer for layer in known if extent.first_layer <= layer < extent.end_layer)
 
 
 def heads_per_rank(spec: CacheSpec) -> int:
@@ -72,12 +75,25 @@ def share(source: CacheSpec, source_rank: int, target: CacheSpec, target_rank: i
 
 def targets_of(source: CacheSpec, rank: int, target: CacheSpec) -> list[int]:
     """The ranks of `target` to which a rank of `source` gives something."""
-    return [other for other in range(target.num_ranks) if share(source, rank, target, other)]
+    return [
+        other
+        for other in range(target.num_ranks)
+        if _may_have(source, rank, share(source, rank, target, other))
+    ]
 
 
 def sources_of(source: CacheSpec, target: CacheSpec, rank: int) -> list[int]:
     """The ranks of `source` from which a rank of `target` gets something."""
-    return [other for other in range(source.num_ranks) if share(source, other, target, rank)]
+    return [
+        other
+        for other in range(source.num_ranks)
+        if _may_have(target, rank, share(source, other, target, rank))
+    ]
+
+
+def _may_have(spec: CacheSpec, rank: int, extent: Extent) -> bool:
+    """Whether an extent has a layer of this group; a spec knows it of its own rank only."""
+    return bool(extent) and (rank != spec.rank or bool(layers_within(spec, extent)))
 
 
 def idle_sources(source: CacheSpec, target: CacheSpec, rank: int) -> list[int]:
@@ -102,7 +118,7 @@ def part_between(source: CacheSpec, target: CacheSpec) -> Part | None:
         source, target
     ):
         return None
-    unmapped = obstacles(source, target)
+    unmapped = _group_obstacles(source, target)
     if unmapped or source.shape is None or target.shape is None:
         raise PeerRefused("; ".join(unmapped))
     return Part(
@@ -120,6 +136,13 @@ def obstacles(here: CacheSpec | None, there: CacheSpec | None) -> list[str]:
     if here is None or there is None:
         described = here is not None, there is not None
         return [_differing("describes a KV cache", *described)] if any(described) else []
+    if len(here.groups) != len(there.groups):
+        return [_differing("groups of layers", len(here.groups), len(there.groups))]
+    found = [_group_obstacles(*pair) for pair in zip(here.groups, there.groups, strict=True)]
+    return list(dict.fromkeys(text for texts in found for text in texts))
+
+
+def _group_obstacles(here: CacheSpec, there: CacheSpec) -> list[str]:
     irregular = _irregularity(there)
     if irregular:
         return [f"the ranks there cannot share the model: {irregular}"]
@@ -132,14 +155,31 @@ def obstacles(here: CacheSpec | None, there: CacheSpec | None) -> list[str]:
         found.append(_differing("layers", here.layer_cuts[-1:], there.layer_cuts[-1:]))
     if found or _same_pages(here, there):
         return found
+    return _differing_layers(here, there) or _differing_blocks(here, there)
+
+
+def _differing_layers(here: CacheSpec, there: CacheSpec) -> list[str]:
+    if not here.has_ranks:
+        return []
+    both = extent_of(here, here.rank) & extent_of(there, there.rank)
+    mine, theirs = layers_within(here, both), layers_within(there, both)
+    return [_differing("layers with a cache", mine, theirs)] if mine != theirs else []
+
+
+def _differing_blocks(here: CacheSpec, there: CacheSpec) -> list[str]:
+    if () in (here.layers, there.layers):
+        return []  # the layers of this group are on other ranks
     if here.shape is None or there.shape is None:
         return [_unknown_inside(here, there)]
     if here.shape.rows != there.shape.rows:
         return [_differing("rows of a token", here.shape.rows, there.shape.rows)]
-    is_whole = [spec.shape.num_tokens for spec in (here, there) if spec.shape] != [1, 1]
-    if not is_whole and here.block_size != there.block_size:
-        why = f"blocks that are packed as {here.packing!r} cannot be cut"
-        return [f"{_differing('block_size', here.block_size, there.block_size)}: {why}"]
+    if here.block_size == there.block_size:
+        return []
+    differing = _differing("block_size", here.block_size, there.block_size)
+    if here.window:
+        return [f"{differing}: the first block of a window would not be whole"]
+    if [spec.shape.num_tokens for spec in (here, there) if spec.shape] == [1, 1]:
+        return [f"{differing}: blocks that are packed as {here.packing!r} cannot be cut"]
     return []
 
 
@@ -161,12 +201,13 @@ def _irregularity(spec: CacheSpec) -> str:
 def _same_pages(here: CacheSpec, there: CacheSpec) -> bool:
     """Whether a page is the same bytes on both sides; true of equal instances of every kind."""
     has_pages = bool(here.page_bytes) or here.shape is None
+    same_stage = here.rank // here.tp_size == there.rank // there.tp_size
     return (
         has_pages
-        and here.page_bytes == there.page_bytes
+        and (here.tp_size, here.layer_cuts) == (there.tp_size, there.layer_cuts)
         and (here.block_size, here.layout, here.shape)
         == (there.block_size, there.layout, there.shape)
-        and (here.tp_size, here.layer_cuts) == (there.tp_size, there.layer_cuts)
+        and (not same_stage or (here.page_bytes, here.layers) == (there.page_bytes, there.layers))
     )
 
 

@@ -24,6 +24,7 @@ class Model:
     num_heads: int = 2
     head_size: int = 2
     num_planes: int = 2  # 1: MLA
+    kept: tuple[int, ...] | None = None  # layers that have a cache in this group; None: all
 
     def values(self, num_tokens: int) -> Array:
         """A value of its own for each [layer, head, token, plane, element]."""
@@ -59,7 +60,10 @@ class RankCache:
             tp_size=side.tp_size, layer_cuts=side.layer_cuts, rank=rank,
         )  # fmt: skip
         self.extent = extent_of(blank, rank)
-        num_layers = self.extent.end_layer - self.extent.first_layer
+        kept = range(model.num_layers) if model.kept is None else model.kept
+        stage = range(self.extent.first_layer, self.extent.end_layer)
+        self.layers = [layer for layer in kept if layer in stage]
+        num_layers = len(self.layers)
         num_heads = self.extent.end_head - self.extent.first_head
         tokens = side.block_size // side.num_pieces
         sizes = {"L": num_layers, "B": num_blocks * side.num_pieces, "H": num_heads,
@@ -70,12 +74,12 @@ class RankCache:
         page_bytes = num_heads * side.block_size * model.num_planes * model.head_size * 2
         pages = [page_bytes] * num_layers if is_dense or "L" not in side.layout else []
         shape = self._opaque(tokens, strides[2]) if side.layout == "opaque" else self._shape(tokens)
-        changes: dict[str, Any] = {"page_bytes": pages, "shape": shape}
+        layers = tuple(self.layers) if model.kept is not None else None
+        changes: dict[str, Any] = {"page_bytes": pages, "shape": shape, "layers": layers}
         self.spec = CacheSpec(**{**{f: getattr(blank, f) for f in blank.__struct_fields__},
                                  **changes})  # fmt: skip
-        layers = np.arange(num_layers, dtype=np.int64)
         self.paged = PagedCache(
-            self.views[0].ctypes.data + layers * strides[0],
+            self.views[0].ctypes.data + np.arange(num_layers) * strides[0],
             np.full(num_layers, strides[1] * side.num_pieces),
             np.array(pages, np.int64), num_blocks, self.spec, strides[1],
         )  # fmt: skip
@@ -116,8 +120,7 @@ class RankCache:
 
     def of_mine(self, values: Array) -> Array:
         """Cut this rank's layers and heads out of the model's."""
-        e = self.extent
-        return values[e.first_layer : e.end_layer, e.first_head : e.end_head]
+        return values[self.layers, self.extent.first_head : self.extent.end_head]
 
     def source(self, block_ids: Array, first: int, num_tokens: int) -> PagedSource:
         """Return these as a request's blocks from `first` on."""
@@ -146,5 +149,5 @@ def _allocate(model: Model, side: Side, sizes: dict[str, int]) -> tuple[Array, l
         else:
             views.append(piece.reshape(*piece.shape[:3], tokens, depth))
     for view in views:
-        assert np.shares_memory(view, memory)
+        assert np.shares_memory(view, memory) or not memory.size
     return memory, views

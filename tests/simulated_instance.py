@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,13 +34,25 @@ from vllm.config import (
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.utils import get_pp_indices
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_groups,
+    get_request_block_hasher,
+    init_none_hash,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -55,6 +67,16 @@ SLOT_WIDTH = 16  # numbers in the slot of a head's token, all the same
 EOS_TOKEN_ID = 1
 UNKNOWN = -1  # what vLLM's model runner writes for a token that it samples while it runs ahead
 LAYER_NAMES = [f"layers.{index}" for index in range(NUM_LAYERS)]
+WINDOW = 40
+# What the layers look back at: vLLM makes a group of each of the three, or one.
+MODELS = {
+    "full": (0, 0, 0),
+    "latent": (0, 0, 0),
+    "mixed": (WINDOW, 0, WINDOW),
+    "windows": (WINDOW, WINDOW, WINDOW),
+}
+
+Tables = list[list[int]]  # a request's blocks, by group
 
 init_none_hash(sha256)
 
@@ -108,56 +130,73 @@ class Rank:
     """One worker: its part of the cache and its half of the connector."""
 
     def __init__(
-        self, config: VllmConfig, cache_config: KVCacheConfig, rank: int, *, is_on_device: bool
+        self,
+        config: VllmConfig,
+        attention: str,
+        num_blocks: int,
+        rank: int,
+        *,
+        is_on_device: bool,
     ) -> None:
-        tp_size = config.parallel_config.tensor_parallel_size
+        parallel = config.parallel_config
+        stage, tp_rank = divmod(rank, parallel.tensor_parallel_size)
+        self.rank, self.windows = rank, MODELS[attention]
         self.block_size = config.cache_config.block_size
-        num_heads = max(1, NUM_HEADS // tp_size)
-        first_head = rank * NUM_HEADS // tp_size
+        self.layers = range(*get_pp_indices(NUM_LAYERS, stage, parallel.pipeline_parallel_size))
+        num_heads = max(1, NUM_HEADS // parallel.tensor_parallel_size)
+        first_head = tp_rank * NUM_HEADS // parallel.tensor_parallel_size
         self.heads = np.arange(first_head, first_head + num_heads)
+        if attention == "latent":
+            self.heads = np.arange(1)
+        cache_config = make_cache_config(config, attention, num_blocks, self.layers)
+        groups = [group.layer_names for group in cache_config.kv_cache_groups]
+        self.group_of = [
+            next((number for number, names in enumerate(groups) if name in names), -1)
+            for name in LAYER_NAMES
+        ]
+        # A block belongs to one group at a time, so that groups lie in the same memory.
         self.cache = _allocate(
             config.cache_config.kv_cache_layout or "LBHNC",
-            {"L": NUM_LAYERS, "B": cache_config.num_blocks, "H": num_heads,
+            {"L": max(map(len, groups)), "B": num_blocks, "H": len(self.heads),
              "N": self.block_size, "C": SLOT_WIDTH},
         )  # fmt: skip
-        self.device = FakeDevice(self.cache) if is_on_device else None
+        caches = {name: self.cache[place] for names in groups for place, name in enumerate(names)}
+        self.pages = {LAYER_NAMES.index(name): cache.numpy() for name, cache in caches.items()}
+        self.device = FakeDevice(caches, groups) if is_on_device else None
         self.connector = P2pNcclConnector(config, KVConnectorRole.WORKER, cache_config)
-        caches = self.device.handles if self.device is not None else self.cache
-        with tensor_parallel_rank(rank):
-            self.connector.register_kv_caches(dict(zip(LAYER_NAMES, caches, strict=True)))
+        with parallel_rank(tp_rank, stage):
+            self.connector.register_kv_caches(self.device.handles if self.device else caches)
         if self.device is not None:
             self.connector.set_host_xfer_buffer_ops(self.device.copy_blocks)
-        self.rank = rank
 
-    def slots(self, block_ids: Sequence[int], first: int, end: int) -> np.ndarray[Any, Any]:
-        """The slots of positions [first, end) of a request: [tokens, layers, heads, width]."""
-        positions = np.arange(first, end)
-        blocks = np.asarray(block_ids)[positions // self.block_size]
-        return self.cache.numpy()[:, blocks, :, positions % self.block_size]
-
-    def write(self, block_ids: Sequence[int], first: int, values: np.ndarray[Any, Any]) -> None:
+    def write(self, tables: Tables, first: int, values: np.ndarray[Any, Any]) -> None:
         """Compute the KV of positions from `first` on."""
         positions = np.arange(first, first + len(values))
-        blocks = np.asarray(block_ids)[positions // self.block_size]
-        for layer in range(NUM_LAYERS):
-            page = self.cache.numpy()[layer]
-            page[blocks, :, positions % self.block_size] = self.mark(values, layer)[..., None]
+        for layer in self.layers:
+            blocks = np.asarray(tables[self.group_of[layer]])[positions // self.block_size]
+            self.pages[layer][blocks, :, positions % self.block_size] = (
+                self.mark(values, layer)[..., None]
+            )  # fmt: skip
 
     def mark(self, values: np.ndarray[Any, Any], layer: int) -> np.ndarray[Any, Any]:
         """Make the values of each head and layer differ: [tokens, heads]."""
         marks: np.ndarray[Any, Any] = values[:, None] * 100 + self.heads * 10 + layer
         return marks
 
-    def check(self, block_ids: Sequence[int], values: np.ndarray[Any, Any], what: str) -> None:
-        """Read the whole context back.
+    def check(self, tables: Tables, values: np.ndarray[Any, Any], first: int, what: str) -> None:
+        """Read back all that the positions from `first` on look at.
 
         Raises:
             WrongKV: a slot does not hold what its tokens demand.
         """
-        slots = self.slots(block_ids, 0, len(values))
-        for layer in range(NUM_LAYERS):
-            right = slots[:, layer] == self.mark(values, layer)[..., None]
-            wrong = np.flatnonzero(~right.all(axis=(1, 2)))
+        for layer in self.layers:
+            window = self.windows[layer]
+            start = max(0, first + 1 - window) if window else 0
+            positions = np.arange(start, len(values))
+            blocks = np.asarray(tables[self.group_of[layer]])[positions // self.block_size]
+            slots = self.pages[layer][blocks, :, positions % self.block_size]
+            right = slots == self.mark(values[start:], layer)[..., None]
+            wrong = start + np.flatnonzero(~right.all(axis=(1, 2)))
             if len(wrong):
                 raise WrongKV(f"{what}: rank {self.rank} layer {layer} positions {wrong.tolist()}")
 
@@ -174,13 +213,17 @@ class FakeDevice:
     What is registered are `handles`: the cache's shape and strides, without memory.
     """
 
-    def __init__(self, cache: torch.Tensor) -> None:
-        self.handles = torch.empty_strided(
-            cache.shape, cache.stride(), dtype=cache.dtype, device="meta"
-        )
+    def __init__(self, caches: dict[str, torch.Tensor], groups: list[list[str]]) -> None:
+        first = next(iter(caches.values()))
+        size = first.untyped_storage().nbytes() // first.element_size()
+        memory = torch.empty(size, dtype=first.dtype, device="meta")
+        self.handles = {
+            name: memory.as_strided(cache.shape, cache.stride(), cache.storage_offset())
+            for name, cache in caches.items()
+        }
         self.copied: dict[str, list[int]] = {"d2h": [], "h2d": []}  # blocks of the device's
         self.error: Exception | None = None
-        self._layers = dict(zip(LAYER_NAMES, cache, strict=True))
+        self._layers, self._groups = caches, groups
 
     def copy_blocks(
         self,
@@ -193,7 +236,8 @@ class FakeDevice:
         """Copy blocks between the device and the host, as vLLM's copy_kv_blocks."""
         if self.error is not None:
             raise self.error
-        assert list(sources) == list(targets) == LAYER_NAMES
+        assert list(sources) == list(targets)
+        assert list(sources) in self._groups
         is_saving = direction == "d2h"
         device, host = (sources, targets) if is_saving else (targets, sources)
         self.copied[direction] += source_ids if is_saving else target_ids
@@ -211,7 +255,7 @@ class WorkerRequest:
     """What the worker knows of a request, as vLLM's CachedRequestState."""
 
     prompt: list[int]
-    block_ids: list[int]
+    tables: Tables
     output: list[int] = field(default_factory=list)
 
     @property
@@ -232,6 +276,7 @@ class SimulatedInstance:
         num_blocks: int = 100,
         max_tokens_per_step: int = 64,
         tp_size: int = 1,
+        pp_size: int = 1,
         policy: str = "fail",
         is_async: bool = False,
         has_prefix_cache: bool = True,
@@ -239,6 +284,7 @@ class SimulatedInstance:
         layout: str = "LBHNC",
         is_on_device: bool = False,
         max_model_len: int = 2048,
+        attention: str = "full",
         **extra: Any,
     ) -> None:
         settings = {
@@ -257,14 +303,17 @@ class SimulatedInstance:
             block_size=block_size,
             layout=layout,
             max_model_len=max_model_len,
+            pp_size=pp_size,
         )
         self.block_size = block_size
-        cache_config = make_cache_config(num_blocks, block_size, max(1, NUM_HEADS // tp_size))
         self.config.cache_config.num_gpu_blocks = num_blocks
         self.ranks = [
-            Rank(self.config, cache_config, rank, is_on_device=is_on_device)
-            for rank in range(tp_size)
+            Rank(self.config, attention, num_blocks, rank, is_on_device=is_on_device)
+            for rank in range(tp_size * pp_size)
         ]
+        # vLLM gives its scheduler the first stage's.
+        first_stage = self.ranks[0].layers
+        cache_config = make_cache_config(self.config, attention, num_blocks, first_stage)
         scheduler_class = AsyncScheduler if is_async else Scheduler
         self.scheduler = scheduler_class(
             vllm_config=self.config,
@@ -273,7 +322,10 @@ class SimulatedInstance:
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=block_size,
         )
-        handshakes = {(0, r.rank): r.connector.get_handshake_metadata() for r in self.ranks}
+        handshakes = {
+            divmod(rank.rank, tp_size): rank.connector.get_handshake_metadata()
+            for rank in self.ranks
+        }
         known = {place: handshake for place, handshake in handshakes.items() if handshake}
         self.connector.set_xfer_handshake_metadata_pp_aware(known)
         self.address = f"127.0.0.1:{kv_port}"
@@ -283,13 +335,13 @@ class SimulatedInstance:
         self.num_preemptions = 0
         self.num_preemptions_in_flight = 0  # of requests with a step not yet accounted
         self.num_computed_prompt_tokens: dict[str, int] = {}
-        self._aggregator = KVOutputAggregator(tp_size)
+        self._aggregator = KVOutputAggregator(len(self.ranks))
         self._requests: dict[str, Request] = {}
         self._cached: dict[str, WorkerRequest] = {}
         self._just_sampled: dict[str, int] = {}  # in the last step
         self._is_async = is_async
         self._in_flight: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
-        self._depth = 2 if is_async else 1
+        self._depth = max(pp_size, 2 if is_async else 1)
 
     @property
     def connector(self) -> P2pNcclConnector:
@@ -363,8 +415,8 @@ class SimulatedInstance:
         assert report is not None
         for request in self.scheduler.running:
             # vLLM would take it back to them, under the steps that are in flight.
-            (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-            assert report.invalid_block_ids.isdisjoint(block_ids), request.request_id
+            for table in self.scheduler.kv_cache_manager.get_block_ids(request.request_id):
+                assert report.invalid_block_ids.isdisjoint(table), request.request_id
         for outputs in self.scheduler.update_from_output(output, results).values():
             for item in outputs.outputs:
                 self.answers[item.request_id] += item.new_token_ids
@@ -424,14 +476,16 @@ class SimulatedInstance:
             self._cached.pop(request_id, None)
         for new in output.scheduled_new_reqs:
             prompt = list(new.prompt_token_ids or ())
-            self._cached[new.req_id] = WorkerRequest(prompt, list(new.block_ids[0]))
+            tables = [list(table) for table in new.block_ids]
+            self._cached[new.req_id] = WorkerRequest(prompt, tables)
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             known, new_block_ids = self._cached[request_id], cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
-                known.block_ids.clear()
+                known.tables = [[] for _ in known.tables]
             if new_block_ids is not None:
-                known.block_ids += new_block_ids[0]
+                for table, added in zip(known.tables, new_block_ids, strict=True):
+                    table += added
             num_output = cached.num_output_tokens[index]
             del known.output[num_output:]
             was_absent = request_id in cached.all_token_ids  # from the last step
@@ -449,7 +503,7 @@ class SimulatedInstance:
         values = {name: self._prepare_input(name, end) for name, _, end in work}
         for name, first, _ in work:
             for rank in self.ranks:
-                rank.write(self._cached[name].block_ids, first, values[name][first:])
+                rank.write(self._cached[name].tables, first, values[name][first:])
         sampled = {name: self._sample(name, first, values[name]) for name, first, _ in work}
         self._just_sampled = {name: tokens[0] for name, tokens in sampled.items() if tokens}
         return sampled
@@ -475,7 +529,7 @@ class SimulatedInstance:
         known, end = self._cached[name], len(values)
         num_prompt = len(known.prompt)
         for rank in self.ranks:
-            rank.check(known.block_ids, values, f"{name} at {first}")
+            rank.check(known.tables, values, first, f"{name} at {first}")
         counts = self.num_computed_prompt_tokens
         counts[name] = counts.get(name, 0) + min(end, num_prompt) - min(first, num_prompt)
         if end < len(known.tokens):
@@ -486,31 +540,41 @@ class SimulatedInstance:
 
 
 @contextmanager
-def tensor_parallel_rank(rank: int) -> Iterator[None]:
+def parallel_rank(tp_rank: int, stage: int) -> Iterator[None]:
     """Let vLLM say that this process is a certain rank."""
-    original: Callable[[], int] = parallel_state.get_tensor_model_parallel_rank
-    parallel_state.get_tensor_model_parallel_rank = lambda: rank
+    originals = parallel_state.get_tensor_model_parallel_rank, parallel_state.get_pp_group
+    parallel_state.get_tensor_model_parallel_rank = lambda: tp_rank
+    parallel_state.get_pp_group = lambda: SimpleNamespace(rank_in_group=stage)  # type: ignore[assignment, return-value]
     try:
         yield
     finally:
-        parallel_state.get_tensor_model_parallel_rank = original
+        parallel_state.get_tensor_model_parallel_rank, parallel_state.get_pp_group = originals
 
 
 def make_cache_config(
-    num_blocks: int, block_size: int = BLOCK_SIZE, num_heads: int = NUM_HEADS
+    config: VllmConfig, attention: str, num_blocks: int, layers: Sequence[int] = range(NUM_LAYERS)
 ) -> KVCacheConfig:
-    """Full attention in one group."""
-    spec = FullAttentionSpec(
-        block_size=block_size,
-        num_kv_heads=num_heads,
-        head_size=SLOT_WIDTH // 2,
-        dtype=torch.int64,
-    )
-    return KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(LAYER_NAMES, spec)],
-    )
+    """The groups that vLLM makes of the whole model's layers, with those of one stage."""
+    num_heads = max(1, NUM_HEADS // config.parallel_config.tensor_parallel_size)
+    common: dict[str, Any] = {"block_size": config.cache_config.block_size, "dtype": torch.int64}
+    specs: dict[str, KVCacheSpec] = {}
+    for name, window in zip(LAYER_NAMES, MODELS[attention], strict=True):
+        if attention == "latent":
+            specs[name] = MLAAttentionSpec(num_kv_heads=1, head_size=SLOT_WIDTH, **common)
+        elif window:
+            specs[name] = SlidingWindowSpec(
+                num_kv_heads=num_heads, head_size=SLOT_WIDTH // 2, sliding_window=window, **common
+            )
+        else:
+            specs[name] = FullAttentionSpec(
+                num_kv_heads=num_heads, head_size=SLOT_WIDTH // 2, **common
+            )
+    mine = {LAYER_NAMES[layer] for layer in layers}
+    groups = [
+        KVCacheGroupSpec([n for n in group.layer_names if n in mine], group.kv_cache_spec)
+        for group in get_kv_cache_groups(config, specs)
+    ]
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 def make_config(
@@ -527,6 +591,7 @@ def make_config(
     block_size: int = BLOCK_SIZE,
     layout: str = "LBHNC",
     max_model_len: int = 2048,
+    pp_size: int = 1,
 ) -> VllmConfig:
     """Configure vLLM for our connector."""
     model_config = ModelConfig(
@@ -564,6 +629,7 @@ def make_config(
     # Only what the connector reads of it; a real size would ask for real processes.
     config.parallel_config = ParallelConfig()
     config.parallel_config.tensor_parallel_size = tp_size
+    config.parallel_config.pipeline_parallel_size = pp_size
     # On a CPU, vLLM has switched it off by now, and with it all that depends on running ahead.
     config.scheduler_config.async_scheduling = is_async
     with set_current_vllm_config(config):

@@ -168,6 +168,10 @@ class Pair:
         by_place = [_stats(rank)["landed_bytes_by_place"] for rank in self.d.ranks]
         return sum(item[place] for item in by_place for place in places or item)
 
+    def sent_bytes(self) -> list[int]:
+        """What has left each rank of P."""
+        return [_stats(rank)["sent_bytes"] for rank in self.p.ranks]
+
     def has_sent(self, num_blocks: int) -> bool:
         """Whether so many blocks have left P's first rank."""
         sent_bytes: int = _stats(self.p.ranks[0])["sent_bytes"]
@@ -176,10 +180,10 @@ class Pair:
     def num_loaded_blocks(self, request_id: str) -> int:
         """How many blocks of a request that D still loads are in place."""
         worker = self.d.ranks[0].connector._worker
-        loading = worker._loads._loading.get(request_id) if worker is not None else None
+        loading = worker._loads[0]._loading.get(request_id) if worker is not None else None
         if loading is None or loading.sink is None:
             return 0
-        return len(loading.load.block_ids) - len(loading.sink.missing_blocks())
+        return len(loading.blocks.block_ids) - len(loading.sink.missing_blocks())
 
     def live_bytes(self) -> int:
         """What lies on D and has not been loaded."""
@@ -205,10 +209,14 @@ def check_scheduler_empty(instance: SimulatedInstance) -> None:
 
 def check_rank_empty(worker: Any) -> None:
     """Nothing that the worker half or its engine still holds; commits may be on their way."""
-    assert not worker._sends._sendings
-    assert not worker._sends._held
-    assert not worker._loads._loading
-    assert not worker._sends._waiting
+    for sends, loads in zip(worker._sends, worker._loads, strict=True):
+        assert not sends._sendings
+        assert not sends._held
+        assert not sends._waiting
+        assert not loads._loading
+    assert not worker._sent._counts
+    assert not worker._loaded._counts
+    assert not worker._failed
     deadline = time.monotonic() + 10
     while (stats := worker.engine.stats())["open_transfers"] and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -217,8 +225,9 @@ def check_rank_empty(worker: Any) -> None:
     assert stats["wrong_messages"] == 0, stats
     assert stats["control_errors"] == 0, stats
     worker.take_results()
-    assert not worker._sends._trailing
-    assert getattr(worker._sends._staging, "num_lent", 0) == 0
+    for sends in worker._sends:
+        assert not sends._trailing
+        assert getattr(sends._staging, "num_lent", 0) == 0
 
 
 def _stats(rank: Any) -> dict[str, Any]:

@@ -5,20 +5,18 @@ Strides are read, never assumed; what cannot be moved is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import torch
 from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    MLAAttentionSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 
+from p2p_engine.connector.groups import GroupCache, LayerGroup
+from p2p_engine.connector.host_buffer import InPlace, make_host_buffer
 from p2p_engine.errors import ConfigError
 from p2p_engine.messages import CacheSpec, PageShape, Plane
 from p2p_engine.paged import PagedCache
@@ -26,57 +24,61 @@ from p2p_engine.plan import heads_per_rank
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 COLUMN_ISAS = ("vec", "vec16")  # both lay keys out column by column
-PLAIN_QUANTISATION = ("NONE", "FP8_PER_TENSOR")  # no scales beside the values
 
 
-def attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
-    """Return the one kind of cache that all layers have.
+def read_caches(
+    vllm_config: VllmConfig,
+    groups: Sequence[LayerGroup],
+    kv_caches: dict[str, torch.Tensor],
+    num_blocks: int,
+    rank: int,
+    budget_bytes: int = 0,
+) -> tuple[CacheSpec, list[GroupCache]]:
+    """Describe this rank's cache to its peers, and where the layers of each group lie.
+
+    A group has no cache where all its layers belong to other pipeline stages. `budget_bytes` are
+    for the host buffers of all groups, where they need them.
 
     Raises:
-        ConfigError: there are several groups, or one of a kind that is not full attention.
+        ConfigError: as for read_cache and make_host_buffer; or a layer is in no group.
     """
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        raise ConfigError(f"models with several KV cache groups are not supported: {kinds}")
-    group = groups[0].kv_cache_spec
-    specs = [group]
-    if isinstance(group, UniformTypeKVCacheSpecs):
-        specs = list(group.kv_cache_specs.values())
-    for spec in specs:
-        # Exactly these: a subclass may free blocks behind a window, or keep more than K and V.
-        if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
-            raise ConfigError(
-                f"a KV cache of kind {type(spec).__name__} is not supported; sliding windows work "
-                "with --disable-hybrid-kv-cache-manager"
-            )
-        quantisation = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
-        if quantisation not in PLAIN_QUANTISATION:
-            raise ConfigError(
-                f"a KV cache that is quantised as {quantisation} has scales of its own, which are "
-                f"not transferred; supported: {', '.join(PLAIN_QUANTISATION)}"
-            )
-    return cast("FullAttentionSpec", specs[0])
+    _check_grouped(groups, kv_caches)
+    specs: list[CacheSpec] = []
+    caches: list[GroupCache] = []
+    for group in groups:
+        layers = {name: kv_caches[name] for name in group.layer_names if name in kv_caches}
+        if not layers:
+            specs.append(read_spec(vllm_config, group, {}, rank, []))
+            continue
+        layers = _distinct_layers(layers)
+        buffer = make_host_buffer(vllm_config, layers, num_blocks, budget_bytes // len(groups))
+        size = num_blocks
+        if buffer is not None:
+            layers, size = buffer.layers, buffer.num_blocks
+        cache = read_cache(vllm_config, group, layers, size, rank)
+        caches.append(GroupCache(group, cache, buffer or InPlace()))
+        specs.append(cache.known_spec)
+    first, *more = specs
+    return msgspec.structs.replace(first, more=tuple(more)), caches
 
 
 def read_cache(
     vllm_config: VllmConfig,
-    spec: FullAttentionSpec,
+    group: LayerGroup,
     kv_caches: dict[str, torch.Tensor],
     num_blocks: int,
     rank: int,
 ) -> PagedCache:
-    """Describe this rank's cache: where its layers lie, and all that a peer must know of it.
+    """Describe a group's cache: where its layers lie, and all that a peer must know of it.
 
     A backend may cut one of vLLM's blocks into several smaller ones, which then lie side by side.
 
     Raises:
         ConfigError: the cache is not on the CPU, or cannot be read as vLLM's blocks.
     """
-    layers = distinct_layers(kv_caches)
+    layers = _distinct_layers(kv_caches)
     _check_in_host_memory(layers)
     num_pieces = [_num_pieces(name, tensor, num_blocks) for name, tensor in layers.items()]
     strides = [_nbytes(tensor, tensor.stride(0)) for tensor in layers.values()]
@@ -90,7 +92,7 @@ def read_cache(
             layers.values(), num_pieces, strides, pages, strict=True
         )
     )
-    described = read_spec(vllm_config, spec, layers, rank, pages if is_dense else [])
+    described = read_spec(vllm_config, group, layers, rank, pages if is_dense else [])
     if not is_dense and described.shape is None:
         [name, tensor] = next(iter(layers.items()))
         raise ConfigError(
@@ -106,14 +108,15 @@ def read_cache(
 
 def read_spec(
     vllm_config: VllmConfig,
-    spec: FullAttentionSpec,
+    group: LayerGroup,
     layers: dict[str, torch.Tensor],
     rank: int,
     page_bytes: list[int],
 ) -> CacheSpec:
     """Say what a peer must know before a byte moves."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    is_mla = isinstance(spec, MLAAttentionSpec)
+    spec, is_mla = group.spec, isinstance(group.spec, MLAAttentionSpec)
+    layer_cuts, numbers = _place_layers(vllm_config, list(layers))
     described = CacheSpec(
         model=model.model,
         revision=model.revision or "",
@@ -122,25 +125,42 @@ def read_spec(
         num_kv_heads=1 if is_mla else model.get_total_num_kv_heads(),
         head_size=spec.head_size,
         layout=vllm_config.cache_config.get_resolved_kv_cache_layout().name,
-        packing=_packing(vllm_config, layers),
+        packing=_packing(
+            vllm_config, layers or vllm_config.compilation_config.static_forward_context
+        ),
         tp_size=parallel.tensor_parallel_size,
-        layer_cuts=_layer_cuts(vllm_config, len(layers)),
+        layer_cuts=layer_cuts,
         rank=rank,
         page_bytes=page_bytes,
+        layers=numbers,
+        window=group.window,
+        number=group.number,
     )
-    if spec.num_kv_heads != heads_per_rank(described):
+    if not layers or spec.num_kv_heads != heads_per_rank(described):
         return described
     shape = _shape_of(spec, [*layers.values()], _isa(vllm_config, layers))
     return msgspec.structs.replace(described, shape=shape)
 
 
-def distinct_layers(kv_caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the layers that do not share another one's cache."""
-    by_place: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
+def _check_grouped(groups: Sequence[LayerGroup], kv_caches: dict[str, torch.Tensor]) -> None:
+    """Every cache is some group's, or shared with a layer that is in one."""
+    grouped = {name for group in groups for name in group.layer_names} & kv_caches.keys()
+    places = {_place_of(kv_caches[name]) for name in grouped}
     for name, tensor in kv_caches.items():
-        place = tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
-        by_place.setdefault(place, (name, tensor))
+        if name not in grouped and _place_of(tensor) not in places:
+            raise ConfigError(f"layer {name} is in no group of layers")
+
+
+def _distinct_layers(kv_caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The layers that do not share another one's cache, in the model's order."""
+    by_place: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
+    for name in sorted(kv_caches, key=_numbers_in):
+        by_place.setdefault(_place_of(kv_caches[name]), (name, kv_caches[name]))
     return dict(by_place.values())
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
 
 
 def _check_in_host_memory(layers: dict[str, torch.Tensor]) -> None:
@@ -161,16 +181,32 @@ def _num_pieces(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
     return count
 
 
-def _layer_cuts(vllm_config: VllmConfig, num_layers: int) -> tuple[int, ...]:
-    """The first layer of each pipeline stage, and the end."""
+def _place_layers(
+    vllm_config: VllmConfig, names: list[str]
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """The first layer of each pipeline stage and the end; and which layers these are, if not all.
+
+    Without pipeline stages, layers whose names do not tell their place are counted.
+    """
     num_stages = vllm_config.parallel_config.pipeline_parallel_size
-    if num_stages == 1:
-        return 0, num_layers  # fewer than the model's, where layers share a cache
     total = vllm_config.model_config.model_arch_config.total_num_hidden_layers
-    return 0, *(get_pp_indices(total, stage, num_stages)[1] for stage in range(num_stages))
+    numbers = [_numbers_in(name) for name in names]
+    is_known = all(len(found) == 1 and found[0] < total for found in numbers)
+    if not is_known or len(set(numbers)) < len(numbers):
+        if num_stages > 1:
+            raise ConfigError(f"pipeline stages do not tell where layers {names} are")
+        return (0, len(names)), None
+    cuts = 0, *(get_pp_indices(total, stage, num_stages)[1] for stage in range(num_stages))
+    placed = tuple(number for [number] in numbers)
+    return cuts, None if placed == tuple(range(total)) else placed
 
 
-def _shape_of(spec: FullAttentionSpec, tensors: list[torch.Tensor], isa: str) -> PageShape | None:
+def _numbers_in(name: str) -> tuple[int, ...]:
+    """The place of a layer, which vLLM writes into its name."""
+    return tuple(int(word) for word in name.split(".") if word.isdecimal())
+
+
+def _shape_of(spec: AttentionSpec, tensors: list[torch.Tensor], isa: str) -> PageShape | None:
     """How a block is arranged inside; None: it can only move as it is.
 
     vLLM's views are [block, head, token, K and V]; its CPU backend fills the memory of a head in a

@@ -16,8 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from p2p_engine.addresses import join_address
 from p2p_engine.config import GIB
 from p2p_engine.connector import compat
-from p2p_engine.connector.cache_spec import attention_spec, distinct_layers, read_cache
-from p2p_engine.connector.host_buffer import HostBuffer, InPlace, make_host_buffer
+from p2p_engine.connector.cache_spec import read_caches
+from p2p_engine.connector.groups import attention_groups, names_lost_blocks
+from p2p_engine.connector.host_buffer import HostBuffer
 from p2p_engine.connector.intent import Instance
 from p2p_engine.connector.metadata import P2pConnectorMetadata, RankHandshake
 from p2p_engine.connector.scheduler import SchedulerHalf
@@ -74,14 +75,13 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         self._port = transfer.kv_port + parallel.data_parallel_index
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
-        self._host_buffer: HostBuffer | None = None
+        self._host_buffers: list[HostBuffer] = []
         self._directory: Directory | None = None
         self._reporter: StatsReporter | None = None
         self._invalid_block_ids: set[int] = set()
+        self._groups = attention_groups(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler_half()
-        else:
-            attention_spec(kv_cache_config)
 
     def _make_scheduler_half(self) -> SchedulerHalf:
         config, vllm_config = self._config, self._vllm_config
@@ -94,7 +94,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         return SchedulerHalf(
             instance,
             vllm_config.model_config.model,
-            self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+            self._groups,
             vllm_config.parallel_config.tensor_parallel_size,
         )
 
@@ -182,10 +182,10 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         self._planner.reset_cache()
         return True
 
-    def set_xfer_handshake_metadata(
-        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Open the instance's directory: from now on peers can find the ranks.
+        """Open the instance's directory: from now on peers can find the ranks of all stages.
 
         Raises:
             ConfigError: the port is taken.
@@ -214,36 +214,33 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         Raises:
             ConfigError: they cannot be transferred, or no port is free.
         """
-        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+        from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
-        spec = attention_spec(self._kv_cache_config)
-        rank = get_tensor_model_parallel_rank()
-        num_blocks, config = self._kv_cache_config.num_blocks, self._config
-        self._host_buffer = make_host_buffer(
-            self._vllm_config, distinct_layers(kv_caches), num_blocks, config.pool_bytes
+        tp_size = self._vllm_config.parallel_config.tensor_parallel_size
+        rank = get_pp_group().rank_in_group * tp_size + get_tensor_model_parallel_rank()
+        groups, num_blocks, config = self._groups, self._kv_cache_config.num_blocks, self._config
+        spec, caches = read_caches(
+            self._vllm_config, groups, kv_caches, num_blocks, rank, config.pool_bytes
         )
-        if self._host_buffer is not None:
-            kv_caches, num_blocks = self._host_buffer.layers, self._host_buffer.num_blocks
-            pool_bytes = config.pool_bytes - self._host_buffer.nbytes
+        staging = [item.staging for item in caches]
+        self._host_buffers = [buffer for buffer in staging if isinstance(buffer, HostBuffer)]
+        pool_bytes = config.pool_bytes - sum(buffer.nbytes for buffer in self._host_buffers)
+        if self._host_buffers:
             config = dataclasses.replace(config, mem_pool_size_gb=pool_bytes / GIB)
-        cache = read_cache(self._vllm_config, spec, kv_caches, num_blocks, rank)
-        engine = P2pNcclEngine(
-            config, spec=cache.spec, receives=self._kv_transfer_config.is_kv_consumer
-        )
+        engine = P2pNcclEngine(config, spec=spec, receives=self._kv_transfer_config.is_kv_consumer)
         self._worker = WorkerHalf(
             engine,
-            cache,
-            self._host_buffer or InPlace(),
-            block_size=spec.block_size,
-            rank=rank,
+            spec,
+            caches,
             can_fail_requests=compat.HAS_FAILED_REQUESTS,
+            names_lost_blocks=names_lost_blocks(groups),
         )
         self._reporter = StatsReporter(rank)
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        """Copy device blocks by this, where there is a host buffer."""
-        if self._host_buffer is not None:
-            self._host_buffer.set_copy(copy_operation)
+        """Copy device blocks by this, where there are host buffers."""
+        for buffer in self._host_buffers:
+            buffer.set_copy(copy_operation)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Where peers find this rank."""

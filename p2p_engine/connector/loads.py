@@ -1,4 +1,4 @@
-"""Loads: on one rank, the KV that comes into vLLM's blocks, from the order to its one report."""
+"""Loads: on one rank, the KV that comes into one group's blocks, from the order to its report."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from p2p_engine.config import SendMode
-from p2p_engine.connector.host_buffer import Staging
-from p2p_engine.connector.metadata import Int64s, Load, Party
+from p2p_engine.connector.groups import GroupCache
+from p2p_engine.connector.metadata import BlockRange, Int64s, Load, Party
 from p2p_engine.errors import P2pError, TransferTimeout
-from p2p_engine.paged import PagedCache, PagedSink
+from p2p_engine.paged import PagedSink
 from p2p_engine.peers import InstanceAddress
 from p2p_engine.transfer import Transfer
 
@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 class _Loading:
     """One request whose blocks, or host blocks, belong to the engine until its transfer is done."""
 
-    load: Load
+    party: Party
+    blocks: BlockRange
     deadline: float  # for room in the host buffer
     places: Int64s | None = None  # where its blocks are filled; None: there was no room yet
     sink: PagedSink | None = None
@@ -54,7 +55,7 @@ class _Loading:
     @property
     def arrived(self) -> tuple[Int64s, Int64s]:
         """The blocks that have arrived: their places, and their ids."""
-        block_ids = self.load.block_ids
+        block_ids = self.blocks.block_ids
         if self.places is None or self.sink is None:
             return block_ids[:0], block_ids[:0]
         is_here = ~np.isin(self.places, self.sink.missing_blocks())
@@ -71,28 +72,32 @@ class LoadResults:
 
 
 class Loads:
-    """All requests that this rank loads."""
+    """All requests that this rank loads, in one group."""
 
     def __init__(
         self,
         engine: P2pNcclEngine,
-        cache: PagedCache,
-        staging: Staging,
+        cache: GroupCache,
         *,
         can_fail_requests: bool,
+        names_lost_blocks: bool,
     ) -> None:
-        """`can_fail_requests`: vLLM takes failed requests beside invalid blocks (since 0.30)."""
+        """`can_fail_requests`: vLLM takes failed requests beside invalid blocks (since 0.30);
+        `names_lost_blocks`: it can go on behind a good prefix."""
         self._engine = engine
-        self._cache = cache
-        self._staging = staging
+        self._group = cache.group.number
+        self._cache = cache.cache
+        self._staging = cache.staging
         self._can_fail_requests = can_fail_requests
+        self._names_lost_blocks = names_lost_blocks
         self._loading: dict[str, _Loading] = {}
 
     def start(self, loads: Iterable[Load]) -> None:
         """Give blocks to the engine, to be filled."""
         deadline = time.monotonic() + self._engine.config.transfer_timeout_seconds
         for load in loads:
-            self._loading[load.party.request_id] = _Loading(load, deadline)
+            party, blocks = load.party, load.ranges[self._group]
+            self._loading[party.request_id] = _Loading(party, blocks, deadline)
         self._begin()
 
     def _begin(self) -> None:
@@ -100,21 +105,21 @@ class Loads:
         for loading in self._loading.values():
             if loading.places is not None or loading.has_ended:
                 continue
-            loading.places = self._staging.take(loading.load.block_ids)
+            loading.places = self._staging.take(loading.blocks.block_ids)
             if loading.places is not None:
                 self._receive(loading, loading.places)
             elif time.monotonic() >= loading.deadline:
                 loading.failure = TransferTimeout("the host buffer was full for too long")
-                self.discard([loading.load.party])
+                self.discard([loading.party])
             else:
                 return
 
     def _receive(self, loading: _Loading, places: Int64s) -> None:
-        load, party = loading.load, loading.load.party
-        loading.sink = PagedSink(self._cache, places, load.first_block, party.num_tokens)
+        party, first_block = loading.party, loading.blocks.first_block
+        loading.sink = PagedSink(self._cache, places, first_block, party.num_tokens)
         try:
             loading.transfer = self._engine.receive(
-                party.key,
+                party.key_of(self._group),
                 loading.sink,
                 binding=party.binding,
                 peer=self._peer(party),
@@ -123,7 +128,7 @@ class Loads:
         except P2pError as error:
             loading.failure = error
 
-    def cancel(self, request_ids: Iterable[str]) -> None:
+    def cancel(self, request_ids: Iterable[str], reason: str = "the request ended") -> None:
         """Stop; each is still reported, once no byte can land in its blocks any more."""
         for request_id in request_ids:
             loading = self._loading.get(request_id)
@@ -131,16 +136,16 @@ class Loads:
                 continue
             loading.is_cancelled = True
             if loading.transfer is not None:
-                loading.transfer.cancel("the request ended")
+                loading.transfer.cancel(reason)
             elif loading.failure is None:
-                self.discard([loading.load.party])
+                self.discard([loading.party])
 
     def discard(self, parties: Iterable[Party]) -> None:
         """Say that these will not be loaded, so that nobody keeps their KV."""
         for party in parties:
             try:
                 self._engine.discard(
-                    party.key,
+                    party.key_of(self._group),
                     binding=party.binding,
                     peer=self._peer(party),
                     pull=party.send_type is SendMode.GET,
@@ -154,7 +159,7 @@ class Loads:
         ended = [loading for loading in self._loading.values() if loading.has_ended]
         self._bring_over([loading for loading in ended if not loading.is_cancelled])
         for loading in ended:
-            request_id = loading.load.party.request_id
+            request_id = loading.party.request_id
             del self._loading[request_id]
             results.finished.add(request_id)
             if loading.places is not None:
@@ -178,13 +183,13 @@ class Loads:
 
     def _add_failure(self, results: LoadResults, loading: _Loading) -> None:
         """Name the missing blocks, so that a good prefix survives; without one, the request."""
-        load, (_, arrived) = loading.load, loading.arrived
-        missing = load.block_ids[~np.isin(load.block_ids, arrived)]
+        wanted, (_, arrived) = loading.blocks.block_ids, loading.arrived
+        missing = wanted[~np.isin(wanted, arrived)]
         if not len(missing):  # it failed all the same: trust none of it
-            missing = load.block_ids
-        has_prefix = load.first_block > 0 or missing[0] != load.block_ids[0]
-        if self._can_fail_requests and not has_prefix:
-            results.failed.add(load.party.request_id)
+            missing = wanted
+        has_prefix = loading.blocks.first_block > 0 or missing[0] != wanted[0]
+        if self._can_fail_requests and not (has_prefix and self._names_lost_blocks):
+            results.failed.add(loading.party.request_id)
         else:
             results.invalid_block_ids.update(missing.tolist())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -39,22 +40,36 @@ class Party:
     send_type: SendMode
     num_tokens: int  # of the prompt
 
+    def key_of(self, group: int) -> TransferKey:
+        """What the KV of one group is called."""
+        return msgspec.structs.replace(self.key, group=group)
+
 
 @dataclass(frozen=True)
-class Load:
-    """Fill these blocks, the request's blocks from `first_block` to the end of its prompt."""
+class BlockRange:
+    """A request's blocks in one group, from `first_block` to the end of what is loaded."""
 
-    party: Party
     first_block: int
     block_ids: Int64s
 
 
 @dataclass(frozen=True)
-class SendStep:
-    """After this step `num_computed_tokens` of the prompt lie in `block_ids`, its whole table."""
+class Load:
+    """Fill these blocks, for each group."""
 
     party: Party
-    block_ids: Int64s
+    ranges: tuple[BlockRange, ...]
+
+
+@dataclass(frozen=True)
+class SendStep:
+    """After this step `num_computed_tokens` of the prompt lie in these whole tables, by group.
+
+    Behind a group's window its table may name blocks that are no longer the request's.
+    """
+
+    party: Party
+    tables: tuple[Int64s, ...]
     num_computed_tokens: int
 
 

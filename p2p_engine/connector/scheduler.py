@@ -14,8 +14,10 @@ import numpy as np
 from vllm.v1.request import RequestStatus
 
 from p2p_engine.connector.binding import binding_of
+from p2p_engine.connector.groups import LayerGroup
 from p2p_engine.connector.intent import Direction, Instance, InvalidParams, read_intent
 from p2p_engine.connector.metadata import (
+    BlockRange,
     EndedSend,
     Int64s,
     Load,
@@ -37,6 +39,8 @@ GIVEN_UP = (
     RequestStatus.FINISHED_IGNORED,
     RequestStatus.FINISHED_ERROR,
 )
+NULL_BLOCK = 0  # vLLM's stand-in for blocks behind a window
+MANY_TOKENS = "after its first token, a prefill frees blocks of its windows before they are sent"
 
 
 @dataclass
@@ -44,7 +48,7 @@ class _Sending:
     """A request whose KV leaves this instance, from its arrival to its end."""
 
     party: Party
-    block_ids: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)  # by group
     has_steps: bool = False  # a worker may hold chunks of it
     is_planned: bool = False  # the steps given out so far cover the whole prompt
 
@@ -64,10 +68,13 @@ class _Loading:
 class SchedulerHalf:
     """State per request, and what has to be said in the next step."""
 
-    def __init__(self, instance: Instance, model: str, block_size: int, tp_size: int) -> None:
+    def __init__(
+        self, instance: Instance, model: str, groups: Sequence[LayerGroup], tp_size: int
+    ) -> None:
         self._instance = instance
         self._model = model
-        self._block_size = block_size
+        self._groups = groups
+        self._has_window = any(group.window for group in groups)
         self._tp_size = tp_size
         self._sending: dict[str, _Sending] = {}
         self._loading: dict[str, _Loading] = {}
@@ -98,20 +105,23 @@ class SchedulerHalf:
             intent.send_type,
             request.num_prompt_tokens,
         )
-        if intent.direction is Direction.SEND:
-            self._sending[request_id] = _Sending(party)
-        else:
+        if intent.direction is Direction.LOAD:
             self._loading[request_id] = _Loading(party)
+        elif self._has_window and request.max_tokens > 1:
+            logger.warning("not sent: request=%s reason=%s", request_id, MANY_TOKENS)
+            self._next.ended_sends.append(EndedSend(party, MANY_TOKENS, is_held=False))
+        else:
+            self._sending[request_id] = _Sending(party)
 
     def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """How many tokens beyond the computed ones will come from the other instance."""
         loading = self._loading.get(request.request_id)
         if loading is None or loading.is_decided or request.skip_reading_prefix_cache:
             return 0
-        return max(0, request.num_prompt_tokens - num_computed_tokens)
+        return max(0, self._num_loaded(loading.party) - num_computed_tokens)
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
-        """Order the load of the prompt's last `num_tokens`; 0 means that vLLM computes them."""
+        """Order the load of the last `num_tokens` that come; 0 means that vLLM computes them."""
         loading = self._loading.get(request.request_id)
         if loading is None or loading.is_decided:
             return
@@ -119,10 +129,13 @@ class SchedulerHalf:
         if num_tokens == 0:
             self._next.unwanted.append(loading.party)
             return
-        loading.is_open = True
-        first_block = (loading.party.num_tokens - num_tokens) // self._block_size
-        table = _int64s(blocks.get_block_ids()[0][: self._num_prompt_blocks(loading.party)])
-        self._next.loads.append(Load(loading.party, first_block, table[first_block:]))
+        loading.is_open, party = True, loading.party
+        end = self._num_loaded(party)
+        ranges = [
+            _wanted(group, table, end - num_tokens, end)
+            for group, table in zip(self._groups, blocks.get_block_ids(), strict=True)
+        ]
+        self._next.loads.append(Load(party, tuple(ranges)))
 
     def request_finished(
         self, request: Request, block_ids: Sequence[list[int]]
@@ -187,7 +200,7 @@ class SchedulerHalf:
         for new in output.scheduled_new_reqs:
             sending = self._sending.get(new.req_id)
             if sending is not None:
-                sending.block_ids = list(new.block_ids[0])
+                sending.tables = [list(table) for table in new.block_ids]
                 yield sending, new.num_computed_tokens + num_scheduled[new.req_id]
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
@@ -197,9 +210,10 @@ class SchedulerHalf:
             new_block_ids = cached.new_block_ids[index]
             is_resumed = request_id in cached.resumed_req_ids
             if is_resumed:
-                sending.block_ids.clear()
+                sending.tables = [[] for _ in self._groups]
             if new_block_ids is not None:  # None: the tokens fit the blocks that it has
-                sending.block_ids.extend(new_block_ids[0])
+                for table, added in zip(sending.tables, new_block_ids, strict=True):
+                    table.extend(added)
             num_computed = cached.num_computed_tokens[index]
             if is_resumed or num_computed < sending.party.num_tokens:
                 yield sending, num_computed + num_scheduled[request_id]
@@ -208,8 +222,11 @@ class SchedulerHalf:
         party = sending.party
         sending.has_steps = True
         sending.is_planned = num_computed_tokens >= party.num_tokens
-        table = _int64s(sending.block_ids[: self._num_prompt_blocks(party)])
-        return SendStep(party, table, min(num_computed_tokens, party.num_tokens))
+        tables = tuple(
+            _int64s(table[: group.num_blocks(party.num_tokens)])
+            for group, table in zip(self._groups, sending.tables, strict=True)
+        )
+        return SendStep(party, tables, min(num_computed_tokens, party.num_tokens))
 
     def workers_reported(self, output: KVConnectorOutput) -> None:
         """Note which loads have ended on every rank."""
@@ -222,8 +239,13 @@ class SchedulerHalf:
         """Let the workers forget what has landed and nobody has claimed."""
         self._next.drops_landed = True
 
-    def _num_prompt_blocks(self, party: Party) -> int:
-        return -(-party.num_tokens // self._block_size)
+    def _num_loaded(self, party: Party) -> int:
+        """How many tokens of a prompt are loaded, those included that are here already.
+
+        vLLM computes the last one again. With a window it must know that before: else it would make
+        room only for what the token after it looks at, and could lack the first that this one does.
+        """
+        return party.num_tokens - 1 if self._has_window else party.num_tokens
 
     @staticmethod
     def _refuse_unsupported(request: Request) -> None:
@@ -231,6 +253,17 @@ class SchedulerHalf:
             raise InvalidParams("only prompts of tokens are transferred")
         if request.prompt_embeds is not None or request.resumable:
             raise InvalidParams("neither prompt embeddings nor streamed prompts are transferred")
+
+
+def _wanted(
+    group: LayerGroup, table: Sequence[int], num_present: int, num_tokens: int
+) -> BlockRange:
+    """The blocks of a group that must be filled; behind its window vLLM has made none."""
+    first = num_present // group.block_size
+    wanted = _int64s(table[: group.num_blocks(num_tokens)])
+    while group.window and first < len(wanted) and wanted[first] == NULL_BLOCK:
+        first += 1
+    return BlockRange(first, wanted[first:])
 
 
 def _int64s(block_ids: Sequence[int]) -> Int64s:

@@ -1,9 +1,11 @@
-"""Sends: on one rank, the KV that leaves it, chunk after chunk, while the prompt is computed.
+"""Sends: on one rank, the KV of one group that leaves it, chunk after chunk, while the prompt is
+computed.
 
-For each request a cursor: all blocks before it have been handed to the engine. It moves before each
-forward by the blocks that become full in it (the last, ragged one in the prompt's last step), and
-goes back when vLLM takes the blocks away. With a host buffer, blocks are copied there once, after
-the forward that has filled them; vLLM may have them back then.
+For each request a cursor: all blocks before it have been handed to the engine, or lie behind the
+window of the prompt's end. It moves before each forward by the blocks that become full in it (the
+last, ragged one in the prompt's last step), and goes back when vLLM takes the blocks away. With a
+host buffer, blocks are copied there once, after the forward that has filled them; vLLM may have
+them back then.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from p2p_engine.config import SendMode
-from p2p_engine.connector.host_buffer import Staging
+from p2p_engine.connector.groups import GroupCache
 from p2p_engine.connector.metadata import EndedSend, Int64s, Party, SendStep
 from p2p_engine.errors import EngineClosed, P2pError, PeerError, TransferRejected
-from p2p_engine.paged import PagedCache, PagedSource
+from p2p_engine.paged import PagedSource
 from p2p_engine.peers import InstanceAddress
 from p2p_engine.transfer import Transfer
 
@@ -57,13 +59,14 @@ class _Sending:
     """One request; invariant: the cursor is the end of the last chunk."""
 
     party: Party
+    first_block: int  # that is wanted
     chunks: list[_Chunk] = field(default_factory=list)
     failed: bool = False
 
     @property
     def cursor(self) -> int:
         """The first block that the engine has not been given."""
-        return self.chunks[-1].end_block if self.chunks else 0
+        return self.chunks[-1].end_block if self.chunks else self.first_block
 
     @property
     def is_released(self) -> bool:
@@ -105,15 +108,13 @@ class _Waiting:
 
 
 class Sends:
-    """All requests that this rank sends."""
+    """All requests that this rank sends, in one group."""
 
-    def __init__(
-        self, engine: P2pNcclEngine, cache: PagedCache, block_size: int, staging: Staging
-    ) -> None:
+    def __init__(self, engine: P2pNcclEngine, cache: GroupCache) -> None:
         self._engine = engine
-        self._cache = cache
-        self._block_size = block_size
-        self._staging = staging
+        self._group = cache.group
+        self._cache = cache.cache
+        self._staging = cache.staging
         self._sendings: dict[str, _Sending] = {}
         self._due: list[_Due] = []
         self._held: dict[str, _Sending] = {}
@@ -142,7 +143,7 @@ class Sends:
         self._resume()
         for step in steps:
             party = step.party
-            sending = self._sendings.setdefault(party.request_id, _Sending(party))
+            sending = self._sendings.setdefault(party.request_id, self._new(party))
             if not self._is_usable(sending):
                 continue
             if not self._waiting and self._start(sending, step):
@@ -172,7 +173,7 @@ class Sends:
         """Take note that requests have finished; report the held ones when all has left."""
         for item in ended:
             party = item.party
-            sending = self._sendings.pop(party.request_id, None) or _Sending(party)
+            sending = self._sendings.pop(party.request_id, None) or self._new(party)
             if item.failure is not None:
                 self._give_up(sending, item.failure)
             if item.is_held:
@@ -194,6 +195,9 @@ class Sends:
             self._is_usable(sending)
         self._take_places_back()
         return released
+
+    def _new(self, party: Party) -> _Sending:
+        return _Sending(party, self._group.first_block(party.num_tokens))
 
     def _forget_plans(self, sending: _Sending) -> None:
         """Read nothing more of vLLM's blocks: they are lost, or nobody wants them."""
@@ -223,13 +227,13 @@ class Sends:
 
     def _start(self, sending: _Sending, step: SendStep) -> bool:
         """Prepare what a step completes; False: there is no room in the host buffer now."""
-        party, first = sending.party, sending.cursor
+        party, first, table = sending.party, sending.cursor, step.tables[self._group.number]
         is_last = step.num_computed_tokens == party.num_tokens
-        end = len(step.block_ids) if is_last else step.num_computed_tokens // self._block_size
+        end = len(table) if is_last else step.num_computed_tokens // self._group.block_size
         is_held = party.send_type is SendMode.GET
         if end <= first or (is_held and not is_last):
             return True
-        block_ids = step.block_ids[first:end]
+        block_ids = table[first:end]
         places = self._staging.take(block_ids)
         if places is None:
             return False
@@ -241,11 +245,9 @@ class Sends:
     def _offer(self, sending: _Sending, places: Int64s, end: int) -> _Chunk | None:
         party = sending.party
         source = PagedSource(self._cache, places, sending.cursor, party.num_tokens)
-        peer = InstanceAddress(party.peer or "")
+        key, peer = party.key_of(self._group.number), InstanceAddress(party.peer or "")
         try:
-            transfer = self._engine.send(
-                party.key, peer, source, binding=party.binding, ready=False
-            )
+            transfer = self._engine.send(key, peer, source, binding=party.binding, ready=False)
         except P2pError as error:
             self._staging.give_back(places)
             self._fail(sending, str(error))
@@ -288,13 +290,15 @@ class Sends:
     def _hold(self, item: _Due) -> _Chunk | None:
         party = item.sending.party
         source = PagedSource(self._cache, item.places, item.first_block, party.num_tokens)
+        key = party.key_of(self._group.number)
         try:
-            transfer = self._engine.hold(party.key, source, binding=party.binding)
+            transfer = self._engine.hold(key, source, binding=party.binding)
         except P2pError as error:
             self._staging.give_back(item.places)
             self._fail(item.sending, str(error))
             return None
-        return self._add(item.sending, transfer, item.places, len(item.block_ids))
+        end = item.first_block + len(item.block_ids)
+        return self._add(item.sending, transfer, item.places, end)
 
     def _is_usable(self, sending: _Sending) -> bool:
         """Whether the request's KV can still arrive; the first time that it cannot, say so."""
@@ -318,7 +322,7 @@ class Sends:
             return
         peer = InstanceAddress(party.peer) if party.peer is not None else None
         try:
-            self._engine.abandon(party.key, peer, reason)
+            self._engine.abandon(party.key_of(self._group.number), peer, reason)
         except P2pError as failure:
             logger.info("peer not told: request=%s error=%s", party.request_id, failure)
 

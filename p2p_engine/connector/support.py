@@ -25,9 +25,7 @@ def check_supported(vllm_config: VllmConfig, transfer: KVTransferConfig) -> None
         ConfigError: names the first thing that is not supported.
     """
     parallel = vllm_config.parallel_config
-    sizes = ("pipeline_parallel_size", "decode_context_parallel_size",
-             "prefill_context_parallel_size")  # fmt: skip
-    for name in sizes:
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(f"{name}={getattr(parallel, name)} is not supported; allowed: 1")
     if _shares_http_address(vllm_config, transfer):

@@ -6,6 +6,8 @@ request's blocks.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,9 +17,9 @@ from p2p_engine.connector.sends import Sends
 from p2p_engine.directory import RankAddress
 
 if TYPE_CHECKING:
-    from p2p_engine.connector.host_buffer import Staging
+    from p2p_engine.connector.groups import GroupCache
     from p2p_engine.engine import P2pNcclEngine
-    from p2p_engine.paged import PagedCache
+    from p2p_engine.messages import CacheSpec
 
 
 @dataclass(frozen=True)
@@ -31,60 +33,103 @@ class StepResults:
 
 
 class WorkerHalf:
-    """The engine of one rank and what it does for vLLM; owns the engine."""
+    """The engine of one rank and what it does for vLLM, group by group; owns the engine."""
 
     def __init__(
         self,
         engine: P2pNcclEngine,
-        cache: PagedCache,
-        staging: Staging,
+        spec: CacheSpec,
+        caches: Sequence[GroupCache],
         *,
-        block_size: int,
-        rank: int,
         can_fail_requests: bool,
+        names_lost_blocks: bool = True,
     ) -> None:
+        """See `Loads` for what vLLM can make of a failure."""
         self.engine = engine
-        self._rank = rank
-        self._spec = cache.spec
-        self._sends = Sends(engine, cache, block_size, staging)
-        self._loads = Loads(engine, cache, staging, can_fail_requests=can_fail_requests)
+        self._spec = spec
+        self._sends = [Sends(engine, cache) for cache in caches]
+        self._loads = [
+            Loads(
+                engine,
+                cache,
+                can_fail_requests=can_fail_requests,
+                names_lost_blocks=names_lost_blocks,
+            )
+            for cache in caches
+        ]
+        self._sent = Tally(len(caches))
+        self._loaded = Tally(len(caches))
+        self._failed: set[str] = set()  # in a group, while others have not ended
 
     @property
     def handshake(self) -> RankHandshake:
         """Where peers find this rank."""
-        engine = self.engine
-        return RankHandshake(RankAddress(self._rank, engine.zmq_address, engine.epoch, self._spec))
+        engine, spec = self.engine, self._spec
+        return RankHandshake(RankAddress(spec.rank, engine.zmq_address, engine.epoch, spec))
 
     def withdraw(self, metadata: P2pConnectorMetadata) -> None:
         """Before anything of the step runs: take back the preempted requests' chunks."""
         if metadata.preempted:
-            self._sends.withdraw(metadata.preempted)
+            for sends in self._sends:
+                sends.withdraw(metadata.preempted)
 
     def start_step(self, metadata: P2pConnectorMetadata) -> None:
         """Before the forward: offer what it will complete."""
         if metadata.drops_landed:
             self.engine.drop_landed()
-        self._sends.start_step(metadata.sends)
-        self._sends.end(metadata.ended_sends)
+        for sends in self._sends:
+            sends.start_step(metadata.sends)
+            sends.end(metadata.ended_sends)
 
     def start_loads(self, metadata: P2pConnectorMetadata) -> None:
         """After the forward, which may still have zeroed the blocks to be filled."""
-        self._loads.start(metadata.loads)
-        self._loads.cancel(metadata.cancelled_loads)
-        self._loads.discard(metadata.unwanted)
+        for loads in self._loads:
+            loads.start(metadata.loads)
+            loads.cancel(metadata.cancelled_loads)
+            loads.discard(metadata.unwanted)
 
     def finish_step(self) -> None:
         """After the forward: what it computed may leave."""
-        self._sends.finish_step()
+        for sends in self._sends:
+            sends.finish_step()
 
     def take_results(self) -> StepResults:
-        """Report what has ended since the last step."""
+        """Report what has ended, in all groups, since the last step."""
         self.engine.poll()
-        loads = self._loads.take_results()
-        return StepResults(
-            self._sends.take_released(), loads.finished, loads.failed, loads.invalid_block_ids
-        )
+        results = StepResults()
+        for sends in self._sends:
+            results.finished_sending.update(self._sent.add(sends.take_released()))
+        for loads in self._loads:
+            ended = loads.take_results()
+            self._fail(ended.failed)
+            results.invalid_block_ids.update(ended.invalid_block_ids)
+            results.finished_recving.update(self._loaded.add(ended.finished))
+        results.failed_recving.update(self._failed & results.finished_recving)
+        self._failed -= results.finished_recving
+        return results
+
+    def _fail(self, request_ids: set[str]) -> None:
+        """What failed in one group is of no use in the others."""
+        self._failed |= request_ids
+        for loads in self._loads:
+            loads.cancel(request_ids, "another group of layers failed")
 
     def close(self) -> None:
         """Close the engine: bounded, idempotent."""
         self.engine.close()
+
+
+class Tally:
+    """Counts in how many groups a request has ended."""
+
+    def __init__(self, num_groups: int) -> None:
+        self._num_groups = num_groups
+        self._counts: Counter[str] = Counter()
+
+    def add(self, request_ids: Iterable[str]) -> list[str]:
+        """These have ended in one more group; return those that have in all."""
+        self._counts.update(request_ids)
+        ended = [name for name in request_ids if self._counts[name] == self._num_groups]
+        for name in ended:
+            del self._counts[name]
+        return ended

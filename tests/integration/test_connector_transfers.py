@@ -91,7 +91,9 @@ def test_a_scheduler_half_binds_nothing_until_it_has_ranks(model: Path, no_leaks
     """Many may live in one process, on one port; other connectors' ranks are not ours."""
     config = make_config(model, "kv_both", 14579)
     for _ in range(3):
-        connector = P2pNcclConnector(config, KVConnectorRole.SCHEDULER, make_cache_config(10))
+        connector = P2pNcclConnector(
+            config, KVConnectorRole.SCHEDULER, make_cache_config(config, "full", 10)
+        )
         connector.set_xfer_handshake_metadata({0: KVConnectorHandshakeMetadata()})
         connector.shutdown()
 

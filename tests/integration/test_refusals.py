@@ -60,6 +60,12 @@ UNLIKE: dict[str, tuple[Specs, object, object]] = {
     "another number of KV heads": (changed(num_kv_heads=4), 2, 4),
     "another size of a head": (changed(head_size=64), 2, 64),
     "another number of layers": (changed(layer_cuts=(0, 3)), 2, 3),
+    "another number of groups of layers": (changed(more=(HERE.spec,)), 1, 2),
+    "another window": (changed(window=64), 0, 64),
+    "other layers in a group": (changed(layers=(1,), page_bytes=[]), (0, 1), (1,)),
+    "block sizes that differ, where layers look back at a window": (
+        (changed(window=8)[1], changed(window=8, block_size=8, page_bytes=[1])[1]), 4, 8,
+    ),
     "blocks packed for another instruction set, or quantised otherwise": (
         changed(packing="cpu amx"), "", "cpu amx",
     ),
@@ -158,10 +164,10 @@ def set_in_vllm(**changes: Any) -> Callable[[], object]:
 
 def with_groups(*specs: Any) -> Callable[[], object]:
     """What an instance checks of its kinds of cache."""
-    from p2p_engine.connector.cache_spec import attention_spec
+    from p2p_engine.connector.groups import attention_groups
     from tests.unit.test_connector_cache_spec import config_of
 
-    return lambda: attention_spec(config_of(*specs))
+    return lambda: attention_groups(config_of(*specs))
 
 
 def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
@@ -180,25 +186,37 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
         made = host_buffers.vllm_config("cpu", 25)
         make_host_buffer(made, host_buffers.handles(), 12, 3 * host_buffers.BLOCK_BYTES)
 
+    def before_0_30() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("p2p_engine.connector.compat.HAS_FAILED_REQUESTS", False)
+            with_groups(caches.SPEC, caches.WINDOW)()
+
+    def in_no_group() -> None:
+        caches.read_all(caches.caches_of("LBHNC")[1], caches.NAMES[:2])
+
+    def placeless() -> None:
+        [view, *_] = caches.caches_of("LBHNC")[1].values()
+        caches.read_all({"odd0": view}, ["odd0"], pp_size=2)
+
     mamba = MambaSpec(shapes=((2, 2),), dtypes=(torch.float32,), block_size=16)
     scaled = dataclasses.replace(caches.SPEC, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
-    elsewhere = {"layer0": torch.empty((caches.BLOCKS, 1, 1, 1), device="meta")}
+    elsewhere = {"layers.0": torch.empty((caches.BLOCKS, 1, 1, 1), device="meta")}
     cases: dict[str, tuple[Callable[[], object], list[object]]] = {
-        "several KV cache groups": (
-            with_groups(caches.SPEC, mamba), ["FullAttentionSpec", "MambaSpec"],
-        ),
-        "sliding windows in a group of their own": (with_groups(caches.WINDOW), []),
-        "Mamba": (with_groups(mamba), []),
+        "Mamba": (with_groups(caches.SPEC, mamba), []),
+        "attention that looks back in chunks": (with_groups(caches.CHUNKED), []),
+        "a model that keeps no KV cache": (with_groups(), []),
+        "several groups, or a window, in vLLM 0.29": (before_0_30, []),
+        "a layer whose group is not known": (in_no_group, ["layers.2"]),
+        "pipeline stages of layers that do not say where they are": (placeless, ["odd0"]),
         "scales of their own beside the values": (with_groups(scaled), ["INT8_PER_TOKEN_HEAD"]),
         "a cache that is not in host memory, without a host buffer": (
             lambda: caches.read(elsewhere), ["meta"],
         ),
         "a host buffer that is too small": (small_buffer, [3, 4]),
-        "blocks whose bytes are scattered and not known": (scattered, ["layer0"]),
+        "blocks whose bytes are scattered and not known": (scattered, ["layers.0"]),
         "a cache that is not made of vLLM's blocks": (
             lambda: caches.read(caches.caches_of("LBHNC")[1], 3), [10, 3],
         ),
-        "pipeline parallelism": (set_in_vllm(pipeline_parallel_size=2), [2]),
         "decode context parallelism": (set_in_vllm(decode_context_parallel_size=2), [2]),
         "prefill context parallelism": (set_in_vllm(prefill_context_parallel_size=2), [2]),
         "data-parallel ranks behind one HTTP address": (set_in_vllm(data_parallel_size=2), []),

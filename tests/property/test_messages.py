@@ -7,12 +7,14 @@ from typing import Any, get_args
 
 import hypothesis.strategies as st
 import msgpack  # type: ignore[import-untyped]
+import msgspec
 from hypothesis import given, settings
 
 from p2p_engine.errors import RemoteProtocolError
 from p2p_engine.messages import (
     AnyMessage,
     CacheSpec,
+    Done,
     Manifest,
     PageShape,
     Part,
@@ -27,7 +29,7 @@ counts = st.integers(0, 1 << 31)
 sizes = st.integers(0, 1 << 48)
 words = st.integers(0, (1 << 63) - 1)
 texts = st.text(max_size=20)
-keys = st.builds(TransferKey, texts, texts, counts, counts)
+keys = st.builds(TransferKey, texts, texts, counts, counts, counts)
 planes = st.builds(Plane, sizes, sizes, sizes)
 shapes = st.builds(PageShape, counts, sizes, st.lists(planes, min_size=1, max_size=4).map(tuple))
 manifests = st.builds(
@@ -40,13 +42,22 @@ manifests = st.builds(
     st.lists(sizes, max_size=3),
     st.none() | st.builds(Part, counts, counts, counts, counts, st.integers(1, 1 << 20), shapes),
 )
-specs = st.builds(
+numbers = st.lists(counts, max_size=3).map(tuple)
+groups = st.builds(
     CacheSpec,
     model=texts,
     block_size=counts,
     page_bytes=st.lists(sizes, max_size=3),
-    layer_cuts=st.lists(counts, max_size=3).map(tuple),
+    layer_cuts=numbers,
     shape=st.none() | shapes,
+    layers=st.none() | numbers,
+    window=counts,
+    number=counts,
+)
+specs = st.builds(
+    lambda spec, more: msgspec.structs.replace(spec, more=tuple(more)),
+    groups,
+    st.lists(groups, max_size=2),
 )
 endpoints = st.dictionaries(texts, st.dictionaries(texts, texts, max_size=3), max_size=3)
 BY_FIELD: dict[str, st.SearchStrategy[Any]] = {
@@ -58,8 +69,16 @@ BY_FIELD: dict[str, st.SearchStrategy[Any]] = {
     "binding": st.binary(max_size=64), "key": keys, "manifest": manifests,
     "spec": st.none() | specs, "endpoints": endpoints,
 }  # fmt: skip
+
+
+def _values_of(kind: type[Any], field: str) -> st.SearchStrategy[Any]:
+    if field == "checksum":
+        return st.integers(0, (1 << 32) - 1) if kind is Done else st.booleans()
+    return BY_FIELD[field]
+
+
 messages = st.sampled_from(get_args(AnyMessage)).flatmap(
-    lambda kind: st.builds(kind, *(BY_FIELD[name] for name in kind.__struct_fields__))
+    lambda kind: st.builds(kind, *(_values_of(kind, name) for name in kind.__struct_fields__))
 )
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -14,10 +15,12 @@ from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from p2p_engine.config import SendMode
+from p2p_engine.connector.groups import LayerGroup
 from p2p_engine.connector.intent import Instance
 from p2p_engine.connector.metadata import P2pConnectorMetadata
 from p2p_engine.connector.scheduler import SchedulerHalf
@@ -30,10 +33,15 @@ SEND = {"do_remote_decode": True, "transfer_id": "t", "remote_host": "d", "remot
 LOAD = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "p", "remote_port": 3}
 
 
+def make_group(number: int = 0, window: int = 0) -> LayerGroup:
+    spec = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    return LayerGroup(number, (f"layers.{number}",), spec, window)
+
+
 @pytest.fixture
 def half() -> SchedulerHalf:
     instance = Instance("kv_both", "[::1]:1", SendMode.PUT_ASYNC, has_random_ids=True)
-    return SchedulerHalf(instance, "model", BLOCK_SIZE, tp_size=2)
+    return SchedulerHalf(instance, "model", [make_group()], tp_size=2)
 
 
 def make_request(params: Any, num_tokens: int = 40, request_id: str = "r", **more: Any) -> Request:
@@ -78,7 +86,7 @@ def make_output(
 
 def sends(metadata: P2pConnectorMetadata) -> list[tuple[str, list[int], int]]:
     return [
-        (step.party.request_id, step.block_ids.tolist(), step.num_computed_tokens)
+        (step.party.request_id, step.tables[0].tolist(), step.num_computed_tokens)
         for step in metadata.sends
     ]
 
@@ -223,7 +231,8 @@ def test_all_that_is_not_computed_is_loaded_once(half: SchedulerHalf) -> None:
     (load,) = half.build_metadata(make_output()).loads
     assert load.party.key == TransferKey("t")
     assert (load.party.peer, load.party.num_tokens) == ("p:3", 40)
-    assert (load.first_block, load.block_ids.tolist()) == (1, [2, 3])
+    (wanted,) = load.ranges
+    assert (wanted.first_block, wanted.block_ids.tolist()) == (1, [2, 3])
     half.blocks_allocated(request, allocated(1, 2, 3, 4), 0)  # after the load
     assert half.num_loadable_tokens(request, 0) == 0  # failed, or preempted
     assert half.build_metadata(make_output()) == P2pConnectorMetadata()
@@ -339,3 +348,77 @@ def test_the_binding_covers_all_that_decides_the_kv(half: SchedulerHalf) -> None
 def _feature(identifier: str, offset: int) -> Any:
     position = SimpleNamespace(offset=offset, length=8)
     return SimpleNamespace(identifier=identifier, mm_position=position)
+
+
+# Several groups
+
+
+@pytest.fixture
+def windowed() -> SchedulerHalf:
+    """All tokens in group 0, a window of 20 in group 1."""
+    instance = Instance("kv_both", "[::1]:1", SendMode.PUT_ASYNC, has_random_ids=True)
+    return SchedulerHalf(instance, "model", [make_group(), make_group(1, window=20)], tp_size=1)
+
+
+def allocated_in(*tables: list[int]) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: tables)
+
+
+@pytest.mark.parametrize(("num_present", "first_blocks"), [(0, (0, 1)), (16, (1, 1)), (32, (2, 2))])
+def test_with_a_window_all_but_the_last_token_is_loaded(
+    windowed: SchedulerHalf, num_present: int, first_blocks: tuple[int, int]
+) -> None:
+    """So vLLM makes room for what the last token looks at, and for nothing behind that."""
+    request = make_request(LOAD)
+    windowed.on_new_request(request)
+    num_tokens = windowed.num_loadable_tokens(request, num_present)
+    assert num_tokens == 39 - num_present
+    windowed.blocks_allocated(request, allocated_in([1, 2, 3], [0, 5, 6]), num_tokens)
+    (load,) = windowed.build_metadata(make_output()).loads
+    assert tuple(wanted.first_block for wanted in load.ranges) == first_blocks
+    assert [wanted.block_ids.tolist() for wanted in load.ranges] == [
+        [1, 2, 3][first_blocks[0] :], [0, 5, 6][first_blocks[1] :],
+    ]  # fmt: skip
+
+
+def test_a_prompt_of_which_only_the_last_token_is_missing_loads_nothing(
+    windowed: SchedulerHalf,
+) -> None:
+    request = make_request(LOAD, num_tokens=1)
+    windowed.on_new_request(request)
+    assert windowed.num_loadable_tokens(request, 0) == 0
+    windowed.blocks_allocated(request, allocated_in([1], [2]), 0)
+    assert len(windowed.build_metadata(make_output()).unwanted) == 1
+
+
+def test_each_group_has_a_table_of_its_own(windowed: SchedulerHalf) -> None:
+    request = make_request(SEND)
+    assert request.sampling_params is not None
+    request.max_tokens = 1
+    windowed.on_new_request(request)
+    first = make_output(scheduled={"r": 20})
+    first.scheduled_new_reqs = [NewRequestData("r", [], [], None, None, ([1, 2], [7, 8]), 0, None)]
+    (step,) = windowed.build_metadata(first).sends
+    assert [table.tolist() for table in step.tables] == [[1, 2], [7, 8]]
+    second = make_output(cached=[("r", [3], 20)], scheduled={"r": 20})
+    second.scheduled_cached_reqs.new_block_ids = [([3], [9])]
+    (step,) = windowed.build_metadata(second).sends
+    assert [table.tolist() for table in step.tables] == [[1, 2, 3], [7, 8, 9]]
+    third = make_output(cached=[("r", [4], 0)], resumed=["r"], scheduled={"r": 40})
+    third.scheduled_cached_reqs.new_block_ids = [([4, 5, 6], [1, 2, 3])]
+    (step,) = windowed.build_metadata(third).sends
+    assert [table.tolist() for table in step.tables] == [[4, 5, 6], [1, 2, 3]]
+
+
+def test_a_prefill_that_goes_on_frees_its_windows_so_it_does_not_send(
+    windowed: SchedulerHalf,
+) -> None:
+    """Its request asks for eight tokens."""
+    request = make_request(SEND)
+    windowed.on_new_request(request)
+    (ended,) = windowed.build_metadata(make_output()).ended_sends
+    assert ended.failure is not None
+    assert not ended.is_held
+    output = make_output(new=[("r", [1, 2, 3], 0)], scheduled={"r": 40})
+    assert not windowed.build_metadata(output).sends
+    assert finish(windowed, request, RequestStatus.FINISHED_LENGTH_CAPPED) == (False, None)

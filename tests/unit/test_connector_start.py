@@ -90,7 +90,6 @@ def configs(**changes: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
         ({"data_parallel_size": 2}, "--data-parallel-external-lb"),

@@ -9,15 +9,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from p2p_engine.config import EngineConfig, SendMode
+from p2p_engine.connector.groups import GroupCache, LayerGroup, names_lost_blocks
 from p2p_engine.connector.host_buffer import InPlace
-from p2p_engine.connector.metadata import EndedSend, Load, P2pConnectorMetadata, Party, SendStep
+from p2p_engine.connector.metadata import (
+    BlockRange,
+    EndedSend,
+    Load,
+    P2pConnectorMetadata,
+    Party,
+    SendStep,
+)
 from p2p_engine.connector.worker import WorkerHalf
 from p2p_engine.errors import (
     P2pError,
@@ -27,7 +37,7 @@ from p2p_engine.errors import (
     TransferRejected,
     TransferTimeout,
 )
-from p2p_engine.messages import Manifest, TransferKey
+from p2p_engine.messages import CacheSpec, Manifest, TransferKey
 from p2p_engine.paged import PagedCache, PagedSink, PagedSource
 from p2p_engine.peers import InstanceAddress
 from p2p_engine.transfer import Transfer
@@ -103,7 +113,7 @@ class FakeEngine:
 
     def receive(self, key: TransferKey, sink: PagedSink, **settings: Any) -> Transfer:
         transfer = self._transfer(key)
-        self.received[key.transfer_id] = sink, transfer, settings
+        self.received[f"{key.transfer_id}{key.group or ''}"] = sink, transfer, settings
         return transfer
 
     def discard(self, key: TransferKey, **settings: Any) -> None:
@@ -133,15 +143,23 @@ def engine() -> FakeEngine:
     return FakeEngine()
 
 
-def make_worker(engine: FakeEngine, *, can_fail_requests: bool = True) -> WorkerHalf:
+def group(number: int = 0, window: int = 0) -> LayerGroup:
+    spec = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    return LayerGroup(number, (f"layers.{number}",), spec, window)
+
+
+def make_worker(
+    engine: FakeEngine, *groups: LayerGroup, can_fail_requests: bool = True
+) -> WorkerHalf:
+    groups = groups or (group(),)
     made: Any = engine
+    caches = [GroupCache(group, CACHE, InPlace()) for group in groups]
     return WorkerHalf(
         made,
-        CACHE,
-        InPlace(),
-        block_size=BLOCK_SIZE,
-        rank=RANK,
+        CacheSpec(rank=RANK),
+        caches,
         can_fail_requests=can_fail_requests,
+        names_lost_blocks=names_lost_blocks(groups),
     )
 
 
@@ -157,6 +175,10 @@ def party(
     peer: str | None = "h:1",
 ) -> Party:
     return Party(name, TransferKey(f"t-{name}"), peer, name.encode(), mode, num_tokens)
+
+
+def step(party: Party, table: np.ndarray[Any, Any], num_computed: int) -> SendStep:
+    return SendStep(party, (table,), num_computed)
 
 
 def blocks(first: int, num: int) -> np.ndarray[Any, Any]:
@@ -181,7 +203,7 @@ def test_blocks_leave_as_they_fill_and_the_ragged_one_last(
 ) -> None:
     table = blocks(10, 7)
     for num_computed in (10, 40, 47, 48, 99, 100):
-        run(worker, sends=[SendStep(party(), table, num_computed)])
+        run(worker, sends=[step(party(), table, num_computed)])
     assert [item.blocks for item in engine.sent] == [[10, 11], [12], [13, 14, 15], [16]]
     assert [item.source.first_block for item in engine.sent] == [0, 2, 3, 6]
     assert all(item.ready and item.binding == b"r" for item in engine.sent)
@@ -189,7 +211,7 @@ def test_blocks_leave_as_they_fill_and_the_ragged_one_last(
 
 
 def test_bytes_may_move_only_after_the_forward(engine: FakeEngine, worker: WorkerHalf) -> None:
-    metadata = P2pConnectorMetadata(sends=[SendStep(party(), blocks(0, 7), 64)])
+    metadata = P2pConnectorMetadata(sends=[step(party(), blocks(0, 7), 64)])
     worker.withdraw(metadata)
     worker.start_step(metadata)
     assert [item.ready for item in engine.sent] == [False]
@@ -202,29 +224,29 @@ def test_put_waits_and_gives_up_at_its_deadline(
 ) -> None:
     caplog.set_level("WARNING", logger="p2p_engine")
     put = party(mode=SendMode.PUT)
-    metadata = P2pConnectorMetadata(sends=[SendStep(put, blocks(0, 7), 100)])
+    metadata = P2pConnectorMetadata(sends=[step(put, blocks(0, 7), 100)])
     worker.start_step(metadata)
     waiting = threading.Thread(target=worker.finish_step)
     waiting.start()
     release(engine.sent[0].transfer)
     waiting.join(10)
     assert not waiting.is_alive()
-    run(worker, sends=[SendStep(replace(put, request_id="late"), blocks(0, 7), 100)])
+    run(worker, sends=[step(replace(put, request_id="late"), blocks(0, 7), 100)])
     assert "PUT is not over at its deadline" in caplog.text
 
 
 def test_get_holds_the_whole_prompt_once(engine: FakeEngine, worker: WorkerHalf) -> None:
     get = party(mode=SendMode.GET)
     for num_computed in (48, 96, 100):
-        run(worker, sends=[SendStep(get, blocks(0, 7), num_computed)])
+        run(worker, sends=[step(get, blocks(0, 7), num_computed)])
     assert [(item.peer, item.blocks) for item in engine.sent] == [(None, list(range(7)))]
 
 
 def test_held_blocks_are_reported_once_when_all_have_left(
     engine: FakeEngine, worker: WorkerHalf
 ) -> None:
-    run(worker, sends=[SendStep(party(), blocks(0, 7), 48)])
-    run(worker, sends=[SendStep(party(), blocks(0, 7), 100)])
+    run(worker, sends=[step(party(), blocks(0, 7), 48)])
+    run(worker, sends=[step(party(), blocks(0, 7), 100)])
     first, second = (item.transfer for item in engine.sent)
     assert (
         run(worker, ended_sends=[EndedSend(party(), None, is_held=True)]).finished_sending == set()
@@ -252,7 +274,7 @@ def test_a_held_request_that_sent_nothing_is_reported_too(worker: WorkerHalf) ->
 def test_an_aborted_request_is_withdrawn_and_its_peer_told(
     engine: FakeEngine, worker: WorkerHalf
 ) -> None:
-    run(worker, sends=[SendStep(party(), blocks(0, 7), 48)])
+    run(worker, sends=[step(party(), blocks(0, 7), 48)])
     assert (
         run(worker, ended_sends=[EndedSend(party(), "aborted", is_held=True)]).finished_sending
         == set()
@@ -278,10 +300,10 @@ def test_without_an_address_whoever_asks_for_it_is_told(
 def test_after_a_failed_chunk_nothing_more_leaves(
     engine: FakeEngine, worker: WorkerHalf, error: P2pError, is_told: bool
 ) -> None:
-    run(worker, sends=[SendStep(party(), blocks(0, 7), 48)])
+    run(worker, sends=[step(party(), blocks(0, 7), 48)])
     end(engine.sent[0].transfer, error)
-    run(worker, sends=[SendStep(party(), blocks(0, 7), 96)])
-    run(worker, sends=[SendStep(party(), blocks(0, 7), 100)])
+    run(worker, sends=[step(party(), blocks(0, 7), 96)])
+    run(worker, sends=[step(party(), blocks(0, 7), 100)])
     assert len(engine.sent) == 1
     assert len(engine.abandoned) == is_told
     assert run(worker, ended_sends=[EndedSend(party(), None, is_held=True)]).finished_sending == {
@@ -294,7 +316,7 @@ def test_preempted_blocks_are_withdrawn_before_the_step_and_sent_again(
     engine: FakeEngine, worker: WorkerHalf
 ) -> None:
     for num_computed in (32, 64, 96):
-        run(worker, sends=[SendStep(party(), blocks(0, 7), num_computed)])
+        run(worker, sends=[step(party(), blocks(0, 7), num_computed)])
     first, second, third = (item.transfer for item in engine.sent)
     end(first)
     release(third)  # left, but not all before it did
@@ -302,7 +324,7 @@ def test_preempted_blocks_are_withdrawn_before_the_step_and_sent_again(
     worker.withdraw(P2pConnectorMetadata(preempted=["r"]))
     assert engine.cancelled == [second]
     assert second.released
-    run(worker, sends=[SendStep(party(), blocks(20, 7), 100)])
+    run(worker, sends=[step(party(), blocks(20, 7), 100)])
     assert engine.sent[-1].blocks == list(range(22, 27))
     assert not engine.abandoned
 
@@ -312,10 +334,10 @@ def test_blocks_that_cannot_be_withdrawn_in_time_are_given_up(
 ) -> None:
     """They may be torn: nobody must take them for the request's KV."""
     monkeypatch.setattr("p2p_engine.connector.sends.WITHDRAW_SECONDS", 0.01)
-    run(worker, sends=[SendStep(party(), blocks(0, 7), 48)])
+    run(worker, sends=[step(party(), blocks(0, 7), 48)])
     worker.withdraw(P2pConnectorMetadata(preempted=["r"]))
     assert [name for name, _, _ in engine.abandoned] == ["t-r"]
-    run(worker, sends=[SendStep(party(), blocks(0, 7), 100)])
+    run(worker, sends=[step(party(), blocks(0, 7), 100)])
     assert len(engine.sent) == 1
 
 
@@ -323,7 +345,7 @@ def test_a_refused_send_costs_that_request_only(engine: FakeEngine, worker: Work
     engine.refusal = TransferError("held already")
     for mode in (SendMode.GET, SendMode.PUT_ASYNC):
         refused = party(mode.value, mode=mode)
-        run(worker, sends=[SendStep(refused, blocks(0, 7), 100)])
+        run(worker, sends=[step(refused, blocks(0, 7), 100)])
         ended = EndedSend(refused, None, is_held=True)
         assert run(worker, ended_sends=[ended]).finished_sending == {mode.value}
 
@@ -333,9 +355,8 @@ def test_a_refused_send_costs_that_request_only(engine: FakeEngine, worker: Work
 
 def load(name: str = "r", first_block: int = 0, num_tokens: int = 100) -> Load:
     num_blocks = -(-num_tokens // BLOCK_SIZE)
-    return Load(
-        party(name, num_tokens), first_block, blocks(30 + first_block, num_blocks - first_block)
-    )
+    wanted = BlockRange(first_block, blocks(30 + first_block, num_blocks - first_block))
+    return Load(party(name, num_tokens), (wanted,))
 
 
 def test_a_load_is_reported_once_when_it_is_done(engine: FakeEngine, worker: WorkerHalf) -> None:
@@ -429,6 +450,89 @@ def test_unwanted_and_reset(engine: FakeEngine, worker: WorkerHalf) -> None:
     assert engine.num_dropped == 1
 
 
+# Several groups
+
+
+@pytest.fixture
+def two_groups(engine: FakeEngine) -> WorkerHalf:
+    """All tokens in group 0, a window of 40 in group 1."""
+    return make_worker(engine, group(0), group(1, window=40))
+
+
+def load_both(name: str = "r") -> Load:
+    ranges = (BlockRange(0, blocks(30, 7)), BlockRange(3, blocks(50, 4)))
+    return Load(party(name), ranges)
+
+
+def test_of_a_window_only_its_blocks_leave(engine: FakeEngine, two_groups: WorkerHalf) -> None:
+    tables = blocks(10, 7), blocks(30, 7)
+    for num_computed in (40, 48, 64, 100):
+        run(two_groups, sends=[SendStep(party(), tables, num_computed)])
+    sent = [(item.key.group, item.source.first_block, item.blocks) for item in engine.sent]
+    assert sent == [
+        (0, 0, [10, 11]), (0, 2, [12]), (0, 3, [13]), (1, 3, [33]),
+        (0, 4, [14, 15, 16]), (1, 4, [34, 35, 36]),
+    ]  # fmt: skip
+
+
+def test_of_a_window_only_its_blocks_are_held(engine: FakeEngine, two_groups: WorkerHalf) -> None:
+    step = SendStep(party(mode=SendMode.GET), (blocks(10, 7), blocks(30, 7)), 100)
+    run(two_groups, sends=[step])
+    held = [(item.key.group, item.source.first_block, item.blocks) for item in engine.sent]
+    assert held == [(0, 0, list(range(10, 17))), (1, 3, [33, 34, 35, 36])]
+
+
+def test_a_request_has_been_sent_when_each_group_has(
+    engine: FakeEngine, two_groups: WorkerHalf
+) -> None:
+    run(two_groups, sends=[SendStep(party(), (blocks(10, 7), blocks(30, 7)), 100)])
+    run(two_groups, ended_sends=[EndedSend(party(), None, is_held=True)])
+    first, second = (item.transfer for item in engine.sent)
+    end(second)
+    assert run(two_groups).finished_sending == set()
+    end(first)
+    assert run(two_groups).finished_sending == {"r"}
+    assert run(two_groups).finished_sending == set()
+
+
+def test_a_request_has_been_loaded_when_each_group_has(
+    engine: FakeEngine, two_groups: WorkerHalf
+) -> None:
+    run(two_groups, loads=[load_both()])
+    end(engine.received["t-r1"][1])
+    assert run(two_groups).finished_recving == set()
+    end(engine.received["t-r"][1])
+    results = run(two_groups)
+    assert (results.finished_recving, results.failed_recving) == ({"r"}, set())
+
+
+@pytest.mark.parametrize("failing", ["t-r", "t-r1"])
+def test_what_fails_in_one_group_is_cancelled_in_the_others_and_fails(
+    engine: FakeEngine, two_groups: WorkerHalf, failing: str
+) -> None:
+    """It is reported when nothing is written any more, and no blocks are named: those before a
+    lost one may lie behind the window."""
+    run(two_groups, loads=[load_both()])
+    [other] = {"t-r", "t-r1"} - {failing}
+    end(engine.received[failing][1], PeerLost("gone"))
+    assert run(two_groups).finished_recving == set()
+    transfer = engine.received[other][1]
+    assert engine.cancelled == [transfer]
+    end(transfer, TransferCancelled("it was asked to"))
+    results = run(two_groups)
+    assert (results.finished_recving, results.failed_recving) == ({"r"}, {"r"})
+    assert not results.invalid_block_ids
+
+
+def test_discarding_and_failing_concern_every_group(
+    engine: FakeEngine, two_groups: WorkerHalf
+) -> None:
+    run(two_groups, unwanted=[party()])
+    assert len(engine.discarded) == 2
+    run(two_groups, ended_sends=[EndedSend(party(), "aborted", is_held=False)])
+    assert len(engine.abandoned) == 2
+
+
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from(["load", "cancel", "send", "end", "release", "done", "fail", "preempt"]),
@@ -458,7 +562,7 @@ def test_each_id_is_reported_exactly_once_in_any_order(events: list[tuple[str, i
         elif event == "send":
             number += 1
             sending.add(f"s{number}")
-            orders["sends"] = [SendStep(party(f"s{number}"), blocks(0, 7), 20 * (which + 1))]
+            orders["sends"] = [step(party(f"s{number}"), blocks(0, 7), 20 * (which + 1))]
         elif event == "end" and sending:
             name = sorted(sending)[which % len(sending)]
             sending.remove(name)

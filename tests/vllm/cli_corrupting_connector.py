@@ -36,7 +36,7 @@ class P2pNcclConnector(connector.P2pNcclConnector):
         metadata = self._get_connector_metadata()
         if isinstance(metadata, P2pConnectorMetadata):
             for load in metadata.loads:
-                self._first_blocks[load.party.request_id] = int(load.block_ids[0])
+                self._first_blocks[load.party.request_id] = int(load.ranges[0].block_ids[0])
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:

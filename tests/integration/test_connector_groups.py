@@ -1,0 +1,217 @@
+"""Models and instances that are not the plain case, simulated: latent attention, windows, several
+groups of layers, pipeline stages. vLLM makes the groups; our whole connector moves their blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.request import RequestStatus
+
+from tests.integration.test_connector_transfers import ORDERS, prompt_of
+from tests.simulated_instance import WINDOW, write_model_config
+from tests.simulated_pair import Pair
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+    pytest.mark.timeout(180),  # the first one waits until vLLM has looked at the model's class
+]
+
+MakePair = Callable[..., Pair]
+# Around a block of 16, around the window of 40, and where the window begins at a block's edge.
+LENGTHS = (1, 2, 15, 16, 17, 39, 40, 41, 56, 57, 63, 64, 100, 300)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_config(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make_pair(model: Path) -> Iterator[MakePair]:
+    pairs: list[Pair] = []
+
+    def make(
+        prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **settings: Any
+    ) -> Pair:
+        settings = {"num_blocks": 200, **settings}
+        pairs.append(Pair(model, prefill=prefill or {}, decode=decode or {}, **settings))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+def ask_all(pair: Pair, orders: Sequence[str] = ORDERS) -> None:
+    """Prompts of every length, in every order, and what must hold of them afterwards."""
+    for seed, order in enumerate(orders):
+        for length in LENGTHS:
+            pair.ask(prompt_of(length, seed), order=order)
+        pair.run(timeout=40)
+    pair.check_answers(num_computed=1)
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("attention", ["mixed", "windows"])
+@pytest.mark.parametrize("send_type", ["PUT", "PUT_ASYNC", "GET"])
+def test_windows(make_pair: MakePair, attention: str, send_type: str) -> None:
+    ask_all(make_pair(attention=attention, send_type=send_type))
+
+
+@pytest.mark.parametrize("transports", ["shm", "tcp"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_windows_of_unlike_instances(make_pair: MakePair, transports: str, is_async: bool) -> None:
+    sides = {"tp_size": 2}, {"layout": "LBNHC"}
+    for prefill, decode in (sides, sides[::-1]):
+        settings = {"attention": "mixed", "transports": transports, "is_async": is_async}
+        ask_all(make_pair(prefill, decode, **settings), ["together"])
+
+
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+@pytest.mark.parametrize("attention", ["mixed", "windows"])
+def test_windows_by_way_of_host_memory(make_pair: MakePair, attention: str, send_type: str) -> None:
+    """Each group has a host buffer of its own."""
+    ask_all(make_pair(attention=attention, send_type=send_type, is_on_device=True))
+
+
+@pytest.mark.parametrize("more", [8, 24, 40, 60])
+def test_only_what_a_window_shows_and_decode_lacks_is_sent(make_pair: MakePair, more: int) -> None:
+    """A prompt, then one that goes on from it: its prefix, with the window at its end, is there."""
+    pair = make_pair(attention="mixed")
+    layer_bytes, first = pair.block_bytes // 3, prompt_of(160)
+    pair.ask(first)
+    pair.run()
+    in_window = 10 - (160 - WINDOW) // 16
+    assert pair.landed_bytes() == (10 + 2 * in_window) * layer_bytes
+    landed, num_tokens = pair.landed_bytes(), 160 + more
+    pair.ask([*first, *prompt_of(more, seed=1)], order="decode first")
+    pair.run()
+    pair.check_answers(num_computed=1)
+    end = -(-(num_tokens - 1) // 16)
+    in_window = end - max(10, (num_tokens - WINDOW) // 16)
+    assert pair.landed_bytes() - landed == (end - 10 + 2 * in_window) * layer_bytes
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("attention", ["mixed", "windows"])
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_preemption_with_windows(make_pair: MakePair, attention: str, send_type: str) -> None:
+    """So few blocks that requests lose theirs in mid-prompt, in mid-answer and in mid-transfer."""
+    pair = make_pair(
+        {"num_blocks": 40}, {"num_blocks": 40}, attention=attention, send_type=send_type,
+        max_tokens_per_step=48, policy="recompute",
+    )  # fmt: skip
+    for seed in range(16):
+        pair.ask(prompt_of(100 + 8 * seed, seed), max_tokens=60)
+    pair.run(timeout=60)
+    pair.check_answers()
+    assert pair.d.num_preemptions > 0
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("attention", ["mixed", "windows"])
+def test_a_failure_in_one_group_is_the_requests(
+    make_pair: MakePair, attention: str, policy: str
+) -> None:
+    """vLLM could not go on behind a good prefix: the request fails, or is computed anew."""
+    pair = make_pair(attention=attention, policy=policy)
+    request_id = pair.ask(prompt_of(200), order="decode first")
+    pair.run(lambda: bool(pair.d.ranks[0].connector._worker._loads[-1]._loading))  # type: ignore[union-attr]
+    worker = pair.d.ranks[0].connector._worker
+    assert worker is not None
+    loading = worker._loads[-1]._loading[request_id]
+    assert loading.transfer is not None
+    loading.transfer.cancel("as if its peer had failed")
+    pair.run(
+        lambda: pair.d.is_idle or request_id in pair.d.finished or not pair.d.scheduler.requests
+    )
+    pair.drop_waiting()
+    pair.run()
+    if policy == "fail":
+        assert pair.d.finished[request_id] is RequestStatus.FINISHED_ERROR
+    else:
+        pair.check_answers(num_computed=200)
+    pair.check_at_rest()
+
+
+def test_a_prefill_of_many_tokens_would_free_its_windows(
+    make_pair: MakePair, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does not send, and decode hears of it at once instead of at its deadline."""
+    caplog.set_level("WARNING", logger="p2p_engine")
+    pair = make_pair(attention="mixed", policy="recompute", transfer_timeout_seconds=600)
+    pair.ask(prompt_of(100), prefill_tokens=30)
+    pair.run(timeout=20)
+    pair.check_answers(num_computed=100)
+    assert "frees blocks of its windows" in caplog.text
+    pair.check_at_rest()
+
+
+# Latent attention: every rank keeps the same
+
+
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2), (4, 2), (2, 4)], ids=str)
+def test_latent_attention_is_sent_once_to_each_rank(
+    make_pair: MakePair, sizes: tuple[int, int], send_type: str
+) -> None:
+    """Not once from each rank that has it, and in turns where several have it."""
+    pair = make_pair(
+        {"tp_size": sizes[0]}, {"tp_size": sizes[1]}, attention="latent", send_type=send_type
+    )
+    pair.ask(prompt_of(100))
+    pair.run()
+    pair.check_answers(num_computed=1)
+    prompt_bytes = 7 * pair.block_bytes
+    assert pair.landed_bytes() == sizes[1] * prompt_bytes
+    num_served = [len(range(rank, sizes[1], sizes[0])) for rank in range(sizes[0])]
+    assert pair.sent_bytes() == [count * prompt_bytes for count in num_served]
+    ask_all(pair)
+
+
+# Pipeline stages
+
+
+STAGES = [(1, 2), (2, 1), (2, 2), (2, 3), (3, 2), (1, 3)]  # cuts of three layers
+
+
+@pytest.mark.parametrize("send_type", ["PUT", "PUT_ASYNC", "GET"])
+@pytest.mark.parametrize("stages", STAGES, ids=str)
+def test_pipeline_stages(make_pair: MakePair, stages: tuple[int, int], send_type: str) -> None:
+    ask_all(make_pair({"pp_size": stages[0]}, {"pp_size": stages[1]}, send_type=send_type))
+
+
+@pytest.mark.parametrize("attention", ["mixed", "latent"])
+@pytest.mark.parametrize("transports", ["shm", "tcp"])
+def test_stages_ranks_and_groups_at_once(
+    make_pair: MakePair, attention: str, transports: str
+) -> None:
+    """Some stages have no layer of some groups."""
+    sides = {"pp_size": 2, "tp_size": 2}, {"pp_size": 3, "layout": "LBNHC"}
+    for prefill, decode in (sides, sides[::-1]):
+        for send_type in ("PUT_ASYNC", "GET"):
+            pair = make_pair(
+                prefill, decode, attention=attention, transports=transports, send_type=send_type
+            )
+            ask_all(pair, ["together"])
+
+
+def test_preemption_with_stages(make_pair: MakePair) -> None:
+    pair = make_pair(
+        {"pp_size": 2, "num_blocks": 26}, {"pp_size": 3, "num_blocks": 26},
+        max_tokens_per_step=48, policy="recompute",
+    )  # fmt: skip
+    for seed in range(12):
+        pair.ask(prompt_of(100 + 8 * seed, seed), prefill_tokens=30, max_tokens=60)
+    pair.run(timeout=60)
+    pair.check_answers()
+    assert pair.p.num_preemptions > 0
+    assert pair.d.num_preemptions > 0
+    pair.check_at_rest()
