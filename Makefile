@@ -7,7 +7,7 @@ C_FILES = $(wildcard csrc/*.[ch] tests/c/*.[ch] tests/double/*.[ch])
 BENCHMARKS = $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-c asan chaos bench test-vllm test-upstream test-gpu check fix coverage wheel clean
+.PHONY: help setup demo test test-c asan chaos scale bench test-vllm test-upstream test-gpu check fix coverage wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ demo: setup  ## real vLLM, one prefill and one decode instance, token for token 
 
 test: setup test-c asan  ## everything that needs no GPU; at most 25 minutes on two cores
 	$(PYTEST) tests/unit tests/property tests/contract tests/integration tests/vllm -m "not vllm and not gpu"
+
+scale: setup  ## stand-ins come and go at random under load for DURATION= seconds (600)
+	$(BIN)/python -m tests.scale.run $(if $(DURATION),--seconds $(DURATION))
 
 test-c: setup  ## the C tests under AddressSanitizer and UBSan
 	tests/c/run.sh

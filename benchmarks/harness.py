@@ -84,16 +84,20 @@ def versions() -> dict[str, str]:
     return found
 
 
-def record(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    """Print the rows and append them to options.output as one JSON line."""
+def record(
+    rows: Sequence[Row], options: argparse.Namespace, details: Mapping[str, Any] | None = None
+) -> None:
+    """Print the rows and append them to options.output as one JSON line, with these details."""
     show(rows)
-    name = Path(sys.argv[0]).stem
+    spec = sys.modules["__main__"].__spec__
+    name = spec.name if spec is not None else "?"
     line = {
-        "command": " ".join(["python", "-m", f"benchmarks.{name}", *_settings(options)]),
+        "command": " ".join(["python", "-m", name, *_settings(options)]),
         "machine": machine(),
         "versions": versions(),
         "seed": options.seed,
         "rows": list(rows),
+        **(details or {}),
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with options.output.open("a") as file:

@@ -1,0 +1,1 @@
+"""Long runs in which things come and go at random: `make scale`."""
