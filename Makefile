@@ -7,7 +7,7 @@ C_FILES = $(wildcard csrc/*.[ch] tests/c/*.[ch] tests/double/*.[ch])
 BENCHMARKS = $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-c asan chaos scale bench test-vllm test-upstream test-gpu check fix coverage wheel clean
+.PHONY: help setup demo test test-c asan chaos scale fuzz bench test-vllm test-upstream test-gpu check fix coverage wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ chaos: setup  ## the fault campaign: DURATION= seconds, SEED=, JOBS= rounds side
 
 asan: setup  ## the Python tests of the C extension under AddressSanitizer and UBSan
 	tests/c/asan.sh
+
+fuzz: setup  ## COUNT= frames (a million) of SEED= into every socket of an engine and a proxy
+	$(BIN)/python -m tests.fuzz.campaign $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED))
 
 bench: setup  ## one benchmark: NAME=transfer, and without NAME= a list
 	@test -f benchmarks/bench_$(NAME).py || { echo "NAME= is one of: $(BENCHMARKS)"; exit 2; }

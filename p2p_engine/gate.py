@@ -23,6 +23,7 @@ import zmq
 from zmq.utils import z85
 
 from p2p_engine.keys import Secrets, derive
+from p2p_engine.rare import RareWarnings
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,6 @@ HANDSHAKE_SECONDS = 3.0
 MAX_CONNECTIONS = 2048  # of one ROUTER, and at most a quarter of what the process may open
 MAX_YOUNG = 128  # from one address, whose handshake may not be over
 MAX_FAILURES = 3  # handshakes in a row that a peer may break off before it is given up
-_LOG_SECONDS = 10.0
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"p2p-engine"
 _EVENT = struct.Struct("=HI")
@@ -147,7 +147,7 @@ class Gate:
         self.connections = Connections(min(MAX_CONNECTIONS, _most_files() // 4))
         self._curve = curve
         self._clock = clock
-        self._logged_at = -_LOG_SECONDS
+        self._warnings = RareWarnings(logger, clock)
         self._router = router
         self._zap: zmq.Socket[bytes] | None = None
         if curve:
@@ -196,9 +196,10 @@ class Gate:
 
     def _accept(self, fd: int) -> None:
         with contextlib.suppress(OSError), _duplicate(fd) as accepted:
+            if accepted.family == socket.AF_UNIX or accepted.getsockname()[1] != self._port():
+                return
             address = accepted.getpeername()[0]
-            is_ours = accepted.getsockname()[1] == self._port()
-            if is_ours and not self.connections.add(fd, address, self._clock()):
+            if not self.connections.add(fd, address, self._clock()):
                 self._refuse(f"too many connections from {address}, or in all")
                 accepted.shutdown(socket.SHUT_RDWR)
 
@@ -208,10 +209,7 @@ class Gate:
 
     def _refuse(self, why: str) -> None:
         self.refused += 1
-        now = self._clock()
-        if now - self._logged_at >= _LOG_SECONDS:
-            self._logged_at = now
-            logger.warning("refused: %s (%d in all)", why, self.refused)
+        self._warnings.warn("refused: %s; %d in all", why, self.refused)
 
 
 class Handshakes:

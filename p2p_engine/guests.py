@@ -30,6 +30,7 @@ from p2p_engine.messages import (
 )
 from p2p_engine.peers import PeerAddress
 from p2p_engine.plan import obstacles
+from p2p_engine.rare import RareWarnings
 from p2p_engine.sockets import Route
 from p2p_engine.transports.base import Transport
 
@@ -75,6 +76,7 @@ class Guests:
         self._on_lost = on_lost
         self._on_over = on_over
         self._guests: dict[int, Guest] = {}
+        self._warnings = RareWarnings(logger, clock)
 
     def __len__(self) -> int:
         """How many there are."""
@@ -125,7 +127,7 @@ class Guests:
     def _greet(self, route: Route, hello: Hello) -> None:
         epoch, refusal = hello.source_epoch, self._refusal(hello)
         if refusal:
-            logger.warning("peer refused: address=%s reason=%s", hello.address, refusal)
+            self._warnings.warn("peer refused: address=%r reason=%s", hello.address, refusal)
             refuse = Refuse(self._epoch, epoch, PROTOCOL_VERSION, shorten(refusal))
             self._control.send(route, encode(refuse))
             return

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from p2p_engine.errors import RemoteProtocolError
 from p2p_engine.keys import exposure, read_key_file, warn_if_exposed
 from p2p_engine.messages import decode_heartbeat, encode_heartbeat
+from p2p_engine.rare import RareWarnings
 from p2p_engine.sockets import Route, Sockets
 from proxy.registry import RegistryFull
 
@@ -53,6 +54,7 @@ class Discovery:
         self._on_instance = on_instance
         self._clock = clock
         self._secrets = read_key_file(config.key_file)
+        self._warnings = RareWarnings(logger, clock)
         self._refusals: dict[str, str] = {}  # of other proxies, the last of each
         self._epoll: select.epoll | None = None
         self._sockets: Sockets | None = None
@@ -137,7 +139,7 @@ class Discovery:
         try:
             beat = decode_heartbeat(frame)
             if self._secrets and beat.protocol is None:
-                logger.warning("%s refused: %s", beat.http_address, _OLD_FORM)
+                self._warnings.warn("%r refused: %s", beat.http_address, _OLD_FORM)
                 return "old_form"
             instance, is_new = self._registry.observe(beat, self._clock())
         except RemoteProtocolError as error:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from p2p_engine.control import ControlPlane
 from p2p_engine.errors import TransportError
+from p2p_engine.rare import RareWarnings
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class Door:
         self._tokens = tokens
         self._admitted = admitted
         self._pending: dict[socket.socket, Stranger] = {}  # the oldest first
+        self._warnings = RareWarnings(logger)
         self._rest_until = 0.0  # when no descriptor is left, nobody is let in for a while
         listener.setblocking(False)
         control.watch(listener.fileno(), self._accept)
@@ -152,7 +154,7 @@ class Door:
 
     def _check(self, connection: socket.socket, epoch: int, token: bytes) -> None:
         if not self._tokens.redeem(epoch, token):
-            logger.warning("data connection refused: epoch=%x shows a wrong token", epoch)
+            self._warnings.warn("data connection refused: epoch=%x shows a wrong token", epoch)
             self._drop(connection)
             return
         del self._pending[connection]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -93,8 +94,18 @@ def test_a_descriptor_that_is_another_thing_by_now_is_left_alone(gate: Gate) -> 
     """The connection of which we are told may have ended, and its number been given away."""
     file, closed = os.eventfd(0), os.eventfd(0)
     os.close(closed)
-    for fd in (file, closed):
-        gate._accept(fd)
+    unix, far = socket.socketpair()
+    with unix, far, socket.create_server(("127.0.0.1", 0)) as server:
+        for fd in (file, closed, unix.fileno(), server.fileno()):
+            gate._accept(fd)
+        with (
+            socket.create_connection(server.getsockname()) as one,
+            server.accept()[0] as other,
+        ):
+            gate._accept(one.fileno())
+            gate._accept(other.fileno())
+            one.sendall(b"x")
+            assert other.recv(1) == b"x"
     os.eventfd_write(file, 1)
     os.close(file)
     assert (len(gate.connections), gate.refused) == (0, 0)

@@ -1,0 +1,1 @@
+"""The socket fuzzer: `make fuzz`; see campaign.py."""
