@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -29,16 +29,37 @@ class Regions:
     addresses: Int64s
     lengths: Int64s
     is_joined: bool = False  # nothing is left to coalesce, or not worth the look
+    each: int = 0  # the length of every one of them, where that is known to be the same
+
+    @classmethod
+    def repeated(cls, one: Regions, firsts: Int64s) -> Regions:
+        """Return `one`'s regions, which are joined, once for each address that they start from."""
+        addresses = (firsts[:, None] + one.addresses).ravel()
+        each = one.each or (int(one.lengths[0]) if len(one.lengths) else 0)
+        if one.each or (one.lengths == each).all():
+            return cls(addresses, np.full(len(addresses), each), is_joined=True, each=each)
+        return cls(addresses, np.tile(one.lengths, len(firsts)), is_joined=True)
 
     @property
     def nbytes(self) -> int:
         """The sum of the lengths."""
-        return int(self.lengths.sum())
+        return len(self.lengths) * self.each or int(self.lengths.sum())
+
+    @property
+    def starts(self) -> Int64s:
+        """Where each begins in the stream; the caller's own."""
+        if self.each:
+            return np.arange(0, self.nbytes, self.each)
+        starts: Int64s = np.cumsum(self.lengths)
+        starts -= self.lengths  # in place: they may be many, and fresh memory costs page faults
+        return starts
 
     def coalesced(self) -> Regions:
         """Join neighbours that touch, drop empty ones."""
         if self.is_joined:
             return self
+        if self.each and not (self.addresses[1:] == self.addresses[:-1] + self.each).any():
+            return replace(self, is_joined=True)
         kept = self.lengths > 0
         addresses, lengths = self.addresses[kept], self.lengths[kept]
         if len(addresses) < 2:
@@ -61,14 +82,14 @@ def pair(source: Regions, destination: Regions) -> tuple[Int64s, Int64s, Int64s]
     source, destination = source.coalesced(), destination.coalesced()
     if source.nbytes != destination.nbytes:
         raise LocalProtocolError(f"{source.nbytes} bytes do not fit {destination.nbytes} bytes")
-    if len(source.lengths) == 1:  # a packed side is cut wherever the other one is
-        return (
-            packed_at(int(source.addresses[0]), destination),
-            destination.addresses,
-            destination.lengths,
-        )
-    if len(destination.lengths) == 1:
-        return source.addresses, packed_at(int(destination.addresses[0]), source), source.lengths
+    if len(source.lengths) >= len(destination.lengths):
+        found = _places_in(destination, source)
+        if found is not None:
+            return source.addresses, found, source.lengths
+    else:
+        found = _places_in(source, destination)
+        if found is not None:
+            return found, destination.addresses, destination.lengths
     source_ends, destination_ends = np.cumsum(source.lengths), np.cumsum(destination.lengths)
     ends = np.concatenate((source_ends, destination_ends))
     ends.sort(kind="stable")  # merges two sorted runs, in time proportional to their length
@@ -82,12 +103,18 @@ def pair(source: Regions, destination: Regions) -> tuple[Int64s, Int64s, Int64s]
     )
 
 
-def packed_at(address: int, regions: Regions) -> Int64s:
-    """Where each of these regions begins when they lie packed at `address`."""
-    starts: Int64s = np.cumsum(regions.lengths)
-    starts -= regions.lengths  # in place: they may be many, and fresh memory costs page faults
-    starts += address
-    return starts
+def _places_in(coarse: Regions, fine: Regions) -> Int64s | None:
+    """Where each of the fine regions begins in the coarse ones; None: one lies over an edge."""
+    places = fine.starts
+    if len(coarse.lengths) == 1:
+        places += coarse.addresses[0]
+        return places
+    edges = coarse.starts
+    index = np.searchsorted(places, edges)
+    if not np.array_equal(places.take(index, mode="clip"), edges):
+        return None
+    places += np.repeat(coarse.addresses - edges, np.diff(index, append=len(places)))
+    return places
 
 
 def _at(regions: Regions, ends: Int64s, positions: Int64s) -> Int64s:

@@ -38,8 +38,12 @@ class PagedCache:
             LocalProtocolError: a block id is not in the cache.
         """
         self._check(block_ids)
+        pages = self.page_bytes
+        if len(pages) and (pages == pages[0]).all():
+            inside = np.zeros((1, 1), np.int64)
+            return self._in_layers(slice(len(pages)), block_ids, inside, pages[:1])
         addresses = self.layer_addresses[:, None] + self.block_strides[:, None] * block_ids
-        lengths = np.broadcast_to(self.page_bytes[:, None], addresses.shape)
+        lengths = np.broadcast_to(pages[:, None], addresses.shape)
         return Regions(addresses.ravel(), lengths.ravel()).coalesced()
 
     def cut(self, part: Part, block_ids: Int64s, first: int, num: int) -> Regions:
@@ -49,20 +53,30 @@ class PagedCache:
         offsets, lengths = _rows_in_order(
             shape, part.shape, first_head, part.num_heads, part.block_size
         )
-        blocks, inside = np.divmod(np.arange(first, first + num), self.num_cuts(part))
+        if self.num_cuts(part) == len(offsets) == 1:
+            blocks = block_ids[first : first + num]
+            self._check(blocks)
+            return self._in_layers(layers, blocks, offsets, lengths)
+        blocks, cuts = np.divmod(np.arange(first, first + num), self.num_cuts(part))
         self._check(block_ids[blocks])
-        pieces, phases = np.divmod(inside, len(offsets))
-        inside_block = (offsets[phases] + (pieces * self.piece_stride)[:, None])[None]
-        strides = self.block_strides[layers]
-        is_uniform = bool((strides == strides[0]).all())
-        steps = strides[:1] if is_uniform else strides  # one layer is then like the other
-        starts = steps[:, None, None] * block_ids[blocks][:, None] + inside_block
-        if not is_uniform:
-            addresses = self.layer_addresses[layers][:, None] + starts.reshape(len(strides), -1)
-            return Regions(addresses.ravel(), np.tile(lengths, len(strides) * num)).coalesced()
-        one = Regions(starts.ravel(), np.tile(lengths, num)).coalesced()
-        addresses = self.layer_addresses[layers][:, None] + one.addresses
-        return Regions(addresses.ravel(), np.tile(one.lengths, len(strides)), is_joined=True)
+        pieces, phases = np.divmod(cuts, len(offsets))
+        inside = offsets[phases] + (pieces * self.piece_stride)[:, None]
+        return self._in_layers(layers, block_ids[blocks], inside, lengths)
+
+    def _in_layers(
+        self, layers: slice, block_ids: Int64s, inside: Int64s, lengths: Int64s
+    ) -> Regions:
+        """The same rows of blocks in several layers: `inside` [block or 1, row], lengths [row]."""
+        firsts, strides = self.layer_addresses[layers], self.block_strides[layers]
+        each = int(lengths[0]) if len(lengths) == 1 else 0
+        lengths = np.full(len(block_ids), each) if each else np.tile(lengths, len(block_ids))
+        if (strides == strides[0]).all():  # one layer is then like the other
+            starts = strides[0] * block_ids[:, None] + inside
+            one = Regions(starts.ravel(), lengths, each=each)
+            return Regions.repeated(one.coalesced(), firsts)
+        starts = strides[:, None, None] * block_ids[:, None] + inside
+        addresses = firsts[:, None] + starts.reshape(len(strides), -1)
+        return Regions(addresses.ravel(), np.tile(lengths, len(strides))).coalesced()
 
     def num_cuts(self, part: Part) -> int:
         """How many blocks of a part one of ours makes."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from p2p_engine.device import DeviceJob
 from p2p_engine.errors import TransportError
 from p2p_engine.jobs import Moment
-from p2p_engine.layout import Regions, packed_at
+from p2p_engine.layout import Regions
 from p2p_engine.transports.nccl.group import Group, GroupState
 from p2p_engine.transports.nccl.groups import Groups
 from p2p_engine.transports.nccl.pair import FIRST, Pair, Resources
@@ -225,7 +225,7 @@ class SendingPair(Pair):
 
     def _pack(self, piece: Piece, flight: Flight, slab: Slab) -> None:
         source = flight.write.cutter.cut(piece.offset, piece.nbytes)
-        regions = (source.addresses, packed_at(slab.address, source), source.lengths)
+        regions = (source.addresses, slab.address + source.starts, source.lengths)
         flight.stage = Stage.PACKING
         flight.write.job.state = "running"
         try:
