@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from p2p_engine.addresses import join_address
-from p2p_engine.config import GIB
+from p2p_engine.config import GIB, SendMode
 from p2p_engine.connector import compat
 from p2p_engine.connector.cache_spec import read_caches
 from p2p_engine.connector.groups import attention_groups, names_lost_blocks
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         PromMetricT,
     )
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -177,6 +178,14 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         """Say whether the blocks must outlive the request."""
         return self._planner.request_finished(request, block_ids)
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Look here for free blocks."""
+        self._planner.pressure.bind(gpu_block_pool)
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether to wait for what is being spilled, rather than preempt (since 0.30)."""
+        return self._planner.can_wait_for_blocks()
+
     def reset_cache(self) -> bool | None:
         """Drop what has landed: it was computed with what vLLM has just dropped."""
         self._planner.reset_cache()
@@ -227,7 +236,8 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         pool_bytes = config.pool_bytes - sum(buffer.nbytes for buffer in self._host_buffers)
         if self._host_buffers:
             config = dataclasses.replace(config, mem_pool_size_gb=pool_bytes / GIB)
-        engine = P2pNcclEngine(config, spec=spec, receives=self._kv_transfer_config.is_kv_consumer)
+        receives = self._kv_transfer_config.is_kv_consumer or config.send_type is SendMode.GET
+        engine = P2pNcclEngine(config, spec=spec, receives=receives)
         self._worker = WorkerHalf(
             engine,
             spec,

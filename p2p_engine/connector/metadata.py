@@ -93,6 +93,7 @@ class P2pConnectorMetadata(KVConnectorMetadata):
     sends: list[SendStep] = field(default_factory=list)
     ended_sends: list[EndedSend] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    spills: list[str] = field(default_factory=list)  # held requests whose blocks vLLM needs
     cancelled_loads: list[str] = field(default_factory=list)
     unwanted: list[Party] = field(default_factory=list)  # KV that nobody here will load
     drops_landed: bool = False  # vLLM's caches were reset: what has landed is of old weights

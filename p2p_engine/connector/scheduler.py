@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.request import RequestStatus
 
+from p2p_engine.config import SendMode
 from p2p_engine.connector.binding import binding_of
 from p2p_engine.connector.groups import LayerGroup
 from p2p_engine.connector.intent import Direction, Instance, InvalidParams, read_intent
@@ -25,6 +26,7 @@ from p2p_engine.connector.metadata import (
     Party,
     SendStep,
 )
+from p2p_engine.connector.pressure import Pressure
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -79,6 +81,8 @@ class SchedulerHalf:
         self._sending: dict[str, _Sending] = {}
         self._loading: dict[str, _Loading] = {}
         self._next = P2pConnectorMetadata()
+        self._asked: dict[str, int] = {}  # requests that want blocks in this step, and how many
+        self.pressure = Pressure()
 
     # A request arrives, is given blocks, ends
 
@@ -115,6 +119,8 @@ class SchedulerHalf:
 
     def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """How many tokens beyond the computed ones will come from the other instance."""
+        wanted = sum(group.num_blocks(request.num_tokens) for group in self._groups)
+        self._asked[request.request_id] = wanted
         loading = self._loading.get(request.request_id)
         if loading is None or loading.is_decided or request.skip_reading_prefix_cache:
             return 0
@@ -122,6 +128,7 @@ class SchedulerHalf:
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
         """Order the load of the last `num_tokens` that come; 0 means that vLLM computes them."""
+        self._asked.pop(request.request_id, None)
         loading = self._loading.get(request.request_id)
         if loading is None or loading.is_decided:
             return
@@ -150,6 +157,8 @@ class SchedulerHalf:
         is_complete = sending.is_planned and request.status not in GIVEN_UP
         failure = None if is_complete else f"the request ended as {request.status.name}"
         self._next.ended_sends.append(EndedSend(sending.party, failure, sending.has_steps))
+        if is_complete and sending.party.send_type is SendMode.GET:
+            self.pressure.hold(request.request_id, sum(len(group) for group in block_ids))
         return sending.has_steps, self._response(sending.party, block_ids) if is_complete else None
 
     def _end_load(self, loading: _Loading) -> None:
@@ -179,6 +188,10 @@ class SchedulerHalf:
     def build_metadata(self, output: SchedulerOutput) -> P2pConnectorMetadata:
         """Order one step: everything said since the last one, and what this step computes."""
         metadata, self._next = self._next, P2pConnectorMetadata()
+        for num_blocks in self._asked.values():  # vLLM did not have them
+            self.pressure.want(num_blocks)
+        self._asked.clear()
+        metadata.spills = self.pressure.take_orders()
         for request_id in output.preempted_req_ids or ():
             sending = self._sending.get(request_id)
             if sending is not None:
@@ -229,11 +242,18 @@ class SchedulerHalf:
         return SendStep(party, tables, min(num_computed_tokens, party.num_tokens))
 
     def workers_reported(self, output: KVConnectorOutput) -> None:
-        """Note which loads have ended on every rank."""
+        """Note which loads have ended, and which blocks are free, on every rank."""
+        for request_id in output.finished_sending or ():
+            self.pressure.release(request_id)
         for request_id in output.finished_recving or ():
             loading = self._loading.get(request_id)
             if loading is not None:
                 loading.is_open = False
+
+    def can_wait_for_blocks(self) -> bool:
+        """Whether vLLM, which lacks blocks for a running request, will have some soon."""
+        self.pressure.want()
+        return self.pressure.is_easing
 
     def reset_cache(self) -> None:
         """Let the workers forget what has landed and nobody has claimed."""

@@ -120,6 +120,7 @@ class Sends:
         self._held: dict[str, _Sending] = {}
         self._waiting: dict[_Sending, _Waiting] = {}  # in order: a large one must not starve
         self._lent: list[tuple[Transfer, Int64s]] = []
+        self._to_spill: list[_Sending] = []
         self._trailing: list[_Sending] = []  # reported, and the engine still reads host blocks
 
     def withdraw(self, request_ids: Iterable[str]) -> None:
@@ -179,10 +180,25 @@ class Sends:
             if item.is_held:
                 self._held[party.request_id] = sending
 
+    def spill(self, request_ids: Iterable[str]) -> None:
+        """Have held requests copied into the engine's memory, as soon as there is room: vLLM needs
+        their blocks."""
+        self._to_spill += [self._held[name] for name in request_ids if name in self._held]
+        self._to_spill = [item for item in self._to_spill if not item.is_released]
+        for sending in list(self._to_spill):
+            try:
+                for chunk in sending.chunks:
+                    self._engine.spill(chunk.transfer)
+            except P2pError as error:
+                self._to_spill.remove(sending)
+                name = sending.party.request_id
+                logger.warning("not spilled: request=%s error=%s", name, error)
+
     def take_released(self) -> set[str]:
         """Return the held requests whose blocks are free now; each exactly once."""
         if self._due:  # before 0.31, a step without a forward does not finish
             self.finish_step()
+        self.spill(())
         released = {
             name
             for name, sending in self._held.items()

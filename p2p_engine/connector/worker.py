@@ -80,6 +80,7 @@ class WorkerHalf:
         for sends in self._sends:
             sends.start_step(metadata.sends)
             sends.end(metadata.ended_sends)
+            sends.spill(metadata.spills)
 
     def start_loads(self, metadata: P2pConnectorMetadata) -> None:
         """After the forward, which may still have zeroed the blocks to be filled."""
