@@ -5,8 +5,8 @@ Pure, and standard library only: the proxy formats with it, the connector parses
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 from dataclasses import dataclass
 
 # A host is a name, an IPv4 address or an IPv6 address in brackets; no "___" may hide in it.
@@ -51,7 +51,7 @@ class EngineId:
 
 def new_transfer_id() -> str:
     """Draw 32 hexadecimal digits."""
-    return secrets.token_hex(16)
+    return os.urandom(16).hex()
 
 
 def parse_proxy_id(text: str) -> ProxyId | None:

@@ -97,9 +97,9 @@ class Instance:
         """Tell whether a leg of this role may be sent to it: it beats, its server answers, it does
         not drain, and its last legs did not fail."""
         return (
-            self.missed_probes < PATIENCE
+            now < self.expires.get(role, now)
+            and self.missed_probes < PATIENCE
             and self.drains_until is None
-            and now < self.expires.get(role, now)
             and self.breakers[role].allows(now)
         )
 

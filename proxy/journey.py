@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -105,13 +106,12 @@ class AccessLog:
     of its own for each would cost as much as choosing the instances does."""
 
     def __init__(self) -> None:
-        self._lines: list[bytes] = []
+        self._ended: list[tuple[float, Journey]] = []
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, journey: Journey) -> None:
         """Write a journey soon."""
-        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-        self._lines.append(msgspec.json.encode({"time": now, **journey.describe()}))
+        self._ended.append((time.time(), journey))
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(LOG_SECONDS, self.flush)
@@ -121,9 +121,15 @@ class AccessLog:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        lines, self._lines = self._lines, []
-        if lines:
+        ended, self._ended = self._ended, []
+        if ended and logger.isEnabledFor(logging.INFO):
+            lines = [_line(when, journey) for when, journey in ended]
             logger.info("%s", b"\n".join(lines).decode())
+
+
+def _line(when: float, journey: Journey) -> bytes:
+    now = datetime.fromtimestamp(when, timezone.utc).isoformat(timespec="milliseconds")
+    return msgspec.json.encode({"time": now, **journey.describe()})
 
 
 def _milliseconds(seconds: float | None) -> float | None:

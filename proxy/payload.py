@@ -63,6 +63,7 @@ class _PrefillAnswer(msgspec.Struct):
     usage: _Usage | None = None
 
 
+_model_decoder: msgspec.json.Decoder[str | None] = msgspec.json.Decoder(str | None)
 _answer_decoder = msgspec.json.Decoder(_PrefillAnswer)
 BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -82,7 +83,7 @@ def parse(body: bytes) -> Asked:
 def model_of(fields: Fields) -> str | None:
     """Return the model that was asked for; None when it is not a string."""
     try:
-        return msgspec.json.decode(fields.get("model", b"null"), type=str | None)
+        return _model_decoder.decode(fields.get("model", b"null"))
     except BAD_JSON:
         return None
 

@@ -24,6 +24,7 @@ EXPECTED_OUTPUT_TOKENS = 256
 _TEXTS = ("prompt", "messages", "input")
 # What vLLM puts in front of, or mixes into, the prompt: equal texts share KV only if these agree.
 _CONTEXT = ("model", "tools", "chat_template", "chat_template_kwargs", "cache_salt")
+_ABOUT_THE_PROMPT = {"prompt_logprobs", "echo", "use_beam_search"}
 _NOTHING = (b"", b"null", b"false")
 
 
@@ -67,7 +68,7 @@ def read_prompt(fields: Fields, session: str = "") -> Prompt:
         model=payload.model_of(fields),
         session=session or _value(fields, "user", str, ""),
         text=text,
-        context=tuple(bytes(fields.get(name, b"")) for name in _CONTEXT),
+        context=tuple([bytes(fields[name]) if name in fields else b"" for name in _CONTEXT]),
         num_output_tokens=_num_output_tokens(fields),
         needs_whole_prompt=_needs_whole_prompt(fields),
     )
@@ -80,8 +81,8 @@ def _num_output_tokens(fields: Fields) -> int:
 
 def _needs_whole_prompt(fields: Fields) -> bool:
     """Its log-probabilities are not in its KV, and beam search gives its children new names."""
-    names = ("prompt_logprobs", "echo", "use_beam_search")
-    return any(name in fields and bytes(fields[name]) not in _NOTHING for name in names)
+    asked = _ABOUT_THE_PROMPT & fields.keys()
+    return any(bytes(fields[name]) not in _NOTHING for name in asked)
 
 
 def _value(fields: Fields, name: str, kind: type[Value], default: Value) -> Value:

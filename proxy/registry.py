@@ -105,6 +105,10 @@ class Registry:
         """Return all that are known, ready or not."""
         return list(self._by_address.values())
 
+    def announces(self, model: str | None) -> bool:
+        """Tell whether an instance says that it serves this model."""
+        return any(i.identity.model == model for i in self._by_address.values())
+
     def is_current(self, instance: Instance) -> bool:
         """Tell whether this incarnation is still the one at its address."""
         return self._by_address.get(instance.identity.http_address) is instance

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TIDY_SECONDS = 0.2
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Pair:
     """The two instances of one request, and the estimated tokens that each leg costs.
 
@@ -83,12 +83,9 @@ class Router:
             NoInstance: says which role is missing.
             Busy: nobody who is ready has room.
         """
-        now, candidates = self._clock(), self._candidates(prompt.model, excluded)
-        prefills, decodes = (_routable(candidates, role, now) for role in Role)
-        free_prefills, free_decodes = (
-            [i for i in ready if i.in_flight[role] < self._max_legs]
-            for role, ready in zip(Role, (prefills, decodes), strict=True)
-        )
+        candidates, now = self._candidates(prompt.model, excluded), self._clock()
+        prefills, free_prefills = self._able(candidates, Role.PREFILL, now)
+        decodes, free_decodes = self._able(candidates, Role.DECODE, now)
         if alone := self._need_no_prefill(free_decodes, prompt):
             return self._alone(self._choose(Role.DECODE, alone, prompt), prompt)
         if paired := _with_partner(free_decodes, free_prefills):
@@ -113,7 +110,7 @@ class Router:
             NoInstance: there is none.
         """
         now, candidates = self._clock(), self._candidates(model, excluded)
-        able = [(i, role) for role in Role for i in _routable(candidates, role, now)]
+        able = [(i, role) for role in Role for i in self._able(candidates, role, now)[0]]
         if not able:
             raise NoInstance("no instance is ready", list(Role))
         return min(able, key=lambda place: (place[0].load, place[0].last_turn))
@@ -127,9 +124,16 @@ class Router:
 
     def _candidates(self, model: str | None, excluded: Collection[Instance]) -> list[Instance]:
         instances = self._registry.instances()
-        if any(instance.identity.model == model for instance in instances):
+        if self._registry.announces(model):
             instances = [i for i in instances if i.identity.model == model or i.may_serve_any]
         return [i for i in instances if i not in excluded] if excluded else instances
+
+    def _able(
+        self, candidates: list[Instance], role: Role, now: float
+    ) -> tuple[list[Instance], list[Instance]]:
+        """Return those that can take a role's legs, and those of them that have room for one."""
+        able = [instance for instance in candidates if instance.is_routable(role, now)]
+        return able, [instance for instance in able if instance.in_flight[role] < self._max_legs]
 
     def _choose(self, role: Role, candidates: Sequence[Instance], prompt: Prompt) -> Instance:
         in_order = sorted(candidates, key=lambda instance: (instance.load, instance.last_turn))
@@ -161,10 +165,6 @@ class Router:
         if self._keeps_tree:
             for instance in instances:
                 self._tree.insert(prompt.blocks, instance)
-
-
-def _routable(instances: list[Instance], role: Role, now: float) -> list[Instance]:
-    return [instance for instance in instances if instance.is_routable(role, now)]
 
 
 def _with_partner(decodes: list[Instance], prefills: list[Instance]) -> list[Instance]:
