@@ -7,7 +7,7 @@ C_FILES = $(wildcard csrc/*.[ch] tests/c/*.[ch] tests/double/*.[ch])
 BENCHMARKS = $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-c asan chaos scale fuzz bench test-vllm test-upstream test-gpu check fix coverage wheel clean
+.PHONY: help setup demo test test-c tsan asan chaos scale fuzz bench test-vllm test-upstream test-gpu check fix coverage wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,7 +18,7 @@ setup:  ## make .venv with everything; quick when it is up to date
 demo: setup  ## real vLLM, one prefill and one decode instance, token for token (MODES=all)
 	@$(BIN)/p2p-engine demo $(if $(MODES),--modes $(MODES))
 
-test: setup test-c asan  ## everything that needs no GPU; at most 25 minutes on two cores
+test: setup test-c tsan asan  ## everything that needs no GPU; at most 25 minutes on two cores
 	$(PYTEST) tests/unit tests/property tests/contract tests/integration tests/vllm -m "not vllm and not gpu"
 
 scale: setup  ## stand-ins come and go at random under load for DURATION= seconds (600)
@@ -30,6 +30,9 @@ test-c: setup  ## the C tests under AddressSanitizer and UBSan
 chaos: setup  ## the fault campaign: DURATION= seconds, SEED=, JOBS= rounds side by side; goes on where it was
 	$(BIN)/python -m tests.chaos.campaign --seconds $(or $(DURATION),60) --seed $(or $(SEED),1) \
 		--jobs $(or $(JOBS),4) --record build/chaos.jsonl
+
+tsan: setup  ## the C tests of everything with threads under ThreadSanitizer
+	P2P_SANITIZER=thread tests/c/run.sh test_arena test_channel test_crc32c test_mover test_regions
 
 asan: setup  ## the Python tests of the C extension under AddressSanitizer and UBSan
 	tests/c/asan.sh

@@ -74,10 +74,17 @@ class Relay:
                 continue  # the upstream is gone: the next dial may find it back
             far.settimeout(None)
             self._sockets.append(far)
-            self._start(self._pump, near, far, self._flip_byte)
-            self._start(self._pump, far, near, None)
+            ended: list[socket.socket] = []
+            self._start(self._pump, near, far, self._flip_byte, ended)
+            self._start(self._pump, far, near, None, ended)
 
-    def _pump(self, source: socket.socket, target: socket.socket, flip_byte: int | None) -> None:
+    def _pump(
+        self,
+        source: socket.socket,
+        target: socket.socket,
+        flip_byte: int | None,
+        ended: list[socket.socket],
+    ) -> None:
         passed = 0
         with contextlib.suppress(OSError):
             while data := source.recv(TRICKLE_BYTES if self.mode == "trickle" else PIECE_BYTES):
@@ -91,6 +98,10 @@ class Relay:
         for connection in (source, target):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+        ended.append(source)
+        if len(ended) == 2:  # both directions: as by a host whose process has closed it
+            for connection in ended:
+                connection.close()
 
     def _wait_to_pass(self) -> None:
         if self.mode == "trickle":

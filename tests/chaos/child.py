@@ -39,6 +39,7 @@ from p2p_engine.transports.tcp import TcpChannel, TcpTransport
 from tests.support import eventually, held_resources
 
 REAL_CLOCK = time.monotonic
+DEAD_CONNECTION = "a connection that has ended"
 TRAP_SECONDS = 3.0  # the parent's answer; a process that was stopped in the trap goes on by itself
 
 
@@ -261,10 +262,15 @@ def _threads_are_named() -> bool:
 def _described(resource: str) -> str:
     """Say of a socket what it is connected to."""
     kind, number, *_ = resource.split()
-    if kind == "descriptor" and "socket:" in resource:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as held:
+    if kind != "descriptor" or "socket:" not in resource:
+        return resource
+    with socket.socket(fileno=os.dup(int(number))) as held:
+        try:
             return f"{resource} {held.family.name} {held.getsockname()} to {held.getpeername()}"
-    return resource
+        except OSError:
+            is_tcp = held.family != socket.AF_UNIX
+            is_listening = is_tcp and held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return DEAD_CONNECTION if is_tcp and not is_listening else resource
 
 
 def _kind(frame: bytes) -> str:
