@@ -1,0 +1,23 @@
+"""One transfer and any one fault, at any moment: no state that it can reach breaks a promise or has
+no way to the end. `make model` explores two transfers side by side."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.property.test_store_simulation import ReceiverWrites, SenderWrites, TransferMachine
+from tests.protocol_model import Bounds, explore
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", [SenderWrites, ReceiverWrites])
+def test_every_state_keeps_the_promises_and_has_an_end(kind: type[TransferMachine]) -> None:
+    assert explore(kind, Bounds(num_keys=1, num_faults=1), limit=20_000) > 1_000
+
+
+@pytest.mark.timeout(400)
+def test_a_broken_promise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search itself: a store that takes a doubled OFFER for a new one loses a region."""
+    monkeypatch.setattr("p2p_engine.store.Store._answer_again", lambda *_: False)
+    with pytest.raises(AssertionError, match="double"):
+        explore(SenderWrites, Bounds(num_keys=1, num_faults=1), limit=20_000)

@@ -1,0 +1,202 @@
+"""Every state that transfers between two engines can reach, within bounds, explored one by one.
+
+The real sender and the real store, in the world of simulation.py. In each state every move is
+tried: any message on its way may be delivered next, be lost or be doubled, bytes may move, the data
+connection may break, time may pass, the receiver may cancel, the sender may be restarted. How often
+the bad things happen is bounded. Each state that is new is checked for all promises, and for a way
+to the end of everything from there. Breadth first, so that the first failure has the shortest
+story; a state is reached by playing its moves again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections import Counter
+from typing import Any, TypeAlias
+
+from p2p_engine.errors import TransferError, TransportError
+from p2p_engine.messages import Grant, decode
+from tests.property.test_store_simulation import (
+    KEYS,
+    ReceiverWrites,
+    SenderWrites,
+    TransferMachine,
+)
+from tests.simulation import MAX_BLOCKS, World
+
+Move: TypeAlias = tuple[str, int]
+MOVES_OF_TIME = 1
+CHUNK = (2, MAX_BLOCKS - 2)  # small enough for several to have room
+FAULTS = ("lose", "double", "break", "cancel", "restart")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """How many contents are sent, and how many bad things happen on one path, each at most once."""
+
+    num_keys: int = 1
+    num_faults: int = 1
+
+
+def begin(machine: TransferMachine, bounds: Bounds) -> None:
+    """Both callers have said what they want."""
+    world = machine.world
+    for key in KEYS[: bounds.num_keys]:
+        world.send(key, b"", *CHUNK, ready=True)
+        world.receive(key, b"", CHUNK[0])
+
+
+def moves_of(world: World, path: tuple[Move, ...], bounds: Bounds) -> list[Move]:
+    """What can happen next."""
+    used = Counter(name for name, _ in path)
+    link = world.links.link
+    moves: list[Move] = []
+    if link is not None and link.channel is None:
+        moves.append(("connect", 0))
+    if world.jobs or world.ended or any(channel.stream for channel in world.channels.values()):
+        moves.append(("work", 0))
+    seen = {frame: index for index, (_, frame) in reversed(list(enumerate(world.network)))}
+    moves += [("deliver", index) for index in seen.values()]
+    if sum(used[name] for name in FAULTS) < bounds.num_faults:
+        for name in FAULTS:
+            if used[name]:
+                continue
+            if name in ("lose", "double"):
+                moves += [(name, index) for index in seen.values()]
+            else:
+                moves.append((name, 0))
+    if used["advance"] < MOVES_OF_TIME:
+        moves.append(("advance", 0))
+    return moves
+
+
+def make(machine: TransferMachine, move: Move, bounds: Bounds) -> None:
+    """Let it happen."""
+    world, (name, index) = machine.world, move
+    if name == "connect":
+        world.connect()
+    elif name == "work":
+        work(world)
+    elif name == "deliver":
+        world.deliver(index)
+    elif name == "double":
+        world.deliver(index, keep=True)
+    elif name == "lose":
+        world.network.pop(index)
+    elif name == "advance":
+        world.advance(0.6)
+    elif name == "break":
+        world.break_channel(TransportError("the data connection broke"))
+    elif name == "cancel":
+        world.receivings[0].transfer.cancel("not wanted any more")
+    elif name == "restart":
+        world.restart_sender()
+        for key in KEYS[: bounds.num_keys]:
+            world.send(key, b"", *CHUNK, ready=True)
+            try:
+                world.receive(key, b"", CHUNK[0])
+            except TransferError:
+                continue  # it waits for the first one still, or was refused
+
+
+def work(world: World) -> None:
+    """Everything that moves comes to its end, and its owners hear of it."""
+    for job in list(world.jobs):
+        world.move(job, 1 << 20)
+    for epoch in list(world.channels):
+        world.move_stream(epoch)
+    world.drain()
+    world.store.poll()
+
+
+def name_of(world: World, used: Counter[str]) -> str:
+    """What tells one state from another."""
+    network = sorted(_message(to, frame) for to, frame in world.network)
+    chunks = [
+        (c.seq, c.state.name, c.attempt, c.ready, round(c.resend_at - world.now, 3), repr(c.ending))
+        for c in world.sender._chunks.values()
+    ]
+    landings = sorted(
+        (i.id, i.state.name, i.attempt, i.receive is not None, i.done_heard, i.place)
+        for i in world.landings()
+    )
+    jobs = [(j.kind, j.epoch, j.seq, j.state, j.moved, j.cancel_asked) for j in world.jobs]
+    streams = {e: [item[::2] for item in c.stream] for e, c in world.channels.items()}
+    ends = [(t.released, t.done, repr(t.error)) for t in world.transfers()]
+    link = world.links.link
+    parts = (
+        network, chunks, landings, jobs, streams, ends, world.now, world.epoch,
+        sorted(world.guests), link is not None and link.channel is not None, world.links.greeted,
+        sorted(used.items()),
+        sorted(world.sender._abandoned), len(world.breaking), sorted(world.transport.connected),
+    )  # fmt: skip
+    return repr(parts)
+
+
+def _message(to: str, frame: bytes) -> str:
+    message = decode(frame)
+    if isinstance(message, Grant):  # its trailer is random
+        return f"{to} {message.destination_epoch} {message.seq} {message.attempt} {message.offset}"
+    return f"{to} {message!r}"
+
+
+def explore(kind: type[TransferMachine], bounds: Bounds, limit: int) -> int:
+    """Visit every state; returns how many there are.
+
+    Raises:
+        AssertionError: a promise is broken, a state has no way to the end, or there are more states
+            than `limit`.
+    """
+    seen: set[str] = set()
+    frontier: list[tuple[Move, ...]] = [()]
+    while frontier:
+        following: list[tuple[Move, ...]] = []
+        for path in frontier:
+            moves = visit(kind, path, bounds, seen)
+            following += [(*path, move) for move in moves]
+            assert len(seen) <= limit, f"more than {limit} states"
+        frontier = following
+    return len(seen)
+
+
+def visit(
+    kind: type[TransferMachine], path: tuple[Move, ...], bounds: Bounds, seen: set[str]
+) -> list[Move]:
+    """Play a path; returns what can follow, nothing when its state is known."""
+    machine: Any = kind()
+    try:
+        begin(machine, bounds)
+        for move in path:
+            make(machine, move, bounds)
+        faults = Counter(name for name, _ in path if name in (*FAULTS, "advance"))
+        name = name_of(machine.world, faults)
+        if name in seen:
+            return []
+        seen.add(name)
+        machine.check_promises()
+        moves = moves_of(machine.world, path, bounds)
+        machine.world.settle()
+        machine.check_promises()
+        assert sum(machine.world.store.live_bytes().values()) == 0
+        return moves
+    except AssertionError as error:
+        raise AssertionError(f"after {path}: {error}") from error
+    finally:
+        machine.world.close()
+
+
+def main() -> None:
+    """Explore as far as is asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--keys", type=int, default=2)
+    parser.add_argument("--faults", type=int, default=1)
+    parser.add_argument("--limit", type=int, default=1_000_000)
+    options = parser.parse_args()
+    for kind in (SenderWrites, ReceiverWrites):
+        states = explore(kind, Bounds(options.keys, options.faults), options.limit)
+        print(f"{kind.__name__}: {states} states, all promises hold in each")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
