@@ -40,6 +40,7 @@ from tests.support import eventually, held_resources
 
 REAL_CLOCK = time.monotonic
 DEAD_CONNECTION = "a connection that has ended"
+TCP_ESTABLISHED, TCP_LISTEN = 1, 10  # as TCP_INFO tells them
 TRAP_SECONDS = 3.0  # the parent's answer; a process that was stopped in the trap goes on by itself
 
 
@@ -264,13 +265,13 @@ def _described(resource: str) -> str:
     kind, number, *_ = resource.split()
     if kind != "descriptor" or "socket:" not in resource:
         return resource
-    with socket.socket(fileno=os.dup(int(number))) as held:
-        try:
-            return f"{resource} {held.family.name} {held.getsockname()} to {held.getpeername()}"
-        except OSError:
-            is_tcp = held.family != socket.AF_UNIX
-            is_listening = is_tcp and held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            return DEAD_CONNECTION if is_tcp and not is_listening else resource
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as held:
+        if held.family != socket.AF_UNIX:
+            state = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+            if state not in (TCP_ESTABLISHED, TCP_LISTEN):
+                return DEAD_CONNECTION
+        return f"{resource} {held.family.name} {held.getsockname()} to {held.getpeername()}"
+    return resource
 
 
 def _kind(frame: bytes) -> str:
