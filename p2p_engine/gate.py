@@ -9,6 +9,7 @@ of them. Nothing here blocks or has a thread: who owns the sockets calls `serve`
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -227,6 +228,8 @@ class Handshakes:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.failures = 0
             return ""
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value == errno.EAGAIN:
+            return ""  # its time is over, and nobody has hung up: a peer that does not run now
         self.failures += 1
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return f"it does not accept our key ({value})"

@@ -257,3 +257,23 @@ def test_peers_that_greet_are_bounded(
                 answers.append(type(decode(member.recv())))
         assert answers == [Welcome, Welcome, Welcome, Refuse, Welcome]
         assert engine.stats()["guests"] == 3
+
+
+def test_a_flood_of_strangers_keeps_no_member_from_the_directory(keys: tuple[Path, Path]) -> None:
+    """Many who ask without a key, as fast as they can; none of it reaches the directory."""
+    config, question = settings(key_file=str(keys[0])), encode(Lookup(7, 0, 0))
+    curve = Curve(read_key_file(str(keys[0])))
+    with (
+        Directory(config, [RANK], kv_port=0, role="D") as directory,
+        contextlib.ExitStack() as strangers,
+    ):
+        for _ in range(40):
+            bare = strangers.enter_context(Raw(directory.address))
+            for _ in range(200):
+                bare.send(question, zmq.NOBLOCK)
+        for _ in range(20):
+            with Raw(directory.address, curve) as member:
+                member.send(question)
+                assert member.poll(10_000)
+        assert directory._control.sockets.frames_received == 20
+        assert directory.wrong_messages == 0

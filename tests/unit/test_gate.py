@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -63,6 +64,12 @@ def test_a_peer_that_breaks_off_is_given_up_after_some_attempts(
     reasons = [handshakes.take(NO_DETAIL, 104) for _ in range(patience)]
     assert reasons[-1].startswith("it breaks every handshake off")
     assert ("another key" in reasons[-1]) == (num_keys > 0)
+
+
+def test_a_peer_that_is_silent_is_not_one_that_breaks_off() -> None:
+    """It is stopped, or its interpreter is busy: that is what other deadlines are for."""
+    handshakes = Handshakes(1)
+    assert [handshakes.take(NO_DETAIL, errno.EAGAIN) for _ in range(10)] == [""] * 10
 
 
 @pytest.mark.parametrize(
