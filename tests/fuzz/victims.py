@@ -24,7 +24,7 @@ from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.directory import Directory, RankAddress
 from p2p_engine.transports.shm import ShmTransport
 from p2p_engine.transports.tcp import TcpTransport
-from tests.engines import pattern, settings
+from tests.engines import pattern, settings, start_fork_server
 from tests.mock_vllm import MockVllm
 from tests.proxy_fleet import ASKED
 from tests.support import eventually
@@ -61,6 +61,7 @@ class EngineVictim(Process):
             lease_seconds=3,
             peer_timeout_seconds=2,
         )
+        start_fork_server()
         context = multiprocessing.get_context("forkserver")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, config), daemon=True)
