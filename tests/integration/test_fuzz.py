@@ -13,4 +13,4 @@ from tests.support import SeededRandom
 def test_a_slice_of_the_fuzzer(keys: bool, rng: SeededRandom) -> None:
     with campaign.Campaign(rng.initial_seed, keys=keys) as fired:
         for _ in range(2):
-            assert fired.fire(10_000).frames.total() == 10_000
+            assert fired.fire(5_000).frames.total() == 5_000
