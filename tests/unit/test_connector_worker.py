@@ -543,26 +543,30 @@ EVENTS = st.lists(
 
 
 @settings(deadline=None, max_examples=200)
-@given(EVENTS)
-def test_each_id_is_reported_exactly_once_in_any_order(events: list[tuple[str, int]]) -> None:
+@given(EVENTS, st.integers(1, 3))
+def test_each_id_is_reported_exactly_once_in_any_order(
+    events: list[tuple[str, int]], num_groups: int
+) -> None:
     """What vLLM asserts: no unknown id, none twice, none while its blocks may be touched."""
     engine = FakeEngine()
     engine.on_cancel = lambda transfer: None if transfer.released else release(transfer)
-    worker = make_worker(engine)
+    worker = make_worker(engine, *(group(number, 40 * number) for number in range(num_groups)))
     owed_sends, owed_loads = set[str](), set[str]()
     sending, number = set[str](), 0
     for event, which in events:
         orders: dict[str, Any] = {}
         if event == "load":
             number += 1
-            orders["loads"] = [load(f"l{number}")]
+            ranges = load(f"l{number}").ranges * num_groups
+            orders["loads"] = [Load(party(f"l{number}"), ranges)]
             owed_loads.add(f"l{number}")
         elif event == "cancel" and owed_loads:
             orders["cancelled_loads"] = [sorted(owed_loads)[which % len(owed_loads)]]
         elif event == "send":
             number += 1
             sending.add(f"s{number}")
-            orders["sends"] = [step(party(f"s{number}"), blocks(0, 7), 20 * (which + 1))]
+            tables = (blocks(0, 7),) * num_groups
+            orders["sends"] = [SendStep(party(f"s{number}"), tables, 20 * (which + 1))]
         elif event == "end" and sending:
             name = sorted(sending)[which % len(sending)]
             sending.remove(name)
@@ -573,10 +577,10 @@ def test_each_id_is_reported_exactly_once_in_any_order(events: list[tuple[str, i
             orders["preempted"] = [sorted(sending)[which % len(sending)]]
         else:
             _finish_some(engine, event, which)
-        _collect(run(worker, **orders), owed_sends, owed_loads)
+        _collect(run(worker, **orders), engine, owed_sends, owed_loads)
     for transfer in _transfers(engine):
         end(transfer)
-    _collect(run(worker), owed_sends, owed_loads)
+    _collect(run(worker), engine, owed_sends, owed_loads)
     assert (owed_sends, owed_loads) == (set(), set())
 
 
@@ -593,7 +597,11 @@ def _finish_some(engine: FakeEngine, event: str, which: int) -> None:
             end(transfer, TransferTimeout("late") if event == "fail" else None)
 
 
-def _collect(results: Any, owed_sends: set[str], owed_loads: set[str]) -> None:
+def _collect(results: Any, engine: FakeEngine, owed_sends: set[str], owed_loads: set[str]) -> None:
+    for transfer in _transfers(engine):
+        name = transfer.key.transfer_id.removeprefix("t-")
+        assert transfer.released or name not in results.finished_sending
+        assert transfer.done or name not in results.finished_recving
     for reported, owed in (
         (results.finished_sending, owed_sends),
         (results.finished_recving, owed_loads),
