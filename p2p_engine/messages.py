@@ -79,8 +79,9 @@ class PageShape(msgspec.Struct, frozen=True, array_like=True):
 class Part(msgspec.Struct, frozen=True, array_like=True):
     """What of a cache goes from one rank to another one that is not alike.
 
-    Layers and heads are those of the model. Its byte stream is, layer after layer, for each
-    `block_size` tokens the rows in the order in which they lie in the source, which has `shape`.
+    Layers and heads are those of the model; of the layers, those that keep a cache in its group are
+    meant. Its byte stream is, layer after layer, for each `block_size` tokens the rows in the order
+    in which they lie in the source, which has `shape`.
     """
 
     first_layer: Count
