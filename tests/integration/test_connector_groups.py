@@ -75,6 +75,23 @@ def test_windows_of_unlike_instances(make_pair: MakePair, transports: str, is_as
 
 @pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
 @pytest.mark.parametrize("attention", ["mixed", "windows"])
+def test_what_prefill_finds_in_its_cache_is_sent_too(
+    make_pair: MakePair, attention: str, send_type: str
+) -> None:
+    """Its table then has nothing behind the window of what it found."""
+    pair = make_pair(attention=attention, send_type=send_type, decode={"has_prefix_cache": False})
+    first = prompt_of(160)
+    more = [[*first, *prompt_of(count, count)] for count in (1, 15, 16, 50)]
+    for prompt in (first, first, *more):
+        pair.ask(prompt)
+        pair.run()
+    assert sum(pair.p.num_computed_prompt_tokens.values()) < 2 * 160  # of six prompts' 1042
+    pair.check_answers(num_computed=1)
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+@pytest.mark.parametrize("attention", ["mixed", "windows"])
 def test_windows_by_way_of_host_memory(make_pair: MakePair, attention: str, send_type: str) -> None:
     """Each group has a host buffer of its own."""
     ask_all(make_pair(attention=attention, send_type=send_type, is_on_device=True))
