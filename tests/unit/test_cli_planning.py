@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from p2p_engine.cli import commands, devices
 from p2p_engine.cli.commands import InstancePlan, Role
 from p2p_engine.cli.devices import Devices
+from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.launch import LaunchOptions
 from p2p_engine.cli.ports import PortPlan, is_port_free
 from p2p_engine.cli.stages import STARTING, StageReader
@@ -130,6 +133,27 @@ def test_the_transfer_config_of_each_role(role: Role, kv_role: str) -> None:
 def test_the_key_of_the_fleet_is_everybodys() -> None:
     config = commands.transfer_config(plan(Role.PREFILL, key_file="/etc/fleet.key"))
     assert config["kv_connector_extra_config"]["key_file"] == "/etc/fleet.key"
+
+
+def test_a_fleet_with_a_key_gives_it_to_its_proxy_and_its_instances(tmp_path: Path) -> None:
+    commands_given: dict[str, Sequence[str]] = {}
+
+    class NotStarted(Fleet):
+        """Keeps the commands instead of running them."""
+
+        def _spawn(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Any:
+            commands_given[name] = command
+            return SimpleNamespace(log_path=tmp_path / name)
+
+    fleet = NotStarted("some/model", log_dir=tmp_path)
+    fleet.key_file = "/etc/fleet.key"
+    fleet.start_proxy()
+    fleet.start(Role.DECODE)
+    fleet.members.clear()
+    fleet.close()
+    proxy = commands_given["proxy"]
+    assert proxy[proxy.index("--key-file") + 1] == "/etc/fleet.key"
+    assert '"key_file": "/etc/fleet.key"' in commands_given["decode-1"][-1]
 
 
 def test_overrides_win_on_both_levels() -> None:

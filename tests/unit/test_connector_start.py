@@ -140,6 +140,8 @@ def test_the_extra_settings_win_and_0_32_has_no_other() -> None:
         assert (config.kv_buffer_size, config.host) == (8 * 10**9, "10.0.0.7")
     with pytest.raises(ConfigError, match="unknown key 'kv_bufer_size'"):
         read_config(SimpleNamespace(kv_connector_extra_config={"kv_bufer_size": 1}))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="key_file"):  # before the model is loaded
+        read_config(SimpleNamespace(kv_connector_extra_config={"key_file": "/no/such"}))  # type: ignore[arg-type]
 
 
 def test_the_host_is_vllms_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
