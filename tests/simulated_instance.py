@@ -285,15 +285,17 @@ class SimulatedInstance:
         is_on_device: bool = False,
         max_model_len: int = 2048,
         attention: str = "full",
+        dp_rank: int = 0,
         **extra: Any,
     ) -> None:
+        """`kv_port` is its directory's; a data-parallel rank was configured with a lower one."""
         settings = {
             "host": "127.0.0.1", "mem_pool_size_gb": 0.01, "kv_buffer_size": 1 << 24, **extra,
         }  # fmt: skip
         self.config = make_config(
             model,
             role,
-            kv_port,
+            kv_port - dp_rank,
             max_tokens_per_step=max_tokens_per_step,
             tp_size=tp_size,
             policy=policy,
@@ -304,6 +306,7 @@ class SimulatedInstance:
             layout=layout,
             max_model_len=max_model_len,
             pp_size=pp_size,
+            dp_rank=dp_rank,
         )
         self.block_size = block_size
         self.config.cache_config.num_gpu_blocks = num_blocks
@@ -592,6 +595,7 @@ def make_config(
     layout: str = "LBHNC",
     max_model_len: int = 2048,
     pp_size: int = 1,
+    dp_rank: int = 0,
 ) -> VllmConfig:
     """Configure vLLM for our connector."""
     model_config = ModelConfig(
@@ -630,6 +634,11 @@ def make_config(
     config.parallel_config = ParallelConfig()
     config.parallel_config.tensor_parallel_size = tp_size
     config.parallel_config.pipeline_parallel_size = pp_size
+    if dp_rank:  # what vLLM's engine core leaves of --data-parallel-external-lb and a dense model
+        config.parallel_config.data_parallel_index = dp_rank
+        config.parallel_config.data_parallel_external_lb = True
+        assert config.kv_transfer_config is not None
+        config.kv_transfer_config.engine_id = f"engine_dp{dp_rank}"
     # On a CPU, vLLM has switched it off by now, and with it all that depends on running ahead.
     config.scheduler_config.async_scheduling = is_async
     with set_current_vllm_config(config):

@@ -244,6 +244,33 @@ def test_the_response_of_the_prefill_leg_is_enough(make_pair: MakePair) -> None:
     pair.check_at_rest()
 
 
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+@pytest.mark.parametrize("by", ["id", "params"])
+def test_data_parallel_ranks_are_instances_with_addresses_of_their_own(
+    make_pair: MakePair, by: str, send_type: str
+) -> None:
+    """Rank r is at kv_port + r, on either side, and says so itself in prefill's answer."""
+    pair = make_pair(send_type=send_type, prefill={"dp_rank": 3}, decode={"dp_rank": 1})
+    for side, dp_rank in ((pair.p, 3), (pair.d, 1)):
+        transfer = side.config.kv_transfer_config
+        assert transfer is not None
+        assert side.address == f"127.0.0.1:{transfer.kv_port + dp_rank}"
+    for order in ORDERS:
+        pair.ask(prompt_of(100), order=order, by=by)
+        pair.run()
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    pair.p.add("cmpl-told-0-0000000a", prompt_of(60), max_tokens=1, params=params)
+    pair.run(lambda: "cmpl-told-0-0000000a" in pair.p.finished)
+    answered = pair.p.params["cmpl-told-0-0000000a"]
+    assert answered is not None
+    assert f"{answered['remote_host']}:{answered['remote_port']}" == pair.p.address
+    pair.d.add("cmpl-told-0-0000000b", prompt_of(60), params=answered)
+    pair.expect("cmpl-told-0-0000000b", prompt_of(60))
+    pair.run()
+    pair.check_answers()
+    pair.check_at_rest()
+
+
 def test_requests_without_transfer_data_are_computed_where_they_are(make_pair: MakePair) -> None:
     pair = make_pair()
     for instance in (pair.p, pair.d):

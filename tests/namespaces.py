@@ -1,0 +1,154 @@
+"""Hosts of a network of their own: network namespaces that a bridge joins, without any privilege.
+
+`python -m tests.namespaces` is run by `run_in_namespaces` as root of new user, network and mount
+namespaces, which end with it, and with them all that it has made.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from tests.namespaced_rank import NUM_RANKS
+
+TOOLS = "ip link add name probe0 type veth peer name probe1 && nsenter --version >/dev/null"
+UNSHARE = ["unshare", "--user", "--map-root-user", "--net", "--mount", "--fork", "--kill-child"]
+PORT = 14579
+
+
+def why_not() -> str:
+    """Why this machine cannot have such hosts; empty: it can."""
+    try:
+        tried = subprocess.run(
+            [*UNSHARE, "sh", "-c", TOOLS], capture_output=True, text=True, timeout=20
+        )
+    except FileNotFoundError as error:
+        return f"no {error.filename}"
+    return "" if tried.returncode == 0 else tried.stderr.strip() or "not permitted"
+
+
+def run_in_namespaces(timeout: float = 240) -> None:
+    """Run every scenario of this module among hosts of its own.
+
+    Raises:
+        AssertionError: it failed; says how.
+    """
+    command = [*UNSHARE, sys.executable, "-m", "tests.namespaces"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stderr
+
+
+class Host:
+    """A rank's process on a host of its own, `10.77.0.NUMBER`."""
+
+    def __init__(self, number: int, role: str, rank: int) -> None:
+        self.number, self.ip = number, f"10.77.0.{number}"
+        _ip(f"netns add host{number}")
+        _ip(f"link add name bridge{number} type veth peer name eth0 netns host{number}")
+        _ip(f"link set bridge{number} master bridge up")
+        for change in ("link set lo up", f"addr add {self.ip}/24 dev eth0", "link set eth0 up"):
+            _ip(f"-n host{number} {change}")
+        command = [
+            "nsenter", f"--net=/run/netns/host{number}", sys.executable, "-m",
+            "tests.namespaced_rank", self.ip, role, str(rank),
+        ]  # fmt: skip
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def close(self) -> None:
+        """Let the rank end, which it does when nobody can tell it anything."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        assert self._process.wait(20) == 0
+
+    def tell(self, command: str, **arguments: Any) -> None:
+        """Start a command."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([command, arguments]) + "\n")
+        self._process.stdin.flush()
+
+    def ask(self, command: str, **arguments: Any) -> Any:
+        """Run a command and return its answer."""
+        self.tell(command, **arguments)
+        return self.answer()
+
+    def answer(self) -> Any:
+        """Wait for the answer to the oldest command."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"host {self.number} ended"
+        return json.loads(line)
+
+
+def _ip(arguments: str) -> None:
+    subprocess.run(["ip", *arguments.split()], check=True)
+
+
+class Network:
+    """A prefill instance of two ranks on two hosts, and a decode instance on a third."""
+
+    def __init__(self) -> None:
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/run"], check=True)
+        _ip("link add name bridge type bridge")
+        _ip("link set bridge up")
+        ranks = range(NUM_RANKS["prefill"])
+        self.prefill = [Host(1 + rank, "prefill", rank) for rank in ranks]
+        self.decode = Host(9, "decode", 0)
+        self.port = PORT
+
+    def open(self, transports: str) -> tuple[str, str]:
+        """Start engines and directories, on each instance's first host, as vLLM's scheduler is;
+        returns the directories' addresses."""
+        self.port += 1
+        for instance in (self.prefill, [self.decode]):
+            for host in instance:
+                host.tell("open", transports=transports)
+            addresses = [host.answer() for host in instance]
+            hosts = [address.partition(":")[0] for address, _ in addresses]
+            assert hosts == [host.ip for host in instance], addresses
+            instance[0].ask("serve", port=self.port, ranks=addresses)
+        return f"{self.prefill[0].ip}:{self.port}", f"{self.decode.ip}:{self.port}"
+
+    def transfer(self, transports: str, *, pull: bool) -> None:
+        """Each host's heads reach decode, by the address that its own rank has told."""
+        prefill, decode = self.open(transports)
+        self.decode.tell("receive", peer=prefill, pull=pull)
+        for host in self.prefill:
+            host.tell("hold" if pull else "send", peer=decode)
+        for host in (self.decode, *self.prefill):
+            assert (outcome := host.answer()) == "", (host.ip, outcome)
+        for host in self.prefill:
+            assert host.ask("sent_bytes") > 0
+        for host in (self.decode, *self.prefill):
+            host.ask("close")
+
+    def lose_a_host(self) -> None:
+        """A cable is pulled: half of the heads are no KV, and the error says who is missing."""
+        prefill, decode = self.open("tcp")
+        self.prefill[0].ask("send", peer=decode)
+        lost = self.prefill[1]
+        _ip(f"link set bridge{lost.number} down")
+        error = self.decode.ask("receive", peer=prefill, pull=False)
+        assert "rank 1" in error or lost.ip in error, error
+
+    def close(self) -> None:
+        """Let everybody end."""
+        for host in (self.decode, *self.prefill):
+            host.close()
+
+
+def main() -> None:
+    """Run every scenario."""
+    network = Network()
+    for transports in ("tcp", "shm,tcp"):
+        for pull in (False, True):
+            network.transfer(transports, pull=pull)
+    network.lose_a_host()
+    network.close()
+
+
+if __name__ == "__main__":
+    main()
