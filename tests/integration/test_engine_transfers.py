@@ -155,6 +155,28 @@ def test_pages_in_chunks(transport: str, receiver_first: bool, rng: SeededRandom
 
 
 @every_transport
+@pytest.mark.parametrize("num_layers", [1, 64])
+def test_a_chunk_costs_four_messages_however_many_layers(
+    transport: str, num_layers: int, rng: SeededRandom
+) -> None:
+    slow = {"retry_seconds": 30, "peer_timeout_seconds": 300}
+    with engines(2, transport, **slow) as (sender, receiver):
+        target = PeerAddress(receiver.zmq_address)
+        sender.send(TransferKey("greeting"), target, TensorSource(torch.zeros(1))).wait(10)
+        eventually(lambda: receiver.stats()["messages_sent"] == 3)  # it counts after the fact
+        before = [engine.stats()["messages_sent"] for engine in (sender, receiver)]
+        memory = PagedMemory(8, num_layers).fill(rng)
+        target_memory = PagedMemory(8, num_layers)
+        waiting = receiver.receive(KEY, target_memory.sink(list(range(8))))
+        sender.send(KEY, target, memory.source(list(range(8)))).wait(10)
+        waiting.wait(10)
+        assert (target_memory.data == memory.data).all()
+        eventually(lambda: receiver.stats()["messages_sent"] - before[1] >= 2)
+        after = [engine.stats()["messages_sent"] for engine in (sender, receiver)]
+        assert [b - a for a, b in zip(before, after, strict=True)] == [2, 2]
+
+
+@every_transport
 def test_blocks_that_are_not_wanted_are_not_sent(transport: str, rng: SeededRandom) -> None:
     theirs, ours = PagedMemory(8).fill(rng), PagedMemory(8)
     with engines(2, transport) as (sender, receiver):

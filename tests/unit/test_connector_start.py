@@ -6,6 +6,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -147,3 +148,14 @@ def test_the_extra_settings_win_and_0_32_has_no_other() -> None:
 def test_the_host_is_vllms_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.9")
     assert read_config(SimpleNamespace(kv_connector_extra_config={})).host == "127.0.0.9"  # type: ignore[arg-type]
+
+
+def test_a_step_without_metadata_is_nothing() -> None:
+    """As in vLLM's warm-up runs, before any scheduler has spoken."""
+    connector = object.__new__(P2pNcclConnector)
+    connector._worker = Mock()
+    connector._connector_metadata = None
+    connector.start_load_kv(Mock())
+    connector.wait_for_layer_load("layers.0")
+    connector.save_kv_layer("layers.0", Mock(), None)
+    connector._worker.start_loads.assert_not_called()
