@@ -7,7 +7,7 @@ C_FILES = $(wildcard csrc/*.[ch] tests/c/*.[ch] tests/double/*.[ch])
 BENCHMARKS = $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-c tsan asan chaos model scale fuzz bench test-vllm test-upstream test-gpu check fix coverage wheel clean
+.PHONY: help setup demo test test-c tsan asan chaos soak model scale fuzz bench test-vllm test-upstream test-gpu check fix coverage wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,10 @@ test-c: setup  ## the C tests under AddressSanitizer and UBSan
 chaos: setup  ## the fault campaign: DURATION= seconds, SEED=, JOBS= rounds side by side; goes on where it was
 	$(BIN)/python -m tests.chaos.campaign --seconds $(or $(DURATION),60) --seed $(or $(SEED),1) \
 		--jobs $(or $(JOBS),4) --record build/chaos.jsonl
+
+soak: setup  ## two processes under load for DURATION= seconds (1200): do memory, threads, descriptors grow?
+	$(BIN)/python -m tests.chaos.soak $(if $(DURATION),--seconds $(DURATION)) \
+		--output benchmarks/results/soak.jsonl
 
 model: setup  ## every state of KEYS= transfers with FAULTS= faults, one by one (2 and 1: half an hour)
 	$(BIN)/python -m tests.protocol_model --keys $(or $(KEYS),2) --faults $(or $(FAULTS),1)

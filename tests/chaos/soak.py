@@ -1,0 +1,131 @@
+"""Two processes under load for long: python -m tests.chaos.soak --seconds 1200.
+
+All send modes, sizes at random, both transports in turn, now and then an abort. Every 5 s the
+resident memory, the threads and the descriptors of both are read; the slopes are those of straight
+lines through what was read after the first fifth (least squares).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import machine
+from p2p_engine import SendMode
+from tests.chaos.parent import Process, start_fork_server
+
+SAMPLE_SECONDS = 5.0
+SIZES = [1, 4096, 100_000, 1_000_000, 2_000_000]
+PAGE_BYTES = 4096
+
+
+def sample(process: Process) -> tuple[int, int, int]:
+    """Resident bytes, threads, descriptors."""
+    folder = Path(f"/proc/{process.pid}")
+    resident = int((folder / "statm").read_text().split()[1]) * PAGE_BYTES
+    return resident, len(list((folder / "task").iterdir())), len(list((folder / "fd").iterdir()))
+
+
+class Soak:
+    """Both processes of one transport, and what was read of them."""
+
+    def __init__(self, transport: str, seed: int) -> None:
+        self.transport = transport
+        self._random = random.Random(f"{transport}{seed}")
+        self._pair = (Process(transport), Process(transport))
+        self._count = 0
+        self._start = time.monotonic()
+        self._sampled_at = 0.0
+        self._rows: list[tuple[float, ...]] = []
+        self.outcomes: dict[str, int] = {}
+        self.moved_bytes = self.num_wrong = 0
+
+    def step(self) -> None:
+        """Four transfers, one way or the other."""
+        sender, receiver = self._random.sample(self._pair, 2)
+        names = [f"{self._count}-{i}" for i in range(4)]
+        self._count += 1
+        nbytes, mode = self._random.choice(SIZES), self._random.choice(list(SendMode)).value
+        calls: list[tuple[Process, str, tuple[Any, ...]]] = [
+            (sender, "send", (names, nbytes, receiver.control, mode, True)),
+            (receiver, "receive", (names, nbytes, sender.control, mode)),
+        ]
+        if mode != SendMode.PUT and self._random.random() < 0.5:
+            calls.reverse()
+        for process, command, arguments in calls:
+            process.tell(command, *arguments)
+        for process, _, _ in calls:
+            process.answer()
+        if self._random.random() < 0.02:
+            self._random.choice(self._pair).ask("cancel")
+        for process in (sender, receiver):
+            process.tell("finish", 10.0)
+        for process in (sender, receiver):
+            for _, word, is_right, _ in process.answer():
+                self.outcomes[word] = self.outcomes.get(word, 0) + 1
+                self.num_wrong += not is_right
+                self.moved_bytes += nbytes if process is receiver and word == "ok" else 0
+        if time.monotonic() - self._sampled_at > SAMPLE_SECONDS:
+            self._sampled_at = time.monotonic()
+            readings = [value for process in self._pair for value in sample(process)]
+            self._rows.append((self._sampled_at - self._start, *readings))
+
+    def result(self) -> dict[str, Any]:
+        """Slopes for each hour, of both processes, and the first and last readings."""
+        rows = np.array(self._rows[len(self._rows) // 5 :], float)
+        names = [f"{who} {what}" for who in ("first", "second")
+                 for what in ("resident bytes", "threads", "descriptors")]  # fmt: skip
+        slopes = np.polyfit(rows[:, 0] / 3600, rows[:, 1:], 1)[0]
+        return {
+            "transport": self.transport,
+            "seconds": round(rows[-1, 0]),
+            "transfers": sum(self.outcomes.values()) // 2,
+            "outcomes": self.outcomes,
+            "moved_bytes": self.moved_bytes,
+            "wrong": self.num_wrong,
+            "slope per hour": dict(zip(names, slopes.round(1).tolist(), strict=True)),
+            "at a fifth": rows[0, 1:].astype(int).tolist(),
+            "at the end": rows[-1, 1:].astype(int).tolist(),
+        }
+
+    def close(self) -> None:
+        """End both."""
+        for process in self._pair:
+            process.close()
+
+
+def main() -> int:
+    """Run, print, append; 1 when a byte was wrong or something was stuck."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=1200.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    start_fork_server()
+    soaks = [Soak(transport, options.seed) for transport in ("shm", "tcp")]
+    end = time.monotonic() + options.seconds
+    try:
+        while time.monotonic() < end:
+            for soak in soaks:
+                soak.step()
+        results = [soak.result() for soak in soaks]
+    finally:
+        for soak in soaks:
+            soak.close()
+    line = json.dumps({"machine": machine(), "seed": options.seed, "results": results})
+    print(line)  # noqa: T201
+    if options.output is not None:
+        with options.output.open("a") as file:
+            file.write(line + "\n")
+    return int(any(soak.num_wrong or "stuck" in soak.outcomes for soak in soaks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
