@@ -61,18 +61,18 @@ class Pressure:
 
     @property
     def is_easing(self) -> bool:
-        """Whether blocks will be free soon."""
-        return bool(self._coming())
+        """Whether blocks will be free soon; not to be hoped for, once a spill was overdue."""
+        return 0 < len(self._coming()) == len(self._ordered)
 
     def take_orders(self) -> list[str]:
         """Return the requests to spill; each once."""
         orders, self._orders = self._orders, []
         return orders
 
+    @property
+    def _ordered(self) -> list[_Held]:
+        return [held for held in self._held.values() if held.ordered_until is not None]
+
     def _coming(self) -> list[_Held]:
         now = self._clock()
-        return [
-            held
-            for held in self._held.values()
-            if held.ordered_until is not None and now < held.ordered_until
-        ]
+        return [held for held in self._ordered if now < (held.ordered_until or 0.0)]
