@@ -45,12 +45,12 @@ class Answers:
         self._tombstones: Recent[ContentKey, Tombstone] = Recent()
         self._outcomes: Recent[LandingId, Outcome] = Recent()
 
-    def grant(self, landing: Landing) -> None:
-        """The region is reserved."""
+    def grant(self, landing: Landing, word_offset: int = 0) -> None:
+        """The region is reserved; the sender publishes its end at `word_offset`."""
         offset = landing.space.offset if landing.space is not None else 0
         first, num = landing.manifest.first_block, landing.manifest.num_blocks
-        epoch, seq = landing.id
-        self._reply(epoch, Grant, (seq, landing.attempt, first, num, offset, landing.trailer))
+        fields = (landing.id[1], landing.attempt, first, num, offset, landing.trailer, word_offset)
+        self._reply(landing.id[0], Grant, fields)
 
     def deny(self, landing_id: LandingId, attempt: int, reason: str, retry_after: float) -> None:
         """Not now: to be offered again, after so many seconds."""

@@ -7,6 +7,7 @@ Invariant: live_bytes[place] == the sum of the sizes of its live spaces, at ever
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mempool import Arena, Buddy, read_word, write_word
@@ -38,7 +39,7 @@ class LandingArena:
         """
         self.budgets = {BUFFER: buffer_bytes, POOL: pool_bytes}
         self.live_bytes = {BUFFER: 0, POOL: 0}
-        capacity = _round_up(buffer_bytes) + _round_up(pool_bytes) + MIN_BLOCK_BYTES
+        capacity = round_up(buffer_bytes) + round_up(pool_bytes) + MIN_BLOCK_BYTES
         self.arena = Arena(capacity, page_lock=page_lock)
         self._buddy = Buddy(capacity, MIN_BLOCK_BYTES)
         self._prefaulted_bytes = 0
@@ -49,27 +50,34 @@ class LandingArena:
         write_word(self.arena.address + self.nonce_offset, self.nonce)
         self._prefault()
 
-    def reserve(self, nbytes: int) -> Space | None:
-        """Reserve nbytes in the buffer, else in the pool; None when both are full."""
+    def reserve(self, nbytes: int, reach: Iterable[str] = ()) -> Space | None:
+        """Reserve nbytes in the buffer, else in the pool; None when both are full.
+
+        `reach` is where the sender can write: in host memory, everywhere.
+        """
         for place, budget in self.budgets.items():
             if self.live_bytes[place] + nbytes <= budget:
-                try:
-                    handle = self._buddy.alloc(nbytes)
-                except MemoryError:  # in pieces too small
-                    return None
-                space = Space(handle, self._buddy.offset(handle), nbytes, place)
-                self._live[handle] = space
-                self.live_bytes[place] += nbytes
-                self._prefault()
-                return space
+                return self.reserve_in(place, nbytes)
         return None
+
+    def reserve_in(self, place: str, nbytes: int) -> Space | None:
+        """Reserve nbytes of the arena, accounted to a place; None when its pieces are too small."""
+        try:
+            handle = self._buddy.alloc(nbytes)
+        except MemoryError:
+            return None
+        space = Space(handle, self._buddy.offset(handle), nbytes, place)
+        self._live[handle] = space
+        self.live_bytes[place] += nbytes
+        self._prefault()
+        return space
 
     @property
     def free_bytes(self) -> int:
         """What is not reserved, of both budgets."""
         return sum(self.budgets.values()) - sum(self.live_bytes.values())
 
-    def fits(self, nbytes: int) -> bool:
+    def fits(self, nbytes: int, reach: Iterable[str] = ()) -> bool:
         """Whether so many bytes could ever be reserved."""
         return nbytes <= max(self.budgets.values())
 
@@ -86,6 +94,10 @@ class LandingArena:
     def address(self, space: Space) -> int:
         """Where the space lies in this process."""
         return self.arena.address + space.offset
+
+    def word_offset(self, space: Space, position: int) -> int:
+        """Where a sender is to write the completion word, if not behind the payload; else 0."""
+        return 0
 
     def clear_word(self, space: Space, position: int) -> None:
         """Reset the completion word at `position` in a space before it is handed out."""
@@ -120,5 +132,6 @@ class LandingArena:
             self.arena.prefault(self._prefaulted_bytes)
 
 
-def _round_up(nbytes: int) -> int:
+def round_up(nbytes: int) -> int:
+    """Return the next multiple of the smallest block."""
     return -(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES

@@ -6,13 +6,16 @@ import dataclasses
 import enum
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from p2p_engine.errors import ConfigError
 
-TRANSPORT_NAMES = ("inproc", "shm", "tcp")
+HOST_TRANSPORTS = ("inproc", "shm", "tcp")
+GPU_TRANSPORTS = ("cuda_ipc", "nccl")
+TRANSPORT_NAMES = HOST_TRANSPORTS + GPU_TRANSPORTS
 DEFAULT_KV_PORT = 14579
 GIB = 1 << 30
 
@@ -40,9 +43,12 @@ class EngineConfig:
     send_type: SendMode = SendMode.PUT_ASYNC
     kv_buffer_size: int = 10**9
     mem_pool_size_gb: float = dataclasses.field(default_factory=default_pool_gib)
-    transports: tuple[str, ...] = ("shm", "tcp")
+    transports: tuple[str, ...] = ()  # best first; none: by the device
     device: str = "cpu"
     nccl_num_channels: int = 2
+    nccl_max_groups: int = 16
+    nccl_library: str = ""
+    cudart_library: str = ""
     page_lock: bool = False
     checksum: bool = False
     proxy_ip: str = ""
@@ -64,6 +70,7 @@ class EngineConfig:
         """
         for name, parse in _PARSERS.items():
             object.__setattr__(self, name, parse(name, getattr(self, name)))
+        self._fit_to_device()
         if bool(self.proxy_ip) != bool(self.proxy_port):
             raise ConfigError(
                 f"proxy_ip={self.proxy_ip!r} and proxy_port={self.proxy_port!r}: "
@@ -74,6 +81,25 @@ class EngineConfig:
                 "http_port is required with proxy_ip and proxy_port: "
                 "the port that this instance's HTTP server listens on (vLLM's --port)"
             )
+
+    def _fit_to_device(self) -> None:
+        on_gpu = self.device != "cpu"
+        usable = GPU_TRANSPORTS if on_gpu else HOST_TRANSPORTS
+        if not self.transports:
+            object.__setattr__(self, "transports", GPU_TRANSPORTS if on_gpu else ("shm", "tcp"))
+        for name in self.transports:
+            if name not in usable:
+                raise ConfigError(
+                    f"transports: {name!r} does not move memory of device={self.device!r}; "
+                    f"allowed: {', '.join(usable)}"
+                )
+        if on_gpu and self.checksum:
+            raise ConfigError(f"checksum=true is not possible with device={self.device!r}")
+
+    @property
+    def device_index(self) -> int:
+        """Which GPU, with device="cuda" or "cuda:N"."""
+        return int(self.device.partition(":")[2] or 0)
 
     @property
     def pool_bytes(self) -> int:
@@ -152,6 +178,8 @@ def _send_type(name: str, value: Any) -> SendMode:
 
 
 def _transports(name: str, value: Any) -> tuple[str, ...]:
+    if value == ():
+        return ()
     listed = value.split(",") if isinstance(value, str) else value
     names = tuple(str(item).strip() for item in listed) if _is_sequence(listed) else ()
     if not names or not set(names) <= set(TRANSPORT_NAMES) or len(set(names)) != len(names):
@@ -160,9 +188,16 @@ def _transports(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _device(name: str, value: Any) -> str:
-    if value != "cpu":
-        raise _refuse(name, value, "cpu")
-    return "cpu"
+    if not isinstance(value, str) or not re.fullmatch(r"cpu|cuda(:\d{1,3})?", value):
+        raise _refuse(name, value, "cpu, cuda or cuda:N")
+    return value
+
+
+def _power_of_two(name: str, value: Any) -> int:
+    number = int(_between(1, 64, int, "1, 2, 4, 8, 16, 32 or 64")(name, value))
+    if number & (number - 1):
+        raise _refuse(name, value, "1, 2, 4, 8, 16, 32 or 64")
+    return number
 
 
 def _port_range(name: str, value: Any) -> tuple[int, int] | None:
@@ -191,7 +226,10 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "mem_pool_size_gb": _between(0, 1 << 20, float, "0 to 2**20 GiB"),
     "transports": _transports,
     "device": _device,
-    "nccl_num_channels": _between(1, 64, int, "1 to 64"),
+    "nccl_num_channels": _power_of_two,
+    "nccl_max_groups": _between(1, 1 << 16, int, "1 to 65536"),
+    "nccl_library": _text,
+    "cudart_library": _text,
     "page_lock": _flag,
     "checksum": _flag,
     "proxy_ip": _text,

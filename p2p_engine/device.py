@@ -54,7 +54,7 @@ class Event:
         return self._is_complete
 
     def __del__(self) -> None:
-        self._device.spare_events.append(self._handle)
+        self._device.take_back(self._handle)
 
 
 class DeviceJob:
@@ -92,8 +92,13 @@ class DeviceJob:
         """Device's thread only: say how it ended; a second call changes nothing."""
         if not self.done:
             self.state, self.error, self._keep = state, error, None
+            self._stop = _nothing  # and what it refers to, events among it
             self._ended.set()
             self._device.tell(self)
+
+
+def _nothing() -> None:
+    """A job that has ended cannot be stopped."""
 
 
 class Device:
@@ -107,7 +112,7 @@ class Device:
         """
         self.cuda = cuda
         self.index = index
-        self.spare_events: collections.deque[int] = collections.deque()
+        self._spare_events: collections.deque[int] = collections.deque()
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._ended: collections.deque[DeviceJob] = collections.deque()
         self._waiting: list[tuple[list[Moment], Callable[[], None]]] = []
@@ -115,7 +120,7 @@ class Device:
         self._ticks: list[Callable[[float], None]] = []
         self._watched: dict[int, Callable[[], None]] = {}
         self._tick_at = 0.0
-        self._is_stopping = self._takes_no_more = False
+        self._is_stopping = self._is_stopped = self._takes_no_more = False
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ended_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -174,6 +179,12 @@ class Device:
         event = self._make_event()
         self.cuda.record(event._handle, stream)
         return event
+
+    def take_back(self, event: int) -> None:
+        """Keep the handle of an event that nobody refers to, for the next one."""
+        self._spare_events.append(event)
+        if self._is_stopped:
+            self._destroy_events()
 
     def copy(
         self,
@@ -296,8 +307,14 @@ class Device:
         if hasattr(self, "_pack"):
             self._guard(self._pack.close)
             self._guard(lambda: self.cuda.destroy_stream(self._copy_stream))
-        while self.spare_events:
-            self._guard(lambda: self.cuda.destroy_event(self.spare_events.popleft()))
+        self._is_stopped = True
+        self._destroy_events()
+
+    def _destroy_events(self) -> None:
+        with contextlib.suppress(IndexError):  # another thread may do the same
+            while True:
+                event = self._spare_events.popleft()
+                self._guard(lambda event=event: self.cuda.destroy_event(event))  # type: ignore[misc]
 
     def _turn(self) -> None:
         ready = self._epoll.poll(0 if self._waiting or self._calls else TICK_SECONDS)
@@ -363,7 +380,7 @@ class Device:
 
     def _make_event(self) -> Event:
         with contextlib.suppress(IndexError):
-            return Event(self, self.spare_events.popleft())
+            return Event(self, self._spare_events.popleft())
         return Event(self, self.cuda.create_event())
 
     def _guard(self, call: Callable[[], object]) -> None:

@@ -8,6 +8,7 @@ state; it is held briefly and never across a wait.
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import threading
@@ -23,6 +24,7 @@ from p2p_engine.arena import LandingArena
 from p2p_engine.awaited import Awaited
 from p2p_engine.config import EngineConfig, SendMode
 from p2p_engine.control import ControlPlane
+from p2p_engine.device_landing import DeviceLanding
 from p2p_engine.errors import (
     EngineClosed,
     LocalProtocolError,
@@ -31,12 +33,13 @@ from p2p_engine.errors import (
     TransferTimeout,
 )
 from p2p_engine.fanout import Fanout
+from p2p_engine.gpu import Gpu
 from p2p_engine.guests import Guest, Guests
 from p2p_engine.holds import Holds
 from p2p_engine.instances import Instances
-from p2p_engine.jobs import Job
+from p2p_engine.jobs import Copier, Job, Moment
 from p2p_engine.keys import read_key_file, warn_if_exposed
-from p2p_engine.layout import Sink, Source, TensorSink, TensorSource, check_in_host_memory
+from p2p_engine.layout import Sink, Source, TensorSink, TensorSource, check_reachable
 from p2p_engine.messages import (
     PROTOCOL_VERSION,
     Abandon,
@@ -118,11 +121,14 @@ class P2pNcclEngine:
 
     def _make_parts(self, receives: bool) -> None:
         config = self.config
-        self._arena = None
+        self._gpu = Gpu(config) if config.device != "cpu" else None
+        if self._gpu is not None:
+            device = self._gpu.device
+            self._open_parts.append(lambda: device.close(2.0))
+        self._arena: LandingArena | None = None
+        self._device_landing: DeviceLanding | None = None
         if receives and config.kv_buffer_size + config.pool_bytes > 0:
-            self._arena = LandingArena(
-                config.kv_buffer_size, config.pool_bytes, page_lock=config.page_lock
-            )
+            self._arena = self._make_landing()
             self._open_parts.append(self._arena.close)
         first, last = config.kv_port_range or (config.port, config.port)
         self._control = ControlPlane(
@@ -134,6 +140,10 @@ class P2pNcclEngine:
         self._mover = Mover()
         self._open_parts.append(lambda: self._mover.close(2.0))
         self._control.watch(self._mover.fileno(), self._collect)
+        copier: Copier = self._mover
+        if self._gpu is not None:
+            copier = self._gpu.device
+            self._control.watch(self._gpu.device.fileno(), self._collect)
         self._transports = {name: self._make_transport(name) for name in config.transports}
         self._links = Links(
             config, self._control, self.epoch, self._spec, list(self._transports.values()),
@@ -150,7 +160,7 @@ class P2pNcclEngine:
         )  # fmt: skip
         self._sender = Sender(config, self._changed, self._links, self._counters, time.monotonic)
         self._holds = Holds(
-            config, self._changed, self._sender, self._arena, self._mover, self._counters,
+            config, self._changed, self._sender, self._arena, copier, self._counters,
             time.monotonic, self._spec,
         )  # fmt: skip
         self._instances = Instances(config, self._control, self.epoch, self._spec, time.monotonic)
@@ -158,7 +168,7 @@ class P2pNcclEngine:
             self._changed, self._instances, self._sender, self._spec, time.monotonic
         )
         self._store = Store(
-            config, self._changed, self._arena, self._mover, self._counters,
+            config, self._changed, self._arena, self._mover, copier, self._counters,
             reply=self._guests.reply, clock=time.monotonic,
         )  # fmt: skip
         self._awaited = Awaited(
@@ -166,9 +176,20 @@ class P2pNcclEngine:
             self._store.fail_key, self._store.bereave,
         )  # fmt: skip
 
+    def _make_landing(self) -> LandingArena:
+        config = self.config
+        if self._gpu is not None:
+            self._device_landing = self._gpu.landing()
+            return self._device_landing
+        return LandingArena(config.kv_buffer_size, config.pool_bytes, page_lock=config.page_lock)
+
     def _make_transport(self, name: str) -> Transport:
         transport: Transport
-        if name == "inproc":
+        if self._gpu is not None:
+            transport = self._gpu.transport(
+                name, self._mover, self._device_landing, self._control, self.epoch
+            )
+        elif name == "inproc":
             transport = InprocTransport(self._mover, self._arena, self.epoch)
         elif name == "shm":
             transport = ShmTransport(self._mover, self._arena, self._control, self.epoch)
@@ -199,10 +220,14 @@ class P2pNcclEngine:
         binding: bytes = b"",
         timeout: float | None = None,
         ready: bool = True,
+        stream: int | None = None,
     ) -> Transfer:
         """Offer a chunk now and, once it is `ready` and granted, write it; never blocks.
 
         To an instance it goes in parts: to each rank what that rank needs of it.
+
+        On a GPU, a source that is ready is read after all that is in `stream` now (a CUDA handle;
+        default: torch's current one).
 
         The source's memory belongs to the engine, for reading, until `released`. The transfer ends
         by COMMIT, or with a named error at the latest after `timeout` seconds
@@ -216,28 +241,41 @@ class P2pNcclEngine:
         check_fits(Offer(0, 0, 0, 0, key, source.manifest, binding, ""))
         with self._open():
             seconds = self.config.transfer_timeout_seconds if timeout is None else timeout
+            moments = self._now(stream) if ready else ()
             if isinstance(peer, InstanceAddress):
                 transfer: Transfer = self._fanout.send(
-                    key, peer, source, binding, seconds, ready=ready
+                    key, peer, source, binding, seconds, ready=ready, moments=moments
                 )
             else:
-                chunk = self._sender.send(key, peer, source, binding, seconds, ready=ready)
+                chunk = self._sender.send(
+                    key, peer, source, binding, seconds, ready=ready, moments=moments
+                )
                 transfer = chunk.transfer
         self._control.pump()
         return transfer
 
-    def mark_ready(self, transfer: Transfer) -> None:
-        """Say that the source of a send that was not ready is valid now; never blocks."""
+    def mark_ready(self, transfer: Transfer, *, stream: int | None = None) -> None:
+        """Say that the source of a send that was not ready is valid now, or on a GPU after all that
+        is in `stream` now; never blocks."""
         with self._open():
+            moments = self._now(stream)
             if isinstance(transfer, TransferGroup):
-                self._fanout.mark_ready(transfer)
+                self._fanout.mark_ready(transfer, moments)
             else:
-                self._sender.mark_ready(transfer)
+                self._sender.mark_ready(transfer, moments)
 
     def hold(
-        self, key: TransferKey, source: Source, *, binding: bytes = b"", lease: float | None = None
+        self,
+        key: TransferKey,
+        source: Source,
+        *,
+        binding: bytes = b"",
+        lease: float | None = None,
+        stream: int | None = None,
     ) -> Transfer:
         """Keep a source until a peer has pulled it, or `lease` seconds (default: lease_seconds).
+
+        On a GPU it is read after all that is in `stream` now.
 
         When it is cancelled, who wants it goes on waiting: it may be held again, or abandoned.
 
@@ -248,9 +286,8 @@ class P2pNcclEngine:
         """
         check_fits(Offer(0, 0, 0, 0, key, source.manifest, binding, ""))
         with self._open():
-            return self._holds.hold(
-                key, source, binding, self.config.lease_seconds if lease is None else lease
-            )
+            seconds = self.config.lease_seconds if lease is None else lease
+            return self._holds.hold(key, source, binding, seconds, self._now(stream))
 
     def spill(self, transfer: Transfer) -> bool:
         """Copy what is held into landing memory, so that its caller has its own back; never blocks.
@@ -297,8 +334,11 @@ class P2pNcclEngine:
         peer: PeerAddress | InstanceAddress | None = None,
         pull: bool = False,
         timeout: float | None = None,
+        stream: int | None = None,
     ) -> Transfer:
         """Bring a key into the sink's memory, which is the engine's until `released`; never blocks.
+
+        On a GPU it is written after all that is in `stream` now.
 
         What has landed already is taken at once. A `peer` that is known is watched: when it dies,
         the transfer fails at once instead of at its deadline. With `pull` it is asked (GET).
@@ -317,7 +357,7 @@ class P2pNcclEngine:
             if peer is not None:
                 peer.check()
             self._store.poll()
-            transfer = self._store.receive(key, sink, binding, seconds)
+            transfer = self._store.receive(key, sink, binding, seconds, self._now(stream))
             if peer is not None and not transfer.done:
                 self._awaited.add(transfer, peer, binding, pull=pull)
             return transfer
@@ -359,12 +399,16 @@ class P2pNcclEngine:
         with self._changed:
             for job in self._mover.drain():
                 self._tell_ended(job)
+            if self._gpu is not None:
+                for ended in self._gpu.device.drain():
+                    self._tell_ended(ended)
             self._store.poll()
 
     def _tell_ended(self, job: Job) -> None:
         """Run a job's callback; a bug in one must not cost the others their news."""
         try:
-            job.tag(job)  # type: ignore[operator]
+            if job.tag is not None:
+                job.tag(job)  # type: ignore[operator]
         except Exception:
             self._counters.callback_errors += 1
             logger.exception("the callback of a %s job failed, the others run", job.state)
@@ -377,14 +421,14 @@ class P2pNcclEngine:
     # The simple form
 
     def send_tensor(self, key: TransferKey, tensor: torch.Tensor, peer: str) -> Transfer:
-        """Send one CPU tensor according to send_type; PUT blocks until it has left.
+        """Send a tensor of this device according to send_type; PUT blocks until it has left.
 
         A contiguous tensor is not copied: leave it unchanged until the transfer is released.
 
         Raises:
             TransferTimeout, PeerError, ...: PUT only; otherwise the transfer has them.
         """
-        source = TensorSource(tensor)
+        source = TensorSource(tensor, device=self.config.device)
         if self.config.send_type is SendMode.GET:
             return self.hold(key, source)
         transfer = self.send(key, PeerAddress(peer), source)
@@ -407,10 +451,11 @@ class P2pNcclEngine:
             P2pError: it will not come, and why.
         """
         if out is not None:
-            check_in_host_memory(out)
+            check_reachable(out, self.config.device)
             if not out.is_contiguous() or out.is_conj() or out.is_neg():
                 raise LocalProtocolError("out must be contiguous")
-        sink = TensorSink(out)
+        allocate = functools.partial(torch.empty, device=self.config.device)
+        sink = TensorSink(out, allocate)
         address = PeerAddress(peer) if peer is not None else None
         pull = self.config.send_type is SendMode.GET
         transfer = self.receive(key, sink, peer=address, pull=pull, timeout=timeout)
@@ -443,6 +488,7 @@ class P2pNcclEngine:
                     for part in (self._fanout, self._sender, self._holds, self._store)
                 ),
                 "links": self._links.count(),
+                "nccl": self._gpu.stats() if self._gpu is not None else {},
                 "unclosed_channels": self._links.num_unclosed_channels(),
                 "guests": len(self._guests),
                 "denied_offers": counters.denied,
@@ -471,7 +517,7 @@ class P2pNcclEngine:
             is_first, self._closing, self._closed = not self._closed, True, True
         if is_first:
             self._leave(timeout)
-        if not self._mover.close(timeout):
+        if not self._stop_copies(timeout):
             logger.error("close: a copy did not stop within %g s, its memory is kept", timeout)
             self._closing = False
             return
@@ -483,6 +529,13 @@ class P2pNcclEngine:
             self._holds.close(error)
             self._store.close(error)
         self._close_parts()
+
+    def _stop_copies(self, timeout: float) -> bool:
+        is_stopped = self._gpu is None or self._gpu.device.stop_copies(timeout)
+        return self._mover.close(timeout) and is_stopped
+
+    def _now(self, stream: int | None) -> tuple[Moment, ...]:
+        return self._gpu.now(stream) if self._gpu is not None else ()
 
     def _leave(self, timeout: float) -> None:
         """Say BYE in the control thread, then stop that; when it is dead, in its stead."""

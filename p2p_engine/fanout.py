@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from p2p_engine.errors import P2pError, TransferCancelled
 from p2p_engine.instances import Instances
+from p2p_engine.jobs import Moment
 from p2p_engine.layout import Source
 from p2p_engine.messages import CacheSpec, TransferKey
 from p2p_engine.peers import InstanceAddress
@@ -47,7 +48,9 @@ class Fanout:
         self._sender = sender
         self._spec = spec
         self._clock = clock
-        self._ready: dict[TransferGroup, bool] = {}  # of those whose members are not known
+        self._ready: dict[
+            TransferGroup, tuple[bool, tuple[Moment, ...]]
+        ] = {}  # of those whose members are not known
 
     def send(
         self,
@@ -58,6 +61,7 @@ class Fanout:
         timeout: float,
         *,
         ready: bool,
+        moments: tuple[Moment, ...] = (),
     ) -> TransferGroup:
         """Queue a chunk for each rank that it concerns.
 
@@ -66,7 +70,7 @@ class Fanout:
         """
         transfer = TransferGroup(key, 0, self._changed, self._cancel)
         delivery = Delivery(key, instance, source, binding, self._clock() + timeout, transfer)
-        self._ready[transfer] = ready
+        self._ready[transfer] = (ready, moments)
         try:
             self._instances.ask(instance, lambda answer: self._dispatch(delivery, answer))
         except P2pError:
@@ -74,12 +78,12 @@ class Fanout:
             raise
         return transfer
 
-    def mark_ready(self, transfer: TransferGroup) -> None:
-        """Let the bytes move: the source is valid from now on."""
+    def mark_ready(self, transfer: TransferGroup, moments: tuple[Moment, ...] = ()) -> None:
+        """Let the bytes move: the source is valid from now on, or after all `moments`."""
         if transfer in self._ready:
-            self._ready[transfer] = True
+            self._ready[transfer] = (True, moments)
         for member in transfer.members or ():
-            self._sender.mark_ready(member)
+            self._sender.mark_ready(member, moments)
 
     def abandon(self, key: TransferKey, instance: InstanceAddress, reason: str) -> None:
         """Tell each rank that it concerns that this key will not be completed."""
@@ -97,8 +101,8 @@ class Fanout:
 
     def _dispatch(self, delivery: Delivery, answer: CacheSpec | P2pError) -> None:
         transfer = delivery.transfer
-        ready = self._ready.pop(transfer, None)
-        if ready is None:
+        state = self._ready.pop(transfer, None)
+        if state is None:
             return  # withdrawn meanwhile
         if isinstance(answer, P2pError):
             transfer.end(answer)
@@ -111,7 +115,8 @@ class Fanout:
                 delivery.source,
                 delivery.binding,
                 timeout,
-                ready=ready,
+                ready=state[0],
+                moments=state[1],
             )
             for rank in self._targets(delivery.key, answer)
         ]

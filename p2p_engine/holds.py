@@ -8,11 +8,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mempool import Mover
 from p2p_engine.arena import LandingArena, Space
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError, TransferCancelled, TransferError, TransferTimeout
-from p2p_engine.jobs import Job
+from p2p_engine.jobs import Copier, Job, Moment, after
 from p2p_engine.layout import Source, ask_regions, one_region, pair
 from p2p_engine.messages import CacheSpec, ContentKey, TransferKey
 from p2p_engine.peers import PeerAddress
@@ -43,6 +42,7 @@ class Hold:
     source: Source
     transfer: Transfer
     lease_ends_at: float
+    after: tuple[Moment, ...] = ()  # when the source is valid
     readers: frozenset[int] | None = None
     served: set[int] = field(default_factory=set)
     chunks: dict[PeerAddress, Chunk] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Holds:
         changed: threading.Condition,
         sender: Sender,
         arena: LandingArena | None,
-        mover: Mover,
+        copier: Copier,
         counters: Counters,
         clock: Callable[[], float],
         spec: CacheSpec | None = None,
@@ -80,7 +80,7 @@ class Holds:
         self._changed = changed
         self._sender = sender
         self._arena = arena
-        self._mover = mover
+        self._copier = copier
         self._counters = counters
         self._clock = clock
         self._spec = spec
@@ -90,8 +90,15 @@ class Holds:
         self._gone: Recent[TransferKey, str] = Recent()
         self._ending: set[Hold] = set()  # until their copies have stopped
 
-    def hold(self, key: TransferKey, source: Source, binding: bytes, lease: float) -> Transfer:
-        """Keep a source for a WANT.
+    def hold(
+        self,
+        key: TransferKey,
+        source: Source,
+        binding: bytes,
+        lease: float,
+        moments: tuple[Moment, ...] = (),
+    ) -> Transfer:
+        """Keep a source, which is valid after all `moments`, for a WANT.
 
         Raises:
             TransferError: the key is held already.
@@ -100,7 +107,9 @@ class Holds:
         if content in self._holds:
             raise TransferError(f"{key} is held already")
         transfer = Transfer(key, source.manifest.nbytes, self._changed, self._cancel_transfer)
-        self._holds[content] = hold = Hold(content, source, transfer, self._clock() + lease)
+        self._holds[content] = hold = Hold(
+            content, source, transfer, self._clock() + lease, moments
+        )
         self._gone.pop(key)
         for name in [name for name in self._wishes if name[0] == content]:
             self._serve(hold, name[1], self._wishes.pop(name))
@@ -130,11 +139,12 @@ class Holds:
         if space is None:
             return False
         hold.space = space
-        hold.copying = self._mover.copy(
+        hold.copying = self._copier.copy(
             *pair(regions, one_region(self._arena.address(space), manifest.nbytes)),
             lane=lane_of(transfer.key),
             tag=lambda job: self._copied(hold, job),
             keep=(hold.source, self._arena),
+            **after(hold.after),
         )
         return True
 
@@ -237,6 +247,7 @@ class Holds:
                 ready=True,
                 on_end=lambda chunk: self._pulled(hold, peer, wish.spec, chunk),
                 is_held=True,
+                moments=hold.after,
             )
             if not chunk.transfer.done:
                 hold.chunks[peer] = chunk

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from p2p_engine.layout import Int64s
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 
 class Job(Protocol):
@@ -58,19 +57,15 @@ class Moment(Protocol):
 
 
 class Copier(Protocol):
-    """What copies between regions that this process can reach: a mover, or a device."""
+    """What copies between regions that this process can reach: a mover, or a device. A device also
+    takes `after`, moments to wait for; what runs on the host needs none."""
 
-    def copy(
-        self,
-        sources: Int64s,
-        destinations: Int64s,
-        lengths: Int64s,
-        *,
-        word_address: int = 0,
-        word_value: int = 0,
-        lane: int = 0,
-        tag: object = None,
-        keep: object = None,
-    ) -> Job:
-        """Start to copy; then the word, in host memory, is written. `keep` lives until the end."""
+    @property
+    def copy(self) -> Callable[..., Job]:
+        """Copy (sources, destinations, lengths): `mempool.Mover.copy` says the rest."""
         ...
+
+
+def after(moments: Iterable[Moment]) -> dict[str, Any]:
+    """Return the argument that makes a copy wait for these moments."""
+    return {"after": moments} if moments else {}

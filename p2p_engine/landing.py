@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from p2p_engine.arena import Space
 from p2p_engine.errors import P2pError
-from p2p_engine.jobs import Job
+from p2p_engine.jobs import Job, Moment
 from p2p_engine.layout import Regions, Sink, ask, ask_regions
 from p2p_engine.messages import ContentKey, Manifest
 from p2p_engine.transfer import Transfer
@@ -85,6 +85,7 @@ class Receive:
     sink: Sink
     transfer: Transfer
     deadline: float
+    after: tuple[Moment, ...] = ()  # when the sink may be written
     landings: set[Landing] = field(default_factory=set)
     delivered: list[Manifest] = field(default_factory=list)
     senders: set[int] = field(default_factory=set)  # the epochs that have offered something

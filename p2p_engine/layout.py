@@ -198,29 +198,31 @@ class Sink(Protocol):
         ...
 
 
-def check_in_host_memory(tensor: torch.Tensor) -> None:
-    """Check that the engine can reach the bytes of a tensor.
+def check_reachable(tensor: torch.Tensor, device: str = "cpu") -> None:
+    """Check that an engine of this device can reach the bytes of a tensor.
 
     Raises:
-        LocalProtocolError: the tensor is not in host memory, or not dense.
+        LocalProtocolError: the tensor is elsewhere, or not dense.
     """
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        raise LocalProtocolError(f"not a dense tensor on the CPU: {tensor.device} {tensor.layout}")
+    kind = torch.device(device).type
+    if tensor.device.type != kind or tensor.layout != torch.strided:
+        raise LocalProtocolError(f"not a dense {kind} tensor: {tensor.device} {tensor.layout}")
 
 
 @dataclass(frozen=True)
 class TensorSource:
-    """One whole CPU tensor; one that is not contiguous, or lazily conjugated, is copied first.
+    """One whole tensor; one that is not contiguous, or lazily conjugated, is copied first.
 
     Raises:
-        LocalProtocolError: the tensor is not in host memory, or not dense.
+        LocalProtocolError: the tensor is not on the engine's device, or not dense.
     """
 
     tensor: torch.Tensor
     manifest: Manifest = field(init=False)
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
-        check_in_host_memory(self.tensor)
+        check_reachable(self.tensor, self.device)
         plain = self.tensor.detach().resolve_conj().resolve_neg().contiguous()
         object.__setattr__(self, "tensor", plain)
         dtype, shape = str(self.tensor.dtype).removeprefix("torch."), list(self.tensor.shape)

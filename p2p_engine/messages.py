@@ -278,6 +278,7 @@ class Grant(Message, tag="GRANT"):
     num_blocks: Count
     offset: Bytes
     trailer: U64
+    word_offset: Bytes = 0  # of the trailer in the peer's host memory; 0: behind the payload
 
 
 class Deny(Message, tag="DENY"):

@@ -94,6 +94,12 @@ class Places:
         base = self._arena.address(landing.space)
         return packed_pages(base, landing.manifest, first, num)
 
+    def word_offset(self, landing: Landing) -> int:
+        """Where the sender is to write the completion word; 0: behind the payload."""
+        if landing.space is None or self._arena is None or landing.transport.receiver_writes:
+            return 0
+        return self._arena.word_offset(landing.space, trailer_offset(landing.nbytes))
+
     def live_bytes(self) -> dict[str, int]:
         """Bytes that are reserved now, by place."""
         arena = self._arena.live_bytes if self._arena is not None else {}
@@ -103,16 +109,16 @@ class Places:
         self, landing: Landing, receive: Receive | None, hoarded_bytes: int, ended: JobEnded
     ) -> str:
         arena, size = self._arena, trailer_offset(landing.nbytes) + TRAILER_BYTES
-        needs_it = not landing.transport.receiver_writes or (
+        needs_it = not landing.transport.scatters or (
             receive is not None and receive.has_delivered(landing.manifest)
         )
-        if needs_it and (arena is None or not arena.fits(size)):
+        if needs_it and (arena is None or not arena.fits(size, landing.transport.places)):
             text = f"a chunk of {landing.nbytes} bytes fits neither the buffer nor the pool"
             raise TransferTooLarge(text)
         if arena is None or hoarded_bytes > sum(arena.budgets.values()) / 4:
             return "no landing memory, or too much of it is in quarantine"
         refusal = self._credit.refusal(landing.id, size, arena.free_bytes)
-        landing.space = arena.reserve(size) if not refusal else None
+        landing.space = arena.reserve(size, landing.transport.places) if not refusal else None
         if landing.space is None:
             return refusal or "buffer and pool are full"
         if not landing.transport.receiver_writes or not landing.nbytes:

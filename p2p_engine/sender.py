@@ -30,7 +30,7 @@ from p2p_engine.errors import (
     TransferTooLarge,
     TransportError,
 )
-from p2p_engine.jobs import Job
+from p2p_engine.jobs import Job, Moment
 from p2p_engine.layout import Source, ask, ask_regions
 from p2p_engine.messages import (
     Abandon,
@@ -85,6 +85,7 @@ class Chunk:
     ready: bool
     on_end: Callable[[Chunk], None] | None = None
     is_held: bool = False  # its source outlives WRITTEN
+    after: tuple[Moment, ...] = ()  # when its source is valid, once it is ready
     is_cut: bool = False  # to what goes to this peer
     state: ChunkState = ChunkState.QUEUED
     attempt: int = 0
@@ -145,24 +146,26 @@ class Sender:
         ready: bool,
         on_end: Callable[[Chunk], None] | None = None,
         is_held: bool = False,
+        moments: tuple[Moment, ...] = (),
     ) -> Chunk:
-        """Queue a chunk; it is offered as soon as the link is ready."""
+        """Queue a chunk; it is offered as soon as the link is ready. A source that is `ready` is
+        valid after all `moments`."""
         manifest = source.manifest
         transfer = Transfer(key, manifest.nbytes, self._changed, self._cancel_transfer)
         link = self._links.get(peer, data=True)
         chunk = Chunk(
             next(self._seqs), key, source, manifest, binding, link, transfer,
-            self._clock() + timeout, ready, on_end, is_held,
+            self._clock() + timeout, ready, on_end, is_held, moments,
         )  # fmt: skip
         self._chunks[chunk.seq] = self._by_transfer[transfer] = chunk
         self._offer(chunk)
         return chunk
 
-    def mark_ready(self, transfer: Transfer) -> None:
-        """Let the bytes move: the source is valid from now on."""
+    def mark_ready(self, transfer: Transfer, moments: tuple[Moment, ...] = ()) -> None:
+        """Let the bytes move: the source is valid from now on, or after all `moments`."""
         chunk = self._by_transfer.get(transfer)
         if chunk is not None and not chunk.ready:
-            chunk.ready = True
+            chunk.ready, chunk.after = True, moments
             self._write(chunk)
 
     def abandon(self, key: TransferKey, peer: PeerAddress, reason: str) -> None:
@@ -351,6 +354,7 @@ class Sender:
                 checked=self._is_checked(chunk),
                 tag=lambda job: self._job_ended(chunk, job),
                 keep=chunk.source,
+                after=chunk.after,
             )
         except TransportError as error:
             self._links.break_channel(chunk.link, error)

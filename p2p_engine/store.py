@@ -26,7 +26,7 @@ from p2p_engine.errors import (
     TransferTooLarge,
     TransportError,
 )
-from p2p_engine.jobs import Job
+from p2p_engine.jobs import Copier, Job, Moment, after
 from p2p_engine.landing import Landing, LandingId, LandingState, Receive
 from p2p_engine.layout import Regions, Sink, pair
 from p2p_engine.messages import ContentKey, Offer, TransferKey
@@ -49,6 +49,7 @@ class Store:
         changed: threading.Condition,
         arena: LandingArena | None,
         mover: Mover,
+        copier: Copier,
         counters: Counters,
         *,
         reply: Reply,
@@ -58,7 +59,7 @@ class Store:
         self._config = config
         self._changed = changed
         self._arena = arena
-        self._mover = mover
+        self._copier = copier
         self._counters = counters
         self._clock = clock
         self._credit = Credit(config, clock)
@@ -69,8 +70,16 @@ class Store:
 
     # What the caller asks for
 
-    def receive(self, key: TransferKey, sink: Sink, binding: bytes, timeout: float) -> Transfer:
-        """Wait for a content; what has landed already is taken at once.
+    def receive(
+        self,
+        key: TransferKey,
+        sink: Sink,
+        binding: bytes,
+        timeout: float,
+        moments: tuple[Moment, ...] = (),
+    ) -> Transfer:
+        """Wait for a content; what has landed already is taken at once. The sink is written after
+        all `moments`.
 
         Raises:
             TransferError: the same content is being waited for.
@@ -83,7 +92,7 @@ class Store:
         if grave is not None and grave.refused:
             raise TransferRejected(f"{key}: {grave.reason}")
         transfer = Transfer(key, 0, self._changed, self._cancel_transfer)
-        receive = Receive(content, sink, transfer, self._clock() + timeout)
+        receive = Receive(content, sink, transfer, self._clock() + timeout, moments)
         self._receives[content] = receive
         for landing in self._of(content):
             if landing.state in (LandingState.GRANTED, LandingState.LANDED):
@@ -257,7 +266,7 @@ class Store:
             return landing_id in self._landings  # until our own I/O is joined: it is offered again
         if landing is not None:
             if landing.attempt == attempt and landing.state is not LandingState.QUARANTINED:
-                self._answers.grant(landing)
+                self._answers.grant(landing, self._places.word_offset(landing))
             return True
         return self._answers.repeat(landing_id, attempt=attempt)
 
@@ -285,7 +294,7 @@ class Store:
         self._landings[landing_id] = landing
         if receive is not None:
             self._attach(landing, receive)
-        self._answers.grant(landing)
+        self._answers.grant(landing, self._places.word_offset(landing))
 
     # Landing
 
@@ -380,11 +389,12 @@ class Store:
     def _scatter(
         self, landing: Landing, receive: Receive, packed: Regions, blocks: tuple[int, int]
     ) -> None:
-        landing.job = self._mover.copy(
+        landing.job = self._copier.copy(
             *pair(packed, receive.regions(landing.manifest, *blocks)),
             lane=lane_of(receive.content[0]),
             tag=lambda job: self._scattered(landing, receive, job, blocks),
             keep=(receive, self._arena),
+            **after(receive.after),
         )
         landing.state = LandingState.SCATTERING
 

@@ -19,10 +19,13 @@ import torch
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.messages import CacheSpec
 from p2p_engine.paged import PagedCache, PagedSink, PagedSource
+from p2p_engine.peers import PeerAddress
 from tests.support import SeededRandom, eventually
 
 TRANSPORTS = ("inproc", "shm", "tcp")
 MIB = 1 << 20
+BLOCKS = 16  # of `patterned`
+PAGE_BYTES = 1 << 17
 
 
 def settings(transport: str = "shm", **changes: Any) -> EngineConfig:
@@ -177,6 +180,13 @@ def pattern(name: str, nbytes: int) -> torch.Tensor:
     return torch.from_numpy(seed.integers(0, 256, nbytes, np.uint8))
 
 
+def patterned(name: str) -> PagedMemory:
+    """Return a cache of BLOCKS blocks whose bytes depend on a name."""
+    memory = PagedMemory(BLOCKS, page_bytes=PAGE_BYTES)
+    memory.data[:] = pattern(name, memory.data.nbytes).numpy().reshape(memory.data.shape)
+    return memory
+
+
 def _serve(pipe: Connection, config: EngineConfig, spec: CacheSpec | None) -> None:
     with P2pNcclEngine(config, spec=spec) as engine, contextlib.suppress(EOFError):
         transfers: list[Any] = []
@@ -198,4 +208,15 @@ def _obey(engine: P2pNcclEngine, transfers: list[Any], command: str, arguments: 
         name, nbytes, peer, timeout = arguments
         tensor = engine.recv_tensor(TransferKey(name), peer, timeout=timeout)
         return bool(torch.equal(tensor, pattern(name, nbytes)))
+    if command == "send_blocks":
+        name, peer = arguments
+        memory = patterned(name)
+        source = memory.source(list(range(BLOCKS)))
+        transfers.append((memory, engine.send(TransferKey(name), PeerAddress(peer), source)))
+        return None
+    if command == "receive_blocks":
+        name, timeout = arguments
+        memory = PagedMemory(BLOCKS, page_bytes=PAGE_BYTES)
+        engine.receive(TransferKey(name), memory.sink(list(range(BLOCKS)))).wait(timeout)
+        return bool((memory.data == patterned(name).data).all())
     raise ValueError(command)

@@ -334,8 +334,9 @@ class World:
         self.transport = SimTransport(self, receiver_writes)
         self.arena = LandingArena(config.kv_buffer_size, config.pool_bytes)
         self.counters = Counters()
+        mover = cast("Mover", SimMover(self))
         self.store = Store(
-            config, self.lock, self.arena, cast("Mover", SimMover(self)), self.counters,
+            config, self.lock, self.arena, mover, mover, self.counters,
             reply=self._reply, clock=lambda: self.now,
         )  # fmt: skip
         self.epoch = 100

@@ -133,7 +133,7 @@ class ShmTransport:
                 connection.close()
                 connected(error)
                 return
-            connected(ShmChannel(self._mover, arena, connection, self._control))
+            self._make_channel(endpoint, arena, connection, connected)
 
         Dial(self._dials, self._control, socket.AF_UNIX, name, preamble, answered, connected)
 
@@ -167,6 +167,11 @@ class ShmTransport:
             self._control.unwatch(connection.fileno())
             connection.close()
         self._senders.clear()
+
+    def _make_channel(
+        self, endpoint: Endpoint, arena: Arena, connection: socket.socket, connected: Connected
+    ) -> None:
+        connected(ShmChannel(self._mover, arena, connection, self._control))
 
     def _admit(self, connection: socket.socket, epoch: int) -> None:
         if epoch in self._senders:

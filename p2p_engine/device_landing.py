@@ -1,0 +1,142 @@
+"""DeviceLanding: landing memory of an engine whose caches are on a GPU.
+
+The receive buffer is device memory, allocated once; the pool is registered host memory, so that a
+full buffer costs no device memory at all. Completion words are always in host memory: for each
+space of the buffer there is one beside the pool. To peers an offset below DEVICE_OFFSET is the host
+arena's, any other the buffer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mempool import Buddy, read_word, write_word
+from p2p_engine.arena import BUFFER, MIN_BLOCK_BYTES, POOL, LandingArena, Space, round_up
+from p2p_engine.device import Device
+
+DEVICE_OFFSET = 1 << 47
+MAX_WORDS = 1024
+REGISTER_SECONDS = 600.0  # for the pool, page by page
+
+
+class DeviceLanding(LandingArena):
+    """Buffer on the device, pool and words on the host. The engine's lock guards it."""
+
+    def __init__(
+        self, device: Device, buffer_bytes: int, pool_bytes: int, *, page_lock: bool = False
+    ) -> None:
+        """Allocate the buffer, map and register the pool.
+
+        Raises:
+            OSError: the host memory cannot be mapped.
+            TransportError: the device has too little memory, or the pool cannot be registered.
+        """
+        super().__init__(MAX_WORDS * MIN_BLOCK_BYTES, pool_bytes, page_lock=page_lock)
+        self._device = device
+        self.device_bytes = round_up(max(buffer_bytes, 1))
+        self._device_buddy = Buddy(self.device_bytes, MIN_BLOCK_BYTES)
+        self._words: dict[Space, int] = {}
+        self.budgets[BUFFER] = buffer_bytes
+        self._is_closed = False
+        cuda = device.cuda
+        try:
+            self.device_address = device.run(lambda: cuda.allocate(self.device_bytes), 60.0)
+            try:
+                device.run(self._register, REGISTER_SECONDS)
+            except BaseException:
+                device.run(lambda: cuda.free(self.device_address), 10.0)
+                raise
+        except BaseException:
+            super().close()
+            raise
+
+    def reserve(self, nbytes: int, reach: Iterable[str] = (POOL, BUFFER)) -> Space | None:
+        """Reserve nbytes in the first of these places that has room; None when none has."""
+        for place in reach:
+            if self.live_bytes[place] + nbytes <= self.budgets[place]:
+                space = (
+                    self._reserve_on_device(nbytes)
+                    if place == BUFFER
+                    else self.reserve_in(POOL, nbytes)
+                )
+                if space is not None:
+                    return space
+        return None
+
+    def fits(self, nbytes: int, reach: Iterable[str] = (POOL, BUFFER)) -> bool:
+        """Whether so many bytes could ever be reserved in one of these places."""
+        return nbytes <= max((self.budgets[place] for place in reach), default=0)
+
+    def release(self, space: Space) -> None:
+        """Give a space back.
+
+        Raises:
+            ValueError: it is not live.
+        """
+        if space.place != BUFFER:
+            super().release(space)
+            return
+        self._device_buddy.free(space.handle)
+        self._buddy.free(self._words.pop(space))
+        self.live_bytes[BUFFER] -= space.nbytes
+
+    def address(self, space: Space) -> int:
+        """Where the space lies for this process and its device."""
+        if space.place == BUFFER:
+            return self.device_address + space.offset - DEVICE_OFFSET
+        return super().address(space)
+
+    def word_offset(self, space: Space, position: int) -> int:
+        """Where a sender is to write the completion word, in the host arena."""
+        if space.place == BUFFER:
+            return self._buddy.offset(self._words[space])
+        return space.offset + position
+
+    def clear_word(self, space: Space, position: int) -> None:
+        """Reset the completion word of a space before it is handed out."""
+        write_word(self.arena.address + self.word_offset(space, position), 0)
+
+    def word_is(self, space: Space, position: int, value: int) -> bool:
+        """Whether the completion word of a space has been published."""
+        return read_word(self.arena.address + self.word_offset(space, position)) == value
+
+    def check(self) -> None:
+        """Walk the invariants.
+
+        Raises:
+            RuntimeError: names the one that is broken.
+        """
+        self._buddy.check()
+        self._device_buddy.check()
+        live = sum(space.nbytes for space in self._words)
+        if live != self.live_bytes[BUFFER]:
+            raise RuntimeError(f"accounted {self.live_bytes[BUFFER]}, live {live} device bytes")
+
+    def close(self) -> None:
+        """Give everything back; idempotent. Nothing may be written any more."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        host, cuda = self.arena, self._device.cuda
+        self._device.run(lambda: cuda.free(self.device_address), 10.0)
+        self._device.run(lambda: cuda.unregister(host.address), 10.0)
+        super().close()
+
+    def _register(self) -> None:
+        self._device.cuda.register(self.arena.address, self.arena.nbytes)
+
+    def _reserve_on_device(self, nbytes: int) -> Space | None:
+        try:
+            word = self._buddy.alloc(8)
+        except MemoryError:
+            return None
+        try:
+            handle = self._device_buddy.alloc(nbytes)
+        except MemoryError:  # in pieces too small
+            self._buddy.free(word)
+            return None
+        offset = DEVICE_OFFSET + self._device_buddy.offset(handle)
+        space = Space(handle, offset, nbytes, BUFFER)
+        self._words[space] = word
+        self.live_bytes[BUFFER] += nbytes
+        return space

@@ -1,0 +1,247 @@
+"""Between two GPUs of one host, or two processes on one: the sender pushes straight into the peer's
+receive buffer, which it has mapped, or into its pinned pool. No kernel waits for anything.
+
+The handshake is that of `shm`: the peer's memory file holds its pool and all completion words, and
+the end of the Unix socket is the proof of a sender's end. That both are on one host, and of one
+boot, is proven by the memory file; that the devices can reach each other, by opening the handle of
+the receive buffer. When that fails, the next transport is tried.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterable
+
+from mempool import Arena, Mover
+from p2p_engine.affinity import restore_affinity
+from p2p_engine.arena import BUFFER, POOL
+from p2p_engine.control import ControlPlane
+from p2p_engine.cuda import IPC_HANDLE_BYTES
+from p2p_engine.device import Device, DeviceJob
+from p2p_engine.device_landing import DEVICE_OFFSET, DeviceLanding
+from p2p_engine.errors import TransportError
+from p2p_engine.jobs import Job, Moment
+from p2p_engine.layout import Int64s, Regions, packed_at
+from p2p_engine.messages import Grant
+from p2p_engine.transports.base import Broken, Connected, Endpoint, still_running, trailer_offset
+from p2p_engine.transports.shm import ShmTransport
+
+logger = logging.getLogger(__name__)
+
+_PROCESS = secrets.token_hex(16)  # a handle cannot be opened in the process that made it
+
+
+class Mapping:
+    """A peer's memory as this process reaches it: its arena and its receive buffer."""
+
+    def __init__(self, device: Device, arena: Arena, handle: bytes, address: int) -> None:
+        """Open `handle`, or use `address` where the peer is this process. Blocks.
+
+        Raises:
+            TransportError: the devices cannot reach each other.
+        """
+        self._device = device
+        self.arena = arena
+        self.buffer = address
+        self._lock = threading.Lock()  # guards the two flags
+        self._is_closed = self._is_registered = False
+        self._is_opened = not address
+        if self._is_opened:
+            self.buffer = device.cuda.open(handle)
+
+    def register(self) -> None:
+        """Page-lock the arena for this process too, so that copies into it run by themselves.
+
+        Blocks, for as long as its pages take and perhaps until the device is idle.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            try:
+                self._device.cuda.register(self.arena.address, self.arena.nbytes)
+                self._is_registered = True
+            except TransportError as error:  # copies into the pool are slower then
+                logger.warning("the peer's pool is not registered here: %s", error)
+
+    def close(self) -> None:
+        """Give everything back; nothing is being copied. Blocks as `register` does."""
+        cuda = self._device.cuda
+        with self._lock:
+            self._is_closed = True
+            try:
+                if self._is_registered:
+                    cuda.unregister(self.arena.address)
+                if self._is_opened:
+                    cuda.close(self.buffer)
+            except TransportError as error:
+                logger.warning("a mapping of a peer's memory is left behind: %s", error)
+            self.arena.close()
+
+
+class CudaIpcChannel:
+    """The peer's memory, mapped here."""
+
+    def __init__(
+        self,
+        device: Device,
+        mapping: Mapping,
+        buffer_bytes: int,
+        connection: socket.socket,
+        control: ControlPlane,
+    ) -> None:
+        self._device = device
+        self._mapping = mapping
+        self._buffer_bytes = buffer_bytes
+        self._connection = connection
+        self._control = control
+        self._jobs: set[Job] = set()
+        self._broken: Broken | None = None
+        self._is_closed = self._is_released = False
+        control.watch(connection.fileno(), self._hung_up)
+
+    def write(
+        self,
+        source: Regions,
+        grant: Grant,
+        *,
+        lane: int,
+        checked: bool,
+        tag: object,
+        keep: object,
+        after: Iterable[Moment] = (),
+    ) -> DeviceJob:
+        """Push the source once `after` is complete, then publish the grant's trailer word."""
+        if self._is_closed:
+            raise TransportError("write: the channel is closed")
+        destinations, word = self._place(source, grant)
+        self._jobs = {job for job in self._jobs if not job.done}
+        job = self._device.copy(
+            source.addresses,
+            destinations,
+            source.lengths,
+            word_address=word,
+            word_value=grant.trailer,
+            lane=lane,
+            tag=tag,
+            keep=keep,
+            after=after,
+        )
+        self._jobs.add(job)
+        return job
+
+    def watch(self, broken: Broken) -> None:
+        """Tell when the receiver hangs up."""
+        self._broken = broken
+
+    def close(self, timeout: float = 1.0) -> bool:
+        """Join the copies, hang up, and let the mappings go."""
+        self._is_closed = True
+        for job in self._jobs:
+            job.cancel()
+        self._jobs = still_running(self._jobs, timeout)
+        if self._jobs:
+            return False
+        if not self._is_released:
+            self._is_released = True
+            if self._connection.fileno() >= 0:
+                self._control.unwatch(self._connection.fileno())
+                self._connection.close()
+            threading.Thread(target=self._release, name="p2p-unmap", daemon=True).start()
+        return True
+
+    def _place(self, source: Regions, grant: Grant) -> tuple[Int64s, int]:
+        """Where the source goes, and the address of the completion word."""
+        arena, nbytes = self._mapping.arena, source.nbytes
+        is_on_device = grant.offset >= DEVICE_OFFSET
+        start = grant.offset - (DEVICE_OFFSET if is_on_device else 0)
+        size = self._buffer_bytes if is_on_device else arena.nbytes
+        word = grant.word_offset or grant.offset + trailer_offset(nbytes)
+        if start + nbytes > size or word + 8 > arena.nbytes or word % 8:
+            raise TransportError(f"write: the grant at {grant.offset} ends outside of the arena")
+        base = self._mapping.buffer if is_on_device else arena.address
+        return packed_at(base + start, source), arena.address + word
+
+    def _release(self) -> None:
+        restore_affinity()
+        self._device.cuda.use(self._device.index)
+        self._mapping.close()
+
+    def _hung_up(self) -> None:
+        """The receiver is gone, or does not want us; the mappings stay valid until we close."""
+        self._control.unwatch(self._connection.fileno())
+        self._is_closed = True
+        if self._broken is not None:
+            self._broken(TransportError("the receiver closed the connection"))
+
+
+class CudaIpcTransport(ShmTransport):
+    """Device memory of one host; one copy by the sender's copy engine."""
+
+    name = "cuda_ipc"
+    places: tuple[str, ...] = (BUFFER, POOL)
+
+    def __init__(
+        self,
+        device: Device,
+        mover: Mover,
+        landing: DeviceLanding | None,
+        control: ControlPlane,
+        epoch: int,
+    ) -> None:
+        super().__init__(mover, landing, control, epoch)
+        self._device = device
+        self._extra: Endpoint = {}
+        if landing is not None:
+            handle = device.run(lambda: device.cuda.export(landing.device_address), 10.0)
+            self._extra = {
+                "handle": handle.hex(),
+                "buffer_bytes": str(landing.device_bytes),
+                "process": f"{os.getpid()} {_PROCESS}",
+                "address": str(landing.device_address),
+            }
+
+    def invite(self, source_epoch: int) -> Endpoint | None:
+        """Tell what shm tells, and the handle of the receive buffer."""
+        endpoint = super().invite(source_epoch)
+        return None if endpoint is None else {**endpoint, **self._extra}
+
+    def _make_channel(
+        self, endpoint: Endpoint, arena: Arena, connection: socket.socket, connected: Connected
+    ) -> None:
+        try:
+            handle, size = bytes.fromhex(endpoint["handle"]), int(endpoint["buffer_bytes"])
+            is_here = endpoint["process"] == f"{os.getpid()} {_PROCESS}"
+            address = int(endpoint["address"]) if is_here else 0
+            if len(handle) != IPC_HANDLE_BYTES:
+                raise ValueError("the handle's length")
+        except (KeyError, ValueError) as error:
+            arena.close()
+            connection.close()
+            connected(TransportError(f"connect: bad cuda_ipc endpoint: {error!r}"))
+            return
+
+        def open_it() -> None:
+            restore_affinity()
+            try:
+                self._device.cuda.use(self._device.index)
+                mapping = Mapping(self._device, arena, handle, address)
+            except TransportError as error:
+                failure = error
+                self._control.call_soon(lambda: refuse(failure))
+                return
+            self._control.call_soon(lambda: accept(mapping))
+            mapping.register()
+
+        def refuse(error: TransportError) -> None:
+            arena.close()
+            connection.close()
+            connected(error)
+
+        def accept(mapping: Mapping) -> None:
+            connected(CudaIpcChannel(self._device, mapping, size, connection, self._control))
+
+        threading.Thread(target=open_it, name="p2p-map", daemon=True).start()
