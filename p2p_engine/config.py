@@ -93,8 +93,6 @@ class EngineConfig:
                     f"transports: {name!r} does not move memory of device={self.device!r}; "
                     f"allowed: {', '.join(usable)}"
                 )
-        if on_gpu and self.checksum:
-            raise ConfigError(f"checksum=true is not possible with device={self.device!r}")
 
     @property
     def device_index(self) -> int:

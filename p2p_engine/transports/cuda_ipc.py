@@ -25,7 +25,7 @@ from p2p_engine.device import Device, DeviceJob
 from p2p_engine.device_landing import DEVICE_OFFSET, DeviceLanding
 from p2p_engine.errors import TransportError
 from p2p_engine.jobs import Job, Moment
-from p2p_engine.layout import Int64s, Regions, packed_at
+from p2p_engine.layout import Int64s, Regions
 from p2p_engine.messages import Grant
 from p2p_engine.transports.base import Broken, Connected, Endpoint, still_running, trailer_offset
 from p2p_engine.transports.shm import ShmTransport
@@ -163,7 +163,7 @@ class CudaIpcChannel:
         if start + nbytes > size or word + 8 > arena.nbytes or word % 8:
             raise TransportError(f"write: the grant at {grant.offset} ends outside of the arena")
         base = self._mapping.buffer if is_on_device else arena.address
-        return packed_at(base + start, source), arena.address + word
+        return source.starts + (base + start), arena.address + word
 
     def _release(self) -> None:
         restore_affinity()
@@ -182,6 +182,7 @@ class CudaIpcTransport(ShmTransport):
     """Device memory of one host; one copy by the sender's copy engine."""
 
     name = "cuda_ipc"
+    checks = False
     places: tuple[str, ...] = (BUFFER, POOL)
 
     def __init__(

@@ -252,7 +252,6 @@ def test_what_the_receiver_refuses_ends_by_name(
         ({"transports": "shm"}, "does not move memory"),
         ({"nccl_library": "/nowhere/libnccl.so"}, "/nowhere/libnccl.so"),
         ({"nccl_num_channels": 3}, "1, 2, 4"),
-        ({"checksum": True}, "checksum"),
     ],
 )
 def test_what_cannot_work_is_refused_at_start(

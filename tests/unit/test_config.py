@@ -146,9 +146,16 @@ def test_overrides_win() -> None:
     assert EngineConfig.from_extra_config({"host": "a"}, host="b", port=5).host == "b"
 
 
-def test_device_is_the_cpu() -> None:
-    with pytest.raises(ConfigError, match="device='cuda'"):
-        EngineConfig(device="cuda")
+def test_the_transports_are_those_of_the_device() -> None:
+    assert EngineConfig().transports == ("shm", "tcp")
+    assert EngineConfig(device="cuda:3").transports == ("cuda_ipc", "nccl")
+    assert EngineConfig(device="cuda:3").device_index == 3
+    assert EngineConfig(device="cuda").device_index == 0
+    for device, transport in (("cpu", "nccl"), ("cuda", "tcp")):
+        with pytest.raises(ConfigError, match=f"{transport}.*device='{device}'"):
+            EngineConfig(device=device, transports=(transport,))
+    with pytest.raises(ConfigError, match="device='xpu'"):
+        EngineConfig(device="xpu")
 
 
 def test_error_is_both_ours_and_a_value_error() -> None:
