@@ -63,7 +63,8 @@ def test_a_peer_that_is_killed_costs_its_own_transfers_only(transport: str) -> N
         for _ in range(3):
             with Peer(config) as peer:
                 address = PeerAddress(peer.address)
-                engine.send(TransferKey("warm"), address, patterned("warm").source(IDS))
+                warm = patterned("warm")
+                engine.send(TransferKey("warm"), address, warm.source(IDS))
                 assert peer.ask("receive_blocks", "warm", 20.0)
                 with DOUBLE.fault(send_hangs=1):
                     key = TransferKey("doomed")
