@@ -8,7 +8,7 @@
 
 enum {
     MAX_EVENTS = 64,
-    CHECKED_BYTES = 64 << 10, /* are still in the cache when they are copied */
+    CHECKED_BYTES = 128 << 10, /* are still in the cache when they are copied */
 };
 
 static void
