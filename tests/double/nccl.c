@@ -387,7 +387,9 @@ end(comm_t* comm, bool is_abort) {
     }
     pthread_mutex_unlock(&double_lock);
     if (comm->socket >= 0) {
-        wait_for_peers_end(comm);
+        if (atomic_load(&comm->state) == SUCCESS) {
+            wait_for_peers_end(comm);
+        }
         close(comm->socket);
     }
     close(comm->wake);
