@@ -67,6 +67,7 @@ class Cuda:
         self.library = load_library(path, SONAMES, WHEELS)
         bind(self.library, c_int, _FUNCTIONS)
         bind(self.library, c_char_p, {"cudaGetErrorString": (c_int,)})
+        self.registered: dict[int, int] = {}  # host memory: bytes by address
 
     def device_count(self) -> int:
         """How many devices there are; 0 without a driver."""
@@ -153,10 +154,12 @@ class Cuda:
     def register(self, address: int, nbytes: int) -> None:
         """Page-lock host memory for all devices; touches all of it, may wait for the device."""
         self._call("cudaHostRegister", address, nbytes, _PORTABLE_AND_MAPPED)
+        self.registered = {**self.registered, address: nbytes}  # others may be reading it
 
     def unregister(self, address: int) -> None:
         """Undo a registration; waits for the whole device."""
         self._call("cudaHostUnregister", address)
+        self.registered = {key: n for key, n in self.registered.items() if key != address}
 
     def export(self, address: int) -> bytes:
         """Return the handle by which other processes can open an allocation."""

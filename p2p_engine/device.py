@@ -256,8 +256,13 @@ class Device:
 
     def pack(self, regions: tuple[Int64s, Int64s, Int64s], done: Callable[[], None]) -> None:
         """Copy (sources, destinations, lengths) now; call `done` when all is there."""
-        self._pack.enqueue(*regions, self._copy_stream)
-        self.after_now(self._copy_stream, done)
+        release = self._pack.enqueue(*regions, self._copy_stream)
+
+        def finish() -> None:
+            release()
+            done()
+
+        self.after_now(self._copy_stream, finish)
 
     def on_tick(self, call: Callable[[float], None]) -> None:
         """Call every TICK_SECONDS with the monotonic time."""
