@@ -1,0 +1,121 @@
+"""A network that really drops packets: two engines in network namespaces of their own, joined by a
+pair of virtual interfaces, one of which goes down and comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import shutil
+import subprocess
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from p2p_engine import EngineConfig, P2pNcclEngine
+from p2p_engine.errors import P2pError
+from tests.engines import MIB, _obey, settings, start_fork_server
+from tests.support import eventually
+
+CLONE_NEWNET = 0x40000000
+HOSTS = ("10.77.0.1", "10.77.0.2")
+
+
+def may_make_namespaces() -> bool:
+    """Whether this user may make network namespaces, and has the tool."""
+    tools = shutil.which("ip") and shutil.which("unshare")
+    probe = ["unshare", "--net", "ip", "link", "add", "v0", "type", "veth", "peer", "name", "v1"]
+    return bool(tools) and subprocess.run(probe, capture_output=True, check=False).returncode == 0
+
+
+def serve(pipe: Connection, config: EngineConfig) -> None:
+    """Obey: first in an empty network, then with an engine; errors are answered by name."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "unshare")
+    pipe.send(os.getpid())
+    with contextlib.ExitStack() as stack, contextlib.suppress(EOFError):
+        engine, transfers = None, list[Any]()
+        while True:
+            command, arguments = pipe.recv()
+            if command == "ip":
+                subprocess.run(["ip", *arguments], check=True)
+                pipe.send(None)
+            elif command == "start":
+                engine = stack.enter_context(P2pNcclEngine(config))
+                pipe.send(engine.zmq_address)
+            else:
+                assert engine is not None
+                try:
+                    pipe.send(_obey(engine, transfers, command, arguments))
+                except P2pError as error:
+                    pipe.send(type(error).__name__)
+
+
+class Host:
+    """A process with a network of its own."""
+
+    def __init__(self, host: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self._pipe, theirs = context.Pipe()
+        config = settings(
+            "tcp", host=host, transfer_timeout_seconds=3, connect_timeout_seconds=1,
+            peer_timeout_seconds=1.5,
+        )  # fmt: skip
+        self._process: Any = context.Process(target=serve, args=(theirs, config), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.pid = self.answer()
+
+    def answer(self) -> Any:
+        """The answer to the last command."""
+        assert self._pipe.poll(30), "no answer"
+        return self._pipe.recv()
+
+    def ask(self, command: str, *arguments: Any) -> Any:
+        """Run a command."""
+        self._pipe.send((command, arguments))
+        return self.answer()
+
+    def ip(self, text: str) -> None:
+        """Run ip(8) in its network."""
+        self.ask("ip", *text.split())
+
+    def close(self) -> None:
+        """End it; its network goes with it."""
+        self._process.kill()
+        self._process.join(10)
+        self._process.close()
+        self._pipe.close()
+
+
+@pytest.mark.skipif(not may_make_namespaces(), reason="may not make network namespaces")
+def test_packets_that_are_dropped_cost_what_was_on_its_way() -> None:
+    start_fork_server()
+    with contextlib.ExitStack() as stack:
+        east, west = (Host(host) for host in HOSTS)
+        stack.callback(east.close)
+        stack.callback(west.close)
+        east.ip(f"link add wire type veth peer name wire netns {west.pid}")
+        for host, party in zip(HOSTS, (east, west), strict=True):
+            party.ip("link set lo up")
+            party.ip(f"addr add {host}/24 dev wire")
+            party.ip("link set wire up")
+        here, there = east.ask("start"), west.ask("start")
+
+        def moves(name: str) -> Any:
+            east.ask("send", name, MIB, there)
+            return west.ask("receive", name, MIB, here, 3.0)
+
+        assert moves("before") is True
+        west.ip("link set wire down")
+        assert moves("during") in ("PeerLost", "PeerUnreachable", "TransferTimeout")
+        eventually(lambda: east.ask("stats")["open_transfers"] == 0, timeout=10)
+        west.ip("link set wire up")
+        attempts = iter(range(100))
+        eventually(lambda: moves(f"after {next(attempts)}") is True, timeout=30)
+        for party in (east, west):
+            stats = party.ask("stats")
+            assert (stats["control_errors"], stats["overdue_waits"]) == (0, 0)
+            assert stats["healthy"]
