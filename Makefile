@@ -7,7 +7,7 @@ C_FILES = $(wildcard csrc/*.[ch] tests/c/*.[ch] tests/double/*.[ch])
 BENCHMARKS = $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-c tsan asan chaos soak model scale fuzz bench test-vllm test-upstream test-gpu check fix coverage wheel clean
+.PHONY: help setup demo test test-c tsan asan chaos soak model scale fuzz fuzz-c bench test-vllm test-upstream test-gpu check fix coverage wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ model: setup  ## every state of KEYS= transfers with FAULTS= faults, one by one 
 
 tsan: setup  ## the C tests of everything with threads under ThreadSanitizer
 	P2P_SANITIZER=thread tests/c/run.sh test_arena test_channel test_crc32c test_mover test_regions
+
+fuzz-c:  ## libFuzzer over the frames of a data connection for DURATION= seconds (60); needs clang
+	tests/c/fuzz.sh $(DURATION)
 
 asan: setup  ## the Python tests of the C extension under AddressSanitizer and UBSan
 	tests/c/asan.sh
