@@ -221,6 +221,11 @@ class Child:
                 self.engine.abandon(item.transfer.key, PeerAddress(peer), "the round says so")
             item.transfer.cancel("the round says so")
 
+    def let_go(self, names: list[str]) -> None:
+        """Say that these will never be held."""
+        for name in names:
+            self.engine.abandon(TransferKey(name), None, "the round says so")
+
     def finish(self, seconds: float) -> list[tuple[str, str, bool, float]]:
         """Wait until all have ended; how each did."""
         deadline = REAL_CLOCK() + seconds

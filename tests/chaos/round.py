@@ -12,7 +12,7 @@ from p2p_engine import SendMode
 from tests.chaos.child import DEAD_CONNECTION
 from tests.chaos.faults import Fault, Scene
 from tests.chaos.parent import ChildGone, Process
-from tests.chaos.steps import ABANDON, ABORT, FULL, PULL, SENDER, Step
+from tests.chaos.steps import ABANDON, ABORT, FULL, GONE, PULL, SENDER, Step
 from tests.relay import Relay
 
 SIZES = [100, 200_000, 2_000_000]
@@ -56,7 +56,7 @@ class Round:
         self, number: int, transport: str, fault: Fault, step: Step, survivor: Process, seed: int
     ) -> None:
         self._random = random.Random(f"{seed}/{number}")
-        mode = SendMode.GET if step.work == PULL else self._random.choice(list(SendMode))
+        mode = SendMode.GET if step.work in (PULL, GONE) else self._random.choice(list(SendMode))
         if step.work in (ABORT, ABANDON, FULL):
             mode = SendMode.PUT_ASYNC
         size = self._random.choice(SIZES)
@@ -126,6 +126,8 @@ class Round:
                               is_ready)),
             (receiver, "receive", (self._names, nbytes, self._address(scene, sender), self._mode)),
         ]  # fmt: skip
+        if work == GONE:
+            calls[0] = (sender, "let_go", (self._names,))
         if work != FULL and self._random.random() < 0.5:
             calls.reverse()
         for process, command, arguments in calls if work != FULL else calls[:1]:

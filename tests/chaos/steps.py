@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TRANSFER, PULL, ABORT, ABANDON, FULL = "transfer", "pull", "abort", "abandon", "full"
+GONE = "gone"  # a pull of what will not be held
 SENDER, RECEIVER = "sender", "receiver"
 
 
@@ -35,6 +36,7 @@ STEPS = [
     Step(SENDER, "say PING"), Step(RECEIVER, "hear PING"), Step(SENDER, "hear PONG"),
     Step(RECEIVER, "say WANT", PULL), Step(SENDER, "hear WANT", PULL),
     Step(RECEIVER, "say RELEASE", PULL), Step(SENDER, "hear RELEASE", PULL),
+    Step(SENDER, "say GONE", GONE), Step(RECEIVER, "hear GONE", GONE),
     Step(RECEIVER, "say CANCEL", ABORT), Step(SENDER, "hear CANCEL", ABORT),
     Step(SENDER, "say CANCELLED", ABORT), Step(RECEIVER, "hear CANCELLED", ABORT),
     Step(SENDER, "say ABANDON", ABANDON), Step(RECEIVER, "hear ABANDON", ABANDON),
