@@ -25,16 +25,16 @@ from p2p_engine.awaited import Awaited
 from p2p_engine.config import EngineConfig, SendMode
 from p2p_engine.control import ControlPlane
 from p2p_engine.device_landing import DeviceLanding
+from p2p_engine.dispatch import Dispatch
 from p2p_engine.errors import (
     EngineClosed,
     LocalProtocolError,
     RemoteProtocolError,
-    TransferRejected,
     TransferTimeout,
 )
 from p2p_engine.fanout import Fanout
 from p2p_engine.gpu import Gpu
-from p2p_engine.guests import Guest, Guests
+from p2p_engine.guests import Guests
 from p2p_engine.holds import Holds
 from p2p_engine.instances import Instances
 from p2p_engine.jobs import Copier, Job, Moment
@@ -42,30 +42,14 @@ from p2p_engine.keys import read_key_file, warn_if_exposed
 from p2p_engine.layout import Sink, Source, TensorSink, TensorSource, check_reachable
 from p2p_engine.messages import (
     PROTOCOL_VERSION,
-    Abandon,
     AbandonOk,
-    AnyMessage,
-    Bye,
     CacheSpec,
-    Cancel,
-    Cancelled,
-    Commit,
-    Deny,
-    Done,
-    Fail,
-    Gone,
-    Grant,
     Hello,
-    Location,
     Offer,
-    Ping,
-    Pong,
-    Release,
     TransferKey,
     Want,
     check_fits,
     decode,
-    shorten,
 )
 from p2p_engine.peers import InstanceAddress, Link, Links, PeerAddress
 from p2p_engine.sender import Sender
@@ -174,6 +158,10 @@ class P2pNcclEngine:
         self._awaited = Awaited(
             config, self._links, self._instances, self._spec, time.monotonic,
             self._store.fail_key, self._store.bereave,
+        )  # fmt: skip
+        self._dispatch = Dispatch(
+            self._links, self._instances, self._sender, self._awaited,
+            self._guests, self._holds, self._store, self._transports,
         )  # fmt: skip
 
     def _make_landing(self) -> LandingArena:
@@ -595,11 +583,7 @@ class P2pNcclEngine:
     def _on_frame(self, route: Route, frame: bytes) -> None:
         with self._changed:
             try:
-                message = decode(frame)
-                if route.address:
-                    self._from_link(route, message)
-                else:
-                    self._from_guest(route, message)
+                self._dispatch.on_message(route, decode(frame))
             except RemoteProtocolError as error:
                 self._counters.wrong_messages += 1
                 logger.debug("message dropped: %s", error)
@@ -631,72 +615,6 @@ class P2pNcclEngine:
             self._links.excuse(absence)
             self._guests.excuse(absence)
             self._watchdog.excuse(absence)
-
-    def _from_link(self, route: Route, message: AnyMessage) -> None:
-        """An answer from a peer, or a directory, that we dialled."""
-        if isinstance(message, Location):
-            self._instances.on_location(route.address, message)
-        link = self._links.on_message(route, message)
-        if link is not None:
-            self._dispatch_answer(link, message)
-
-    def _dispatch_answer(self, link: Link, message: AnyMessage) -> None:
-        if isinstance(message, Grant):
-            self._sender.on_grant(link, message)
-        elif isinstance(message, Deny):
-            self._sender.on_deny(message)
-        elif isinstance(message, Commit):
-            self._sender.on_commit(message)
-        elif isinstance(message, Fail):
-            self._sender.on_fail(message)
-        elif isinstance(message, Cancel):
-            self._sender.on_cancel(link, message)
-        elif isinstance(message, Gone):
-            self._awaited.on_gone(message.key, TransferRejected(f"{link.target}: {message.reason}"))
-        elif isinstance(message, AbandonOk):
-            self._sender.on_abandon_ok(link, message.key)
-        elif not isinstance(message, Pong | Bye):
-            raise RemoteProtocolError(f"{type(message).__name__} is not an answer")
-
-    def _from_guest(self, route: Route, message: AnyMessage) -> None:
-        """A message from a peer that dialled us."""
-        guest = self._guests.on_message(route, message)
-        if guest is not None:
-            self._dispatch_request(guest, message)
-
-    def _dispatch_request(self, guest: Guest, message: AnyMessage) -> None:
-        epoch = message.source_epoch
-        if isinstance(message, Offer):
-            self._offered(epoch, message)
-        elif isinstance(message, Done):
-            self._store.on_done(epoch, message.seq, message.attempt, message.checksum)
-        elif isinstance(message, Cancelled):
-            self._store.on_cancelled(epoch, message.seq, message.attempt)
-        elif isinstance(message, Abandon):
-            self._store.fail_key(
-                message.key, TransferRejected(f"{guest.address}: {message.reason}")
-            )
-            self._guests.reply(epoch, AbandonOk, (message.key,))
-        elif isinstance(message, Want):
-            key = message.key
-            self._holds.on_want(
-                (key, message.binding),
-                PeerAddress(guest.address),
-                guest.spec,
-                lambda reason: self._guests.reply(epoch, Gone, (key, shorten(reason))),
-            )
-        elif isinstance(message, Release):
-            content = (message.key, message.binding)
-            self._holds.on_release(content, PeerAddress(guest.address), guest.spec)
-        elif not isinstance(message, Ping | Bye):
-            raise RemoteProtocolError(f"{type(message).__name__} is not a request")
-
-    def _offered(self, epoch: int, offer: Offer) -> None:
-        transport = self._transports.get(offer.transport)
-        if transport is None:
-            raise RemoteProtocolError(f"transport {offer.transport!r} was not agreed on")
-        self._awaited.on_offer(offer.key, epoch)
-        self._store.on_offer(epoch, offer, transport)
 
     def _link_ready(self, link: Link) -> None:
         self._sender.link_ready(link)

@@ -1,0 +1,138 @@
+"""Dispatch: which part of the engine hears which message. Called with the engine's lock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from p2p_engine.awaited import Awaited
+from p2p_engine.errors import RemoteProtocolError, TransferRejected
+from p2p_engine.guests import Guest, Guests
+from p2p_engine.holds import Holds
+from p2p_engine.instances import Instances
+from p2p_engine.messages import (
+    Abandon,
+    AbandonOk,
+    AnyMessage,
+    Bye,
+    Cancel,
+    Cancelled,
+    Commit,
+    Deny,
+    Done,
+    Fail,
+    Gone,
+    Grant,
+    Location,
+    Offer,
+    Ping,
+    Pong,
+    Release,
+    Want,
+    shorten,
+)
+from p2p_engine.peers import Link, Links, PeerAddress
+from p2p_engine.sender import Sender
+from p2p_engine.sockets import Route
+from p2p_engine.store import Store
+from p2p_engine.transports.base import Transport
+
+
+class Dispatch:
+    """All that a peer can say. What it may not say, or says too late, changes nothing."""
+
+    def __init__(
+        self,
+        links: Links,
+        instances: Instances,
+        sender: Sender,
+        awaited: Awaited,
+        guests: Guests,
+        holds: Holds,
+        store: Store,
+        transports: Mapping[str, Transport],
+    ) -> None:
+        self._links = links
+        self._instances = instances
+        self._sender = sender
+        self._awaited = awaited
+        self._guests = guests
+        self._holds = holds
+        self._store = store
+        self._transports = transports
+
+    def on_message(self, route: Route, message: AnyMessage) -> None:
+        """Hand a message to its part, if it comes from who we know and is for this epoch.
+
+        Raises:
+            RemoteProtocolError: it cannot be said on this way, or not now.
+        """
+        if route.address:
+            self._from_link(route, message)
+        else:
+            self._from_guest(route, message)
+
+    def _from_link(self, route: Route, message: AnyMessage) -> None:
+        """An answer from a peer, or a directory, that we dialled."""
+        if isinstance(message, Location):
+            self._instances.on_location(route.address, message)
+        link = self._links.on_message(route, message)
+        if link is not None:
+            self._on_answer(link, message)
+
+    def _on_answer(self, link: Link, message: AnyMessage) -> None:
+        if isinstance(message, Grant):
+            self._sender.on_grant(link, message)
+        elif isinstance(message, Deny):
+            self._sender.on_deny(message)
+        elif isinstance(message, Commit):
+            self._sender.on_commit(message)
+        elif isinstance(message, Fail):
+            self._sender.on_fail(message)
+        elif isinstance(message, Cancel):
+            self._sender.on_cancel(link, message)
+        elif isinstance(message, Gone):
+            self._awaited.on_gone(message.key, TransferRejected(f"{link.target}: {message.reason}"))
+        elif isinstance(message, AbandonOk):
+            self._sender.on_abandon_ok(link, message.key)
+        elif not isinstance(message, Pong | Bye):
+            raise RemoteProtocolError(f"{type(message).__name__} is not an answer")
+
+    def _from_guest(self, route: Route, message: AnyMessage) -> None:
+        """A message from a peer that dialled us."""
+        guest = self._guests.on_message(route, message)
+        if guest is not None:
+            self._on_request(guest, message)
+
+    def _on_request(self, guest: Guest, message: AnyMessage) -> None:
+        epoch = message.source_epoch
+        if isinstance(message, Offer):
+            self._on_offer(epoch, message)
+        elif isinstance(message, Done):
+            self._store.on_done(epoch, message.seq, message.attempt, message.checksum)
+        elif isinstance(message, Cancelled):
+            self._store.on_cancelled(epoch, message.seq, message.attempt)
+        elif isinstance(message, Abandon):
+            abandoned = TransferRejected(f"{guest.address}: {message.reason}")
+            self._store.fail_key(message.key, abandoned)
+            self._guests.reply(epoch, AbandonOk, (message.key,))
+        elif isinstance(message, Want):
+            self._on_want(guest, message)
+        elif isinstance(message, Release):
+            content = (message.key, message.binding)
+            self._holds.on_release(content, PeerAddress(guest.address), guest.spec)
+        elif not isinstance(message, Ping | Bye):
+            raise RemoteProtocolError(f"{type(message).__name__} is not a request")
+
+    def _on_offer(self, epoch: int, offer: Offer) -> None:
+        transport = self._transports.get(offer.transport)
+        if transport is None:
+            raise RemoteProtocolError(f"transport {offer.transport!r} was not agreed on")
+        self._awaited.on_offer(offer.key, epoch)
+        self._store.on_offer(epoch, offer, transport)
+
+    def _on_want(self, guest: Guest, want: Want) -> None:
+        def gone(reason: str) -> None:
+            self._guests.reply(want.source_epoch, Gone, (want.key, shorten(reason)))
+
+        content = (want.key, want.binding)
+        self._holds.on_want(content, PeerAddress(guest.address), guest.spec, gone)
