@@ -65,12 +65,16 @@ def test_windows(make_pair: MakePair, attention: str, send_type: str) -> None:
 
 
 @pytest.mark.parametrize("transports", ["shm", "tcp"])
-@pytest.mark.parametrize("is_async", [False, True])
-def test_windows_of_unlike_instances(make_pair: MakePair, transports: str, is_async: bool) -> None:
-    sides = {"tp_size": 2}, {"layout": "LBNHC"}
+@pytest.mark.parametrize(
+    ("is_async", "send_type"), [(False, "PUT_ASYNC"), (True, "PUT_ASYNC"), (False, "GET")]
+)
+def test_windows_of_unlike_instances(
+    make_pair: MakePair, transports: str, is_async: bool, send_type: str
+) -> None:
+    sides = {"tp_size": 4}, {"layout": "LBNHC"}  # 4 ranks have 2 heads: replicas
+    settings = {"attention": "mixed", "transports": transports, "send_type": send_type}
     for prefill, decode in (sides, sides[::-1]):
-        settings = {"attention": "mixed", "transports": transports, "is_async": is_async}
-        ask_all(make_pair(prefill, decode, **settings), ["together"])
+        ask_all(make_pair(prefill, decode, is_async=is_async, **settings), ["together"])
 
 
 @pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])

@@ -8,31 +8,29 @@ import pytest
 
 from p2p_engine.cli.commands import Role
 from p2p_engine.cli.fleet import Fleet
-from p2p_engine.cli.tiny_model import ensure_tiny_model
 from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
-from tests.compat.workload import Answer, Question, ask_all, mixed_questions
-from tests.vllm.load import CONCURRENCY, ENVIRONMENT, NUM_REQUESTS
+from tests.compat.workload import Answer, Question, ask_all
+from tests.vllm.load import CONCURRENCY, ENVIRONMENT, questions_for
+from tests.vllm.other_models import ensure_model
 
 
 @pytest.fixture(scope="session")
 def load() -> list[Question]:
-    """200 mixed requests."""
-    model = str(ensure_tiny_model())
-    mixed = [question for seed in range(1000, 1020) for question in mixed_questions(model, seed)]
-    return mixed[:NUM_REQUESTS]
+    """200 mixed requests to the tiny Llama."""
+    return questions_for()
 
 
 @pytest.fixture(scope="session")
 def answers_alone(
-    load: list[Question], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int], list[Answer]]:
-    """What a single instance of a tensor parallel size says to `load`; asked once for each."""
-    known: dict[int, list[Answer]] = {}
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., list[Answer]]:
+    """What a single instance of a tensor parallel size says to our questions; asked once each."""
+    known: dict[tuple[int, str], list[Answer]] = {}
 
-    def answers(tp_size: int = 1) -> list[Answer]:
-        if tp_size not in known:
+    def answers(tp_size: int = 1, model: str = "llama") -> list[Answer]:
+        if (tp_size, model) not in known:
             fleet = Fleet(
-                ensure_tiny_model(),
+                ensure_model(model),
                 tp_size=tp_size,
                 vllm_args=VLLM_ARGS,
                 env=ENVIRONMENT,
@@ -41,7 +39,8 @@ def answers_alone(
             with fleet:
                 single = fleet.start(Role.SINGLE)
                 fleet.wait_ready(timeout=BOOT_SECONDS)
-                known[tp_size] = ask_all(single.url, load, concurrency=CONCURRENCY)
-        return known[tp_size]
+                questions = questions_for(model)
+                known[tp_size, model] = ask_all(single.url, questions, concurrency=CONCURRENCY)
+        return known[tp_size, model]
 
     return answers
