@@ -7,7 +7,7 @@ C_FILES = $(wildcard csrc/*.[ch] tests/c/*.[ch] tests/double/*.[ch])
 BENCHMARKS = $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-c tsan asan chaos soak model scale fuzz fuzz-c bench test-vllm test-upstream test-gpu check fix coverage wheel clean
+.PHONY: help setup demo test test-c tsan asan chaos soak model scale fuzz fuzz-c bench test-vllm test-upstream test-gpu bench-gpu gpu-wheels check fix coverage wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,8 +61,14 @@ test-vllm: setup  ## every test with real vLLM; with VLLM=0.29.0, a comparison o
 test-upstream: setup  ## vLLM's own connector tests held against ours (VLLM=0.33.0)
 	$(BIN)/python -m tests.upstream.run $(if $(VLLM),--vllm $(VLLM))
 
-test-gpu: setup  ## the tests that need a GPU
-	$(PYTEST) tests -m gpu
+test-gpu:  ## the tests that need a GPU; GPU_PYTHON= an interpreter with torch for CUDA, no network
+	@scripts/gpu.sh test
+
+bench-gpu:  ## rates, latencies and memory on a GPU, as one JSON file; NCCL= another libnccl.so.2
+	@scripts/gpu.sh bench $(NCCL)
+
+gpu-wheels: setup  ## fetch what a GPU machine without a network may lack, into build/gpu-wheels
+	@scripts/gpu.sh wheels
 
 check: setup  ## ruff, mypy, import contracts, oldest Python, C format, shell, spelling
 	$(BIN)/ruff check .

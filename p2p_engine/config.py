@@ -18,6 +18,7 @@ GPU_TRANSPORTS = ("cuda_ipc", "nccl")
 TRANSPORT_NAMES = HOST_TRANSPORTS + GPU_TRANSPORTS
 DEFAULT_KV_PORT = 14579
 GIB = 1 << 30
+MAX_DEFAULT_PINNED_GIB = 4.0  # of each GPU's engine: page-locked at start, all of it
 
 
 class SendMode(str, enum.Enum):
@@ -70,7 +71,9 @@ class EngineConfig:
         """
         for name, parse in _PARSERS.items():
             object.__setattr__(self, name, parse(name, getattr(self, name)))
-        self._fit_to_device()
+        if not self.transports:
+            chosen = ("shm", "tcp") if self.device == "cpu" else GPU_TRANSPORTS
+            object.__setattr__(self, "transports", chosen)
         if bool(self.proxy_ip) != bool(self.proxy_port):
             raise ConfigError(
                 f"proxy_ip={self.proxy_ip!r} and proxy_port={self.proxy_port!r}: "
@@ -82,17 +85,30 @@ class EngineConfig:
                 "the port that this instance's HTTP server listens on (vLLM's --port)"
             )
 
-    def _fit_to_device(self) -> None:
-        on_gpu = self.device != "cpu"
-        usable = GPU_TRANSPORTS if on_gpu else HOST_TRANSPORTS
-        if not self.transports:
-            object.__setattr__(self, "transports", GPU_TRANSPORTS if on_gpu else ("shm", "tcp"))
+    def check_device(self) -> None:
+        """Check that each transport moves the memory of this device.
+
+        Raises:
+            ConfigError: one does not.
+        """
+        usable = HOST_TRANSPORTS if self.device == "cpu" else GPU_TRANSPORTS
         for name in self.transports:
             if name not in usable:
                 raise ConfigError(
                     f"transports: {name!r} does not move memory of device={self.device!r}; "
                     f"allowed: {', '.join(usable)}"
                 )
+
+    def on_device(self, device: str) -> EngineConfig:
+        """Return the same for an engine of this device, with its transports unless they were
+        chosen, and with a pool that each of a host's GPUs can page-lock unless that was."""
+        transports = () if self.transports == ("shm", "tcp") else self.transports
+        pool = self.mem_pool_size_gb
+        if pool == default_pool_gib():
+            pool = min(pool, MAX_DEFAULT_PINNED_GIB)
+        return dataclasses.replace(
+            self, device=device, transports=transports, mem_pool_size_gb=pool
+        )
 
     @property
     def device_index(self) -> int:

@@ -85,6 +85,7 @@ class P2pNcclEngine:
             OSError: the landing memory cannot be mapped.
         """
         check_fits(Hello(0, 0, PROTOCOL_VERSION, "", spec, {}))
+        config.check_device()
         self.config = config
         self.epoch = secrets.randbits(62) | 1
         self._spec = spec

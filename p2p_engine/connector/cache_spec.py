@@ -76,10 +76,11 @@ def read_cache(
     A backend may cut one of vLLM's blocks into several smaller ones, which then lie side by side.
 
     Raises:
-        ConfigError: the cache is not on the CPU, or cannot be read as vLLM's blocks.
+        ConfigError: the cache is on another device than cpu or cuda, or cannot be read as vLLM's
+            blocks.
     """
     layers = _distinct_layers(kv_caches)
-    _check_in_host_memory(layers)
+    _check_reachable(layers)
     num_pieces = [_num_pieces(name, tensor, num_blocks) for name, tensor in layers.items()]
     strides = [_nbytes(tensor, tensor.stride(0)) for tensor in layers.values()]
     pages = [
@@ -163,12 +164,12 @@ def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
 
 
-def _check_in_host_memory(layers: dict[str, torch.Tensor]) -> None:
+def _check_reachable(layers: dict[str, torch.Tensor]) -> None:
     for tensor in layers.values():
-        if tensor.device.type != "cpu":
+        if tensor.device.type not in ("cpu", "cuda"):
             raise ConfigError(
-                f"the KV cache is on {tensor.device}; supported: cpu, and any other device with "
-                '"kv_buffer_device": "cpu" beside "kv_connector"'
+                f"the KV cache is on {tensor.device}; supported: cpu, cuda, and any other device "
+                'with "kv_buffer_device": "cpu" beside "kv_connector"'
             )
 
 

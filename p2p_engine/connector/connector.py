@@ -107,6 +107,12 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         return None if vllm_config.model_config.use_mla else "HND"
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No: nothing is done between layers. Bytes leave after the forward, behind an event of its
+        stream, and are loaded between forwards, so that whole graphs may be replayed."""
+        return False
+
+    @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         """No: registered memory must stay where it is."""
         return False
@@ -236,6 +242,9 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         pool_bytes = config.pool_bytes - sum(buffer.nbytes for buffer in self._host_buffers)
         if self._host_buffers:
             config = dataclasses.replace(config, mem_pool_size_gb=pool_bytes / GIB)
+        devices = {tensor.device for tensor in kv_caches.values() if tensor.is_cuda}
+        if devices and not self._host_buffers:
+            config = config.on_device(f"cuda:{devices.pop().index}")
         receives = self._kv_transfer_config.is_kv_consumer or config.send_type is SendMode.GET
         engine = P2pNcclEngine(config, spec=spec, receives=receives)
         self._worker = WorkerHalf(

@@ -209,7 +209,7 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
         "a layer whose group is not known": (in_no_group, ["layers.2"]),
         "pipeline stages of layers that do not say where they are": (placeless, ["odd0"]),
         "scales of their own beside the values": (with_groups(scaled), ["INT8_PER_TOKEN_HEAD"]),
-        "a cache that is not in host memory, without a host buffer": (
+        "a cache that is on neither CPU nor GPU, without a host buffer": (
             lambda: caches.read(elsewhere), ["meta"],
         ),
         "a host buffer that is too small": (small_buffer, [3, 4]),

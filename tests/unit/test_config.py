@@ -153,9 +153,19 @@ def test_the_transports_are_those_of_the_device() -> None:
     assert EngineConfig(device="cuda").device_index == 0
     for device, transport in (("cpu", "nccl"), ("cuda", "tcp")):
         with pytest.raises(ConfigError, match=f"{transport}.*device='{device}'"):
-            EngineConfig(device=device, transports=(transport,))
+            EngineConfig(device=device, transports=(transport,)).check_device()
     with pytest.raises(ConfigError, match="device='xpu'"):
         EngineConfig(device="xpu")
+
+
+def test_settings_move_to_the_device_of_the_cache() -> None:
+    plain = EngineConfig().on_device("cuda:1")
+    assert (plain.device, plain.transports) == ("cuda:1", ("cuda_ipc", "nccl"))
+    assert plain.mem_pool_size_gb <= 4
+    chosen = EngineConfig(mem_pool_size_gb=9).on_device("cuda:1")
+    assert chosen.mem_pool_size_gb == 9
+    with pytest.raises(ConfigError, match="does not move memory"):
+        EngineConfig(transports=("tcp",)).on_device("cuda:1").check_device()
 
 
 def test_error_is_both_ours_and_a_value_error() -> None:

@@ -159,3 +159,12 @@ def test_a_step_without_metadata_is_nothing() -> None:
     connector.wait_for_layer_load("layers.0")
     connector.save_kv_layer("layers.0", Mock(), None)
     connector._worker.start_loads.assert_not_called()
+
+
+def test_whole_graphs_may_be_replayed_because_layers_are_not_hooked() -> None:
+    connector = object.__new__(P2pNcclConnector)
+    connector._worker = Mock()
+    connector.wait_for_layer_load("layers.0")
+    connector.save_kv_layer("layers.0", Mock(), None)
+    assert connector._worker.mock_calls == []
+    assert not P2pNcclConnector.requires_piecewise_for_cudagraph({})
