@@ -116,6 +116,11 @@ class EngineConfig:
         return int(self.device.partition(":")[2] or 0)
 
     @property
+    def proxy_hosts(self) -> list[str]:
+        """The proxies to register with, all at `proxy_port`."""
+        return self.proxy_ip.split(",") if self.proxy_ip else []
+
+    @property
     def pool_bytes(self) -> int:
         """The budget of the tensor memory pool in bytes."""
         return int(self.mem_pool_size_gb * GIB)
@@ -174,6 +179,14 @@ def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise _refuse(name, value, "a string")
     return value
+
+
+def _hosts(name: str, value: Any) -> str:
+    """One host or several, as a list or separated by commas; kept in the latter form."""
+    listed = value.split(",") if isinstance(value, str) else value
+    if not _is_sequence(listed) or not all(isinstance(host, str) for host in listed):
+        raise _refuse(name, value, "a host, or several")
+    return ",".join(filter(None, (host.strip() for host in listed)))
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -246,7 +259,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "cudart_library": _text,
     "page_lock": _flag,
     "checksum": _flag,
-    "proxy_ip": _text,
+    "proxy_ip": _hosts,
     "proxy_port": lambda name, value: _port(name, value or 0),
     "http_port": lambda name, value: _port(name, value or 0),
     "http_host": _text,

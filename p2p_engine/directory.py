@@ -64,9 +64,9 @@ class Directory:
         self._spec = next((item.spec for item in ranks), None)
         self._epoch = secrets.randbits(62) | 1
         self._secrets = read_key_file(config.key_file)
-        self._proxy = Route(_join(config.proxy_ip, config.proxy_port))
+        self._proxies = [Route(_join(host, config.proxy_port)) for host in config.proxy_hosts]
         self._beat_at = 0.0
-        self._refusal = ""  # the proxy's last one
+        self._refusals: dict[str, str] = {}  # each proxy's last one
         self._control = ControlPlane(
             config.host,
             range(kv_port, kv_port + 1),
@@ -87,9 +87,10 @@ class Directory:
                 tp_size=tp_size,
                 send_type=config.send_type.value,
                 interval=HEARTBEAT_SECONDS,
+                kv_bytes_per_token=_kv_bytes_per_token(self._spec),
             )
             for letter in role
-            if self._proxy.address
+            if self._proxies
         ]
         warn_if_exposed(config.host, self._secrets)
         self._control.start()
@@ -149,14 +150,23 @@ class Directory:
 
     def _refused(self, address: str, reason: str) -> None:
         """The proxy's port does not take us; it is dialled again with the next heartbeat."""
-        level = logging.DEBUG if reason == self._refusal else logging.ERROR
+        is_known = self._refusals.get(address) == reason
+        level = logging.DEBUG if is_known else logging.ERROR
         logger.log(level, "not registered: proxy %s: %s", address, reason)
-        self._refusal = reason
+        self._refusals[address] = reason
 
     def _send_heartbeats(self) -> None:
         for heartbeat in self._heartbeats:
-            self._control.send(self._proxy, encode_heartbeat(heartbeat))
+            for proxy in self._proxies:
+                self._control.send(proxy, encode_heartbeat(heartbeat))
 
 
 def _join(host: str, port: int) -> str:
     return join_address(host, port) if host and port else ""
+
+
+def _kv_bytes_per_token(spec: CacheSpec | None) -> int:
+    """What one token's KV takes in all ranks together, where one rank's blocks tell."""
+    if spec is None or not spec.block_size:
+        return 0
+    return sum(spec.page_bytes) // spec.block_size * spec.num_ranks

@@ -425,6 +425,7 @@ class Heartbeat(msgspec.Struct, omit_defaults=True):
     interval: Seconds = 3.0
     leaving: bool = False
     relayed: bool = False  # by another proxy
+    kv_bytes_per_token: Count = 0  # over all ranks; 0: not known
 
 
 _heartbeat_decoder = msgspec.msgpack.Decoder(Heartbeat)

@@ -138,6 +138,10 @@ class Exchange(Attempt):
     def _answer(self, response: Response) -> Answer:
         self._is_claimed = response.status < 400
         cached_tokens = self._kv[1].cached_tokens if self._kv else None
+        if self._is_claimed and self._kv is not None and self._pair.prefill is not None:
+            # Each continuation of a prompt is a transfer of its own.
+            num_tokens = self._kv[1].prompt_tokens * payload.num_choices(self.asked.fields)
+            self._pair.decode.count_kv(self._pair.prefill, num_tokens)
         return self.relay(self._decode_leg, response, cached_tokens)
 
     def _release_unclaimed(self) -> None:

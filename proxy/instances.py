@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 # So many probes in a row may go unanswered before an instance that was ready is not any more.
 PATIENCE = 3
+# Instances come and go at other addresses; what came from so many is not remembered any more.
+MAX_SOURCES = 1024
 
 
 class Role(enum.Enum):
@@ -67,8 +70,19 @@ class Instance:
     )
     # The events of its streams that clients got: one is about one token.
     num_events: int = 0
+    # What its heartbeats say; and, of a decode instance, the bytes of KV that it used, by the
+    # prefill instance from which they came.
+    kv_bytes_per_token: int = 0
+    kv_bytes_from: Counter[str] = field(default_factory=Counter)
     # When it was last chosen, in turns of the registry: breaks ties between equal loads.
     last_turn: int = 0
+
+    def count_kv(self, prefill: Instance, num_tokens: int) -> None:
+        """Count the KV of so many tokens that came from another instance."""
+        if len(self.kv_bytes_from) > MAX_SOURCES:
+            self.kv_bytes_from.clear()
+        nbytes = num_tokens * prefill.kv_bytes_per_token
+        self.kv_bytes_from[prefill.identity.http_address] += nbytes
 
     @property
     def is_idle(self) -> bool:

@@ -43,10 +43,11 @@ NOTHING = Asked(b"", {})
 
 @dataclass(frozen=True)
 class Prefilled:
-    """What a prefill instance has answered: its parameters for decode, and what it had cached."""
+    """What a prefill instance has answered: its parameters for decode, and its counts of tokens."""
 
     params: Fields
     cached_tokens: int | None
+    prompt_tokens: int = 0
 
 
 class _PromptDetails(msgspec.Struct):
@@ -54,6 +55,7 @@ class _PromptDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
     prompt_tokens_details: _PromptDetails | None = None
 
 
@@ -86,6 +88,12 @@ def model_of(fields: Fields) -> str | None:
         return _model_decoder.decode(fields.get("model", b"null"))
     except BAD_JSON:
         return None
+
+
+def num_choices(fields: Fields) -> int:
+    """Return how many continuations of each prompt were asked for."""
+    given = bytes(fields.get("n", b"1"))
+    return int(given) if given.isdigit() else 1
 
 
 def prefill_body(fields: Fields, params: Params | None) -> bytes:
@@ -161,7 +169,11 @@ def read_prefill(answer: bytes) -> Prefilled:
     except BAD_JSON as error:
         raise ValueError(f"{len(answer)} bytes that are no completion: {error}") from error
     details = said.usage.prompt_tokens_details if said.usage else None
-    return Prefilled(said.kv_transfer_params or {}, details.cached_tokens if details else None)
+    return Prefilled(
+        said.kv_transfer_params or {},
+        details.cached_tokens if details else None,
+        said.usage.prompt_tokens if said.usage else 0,
+    )
 
 
 def _split(address: str) -> tuple[str, int] | tuple[None, None]:

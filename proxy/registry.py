@@ -67,6 +67,7 @@ class Registry:
         for role in roles:
             instance.expires[role] = now if beat.leaving else now + lifetime
         instance.last_beat = now
+        instance.kv_bytes_per_token = beat.kv_bytes_per_token
         return instance, is_new
 
     def add(

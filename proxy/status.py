@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 INTERVAL_SECONDS = 1.0
 MAX_VIEWERS = 32
+MAX_PAIRS = 50
 # The page asks nobody but the proxy, and shows nothing as code that an instance or client has said.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -88,17 +89,36 @@ class Status:
             self._num_viewers -= 1
 
     def _picture(self) -> dict[str, Any]:
-        journeys = self._forwarder.journeys
-        pairs = Counter((j.prefill, j.decode) for j in journeys if j.decode is not None)
         return {
             **self.snapshot(),
             "seconds": self._clock(),
-            "pairs": [
-                {"prefill": prefill, "decode": decode, "requests": count}
-                for (prefill, decode), count in pairs.most_common(50)
-            ],
+            "pairs": self._pairs(),
             "recent": [journey.describe() for journey in reversed(self._forwarder.recent)],
         }
+
+    def _pairs(self) -> list[dict[str, Any]]:
+        """Return the busiest pairs: their requests now, and all KV that went from one to the other.
+
+        KV is counted by the tokens of prompts: what decode still had of them did not move.
+        """
+        journeys = self._forwarder.journeys
+        requests = Counter((j.prefill, j.decode) for j in journeys if j.decode is not None)
+        moved: dict[tuple[str | None, str], int] = {
+            (prefill, instance.identity.http_address): nbytes
+            for instance in self._registry.instances()
+            for prefill, nbytes in instance.kv_bytes_from.items()
+            if self._registry.find(prefill) is not None
+        }
+        busiest = sorted({*requests, *moved}, key=lambda pair: (requests[pair], moved.get(pair, 0)))
+        return [
+            {
+                "prefill": pair[0],
+                "decode": pair[1],
+                "requests": requests[pair],
+                "kv_bytes": moved.get(pair, 0),
+            }
+            for pair in busiest[: -MAX_PAIRS - 1 : -1]
+        ]
 
 
 def _describe(instance: Instance, now: float) -> dict[str, Any]:

@@ -86,9 +86,9 @@ def _check_addresses(settings: EngineConfig, kv_port: int) -> Iterator[Finding]:
     if settings.http_port:
         host = settings.http_host or settings.host
         yield check_port(host, settings.http_port, "http_port (vLLM's --port)")
-    if settings.proxy_ip:
-        yield check_proxy(settings.proxy_ip, settings.proxy_port)
-    else:
+    for host in settings.proxy_hosts:
+        yield check_proxy(host, settings.proxy_port)
+    if not settings.proxy_hosts:
         yield note("proxy", "none configured", "instances without proxy_ip register with nobody")
 
 

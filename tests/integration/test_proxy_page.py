@@ -73,7 +73,7 @@ async def test_the_page_shows_text_and_never_runs_it(tmp_path: Path) -> None:
             await page.open(f"{proxy.url}/")
 
             async def is_shown() -> bool:
-                return evil in json.dumps(await page.run("document.body.innerText"))
+                return evil in json.dumps(await page.run("document.body?.innerText"))
 
             await until(is_shown, "its name is shown")
             assert await page.run("document.title") == "P2P proxy"

@@ -49,6 +49,7 @@ async def test_events_show_what_runs_and_what_has_ended() -> None:
                         "prefill": prefill.http_address,
                         "decode": decode.http_address,
                         "requests": 1,
+                        "kv_bytes": 0,  # its heartbeats do not say what a token takes
                     }
                 ]
                 [ended] = seen["recent"]
@@ -59,6 +60,20 @@ async def test_events_show_what_runs_and_what_has_ended() -> None:
                 release.set()
                 await running.read()
                 assert len((await picture(response))["recent"]) == 2
+
+
+async def test_kv_is_counted_by_pair() -> None:
+    answer = b'{"choices": [{}], "usage": {"prompt_tokens": 100}}'
+    async with fleet(1, 2) as (proxy, [prefill], decodes):
+        prefill.behaviour = Behaviour(body=answer)
+        await prefill.beat_once(kv_bytes_per_token=1000)
+        await proxy.ask()
+        await proxy.ask({**STREAMED, "n": 3, "temperature": 1})
+        async with proxy.client.get(f"{proxy.url}/status/events") as response:
+            pairs = (await picture(response))["pairs"]
+        assert {pair["prefill"] for pair in pairs} == {prefill.http_address}
+        assert {pair["decode"] for pair in pairs} == {mock.http_address for mock in decodes}
+        assert [pair["kv_bytes"] for pair in pairs] == [300_000, 100_000]
 
 
 async def test_viewers_are_bounded_and_leave_no_trace() -> None:

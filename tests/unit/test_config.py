@@ -171,3 +171,18 @@ def test_settings_move_to_the_device_of_the_cache() -> None:
 def test_error_is_both_ours_and_a_value_error() -> None:
     assert issubclass(ConfigError, P2pError)
     assert issubclass(ConfigError, ValueError)
+
+
+@pytest.mark.parametrize(
+    "given", ["10.0.0.1,10.0.0.2", "10.0.0.1, 10.0.0.2", ["10.0.0.1", "10.0.0.2"]]
+)
+def test_several_proxies_are_a_list_or_a_text(given: Any) -> None:
+    config = EngineConfig(**{**PROXY, "proxy_ip": given})
+    assert config.proxy_hosts == ["10.0.0.1", "10.0.0.2"]
+    assert EngineConfig().proxy_hosts == []
+
+
+@pytest.mark.parametrize("wrong", [3, ["a", 3], {"a": "b"}])
+def test_what_is_no_host_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="a host, or several"):
+        EngineConfig(**{**PROXY, "proxy_ip": wrong})

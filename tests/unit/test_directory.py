@@ -93,6 +93,15 @@ def test_heartbeats_and_leave(role: str, proxy: Proxy) -> None:
         left |= {beat["type"]} if beat.get("leaving") else set()
 
 
+def test_every_proxy_is_told(proxy: Proxy) -> None:
+    """The second address is this machine too; nobody is at the third."""
+    hosts = ["127.0.0.1", "localhost", "127.0.0.99"]
+    config = EngineConfig(proxy_ip=hosts, proxy_port=proxy.port, http_port=8000)  # type: ignore[arg-type]
+    with Directory(config, RANKS, kv_port=0, role="D") as directory:
+        beats = [proxy.hear(), proxy.hear()]
+        assert [beat["zmq_address"] for beat in beats] == [directory.address] * 2
+
+
 def test_port_that_is_taken_is_named() -> None:
     with Directory(EngineConfig(), RANKS, kv_port=0, role="D") as directory:
         _, port = split_address(directory.address)
