@@ -7,7 +7,7 @@ C_FILES = $(wildcard csrc/*.[ch] tests/c/*.[ch] tests/double/*.[ch])
 BENCHMARKS = $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-c tsan asan chaos soak model scale fuzz fuzz-c bench test-vllm test-upstream test-gpu bench-gpu gpu-wheels check fix coverage wheel clean
+.PHONY: help setup demo test test-c tsan asan chaos soak model scale fuzz fuzz-c bench test-vllm test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,6 +84,9 @@ fix: setup  ## format everything and mend what the linters can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(if $(C_FILES),$(BIN)/clang-format -i $(C_FILES))
+
+screenshots: setup  ## pictures of the status page for docs/; needs Chromium
+	$(BIN)/python -m tests.screenshots
 
 coverage: setup  ## lines and branches that the quick tests reach
 	$(BIN)/coverage run -m pytest tests/unit tests/property tests/contract -m "not vllm and not gpu"
