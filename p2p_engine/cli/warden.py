@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import select
 import signal
@@ -18,7 +19,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -110,11 +110,15 @@ class Warden:
 
     def _wait_for_event(self) -> None:
         timeout = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
-        sources: list[Any] = [self._wakeup, *([self._control] if self._control else [])]
-        ready = select.select(sources, [], [], timeout)[0]
+        control = -1 if self._control is None else self._control.fileno()
+        poll = select.poll()  # unlike select, for descriptors of any number
+        for source in filter(lambda number: number >= 0, (self._wakeup, control)):
+            poll.register(source, select.POLLIN)
+        events = poll.poll(None if timeout is None else math.ceil(timeout * 1000))
+        ready = {number for number, _ in events}
         if self._wakeup in ready and signal.SIGTERM in os.read(self._wakeup, 64):
             self._terminate()
-        if self._control in ready:
+        if control in ready:
             self._obey()
 
     def _obey(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -138,3 +139,18 @@ def test_a_launcher_that_is_killed_leaves_nothing(
         os.kill(launcher.pid, number)
     eventually(lambda: not any(map(is_alive, (pid, grandchild, warden))), what="all end")
     assert launcher.returncode == -number
+
+
+def test_a_launcher_with_many_open_files_starts_children(tmp_path: Path, free_port: int) -> None:
+    """The warden's end of the socket gets a number that `select` cannot take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        child = start(tmp_path, free_port)
+        child.stop()
+        assert child.end == "was killed by SIGTERM"
+    finally:
+        for descriptor in many:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

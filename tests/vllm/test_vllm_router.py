@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.routers import VLLM_ROUTER, ensure_script
 from p2p_engine.cli.commands import EXTRA, Role
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.members import Member
@@ -21,10 +20,8 @@ from tests import marks
 from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
 from tests.compat.workload import Answer, Question, ask_all
 from tests.support import eventually
-from tests.upstream.sdist import CACHE
 from tests.vllm.load import CONCURRENCY, ENVIRONMENT, check_nothing_held, check_transferred
 
-ROUTER = "vllm-router==0.1.17"
 HOST = "127.0.0.1"
 
 pytestmark = [marks.vllm, marks.slow, pytest.mark.timeout(2400)]
@@ -33,14 +30,7 @@ pytestmark = [marks.vllm, marks.slow, pytest.mark.timeout(2400)]
 @pytest.fixture(scope="module")
 def router_command() -> str:
     """Install the router in an environment of its own: its requirements are not ours."""
-    folder = CACHE / "vllm-router"
-    script = folder / "bin" / "vllm-router"
-    if not script.exists():
-        uv = [sys.executable, "-m", "uv", "--quiet"]
-        subprocess.run([*uv, "venv", "--clear", str(folder)], check=True, timeout=60)
-        install = [*uv, "pip", "install", "--python", str(folder / "bin" / "python"), ROUTER]
-        subprocess.run(install, check=True, timeout=300)
-    return str(script)
+    return ensure_script(VLLM_ROUTER, "vllm-router")
 
 
 @pytest.fixture(scope="module")
