@@ -15,6 +15,7 @@ from p2p_engine.cli.stages import READY, STARTING, StageReader
 from p2p_engine.errors import P2pError
 
 _PROBE_SECONDS = 2.0
+_ORDER_SECONDS = 30.0
 
 # Never through a proxy that the environment names: all addresses are of this machine.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -93,5 +94,5 @@ def post_json(url: str, content: Mapping[str, Any], headers: Mapping[str, str]) 
     """
     body = json.dumps(content).encode()
     request = urllib.request.Request(url, data=body, headers=dict(headers))
-    with _direct.open(request, timeout=_PROBE_SECONDS) as answer:
+    with _direct.open(request, timeout=_ORDER_SECONDS) as answer:
         return json.load(answer)
