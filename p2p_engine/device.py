@@ -135,6 +135,11 @@ class Device:
 
     # For any thread
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def fileno(self) -> int:
         """Readable while there are ended jobs to drain."""
         return self._ended_fd
@@ -158,8 +163,10 @@ class Device:
         """Run `call` in the device's thread and return what it returns.
 
         Raises:
-            TransportError: it did not end within `timeout` seconds.
+            TransportError: it did not end within `timeout` seconds, or the thread is dead.
         """
+        if not self.alive:
+            raise TransportError(f"the thread of device {self.index} has ended")
         future: Future[T] = Future()
 
         def answer() -> None:

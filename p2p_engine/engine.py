@@ -194,8 +194,10 @@ class P2pNcclEngine:
 
     @property
     def healthy(self) -> bool:
-        """Whether both threads live and no wait has outlived its deadline."""
+        """Whether all threads live and no wait has outlived its deadline."""
         threads_live = self._control.alive and bool(self._mover.stats()["alive"])
+        if self._gpu is not None:
+            threads_live = threads_live and self._gpu.device.alive
         return not self._closed and threads_live and not self._watchdog.overdue
 
     # Sending

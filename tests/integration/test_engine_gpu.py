@@ -13,7 +13,7 @@ import pytest
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.config import GPU_TRANSPORTS
 from p2p_engine.cuda import Cuda
-from p2p_engine.errors import ConfigError, PeerRefused, TransferRejected
+from p2p_engine.errors import ConfigError, PeerRefused, TransferRejected, TransportError
 from p2p_engine.peers import PeerAddress
 from p2p_engine.transports.nccl.memory import estimated_bytes
 from tests.engines import PagedMemory, assert_idle, settings
@@ -264,3 +264,19 @@ def test_what_cannot_work_is_refused_at_start(
 def test_no_memory_for_the_buffer_is_an_error_that_leaves_nothing(double: GpuDouble) -> None:
     with pytest.raises(Exception, match="cudaMalloc"):
         P2pNcclEngine(gpu_settings(double, kv_buffer_size=1 << 40))
+
+
+def test_an_engine_without_its_device_thread_is_not_healthy(double: GpuDouble) -> None:
+    with P2pNcclEngine(gpu_settings(double)) as engine:
+        assert engine.healthy
+        device = engine._gpu.device if engine._gpu is not None else None
+        assert device is not None
+        device._is_stopping = True
+        eventually(lambda: not engine.healthy)
+        with pytest.raises(TransportError, match="has ended"):
+            device.run(lambda: None, 5.0)
+        device._is_stopping = device._is_stopped = False
+        device._thread = threading.Thread(target=device._run, name="p2p-device", daemon=True)
+        device._thread.start()
+        device.run(device._start, 5.0)
+    assert not engine.healthy
