@@ -17,7 +17,7 @@ from p2p_engine.addresses import join_address
 from p2p_engine.config import GIB, SendMode
 from p2p_engine.connector import compat
 from p2p_engine.connector.cache_spec import read_caches
-from p2p_engine.connector.groups import attention_groups, names_lost_blocks
+from p2p_engine.connector.groups import attention_groups, layer_groups, names_lost_blocks
 from p2p_engine.connector.host_buffer import HostBuffer
 from p2p_engine.connector.intent import Instance
 from p2p_engine.connector.metadata import P2pConnectorMetadata, RankHandshake
@@ -80,9 +80,11 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         self._directory: Directory | None = None
         self._reporter: StatsReporter | None = None
         self._invalid_block_ids: set[int] = set()
-        self._groups = attention_groups(kv_cache_config)
-        if role is KVConnectorRole.SCHEDULER:
+        if role is KVConnectorRole.SCHEDULER:  # made after the workers, which have checked it
+            self._groups = layer_groups(kv_cache_config)
             self._scheduler = self._make_scheduler_half()
+        else:
+            self._groups = attention_groups(kv_cache_config)
 
     def _make_scheduler_half(self) -> SchedulerHalf:
         config, vllm_config = self._config, self._vllm_config

@@ -21,7 +21,7 @@ from p2p_engine.errors import ConfigError
 from p2p_engine.paged import PagedCache
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 SUPPORTED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 PLAIN_QUANTISATION = ("NONE", "FP8_PER_TENSOR")  # no scales beside the values
@@ -63,17 +63,25 @@ class GroupCache:
     staging: Staging
 
 
+def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
+    """Return the groups of all layers, whatever they keep."""
+    return [
+        _read_group(number, group) for number, group in enumerate(kv_cache_config.kv_cache_groups)
+    ]
+
+
 def attention_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
-    """Return the groups of all layers.
+    """Return the groups of all layers, once they are known to be such that can be transferred.
 
     Raises:
         ConfigError: there is none, or one of a kind that cannot be transferred.
     """
-    groups = [
-        _read_group(number, group) for number, group in enumerate(kv_cache_config.kv_cache_groups)
-    ]
+    groups = layer_groups(kv_cache_config)
     if not groups:
         raise ConfigError("the model keeps no KV cache")
+    for group in kv_cache_config.kv_cache_groups:
+        for spec in _specs_of(group):
+            _check_kind(spec)
     if not names_lost_blocks(groups) and not compat.HAS_FAILED_REQUESTS:
         raise ConfigError("several groups of layers, or a sliding window, need vLLM 0.30 or newer")
     return groups
@@ -89,26 +97,29 @@ def names_lost_blocks(groups: Sequence[LayerGroup]) -> bool:
 
 
 def _read_group(number: int, group: KVCacheGroupSpec) -> LayerGroup:
-    kind = group.kv_cache_spec
-    specs = [kind]
-    if isinstance(kind, UniformTypeKVCacheSpecs):
-        specs = list(kind.kv_cache_specs.values())
-    for spec in specs:
-        # Exactly these: a subclass may free other blocks, or keep more than K and V.
-        if type(spec) not in SUPPORTED:
-            raise ConfigError(
-                f"a KV cache of kind {type(spec).__name__} is not supported; supported: "
-                f"{', '.join(kind.__name__ for kind in SUPPORTED)}"
-            )
-        quantisation = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
-        if quantisation not in PLAIN_QUANTISATION:
-            raise ConfigError(
-                f"a KV cache that is quantised as {quantisation} has scales of its own, which are "
-                f"not transferred; supported: {', '.join(PLAIN_QUANTISATION)}"
-            )
-    return LayerGroup(
-        number, tuple(group.layer_names), cast("AttentionSpec", specs[0]), _window_of(specs[0])
-    )
+    spec = _specs_of(group)[0]
+    names = tuple(group.layer_names)
+    return LayerGroup(number, names, cast("AttentionSpec", spec), _window_of(spec))
+
+
+def _specs_of(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
+    spec = group.kv_cache_spec
+    return [*spec.kv_cache_specs.values()] if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+
+
+def _check_kind(spec: KVCacheSpec) -> None:
+    # Exactly these: a subclass may free other blocks, or keep more than K and V.
+    if type(spec) not in SUPPORTED:
+        raise ConfigError(
+            f"a KV cache of kind {type(spec).__name__} is not supported; supported: "
+            f"{', '.join(kind.__name__ for kind in SUPPORTED)}"
+        )
+    quantisation = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+    if quantisation not in PLAIN_QUANTISATION:
+        raise ConfigError(
+            f"a KV cache that is quantised as {quantisation} has scales of its own, which are "
+            f"not transferred; supported: {', '.join(PLAIN_QUANTISATION)}"
+        )
 
 
 def _window_of(spec: object) -> int:

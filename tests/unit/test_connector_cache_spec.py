@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import (
@@ -181,6 +182,27 @@ def test_latent_attention_has_one_row_for_all_heads_on_every_rank(has_head_axis:
     assert described.shape.planes == (Plane(0, WIDTH * 4, WIDTH * 4),)
     target = msgspec.structs.replace(described, tp_size=2)
     assert [sources_of(described, target, rank) for rank in range(2)] == [[0], [1]]
+
+
+def test_the_shape_of_latent_blocks_is_what_the_cpu_writes() -> None:
+    """vLLM's own backend fills a cache, whose rows are then read by our description of it."""
+    rank, rope = 24, 8
+    cache = torch.zeros((BLOCKS, 1, TOKENS, rank + rope))
+    latents, ropes = torch.randn((40, rank)), torch.randn((40, 1, rope))
+    slots = torch.randperm(BLOCKS * TOKENS)[:40]
+    backend: Any = CPUMLAImpl
+    backend.do_kv_cache_update(None, latents, ropes, cache, slots, "auto", torch.ones(1))
+    mla = MLAAttentionSpec(head_size=rank + rope, **{**FULL, "num_kv_heads": 1})
+    described = read_cache(vllm_config(), group_of(mla), {"layers.0": cache}, BLOCKS, 0)
+    shape = spec_of(described).shape
+    assert shape is not None
+    [plane] = shape.planes
+    memory = cache.flatten()
+    for token, slot in enumerate(slots.tolist()):
+        block, inside = divmod(slot, TOKENS)
+        start = int(block * described.block_strides[0]) + plane.offset + inside * plane.token_stride
+        found = memory[start // 4 :][: plane.row_bytes // 4]
+        assert torch.equal(found, torch.cat([latents[token], ropes[token, 0]]))
 
 
 def test_packings_that_we_do_not_know_move_whole() -> None:
