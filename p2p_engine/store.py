@@ -153,6 +153,9 @@ class Store:
             self._answers.fail(landing_id, offer.attempt, refusal)
             if receive is not None:
                 self._stop_receive(receive, refusal)
+            else:  # the sender is told and says no more: who asks for it later must not wait
+                self._answers.bury(content, str(refusal), refused=True)
+                self._drop(content)
 
     def on_done(self, epoch: int, seq: int, attempt: int, checksum: int) -> None:
         """The sender has written everything: COMMIT is said as soon as it has landed."""

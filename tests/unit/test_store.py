@@ -147,6 +147,21 @@ def test_chunk_that_can_never_fit_is_a_named_error() -> None:
     small.close()
 
 
+def test_who_asks_for_what_was_too_large_before_learns_it_at_once() -> None:
+    """The sender has heard of it and says no more."""
+    small = World(receiver_writes=False, config=SETTINGS_OF_4_KIB)
+    small.send(KEY, b"", 0, 1, ready=True)
+    converse(small, 3)
+    assert len(small.landings()) == 1
+    small.send(KEY, b"", 1, MAX_BLOCKS - 1, ready=True)
+    converse(small, 3)
+    assert [item.state for item in small.landings()] == [LandingState.QUARANTINED]
+    with pytest.raises(TransferRejected, match="4608"):
+        small.receive(KEY, b"", 0)
+    small.settle()
+    small.close()
+
+
 def test_quarantine_ends_only_when_the_sender_is_proven_gone(shm: World) -> None:
     """A sender that is stopped in the middle of a copy wakes up and writes on."""
     shm.receive(KEY, b"", 0)
