@@ -405,8 +405,10 @@ class P2pNcclEngine:
             logger.exception("the callback of a %s job failed, the others run", job.state)
 
     def drop_landed(self) -> int:
-        """Forget what has landed and nobody asked for; returns the bytes that were freed."""
+        """Forget what has come, or is on its way, and nobody has asked for; returns the bytes that
+        had landed."""
         with self._open():
+            self._collect()
             return self._store.drop_landed()
 
     # The simple form

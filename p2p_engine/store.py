@@ -119,12 +119,13 @@ class Store:
             self._drop(content)
 
     def drop_landed(self) -> int:
-        """Forget what has landed and nobody has claimed; returns how many bytes."""
-        orphans = [landing for landing in self._landings.values() if landing.orphaned]
-        for landing in orphans:
-            self._answers.bury(landing.content, "what had landed was dropped", refused=True)
-            self._free(landing)
-        return sum(landing.nbytes for landing in orphans)
+        """Forget what nobody has claimed, on its way or landed; returns how many bytes had."""
+        unclaimed = [item for item in self._landings.values() if item.receive is None]
+        landed = [item for item in unclaimed if item.orphaned]
+        for content in {item.content for item in unclaimed}:
+            self._answers.bury(content, "what had landed was dropped", refused=True)
+            self._drop(content)
+        return sum(landing.nbytes for landing in landed)
 
     # What the sender says
 

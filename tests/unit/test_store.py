@@ -407,6 +407,17 @@ def test_abandoned_key_ends_a_later_receive(world: World) -> None:
         world.receive(KEY, b"", 0)
 
 
+def test_what_was_on_its_way_is_dropped_with_what_has_landed(world: World) -> None:
+    """It was computed before the reset, too."""
+    world.send(KEY, b"", *ALL, ready=True)
+    converse(world)
+    assert [item.state for item in world.landings()] == [LandingState.GRANTED]
+    assert world.store.drop_landed() == 0
+    with pytest.raises(TransferRejected, match="dropped"):
+        world.receive(KEY, b"", 0)
+    world.settle()
+
+
 def test_dropped_landings_are_not_waited_for(world: World) -> None:
     """After a reset of the cache a receive of what had landed fails at once, by name."""
     world.send(KEY, b"", *ALL, ready=True)
