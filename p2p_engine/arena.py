@@ -101,11 +101,11 @@ class LandingArena:
 
     def clear_word(self, space: Space, position: int) -> None:
         """Reset the completion word at `position` in a space before it is handed out."""
-        write_word(self.address(space) + position, 0)
+        write_word(self._word_address(space, position), 0)
 
     def word_is(self, space: Space, position: int, value: int) -> bool:
         """Whether the completion word at `position` has been published."""
-        return read_word(self.address(space) + position) == value
+        return read_word(self._word_address(space, position)) == value
 
     def check(self) -> None:
         """Walk the invariants.
@@ -124,6 +124,9 @@ class LandingArena:
     def close(self) -> None:
         """Unmap the arena; idempotent."""
         self.arena.close()
+
+    def _word_address(self, space: Space, position: int) -> int:
+        return self.address(space) + position
 
     def _prefault(self) -> None:
         wanted = self._buddy.stats()["high_water_bytes"] + PREFAULT_BYTES

@@ -23,7 +23,7 @@ from mempool import write_word
 from p2p_engine.affinity import restore_affinity
 from p2p_engine.cuda import Cuda
 from p2p_engine.errors import P2pError, TransportError
-from p2p_engine.jobs import Moment
+from p2p_engine.jobs import Moment, still_running
 from p2p_engine.layout import Int64s
 from p2p_engine.pack import Pack
 
@@ -227,10 +227,9 @@ class Device:
     def stop_copies(self, timeout: float) -> bool:
         """Take no more copies; whether all have ended in time."""
         self._takes_no_more = True
-        deadline = time.monotonic() + timeout
         for job in list(self._copies):
             job.cancel()
-        return all(job.wait(max(0.0, deadline - time.monotonic())) for job in list(self._copies))
+        return not still_running(list(self._copies), timeout)
 
     def close(self, timeout: float) -> bool:
         """Stop the thread and let streams and events go; idempotent. False: it did not stop."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mempool import Buddy, read_word, write_word
+from mempool import Buddy
 from p2p_engine.arena import BUFFER, MIN_BLOCK_BYTES, POOL, LandingArena, Space, round_up
 from p2p_engine.device import Device
 
@@ -92,14 +92,6 @@ class DeviceLanding(LandingArena):
             return self._buddy.offset(self._words[space])
         return space.offset + position
 
-    def clear_word(self, space: Space, position: int) -> None:
-        """Reset the completion word of a space before it is handed out."""
-        write_word(self.arena.address + self.word_offset(space, position), 0)
-
-    def word_is(self, space: Space, position: int, value: int) -> bool:
-        """Whether the completion word of a space has been published."""
-        return read_word(self.arena.address + self.word_offset(space, position)) == value
-
     def check(self) -> None:
         """Walk the invariants.
 
@@ -121,6 +113,9 @@ class DeviceLanding(LandingArena):
         self._device.run(lambda: cuda.free(self.device_address), 10.0)
         self._device.run(lambda: cuda.unregister(host.address), 10.0)
         super().close()
+
+    def _word_address(self, space: Space, position: int) -> int:
+        return self.arena.address + self.word_offset(space, position)
 
     def _register(self) -> None:
         self._device.cuda.register(self.arena.address, self.arena.nbytes)

@@ -80,21 +80,9 @@ class Dispatch:
             self._on_answer(link, message)
 
     def _on_answer(self, link: Link, message: AnyMessage) -> None:
-        if isinstance(message, Grant):
-            self._sender.on_grant(link, message)
-        elif isinstance(message, Deny):
-            self._sender.on_deny(message)
-        elif isinstance(message, Commit):
-            self._sender.on_commit(message)
-        elif isinstance(message, Fail):
-            self._sender.on_fail(message)
-        elif isinstance(message, Cancel):
-            self._sender.on_cancel(link, message)
-        elif isinstance(message, Gone):
+        if isinstance(message, Gone):
             self._awaited.on_gone(message.key, TransferRejected(f"{link.target}: {message.reason}"))
-        elif isinstance(message, AbandonOk):
-            self._sender.on_abandon_ok(link, message.key)
-        elif not isinstance(message, Pong | Bye):
+        elif not tell_sender(self._sender, link, message) and not isinstance(message, Pong | Bye):
             raise RemoteProtocolError(f"{type(message).__name__} is not an answer")
 
     def _from_guest(self, route: Route, message: AnyMessage) -> None:
@@ -136,3 +124,22 @@ class Dispatch:
 
         content = (want.key, want.binding)
         self._holds.on_want(content, PeerAddress(guest.address), guest.spec, gone)
+
+
+def tell_sender(sender: Sender, link: Link, message: AnyMessage) -> bool:
+    """Hand the answer to a chunk, or to ABANDON, to the sender; False: it is about neither."""
+    if isinstance(message, Grant):
+        sender.on_grant(link, message)
+    elif isinstance(message, Deny):
+        sender.on_deny(message)
+    elif isinstance(message, Commit):
+        sender.on_commit(message)
+    elif isinstance(message, Fail):
+        sender.on_fail(message)
+    elif isinstance(message, Cancel):
+        sender.on_cancel(link, message)
+    elif isinstance(message, AbandonOk):
+        sender.on_abandon_ok(link, message.key)
+    else:
+        return False
+    return True

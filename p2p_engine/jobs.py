@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -69,3 +70,9 @@ class Copier(Protocol):
 def after(moments: Iterable[Moment]) -> dict[str, Any]:
     """Return the argument that makes a copy wait for these moments."""
     return {"after": moments} if moments else {}
+
+
+def still_running(jobs: Iterable[Job], timeout: float) -> set[Job]:
+    """Wait for jobs, at most `timeout` seconds for all; return those that have not ended."""
+    deadline = time.monotonic() + timeout
+    return {job for job in jobs if not job.wait(max(0.0, deadline - time.monotonic()))}

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from mempool import Mover, write_word
 from p2p_engine.arena import LandingArena
 from p2p_engine.config import EngineConfig
+from p2p_engine.dispatch import tell_sender
 from p2p_engine.errors import P2pError, PeerLost, TransportError
 from p2p_engine.layout import Regions
 from p2p_engine.messages import (
@@ -27,12 +28,8 @@ from p2p_engine.messages import (
     AbandonOk,
     AnyMessage,
     Bye,
-    Cancel,
     Cancelled,
-    Commit,
-    Deny,
     Done,
-    Fail,
     Grant,
     Message,
     Offer,
@@ -536,19 +533,7 @@ class World:
             self._reply(epoch, AbandonOk, (message.key,))
 
     def _to_sender(self, link: Link, message: AnyMessage) -> None:
-        if isinstance(message, Grant):
-            self.sender.on_grant(link, message)
-        elif isinstance(message, Deny):
-            self.sender.on_deny(message)
-        elif isinstance(message, Commit):
-            self.sender.on_commit(message)
-        elif isinstance(message, Fail):
-            self.sender.on_fail(message)
-        elif isinstance(message, Cancel):
-            self.sender.on_cancel(link, message)
-        elif isinstance(message, AbandonOk):
-            self.sender.on_abandon_ok(link, message.key)
-        elif isinstance(message, Bye):
+        if not tell_sender(self.sender, link, message) and isinstance(message, Bye):
             self.close_link(PeerLost("bye"))
 
     def _reply(self, epoch: int, kind: type[Message], fields: tuple[Any, ...]) -> None:

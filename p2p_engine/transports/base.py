@@ -5,7 +5,6 @@ All methods run under the engine's lock; those marked so in callbacks of the con
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeAlias
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from mempool import Mover
 from p2p_engine.errors import TransportError
-from p2p_engine.jobs import Job, Moment
+from p2p_engine.jobs import Job, Moment, still_running
 from p2p_engine.layout import Regions
 from p2p_engine.messages import Grant
 
@@ -124,6 +123,26 @@ class Transport(Protocol):
         ...
 
 
+class SenderWrites:
+    """What is common to the transports whose senders write into the receiver's memory."""
+
+    receiver_writes = False
+    scatters = False
+
+    def expect(
+        self,
+        source_epoch: int,
+        seq: int,
+        regions: Regions,
+        *,
+        checked: bool,
+        tag: object,
+        keep: object,
+    ) -> Job:
+        """Never: the sender writes."""
+        raise TransportError("expect: the sender writes")
+
+
 class ArenaChannel:
     """Writes straight into an arena at `base` in this process's address space, trailer last."""
 
@@ -177,9 +196,3 @@ class ArenaChannel:
             job.cancel()
         self._jobs = still_running(self._jobs, timeout)
         return not self._jobs
-
-
-def still_running(jobs: Iterable[Job], timeout: float) -> set[Job]:
-    """Wait for jobs, at most `timeout` seconds for all; return those that have not ended."""
-    deadline = time.monotonic() + timeout
-    return {job for job in jobs if not job.wait(max(0.0, deadline - time.monotonic()))}

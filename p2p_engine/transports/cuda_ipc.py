@@ -24,10 +24,10 @@ from p2p_engine.cuda import IPC_HANDLE_BYTES
 from p2p_engine.device import Device, DeviceJob
 from p2p_engine.device_landing import DEVICE_OFFSET, DeviceLanding
 from p2p_engine.errors import TransportError
-from p2p_engine.jobs import Job, Moment
+from p2p_engine.jobs import Job, Moment, still_running
 from p2p_engine.layout import Int64s, Regions
 from p2p_engine.messages import Grant
-from p2p_engine.transports.base import Broken, Connected, Endpoint, still_running, trailer_offset
+from p2p_engine.transports.base import Broken, Connected, Endpoint, trailer_offset
 from p2p_engine.transports.shm import ShmTransport
 
 logger = logging.getLogger(__name__)

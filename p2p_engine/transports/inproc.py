@@ -7,9 +7,7 @@ import secrets
 from mempool import Arena, Mover
 from p2p_engine.arena import POOL, LandingArena
 from p2p_engine.errors import TransportError
-from p2p_engine.jobs import Job
-from p2p_engine.layout import Regions
-from p2p_engine.transports.base import ArenaChannel, Connected, Endpoint
+from p2p_engine.transports.base import ArenaChannel, Connected, Endpoint, SenderWrites
 
 _arenas: dict[str, LandingArena] = {}  # secret name → the receiver that gave it out
 _live_epochs: set[int] = set()  # the engines of this process whose movers may run
@@ -30,12 +28,10 @@ class InprocChannel(ArenaChannel):
         return True
 
 
-class InprocTransport:
+class InprocTransport(SenderWrites):
     """For tests and examples; the same protocol as between processes."""
 
     name = "inproc"
-    receiver_writes = False
-    scatters = False
     checks = True
     places: tuple[str, ...] = (POOL,)
 
@@ -59,19 +55,6 @@ class InprocTransport:
         else:
             arena = Arena.attach(landing.arena.fileno(), landing.arena.nbytes)
             connected(InprocChannel(self._mover, arena))
-
-    def expect(
-        self,
-        source_epoch: int,
-        seq: int,
-        regions: Regions,
-        *,
-        checked: bool,
-        tag: object,
-        keep: object,
-    ) -> Job:
-        """Never: the sender writes."""
-        raise TransportError("expect: the sender writes")
 
     def is_gone(self, source_epoch: int) -> bool:
         """Whether the sender's engine was closed, its mover joined."""

@@ -21,7 +21,7 @@ from p2p_engine.errors import TransportError
 from p2p_engine.jobs import Job, Moment
 from p2p_engine.layout import Regions
 from p2p_engine.messages import Grant
-from p2p_engine.transports.base import ArenaChannel, Broken, Connected, Endpoint
+from p2p_engine.transports.base import ArenaChannel, Broken, Connected, Endpoint, SenderWrites
 from p2p_engine.transports.handshake import PREAMBLE, Dial, Dials, Door, Tokens, send_descriptor
 
 
@@ -76,12 +76,10 @@ class ShmChannel(ArenaChannel):
             self._broken(TransportError("the receiver closed the connection"))
 
 
-class ShmTransport:
+class ShmTransport(SenderWrites):
     """Shared memory on one host; one copy by the sender."""
 
     name = "shm"
-    receiver_writes = False
-    scatters = False
     checks = True
     places: tuple[str, ...] = (POOL,)
 
@@ -136,19 +134,6 @@ class ShmTransport:
             self._make_channel(endpoint, arena, connection, connected)
 
         Dial(self._dials, self._control, socket.AF_UNIX, name, preamble, answered, connected)
-
-    def expect(
-        self,
-        source_epoch: int,
-        seq: int,
-        regions: Regions,
-        *,
-        checked: bool,
-        tag: object,
-        keep: object,
-    ) -> Job:
-        """Never: the sender writes."""
-        raise TransportError("expect: the sender writes")
 
     def is_gone(self, source_epoch: int) -> bool:
         """Whether the sender's end of the socket is closed: only who holds it can write here."""

@@ -13,10 +13,10 @@ from p2p_engine.addresses import join_address, split_address
 from p2p_engine.arena import POOL
 from p2p_engine.control import ControlPlane
 from p2p_engine.errors import TransportError
-from p2p_engine.jobs import Job, Moment
+from p2p_engine.jobs import Job, Moment, still_running
 from p2p_engine.layout import Regions
 from p2p_engine.messages import Grant
-from p2p_engine.transports.base import Broken, Connected, Endpoint, still_running
+from p2p_engine.transports.base import Broken, Connected, Endpoint
 from p2p_engine.transports.handshake import ACCEPTED, PREAMBLE, Dial, Dials, Door, Tokens
 
 WATCH_SEQ = (1 << 63) - 1

@@ -7,6 +7,7 @@ kernel can touch its memory any more. Nothing that an aborted group has delivere
 
 from __future__ import annotations
 
+import abc
 import logging
 import socket
 import time
@@ -40,7 +41,7 @@ class Resources:
     patience_seconds: float  # for the making of a group, and for a piece whose kernels run
 
 
-class Pair:
+class Pair(abc.ABC):
     """One direction between two engines, on one of its sides."""
 
     rank: int
@@ -58,9 +59,9 @@ class Pair:
         return self.error is not None
 
     @property
+    @abc.abstractmethod
     def is_idle(self) -> bool:
         """Whether its group is ready and moves nothing."""
-        raise NotImplementedError
 
     def tick(self, now: float) -> None:
         """Look after the group: its making, its errors, kernels that do not end."""
@@ -138,29 +139,29 @@ class Pair:
 
     # For the two kinds of pairs
 
+    @abc.abstractmethod
     def evict(self) -> None:
         """End an idle group on both sides, soon."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def made(self) -> None:
         """The communicator has been initialised."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def heard(self, frame: Frame) -> None:
         """The other side has said something about the live group.
 
         Raises:
             TransportError: it may not say so.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def ended(self, piece: Piece, *, counts: bool) -> None:
         """A kernel has ended; what it moved counts only if its group has not been aborted."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def broken(self) -> None:
         """The pair has failed: end what has no kernel."""
-        raise NotImplementedError
 
     def _kernel_ended(self, group: Group, piece: Piece) -> None:
         counts = group is self.group

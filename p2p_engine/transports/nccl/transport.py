@@ -17,10 +17,10 @@ from p2p_engine.arena import BUFFER
 from p2p_engine.control import ControlPlane
 from p2p_engine.device import Device, DeviceJob
 from p2p_engine.errors import ConfigError, TransportError
-from p2p_engine.jobs import Job, Moment
+from p2p_engine.jobs import Job, Moment, still_running
 from p2p_engine.layout import Regions
 from p2p_engine.messages import Grant
-from p2p_engine.transports.base import Broken, Channel, Connected, Endpoint, still_running
+from p2p_engine.transports.base import Broken, Channel, Connected, Endpoint
 from p2p_engine.transports.handshake import ACCEPTED, PREAMBLE, Dial, Dials, Door, Tokens
 from p2p_engine.transports.nccl.groups import Groups
 from p2p_engine.transports.nccl.library import Nccl, show_version
