@@ -137,6 +137,26 @@ def test_nothing_leaves_before_it_is_computed(double: GpuDouble) -> None:
         del moment, job
 
 
+def test_a_kernel_that_is_launched_late_is_waited_for(double: GpuDouble, rng: SeededRandom) -> None:
+    """NCCL's calls return before the kernel is in its stream, and refuse another one until then."""
+    memory = random_memory(rng, MIB)
+    with pairs(slab_bytes=MIB // 4) as pair:
+        channel, landing = pair.channel(), pair.grant(None, memory.nbytes)
+        with double.fault(launch_hangs=1):
+            source = one_region(memory.ctypes.data, memory.nbytes)
+            job = channel.write(source, landing.grant, lane=1, checked=False, tag=None, keep=memory)
+            assert landing.job is not None
+            eventually(lambda: landing.job is not None and landing.job.state == "running")
+            for half in (pair.sender, pair.receiver):
+                assert half.device is not None
+                for _ in range(20):  # its thread has looked at all streams again
+                    half.device.run(lambda: None, 5.0)
+            assert not job.done
+            assert not landing.job.done
+        eventually(lambda: pair.has_landed(landing, memory.nbytes))
+        assert pair.bytes_of(landing, memory.nbytes) == memory.tobytes()
+
+
 def failure(connect: Callable[[], Channel | TransportError]) -> str:
     outcome = connect()
     assert isinstance(outcome, TransportError)
@@ -186,7 +206,10 @@ def test_no_unique_id_before_the_peer_has_agreed(double: GpuDouble) -> None:
     assert double["unique_ids"] == ids
 
 
-@pytest.mark.parametrize("fault", [{"send_hangs": 1}, {"send_hangs": 1, "async_error": 6}])
+@pytest.mark.parametrize(
+    "fault",
+    [{"send_hangs": 1}, {"send_hangs": 1, "async_error": 6}, {"launch_hangs": 1}],
+)
 def test_a_transfer_that_fails_on_the_gpu_ends_and_is_never_taken_for_whole(
     double: GpuDouble, rng: SeededRandom, fault: dict[str, int]
 ) -> None:

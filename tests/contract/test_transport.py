@@ -19,9 +19,11 @@ from p2p_engine.layout import Regions, one_region
 from p2p_engine.messages import Grant
 from p2p_engine.transports.base import Channel, Endpoint
 from p2p_engine.transports.handshake import PREAMBLE
+from tests.gpu_double import GpuDouble
 from tests.support import SeededRandom, eventually
 from tests.transport_pair import MIB, NAMES, TRAILER, Pair, random_memory, write
 
+GpuDouble()  # before any test looks at the threads that there are
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 

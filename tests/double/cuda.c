@@ -83,6 +83,7 @@ static const char* const NAMES[NUM_VALUES] = {
     [INIT_FAILS] = "init_fails",
     [ASYNC_ERROR] = "async_error",
     [SEND_HANGS] = "send_hangs",
+    [LAUNCH_HANGS] = "launch_hangs",
     [ABORT_HANGS] = "abort_hangs",
     [IS_NETWORK] = "is_network",
     [MALLOC_FAILS] = "malloc_fails",

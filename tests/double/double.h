@@ -4,9 +4,10 @@
  *
  * What it keeps of the real ones, because deadlocks and races come from it: order within a stream;
  * sends and receives that block until the other side runs, without any buffering; communicators
- * whose operations are serialised whatever their streams; a bounded number of kernels that can be
- * resident on a device; calls that wait for the whole device; an abort that leaves garbage behind
- * and waits for the peer's. */
+ * whose operations are serialised whatever their streams, and whose kernels are launched some time
+ * after the call, the first ones when both ranks have called; a bounded number of kernels that can
+ * be resident on a device; calls that wait for the whole device; an abort that leaves garbage
+ * behind and waits for the peer's. */
 #ifndef DOUBLE_H
 #define DOUBLE_H
 
@@ -28,6 +29,7 @@ typedef enum {
     INIT_FAILS,   /* the result that initialisation ends with, 0: success */
     ASYNC_ERROR,  /* what ncclCommGetAsyncError says from now on, 0: nothing */
     SEND_HANGS,   /* sends never complete */
+    LAUNCH_HANGS, /* calls that move bytes stay in progress, their kernels are not launched */
     ABORT_HANGS,  /* aborts do not return while it is set */
     IS_NETWORK,   /* communicators run over a network: dead peers are noticed, aborts are local */
     MALLOC_FAILS, /* cudaMalloc has no memory */

@@ -67,6 +67,9 @@ typedef struct comm {
     atomic_bool is_aborted;
     bool has_ended;
     bool is_initialising; /* these under the lock */
+    bool is_made;
+    bool is_launching;
+    bool is_connected;
     uint64_t next_ticket;
     uint64_t serving;
     bool has_sent;
@@ -273,6 +276,7 @@ initialise_main(void* argument) {
     result_t result = initialise(comm);
     pthread_mutex_lock(&double_lock);
     atomic_store(&comm->state, (int)result);
+    comm->is_made = result == SUCCESS;
     comm->is_initialising = false;
     pthread_cond_broadcast(&double_changed);
     pthread_mutex_unlock(&double_lock);
@@ -381,13 +385,13 @@ end(comm_t* comm, bool is_abort) {
         eventfd_write(comm->wake, 1);
     }
     pthread_cond_broadcast(&double_changed);
-    while (comm->is_initialising || comm->serving < comm->next_ticket ||
+    while (comm->is_initialising || comm->is_launching || comm->serving < comm->next_ticket ||
            (is_abort && atomic_load(&double_values[ABORT_HANGS]))) {
         pthread_cond_wait(&double_changed, &double_lock);
     }
     pthread_mutex_unlock(&double_lock);
     if (comm->socket >= 0) {
-        if (atomic_load(&comm->state) == SUCCESS) {
+        if (comm->is_made) {
             wait_for_peers_end(comm);
         }
         close(comm->socket);
@@ -499,6 +503,59 @@ launch(transfer_t* transfer, stream_t* stream) {
     stream_enqueue(stream, &transfer->base);
 }
 
+/* Both ranks come here before their first kernel is launched; so does the real one. */
+static bool
+connect_ranks(comm_t* comm) {
+    char byte = 0;
+    bool is_done = comm->is_connected || (write_all(comm, &byte, 1) && read_all(comm, &byte, 1));
+    comm->is_connected = is_done;
+    return is_done;
+}
+
+typedef struct {
+    transfer_t* transfer;
+    stream_t* stream;
+} launch_t;
+
+static void*
+launch_main(void* argument) {
+    launch_t self = *(launch_t*)argument;
+    comm_t* comm = self.transfer->comm;
+    free(argument);
+    pthread_setname_np(pthread_self(), "double-launch");
+    pthread_mutex_lock(&double_lock);
+    while (atomic_load(&double_values[LAUNCH_HANGS]) && !atomic_load(&comm->is_aborted)) {
+        wait_briefly();
+    }
+    pthread_mutex_unlock(&double_lock);
+    bool is_connected = !atomic_load(&comm->is_aborted) && connect_ranks(comm);
+    if (is_connected) {
+        launch(self.transfer, self.stream);
+    } else {
+        free(self.transfer);
+    }
+    pthread_mutex_lock(&double_lock);
+    atomic_store(&comm->state, is_connected ? SUCCESS : SYSTEM_ERROR);
+    comm->is_launching = false;
+    pthread_cond_broadcast(&double_changed);
+    pthread_mutex_unlock(&double_lock);
+    return NULL;
+}
+
+/* Of a communicator that does not block: the kernel comes some time after the call. */
+static result_t
+launch_later(transfer_t* transfer, stream_t* stream) {
+    comm_t* comm = transfer->comm;
+    launch_t* self = calloc(1, sizeof *self);
+    *self = (launch_t){transfer, stream};
+    comm->is_launching = true;
+    atomic_store(&comm->state, IN_PROGRESS);
+    pthread_t thread;
+    pthread_create(&thread, NULL, launch_main, self);
+    pthread_detach(thread);
+    return IN_PROGRESS;
+}
+
 static result_t
 move(comm_t* comm, void* buffer, size_t count, int kind, int peer, stream_t* stream, bool is_send) {
     if (comm->has_ended || atomic_load(&comm->state) != SUCCESS || kind < 0 || kind > 11 ||
@@ -515,8 +572,7 @@ move(comm_t* comm, void* buffer, size_t count, int kind, int peer, stream_t* str
     transfer->nbytes = count * (size_t)KIND_BYTES[kind];
     transfer->is_send = is_send;
     if (group_depth == 0 && comm->num_ranks > 1) {
-        launch(transfer, stream);
-        return SUCCESS;
+        return launch_later(transfer, stream);
     }
     if (group_depth == 0 || num_grouped == MAX_GROUPED) {
         free(transfer);

@@ -9,9 +9,11 @@ For the device's thread.
 
 from __future__ import annotations
 
+import collections
 import enum
 import itertools
 import time
+from collections.abc import Callable
 
 from p2p_engine.device import Device
 from p2p_engine.errors import TransportError
@@ -57,11 +59,18 @@ class Group:
         self._comm = 0
         self._free_before = 0
         self._stream = device.cuda.create_stream()
+        self._queue: collections.deque[tuple[int, int, Callable[[], None]]] = collections.deque()
+        self._launching: Callable[[], None] | None = None  # NCCL launches it in its own time
 
     @staticmethod
     def next_number() -> int:
         """Return a number that no other group of this process has."""
         return next(_numbers)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether NCCL has not ended a call: until then it refuses another one."""
+        return self.state is GroupState.MAKING or self._launching is not None
 
     @property
     def estimated_bytes(self) -> int:
@@ -84,17 +93,20 @@ class Group:
         self.state = GroupState.MAKING
 
     def look(self) -> bool:
-        """Look at the communicator; True once, when it has been made.
+        """Look at the communicator, and go on; True once, when it has been made.
 
         Raises:
             TransportError: it has failed.
         """
-        if self.state in (GroupState.WANTED, GroupState.ENDED) or not self._comm:
+        if not self._comm or self._nccl.is_in_progress(self._comm):
             return False
-        is_in_progress = self._nccl.is_in_progress(self._comm)
-        if self.state is GroupState.MAKING and not is_in_progress:
+        if self.state is GroupState.MAKING:
             self.state = GroupState.JOINING
             return True
+        ended, self._launching = self._launching, None
+        if ended is not None:
+            self._device.after_now(self._stream, ended)
+            self._launch_next()
         return False
 
     def joined(self) -> None:
@@ -103,16 +115,17 @@ class Group:
         self.used_at = time.monotonic()
         self.measured_bytes = max(0, self._free_before - self._device.cuda.memory()[0])
 
-    def move(self, address: int, nbytes: int) -> int:
-        """Launch the kernel of this side; returns the stream it runs on.
+    def move(self, address: int, nbytes: int, ended: Callable[[], None]) -> None:
+        """Launch the kernel of this side behind those before it. `ended` is called when it does not
+        touch the memory any more, also when the group ends before: then what is there is garbage.
 
         Raises:
             TransportError: NCCL refuses.
         """
-        call = self._nccl.send if self._rank == 0 else self._nccl.recv
-        call(self._comm, address, nbytes, 1 - self._rank, self._stream)
+        self._queue.append((address, nbytes, ended))
         self.used_at = time.monotonic()
-        return self._stream
+        if self._launching is None:
+            self._launch_next()
 
     def end(self) -> None:
         """Abort, in the reaper; idempotent."""
@@ -120,12 +133,25 @@ class Group:
             return
         self.state = GroupState.ENDED
         comm, self._comm = self._comm, 0
+        for *_, ended in self._queue:
+            self._device.post(ended)
+        self._queue.clear()
         if comm:
-            self._reaper.abort(comm, self._release_stream)
+            self._reaper.abort(comm, self._release)
         else:
-            self._release_stream()
+            self._release()
 
-    def _release_stream(self) -> None:
+    def _launch_next(self) -> None:
+        if self._queue:
+            address, nbytes, self._launching = self._queue.popleft()
+            call = self._nccl.send if self._rank == 0 else self._nccl.recv
+            call(self._comm, address, nbytes, 1 - self._rank, self._stream)
+
+    def _release(self) -> None:
+        """What was being launched when the group ended may have run until now."""
+        ended, self._launching = self._launching, None
+        if ended is not None:
+            ended()
         self._device.cuda.destroy_stream(self._stream)
 
 

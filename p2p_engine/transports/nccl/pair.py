@@ -85,10 +85,10 @@ class Pair(abc.ABC):
             TransportError: NCCL refuses.
         """
         group.make(unique_id)
-        self.shared.device.when([_Making(self, group)], lambda: None)
+        self._follow(group)
 
     def look(self, group: Group) -> None:
-        """Look whether a group has been made, or has failed."""
+        """Look whether a group has been made, has launched a kernel, or has failed."""
         try:
             if group.look():
                 self.made()
@@ -118,14 +118,16 @@ class Pair(abc.ABC):
         self._wire.say(Frame(kind, number, **fields))  # type: ignore[arg-type]
 
     def launch(self, piece: Piece, address: int) -> None:
-        """Start this side's kernel; `ended(piece, True)` follows unless the group ends before."""
+        """Start this side's kernel; `ended` follows, which counts unless the group ends before."""
         group = self.group
         if group is None:
             return
+        self._kernels_since[piece] = time.monotonic()
         try:
-            stream = group.move(address, piece.nbytes)
-            self._kernels_since[piece] = time.monotonic()
-            self.shared.device.after_now(stream, lambda: self._kernel_ended(group, piece))
+            is_followed = group.is_busy
+            group.move(address, piece.nbytes, lambda: self._kernel_ended(group, piece))
+            if not is_followed:
+                self._follow(group)
         except TransportError as error:
             self.fail(error)
 
@@ -163,6 +165,10 @@ class Pair(abc.ABC):
     def broken(self) -> None:
         """The pair has failed: end what has no kernel."""
 
+    def _follow(self, group: Group) -> None:
+        """Look again and again until NCCL has ended what it was told."""
+        self.shared.device.when([_Progress(self, group)], lambda: None)
+
     def _kernel_ended(self, group: Group, piece: Piece) -> None:
         counts = group is self.group
         if counts:
@@ -174,8 +180,8 @@ class Pair(abc.ABC):
             self.heard(frame)
 
 
-class _Making:
-    """The moment at which a group has been made, or has failed."""
+class _Progress:
+    """The moment at which NCCL has ended what a group told it, or has failed."""
 
     def __init__(self, pair: Pair, group: Group) -> None:
         self._pair = pair
@@ -184,4 +190,4 @@ class _Making:
     def is_complete(self) -> bool:
         """Look, and tell the pair."""
         self._pair.look(self._group)
-        return self._group.state is not GroupState.MAKING
+        return self._group.state is GroupState.ENDED or not self._group.is_busy

@@ -63,7 +63,7 @@ class Reaper:
             self._nccl.abort(comm)
         except TransportError as error:
             logger.warning("a communicator could not be aborted: %s", error)
+        self._device.post(ended)  # before anybody who waits closes the device
         with self._changed:
             del self._since[comm]
             self._changed.notify_all()
-        self._device.post(ended)

@@ -10,8 +10,10 @@ So no kernel is launched before both sides hold all that they need:
       ◄───────────────────────── GO order    (or REFUSE: nobody wants it any more)
     checks the order, launches its kernel
 
-A receive kernel therefore only ever waits for a sender that holds its slot already and needs
-nothing more. A sender that waits holds send slots, which no receiver needs. Slots bound how many
+NCCL launches a kernel some time after it is told to. It needs nothing of the peer for that, but for
+the first one of a communicator: there both must have been told, so that GO does not wait for it. A
+receive kernel therefore only ever waits for a sender that holds its slot already and needs nothing
+more. A sender that waits holds send slots, which no receiver needs. Slots bound how many
 kernels there are on a device; those of one communicator run in the same order on both sides.
 """
 
