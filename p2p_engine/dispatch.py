@@ -22,6 +22,7 @@ from p2p_engine.messages import (
     Fail,
     Gone,
     Grant,
+    Greet,
     Location,
     Offer,
     Ping,
@@ -82,7 +83,9 @@ class Dispatch:
     def _on_answer(self, link: Link, message: AnyMessage) -> None:
         if isinstance(message, Gone):
             self._awaited.on_gone(message.key, TransferRejected(f"{link.target}: {message.reason}"))
-        elif not tell_sender(self._sender, link, message) and not isinstance(message, Pong | Bye):
+        elif not tell_sender(self._sender, link, message) and not isinstance(
+            message, Pong | Bye | Greet
+        ):
             raise RemoteProtocolError(f"{type(message).__name__} is not an answer")
 
     def _from_guest(self, route: Route, message: AnyMessage) -> None:

@@ -19,6 +19,7 @@ from p2p_engine.messages import (
     AnyMessage,
     Bye,
     CacheSpec,
+    Greet,
     Hello,
     Message,
     Ping,
@@ -94,7 +95,7 @@ class Guests:
         if message.destination_epoch != self._epoch:
             return None  # for an engine that is no more; PONG tells who is here now
         if guest is None or guest.route != route:
-            self._control.send(route, encode(Bye(self._epoch, epoch)))  # greet first
+            self._control.send(route, encode(Greet(self._epoch, epoch)))
             return None
         guest.heard_at = self._clock()
         if isinstance(message, Bye):

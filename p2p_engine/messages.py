@@ -11,7 +11,7 @@ import msgspec
 
 from p2p_engine.errors import LocalProtocolError, RemoteProtocolError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 1 << 16
 MAX_LAYERS = 1 << 10
 MAX_REASON = 500  # characters that say why; fewer than a Text holds
@@ -227,6 +227,10 @@ class Refuse(Message, tag="REFUSE"):
     reason: Text
 
 
+class Greet(Message, tag="GREET"):
+    """You are not known here, or no more: HELLO comes first. What is open stays open."""
+
+
 class Ping(Message, tag="PING"):
     """Are you there? Answered by PONG."""
 
@@ -363,8 +367,8 @@ class Release(Message, tag="RELEASE"):
 
 
 AnyMessage: TypeAlias = (
-    Hello | Welcome | Refuse | Ping | Pong | Bye | Lookup | Location | Offer | Grant | Deny | Done
-    | Commit | Fail | Cancel | Cancelled | Abandon | AbandonOk | Want | Gone | Release
+    Hello | Welcome | Refuse | Greet | Ping | Pong | Bye | Lookup | Location | Offer | Grant | Deny
+    | Done | Commit | Fail | Cancel | Cancelled | Abandon | AbandonOk | Want | Gone | Release
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -2,7 +2,8 @@
 
 LOCATING → ask the instance's directory where the rank is      (only when a rank is given)
 GREETING → HELLO is out; WELCOME or REFUSE is awaited
-READY    → messages may be sent; PING keeps asking whether the peer lives
+READY    → messages may be sent; PING keeps asking whether the peer lives; a peer that has
+           forgotten us, because it did not hear us for long, says GREET: back to GREETING
 CLOSED   → the end; `error` says why. The next use of the same target makes a new link.
 Who wants to send bytes asks for a channel too: transport after transport is tried, best first. The
 end of a channel is not the end of its link: whoever needs another one asks again.
@@ -34,6 +35,7 @@ from p2p_engine.messages import (
     AnyMessage,
     Bye,
     CacheSpec,
+    Greet,
     Hello,
     Location,
     Lookup,
@@ -234,6 +236,8 @@ class Links:
                 known = link
                 if isinstance(message, Bye):
                     self.close_link(link, PeerLost(f"peer {link.target} is closing"))
+                elif isinstance(message, Greet):
+                    self._greet_again(link)
         return known
 
     def excuse(self, seconds: float) -> None:
@@ -337,6 +341,14 @@ class Links:
         hello = Hello(self._epoch, 0, PROTOCOL_VERSION, self._control.address, self._spec, {})
         self._control.send(Route(link.address), encode(hello))
 
+    def _greet_again(self, link: Link) -> None:
+        """The peer lives, and knows us no more: what is open goes on when it does."""
+        if link.ready:
+            logger.info("link greets again: peer=%s", link.target)
+            link.state = LinkState.GREETING
+            link.deadline = self._clock() + self._config.connect_timeout_seconds
+            self._ask(link)
+
     def _located(self, directory: str, message: Location) -> None:
         link = self._links.get(PeerAddress(directory, message.rank))
         if link is None or link.state is not LinkState.LOCATING:
@@ -354,18 +366,20 @@ class Links:
         self._ask(link)
 
     def _welcomed(self, link: Link, message: Welcome) -> None:
+        if link.epoch not in (0, message.source_epoch):
+            self.close_link(link, PeerLost(f"peer {link.target} was restarted"))
+            return
         if link.state is LinkState.GREETING:
             link.epoch, link.heard_at = message.source_epoch, self._clock()
             link.endpoints, link.state = message.endpoints, LinkState.READY
             link.invited_at = link.heard_at
             link.spec, link.checksum = message.spec, message.checksum
             self._on_ready(link)
-            self._open_channel(link)
-        elif link.epoch != message.source_epoch:
-            self.close_link(link, PeerLost(f"peer {link.target} was restarted"))
-        elif link.asking:
+        if link.asking:
             link.endpoints = message.endpoints
             self._dial(link)
+        else:
+            self._open_channel(link)
 
     def _open_channel(self, link: Link) -> None:
         if not link.ready or not link.data or link.connecting or link.channel is not None:

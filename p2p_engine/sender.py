@@ -46,7 +46,7 @@ from p2p_engine.messages import (
     TransferKey,
     shorten,
 )
-from p2p_engine.peers import Link, Links, PeerAddress
+from p2p_engine.peers import Link, Links, LinkState, PeerAddress
 from p2p_engine.stats import Counters
 from p2p_engine.transfer import Transfer, lane_of
 
@@ -250,7 +250,9 @@ class Sender:
                 self._offer(chunk)
 
     def link_ready(self, link: Link) -> None:
-        """Tell the peer what will not come."""
+        """Tell the peer what will not come, and again what it has forgotten."""
+        for chunk in self._on_link(link):
+            self._repeat(chunk)
         for (key, _), abandonment in self._abandoned.items():
             if abandonment.link is link:
                 self._tell_abandoned(key, abandonment)
@@ -364,7 +366,7 @@ class Sender:
     def _job_ended(self, chunk: Chunk, job: Job) -> None:
         if job is not chunk.job or chunk.state is not ChunkState.WRITING:
             return
-        if job.state == "done" and chunk.link.ready:
+        if job.state == "done" and chunk.link.state is not LinkState.CLOSED:
             self._counters.writing_seconds += self._clock() - chunk.writing_since
             chunk.checksum = job.checksum or 0
             self._written(chunk, job.nbytes)

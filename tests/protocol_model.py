@@ -52,7 +52,7 @@ def moves_of(world: World, path: tuple[Move, ...], bounds: Bounds) -> list[Move]
     used = Counter(name for name, _ in path)
     link = world.links.link
     moves: list[Move] = []
-    if link is not None and link.channel is None:
+    if link is not None and (link.channel is None or not link.ready):
         moves.append(("connect", 0))
     if world.jobs or world.ended or any(channel.stream for channel in world.channels.values()):
         moves.append(("work", 0))
@@ -127,7 +127,7 @@ def name_of(world: World, used: Counter[str]) -> str:
     link = world.links.link
     parts = (
         network, chunks, landings, jobs, streams, ends, world.now, world.epoch,
-        sorted(world.guests), link is not None and link.channel is not None, world.links.greeted,
+        sorted(world.guests), link is not None and (link.state.name, link.channel is not None),
         sorted(used.items()),
         sorted(world.sender._abandoned), len(world.breaking), sorted(world.transport.connected),
     )  # fmt: skip

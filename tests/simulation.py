@@ -27,10 +27,10 @@ from p2p_engine.messages import (
     Abandon,
     AbandonOk,
     AnyMessage,
-    Bye,
     Cancelled,
     Done,
     Grant,
+    Greet,
     Message,
     Offer,
     TransferKey,
@@ -251,12 +251,11 @@ class SimLinks:
     world: World
     epoch: int
     link: Link | None = None
-    greeted: bool = False
 
     def get(self, target: PeerAddress, *, data: bool) -> Link:
         """Return the link, dialling when there is none; the test lets it connect."""
         if self.link is None:
-            self.link = Link(target, target.address, LinkState.READY, 1e9, epoch=STORE_EPOCH)
+            self.link = Link(target, target.address, LinkState.GREETING, 1e9, epoch=STORE_EPOCH)
         return self.link
 
     def send(self, link: Link, kind: type[Message], *fields: Any) -> None:
@@ -362,25 +361,24 @@ class World:
         self.start_sender()
 
     def connect(self) -> None:
-        """Let the sender's link become ready, channel included; a forgotten guest is told BYE."""
-        if self.links.greeted and self.epoch not in self.guests:
-            self.close_link(PeerLost("greet first"))
-            return
+        """Let the sender's link become ready, channel included; who was forgotten greets again."""
         link = self.links.link
+        if link is not None and link.state is LinkState.GREETING:
+            link.state = LinkState.READY
+            self.guests.add(self.epoch)
+            self.sender.link_ready(link)
         if self.unclosed and not self.transport.receiver_writes:
             return  # the receiver lets nobody in beside a connection that may still write
         if link is not None and link.channel is None:
-            self.links.greeted = True
             self.guests.add(self.epoch)
             self.transport.connected.add(self.epoch)
             link.channel = self.channels[self.epoch] = SimChannel(self, self.epoch)  # type: ignore[assignment]
             link.transport = cast("Transport", self.transport)
             self.sender.channel_ready(link)
-            self.sender.link_ready(link)
 
     def close_link(self, error: P2pError) -> None:
         """End the sender's link as Links does: the channel is joined first."""
-        link, self.links.greeted = self.links.link, False
+        link = self.links.link
         if link is not None:
             self.links.link, link.state, link.error = None, LinkState.CLOSED, error
             self._close_channel(link)
@@ -416,8 +414,7 @@ class World:
         if epoch in self.guests:
             self.guests.discard(epoch)
             self.store.sender_lost(epoch, PeerLost("silent"))
-            if self.transport.receiver_writes:
-                self.hung_up(epoch)
+            self.lose_connection()
 
     # Memory
 
@@ -521,7 +518,7 @@ class World:
     def _to_store(self, message: AnyMessage) -> None:
         epoch = message.source_epoch
         if epoch not in self.guests:
-            self.post("sender", Bye(STORE_EPOCH, epoch))
+            self.post("sender", Greet(STORE_EPOCH, epoch))
         elif isinstance(message, Offer):
             self.store.on_offer(epoch, message, cast("Transport", self.transport))
         elif isinstance(message, Done):
@@ -533,8 +530,8 @@ class World:
             self._reply(epoch, AbandonOk, (message.key,))
 
     def _to_sender(self, link: Link, message: AnyMessage) -> None:
-        if not tell_sender(self.sender, link, message) and isinstance(message, Bye):
-            self.close_link(PeerLost("bye"))
+        if not tell_sender(self.sender, link, message) and isinstance(message, Greet):
+            link.state = LinkState.GREETING
 
     def _reply(self, epoch: int, kind: type[Message], fields: tuple[Any, ...]) -> None:
         if epoch in self.guests:

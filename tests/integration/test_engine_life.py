@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import threading
 import time
@@ -30,8 +31,8 @@ from p2p_engine.layout import TensorSink, TensorSource
 from p2p_engine.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
-    Bye,
     Fail,
+    Greet,
     Hello,
     Manifest,
     Offer,
@@ -275,6 +276,30 @@ def test_restarted_peer_at_the_same_address(transport: str, rng: SeededRandom) -
         assert_idle(sender)
 
 
+@every_transport
+@pytest.mark.parametrize("pull", [False, True])
+def test_who_was_not_heard_for_long_greets_again(
+    transport: str, pull: bool, rng: SeededRandom
+) -> None:
+    """What it has begun in the meantime arrives: neither of the two is over."""
+    patient, quick = settings(transport, peer_timeout_seconds=600), settings(transport)
+    quick = dataclasses.replace(quick, peer_timeout_seconds=0.7)
+    with P2pNcclEngine(patient) as here, P2pNcclEngine(quick) as there:
+        sender, receiver = (there, here) if pull else (here, there)
+        for number in range(2):
+            eventually(lambda: there.stats()["guests"] == 0, what="the silent one is forgotten")
+            key, tensor, sink = TransferKey(f"{number}"), random_tensor(rng, MIB), TensorSink()
+            if pull:
+                sent = sender.hold(key, TensorSource(tensor))
+            else:
+                sent = sender.send(key, PeerAddress(receiver.zmq_address), TensorSource(tensor))
+            receiver.receive(key, sink, peer=PeerAddress(sender.zmq_address), pull=pull).wait(10)
+            sent.wait(10)
+            assert sink.tensor is not None
+            assert torch.equal(sink.tensor, tensor)
+        assert_idle(sender, receiver)
+
+
 # The directory
 
 
@@ -318,12 +343,12 @@ def test_garbage_on_the_control_port_is_counted_and_survived(
     assert engine.stats()["control_errors"] == 0
 
 
-def test_messages_before_hello_are_answered_with_bye(
+def test_messages_before_hello_are_answered_with_greet(
     engine: P2pNcclEngine, stranger: Stranger
 ) -> None:
     offer = Offer(5, engine.epoch, 1, 0, KEY, Manifest(0, 1, [8]), b"", "shm")
     stranger.say(encode(offer))
-    assert isinstance(stranger.hear(), Bye)
+    assert isinstance(stranger.hear(), Greet)
     assert_idle(engine)
 
 

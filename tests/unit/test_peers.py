@@ -14,6 +14,7 @@ from p2p_engine.errors import P2pError, PeerLost, PeerRefused, PeerUnreachable, 
 from p2p_engine.messages import (
     AnyMessage,
     Bye,
+    Greet,
     Hello,
     Location,
     Lookup,
@@ -333,11 +334,41 @@ def test_engine_that_is_over_ends_the_links_to_it(scene: Scene) -> None:
     ended_with(link, PeerLost, "closing")
 
 
-@pytest.mark.parametrize("message", [Bye(NEW, US), Bye(0, US)])
+@pytest.mark.parametrize("message", [Bye(NEW, US), Bye(0, US), Greet(NEW, US)])
 def test_bye_of_a_stranger_is_ignored(scene: Scene, message: AnyMessage) -> None:
     link = scene.welcomed(data=False)
     assert scene.hear(message) is None
     assert link.ready
+
+
+def test_peer_that_forgot_us_is_greeted_again(scene: Scene) -> None:
+    """Nothing that is open ends by it."""
+    link, channel = scene.welcomed(), scene.connect(0)
+    scene.hear(Greet(THEM, US))
+    assert link.state is LinkState.GREETING
+    num_said = len(scene.control.sent)
+    scene.last(Hello)
+    scene.hear(Greet(THEM, US))  # the answer to what was said before HELLO
+    assert len(scene.control.sent) == num_said
+    scene.invite()
+    assert link.ready
+    assert link.channel is cast("Channel", channel)
+    assert scene.events == ["ready", "channel", "ready"]
+
+
+def test_peer_that_forgot_us_and_says_no_more_is_not_to_be_had(scene: Scene) -> None:
+    link = scene.welcomed(data=False)
+    scene.now += 100.0
+    scene.hear(Greet(THEM, US))
+    scene.pass_time(CONFIG.connect_timeout_seconds)
+    ended_with(link, PeerUnreachable, "did not answer")
+
+
+def test_peer_that_forgot_us_and_was_restarted_ends_its_link(scene: Scene) -> None:
+    link = scene.welcomed(data=False)
+    scene.hear(Greet(THEM, US))
+    scene.hear(Welcome(NEW, US, 1, None, {}))
+    ended_with(link, PeerLost, "restarted")
 
 
 def test_close_says_bye_after_the_channel_is_joined(scene: Scene) -> None:
