@@ -89,6 +89,7 @@ class P2pNcclEngine:
         self.config = config
         self.epoch = secrets.randbits(62) | 1
         self._spec = spec
+        self._tensor_device = config.device  # of what send_tensor and recv_tensor move
         self._secrets = read_key_file(config.key_file)
         self._changed = threading.Condition(threading.RLock())
         self._counters = Counters()
@@ -421,7 +422,7 @@ class P2pNcclEngine:
         Raises:
             TransferTimeout, PeerError, ...: PUT only; otherwise the transfer has them.
         """
-        source = TensorSource(tensor, device=self.config.device)
+        source = TensorSource(tensor, device=self._tensor_device)
         if self.config.send_type is SendMode.GET:
             return self.hold(key, source)
         transfer = self.send(key, PeerAddress(peer), source)
@@ -444,10 +445,10 @@ class P2pNcclEngine:
             P2pError: it will not come, and why.
         """
         if out is not None:
-            check_reachable(out, self.config.device)
+            check_reachable(out, self._tensor_device)
             if not out.is_contiguous() or out.is_conj() or out.is_neg():
                 raise LocalProtocolError("out must be contiguous")
-        allocate = functools.partial(torch.empty, device=self.config.device)
+        allocate = functools.partial(torch.empty, device=self._tensor_device)
         sink = TensorSink(out, allocate)
         address = PeerAddress(peer) if peer is not None else None
         pull = self.config.send_type is SendMode.GET

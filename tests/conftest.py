@@ -12,7 +12,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from p2p_engine.config import GPU_TRANSPORTS
 from tests import marks
+from tests.gpu_double import GpuDouble
 from tests.support import SeededRandom, eventually, held_resources
 
 
@@ -23,12 +25,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what this machine cannot run, and say why."""
+    """Skip what this machine cannot run, and say why; load the stand-in for GPUs, which stays,
+    before anybody looks for leaks."""
     names = {mark.name for mark in item.iter_markers()}
     if names & {"vllm", "vllm_core"} and importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     if "gpu" in names and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    if any(value in GPU_TRANSPORTS for value in parameters if isinstance(value, str)):
+        GpuDouble()
 
 
 @pytest.fixture

@@ -17,20 +17,26 @@ import numpy as np
 import torch
 
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
+from p2p_engine.config import GPU_TRANSPORTS
 from p2p_engine.messages import CacheSpec
 from p2p_engine.paged import PagedCache, PagedSink, PagedSource
 from p2p_engine.peers import PeerAddress
+from tests.gpu_double import GpuDouble
 from tests.support import SeededRandom, eventually
 
-TRANSPORTS = ("inproc", "shm", "tcp")
 MIB = 1 << 20
 BLOCKS = 16  # of `patterned`
 PAGE_BYTES = 1 << 17
 
 
 def settings(transport: str = "shm", **changes: Any) -> EngineConfig:
-    """Return settings with little memory and short waits."""
+    """Return settings with little memory and short waits; a GPU is the stand-in for one."""
+    gpu: dict[str, Any] = {}
+    if transport in GPU_TRANSPORTS:
+        path = GpuDouble().path
+        gpu = {"device": "cuda", "nccl_library": path, "cudart_library": path}
     defaults: dict[str, Any] = {
+        **gpu,
         "transports": transport,
         "kv_buffer_size": 8 * MIB,
         "mem_pool_size_gb": 8 * MIB / (1 << 30),
@@ -43,12 +49,19 @@ def settings(transport: str = "shm", **changes: Any) -> EngineConfig:
     return EngineConfig(**{**defaults, **changes})
 
 
+def start(config: EngineConfig, **options: Any) -> P2pNcclEngine:
+    """Start an engine; memory of the stand-in for a GPU is the host's, and so are its tensors."""
+    engine = P2pNcclEngine(config, **options)
+    engine._tensor_device = "cpu"
+    return engine
+
+
 @contextlib.contextmanager
 def engines(count: int, transport: str = "shm", **changes: Any) -> Iterator[list[P2pNcclEngine]]:
     """Start engines of equal settings and close them all."""
     with contextlib.ExitStack() as stack:
         made = settings(transport, **changes)
-        yield [stack.enter_context(P2pNcclEngine(made)) for _ in range(count)]
+        yield [stack.enter_context(start(made)) for _ in range(count)]
 
 
 def random_tensor(rng: SeededRandom, nbytes: int) -> torch.Tensor:
@@ -188,7 +201,7 @@ def patterned(name: str) -> PagedMemory:
 
 
 def _serve(pipe: Connection, config: EngineConfig, spec: CacheSpec | None) -> None:
-    with P2pNcclEngine(config, spec=spec) as engine, contextlib.suppress(EOFError):
+    with start(config, spec=spec) as engine, contextlib.suppress(EOFError):
         transfers: list[Any] = []
         while True:
             command, arguments = pipe.recv()

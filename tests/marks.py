@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from p2p_engine.config import HOST_TRANSPORTS, TRANSPORT_NAMES
+
 MEANINGS = {
     "gpu": "needs a CUDA device",
     "slow": "takes more than ten seconds",
@@ -15,3 +17,8 @@ gpu = pytest.mark.gpu
 slow = pytest.mark.slow
 vllm = pytest.mark.vllm
 vllm_core = pytest.mark.vllm_core
+
+# Those between GPUs run on the stand-in for them.
+every_transport = pytest.mark.parametrize("transport", TRANSPORT_NAMES)
+between_processes = pytest.mark.parametrize("transport", TRANSPORT_NAMES[1:])
+every_host_transport = pytest.mark.parametrize("transport", HOST_TRANSPORTS)

@@ -13,6 +13,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from tests.gpu_double import GpuDouble
+
 T = TypeVar("T")
 PROC = Path("/proc/self")
 
@@ -50,7 +52,7 @@ def held_resources() -> set[str]:
     Threads that bear the program's own name are left out: OpenMP starts such ones at will.
     """
     gc.collect()
-    return _threads() | _descriptors() | _memory_files() | _children()
+    return _threads() | _descriptors() | _memory_files() | _children() | _of_the_gpu()
 
 
 def _threads() -> set[str]:
@@ -78,6 +80,12 @@ def _memory_files() -> set[str]:
 def _children() -> set[str]:
     tasks = (PROC / "task").iterdir()
     return {f"child {pid}" for task in tasks for pid in _text(task / "children").split()}
+
+
+def _of_the_gpu() -> set[str]:
+    """What the stand-in for GPUs counts: every single one has a name."""
+    held = GpuDouble.loaded.held() if GpuDouble.loaded is not None else {}
+    return {f"gpu {name} {number}" for name, count in held.items() for number in range(count)}
 
 
 def _text(path: Path) -> str:

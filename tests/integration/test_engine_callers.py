@@ -13,12 +13,12 @@ from p2p_engine.errors import LocalProtocolError, P2pError, TransferRejected
 from p2p_engine.layout import Regions, TensorSink, TensorSource
 from p2p_engine.messages import CacheSpec, Manifest
 from p2p_engine.peers import PeerAddress
-from tests.engines import TRANSPORTS, assert_idle, engines, random_tensor
+from tests import marks
+from tests.engines import assert_idle, engines, random_tensor
 from tests.support import SeededRandom, eventually
 
 BAD, GOOD = TransferKey("bad"), TransferKey("good")
 pytestmark = pytest.mark.usefixtures("no_leaks")
-every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
 class BadSink(TensorSink):
@@ -77,7 +77,7 @@ def exchange_good(sender: P2pNcclEngine, receiver: P2pNcclEngine, tensor: torch.
     assert torch.equal(receiver.recv_tensor(GOOD, timeout=10), tensor)
 
 
-@every_transport
+@marks.every_transport
 @pytest.mark.parametrize("receiver_first", [True, False])
 @pytest.mark.parametrize("method", ["wanted", "regions", "too few", "landed"])
 def test_sink_that_fails(
@@ -99,7 +99,7 @@ def test_sink_that_fails(
         assert_idle(sender, receiver)
 
 
-@every_transport
+@marks.every_transport
 @pytest.mark.parametrize("fault", ["fails", "too many"])
 def test_source_that_fails(transport: str, fault: str, rng: SeededRandom) -> None:
     """The receiver hears of it at once."""

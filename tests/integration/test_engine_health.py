@@ -13,7 +13,8 @@ from p2p_engine.errors import EngineClosed, TransferTimeout
 from p2p_engine.layout import TensorSink, TensorSource
 from p2p_engine.peers import PeerAddress
 from p2p_engine.watchdog import OVERDUE_SECONDS, Watchdog
-from tests.engines import TRANSPORTS, assert_idle, engines, random_tensor, settings
+from tests import marks
+from tests.engines import assert_idle, engines, random_tensor, settings
 from tests.support import SeededRandom, eventually
 
 KEY = TransferKey("request-1")
@@ -30,7 +31,7 @@ def kill_control_thread(engine: P2pNcclEngine) -> None:
     eventually(lambda: not engine._control.alive)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@marks.every_transport
 def test_dead_control_thread_is_told_and_nobody_waits_for_ever(
     transport: str, caplog: pytest.LogCaptureFixture, rng: SeededRandom
 ) -> None:

@@ -14,12 +14,12 @@ from p2p_engine.cli.ports import PortPlan
 from p2p_engine.directory import Directory, RankAddress
 from p2p_engine.errors import P2pError, PeerUnreachable, TransferError
 from p2p_engine.peers import InstanceAddress
+from tests import marks
 from tests.caches import Model, RankCache, Side
-from tests.engines import TRANSPORTS, assert_idle, settings
+from tests.engines import assert_idle, settings
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 MODEL, KEY, NUM_TOKENS = Model(2, 2, 8), TransferKey("request-1"), 32
 IDS = np.arange(8, dtype=np.int64)
 
@@ -67,7 +67,7 @@ def check(instance: Instance) -> None:
 SIDES = [(1, 2), (2, 1), (4, 2), (2, 4), (2, 2)]
 
 
-@every_transport
+@marks.every_transport
 @pytest.mark.parametrize("sizes", SIDES, ids=str)
 @pytest.mark.parametrize("pull", [False, True])
 def test_every_rank_gets_its_part(
@@ -159,7 +159,7 @@ def test_replicas_that_nobody_reads_are_released(stack: contextlib.ExitStack) ->
     assert sent == [True, False, True, False]
 
 
-@every_transport
+@marks.every_transport
 def test_a_spilled_hold_is_cut_as_well(stack: contextlib.ExitStack, transport: str) -> None:
     prefill = Instance(Side(1), stack, transport=transport)
     decode = Instance(Side(2, (0, 2), 16, "LBNHP"), stack, transport=transport)

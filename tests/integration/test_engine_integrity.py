@@ -15,13 +15,13 @@ from p2p_engine.layout import TensorSink, TensorSource
 from p2p_engine.peers import PeerAddress
 from p2p_engine.places import Places
 from p2p_engine.transports.tcp import TcpTransport
-from tests.engines import MIB, TRANSPORTS, assert_idle, engines, random_tensor, settings
+from tests import marks
+from tests.engines import MIB, assert_idle, engines, random_tensor, settings
 from tests.relay import Relay
 from tests.support import SeededRandom
 
 KEY = TransferKey("request-1")
 pytestmark = pytest.mark.usefixtures("no_leaks")
-every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def bad_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         relay.close()
 
 
-@every_transport
+@marks.every_host_transport
 @pytest.mark.parametrize("mode", list(SendMode))
 def test_checked_tensors_cross_whole(transport: str, mode: SendMode, rng: SeededRandom) -> None:
     with engines(2, transport, send_type=mode, checksum=True) as (sender, receiver):
@@ -72,7 +72,7 @@ def test_checked_tensors_cross_whole(transport: str, mode: SendMode, rng: Seeded
         assert_idle(sender, receiver)
 
 
-@every_transport
+@marks.every_host_transport
 @pytest.mark.parametrize("who", ["sender", "receiver"])
 @pytest.mark.parametrize("order", ["sink first", "bytes first"])
 def test_changed_byte_is_found_when_either_side_wants_checksums(
@@ -106,7 +106,7 @@ def test_without_checksums_nobody_looks(rng: SeededRandom, monkeypatch: pytest.M
         assert (received != tensor).sum() == 1
 
 
-@every_transport
+@marks.every_host_transport
 def test_the_next_transfer_is_none_the_worse(
     transport: str, rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,8 @@ from p2p_engine.messages import (
     encode,
 )
 from p2p_engine.peers import InstanceAddress, PeerAddress
-from tests.engines import MIB, TRANSPORTS, assert_idle, random_tensor, settings
+from tests import marks
+from tests.engines import MIB, assert_idle, random_tensor, settings, start
 from tests.support import SeededRandom, eventually
 
 KEY, RANK = TransferKey("request"), RankAddress(0, "127.0.0.1:1", 1)
@@ -60,7 +61,7 @@ def pair(
     """Start two engines with these key files ("": none)."""
     with contextlib.ExitStack() as stack:
         yield [
-            stack.enter_context(P2pNcclEngine(settings(transport, key_file=str(path))))
+            stack.enter_context(start(settings(transport, key_file=str(path))))
             for path in (one, other)
         ]
 
@@ -72,7 +73,7 @@ def assert_moves(one: P2pNcclEngine, other: P2pNcclEngine, rng: SeededRandom) ->
     assert_idle(one, other)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@marks.every_transport
 def test_members_of_a_fleet_move_bytes(
     keys: tuple[Path, Path], transport: str, rng: SeededRandom
 ) -> None:

@@ -44,12 +44,12 @@ from p2p_engine.messages import (
     encode,
 )
 from p2p_engine.peers import PeerAddress
-from tests.engines import MIB, TRANSPORTS, assert_idle, engines, random_tensor, settings
+from tests import marks
+from tests.engines import MIB, assert_idle, engines, random_tensor, settings, start
 from tests.support import SeededRandom, eventually
 
 KEY = TransferKey("request-1")
 pytestmark = pytest.mark.usefixtures("no_leaks")
-every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
 class Stranger:
@@ -132,7 +132,7 @@ def test_ipv6(rng: SeededRandom) -> None:
 # The end
 
 
-@every_transport
+@marks.every_transport
 def test_close_ends_what_is_open_on_both_sides(transport: str) -> None:
     """Nobody waits for the peer to be declared silent."""
     with engines(2, transport, peer_timeout_seconds=60) as (one, other):
@@ -153,7 +153,7 @@ def test_close_ends_what_is_open_on_both_sides(transport: str) -> None:
         assert_idle(other)
 
 
-@every_transport
+@marks.every_transport
 def test_close_in_the_middle_of_a_transfer(transport: str, rng: SeededRandom) -> None:
     """Whichever side closes first, whenever: each transfer ends once, and by name."""
     for closer in (0, 1):
@@ -255,11 +255,11 @@ def test_engine_that_got_no_core_takes_nobody_for_dead(rng: SeededRandom) -> Non
         assert_idle(sender, receiver)
 
 
-@every_transport
+@marks.every_transport
 def test_restarted_peer_at_the_same_address(transport: str, rng: SeededRandom) -> None:
     tensor = random_tensor(rng, 10_000)
-    with P2pNcclEngine(settings(transport)) as sender:
-        old = P2pNcclEngine(settings(transport))
+    with start(settings(transport)) as sender:
+        old = start(settings(transport))
         _, port = split_address(old.zmq_address)
         for number in range(3):
             with old:
@@ -271,7 +271,7 @@ def test_restarted_peer_at_the_same_address(transport: str, rng: SeededRandom) -
                 )
             with pytest.raises(PeerLost):
                 lost.wait(10)
-            old = P2pNcclEngine(settings(transport, port=port))
+            old = start(settings(transport, port=port))
         old.close()
         assert_idle(sender)
 
@@ -411,7 +411,7 @@ def test_flood_of_wants_is_bounded(engine: P2pNcclEngine, stranger: Stranger) ->
     assert len(engine._holds._wishes) <= 4096
 
 
-@every_transport
+@marks.every_transport
 def test_transfers_go_on_amid_noise(transport: str, rng: SeededRandom) -> None:
     with engines(2, transport) as (sender, receiver):
         noise, endpoints = Stranger(receiver.zmq_address), []
@@ -437,12 +437,14 @@ def test_transfers_go_on_amid_noise(transport: str, rng: SeededRandom) -> None:
 
 def _connect(endpoints: dict[str, dict[str, str]]) -> socket.socket:
     """Dial a data port without knowing a token."""
-    if "tcp" in endpoints:
-        return socket.create_connection(split_address(endpoints["tcp"]["address"]), 10)
-    connection = socket.socket(socket.AF_UNIX if "shm" in endpoints else socket.AF_INET)
-    if "shm" in endpoints:
-        connection.connect("\0" + endpoints["shm"]["socket"])
-    return connection
+    (endpoint,) = endpoints.values()
+    if "socket" in endpoint:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect("\0" + endpoint["socket"])
+        return connection
+    if "address" in endpoint:
+        return socket.create_connection(split_address(endpoint["address"]), 10)
+    return socket.socket()  # inproc has no port
 
 
 def _spill(connection: socket.socket, noise: bytes) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from p2p_engine import P2pNcclEngine, SendMode, TransferKey
+from p2p_engine.config import GPU_TRANSPORTS
 from p2p_engine.errors import (
     LocalProtocolError,
     PeerRefused,
@@ -24,9 +25,9 @@ from p2p_engine.errors import (
 from p2p_engine.layout import TensorSink, TensorSource
 from p2p_engine.messages import CacheSpec
 from p2p_engine.peers import PeerAddress
+from tests import marks
 from tests.engines import (
     MIB,
-    TRANSPORTS,
     PagedMemory,
     assert_idle,
     engines,
@@ -37,10 +38,9 @@ from tests.support import SeededRandom, eventually
 
 KEY = TransferKey("request-1", "layers.0")
 pytestmark = pytest.mark.usefixtures("no_leaks")
-every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
-@every_transport
+@marks.every_transport
 @pytest.mark.parametrize("mode", list(SendMode))
 def test_tensor_crosses_whole(transport: str, mode: SendMode, rng: SeededRandom) -> None:
     with engines(2, transport, send_type=mode) as (sender, receiver):
@@ -53,7 +53,7 @@ def test_tensor_crosses_whole(transport: str, mode: SendMode, rng: SeededRandom)
         assert_idle(sender, receiver)
 
 
-@every_transport
+@marks.every_transport
 @pytest.mark.parametrize("mode", [SendMode.PUT_ASYNC, SendMode.GET])
 def test_receiver_first(transport: str, mode: SendMode, rng: SeededRandom) -> None:
     with engines(2, transport, send_type=mode) as (sender, receiver):
@@ -69,7 +69,7 @@ def test_receiver_first(transport: str, mode: SendMode, rng: SeededRandom) -> No
         assert_idle(sender, receiver)
 
 
-@every_transport
+@marks.every_transport
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -93,7 +93,7 @@ def test_tensors_of_every_kind(transport: str, tensor: torch.Tensor) -> None:
         )
 
 
-@every_transport
+@marks.every_transport
 def test_conjugate_view_arrives_as_its_values(transport: str) -> None:
     tensor = torch.randn(5, dtype=torch.complex64).conj()
     with engines(2, transport) as (sender, receiver):
@@ -101,7 +101,7 @@ def test_conjugate_view_arrives_as_its_values(transport: str) -> None:
         assert torch.equal(receiver.recv_tensor(KEY, timeout=10), tensor.resolve_conj())
 
 
-@every_transport
+@marks.every_transport
 def test_receive_into_a_given_tensor(transport: str, rng: SeededRandom) -> None:
     with engines(2, transport) as (sender, receiver):
         tensor, out = random_tensor(rng, 4096), torch.zeros(4096, dtype=torch.uint8)
@@ -110,7 +110,7 @@ def test_receive_into_a_given_tensor(transport: str, rng: SeededRandom) -> None:
         assert torch.equal(out, tensor)
 
 
-@every_transport
+@marks.every_transport
 def test_tensor_of_another_shape_is_named(transport: str) -> None:
     with engines(2, transport) as (sender, receiver):
         sender.send_tensor(KEY, torch.zeros(3), receiver.zmq_address)
@@ -127,7 +127,7 @@ def test_tensor_that_is_not_in_host_memory_is_refused() -> None:
             engine.recv_tensor(KEY, timeout=1, out=torch.zeros(3, device="meta"))
 
 
-@every_transport
+@marks.every_transport
 @pytest.mark.parametrize("receiver_first", [True, False])
 def test_pages_in_chunks(transport: str, receiver_first: bool, rng: SeededRandom) -> None:
     """Blocks 1 to 7 of a request, sent as three chunks, into scattered blocks."""
@@ -154,7 +154,26 @@ def test_pages_in_chunks(transport: str, receiver_first: bool, rng: SeededRandom
         assert not ours.data[:, untouched].any()
 
 
-@every_transport
+@marks.every_transport
+def test_many_pages_at_once_in_both_directions(transport: str, rng: SeededRandom) -> None:
+    with engines(2, transport) as parties:
+        open_transfers = []
+        for number in range(40):
+            source, destination = parties if number % 2 else parties[::-1]
+            theirs = PagedMemory(16, page_bytes=rng.choice([64, 4096, 20000])).fill(rng)
+            ours = PagedMemory(16, page_bytes=theirs.data.shape[2])
+            ids, key = rng.sample(range(16), rng.randint(1, 16)), TransferKey(f"{number}")
+            received = destination.receive(key, ours.sink(ids))
+            sent = source.send(key, PeerAddress(destination.zmq_address), theirs.source(ids))
+            open_transfers.append((sent, received, ours, theirs, ids))
+        for sent, received, ours, theirs, ids in open_transfers:
+            sent.wait(20)
+            received.wait(20)
+            assert (ours.data[:, ids] == theirs.data[:, ids]).all()
+        assert_idle(*parties)
+
+
+@marks.every_transport
 @pytest.mark.parametrize("num_layers", [1, 64])
 def test_a_chunk_costs_four_messages_however_many_layers(
     transport: str, num_layers: int, rng: SeededRandom
@@ -176,7 +195,7 @@ def test_a_chunk_costs_four_messages_however_many_layers(
         assert [b - a for a, b in zip(before, after, strict=True)] == [2, 2]
 
 
-@every_transport
+@marks.every_transport
 def test_blocks_that_are_not_wanted_are_not_sent(transport: str, rng: SeededRandom) -> None:
     theirs, ours = PagedMemory(8).fill(rng), PagedMemory(8)
     with engines(2, transport) as (sender, receiver):
@@ -202,7 +221,7 @@ def test_overflow_lands_in_the_pool(rng: SeededRandom) -> None:
         assert_idle(sender, receiver)
 
 
-@every_transport
+@marks.every_transport
 def test_full_receiver_denies_until_there_is_room(transport: str, rng: SeededRandom) -> None:
     with engines(2, transport, kv_buffer_size=MIB, mem_pool_size_gb=0) as (sender, receiver):
         first, second = random_tensor(rng, 900_000), random_tensor(rng, 900_000)
@@ -216,7 +235,7 @@ def test_full_receiver_denies_until_there_is_room(transport: str, rng: SeededRan
         assert_idle(sender, receiver)
 
 
-@pytest.mark.parametrize("transport", ["inproc", "shm"])
+@pytest.mark.parametrize("transport", ["inproc", "shm", *GPU_TRANSPORTS])
 def test_too_large_is_named_on_both_sides(transport: str) -> None:
     with engines(2, transport, kv_buffer_size=MIB, mem_pool_size_gb=0) as (sender, receiver):
         waiting = receiver.receive(KEY, TensorSink())
@@ -237,7 +256,7 @@ def test_larger_than_the_store_goes_straight_into_blocks_over_tcp(rng: SeededRan
         assert receiver.stats()["landed_bytes_by_place"]["blocks"] == 3 * MIB
 
 
-@every_transport
+@marks.every_transport
 @pytest.mark.parametrize("pull", [False, True])
 @pytest.mark.parametrize("sender_first", [False, True])
 def test_content_that_differs_is_named(transport: str, pull: bool, sender_first: bool) -> None:
@@ -272,7 +291,7 @@ def test_same_key_cannot_be_received_or_held_twice() -> None:
             engine.hold(KEY, TensorSource(torch.zeros(1)))
 
 
-@every_transport
+@marks.every_transport
 def test_same_key_sent_twice_arrives_once(transport: str, rng: SeededRandom) -> None:
     with engines(2, transport) as (sender, receiver):
         tensor = random_tensor(rng, 100_000)
@@ -309,7 +328,7 @@ def test_wait_that_times_out_leaves_the_transfer_alone(rng: SeededRandom) -> Non
         transfer.wait(10)
 
 
-@every_transport
+@marks.every_transport
 def test_hold_is_released_when_it_was_pulled(transport: str, rng: SeededRandom) -> None:
     with engines(2, transport) as (sender, receiver):
         tensor = random_tensor(rng, 5000)
@@ -412,7 +431,7 @@ def test_reason_of_any_length_arrives(reason: str) -> None:
             waiting.wait(10)
 
 
-@every_transport
+@marks.every_transport
 @pytest.mark.parametrize("pull", [False, True])
 def test_abandoned_key_fails_its_receive(transport: str, pull: bool) -> None:
     with engines(2, transport) as (sender, receiver):
@@ -424,7 +443,7 @@ def test_abandoned_key_fails_its_receive(transport: str, pull: bool) -> None:
             waiting.wait(10)
 
 
-@every_transport
+@marks.every_transport
 def test_discarded_key_is_refused_to_its_sender(transport: str) -> None:
     with engines(2, transport) as (sender, receiver):
         receiver.discard(KEY, reason="the client left")
@@ -477,7 +496,7 @@ def test_dropped_landings_are_named_at_once() -> None:
             receiver.recv_tensor(KEY, timeout=10)
 
 
-@every_transport
+@marks.every_transport
 def test_cancel_on_either_side(transport: str) -> None:
     with engines(2, transport) as (sender, receiver):
         peer = PeerAddress(receiver.zmq_address)
@@ -550,7 +569,7 @@ def test_addresses_that_cannot_be(address: str) -> None:
         assert_idle(engine)
 
 
-@every_transport
+@marks.every_transport
 def test_eight_threads_use_one_engine(transport: str, rng: SeededRandom) -> None:
     with engines(2, transport) as (one, other):
         tensors = {f"{i}": random_tensor(rng, rng.randrange(1, 300_000)) for i in range(40)}
@@ -566,7 +585,7 @@ def test_eight_threads_use_one_engine(transport: str, rng: SeededRandom) -> None
         assert_idle(one, other)
 
 
-@every_transport
+@marks.every_transport
 def test_many_to_one_and_one_to_many(transport: str, rng: SeededRandom) -> None:
     with engines(4, transport) as parties:
         tensors = {}
@@ -583,9 +602,12 @@ def test_many_to_one_and_one_to_many(transport: str, rng: SeededRandom) -> None:
         assert_idle(*parties)
 
 
-def test_source_is_released_only_after_its_last_byte_was_read(rng: SeededRandom) -> None:
+@marks.every_transport
+def test_source_is_released_only_after_its_last_byte_was_read(
+    transport: str, rng: SeededRandom
+) -> None:
     """The caller reuses the memory at `released`; what arrives is what was there before."""
-    with engines(2, "tcp", kv_buffer_size=64 * MIB) as (sender, receiver):
+    with engines(2, transport, kv_buffer_size=64 * MIB) as (sender, receiver):
         source = random_tensor(rng, 16 * MIB)
         expected = source.clone()
         transfer = sender.send_tensor(KEY, source, receiver.zmq_address)
