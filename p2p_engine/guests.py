@@ -133,7 +133,7 @@ class Guests:
             self._control.send(route, encode(refuse))
             return
         for other, guest in list(self._guests.items()):
-            if guest.address == hello.address and other != epoch:
+            if other != epoch and (guest.address == hello.address or guest.route == route):
                 self._end(other, f"sender {guest.address} was restarted")
         self._guests[epoch] = Guest(route, hello.address, self._clock(), hello.spec)
         offers = {transport.name: transport.invite(epoch) for transport in self._transports}

@@ -44,6 +44,8 @@ class Places:
             TransferTooLarge: there never will be room.
             P2pError: the sink failed.
         """
+        if not landing.transport.receiver_writes and landing.transport.is_gone(landing.id[0]):
+            raise TransportError("the sender has no data connection")
         if receive is None or not _may_go_straight(landing, receive):
             return self._place_in_arena(landing, receive, hoarded_bytes, ended)
         manifest = landing.manifest

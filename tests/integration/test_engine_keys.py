@@ -242,22 +242,33 @@ def test_connections_that_say_nothing_are_few_and_end(
                 connection.close()
 
 
+def greet(member: zmq.Socket[bytes], epoch: int) -> type:
+    """Say HELLO in the name of an engine; what kind of answer comes."""
+    member.send(encode(Hello(epoch, 0, PROTOCOL_VERSION, f"127.0.0.1:{epoch}", None, {})))
+    assert member.poll(10_000)
+    return type(decode(member.recv()))
+
+
 def test_peers_that_greet_are_bounded(
     keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guests, "MAX_GUESTS", 3)
     curve = Curve(read_key_file(str(keys[0])))
     with P2pNcclEngine(settings(key_file=str(keys[0]))) as engine:
-        with Raw(engine.zmq_address, curve) as member:
-            for epoch in (1, 2, 3, 4, 1):
-                hello = Hello(epoch, 0, PROTOCOL_VERSION, f"127.0.0.1:{epoch}", None, {})
-                member.send(encode(hello))
-            answers: list[type] = []
-            while len(answers) < 5:
-                assert member.poll(10_000)
-                answers.append(type(decode(member.recv())))
+        with contextlib.ExitStack() as stack:
+            members = [stack.enter_context(Raw(engine.zmq_address, curve)) for _ in range(4)]
+            answers = [greet(members[epoch - 1], epoch) for epoch in (1, 2, 3, 4, 1)]
         assert answers == [Welcome, Welcome, Welcome, Refuse, Welcome]
         assert engine.stats()["guests"] == 3
+
+
+def test_one_connection_is_one_guest(keys: tuple[Path, Path]) -> None:
+    """Who greets under ever new names takes nobody's place."""
+    curve = Curve(read_key_file(str(keys[0])))
+    with P2pNcclEngine(settings(key_file=str(keys[0]))) as engine:
+        with Raw(engine.zmq_address, curve) as member:
+            assert [greet(member, epoch) for epoch in (1, 2, 3)] == [Welcome] * 3
+        assert engine.stats()["guests"] == 1
 
 
 def test_a_flood_of_strangers_keeps_no_member_from_the_directory(keys: tuple[Path, Path]) -> None:

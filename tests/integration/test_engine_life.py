@@ -31,6 +31,7 @@ from p2p_engine.layout import TensorSink, TensorSource
 from p2p_engine.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
+    Deny,
     Fail,
     Greet,
     Hello,
@@ -349,6 +350,20 @@ def test_messages_before_hello_are_answered_with_greet(
     offer = Offer(5, engine.epoch, 1, 0, KEY, Manifest(0, 1, [8]), b"", "shm")
     stranger.say(encode(offer))
     assert isinstance(stranger.hear(), Greet)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_who_has_no_data_connection_gets_no_memory(
+    engine: P2pNcclEngine, stranger: Stranger, transport: str
+) -> None:
+    """It could not write there; so words alone fill nothing up."""
+    stranger.say(hello())
+    stranger.hear()
+    stranger.say(encode(Offer(5, engine.epoch, 1, 0, KEY, Manifest(0, 1, [MIB]), b"", transport)))
+    denial = stranger.hear()
+    assert isinstance(denial, Deny)
+    assert "no data connection" in denial.reason
     assert_idle(engine)
 
 
