@@ -69,11 +69,12 @@ class Engine:
             due += TICK_SECONDS
             await asyncio.sleep(max(0.0, due - loop.time()))
             for connection, num_left in list(self.streams.items()):
-                connection.transport.write(event if num_left else end)
                 if num_left:
                     self.streams[connection] = num_left - 1
+                    connection.transport.write(event)
                 else:
                     del self.streams[connection]
+                    connection.end(end)
 
 
 class Connection(asyncio.Protocol):
@@ -86,6 +87,7 @@ class Connection(asyncio.Protocol):
         self._parser: Any = httptools.HttpRequestParser(self)
         self._path = b""
         self._body: list[bytes] = []
+        self._is_kept = True
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -104,17 +106,24 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         body, self._body = b"".join(self._body), []
+        self._is_kept = self._parser.should_keep_alive()
         if self._path.endswith(b"completions"):
             if _STREAM.search(body):
                 found = _MAX_TOKENS.search(body)
                 self._engine.streams[self] = int(found[1]) if found else 8
                 self.transport.write(_STREAM_HEAD)
             else:
-                self.transport.write(_WHOLE_ANSWER)
+                self.end(_WHOLE_ANSWER)
         elif self._path.endswith(b"models"):
-            self.transport.write(_WHOLE_MODELS)
+            self.end(_WHOLE_MODELS)
         else:
-            self.transport.write(_HEALTHY)
+            self.end(_HEALTHY)
+
+    def end(self, last: bytes) -> None:
+        """Write the last bytes of an answer."""
+        self.transport.write(last)
+        if not self._is_kept:
+            self.transport.close()
 
 
 async def serve(ports: list[int], registration_ports: list[int]) -> None:
@@ -125,6 +134,7 @@ async def serve(ports: list[int], registration_ports: list[int]) -> None:
         await loop.create_server(lambda: Connection(engine), HOST, port, backlog=1024)
     ticking = asyncio.ensure_future(engine.run())
     with zmq.Context() as context:
+        context.linger = 0
         proxies = [context.socket(zmq.DEALER) for _ in registration_ports]
         for proxy, port in zip(proxies, registration_ports, strict=True):
             proxy.connect(f"tcp://{HOST}:{port}")

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import httptools
 
+Result = TypeVar("Result")
+
 PATH = b"/v1/completions"
+# What an answer may take at most: each of the instances' takes milliseconds.
+ANSWER_SECONDS = 10.0
 
 
 class Wrong(Exception):
@@ -116,7 +120,7 @@ async def keep_asking(client: Client, concurrency: int, seconds: float) -> list[
         while time.perf_counter() < deadline:
             latencies.append(await client.ask())
 
-    await asyncio.gather(*(one() for _ in range(concurrency)))
+    await _finish([asyncio.ensure_future(one()) for _ in range(concurrency)], seconds)
     return latencies
 
 
@@ -137,7 +141,7 @@ async def ask_at_rate(client: Client, rate: float, seconds: float) -> list[float
         due = began + number / rate
         await asyncio.sleep(max(0.0, due - clock()))
         tasks.append(asyncio.ensure_future(one(due)))
-    return list(await asyncio.gather(*tasks))
+    return await _finish(tasks)
 
 
 async def stream(client: Client, num_streams: int, seconds: float) -> float:
@@ -155,5 +159,15 @@ async def stream(client: Client, num_streams: int, seconds: float) -> float:
     await asyncio.sleep(seconds)
     rate = (client.num_events - before) / (time.perf_counter() - began)
     stopped = True
-    await asyncio.gather(*tasks)
+    await _finish(tasks)
     return rate
+
+
+async def _finish(tasks: list[asyncio.Task[Result]], seconds: float = 0.0) -> list[Result]:
+    """Return what all of them return, if they do within `seconds` and the time of one answer."""
+    _, late = await asyncio.wait(tasks, timeout=seconds + ANSWER_SECONDS)
+    for task in late:
+        task.cancel()
+    if late:
+        raise Wrong(f"{len(late)} of {len(tasks)} not answered within {ANSWER_SECONDS:g} s")
+    return await asyncio.gather(*tasks)

@@ -110,7 +110,7 @@ class Process:
         environment = {**os.environ, "NO_PROXY": "*", "LITELLM_LOG": "ERROR"}
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                ["taskset", "-c", str(core), *command],
+                ["setpriv", "--pdeathsig", "KILL", "taskset", "-c", str(core), *command],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
                 start_new_session=True,
             )  # fmt: skip

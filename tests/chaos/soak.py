@@ -27,7 +27,8 @@ PAGE_BYTES = 4096
 
 
 def sample(process: Process) -> tuple[int, int, int]:
-    """Resident bytes, threads, descriptors."""
+    """Resident bytes, threads, descriptors, of a process that has nothing under way."""
+    process.ask("trim")
     folder = Path(f"/proc/{process.pid}")
     resident = int((folder / "statm").read_text().split()[1]) * PAGE_BYTES
     return resident, len(list((folder / "task").iterdir())), len(list((folder / "fd").iterdir()))
