@@ -25,7 +25,7 @@ from p2p_engine.cuda import Cuda
 from p2p_engine.errors import P2pError, TransportError
 from p2p_engine.jobs import Moment, still_running
 from p2p_engine.layout import Int64s
-from p2p_engine.pack import Pack
+from p2p_engine.pack import Pack, Way
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class Device:
         after: Iterable[Moment] = (),
     ) -> DeviceJob:
         """Copy between device, registered and peers' memory once `after` is complete; then write
-        the word, which is in host memory. Copies of one device go in the order of their events.
+        the word, which is in host memory.
 
         Raises:
             TransportError: the device is closed.
@@ -261,14 +261,21 @@ class Device:
         self._waiting.append(([self.record(stream)], done))
 
     def pack(self, regions: tuple[Int64s, Int64s, Int64s], done: Callable[[], None]) -> None:
-        """Copy (sources, destinations, lengths) now; call `done` when all is there."""
-        release = self._pack.enqueue(*regions, self._copy_stream)
+        """Copy (sources, destinations, lengths) now; call `done` when all is there. What goes to
+        the host, what comes from it and what stays on the device do not wait for each other.
+
+        Raises:
+            TransportError: the device refuses; some of it may have begun.
+        """
+        sources, destinations, _ = regions
+        stream = self._streams[self._pack.way(sources, destinations)]
+        release = self._pack.enqueue(*regions, stream)
 
         def finish() -> None:
             release()
             done()
 
-        self.after_now(self._copy_stream, finish)
+        self.after_now(stream, finish)
 
     def on_tick(self, call: Callable[[float], None]) -> None:
         """Call every TICK_SECONDS with the monotonic time."""
@@ -303,7 +310,7 @@ class Device:
 
     def _start(self) -> None:
         self.cuda.use(self.index)
-        self._copy_stream = self.cuda.create_stream()
+        self._streams = {way: self.cuda.create_stream() for way in Way}
         self._pack = Pack(self.cuda, self.index)
 
     def _run(self) -> None:
@@ -317,7 +324,8 @@ class Device:
         self._waiting.clear()
         if hasattr(self, "_pack"):
             self._guard(self._pack.close)
-            self._guard(lambda: self.cuda.destroy_stream(self._copy_stream))
+            for stream in self._streams.values():
+                self._guard(lambda stream=stream: self.cuda.destroy_stream(stream))  # type: ignore[misc]
         self._is_stopped = True
         self._destroy_events()
 
@@ -383,7 +391,8 @@ class Device:
             self.pack(regions, finish)
         except P2pError as error:  # what was launched before it must have ended, too
             reason = str(error)
-            self.after_now(self._copy_stream, lambda: job.end("failed", reason))
+            begun = [self.record(stream) for stream in self._streams.values()]
+            self.when(begun, lambda: job.end("failed", reason))
 
     def _cancel_copy(self, job: DeviceJob) -> None:
         if job.state == "queued":

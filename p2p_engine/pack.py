@@ -7,6 +7,7 @@ is started; without cupy by torch's index operations, which need an index as lon
 
 from __future__ import annotations
 
+import enum
 import logging
 import math
 from collections.abc import Callable
@@ -76,6 +77,14 @@ extern "C" __global__ void copy_regions(const long long* lists, long long num_re
 Release = Callable[[], None]
 
 
+class Way(enum.Enum):
+    """Between which memories a copy goes; each way has a copy engine of its own."""
+
+    ON_DEVICE = enum.auto()
+    TO_HOST = enum.auto()
+    FROM_HOST = enum.auto()
+
+
 class Pack:
     """The ways in which one device copies many regions. For the device's thread."""
 
@@ -91,6 +100,12 @@ class Pack:
         self._has_torch = torch.cuda.is_available()
         self._lists: Lists | None = Lists(cuda) if self._kernel is not None else None
 
+    def way(self, sources: Int64s, destinations: Int64s) -> Way:
+        """Return which way a copy goes: one region in host memory decides."""
+        if self._is_host(sources):
+            return Way.FROM_HOST
+        return Way.TO_HOST if self._is_host(destinations) else Way.ON_DEVICE
+
     def enqueue(
         self, sources: Int64s, destinations: Int64s, lengths: Int64s, stream: int
     ) -> Release:
@@ -104,7 +119,7 @@ class Pack:
         if not kept.all():
             sources, destinations, lengths = sources[kept], destinations[kept], lengths[kept]
         is_small = len(lengths) > 1 and lengths.mean() < ENGINE_BYTES
-        if not is_small or self._is_host(sources) or self._is_host(destinations):
+        if not is_small or self.way(sources, destinations) is not Way.ON_DEVICE:
             return self._by_engine(sources, destinations, lengths, stream)
         if self._lists is not None:
             return self._by_kernel(self._lists, sources, destinations, lengths, stream)
