@@ -277,7 +277,7 @@ def test_restarted_peer_at_the_same_address(transport: str, rng: SeededRandom) -
         assert_idle(sender)
 
 
-@every_transport
+@marks.every_transport
 @pytest.mark.parametrize("pull", [False, True])
 def test_who_was_not_heard_for_long_greets_again(
     transport: str, pull: bool, rng: SeededRandom
