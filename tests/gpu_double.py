@@ -45,6 +45,7 @@ class GpuDouble:
         self._library.double_get.restype = ctypes.c_longlong
         self._library.double_set.argtypes = (ctypes.c_char_p, ctypes.c_longlong)
         self._library.cudaMemsetAsync(None, 0, 0, None)  # makes the default stream, which stays
+        self._library.cudaStreamSynchronize(None)  # its thread has its name by now
         GpuDouble.loaded = self
 
     def __getitem__(self, name: str) -> int:
