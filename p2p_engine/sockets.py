@@ -6,7 +6,6 @@ They belong to whoever holds the I/O lock of control.py; nothing here blocks.
 from __future__ import annotations
 
 import logging
-import os
 import select
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -66,11 +65,16 @@ class Sockets:
         on_frame: Handler,
         on_refused: Refused,
         secrets: Secrets = (),
+        *,
+        named: bool = False,
     ) -> None:
         """Bind the first free port of `ports` (0: any); `epoll` tells when to call `receive`.
 
         With `secrets` all is encrypted, and only who has one of them is talked to. `on_refused` is
-        told which address breaks its handshakes off, and why.
+        told which address breaks its handshakes off, and why. Where who dials us is `named`, by
+        itself, it comes back under its name while its last connection is not known to have ended;
+        our own sockets have none: libzmq keeps a connection so replaced for ever, when data follow
+        on it (its #4407).
 
         Raises:
             ConfigError: none of the ports can be bound.
@@ -87,14 +91,13 @@ class Sockets:
         self._served: dict[int, Callable[[], None]] = {}  # by descriptor
         self._opened: set[zmq.Socket[bytes]] = set()
         self._suspects: dict[zmq.Socket[bytes], Route | None] = {}  # may hold frames unannounced
-        self._identity = os.urandom(8).hex().encode()
         self._context = zmq.Context(io_threads=1)
         for core in cores_to_take_back():
             self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, core)
         self._gate: Gate | None = None
         try:
             self._router = self._open(zmq.ROUTER)
-            self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            self._router.setsockopt(zmq.ROUTER_HANDOVER, int(named))
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._gate = Gate(self._context, self._router, self._curve)
             for guarded in self._gate.sockets():
@@ -188,7 +191,6 @@ class Sockets:
 
     def _dial(self, address: str, turn: int, handshakes: Handshakes) -> None:
         dealer = self._open(zmq.DEALER)
-        dealer.setsockopt(zmq.IDENTITY, self._identity + f"@{address}".encode()[:200])
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MILLISECONDS)
         self._curve.dial(dealer, turn)
         monitor = open_monitor(self._context, dealer, Handshakes.EVENTS)

@@ -96,8 +96,9 @@ class Discovery:
         self._epoll = select.epoll()
         try:
             self._sockets = Sockets(
-                host, range(port, port + 1), self._epoll, self._take, self._refused, self._secrets
-            )
+                host, range(port, port + 1), self._epoll, self._take, self._refused, self._secrets,
+                named=not self._secrets,  # the old connectors, which have no keys
+            )  # fmt: skip
         except BaseException:
             self._epoll.close()
             raise

@@ -26,6 +26,7 @@ class Relay:
         self._upstream = split_address(upstream)
         self._flip_byte = flip_byte
         self._closing = threading.Event()
+        self._frozen: frozenset[socket.socket] = frozenset()
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = join_address(*self._listener.getsockname()[:2])
@@ -37,6 +38,14 @@ class Relay:
         for connection in self._sockets:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+
+    def freeze(self) -> None:
+        """Let nothing pass on the connections that there are; others come and pass meanwhile."""
+        self._frozen = frozenset(self._sockets)
+
+    def thaw(self) -> None:
+        """Let what was held pass."""
+        self._frozen = frozenset()
 
     def close(self) -> None:
         """Break everything and join the threads; idempotent."""
@@ -88,13 +97,13 @@ class Relay:
         passed = 0
         with contextlib.suppress(OSError):
             while data := source.recv(TRICKLE_BYTES if self.mode == "trickle" else PIECE_BYTES):
-                self._wait_to_pass()
+                self._wait_to_pass(source)
                 if flip_byte is not None and passed <= flip_byte < passed + len(data):
                     at = flip_byte - passed
                     data = data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
                 target.sendall(data)
                 passed += len(data)
-            self._wait_to_pass()
+            self._wait_to_pass(source)
         for connection in (source, target):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -103,8 +112,8 @@ class Relay:
             for connection in ended:
                 connection.close()
 
-    def _wait_to_pass(self) -> None:
+    def _wait_to_pass(self, source: socket.socket) -> None:
         if self.mode == "trickle":
             time.sleep(TRICKLE_SECONDS)
-        while self.mode == "hold" and not self._closing.is_set():
+        while (self.mode == "hold" or source in self._frozen) and not self._closing.is_set():
             time.sleep(0.002)

@@ -64,9 +64,7 @@ class Campaign:
                     survivors[transport] = Process(transport)
                 survivor = survivors[transport]
                 result = Round(number, transport, fault, step, survivor, self._seed).run()
-                if (
-                    result.violations or result.dead_connections
-                ):  # what it left must not be the next round's fault
+                if result.violations:  # what it left must not be the next round's fault
                     survivors.pop(transport).close()
                 self._note(result)
         finally:

@@ -40,8 +40,6 @@ from p2p_engine.transports.tcp import TcpChannel, TcpTransport
 from tests.support import eventually, held_resources
 
 REAL_CLOCK = time.monotonic
-DEAD_CONNECTION = "a connection that has ended"
-TCP_ESTABLISHED, TCP_LISTEN = 1, 10  # as TCP_INFO tells them
 TRAP_SECONDS = 3.0  # the parent's answer; a process that was stopped in the trap goes on by itself
 
 
@@ -277,10 +275,6 @@ def _described(resource: str) -> str:
     if kind != "descriptor" or "socket:" not in resource:
         return resource
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as held:
-        if held.family != socket.AF_UNIX:
-            state = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-            if state not in (TCP_ESTABLISHED, TCP_LISTEN):
-                return DEAD_CONNECTION
         return f"{resource} {held.family.name} {held.getsockname()} to {held.getpeername()}"
     return resource
 

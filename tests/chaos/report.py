@@ -69,7 +69,6 @@ def totals(lines: Sequence[Line]) -> Line:
         "wrong bytes": sum("wrong bytes" in violation for violation in broken),
         "stuck": outcomes.pop("stuck", 0),
         "left over": sum("left on" in violation for violation in broken),
-        "dead connections that libzmq kept": sum(line["dead_connections"] for line in lines),
         "rounds with a broken promise": sum(bool(line["violations"]) for line in lines),
         "ends of transfers": dict(outcomes.most_common()),
     }

@@ -14,6 +14,7 @@ from p2p_engine.control import ControlPlane
 from p2p_engine.errors import ConfigError
 from p2p_engine.messages import MAX_FRAME_BYTES
 from p2p_engine.sockets import Route
+from tests.relay import Relay
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -92,6 +93,26 @@ def test_hang_up_then_dial_again(parties: tuple[Party, Party]) -> None:
         one.control.send(Route(other.control.address), frame)
         eventually(lambda f=frame: other.heard and other.heard[-1][1] == f)  # type: ignore[misc]
         one.control.hang_up(other.control.address)
+
+
+def test_connection_that_another_has_followed_is_closed(parties: tuple[Party, Party]) -> None:
+    """Even when what was held up on its way comes on it afterwards."""
+    one, other = parties
+    before = num_descriptors()
+    with Relay(other.control.address) as relay:
+        for frame in (b"a", b"b"):
+            one.control.send(Route(relay.address), frame)
+            eventually(lambda f=frame: other.heard and other.heard[-1][1] == f)  # type: ignore[misc]
+            relay.freeze()
+            one.control.send(Route(relay.address), b"held")
+            one.control.hang_up(relay.address)
+        relay.thaw()
+        eventually(lambda: sum(frame == b"held" for _, frame in other.heard) == 2)
+    eventually(lambda: num_descriptors() == before)
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def test_frame_that_is_too_long_does_not_arrive(parties: tuple[Party, Party]) -> None:
