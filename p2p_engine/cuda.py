@@ -6,7 +6,9 @@ calls `use` once before anything else; which calls wait for the whole device is 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 
 from p2p_engine.errors import TransportError
@@ -22,6 +24,7 @@ _NON_BLOCKING = 1
 _PORTABLE_AND_MAPPED = 3
 _LAZY_PEER_ACCESS = 1
 _DEFAULT_DIRECTION = 4
+_CAPTURE_RELAXED = 2
 
 
 class _IpcHandle(ctypes.Structure):
@@ -31,6 +34,8 @@ class _IpcHandle(ctypes.Structure):
 _FUNCTIONS: dict[str, tuple[object, ...]] = {
     "cudaGetDeviceCount": (c_void_p,),
     "cudaSetDevice": (c_int,),
+    "cudaGetDevice": (c_void_p,),
+    "cudaThreadExchangeStreamCaptureMode": (c_void_p,),
     "cudaRuntimeGetVersion": (c_void_p,),
     "cudaDriverGetVersion": (c_void_p,),
     "cudaMalloc": (c_void_p, c_size_t),
@@ -67,7 +72,7 @@ class Cuda:
         self.library = load_library(path, SONAMES, WHEELS)
         bind(self.library, c_int, _FUNCTIONS)
         bind(self.library, c_char_p, {"cudaGetErrorString": (c_int,)})
-        self.registered: dict[int, int] = {}  # host memory: bytes by address
+        self.host_ranges: dict[int, int] = {}  # host memory that is copied: bytes by address
 
     def device_count(self) -> int:
         """How many devices there are; 0 without a driver."""
@@ -76,8 +81,25 @@ class Cuda:
         return 0 if code else count.value
 
     def use(self, device: int) -> None:
-        """Make a device the calling thread's."""
+        """Make a device the calling thread's, which is ours: it may go on while another thread
+        captures a graph, and does not spoil that."""
         self._call("cudaSetDevice", device)
+        mode = c_int(_CAPTURE_RELAXED)
+        self._call("cudaThreadExchangeStreamCaptureMode", byref(mode))
+
+    @contextlib.contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """Make a device the calling thread's for a moment; the thread may be anybody's."""
+        before = c_int()
+        self._call("cudaGetDevice", byref(before))
+        if before.value == device:
+            yield
+            return
+        self._call("cudaSetDevice", device)
+        try:
+            yield
+        finally:
+            self._call("cudaSetDevice", before.value)
 
     def versions(self) -> tuple[int, int]:
         """The runtime's and the driver's, such as 13000."""
@@ -125,7 +147,7 @@ class Cuda:
         self._call("cudaStreamSynchronize", stream)
 
     def create_event(self) -> int:
-        """Make an event without timing; it is complete until it is recorded."""
+        """Make an event of the thread's device, without timing; complete until it is recorded."""
         event = c_void_p()
         self._call("cudaEventCreateWithFlags", byref(event), _DISABLE_TIMING)
         return event.value or 0
@@ -151,15 +173,23 @@ class Cuda:
         """Let what comes into the stream wait for an event; the caller does not."""
         self._call("cudaStreamWaitEvent", stream, event, 0)
 
+    def note_host(self, address: int, nbytes: int) -> None:
+        """Say that this is host memory: copies of it go by the copy engines, registered or not."""
+        self.host_ranges = {**self.host_ranges, address: nbytes}  # others may be reading it
+
+    def forget_host(self, address: int) -> None:
+        """The memory is there no more; idempotent."""
+        self.host_ranges = {key: n for key, n in self.host_ranges.items() if key != address}
+
     def register(self, address: int, nbytes: int) -> None:
         """Page-lock host memory for all devices; touches all of it, may wait for the device."""
         self._call("cudaHostRegister", address, nbytes, _PORTABLE_AND_MAPPED)
-        self.registered = {**self.registered, address: nbytes}  # others may be reading it
+        self.note_host(address, nbytes)
 
     def unregister(self, address: int) -> None:
         """Undo a registration; waits for the whole device."""
         self._call("cudaHostUnregister", address)
-        self.registered = {key: n for key, n in self.registered.items() if key != address}
+        self.forget_host(address)
 
     def export(self, address: int) -> bytes:
         """Return the handle by which other processes can open an allocation."""

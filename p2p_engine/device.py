@@ -120,7 +120,7 @@ class Device:
         self._ticks: list[Callable[[float], None]] = []
         self._watched: dict[int, Callable[[], None]] = {}
         self._tick_at = 0.0
-        self._is_stopping = self._is_stopped = self._takes_no_more = False
+        self._is_stopping = self._is_stopped = self._takes_no_more = self._has_failed = False
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ended_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -183,8 +183,9 @@ class Device:
 
     def record(self, stream: int) -> Event:
         """Return the moment that a stream of the caller's has reached."""
-        event = self._make_event()
-        self.cuda.record(event._handle, stream)
+        with self.cuda.on(self.index):  # an event is of the device on which it was made
+            event = self._make_event()
+            self.cuda.record(event._handle, stream)
         return event
 
     def take_back(self, event: int) -> None:
@@ -361,7 +362,9 @@ class Device:
             try:
                 pending = [event for event in events if not event.is_complete()]
             except TransportError:
-                logger.exception("device %d has failed", self.index)
+                if not self._has_failed:
+                    logger.exception("device %d has failed", self.index)
+                self._has_failed = True
                 pending = events  # for ever: what it may still touch stays reserved
             if pending:
                 self._waiting.append((pending, done))

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mempool import Buddy
-from p2p_engine.arena import BUFFER, MIN_BLOCK_BYTES, POOL, LandingArena, Space, round_up
+from p2p_engine.arena import BUFFER, MIN_BLOCK_BYTES, POOL, LandingArena, Space
 from p2p_engine.device import Device
 
 DEVICE_OFFSET = 1 << 47
 MAX_WORDS = 1024
+IPC_BYTES = 2 << 20  # CUDA shares whole pages of this size: nothing else may lie in them
 REGISTER_SECONDS = 600.0  # for the pool, page by page
 
 
@@ -33,7 +34,7 @@ class DeviceLanding(LandingArena):
         """
         super().__init__(MAX_WORDS * MIN_BLOCK_BYTES, pool_bytes, page_lock=page_lock)
         self._device = device
-        self.device_bytes = round_up(max(buffer_bytes, 1))
+        self.device_bytes = -(-max(buffer_bytes, 1) // IPC_BYTES) * IPC_BYTES
         self._device_buddy = Buddy(self.device_bytes, MIN_BLOCK_BYTES)
         self._words: dict[Space, int] = {}
         self.budgets[BUFFER] = buffer_bytes

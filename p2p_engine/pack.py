@@ -8,7 +8,6 @@ is started; without cupy by torch's index operations, which need an index as lon
 from __future__ import annotations
 
 import enum
-import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,61 +17,12 @@ import torch
 
 from mempool import Arena, Buddy
 from p2p_engine.cuda import Cuda
+from p2p_engine.errors import P2pError, TransportError
 from p2p_engine.layout import Int64s
-
-logger = logging.getLogger(__name__)
+from p2p_engine.pack_kernel import TILE_BYTES, Launch, compile_kernel
 
 ENGINE_BYTES = 256 << 10  # regions of this mean size are as fast by the copy engine: 2 us each
-TILE_BYTES = 16 << 10  # what one block of threads copies at a time
-NUM_THREADS = 256
-MAX_BLOCKS = 264  # two on each multiprocessor of an H100
-LISTS_BYTES = 8 << 20  # for the lists of regions that are being worked on
-
-# A tile belongs to the region before whose successor it starts. Accesses are as wide as source and
-# destination are aligned to each other, 16 bytes at best; the ends are copied byte by byte.
-KERNEL = r"""
-struct alignas(16) wide_t { unsigned a, b, c, d; };
-
-template <typename T>
-__device__ void copy_as(char* to, const char* from, long long n, int thread, int num_threads) {
-    const long long mask = sizeof(T) - 1;
-    long long head = (-(unsigned long long)from) & mask;
-    head = head < n ? head : n;
-    const long long body = (n - head) / (long long)sizeof(T);
-    const long long done = head + body * (long long)sizeof(T);
-    for (long long i = thread; i < head; i += num_threads) to[i] = from[i];
-    const T* source = (const T*)(from + head);
-    T* target = (T*)(to + head);
-    for (long long i = thread; i < body; i += num_threads) target[i] = source[i];
-    for (long long i = done + thread; i < n; i += num_threads) to[i] = from[i];
-}
-
-extern "C" __global__ void copy_regions(const long long* lists, long long num_regions,
-                                        long long num_tiles, long long tile_bytes) {
-    const long long* sources = lists;
-    const long long* destinations = lists + num_regions;
-    const long long* lengths = lists + 2 * num_regions;
-    const long long* first_tiles = lists + 3 * num_regions;
-    for (long long tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
-        long long low = 0, high = num_regions - 1;
-        while (low < high) {
-            const long long middle = (low + high + 1) / 2;
-            if (first_tiles[middle] <= tile) low = middle; else high = middle - 1;
-        }
-        const long long start = (tile - first_tiles[low]) * tile_bytes;
-        const long long rest = lengths[low] - start;
-        const long long n = rest < tile_bytes ? rest : tile_bytes;
-        const char* from = (const char*)(sources[low] + start);
-        char* to = (char*)(destinations[low] + start);
-        const unsigned long long apart = (unsigned long long)from ^ (unsigned long long)to;
-        if (apart % 16 == 0) copy_as<wide_t>(to, from, n, threadIdx.x, blockDim.x);
-        else if (apart % 8 == 0) copy_as<unsigned long long>(to, from, n, threadIdx.x, blockDim.x);
-        else if (apart % 4 == 0) copy_as<unsigned>(to, from, n, threadIdx.x, blockDim.x);
-        else if (apart % 2 == 0) copy_as<unsigned short>(to, from, n, threadIdx.x, blockDim.x);
-        else copy_as<char>(to, from, n, threadIdx.x, blockDim.x);
-    }
-}
-"""
+TABLES_BYTES = 8 << 20
 
 Release = Callable[[], None]
 
@@ -88,17 +38,17 @@ class Way(enum.Enum):
 class Pack:
     """The ways in which one device copies many regions. For the device's thread."""
 
-    def __init__(self, cuda: Cuda, device: int) -> None:
-        """Compile the kernel, if there is cupy.
+    def __init__(self, cuda: Cuda, device: int, launch: Launch | None = None) -> None:
+        """Compile the kernel, if there is cupy, unless there is something that launches it.
 
         Raises:
             TransportError: the device has no memory for the lists.
         """
         self._cuda = cuda
         self._device = device
-        self._kernel = _compile(device)
+        launch = launch or compile_kernel(device)
+        self._tiles = Tiles(cuda, launch) if launch is not None else None
         self._has_torch = torch.cuda.is_available()
-        self._lists: Lists | None = Lists(cuda) if self._kernel is not None else None
 
     def way(self, sources: Int64s, destinations: Int64s) -> Way:
         """Return which way a copy goes: one region in host memory decides."""
@@ -109,34 +59,47 @@ class Pack:
     def enqueue(
         self, sources: Int64s, destinations: Int64s, lengths: Int64s, stream: int
     ) -> Release:
-        """Enqueue copies between device, registered and peers' memory; returns what is to be called
-        when they are done.
+        """Enqueue copies between device, host and peers' memory; returns what is to be called when
+        they are done.
 
         Raises:
             TransportError: the device refuses.
         """
+        try:
+            return self._enqueue(sources, destinations, lengths, stream)
+        except P2pError:
+            raise
+        except Exception as error:  # cupy's and torch's
+            raise TransportError(f"pack: {error}") from error
+
+    def close(self) -> None:
+        """Give everything back; what it copies has ended."""
+        if self._tiles is not None:
+            self._tiles.close()
+
+    def _enqueue(
+        self, sources: Int64s, destinations: Int64s, lengths: Int64s, stream: int
+    ) -> Release:
         kept = lengths > 0
         if not kept.all():
             sources, destinations, lengths = sources[kept], destinations[kept], lengths[kept]
         is_small = len(lengths) > 1 and lengths.mean() < ENGINE_BYTES
         if not is_small or self.way(sources, destinations) is not Way.ON_DEVICE:
             return self._by_engine(sources, destinations, lengths, stream)
-        if self._lists is not None:
-            return self._by_kernel(self._lists, sources, destinations, lengths, stream)
+        if self._tiles is not None:
+            release = self._tiles.copy(tabulate(sources, destinations, lengths), stream)
+            if release is not None:
+                return release
+            return self._by_engine(sources, destinations, lengths, stream)  # too many at once
         if self._has_torch:
             return self._by_torch(sources, destinations, lengths, stream)
         return self._by_engine(sources, destinations, lengths, stream)
 
-    def close(self) -> None:
-        """Give everything back; what it copies has ended."""
-        if self._lists is not None:
-            self._lists.close()
-
     def _is_host(self, addresses: Int64s) -> bool:
-        """Whether one of them is in registered host memory."""
+        """Whether one of them is in host memory, which a kernel may not be able to reach."""
         return any(
             bool(((addresses >= start) & (addresses < start + nbytes)).any())
-            for start, nbytes in self._cuda.registered.items()
+            for start, nbytes in self._cuda.host_ranges.items()
         )
 
     def _by_engine(
@@ -148,25 +111,6 @@ class Pack:
             self._cuda.copy(destination, source, nbytes, stream)
         return _nothing
 
-    def _by_kernel(
-        self, lists: Lists, sources: Int64s, destinations: Int64s, lengths: Int64s, stream: int
-    ) -> Release:
-        table, num_tiles = tabulate(sources, destinations, lengths)
-        placed = lists.place(table, stream)
-        if placed is None:  # more lists at once than there is room for
-            return self._by_engine(sources, destinations, lengths, stream)
-        address, release = placed
-        import cupy  # optional
-
-        with cupy.cuda.Device(self._device), cupy.cuda.ExternalStream(stream):
-            self._kernel(
-                (min(num_tiles, MAX_BLOCKS),),
-                (NUM_THREADS,),
-                (np.uint64(address), np.int64(len(lengths)), np.int64(num_tiles),
-                 np.int64(TILE_BYTES)),
-            )  # fmt: skip
-        return release
-
     def _by_torch(
         self, sources: Int64s, destinations: Int64s, lengths: Int64s, stream: int
     ) -> Release:
@@ -177,19 +121,20 @@ class Pack:
         return lambda: kept.clear()
 
 
-class Lists:
-    """Registered host memory, and device memory of the same size, for lists of regions."""
+class Tiles:
+    """Copies by the kernel: owns registered host memory, and device memory of the same size, for
+    tables of tiles that are being worked on."""
 
-    def __init__(self, cuda: Cuda) -> None:
+    def __init__(self, cuda: Cuda, launch: Launch) -> None:
         self._cuda = cuda
-        self._host = Arena(LISTS_BYTES)
-        self._buddy = Buddy(LISTS_BYTES, 4096)
-        cuda.register(self._host.address, LISTS_BYTES)
-        self._device_address = cuda.allocate(LISTS_BYTES)
+        self._launch = launch
+        self._host = Arena(TABLES_BYTES)
+        self._buddy = Buddy(TABLES_BYTES, 4096)
+        cuda.register(self._host.address, TABLES_BYTES)
+        self._device_address = cuda.allocate(TABLES_BYTES)
 
-    def place(self, table: Int64s, stream: int) -> tuple[int, Release] | None:
-        """Copy a table to the device, in the stream; returns its address there, and what is to be
-        called when it is not needed any more. None: there is no room."""
+    def copy(self, table: Int64s, stream: int) -> Release | None:
+        """Enqueue the copies that a table names. None: there is no room for the table."""
         try:
             handle = self._buddy.alloc(table.nbytes)
         except MemoryError:
@@ -197,8 +142,13 @@ class Lists:
         offset = self._buddy.offset(handle)
         self._host.view(offset, table.nbytes)[:] = table.tobytes()
         address = self._device_address + offset
-        self._cuda.copy(address, self._host.address + offset, table.nbytes, stream)
-        return address, lambda: self._buddy.free(handle)
+        try:
+            self._cuda.copy(address, self._host.address + offset, table.nbytes, stream)
+            self._launch(address, table.shape[1], stream)
+        except BaseException:
+            self._buddy.free(handle)  # what overwrites it comes later in the stream
+            raise
+        return lambda: self._buddy.free(handle)
 
     def close(self) -> None:
         """Give both back."""
@@ -207,11 +157,16 @@ class Lists:
         self._host.close()
 
 
-def tabulate(sources: Int64s, destinations: Int64s, lengths: Int64s) -> tuple[Int64s, int]:
-    """Return what the kernel reads, int64[4, regions], and the number of tiles."""
-    num_tiles = -(-lengths // TILE_BYTES)
-    ends = np.cumsum(num_tiles)
-    return np.stack((sources, destinations, lengths, ends - num_tiles)), int(ends[-1])
+def tabulate(sources: Int64s, destinations: Int64s, lengths: Int64s) -> Int64s:
+    """Cut regions into tiles for the kernel: (source, destination, length), int64[3, tiles]."""
+    counts = -(-lengths // TILE_BYTES)
+    ends = np.cumsum(counts)
+    starts = (np.arange(ends[-1]) - np.repeat(ends - counts, counts)) * TILE_BYTES
+    rests = np.repeat(lengths, counts) - starts
+    return np.stack((
+        np.repeat(sources, counts) + starts, np.repeat(destinations, counts) + starts,
+        np.minimum(rests, TILE_BYTES),
+    ))  # fmt: skip
 
 
 def copy_rows(
@@ -242,24 +197,6 @@ def copy_rows(
     gathered = source.index_select(0, from_rows)
     destination.index_copy_(0, to_rows, gathered)
     return [from_rows, to_rows, gathered]
-
-
-def _compile(device: int) -> Any:
-    """Return the kernel; None without cupy, or without a GPU that it can use."""
-    try:
-        import cupy  # optional
-
-        if cupy.cuda.runtime.getDeviceCount() <= device:
-            return None
-        with cupy.cuda.Device(device):
-            kernel = cupy.RawKernel(KERNEL, "copy_regions", options=("--std=c++14",))
-            kernel.compile()
-            return kernel
-    except ImportError:
-        logger.info("cupy is not installed: small regions are packed by torch's index operations")
-    except Exception as error:  # noqa: BLE001  # cupy has many, none of them is fatal here
-        logger.warning("no pack kernel: %s; small regions are packed by torch", error)
-    return None
 
 
 def _on_device(address: int, nbytes: int, device: str) -> torch.Tensor:

@@ -35,6 +35,21 @@ logger = logging.getLogger(__name__)
 _PROCESS = secrets.token_hex(16)  # a handle cannot be opened in the process that made it
 
 
+class Happened:
+    """A moment that somebody tells of."""
+
+    def __init__(self) -> None:
+        self._has_happened = False
+
+    def happen(self) -> None:
+        """It is complete from now on."""
+        self._has_happened = True
+
+    def is_complete(self) -> bool:
+        """Whether it has happened; never blocks."""
+        return self._has_happened
+
+
 class Mapping:
     """A peer's memory as this process reaches it: its arena and its receive buffer."""
 
@@ -47,25 +62,28 @@ class Mapping:
         self._device = device
         self.arena = arena
         self.buffer = address
+        self.pool_is_ready = Happened()
         self._lock = threading.Lock()  # guards the two flags
         self._is_closed = self._is_registered = False
         self._is_opened = not address
         if self._is_opened:
             self.buffer = device.cuda.open(handle)
+        device.cuda.note_host(arena.address, arena.nbytes)
 
     def register(self) -> None:
         """Page-lock the arena for this process too, so that copies into it run by themselves.
 
-        Blocks, for as long as its pages take and perhaps until the device is idle.
+        Blocks, for as long as its pages take and perhaps until the device is idle. Until then the
+        thread that starts a copy would wait for its end.
         """
         with self._lock:
-            if self._is_closed:
-                return
-            try:
-                self._device.cuda.register(self.arena.address, self.arena.nbytes)
-                self._is_registered = True
-            except TransportError as error:  # copies into the pool are slower then
-                logger.warning("the peer's pool is not registered here: %s", error)
+            if not self._is_closed:
+                try:
+                    self._device.cuda.register(self.arena.address, self.arena.nbytes)
+                    self._is_registered = True
+                except TransportError as error:  # copies into the pool are slower then
+                    logger.warning("the peer's pool is not registered here: %s", error)
+        self.pool_is_ready.happen()
 
     def close(self) -> None:
         """Give everything back; nothing is being copied. Blocks as `register` does."""
@@ -79,6 +97,7 @@ class Mapping:
                     cuda.close(self.buffer)
             except TransportError as error:
                 logger.warning("a mapping of a peer's memory is left behind: %s", error)
+            cuda.forget_host(self.arena.address)
             self.arena.close()
 
 
@@ -118,6 +137,8 @@ class CudaIpcChannel:
         if self._is_closed:
             raise TransportError("write: the channel is closed")
         destinations, word = self._place(source, grant)
+        if grant.offset < DEVICE_OFFSET:
+            after = (*after, self._mapping.pool_is_ready)
         self._jobs = {job for job in self._jobs if not job.done}
         job = self._device.copy(
             source.addresses,

@@ -17,6 +17,7 @@ enum {
     INVALID_DEVICE = 101,
     INVALID_CONTEXT = 201,
     INVALID_HANDLE = 400,
+    CAPTURE_UNSUPPORTED = 900,
     NOT_READY = 600,
     ALREADY_REGISTERED = 712,
     NOT_REGISTERED = 713,
@@ -24,6 +25,7 @@ enum {
 enum { HANDLE_MAGIC = 0x43554950 };
 
 struct event {
+    int device;
     unsigned references;
     uint64_t recorded;
     uint64_t completed;
@@ -68,6 +70,7 @@ pthread_mutex_t double_lock = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t double_changed = PTHREAD_COND_INITIALIZER;
 
 static _Thread_local int thread_device;
+static _Thread_local int capture_mode; /* global, until it is exchanged */
 static stream_t* default_streams[MAX_DEVICES];
 static range_t* ranges;
 static atomic_llong used_bytes[MAX_DEVICES];
@@ -88,6 +91,8 @@ static const char* const NAMES[NUM_VALUES] = {
     [IS_NETWORK] = "is_network",
     [MALLOC_FAILS] = "malloc_fails",
     [IPC_FAILS] = "ipc_fails",
+    [REGISTER_HANGS] = "register_hangs",
+    [IS_CAPTURING] = "is_capturing",
     [TOTAL_BYTES] = "total_bytes",
     [LIVE_COMMS] = "live_comms",
     [LIVE_ALLOCATIONS] = "live_allocations",
@@ -241,6 +246,12 @@ stream_enqueue(stream_t* stream, operation_t* operation) {
     pthread_mutex_unlock(&double_lock);
 }
 
+/* Whether a thread may not make a call that could disturb the capture of another one. */
+static bool
+is_prohibited(void) {
+    return atomic_load(&double_values[IS_CAPTURING]) && capture_mode == 0;
+}
+
 /* As the real ones do: waits for all that runs on the device. */
 static void
 wait_for_device(int device) {
@@ -336,6 +347,7 @@ int
 cudaEventCreateWithFlags(event_t** event, unsigned flags) {
     (void)flags;
     *event = calloc(1, sizeof **event);
+    (*event)->device = thread_device;
     (*event)->references = 1;
     atomic_fetch_add(&double_values[LIVE_EVENTS], 1);
     return SUCCESS;
@@ -351,6 +363,9 @@ cudaEventDestroy(event_t* event) {
 
 int
 cudaEventRecord(event_t* event, stream_t* stream) {
+    if (event->device != (stream != NULL ? stream->device : thread_device)) {
+        return INVALID_HANDLE;
+    }
     return enqueue_event(stream, event, run_record, true);
 }
 
@@ -362,6 +377,9 @@ cudaStreamWaitEvent(stream_t* stream, event_t* event, unsigned flags) {
 
 int
 cudaEventQuery(event_t* event) {
+    if (is_prohibited()) {
+        return CAPTURE_UNSUPPORTED;
+    }
     pthread_mutex_lock(&double_lock);
     bool is_complete = event->completed >= event->recorded;
     pthread_mutex_unlock(&double_lock);
@@ -478,6 +496,9 @@ drop_range(const void* address, value_t count, range_t* out) {
 
 int
 cudaMalloc(void** address, size_t nbytes) {
+    if (is_prohibited()) {
+        return CAPTURE_UNSUPPORTED;
+    }
     long long total = atomic_load(&double_values[TOTAL_BYTES]);
     if (atomic_load(&double_values[MALLOC_FAILS]) ||
         (long long)nbytes > total - atomic_load(&used_bytes[thread_device])) {
@@ -499,6 +520,9 @@ cudaMalloc(void** address, size_t nbytes) {
 
 int
 cudaFree(void* address) {
+    if (is_prohibited()) {
+        return CAPTURE_UNSUPPORTED;
+    }
     wait_for_device(thread_device);
     range_t range;
     if (!drop_range(address, LIVE_ALLOCATIONS, &range)) {
@@ -520,8 +544,14 @@ cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
 int
 cudaHostRegister(void* address, size_t nbytes, unsigned flags) {
     (void)flags;
+    if (is_prohibited()) {
+        return CAPTURE_UNSUPPORTED;
+    }
     wait_for_device(thread_device);
     pthread_mutex_lock(&double_lock);
+    while (atomic_load(&double_values[REGISTER_HANGS])) {
+        wait_briefly();
+    }
     bool is_known = find_range(address, &double_values[LIVE_HOST_REGISTRATIONS]) != NULL;
     pthread_mutex_unlock(&double_lock);
     if (is_known) {
@@ -619,6 +649,14 @@ cudaSetDevice(int device) {
         return INVALID_DEVICE;
     }
     thread_device = device;
+    return SUCCESS;
+}
+
+int
+cudaThreadExchangeStreamCaptureMode(int* mode) {
+    int before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
     return SUCCESS;
 }
 

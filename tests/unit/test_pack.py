@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,28 +14,30 @@ import pytest
 import torch
 
 from p2p_engine.cuda import Cuda
+from p2p_engine.errors import TransportError
 from p2p_engine.layout import Int64s
-from p2p_engine.pack import ENGINE_BYTES, KERNEL, TILE_BYTES, Pack, copy_rows, tabulate
+from p2p_engine.pack import ENGINE_BYTES, Pack, copy_rows, tabulate
+from p2p_engine.pack_kernel import KERNEL, TILE_BYTES
 from tests.gpu_double import GpuDouble
-from tests.support import SeededRandom
+from tests.support import SeededRandom, eventually
 
 # A grid of threads, one after the other: the kernel's threads do not depend on each other.
 HOST = """
 #include <initializer_list>
 struct index_t { int x; };
-static index_t blockIdx, threadIdx, blockDim, gridDim;
+static thread_local index_t blockIdx, threadIdx, blockDim, gridDim;
 #define __device__ static
 #define __global__
 %s
-extern "C" void run(const long long* lists, long long n, long long tiles, long long tile_bytes,
-                    int blocks, int threads) {
+extern "C" void run(const long long* tiles, long long num_tiles, int blocks, int threads) {
     gridDim.x = blocks;
     blockDim.x = threads;
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
         for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++)
-            copy_regions(lists, n, tiles, tile_bytes);
+            copy_tiles(tiles, num_tiles);
 }
 """
+HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +49,10 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     command = ["cc", "-x", "c++", *flags, str(folder / "kernel.cpp"), "-o", library]
     subprocess.run(command, check=True)
     return ctypes.CDLL(library)
+
+
+def run(kernel: ctypes.CDLL, tiles: int, num_tiles: int) -> None:
+    kernel.run(ctypes.c_void_p(tiles), ctypes.c_longlong(num_tiles), 7, 32)
 
 
 def random_regions(rng: SeededRandom, alignment: int) -> tuple[np.ndarray, np.ndarray, Int64s]:
@@ -72,14 +80,10 @@ def test_the_kernel_copies_any_regions(
     for _ in range(5):
         memory, target, regions = random_regions(rng, alignment)
         starts, targets, lengths = regions
-        table, num_tiles = tabulate(
-            memory.ctypes.data + starts, target.ctypes.data + targets, lengths
-        )
-        table = np.ascontiguousarray(table)
-        kernel.run(
-            ctypes.c_void_p(table.ctypes.data), ctypes.c_longlong(len(lengths)),
-            ctypes.c_longlong(num_tiles), ctypes.c_longlong(TILE_BYTES), 7, 32,
-        )  # fmt: skip
+        table = tabulate(memory.ctypes.data + starts, target.ctypes.data + targets, lengths)
+        assert table[2].sum() == lengths.sum()
+        assert table[2].max() <= TILE_BYTES
+        run(kernel, table.ctypes.data, table.shape[1])
         assert (target == copied(memory, target, regions)).all()
 
 
@@ -99,19 +103,89 @@ def test_the_torch_fallback_copies_any_regions(rng: SeededRandom, alignment: int
     assert (target == copied(memory, target, regions)).all()
 
 
-def test_without_a_gpu_every_region_goes_by_the_copy_engine(rng: SeededRandom) -> None:
-    double = GpuDouble()
-    cuda = Cuda(double.path)
+@dataclass
+class Double:
+    """The stand-in with a pack on it, and how often its kernel was launched."""
+
+    cuda: Cuda
+    pack: Pack
+    stream: int
+    launches: list[int]
+
+    def copy(self, memory: np.ndarray, target: np.ndarray, regions: Int64s) -> None:
+        starts, targets, lengths = regions
+        release = self.pack.enqueue(
+            memory.ctypes.data + starts, target.ctypes.data + targets, lengths, self.stream
+        )
+        self.cuda.synchronize(self.stream)
+        release()
+
+
+@pytest.fixture
+def double(request: pytest.FixtureRequest, kernel: ctypes.CDLL) -> Iterator[Double]:
+    """Its kernel is the real one's source, or there is none."""
+    library = GpuDouble()
+    cuda, num_streams = Cuda(library.path), library["live_streams"]
     cuda.use(0)
-    pack, stream = Pack(cuda, 0), cuda.create_stream()
-    memory, target, regions = random_regions(rng, 1)
-    starts, targets, lengths = regions
-    assert lengths.mean() < ENGINE_BYTES
-    release = pack.enqueue(
-        memory.ctypes.data + starts, target.ctypes.data + targets, lengths, stream
+    launches, kept, has_kernel = [], [], getattr(request, "param", True)
+
+    def launch(tiles: int, num_tiles: int, stream: int) -> None:
+        call = HOST_FUNCTION(lambda _: run(kernel, tiles, num_tiles))
+        kept.append(call)
+        launches.append(num_tiles)
+        cuda.library.cudaLaunchHostFunc(ctypes.c_void_p(stream), call, None)
+
+    made = Double(
+        cuda, Pack(cuda, 0, launch if has_kernel else None), cuda.create_stream(), launches
     )
-    cuda.synchronize(stream)
-    release()
+    yield made
+    made.pack.close()
+    cuda.destroy_stream(made.stream)
+    eventually(lambda: library["live_streams"] == num_streams)
+
+
+@pytest.mark.parametrize("double", [True, False], indirect=True, ids=["kernel", "engine"])
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_many_small_regions_go_by_the_kernel_where_there_is_one(
+    double: Double, rng: SeededRandom, alignment: int, request: pytest.FixtureRequest
+) -> None:
+    memory, target, regions = random_regions(rng, alignment)
+    regions = np.concatenate((regions, [[0], [0], [0]]), axis=1)  # nothing is a region too
+    is_by_kernel = "kernel" in request.node.callspec.id and np.count_nonzero(regions[2]) > 1
+    double.copy(memory, target, regions)
     assert (target == copied(memory, target, regions)).all()
+    assert bool(double.launches) == is_by_kernel
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_no_kernel_reads_or_writes_host_memory(
+    double: Double, rng: SeededRandom, side: str
+) -> None:
+    """Registered or not: what is not would end the context of the whole process."""
+    memory, target, regions = random_regions(rng, 16)
+    host = memory if side == "source" else target
+    double.cuda.note_host(host.ctypes.data, host.nbytes)
+    double.copy(memory, target, regions)
+    assert (target == copied(memory, target, regions)).all()
+    assert not double.launches
+
+
+def test_large_regions_go_by_the_copy_engine(double: Double) -> None:
+    memory, target = np.full(4 * ENGINE_BYTES, 7, np.uint8), np.zeros(4 * ENGINE_BYTES, np.uint8)
+    starts = np.array([0, 2 * ENGINE_BYTES])
+    double.copy(memory, target, np.stack((starts, starts, np.full(2, ENGINE_BYTES))))
+    assert target.sum() == 2 * 7 * ENGINE_BYTES
+    assert not double.launches
+
+
+def test_what_a_kernel_refuses_is_an_error_of_the_transport(double: Double) -> None:
+    def refuse(tiles: int, num_tiles: int, stream: int) -> None:
+        raise RuntimeError("CUDA_ERROR_NOT_FOUND")
+
+    pack, memory = Pack(double.cuda, 0, refuse), np.zeros(100, np.uint8)
+    at = memory.ctypes.data + np.array([0, 50])
+    for _ in range(2):  # and its table is given back
+        with pytest.raises(TransportError, match="CUDA_ERROR_NOT_FOUND"):
+            pack.enqueue(at, at, np.full(2, 10), double.stream)
+    double.cuda.synchronize(double.stream)
     pack.close()
-    cuda.destroy_stream(stream)

@@ -1,0 +1,93 @@
+"""What CUDA asks of an engine that lives in somebody else's process: the device of each thread, a
+graph that another thread captures, host memory that is not registered yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
+from p2p_engine.config import GPU_TRANSPORTS
+from p2p_engine.cuda import Cuda
+from p2p_engine.peers import PeerAddress
+from tests.engines import PagedMemory, assert_idle, settings
+from tests.gpu_double import GpuDouble
+from tests.support import SeededRandom, eventually
+
+DOUBLE = GpuDouble()  # before any test looks at the threads that there are
+pytestmark = pytest.mark.usefixtures("no_leaks")
+IDS = [3, 1, 2, 7]
+
+
+def gpu_settings(transport: str, **changes: object) -> EngineConfig:
+    paths = {"nccl_library": DOUBLE.path, "cudart_library": DOUBLE.path}
+    return settings(transport, **{"device": "cuda:0", **paths, **changes})
+
+
+@pytest.fixture(scope="module")
+def two_gpus() -> Iterator[None]:
+    """A second device, whose default stream exists and stays."""
+    cuda = Cuda(DOUBLE.path)
+    with DOUBLE.fault(num_devices=2):
+        with cuda.on(1):
+            cuda.fill(0, 0, 0, 0)
+            cuda.synchronize(0)
+        yield
+
+
+def move(sender: P2pNcclEngine, receiver: P2pNcclEngine, name: str, rng: SeededRandom) -> None:
+    ours, theirs, key = PagedMemory(8).fill(rng), PagedMemory(8), TransferKey(name)
+    received = receiver.receive(key, theirs.sink(IDS))
+    sender.send(key, PeerAddress(receiver.zmq_address), ours.source(IDS)).wait(10)
+    received.wait(10)
+    assert (theirs.data[:, IDS] == ours.data[:, IDS]).all()
+
+
+@pytest.mark.parametrize("transport", GPU_TRANSPORTS)
+def test_a_callers_thread_may_be_on_another_device(
+    transport: str, rng: SeededRandom, two_gpus: None
+) -> None:
+    config = gpu_settings(transport, device="cuda:1")
+    with P2pNcclEngine(config) as sender, P2pNcclEngine(config) as receiver:
+        move(sender, receiver, "request", rng)
+        assert_idle(sender, receiver)
+
+
+@pytest.mark.parametrize("transport", GPU_TRANSPORTS)
+def test_a_graph_that_another_thread_captures_stops_nothing(
+    transport: str, rng: SeededRandom
+) -> None:
+    config = gpu_settings(transport)
+    with P2pNcclEngine(config) as sender, P2pNcclEngine(config) as receiver:
+        with DOUBLE.fault(is_capturing=1):
+            for number in range(3):
+                move(sender, receiver, f"request-{number}", rng)
+        assert_idle(sender, receiver)
+
+
+def test_what_goes_into_a_peers_pool_waits_until_that_is_registered(rng: SeededRandom) -> None:
+    """A copy into memory that is not would hold up the thread that starts it, until it is done."""
+    config = gpu_settings("cuda_ipc", kv_buffer_size=40_000)
+    with P2pNcclEngine(config) as sender, P2pNcclEngine(config) as receiver:
+        ours, theirs = PagedMemory(8).fill(rng), PagedMemory(8)
+        peer, keys = PeerAddress(receiver.zmq_address), [TransferKey("buffer"), TransferKey("pool")]
+        with DOUBLE.fault(register_hangs=1):
+            sender.send(keys[0], peer, ours.source(IDS)).wait(10)
+            waiting = sender.send(keys[1], peer, ours.source(IDS))
+            eventually(lambda: receiver.stats()["live_bytes_by_place"]["pool"] > 0)
+            eventually(lambda: "WRITING" in states(sender))
+            assert sender._gpu is not None
+            for _ in range(20):  # its thread has looked at everything again
+                sender._gpu.device.run(lambda: None, 5.0)
+            assert not waiting.released
+        waiting.wait(10)
+        for key in keys:
+            theirs.data[:] = 0
+            receiver.receive(key, theirs.sink(IDS)).wait(10)
+            assert (theirs.data[:, IDS] == ours.data[:, IDS]).all()
+        assert_idle(sender, receiver)
+
+
+def states(engine: P2pNcclEngine) -> list[str]:
+    return [chunk.state.name for chunk in engine._sender._chunks.values()]
