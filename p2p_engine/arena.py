@@ -50,14 +50,13 @@ class LandingArena:
         write_word(self.arena.address + self.nonce_offset, self.nonce)
         self._prefault()
 
-    def reserve(self, nbytes: int, reach: Iterable[str] = ()) -> Space | None:
-        """Reserve nbytes in the buffer, else in the pool; None when both are full.
-
-        `reach` is where the sender can write: in host memory, everywhere.
-        """
-        for place, budget in self.budgets.items():
-            if self.live_bytes[place] + nbytes <= budget:
-                return self.reserve_in(place, nbytes)
+    def reserve(self, nbytes: int, places: Iterable[str] = (BUFFER, POOL)) -> Space | None:
+        """Reserve nbytes in the first of these places that has room; None when none has."""
+        for place in places:
+            if self.live_bytes[place] + nbytes <= self.budgets[place]:
+                space = self.reserve_in(place, nbytes)
+                if space is not None:
+                    return space
         return None
 
     def reserve_in(self, place: str, nbytes: int) -> Space | None:
@@ -77,7 +76,7 @@ class LandingArena:
         """What is not reserved, of both budgets."""
         return sum(self.budgets.values()) - sum(self.live_bytes.values())
 
-    def fits(self, nbytes: int, reach: Iterable[str] = ()) -> bool:
+    def fits(self, nbytes: int) -> bool:
         """Whether so many bytes could ever be reserved."""
         return nbytes <= max(self.budgets.values())
 

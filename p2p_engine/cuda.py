@@ -191,6 +191,10 @@ class Cuda:
         self._call("cudaHostUnregister", address)
         self.forget_host(address)
 
+    def is_host(self, address: int) -> bool:
+        """Whether an address lies in host memory that was noted or registered."""
+        return any(start <= address < start + n for start, n in self.host_ranges.items())
+
     def export(self, address: int) -> bytes:
         """Return the handle by which other processes can open an allocation."""
         handle = _IpcHandle()

@@ -73,6 +73,7 @@ class DeviceJob:
         self._device = device
         self._stop = stop
         self._ended = threading.Event()
+        device.open_jobs.add(self)
 
     @property
     def done(self) -> bool:
@@ -116,7 +117,7 @@ class Device:
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._ended: collections.deque[DeviceJob] = collections.deque()
         self._waiting: list[tuple[list[Moment], Callable[[], None]]] = []
-        self._copies: set[DeviceJob] = set()
+        self.open_jobs: set[DeviceJob] = set()
         self._ticks: list[Callable[[float], None]] = []
         self._watched: dict[int, Callable[[], None]] = {}
         self._tick_at = 0.0
@@ -219,18 +220,17 @@ class Device:
         regions = (sources, destinations, lengths)
 
         def start() -> None:
-            self._copies.add(job)
             self.when(after, lambda: self._launch_copy(job, regions, word_address, word_value))
 
         self.post(start)
         return job
 
-    def stop_copies(self, timeout: float) -> bool:
-        """Take no more copies; whether all have ended in time."""
+    def stop_jobs(self, timeout: float) -> bool:
+        """Take no more copies and cancel every job; whether all have ended in time."""
         self._takes_no_more = True
-        for job in list(self._copies):
+        for job in list(self.open_jobs):
             job.cancel()
-        return not still_running(list(self._copies), timeout)
+        return not still_running(list(self.open_jobs), timeout)
 
     def close(self, timeout: float) -> bool:
         """Stop the thread and let streams and events go; idempotent. False: it did not stop."""
@@ -303,7 +303,7 @@ class Device:
 
     def tell(self, job: DeviceJob) -> None:
         """Let somebody drain an ended job."""
-        self._copies.discard(job)
+        self.open_jobs.discard(job)
         self._ended.append(job)
         os.eventfd_write(self._ended_fd, 1)
 

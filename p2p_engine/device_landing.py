@@ -8,8 +8,6 @@ arena's, any other the buffer's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from mempool import Buddy
 from p2p_engine.arena import BUFFER, MIN_BLOCK_BYTES, POOL, LandingArena, Space
 from p2p_engine.device import Device
@@ -51,22 +49,11 @@ class DeviceLanding(LandingArena):
             super().close()
             raise
 
-    def reserve(self, nbytes: int, reach: Iterable[str] = (POOL, BUFFER)) -> Space | None:
-        """Reserve nbytes in the first of these places that has room; None when none has."""
-        for place in reach:
-            if self.live_bytes[place] + nbytes <= self.budgets[place]:
-                space = (
-                    self._reserve_on_device(nbytes)
-                    if place == BUFFER
-                    else self.reserve_in(POOL, nbytes)
-                )
-                if space is not None:
-                    return space
-        return None
-
-    def fits(self, nbytes: int, reach: Iterable[str] = (POOL, BUFFER)) -> bool:
-        """Whether so many bytes could ever be reserved in one of these places."""
-        return nbytes <= max((self.budgets[place] for place in reach), default=0)
+    def reserve_in(self, place: str, nbytes: int) -> Space | None:
+        """Reserve nbytes of the device or of the arena; None when its pieces are too small."""
+        return (
+            self._reserve_on_device(nbytes) if place == BUFFER else super().reserve_in(POOL, nbytes)
+        )
 
     def release(self, space: Space) -> None:
         """Give a space back.

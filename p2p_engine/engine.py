@@ -525,7 +525,7 @@ class P2pNcclEngine:
         self._close_parts()
 
     def _stop_copies(self, timeout: float) -> bool:
-        is_stopped = self._gpu is None or self._gpu.device.stop_copies(timeout)
+        is_stopped = self._gpu is None or self._gpu.stop(timeout)
         return self._mover.close(timeout) and is_stopped
 
     def _now(self, stream: int | None) -> tuple[Moment, ...]:

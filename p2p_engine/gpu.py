@@ -68,11 +68,18 @@ class Gpu:
         self._transport = NcclTransport(
             self._nccl, self.device, control, epoch, config.host,
             receives=landing is not None,
+            overflows=landing is not None and config.pool_bytes > 0,
             num_channels=config.nccl_num_channels,
             max_groups=config.nccl_max_groups,
             patience_seconds=config.connect_timeout_seconds,
         )  # fmt: skip
         return self._transport
+
+    def stop(self, timeout: float) -> bool:
+        """Start nothing more; whether all that moves bytes has ended, within `timeout` seconds."""
+        if self._transport is not None:
+            self._transport.stop()
+        return self.device.stop_jobs(timeout)
 
     def now(self, stream: int | None) -> tuple[Moment, ...]:
         """Return the moment that a caller's stream (None: torch's current one) has reached."""

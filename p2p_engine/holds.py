@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from p2p_engine.arena import LandingArena, Space
+from p2p_engine.arena import BUFFER, POOL, LandingArena, Space
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError, TransferCancelled, TransferError, TransferTimeout
 from p2p_engine.jobs import Copier, Job, Moment, after
@@ -135,7 +135,7 @@ class Holds:
         regions = ask_regions(
             lambda: hold.source.regions(manifest.first_block, manifest.num_blocks), manifest.nbytes
         )
-        space = self._arena.reserve(manifest.nbytes)
+        space = self._arena.reserve(manifest.nbytes, (POOL, BUFFER))
         if space is None:
             return False
         hold.space = space

@@ -114,13 +114,13 @@ class Places:
         needs_it = not landing.transport.scatters or (
             receive is not None and receive.has_delivered(landing.manifest)
         )
-        if needs_it and (arena is None or not arena.fits(size, landing.transport.places)):
+        if needs_it and (arena is None or not arena.fits(size)):
             text = f"a chunk of {landing.nbytes} bytes fits neither the buffer nor the pool"
             raise TransferTooLarge(text)
         if arena is None or hoarded_bytes > sum(arena.budgets.values()) / 4:
             return "no landing memory, or too much of it is in quarantine"
         refusal = self._credit.refusal(landing.id, size, arena.free_bytes)
-        landing.space = arena.reserve(size, landing.transport.places) if not refusal else None
+        landing.space = arena.reserve(size) if not refusal else None
         if landing.space is None:
             return refusal or "buffer and pool are full"
         if not landing.transport.receiver_writes or not landing.nbytes:

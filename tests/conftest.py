@@ -33,7 +33,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if "gpu" in names and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    if any(value in GPU_TRANSPORTS for value in parameters if isinstance(value, str)):
+    if any(value.startswith(GPU_TRANSPORTS) for value in parameters if isinstance(value, str)):
         GpuDouble()
 
 

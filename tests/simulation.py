@@ -191,7 +191,6 @@ class SimTransport:
     connected: set[int] = field(default_factory=set)
     name: str = "sim"
     checks: bool = True
-    places: tuple[str, ...] = ("pool",)
 
     @property
     def scatters(self) -> bool:

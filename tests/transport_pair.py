@@ -32,7 +32,7 @@ from tests.support import SeededRandom
 T = TypeVar("T")
 MIB = 1 << 20
 ARENA_BYTES = 8 * MIB
-NAMES = ("inproc", "shm", "tcp", "nccl")
+NAMES = ("inproc", "shm", "tcp", "nccl", "nccl to host")
 TRAILER = 0x1234567890ABCDEF
 
 
@@ -70,6 +70,8 @@ class Half:
         self.mover.close(5)
         self.transport.close()
         if self.device is not None:
+            for address in self.device.cuda.host_ranges:
+                self.device.cuda.unregister(address)
             assert self.device.close(5)
         self.control.close(5)
         self.arena.close()
@@ -79,15 +81,17 @@ class Half:
             return InprocTransport(self.mover, self.arena, self.epoch)
         if name == "shm":
             return ShmTransport(self.mover, self.arena, self.control, self.epoch)
-        if name == "nccl":
-            return self._make_nccl(**options)
+        if name.startswith("nccl"):
+            return self._make_nccl(to_host=name.endswith("host"), **options)
         return TcpTransport(self.mover, self.control, self.epoch, "127.0.0.1")
 
-    def _make_nccl(self, **options: Any) -> NcclTransport:
-        path = GpuDouble().path
+    def _make_nccl(self, *, to_host: bool, **options: Any) -> NcclTransport:
+        path, arena = GpuDouble().path, self.arena.arena
         self.device = Device(Cuda(path), options.pop("device", 0))
-        settings = {"receives": True, "num_channels": 2, "max_groups": 16, "patience_seconds": 5.0,
-                    "slab_bytes": 256 << 10, **options}  # fmt: skip
+        if to_host:
+            self.device.cuda.register(arena.address, arena.nbytes)
+        settings = {"receives": True, "overflows": to_host, "num_channels": 2, "max_groups": 16,
+                    "patience_seconds": 5.0, "slab_bytes": 256 << 10, **options}  # fmt: skip
         return NcclTransport(
             Nccl(path), self.device, self.control, self.epoch, "127.0.0.1", **settings
         )

@@ -79,8 +79,6 @@ class Transport(Protocol):
     """It writes many regions at once, so that they may be final memory."""
     checks: bool
     """Its jobs have checksums."""
-    places: tuple[str, ...]
-    """Of the landing memory of a GPU's engine, where it can write, best first."""
 
     def invite(self, source_epoch: int) -> Endpoint | None:
         """What a WELCOME tells a sender so that it can connect; None: nothing can be received."""

@@ -18,7 +18,6 @@ from collections.abc import Iterable
 
 from mempool import Arena, Mover
 from p2p_engine.affinity import restore_affinity
-from p2p_engine.arena import BUFFER, POOL
 from p2p_engine.control import ControlPlane
 from p2p_engine.cuda import IPC_HANDLE_BYTES
 from p2p_engine.device import Device, DeviceJob
@@ -204,7 +203,6 @@ class CudaIpcTransport(ShmTransport):
 
     name = "cuda_ipc"
     checks = False
-    places: tuple[str, ...] = (BUFFER, POOL)
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 
 from mempool import Arena, Mover
-from p2p_engine.arena import POOL, LandingArena
+from p2p_engine.arena import LandingArena
 from p2p_engine.errors import TransportError
 from p2p_engine.transports.base import ArenaChannel, Connected, Endpoint, SenderWrites
 
@@ -33,7 +33,6 @@ class InprocTransport(SenderWrites):
 
     name = "inproc"
     checks = True
-    places: tuple[str, ...] = (POOL,)
 
     def __init__(self, mover: Mover, landing: LandingArena | None, epoch: int) -> None:
         self._mover = mover

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Iterable
 
 from mempool import Arena, Mover, read_word
-from p2p_engine.arena import POOL, PREFAULT_BYTES, LandingArena
+from p2p_engine.arena import PREFAULT_BYTES, LandingArena
 from p2p_engine.control import ControlPlane
 from p2p_engine.errors import TransportError
 from p2p_engine.jobs import Job, Moment
@@ -81,7 +81,6 @@ class ShmTransport(SenderWrites):
 
     name = "shm"
     checks = True
-    places: tuple[str, ...] = (POOL,)
 
     def __init__(
         self, mover: Mover, landing: LandingArena | None, control: ControlPlane, epoch: int

@@ -10,7 +10,6 @@ import numpy as np
 
 from mempool import Mover
 from p2p_engine.addresses import join_address, split_address
-from p2p_engine.arena import POOL
 from p2p_engine.control import ControlPlane
 from p2p_engine.errors import TransportError
 from p2p_engine.jobs import Job, Moment, still_running
@@ -85,7 +84,6 @@ class TcpTransport:
     receiver_writes = True
     scatters = True
     checks = True
-    places: tuple[str, ...] = (POOL,)
 
     def __init__(self, mover: Mover, control: ControlPlane, epoch: int, host: str) -> None:
         """Listen on an ephemeral port of host.

@@ -90,6 +90,7 @@ static const char* const NAMES[NUM_VALUES] = {
     [ABORT_HANGS] = "abort_hangs",
     [IS_NETWORK] = "is_network",
     [MALLOC_FAILS] = "malloc_fails",
+    [COPIES_HANG] = "copies_hang",
     [IPC_FAILS] = "ipc_fails",
     [REGISTER_HANGS] = "register_hangs",
     [IS_CAPTURING] = "is_capturing",
@@ -396,9 +397,25 @@ typedef struct {
     int value;
 } copy_operation_t;
 
+static bool
+is_registered(const char* address) { /* with the lock held */
+    for (range_t* range = ranges; range != NULL; range = range->next) {
+        if (range->count == &double_values[LIVE_HOST_REGISTRATIONS] && address >= range->address &&
+            address < range->address + range->nbytes) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static void
 run_copy(operation_t* base) {
     copy_operation_t* self = (copy_operation_t*)base;
+    pthread_mutex_lock(&double_lock);
+    while (atomic_load(&double_values[COPIES_HANG]) && is_registered(self->destination)) {
+        wait_briefly();
+    }
+    pthread_mutex_unlock(&double_lock);
     memcpy(self->destination, self->source, self->nbytes);
 }
 

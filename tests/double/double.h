@@ -33,6 +33,7 @@ typedef enum {
     ABORT_HANGS,    /* aborts do not return while it is set */
     IS_NETWORK,     /* communicators run over a network: dead peers are noticed, aborts are local */
     MALLOC_FAILS,   /* cudaMalloc has no memory */
+    COPIES_HANG,    /* copies into registered host memory wait while it is set */
     IPC_FAILS,      /* handles of other processes cannot be opened */
     REGISTER_HANGS, /* host memory is not registered yet */
     IS_CAPTURING, /* another thread captures a graph: unsafe calls fail, unless theirs is relaxed */

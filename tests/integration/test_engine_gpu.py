@@ -8,20 +8,23 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.config import GPU_TRANSPORTS
 from p2p_engine.cuda import Cuda
-from p2p_engine.errors import ConfigError, P2pError, PeerRefused, TransportError
+from p2p_engine.errors import ConfigError, P2pError, PeerRefused, TransferRejected, TransportError
 from p2p_engine.peers import PeerAddress
 from p2p_engine.transports.nccl.memory import estimated_bytes
 from tests.engines import (
     BLOCKS,
+    MIB,
     PagedMemory,
     Peer,
     assert_idle,
     engines,
     patterned,
+    random_tensor,
     settings,
     start_fork_server,
 )
@@ -91,21 +94,37 @@ def test_a_sink_is_written_after_what_still_uses_it(
     cuda.destroy_stream(stream)
 
 
-def test_a_full_buffer_costs_no_device_memory(rng: SeededRandom) -> None:
-    """On one host the sender copies straight into the receiver's pool."""
-    config = settings("cuda_ipc", kv_buffer_size=40_000)
-    with P2pNcclEngine(config) as sender, P2pNcclEngine(config) as receiver:
-        ours, theirs = PagedMemory(8).fill(rng), PagedMemory(8)
-        keys = [TransferKey(f"request-{number}") for number in range(4)]
-        for key in keys:
-            sender.send(key, PeerAddress(receiver.zmq_address), ours.source(IDS)).wait(10)
-        places = receiver.stats()["landed_bytes_by_place"]
-        assert places == {"blocks": 0, "buffer": 4 * 2 * 4096, "pool": 3 * 4 * 2 * 4096}
-        for key in keys:
-            theirs.data[:] = 0
-            receiver.receive(key, theirs.sink(IDS)).wait(10)
-            assert (theirs.data[:, IDS] == ours.data[:, IDS]).all()
+def test_a_copy_to_the_pool_that_hangs_costs_its_own_transfer_only(rng: SeededRandom) -> None:
+    """The pool's memory is nobody else's until the copy has ended."""
+    tensors = [random_tensor(rng, 600_000) for _ in range(3)]
+    with engines(2, "nccl", kv_buffer_size=MIB) as (sender, receiver):
+        with DOUBLE.fault(copies_hang=1):
+            keys = [TransferKey(f"{number}") for number in range(3)]
+            sender.send_tensor(keys[0], tensors[0], receiver.zmq_address).wait(10)
+            stuck = sender.send_tensor(keys[1], tensors[1], receiver.zmq_address)
+            assert stuck.wait_released(10)
+            assert torch.equal(receiver.recv_tensor(keys[0], timeout=10), tensors[0])
+            sender.send_tensor(keys[2], tensors[2], receiver.zmq_address).wait(10)
+            assert torch.equal(receiver.recv_tensor(keys[2], timeout=10), tensors[2])
+            receiver.discard(keys[1], reason="nobody wants it")
+            eventually(lambda: receiver.stats()["quarantined_bytes"] == 600_000)
+            assert receiver.stats()["live_bytes_by_place"]["pool"] > 600_000
         assert_idle(sender, receiver)
+        with pytest.raises(TransferRejected):
+            stuck.wait(10)
+
+
+def test_close_keeps_what_a_copy_to_the_pool_may_still_write(rng: SeededRandom) -> None:
+    with engines(2, "nccl", kv_buffer_size=0) as (sender, receiver):
+        with DOUBLE.fault(copies_hang=1):
+            tensor = random_tensor(rng, 600_000)
+            assert sender.send_tensor(KEY, tensor, receiver.zmq_address).wait_released(10)
+            receiver.close(0.2)
+            assert receiver._arena is not None
+            assert len(receiver._arena.arena.view(0, 8)) == 8  # it is mapped
+        receiver.close()
+        with pytest.raises(ValueError, match="closed"):
+            receiver._arena.arena.view(0, 8)
 
 
 def test_another_release_of_nccl_is_refused_with_both_named(rng: SeededRandom) -> None:

@@ -207,8 +207,9 @@ def test_blocks_that_are_not_wanted_are_not_sent(transport: str, rng: SeededRand
         assert (ours.data[:, 6:] == theirs.data[:, 6:]).all()
 
 
-def test_overflow_lands_in_the_pool(rng: SeededRandom) -> None:
-    with engines(2, "shm", kv_buffer_size=MIB) as (sender, receiver):
+@pytest.mark.parametrize("transport", ["shm", *GPU_TRANSPORTS])
+def test_overflow_lands_in_the_pool(transport: str, rng: SeededRandom) -> None:
+    with engines(2, transport, kv_buffer_size=MIB) as (sender, receiver):
         tensors = [random_tensor(rng, 600_000) for _ in range(4)]
         for number, tensor in enumerate(tensors):
             key = TransferKey(f"{number}")

@@ -53,6 +53,9 @@ class World:
         self.recv_slots = [Slots(slots) for _ in range(num_engines)]
         self.slabs = [Slots(2) for _ in range(num_engines)]
         self.slab_of: dict[Piece, Wish] = {}
+        self.recv_slabs = [Slots(rng.randint(1, 2)) for _ in range(num_engines)]
+        self.room_of: dict[Piece, tuple[Slots, Wish]] = {}  # for what goes to the host
+        self.copies: list[Piece] = []  # from such a slab to the host
         self.wires: dict[tuple[int, int], collections.deque[Callable[[], None]]] = {}
         self.launches: dict[tuple[tuple[int, int], bool], itertools.count[int]] = {}
         self.senders: dict[tuple[int, int], SendingHalf] = {}
@@ -79,12 +82,24 @@ class World:
             self.slabs[source].give_back(self.slab_of.pop(piece))
             self.num_open -= 1
 
+        def find_room(piece: Piece, found: Callable[[], None]) -> None:
+            if piece.seq % 3:
+                found()
+                return
+            wish, slabs = Wish(found), self.recv_slabs[destination]
+            self.room_of[piece] = slabs, wish
+            slabs.take(wish)
+
+        def received(piece: Piece) -> None:
+            self.receivers[comm].received(piece)
+            if piece in self.room_of:
+                self.copies.append(piece)
+
         self.receivers[comm] = ReceivingHalf(
             self.recv_slots[destination],
+            find_room,
             lambda piece: True,
-            lambda piece: self.launch(
-                destination, comm, False, piece, lambda: self.receivers[comm].received(piece)
-            ),
+            lambda piece: self.launch(destination, comm, False, piece, lambda: received(piece)),
             lambda order, _: self.say(destination, source, lambda: self.senders[comm].on_go(order)),
         )
         self.senders[comm] = SendingHalf(
@@ -120,6 +135,7 @@ class World:
         done: list[Callable[[], object]] = [lambda step=step: step()() for step in steps]  # type: ignore[misc]
         done += [device.start_next for device in self.devices
                  if device.queue and len(device.resident) < device.room]  # fmt: skip
+        done += [lambda piece=piece: self.copied(piece) for piece in self.copies]  # type: ignore[misc]
         done += [lambda pair=pair: self.complete(*pair) for pair in self.meetings()]  # type: ignore[misc]
         if not done:
             return False
@@ -143,6 +159,11 @@ class World:
         for kernel, engine in ((send, send.comm[0]), (recv, recv.comm[1])):
             self.devices[engine].resident.remove(kernel)
             kernel.ended()
+
+    def copied(self, piece: Piece) -> None:
+        self.copies.remove(piece)
+        slabs, wish = self.room_of.pop(piece)
+        slabs.give_back(wish)
 
     def is_stuck(self) -> bool:
         """Run until nothing can happen; whether something was left open."""
@@ -190,7 +211,7 @@ def test_no_seed_gets_stuck() -> None:
         assert not world.is_stuck(), f"seed {seed}"
         for (comm, is_send), pieces in world.order.items():
             assert pieces == world.order[comm, not is_send], f"seed {seed}: {comm}"
-        for slots in (*world.send_slots, *world.recv_slots):
+        for slots in (*world.send_slots, *world.recv_slots, *world.recv_slabs):
             assert slots.num_free > 0, f"seed {seed}: a slot was not given back"
 
 

@@ -36,7 +36,8 @@ class Resources:
     reaper: Reaper
     send_slots: Slots
     recv_slots: Slots
-    slabs: Slabs
+    slabs: Slabs  # to send from
+    recv_slabs: Slabs  # apart: else senders that wait for each other's receivers hold them all
     num_channels: int
     patience_seconds: float  # for the making of a group, and for a piece whose kernels run
 

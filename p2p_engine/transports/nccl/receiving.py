@@ -1,18 +1,23 @@
 """The receiver's side of a pair: it agrees to groups and receives pieces where they are expected.
 
-For the device's thread.
+What is expected in host memory is received into a slab and copied from there. A slab is held from
+before the kernel is launched until the copy has ended. For the device's thread.
 """
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
 
 from p2p_engine.device import DeviceJob
 from p2p_engine.errors import TransportError
 from p2p_engine.transports.nccl.group import GroupState
 from p2p_engine.transports.nccl.pair import FIRST, Pair, Resources
 from p2p_engine.transports.nccl.rendezvous import Piece, ReceivingHalf
+from p2p_engine.transports.nccl.slabs import Slab
 from p2p_engine.transports.nccl.wire import Frame, Kind
 
 
@@ -24,11 +29,26 @@ class Receive:
     address: int
     nbytes: int
     job: DeviceJob
+    is_host: bool
     launched_bytes: int = 0
     received_bytes: int = 0
     num_running: int = 0
     is_stopping: bool = False
     is_spoilt: bool = False  # a piece came by a group that was aborted
+
+
+@dataclass(eq=False)
+class Room:
+    """A slab for one piece, or the wait for one."""
+
+    found: Callable[[], None]
+    slab: Slab | None = None
+    is_used: bool = False  # a kernel, or a copy, may be using it
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it has none yet."""
+        return self.slab is None or not self.slab.address
 
 
 class ReceivingPair(Pair):
@@ -40,6 +60,7 @@ class ReceivingPair(Pair):
         super().__init__(shared, connection)
         self._half: ReceivingHalf | None = None
         self._receives: dict[int, Receive] = {}
+        self._rooms: dict[Piece, Room] = {}
         self._is_ending = False
         self._deferred: list[Frame] = []  # what came after END
 
@@ -56,7 +77,8 @@ class ReceivingPair(Pair):
         elif not nbytes:
             job.end("done")
         else:
-            self._receives[seq] = Receive(seq, address, nbytes, job)
+            is_host = self.shared.device.cuda.is_host(address)
+            self._receives[seq] = Receive(seq, address, nbytes, job, is_host)
 
     def stop(self, job: DeviceJob) -> None:
         """Let no more pieces of a receive come."""
@@ -92,17 +114,17 @@ class ReceivingPair(Pair):
         if piece == FIRST:
             if counts and self.group is not None:
                 self.group.joined()
+        elif counts and piece in self._rooms:
+            self._unload(piece)
         else:
-            receive = self._receives[piece.seq]
-            receive.num_running -= 1
-            receive.received_bytes += piece.nbytes if counts else 0
-            receive.is_spoilt |= not counts
-            self._settle(receive)
+            self._arrived(piece, counts=counts)
         self._end_if_idle()
 
     def broken(self) -> None:
         """End what no kernel writes."""
         self._end_half()
+        for piece in [piece for piece, room in self._rooms.items() if not room.is_used]:
+            self._leave_room(piece)
         for receive in list(self._receives.values()):
             self._settle(receive)
 
@@ -112,7 +134,7 @@ class ReceivingPair(Pair):
             raise TransportError(f"the sender wants a group of {channels} channels")
         self.group = self.new_group(frame.group, channels)
         self._half = ReceivingHalf(
-            self.shared.recv_slots, self._is_wanted, self._launch, self._answer
+            self.shared.recv_slots, self._find_room, self._is_wanted, self._launch, self._answer
         )
         self.say(Kind.ACK)
 
@@ -130,11 +152,54 @@ class ReceivingPair(Pair):
         else:
             raise TransportError(f"the sender said {frame.kind.name} to a {group.state.name}")
 
+    def _find_room(self, piece: Piece, found: Callable[[], None]) -> None:
+        receive = self._receives.get(piece.seq) if piece != FIRST else None
+        if receive is None or receive.is_stopping or not receive.is_host:
+            found()
+            return
+        if piece.nbytes > self.shared.recv_slabs.slab_bytes:
+            self.fail(TransportError(f"{piece} does not fit into a slab"))
+            return
+        self._rooms[piece] = room = Room(found)
+
+        def granted(slab: Slab) -> None:
+            room.slab = slab
+            found()
+
+        room.slab = self.shared.recv_slabs.take(granted)
+
+    def _leave_room(self, piece: Piece) -> None:
+        room = self._rooms.pop(piece, None)
+        if room is not None and room.slab is not None:
+            self.shared.recv_slabs.give_back(room.slab)
+
+    def _unload(self, piece: Piece) -> None:
+        """Copy a piece from its slab to where it belongs; nobody waits for it."""
+        receive, slab = self._receives[piece.seq], self._rooms[piece].slab
+        source = slab.address if slab is not None else 0
+        regions = np.array([[source], [receive.address + piece.offset], [piece.nbytes]], np.int64)
+        try:
+            self.shared.device.pack(
+                (regions[0], regions[1], regions[2]), lambda: self._arrived(piece, counts=True)
+            )
+        except TransportError as error:  # a copy may have begun: the slab and the memory stay ours
+            self.fail(error)
+
+    def _arrived(self, piece: Piece, *, counts: bool) -> None:
+        """Nothing touches a piece's memory any more."""
+        receive = self._receives[piece.seq]
+        receive.num_running -= 1
+        receive.received_bytes += piece.nbytes if counts else 0
+        receive.is_spoilt |= not counts
+        self._leave_room(piece)
+        self._settle(receive)
+
     def _is_wanted(self, piece: Piece) -> bool:
         if piece == FIRST:
             return True
         receive = self._receives.get(piece.seq)
         if receive is None or receive.is_stopping:
+            self._leave_room(piece)
             return False
         is_next = piece.offset == receive.launched_bytes
         fits = is_next and 0 < piece.nbytes <= receive.nbytes - piece.offset
@@ -145,8 +210,11 @@ class ReceivingPair(Pair):
     def _launch(self, piece: Piece) -> None:
         address = self.shared.slabs.scratch
         if piece != FIRST:
-            receive = self._receives[piece.seq]
+            receive, room = self._receives[piece.seq], self._rooms.get(piece)
             address = receive.address + piece.offset
+            if room is not None and room.slab is not None:
+                room.is_used = True
+                address = room.slab.address
             receive.launched_bytes += piece.nbytes
             receive.num_running += 1
             receive.job.state = "running"
@@ -157,6 +225,10 @@ class ReceivingPair(Pair):
 
     def _stop(self, receive: Receive) -> None:
         receive.is_stopping = True
+        for piece, room in list(self._rooms.items()):
+            if piece.seq == receive.seq and room.is_waiting:
+                self._leave_room(piece)
+                room.found()  # and is refused
         self._settle(receive)
 
     def _settle(self, receive: Receive) -> None:

@@ -5,8 +5,8 @@ So no kernel is launched before both sides hold all that they need:
 
     sender                                   receiver
     its bytes are packed, takes a send slot
-      ASK order, seq, offset, nbytes ─────►  takes a receive slot, checks the order
-                                             launches its kernel
+      ASK order, seq, offset, nbytes ─────►  checks the order, finds room for the bytes
+                                             takes a receive slot, launches its kernel
       ◄───────────────────────── GO order    (or REFUSE: nobody wants it any more)
     checks the order, launches its kernel
 
@@ -182,15 +182,19 @@ class ReceivingHalf:
     def __init__(
         self,
         slots: Slots,
+        find_room: Callable[[Piece, Callable[[], None]], None],
         is_wanted: Callable[[Piece], bool],
         launch: Callable[[Piece], None],
         answer: Callable[[int, bool], None],
     ) -> None:
-        """`answer(order, is_launched)` tells the sender; `is_wanted` also checks the piece."""
+        """`find_room(piece, found)` calls `found` when there is memory for it, perhaps at once;
+        `answer(order, is_launched)` tells the sender; `is_wanted` also checks the piece."""
         self._slots = slots
+        self._find_room = find_room
         self._is_wanted = is_wanted
         self._launch = launch
         self._answer = answer
+        self._asked: collections.deque[Piece] = collections.deque()  # not answered
         self._held: dict[Piece, Wish] = {}
         self._launched: set[Piece] = set()
         self._next_order = 0
@@ -214,11 +218,13 @@ class ReceivingHalf:
         if order != self._next_order or piece in self._held:
             raise TransportError(f"the sender asked for number {order}, not {self._next_order}")
         self._next_order += 1
-        self._held[piece] = wish = Wish(functools.partial(self._granted, order, piece))
-        self._slots.take(wish)
+        self._held[piece] = Wish(functools.partial(self._granted, order, piece))
+        self._asked.append(piece)
+        if len(self._asked) == 1:
+            self._serve(piece)
 
     def received(self, piece: Piece) -> None:
-        """Its kernel has ended."""
+        """Its kernel has ended, or it is refused."""
         self._launched.discard(piece)
         wish = self._held.pop(piece, None)
         if wish is not None:
@@ -226,16 +232,24 @@ class ReceivingHalf:
 
     def end(self) -> None:
         """Give all slots back: no kernel of this group runs any more."""
+        self._asked.clear()
         self._launched.clear()
         for wish in list(self._held.values()):
             self._slots.give_back(wish)
         self._held.clear()
 
+    def _serve(self, piece: Piece) -> None:
+        """Room first, one after the other: what waits for it holds nothing that others need."""
+        self._find_room(piece, lambda: self._slots.take(self._held[piece]))
+
     def _granted(self, order: int, piece: Piece) -> None:
+        self._asked.popleft()
         is_wanted = self._is_wanted(piece)
         if is_wanted:
             self._launched.add(piece)
             self._launch(piece)
         self._answer(order, is_wanted)
         if not is_wanted:
-            self._slots.give_back(self._held.pop(piece))
+            self.received(piece)
+        if self._asked:
+            self._serve(self._asked[0])

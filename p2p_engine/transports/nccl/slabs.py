@@ -1,4 +1,5 @@
-"""Slabs: device memory into which a sender packs scattered bytes, one piece in each."""
+"""Slabs: device memory into which a sender packs scattered bytes, one piece in each, and a receiver
+lets come what belongs in host memory."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from p2p_engine.transports.nccl.rendezvous import Slots, Wish
 
 SLAB_BYTES = 16 << 20  # 0.8 ms at 20 GB/s: a control round trip hides behind the piece before it
 NUM_SLABS = 6
+NUM_RECV_SLABS = 3  # two are filled while one is copied out, or the other way round
 
 
 @dataclass(eq=False)

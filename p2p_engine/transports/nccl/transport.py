@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from p2p_engine.addresses import join_address, split_address
-from p2p_engine.arena import BUFFER
 from p2p_engine.control import ControlPlane
 from p2p_engine.device import Device, DeviceJob
 from p2p_engine.errors import ConfigError, TransportError
@@ -29,7 +28,7 @@ from p2p_engine.transports.nccl.reaper import Reaper
 from p2p_engine.transports.nccl.receiving import ReceivingPair
 from p2p_engine.transports.nccl.rendezvous import Slots
 from p2p_engine.transports.nccl.sending import SendingPair
-from p2p_engine.transports.nccl.slabs import NUM_SLABS, SLAB_BYTES, Slabs
+from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS, NUM_SLABS, SLAB_BYTES, Slabs
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +121,6 @@ class NcclTransport:
     receiver_writes = True
     scatters = False
     checks = False
-    places: tuple[str, ...] = (BUFFER,)
 
     def __init__(
         self,
@@ -133,12 +131,14 @@ class NcclTransport:
         host: str,
         *,
         receives: bool,
+        overflows: bool,
         num_channels: int,
         max_groups: int,
         patience_seconds: float,
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
-        """Listen on an ephemeral port of host; allocates the slabs.
+        """Listen on an ephemeral port of host; allocates the slabs. `overflows`: what is received
+        may belong in host memory.
 
         Raises:
             OSError: host cannot be bound.
@@ -159,7 +159,9 @@ class NcclTransport:
         try:
             listener.bind((host, 0))
             listener.listen(128)
-            total = Slabs.total_bytes(slab_bytes, NUM_SLABS)
+            sent_bytes = Slabs.total_bytes(slab_bytes, NUM_SLABS)
+            num_recv_slabs = NUM_RECV_SLABS if overflows else 0
+            total = sent_bytes + Slabs.total_bytes(slab_bytes, num_recv_slabs)
             self._memory = device.run(lambda: device.cuda.allocate(total), 10.0)
         except BaseException:
             listener.close()
@@ -171,7 +173,9 @@ class NcclTransport:
         slots = max(1, min(MAX_KERNELS, MAX_CHANNELS_AT_ONCE // num_channels))
         self._shared = Resources(
             nccl, device, self._reaper, Slots(slots), Slots(slots),
-            Slabs(self._memory, slab_bytes, NUM_SLABS), num_channels, patience_seconds,
+            Slabs(self._memory, slab_bytes, NUM_SLABS),
+            Slabs(self._memory + sent_bytes, slab_bytes, num_recv_slabs),
+            num_channels, patience_seconds,
         )  # fmt: skip
         self._snapshot = self._count()
         device.post(lambda: device.on_tick(self._tick))
@@ -238,6 +242,10 @@ class NcclTransport:
         """A snapshot, a tick old: groups, and bytes of device memory that they take, by our
         reckoning and as measured when each was made."""
         return self._snapshot
+
+    def stop(self) -> None:
+        """Abort what is on its way; returns at once."""
+        self._device.post(self._close_pairs)
 
     def close(self) -> None:
         """End every pair, then give the slabs back unless a kernel may still use them."""
