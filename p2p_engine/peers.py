@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from p2p_engine.addresses import split_address
-from p2p_engine.config import EngineConfig
+from p2p_engine.config import GPU_TRANSPORTS, EngineConfig
 from p2p_engine.control import ControlPlane
 from p2p_engine.errors import (
     AuthenticationFailed,
@@ -399,11 +399,18 @@ class Links:
         link.untried = [item for item in self._transports if item.name in link.endpoints]
         self._connect(link, link.untried, "")
 
+    def _no_transport(self, link: Link, refusal: str) -> PeerRefused:
+        ours, theirs = [item.name for item in self._transports], list(link.endpoints)
+        here, there = ", ".join(ours), ", ".join(theirs) or "nothing"
+        text = f"peer {link.target}: no transport works ({here} here, {there} there)"
+        text += f": {refusal}" if refusal else ""
+        if set(GPU_TRANSPORTS) & {*ours, *theirs}:
+            text += '; by way of host memory: "kv_buffer_device": "cpu" on both sides'
+        return PeerRefused(text)
+
     def _connect(self, link: Link, untried: list[Transport], refusal: str) -> None:
         if not untried:
-            offered = ", ".join(link.endpoints) or "nothing"
-            reason = f"peer {link.target}: no transport works (it offers {offered}) {refusal}"
-            self._not_connected(link, PeerRefused(reason))
+            self._not_connected(link, self._no_transport(link, refusal))
             return
         transport = untried.pop(0)
 

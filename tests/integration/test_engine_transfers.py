@@ -33,6 +33,7 @@ from tests.engines import (
     engines,
     random_tensor,
     settings,
+    start,
 )
 from tests.support import SeededRandom, eventually
 
@@ -534,8 +535,26 @@ def test_refusal_names_the_field_that_differs() -> None:
 def test_peers_without_a_common_transport_say_what_is_offered() -> None:
     with P2pNcclEngine(settings("shm")) as sender, P2pNcclEngine(settings("tcp")) as receiver:
         transfer = sender.send_tensor(KEY, torch.zeros(1), receiver.zmq_address)
-        with pytest.raises(PeerRefused, match="offers tcp"):
+        with pytest.raises(PeerRefused, match="shm here, tcp there"):
             transfer.wait(10)
+
+
+@pytest.mark.parametrize("transport", GPU_TRANSPORTS)
+@pytest.mark.parametrize("is_sender", [True, False])
+def test_a_gpu_and_a_peer_in_host_memory_are_told_the_way(transport: str, is_sender: bool) -> None:
+    on_gpu, on_host = start(settings(transport)), start(settings("shm,tcp"))
+    sender, receiver = (on_gpu, on_host) if is_sender else (on_host, on_gpu)
+    with on_gpu, on_host:
+        awaited = receiver.receive(KEY, TensorSink(), peer=PeerAddress(sender.zmq_address))
+        transfer = sender.send_tensor(KEY, torch.zeros(1), receiver.zmq_address)
+        with pytest.raises(
+            PeerRefused, match=r'shm, tcp.*"kv_buffer_device": "cpu" on both'
+        ) as refused:
+            transfer.wait(5)
+        assert transport in str(refused.value)
+        with pytest.raises(TransferRejected, match="kv_buffer_device"):
+            awaited.wait(5)
+        assert_idle(on_gpu, on_host)
 
 
 def test_first_transport_that_works_is_taken(rng: SeededRandom) -> None:
