@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import os
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,3 +67,40 @@ def no_leaks() -> Iterator[None]:
         eventually(lambda: held_resources() <= before)
     except AssertionError:
         pytest.fail(f"not given back: {sorted(held_resources() - before)}")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a model of which vLLM reads the configuration only."""
+    from tests.simulated_instance import write_model_config  # needs vLLM
+
+    return write_model_config(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def pair_settings() -> dict[str, Any]:
+    """Return what the pairs of `make_pair` have in common; a file of tests may have its own."""
+    return {}
+
+
+@pytest.fixture
+def make_pair(model: Path, pair_settings: dict[str, Any]) -> Iterator[Callable[..., Any]]:
+    """Make pairs of simulated instances, which are closed after the test."""
+    from tests.simulated_pair import Pair  # needs vLLM
+
+    with contextlib.ExitStack() as pairs:
+
+        def make(
+            prefill: dict[str, Any] | None = None,
+            decode: dict[str, Any] | None = None,
+            **settings: Any,
+        ) -> Pair:
+            sides = {
+                name: {**pair_settings.get(name, {}), **(given or {})}
+                for name, given in (("prefill", prefill), ("decode", decode))
+            }
+            return pairs.enter_context(
+                contextlib.closing(Pair(model, **{**pair_settings, **settings, **sides}))
+            )
+
+        yield make

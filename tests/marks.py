@@ -22,3 +22,9 @@ vllm_core = pytest.mark.vllm_core
 every_transport = pytest.mark.parametrize("transport", TRANSPORT_NAMES)
 between_processes = pytest.mark.parametrize("transport", TRANSPORT_NAMES[1:])
 every_host_transport = pytest.mark.parametrize("transport", HOST_TRANSPORTS)
+
+# Tests of vLLM's scheduler and our connector over a simulated model.
+simulated_vllm = [
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+    pytest.mark.timeout(180),  # the first one waits until vLLM has looked at the model's class
+]

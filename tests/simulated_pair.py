@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from vllm.v1.request import RequestStatus
 
@@ -14,6 +15,15 @@ from p2p_engine.request_ids import ProxyId, new_transfer_id
 from tests.simulated_instance import NUM_LAYERS, SimulatedInstance, continuation
 
 HOST = "127.0.0.1"
+ORDERS = ("prefill first", "decode first", "together")
+SEND_TYPES = ("PUT", "PUT_ASYNC", "GET")
+MakePair: TypeAlias = Callable[..., "Pair"]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """A prompt of this many tokens, always the same one."""
+    source = random.Random(f"{length} {seed}")
+    return [source.randrange(2, 900) for _ in range(length)]
 
 
 class Pair:

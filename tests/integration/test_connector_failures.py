@@ -2,51 +2,20 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from tests.simulated_instance import BLOCK_SIZE, continuation, write_model_config
-from tests.simulated_pair import Pair
+from tests import marks
+from tests.simulated_instance import BLOCK_SIZE, continuation
+from tests.simulated_pair import SEND_TYPES, MakePair, Pair, prompt_of
 from tests.support import SeededRandom
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # vLLM's own
-    pytest.mark.timeout(180),  # the first one waits until vLLM has looked at the model's class
-]
+pytestmark = marks.simulated_vllm
 
-MakePair = Callable[..., Pair]
 POLICIES = ("recompute", "fail")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_config(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def make_pair(model: Path) -> Iterator[MakePair]:
-    pairs: list[Pair] = []
-
-    def make(**settings: Any) -> Pair:
-        pairs.append(Pair(model, **settings))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.close()
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    source = random.Random(f"{length} {seed}")
-    return [source.randrange(2, 900) for _ in range(length)]
 
 
 def check_outcome(pair: Pair, request_id: str, policy: str, prompt: list[int]) -> None:
@@ -194,7 +163,7 @@ def test_no_room_makes_prefill_wait_and_nothing_is_lost(make_pair: MakePair) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("send_type", ["PUT", "PUT_ASYNC", "GET"])
+@pytest.mark.parametrize("send_type", SEND_TYPES)
 def test_anything_in_any_order(
     make_pair: MakePair, rng: SeededRandom, send_type: str, tp_size: int
 ) -> None:

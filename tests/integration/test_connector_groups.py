@@ -3,8 +3,7 @@ groups of layers, pipeline stages. vLLM makes the groups; our whole connector mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,39 +12,19 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from tests.integration.test_connector_transfers import ORDERS, prompt_of
-from tests.simulated_instance import WINDOW, write_model_config
-from tests.simulated_pair import Pair
+from tests import marks
+from tests.simulated_instance import WINDOW
+from tests.simulated_pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # vLLM's own
-    pytest.mark.timeout(180),  # the first one waits until vLLM has looked at the model's class
-]
+pytestmark = marks.simulated_vllm
 
-MakePair = Callable[..., Pair]
 # Around a block of 16, around the window of 40, and where the window begins at a block's edge.
 LENGTHS = (1, 2, 15, 16, 17, 39, 40, 41, 56, 57, 63, 64, 100, 300)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_config(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
-def make_pair(model: Path) -> Iterator[MakePair]:
-    pairs: list[Pair] = []
-
-    def make(
-        prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **settings: Any
-    ) -> Pair:
-        settings = {"num_blocks": 200, **settings}
-        pairs.append(Pair(model, prefill=prefill or {}, decode=decode or {}, **settings))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.close()
+def pair_settings() -> dict[str, Any]:
+    return {"num_blocks": 200}
 
 
 def ask_all(pair: Pair, orders: Sequence[str] = ORDERS) -> None:
@@ -59,7 +38,7 @@ def ask_all(pair: Pair, orders: Sequence[str] = ORDERS) -> None:
 
 
 @pytest.mark.parametrize("attention", ["mixed", "windows"])
-@pytest.mark.parametrize("send_type", ["PUT", "PUT_ASYNC", "GET"])
+@pytest.mark.parametrize("send_type", SEND_TYPES)
 def test_windows(make_pair: MakePair, attention: str, send_type: str) -> None:
     ask_all(make_pair(attention=attention, send_type=send_type))
 
@@ -203,7 +182,7 @@ def test_latent_attention_is_sent_once_to_each_rank(
 STAGES = [(1, 2), (2, 1), (2, 2), (2, 3), (3, 2), (1, 3)]  # cuts of three layers
 
 
-@pytest.mark.parametrize("send_type", ["PUT", "PUT_ASYNC", "GET"])
+@pytest.mark.parametrize("send_type", SEND_TYPES)
 @pytest.mark.parametrize("stages", STAGES, ids=str)
 def test_pipeline_stages(make_pair: MakePair, stages: tuple[int, int], send_type: str) -> None:
     ask_all(make_pair({"pp_size": stages[0]}, {"pp_size": stages[1]}, send_type=send_type))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,44 +10,25 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from tests.integration.test_connector_transfers import ORDERS, prompt_of
+from tests import marks
 from tests.simulated_instance import (
     BLOCK_SIZE,
     FakeDevice,
     SimulatedInstance,
     continuation,
-    write_model_config,
 )
-from tests.simulated_pair import Pair
+from tests.simulated_pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # vLLM's own
-    pytest.mark.timeout(180),  # the first one waits until vLLM has looked at the model's class
-]
+pytestmark = marks.simulated_vllm
 
-MakePair = Callable[..., Pair]
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 100, 300)
-MODES = ("PUT", "PUT_ASYNC", "GET")
+
 SMALL = 20 * 3 * 2 * 16 * 16 * 8 / 2**30  # room for twenty blocks, in GiB
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_config(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
-def make_pair(model: Path) -> Iterator[MakePair]:
-    pairs: list[Pair] = []
-
-    def make(**settings: Any) -> Pair:
-        settings = {"num_blocks": 200, "is_on_device": True, **settings}
-        pairs.append(Pair(model, **settings))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.close()
+def pair_settings() -> dict[str, Any]:
+    return {"num_blocks": 200, "is_on_device": True}
 
 
 def device_of(instance: SimulatedInstance, rank: int = 0) -> FakeDevice:
@@ -67,7 +46,7 @@ def ask_all(pair: Pair, order: str) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("send_type", MODES)
+@pytest.mark.parametrize("send_type", SEND_TYPES)
 @pytest.mark.parametrize("transports", ["shm", "tcp"])
 def test_each_block_is_copied_once(
     make_pair: MakePair, send_type: str, order: str, transports: str
@@ -82,7 +61,7 @@ def test_each_block_is_copied_once(
     assert not device_of(pair.d).copied["d2h"]
 
 
-@pytest.mark.parametrize("send_type", MODES)
+@pytest.mark.parametrize("send_type", SEND_TYPES)
 @pytest.mark.parametrize("on_device", ["prefill", "decode"])
 def test_one_side_in_host_memory(make_pair: MakePair, send_type: str, on_device: str) -> None:
     sides = {side: {"is_on_device": side == on_device} for side in ("prefill", "decode")}
@@ -100,7 +79,7 @@ def test_instances_that_are_not_alike(make_pair: MakePair, layouts: tuple[str, s
     ask_all(pair, "together")
 
 
-@pytest.mark.parametrize("send_type", MODES)
+@pytest.mark.parametrize("send_type", SEND_TYPES)
 def test_more_than_the_buffer_holds_waits_for_room(make_pair: MakePair, send_type: str) -> None:
     """Twenty host blocks on each side, and prompts of nineteen: they take turns."""
     small = {"num_blocks": 100, "mem_pool_size_gb": SMALL, "max_model_len": 310}
@@ -128,7 +107,7 @@ def test_what_waits_for_room_too_long_fails_by_name(
     assert pair.d.answers[pair.decode_ids[1]] == continuation(prompt_of(300, seed=1), 4)
 
 
-@pytest.mark.parametrize("send_type", MODES)
+@pytest.mark.parametrize("send_type", SEND_TYPES)
 def test_saved_blocks_are_vllms_at_once(make_pair: MakePair, send_type: str) -> None:
     """Nobody asks for the KV: prefill's request is over all the same, its blocks are free."""
     pair = make_pair(send_type=send_type, prefill={"transfer_timeout_seconds": 0.5})
@@ -172,7 +151,7 @@ def test_aborts(make_pair: MakePair, send_type: str, side: str, num_steps: int) 
     pair.check_at_rest()
 
 
-@pytest.mark.parametrize("send_type", MODES)
+@pytest.mark.parametrize("send_type", SEND_TYPES)
 @pytest.mark.parametrize("side", ["p", "d"])
 def test_a_copy_that_fails_is_never_a_wrong_token(
     make_pair: MakePair, send_type: str, side: str, caplog: pytest.LogCaptureFixture

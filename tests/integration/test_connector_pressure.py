@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,44 +9,24 @@ import pytest
 pytest.importorskip("vllm")
 
 from p2p_engine.connector import compat
-from tests.integration.test_connector_transfers import prompt_of
+from tests import marks
 from tests.simulated_instance import (
     BLOCK_SIZE,
     NUM_HEADS,
     NUM_LAYERS,
     SLOT_WIDTH,
     SimulatedInstance,
-    write_model_config,
 )
-from tests.simulated_pair import Pair
+from tests.simulated_pair import MakePair, Pair, prompt_of
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # vLLM's own
-    pytest.mark.timeout(180),  # the first one waits until vLLM has looked at the model's class
-]
+pytestmark = marks.simulated_vllm
 
 BLOCK_BYTES = NUM_LAYERS * NUM_HEADS * BLOCK_SIZE * SLOT_WIDTH * 8
-MakePair = Callable[..., Pair]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_config(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
-def make_pair(model: Path) -> Iterator[MakePair]:
-    pairs: list[Pair] = []
-
-    def make(**settings: Any) -> Pair:
-        prefill = {"num_blocks": 26, **settings.pop("prefill", {})}
-        settings = {"send_type": "GET", "num_blocks": 200, **settings}
-        pairs.append(Pair(model, prefill=prefill, **settings))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.close()
+def pair_settings() -> dict[str, Any]:
+    return {"send_type": "GET", "num_blocks": 200, "prefill": {"num_blocks": 26}}
 
 
 def engine_stats(instance: SimulatedInstance) -> dict[str, Any]:

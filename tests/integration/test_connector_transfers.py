@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,53 +16,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from p2p_engine.connector import P2pNcclConnector
+from tests import marks
 from tests.simulated_instance import (
     BLOCK_SIZE,
     WrongKV,
     continuation,
     make_cache_config,
     make_config,
-    write_model_config,
 )
-from tests.simulated_pair import Pair
+from tests.simulated_pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
 from tests.support import eventually
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # vLLM's own
-    pytest.mark.timeout(180),  # the first one waits until vLLM has looked at the model's class
-]
+pytestmark = marks.simulated_vllm
 
-MakePair = Callable[..., Pair]
 LENGTHS = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE, 100, 300)
-ORDERS = ("prefill first", "decode first", "together")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_config(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def make_pair(model: Path) -> Iterator[MakePair]:
-    pairs: list[Pair] = []
-
-    def make(**settings: Any) -> Pair:
-        pairs.append(Pair(model, **settings))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.close()
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    source = random.Random(f"{length} {seed}")
-    return [source.randrange(2, 900) for _ in range(length)]
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("send_type", ["PUT", "PUT_ASYNC", "GET"])
+@pytest.mark.parametrize("send_type", SEND_TYPES)
 def test_every_length_arrives_whole(
     make_pair: MakePair, send_type: str, order: str, is_async: bool
 ) -> None:
@@ -187,7 +156,7 @@ def test_prefill_side_that_goes_on_decoding(make_pair: MakePair) -> None:
 
 @pytest.mark.parametrize("num_prompts", [12])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("send_type", ["PUT", "PUT_ASYNC", "GET"])
+@pytest.mark.parametrize("send_type", SEND_TYPES)
 def test_preemption_on_either_side(
     make_pair: MakePair, send_type: str, is_async: bool, num_prompts: int
 ) -> None:

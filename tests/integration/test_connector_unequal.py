@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from tests.integration.test_connector_transfers import ORDERS, prompt_of
-from tests.simulated_instance import write_model_config
-from tests.simulated_pair import Pair
+from tests import marks
+from tests.simulated_pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # vLLM's own
-    pytest.mark.timeout(180),  # the first one waits until vLLM has looked at the model's class
-]
+pytestmark = marks.simulated_vllm
 
-MakePair = Callable[..., Pair]
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 100, 300)
 SIZES = [(1, 2), (2, 1), (4, 1), (1, 4), (4, 2), (2, 4)]  # 4 ranks have 2 heads: replicas
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_config(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
-def make_pair(model: Path) -> Iterator[MakePair]:
-    pairs: list[Pair] = []
-
-    def make(prefill: dict[str, Any], decode: dict[str, Any], **settings: Any) -> Pair:
-        settings = {"num_blocks": 200, **settings}
-        pairs.append(Pair(model, prefill=prefill, decode=decode, **settings))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.close()
+def pair_settings() -> dict[str, Any]:
+    return {"num_blocks": 200}
 
 
 def ask_all(pair: Pair, order: str) -> None:
@@ -53,7 +32,7 @@ def ask_all(pair: Pair, order: str) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("send_type", ["PUT", "PUT_ASYNC", "GET"])
+@pytest.mark.parametrize("send_type", SEND_TYPES)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_tensor_parallel_sizes(
     make_pair: MakePair, sizes: tuple[int, int], send_type: str, order: str
