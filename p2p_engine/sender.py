@@ -49,6 +49,7 @@ from p2p_engine.messages import (
 from p2p_engine.peers import Link, Links, LinkState, PeerAddress
 from p2p_engine.stats import Counters
 from p2p_engine.transfer import Transfer, lane_of
+from p2p_engine.transports.base import Order
 
 logger = logging.getLogger(__name__)
 
@@ -349,7 +350,7 @@ class Sender:
             regions = ask_regions(
                 lambda: chunk.source.regions(grant.first_block, grant.num_blocks), nbytes
             )
-            chunk.job = channel.write(
+            order = Order(
                 regions,
                 grant,
                 lane=lane_of(chunk.key),
@@ -358,6 +359,7 @@ class Sender:
                 keep=chunk.source,
                 after=chunk.after,
             )
+            chunk.job = channel.write(order)
         except TransportError as error:
             self._links.break_channel(chunk.link, error)
         except P2pError as error:

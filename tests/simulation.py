@@ -29,7 +29,6 @@ from p2p_engine.messages import (
     AnyMessage,
     Cancelled,
     Done,
-    Grant,
     Greet,
     Message,
     Offer,
@@ -43,7 +42,7 @@ from p2p_engine.sender import Sender
 from p2p_engine.stats import Counters
 from p2p_engine.store import Store
 from p2p_engine.transfer import Transfer
-from p2p_engine.transports.base import Transport, trailer_offset
+from p2p_engine.transports.base import Order, Transport, trailer_offset
 
 PAGES = [1024, 512]  # bytes of one block of each layer
 NUM_TOKENS = 64
@@ -144,27 +143,27 @@ class SimChannel:
     closed: bool = False
     stream: list[tuple[int, bytes, str]] = field(default_factory=list)
 
-    def write(
-        self,
-        source: Regions,
-        grant: Grant,
-        *,
-        lane: int,
-        checked: bool,
-        tag: Any,
-        keep: object,
-        after: object = (),
-    ) -> SimJob:
+    def write(self, order: Order) -> SimJob:
         """Start a job that the test will move."""
         if self.closed:
             raise TransportError("write: the channel is closed")
+        source, grant = order.source, order.grant
         destination, word = None, None
         if not self.world.transport.receiver_writes:
             base = self.world.arena.arena.address + grant.offset
             destination = Regions(np.array([base]), np.array([source.nbytes]))
             word = (base + trailer_offset(source.nbytes), grant.trailer)
-        job = SimJob("write", self.world, self.epoch, grant.seq, source, destination, tag, word)
-        job.channel, job.checked = self, checked and self.world.transport.checks
+        job = SimJob(
+            "write",
+            self.world,
+            self.epoch,
+            grant.seq,
+            source,
+            destination,
+            cast("Any", order.tag),
+            word,
+        )
+        job.channel, job.checked = self, order.checked and self.world.transport.checks
         self.world.jobs.append(job)
         return job
 

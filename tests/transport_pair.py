@@ -20,7 +20,14 @@ from p2p_engine.jobs import Job
 from p2p_engine.layout import Regions, one_region
 from p2p_engine.messages import Grant
 from p2p_engine.sockets import Route
-from p2p_engine.transports.base import TRAILER_BYTES, Channel, Endpoint, Transport, trailer_offset
+from p2p_engine.transports.base import (
+    TRAILER_BYTES,
+    Channel,
+    Endpoint,
+    Order,
+    Transport,
+    trailer_offset,
+)
 from p2p_engine.transports.inproc import InprocTransport
 from p2p_engine.transports.nccl.library import Nccl
 from p2p_engine.transports.nccl.transport import NcclTransport
@@ -176,7 +183,7 @@ class Pair:
 
 def write(channel: Channel, source: Regions, landing: Landing, keep: object = None) -> Job:
     """Start to send."""
-    return channel.write(source, landing.grant, lane=1, checked=True, tag=None, keep=keep)
+    return channel.write(Order(source, landing.grant, checked=True, keep=keep))
 
 
 def random_memory(rng: SeededRandom, nbytes: int) -> np.ndarray:

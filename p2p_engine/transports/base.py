@@ -5,7 +5,8 @@ All methods run under the engine's lock; those marked so in callbacks of the con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -26,25 +27,29 @@ def trailer_offset(nbytes: int) -> int:
     return (nbytes + 7) & ~7
 
 
+@dataclass(frozen=True, eq=False)
+class Order:
+    """What a channel is to do: move `source` into the granted region."""
+
+    source: Regions
+    grant: Grant
+    # Orders of one lane end in the order in which they began where that is quicker for all of them.
+    lane: int = 1
+    # The job has the checksum of what left, except on a GPU.
+    checked: bool = False
+    # Told to the job's owner, with the job, at its end.
+    tag: object = None
+    # Lives until the job has ended.
+    keep: object = None
+    # Of a GPU: the source is read after all of them.
+    after: tuple[Moment, ...] = ()
+
+
 class Channel(Protocol):
     """The sending half of one peer pair."""
 
-    def write(
-        self,
-        source: Regions,
-        grant: Grant,
-        *,
-        lane: int,
-        checked: bool,
-        tag: object,
-        keep: object,
-        after: Iterable[Moment] = (),
-    ) -> Job:
-        """Start to move the source into the granted region; `keep` lives until the job has ended.
-
-        The source is read after all moments of `after`, which are a GPU's. Writes of one `lane` end
-        in order where that is quicker for all of them together. A job that is `checked` has the
-        checksum of what left, except on a GPU.
+    def write(self, order: Order) -> Job:
+        """Start to carry out an order.
 
         The receiver learns of the end by itself: a completion word, or the stream's last segment.
 
@@ -151,18 +156,9 @@ class ArenaChannel:
         self._jobs: set[Job] = set()
         self._closed = False
 
-    def write(
-        self,
-        source: Regions,
-        grant: Grant,
-        *,
-        lane: int,
-        checked: bool,
-        tag: object,
-        keep: object,
-        after: Iterable[Moment] = (),
-    ) -> Job:
+    def write(self, order: Order) -> Job:
         """Copy the source, then publish the grant's trailer word behind it."""
+        source, grant = order.source, order.grant
         if self._closed:
             raise TransportError("write: the channel is closed")
         end = grant.offset + trailer_offset(source.nbytes)
@@ -176,10 +172,10 @@ class ArenaChannel:
             source.lengths,
             word_address=self._base + end,
             word_value=grant.trailer,
-            lane=lane,
-            checked=checked,
-            tag=tag,
-            keep=keep,
+            lane=order.lane,
+            checked=order.checked,
+            tag=order.tag,
+            keep=order.keep,
         )
         self._jobs.add(job)
         return job

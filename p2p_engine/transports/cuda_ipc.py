@@ -14,7 +14,6 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Iterable
 
 from mempool import Arena, Mover
 from p2p_engine.affinity import restore_affinity
@@ -23,10 +22,10 @@ from p2p_engine.cuda import IPC_HANDLE_BYTES
 from p2p_engine.device import Device, DeviceJob
 from p2p_engine.device_landing import DEVICE_OFFSET, DeviceLanding
 from p2p_engine.errors import TransportError
-from p2p_engine.jobs import Job, Moment, still_running
+from p2p_engine.jobs import Job, still_running
 from p2p_engine.layout import Int64s, Regions
 from p2p_engine.messages import Grant
-from p2p_engine.transports.base import Broken, Connected, Endpoint, trailer_offset
+from p2p_engine.transports.base import Broken, Connected, Endpoint, Order, trailer_offset
 from p2p_engine.transports.shm import ShmTransport
 
 logger = logging.getLogger(__name__)
@@ -121,20 +120,11 @@ class CudaIpcChannel:
         self._is_closed = self._is_released = False
         control.watch(connection.fileno(), self._hung_up)
 
-    def write(
-        self,
-        source: Regions,
-        grant: Grant,
-        *,
-        lane: int,
-        checked: bool,
-        tag: object,
-        keep: object,
-        after: Iterable[Moment] = (),
-    ) -> DeviceJob:
-        """Push the source once `after` is complete, then publish the grant's trailer word."""
+    def write(self, order: Order) -> DeviceJob:
+        """Push the source once it is computed, then publish the grant's trailer word."""
         if self._is_closed:
             raise TransportError("write: the channel is closed")
+        source, grant, after = order.source, order.grant, order.after
         destinations, word = self._place(source, grant)
         if grant.offset < DEVICE_OFFSET:
             after = (*after, self._mapping.pool_is_ready)
@@ -145,9 +135,9 @@ class CudaIpcChannel:
             source.lengths,
             word_address=word,
             word_value=grant.trailer,
-            lane=lane,
-            tag=tag,
-            keep=keep,
+            lane=order.lane,
+            tag=order.tag,
+            keep=order.keep,
             after=after,
         )
         self._jobs.add(job)

@@ -12,16 +12,20 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Iterable
 
 from mempool import Arena, Mover, read_word
 from p2p_engine.arena import PREFAULT_BYTES, LandingArena
 from p2p_engine.control import ControlPlane
 from p2p_engine.errors import TransportError
-from p2p_engine.jobs import Job, Moment
-from p2p_engine.layout import Regions
-from p2p_engine.messages import Grant
-from p2p_engine.transports.base import ArenaChannel, Broken, Connected, Endpoint, SenderWrites
+from p2p_engine.jobs import Job
+from p2p_engine.transports.base import (
+    ArenaChannel,
+    Broken,
+    Connected,
+    Endpoint,
+    Order,
+    SenderWrites,
+)
 from p2p_engine.transports.handshake import PREAMBLE, Dial, Dials, Door, Tokens, send_descriptor
 
 
@@ -38,20 +42,11 @@ class ShmChannel(ArenaChannel):
         self._broken: Broken | None = None
         control.watch(connection.fileno(), self._hung_up)
 
-    def write(
-        self,
-        source: Regions,
-        grant: Grant,
-        *,
-        lane: int,
-        checked: bool,
-        tag: object,
-        keep: object,
-        after: Iterable[Moment] = (),
-    ) -> Job:
+    def write(self, order: Order) -> Job:
         """Copy as in any arena; the pages after this grant are mapped ahead of the next one."""
-        job = super().write(source, grant, lane=lane, checked=checked, tag=tag, keep=keep)
-        self._arena.prefault(min(self._arena.nbytes, grant.offset + source.nbytes + PREFAULT_BYTES))
+        job = super().write(order)
+        end = order.grant.offset + order.source.nbytes
+        self._arena.prefault(min(self._arena.nbytes, end + PREFAULT_BYTES))
         return job
 
     def watch(self, broken: Broken) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -12,10 +11,9 @@ from mempool import Mover
 from p2p_engine.addresses import join_address, split_address
 from p2p_engine.control import ControlPlane
 from p2p_engine.errors import TransportError
-from p2p_engine.jobs import Job, Moment, still_running
+from p2p_engine.jobs import Job, still_running
 from p2p_engine.layout import Regions
-from p2p_engine.messages import Grant
-from p2p_engine.transports.base import Broken, Connected, Endpoint
+from p2p_engine.transports.base import Broken, Connected, Endpoint, Order
 from p2p_engine.transports.handshake import ACCEPTED, PREAMBLE, Dial, Dials, Door, Tokens
 
 WATCH_SEQ = (1 << 63) - 1
@@ -31,28 +29,18 @@ class TcpChannel:
         self._jobs: set[Job] = set()
         self._closed = False
 
-    def write(
-        self,
-        source: Regions,
-        grant: Grant,
-        *,
-        lane: int,
-        checked: bool,
-        tag: object,
-        keep: object,
-        after: Iterable[Moment] = (),
-    ) -> Job:
+    def write(self, order: Order) -> Job:
         """Send the source as segments of the grant's sequence number."""
         self._jobs = {job for job in self._jobs if not job.done}
         try:
             job = self._mover.send(
                 self._channel,
-                grant.seq,
-                source.addresses,
-                source.lengths,
-                checked=checked,
-                tag=tag,
-                keep=keep,
+                order.grant.seq,
+                order.source.addresses,
+                order.source.lengths,
+                checked=order.checked,
+                tag=order.tag,
+                keep=order.keep,
             )
         except (ValueError, OSError) as error:
             raise TransportError(f"send: {error}") from error

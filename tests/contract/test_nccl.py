@@ -17,7 +17,7 @@ import pytest
 from p2p_engine.cuda import Cuda
 from p2p_engine.errors import ConfigError, TransportError
 from p2p_engine.layout import one_region
-from p2p_engine.transports.base import Channel
+from p2p_engine.transports.base import Channel, Order
 from p2p_engine.transports.handshake import ACCEPTED
 from p2p_engine.transports.nccl.memory import MIB, Side, estimated_bytes
 from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS
@@ -127,9 +127,7 @@ def test_nothing_leaves_before_it_is_computed(double: GpuDouble) -> None:
         slow = pair.grant(None, memory.nbytes)
         moment = pair.sender.device.record(stream)
         source = one_region(memory.ctypes.data, memory.nbytes)
-        job = channel.write(
-            source, slow.grant, lane=1, checked=False, tag=None, keep=memory, after=[moment]
-        )
+        job = channel.write(Order(source, slow.grant, keep=memory, after=(moment,)))
         assert_arrives(pair, channel, np.full(600_000, 3, np.uint8))  # others are not delayed
         assert job.state == "queued"
         assert not pair.has_landed(slow, memory.nbytes)
@@ -147,7 +145,7 @@ def test_a_kernel_that_is_launched_late_is_waited_for(double: GpuDouble, rng: Se
         channel, landing = pair.channel(), pair.grant(None, memory.nbytes)
         with double.fault(launch_hangs=1):
             source = one_region(memory.ctypes.data, memory.nbytes)
-            job = channel.write(source, landing.grant, lane=1, checked=False, tag=None, keep=memory)
+            job = channel.write(Order(source, landing.grant, keep=memory))
             assert landing.job is not None
             eventually(lambda: landing.job is not None and landing.job.state == "running")
             for half in (pair.sender, pair.receiver):
@@ -223,7 +221,7 @@ def test_a_transfer_that_fails_on_the_gpu_ends_and_is_never_taken_for_whole(
         with double.fault(**fault):
             landing = pair.grant(None, memory.nbytes)
             source = one_region(memory.ctypes.data, memory.nbytes)
-            job = channel.write(source, landing.grant, lane=1, checked=False, tag=None, keep=memory)
+            job = channel.write(Order(source, landing.grant, keep=memory))
             assert job.wait(10)
             assert landing.job is not None
             assert landing.job.wait(10)

@@ -17,7 +17,7 @@ from p2p_engine.addresses import split_address
 from p2p_engine.errors import TransportError
 from p2p_engine.layout import Regions, one_region
 from p2p_engine.messages import Grant
-from p2p_engine.transports.base import Channel, Endpoint
+from p2p_engine.transports.base import Channel, Endpoint, Order
 from p2p_engine.transports.handshake import PREAMBLE
 from tests.gpu_double import GpuDouble
 from tests.support import SeededRandom, eventually
@@ -214,14 +214,7 @@ def test_grant_outside_the_arena_is_refused(pair: Pair) -> None:
     for offset in (size, size - 64, size - 71, 1 << 47):
         grant = Grant(1, 2, 1, 0, 0, 1, offset, TRAILER)
         with pytest.raises(TransportError, match="arena"):
-            channel.write(
-                one_region(memory.ctypes.data, 64),
-                grant,
-                lane=1,
-                checked=False,
-                tag=None,
-                keep=None,
-            )
+            channel.write(Order(one_region(memory.ctypes.data, 64), grant))
 
 
 def test_expect_from_a_stranger_is_refused(pair: Pair) -> None:

@@ -11,6 +11,7 @@ from mempool import Arena, Mover
 from p2p_engine.errors import TransportError
 from p2p_engine.layout import one_region
 from p2p_engine.messages import Grant
+from p2p_engine.transports.base import Order
 from p2p_engine.transports.inproc import InprocChannel
 
 
@@ -40,15 +41,12 @@ def test_copy_that_does_not_stop_keeps_the_mapping() -> None:
     mover, memory = StuckMover(), np.zeros(8, np.uint8)
     channel = InprocChannel(cast("Mover", mover), ours)
     grant = Grant(1, 2, 1, 0, 0, 1, 0, 5)
-    channel.write(
-        one_region(memory.ctypes.data, 8), grant, lane=1, checked=False, tag=None, keep=memory
-    )
+    order = Order(one_region(memory.ctypes.data, 8), grant, keep=memory)
+    channel.write(order)
     assert not channel.close(0.0)
     assert len(ours.view(0, 8)) == 8  # it is mapped
     with pytest.raises(TransportError, match="closed"):
-        channel.write(
-            one_region(memory.ctypes.data, 8), grant, lane=1, checked=False, tag=None, keep=memory
-        )
+        channel.write(order)
     mover.job.done = True
     assert channel.close(0.0)
     with pytest.raises(ValueError, match="closed"):

@@ -9,17 +9,16 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from p2p_engine.addresses import join_address, split_address
 from p2p_engine.control import ControlPlane
 from p2p_engine.device import Device, DeviceJob
 from p2p_engine.errors import ConfigError, TransportError
-from p2p_engine.jobs import Job, Moment, still_running
+from p2p_engine.jobs import Job, still_running
 from p2p_engine.layout import Regions
-from p2p_engine.messages import Grant
-from p2p_engine.transports.base import Broken, Channel, Connected, Endpoint
+from p2p_engine.transports.base import Broken, Channel, Connected, Endpoint, Order
 from p2p_engine.transports.handshake import ACCEPTED, PREAMBLE, Dial, Dials, Door, Tokens
 from p2p_engine.transports.nccl.groups import Groups
 from p2p_engine.transports.nccl.library import Nccl, show_version
@@ -65,25 +64,16 @@ class NcclChannel:
         self._is_closed = False
         self._has_ended = threading.Event()
 
-    def write(
-        self,
-        source: Regions,
-        grant: Grant,
-        *,
-        lane: int,
-        checked: bool,
-        tag: object,
-        keep: object,
-        after: Iterable[Moment] = (),
-    ) -> DeviceJob:
-        """Send the source in pieces, as transfer `grant.seq`, once `after` is complete."""
-        pair = self._pair
+    def write(self, order: Order) -> DeviceJob:
+        """Send the source in pieces, as transfer `grant.seq`, once it is computed."""
+        pair, seq = self._pair, order.grant.seq
         if self._is_closed or self._error is not None or pair is None:
             raise TransportError(f"write: the channel is closed: {self._error or 'by us'}")
         self._jobs = {job for job in self._jobs if not job.done}
-        job = DeviceJob(self._device, source.nbytes, tag, keep, lambda: pair.stop(job))
+        nbytes = order.source.nbytes
+        job = DeviceJob(self._device, nbytes, order.tag, order.keep, lambda: pair.stop(job))
         self._jobs.add(job)
-        self._device.post(lambda: pair.write(grant.seq, source, after, job))
+        self._device.post(lambda: pair.write(seq, order.source, order.after, job))
         return job
 
     def watch(self, broken: Broken) -> None:
