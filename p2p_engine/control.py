@@ -178,7 +178,7 @@ class ControlPlane:
             now = time.monotonic()
             if now >= self._tick_at:
                 self._tick_at = now + TICK_MILLISECONDS / 1000
-                for tell in (self._on_tick, *self._clocks):
+                for tell in (self._on_tick, self.sockets.close_idle, *self._clocks):
                     self._guard(lambda tell=tell: tell(now))  # type: ignore[misc]
 
     def _serve(self) -> None:

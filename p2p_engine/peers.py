@@ -302,14 +302,16 @@ class Links:
             self.close_link(link, error)
 
     def break_channel(self, link: Link, error: TransportError) -> None:
-        """End a link's channel from any thread, soon; the link itself lives on."""
+        """End a link's channel from any thread, soon; the links that have it live on."""
         channel = link.channel
-        self._later(lambda: self._channel_broken(link, channel, error))
+        self._later(lambda: self._channel_broken(channel, error))
 
     def close(self, error: P2pError) -> None:
         """End every link: what it writes is joined first, so that BYE says that nothing follows."""
-        for link in list(self._links.values()):
+        links = list(self._links.values())
+        for link in links:
             self._close_channel(link)
+        for link in links:
             if link.epoch:
                 self.send(link, Bye)
             self.close_link(link, error)
@@ -320,6 +322,8 @@ class Links:
 
     def _close_channel(self, link: Link) -> None:
         channel, link.channel, link.transport = link.channel, None, None
+        if any(other.channel is channel for other in self._links.values()):
+            return  # with the last of them
         if channel is not None and not channel.close():
             logger.error("channel to %s: its copies do not stop; their memory is kept", link.target)
             self._unclosed.append(channel)
@@ -384,6 +388,13 @@ class Links:
     def _open_channel(self, link: Link) -> None:
         if not link.ready or not link.data or link.connecting or link.channel is not None:
             return
+        for twin in self._twins(link):
+            if twin.channel is not None:
+                link.channel, link.transport, link.connected = twin.channel, twin.transport, True
+                self._on_channel(link)
+                return
+            if twin.connecting:
+                return  # we shall have its channel
         now = self._clock()
         if now < link.connect_at:
             return
@@ -393,6 +404,11 @@ class Links:
         else:  # a token is good for one connection, and not for long
             link.asking = True
             self._greet(link)
+
+    def _twins(self, link: Link) -> list[Link]:
+        """Return the links to the same engine by other names: one channel is for all of them."""
+        others = (other for other in self._links.values() if other is not link)
+        return [other for other in others if other.epoch == link.epoch]
 
     def _dial(self, link: Link) -> None:
         link.invited_at, link.asking = None, False
@@ -432,19 +448,23 @@ class Links:
             return
         link.channel, link.transport, link.connecting = outcome, transport, False
         link.connected, link.connect_at = True, self._clock() + self._config.retry_seconds
-        outcome.watch(lambda error: self.break_channel(link, error))
+        outcome.watch(lambda error: self._later(lambda: self._channel_broken(outcome, error)))
         logger.info("link ready: peer=%s transport=%s", link.target, transport.name)
         self._on_channel(link)
+        for twin in self._twins(link):
+            self._open_channel(twin)
 
     def _not_connected(self, link: Link, error: PeerError) -> None:
         """What worked before may work again: only a first failure is about the two peers."""
         link.connect_at = self._clock() + self._config.retry_seconds
         self._lose_channel(link, TransportError(str(error)) if link.connected else error)
 
-    def _channel_broken(self, link: Link, channel: Channel | None, error: TransportError) -> None:
-        if channel is not None and link.channel is channel:
+    def _channel_broken(self, channel: Channel | None, error: TransportError) -> None:
+        links = [link for link in self._links.values() if channel and link.channel is channel]
+        for link in links:
             logger.info("channel broken: peer=%s reason=%s", link.target, error)
             self._close_channel(link)
+        for link in links:
             self._lose_channel(link, error)
 
     def _lose_channel(self, link: Link, error: P2pError) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import select
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,7 @@ from p2p_engine.recent import Recent
 logger = logging.getLogger(__name__)
 
 SILENCE_SECONDS = 10  # of a connection that no packet ends: its host is gone, or the way there
+IDLE_SECONDS = 60.0  # without a word of ours: a dialled connection is closed
 SEND_QUEUE_FRAMES = 10_000  # per peer; libzmq drops or refuses beyond it
 RECEIVE_QUEUE_FRAMES = 1_000  # per peer; what is more waits at the peer
 MAX_RECONNECT_MILLISECONDS = 1_000
@@ -52,6 +54,7 @@ class Dialled:
     monitor: zmq.Socket[bytes]
     handshakes: Handshakes
     turn: int  # which of our keys it uses
+    said_at: float  # the last time
 
 
 class Sockets:
@@ -156,6 +159,12 @@ class Sockets:
             close_monitor(dialled.socket, dialled.monitor)
             dialled.socket.close(linger=linger_milliseconds)
 
+    def close_idle(self, now: float) -> None:
+        """Close the connections that nothing was said on for long: who they led to may be gone."""
+        for dialled in list(self._dialled.values()):
+            if now - dialled.said_at >= IDLE_SECONDS:
+                self.hang_up(dialled.address)
+
     def close(self, linger_seconds: float = 0.0) -> None:
         """Close every socket, after what is queued has left or `linger_seconds`; idempotent."""
         for address in list(self._dialled):
@@ -187,14 +196,16 @@ class Sockets:
     def _dealer(self, address: str) -> zmq.Socket[bytes]:
         if address not in self._dialled:
             self._dial(address, self._turns.get(address) or 0, Handshakes(len(self._curve)))
-        return self._dialled[address].socket
+        dialled = self._dialled[address]
+        dialled.said_at = time.monotonic()
+        return dialled.socket
 
     def _dial(self, address: str, turn: int, handshakes: Handshakes) -> None:
         dealer = self._open(zmq.DEALER)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MILLISECONDS)
         self._curve.dial(dealer, turn)
         monitor = open_monitor(self._context, dealer, Handshakes.EVENTS)
-        dialled = Dialled(address, dealer, monitor, handshakes, turn)
+        dialled = Dialled(address, dealer, monitor, handshakes, turn, time.monotonic())
         self._dialled[address] = dialled
         self._serve(dealer, partial(self._receive, dealer, Route(address)))
         self._serve(monitor, partial(self._shaken, dialled))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import errno
 import gc
 import logging
@@ -17,7 +18,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +29,11 @@ import torch
 
 from mempool import Arena
 from p2p_engine import EngineConfig, P2pNcclEngine, SendMode, TransferKey, sockets
+from p2p_engine.control import ControlPlane
+from p2p_engine.directory import Directory, RankAddress
 from p2p_engine.errors import P2pError, RemoteProtocolError
 from p2p_engine.layout import TensorSink, TensorSource
-from p2p_engine.messages import decode
+from p2p_engine.messages import CacheSpec, decode
 from p2p_engine.peers import PeerAddress
 from p2p_engine.transfer import Transfer
 from p2p_engine.transports import shm
@@ -81,7 +83,7 @@ class Clock:
         time.monotonic = lambda: REAL_CLOCK() + self.offset
 
 
-@dataclass
+@dataclasses.dataclass
 class Open:
     """A transfer that this process has begun, and what its end was."""
 
@@ -108,32 +110,43 @@ class Child:
     def __init__(self, config: EngineConfig, trap: Trap) -> None:
         self.clock = Clock()
         self.trap = trap
-        self.engine = P2pNcclEngine(config)
+        self.engine = self.acting = P2pNcclEngine(config)
+        ranks = [RankAddress(0, self.engine.zmq_address, self.engine.epoch)]
+        self.directory = Directory(config, ranks, kv_port=0, role="D")
         self._open: list[Open] = []
         self._spaces: list[Any] = []
         self._data_address = ""
-        self._laid_out()
+        self._lay_out(self.engine)
+        self._lay_out_control(self.directory._control)
+        self._lay_out_transports()
         eventually(_threads_are_named)
         self._before = held_resources()
 
-    def _laid_out(self) -> None:
-        engine, reach = self.engine, self.trap.reach
-        control = engine._control
+    def _lay_out_control(self, control: ControlPlane) -> None:
+        reach = self.trap.reach
         control.send = _after(control.send, lambda _, frame: reach(f"say {_kind(frame)}"))  # type: ignore[method-assign]
         control._on_frame = _before(control._on_frame, lambda _, f: reach(f"hear {_kind(f)}"))
+
+    def _lay_out(self, engine: P2pNcclEngine) -> None:
+        reach = self.trap.reach
+        self._lay_out_control(engine._control)
         engine._links._on_channel = _before(engine._links._on_channel, lambda _: reach("connect"))
         answers, store = engine._store._answers, engine._store
         answers.conclude = _after(answers.conclude, lambda *a: a[2] is None and reach("land"))  # type: ignore[method-assign]
         store._scatter = _after(store._scatter, lambda *_: reach("scatter"))  # type: ignore[method-assign]
+
+    def _lay_out_transports(self) -> None:
         for kind in (ArenaChannel, TcpChannel):
-            kind.write = _after(kind.write, lambda *_, **__: reach("write"))  # type: ignore[method-assign]
-        honest = TcpTransport.invite
+            kind.write = _after(kind.write, lambda *_, **__: self.trap.reach("write"))  # type: ignore[method-assign]
+        tcp = self.engine._transports.get("tcp")
+        if isinstance(tcp, TcpTransport):
+            honest = tcp.invite
 
-        def invite(transport: TcpTransport, source_epoch: int) -> dict[str, str] | None:
-            endpoint = honest(transport, source_epoch) or {}
-            return {**endpoint, "address": self._data_address or endpoint["address"]}
+            def invite(source_epoch: int) -> dict[str, str]:
+                endpoint = honest(source_epoch) or {}
+                return {**endpoint, "address": self._data_address or endpoint["address"]}
 
-        TcpTransport.invite = invite  # type: ignore[assignment, method-assign]
+            tcp.invite = invite  # type: ignore[method-assign]
 
     def addresses(self) -> tuple[str, str]:
         """Where peers dial for messages, and for data."""
@@ -143,6 +156,38 @@ class Child:
     def divert(self, control: str, data: str) -> None:
         """Be known by other addresses: those of relays."""
         self.engine._control.sockets.address, self._data_address = control, data
+        self.directory._addresses[0] = control
+
+    def directory_address(self) -> str:
+        """Where this engine can be looked up."""
+        return self.directory.address
+
+    def visit(self, model: str) -> str:
+        """Act by another engine until it leaves; with a model, by one that none here is like.
+
+        Returns its address.
+        """
+        config = dataclasses.replace(self.engine.config, port=0)
+        self.acting = P2pNcclEngine(config, spec=CacheSpec(model) if model else None)
+        self._lay_out(self.acting)
+        return self.acting.zmq_address
+
+    def leave(self) -> None:
+        """Let that engine end; idempotent."""
+        if self.acting is not self.engine:
+            self.acting.close()
+        self.acting = self.engine
+
+    def forget(self) -> None:
+        """Take everybody who has greeted us for silent."""
+        guests = self.engine._guests
+
+        def lose_all() -> None:
+            with self.engine._changed:
+                for epoch in list(guests._guests):
+                    guests._lose(epoch, "the round says so")
+
+        self.engine._control.call_soon(lose_all)
 
     def jump(self, seconds: float) -> None:
         """Let the clock jump."""
@@ -183,10 +228,12 @@ class Child:
         for name in names:
             key, tensor = TransferKey(name), pattern(name, nbytes)
             if mode == SendMode.GET:
-                transfer = self.engine.hold(key, TensorSource(tensor))
+                transfer = self.acting.hold(key, TensorSource(tensor))
             else:
                 source = TensorSource(tensor)
-                transfer = self.engine.send(key, PeerAddress(peer), source, ready=ready)
+                address, _, rank = peer.partition("/")
+                target = PeerAddress(address, int(rank) if rank else None)
+                transfer = self.acting.send(key, target, source, ready=ready)
             self._open.append(Open(name, nbytes, transfer))
             if mode == SendMode.PUT and ready:
                 with contextlib.suppress(P2pError):
@@ -197,7 +244,7 @@ class Child:
         for name in names:
             sink = TensorSink()
             with contextlib.suppress(P2pError):  # refused at once: it came and went before
-                transfer = self.engine.receive(
+                transfer = self.acting.receive(
                     TransferKey(name), sink, peer=PeerAddress(peer), pull=mode == SendMode.GET
                 )
                 self._open.append(Open(name, nbytes, transfer, sink))
@@ -241,6 +288,7 @@ class Child:
             time.sleep(0.001)
         outcomes = [item.outcome() for item in self._open]
         self._open.clear()
+        self.leave()
         return outcomes
 
     def leftovers(self, seconds: float) -> list[str]:
@@ -308,11 +356,11 @@ def serve(pipe: Connection, trap_pipe: Connection, config: EngineConfig) -> None
     os.setpgid(0, 0)  # the terminal's Ctrl-C is for the campaign
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)  # what is to be seen is in the record
-    sockets.SILENCE_SECONDS = 2
+    sockets.SILENCE_SECONDS = sockets.IDLE_SECONDS = 2
     gc.freeze()  # what was imported before is nobody's leak, and every look for leaks is quick
     trap = Trap(trap_pipe)
     child = Child(config, trap)
-    with child.engine:
+    with child.engine, child.directory:
         while True:
             try:
                 command, arguments = pipe.recv()
@@ -322,6 +370,7 @@ def serve(pipe: Connection, trap_pipe: Connection, config: EngineConfig) -> None
                 trap.set(*arguments)
                 pipe.send(None)
             elif command == "close":
+                child.directory.close()
                 child.engine.close()
                 pipe.send(None)
             else:

@@ -11,7 +11,20 @@ from typing import Any
 from p2p_engine import SendMode
 from tests.chaos.faults import Fault, Scene
 from tests.chaos.parent import ChildGone, Process
-from tests.chaos.steps import ABANDON, ABORT, FULL, GONE, PULL, SENDER, Step
+from tests.chaos.steps import (
+    ABANDON,
+    ABORT,
+    FORGET,
+    FULL,
+    GONE,
+    LEAVE,
+    LOOKUP,
+    PULL,
+    REFUSED,
+    SENDER,
+    SHORT,
+    Step,
+)
 from tests.relay import Relay
 
 SIZES = [100, 200_000, 2_000_000]
@@ -55,7 +68,7 @@ class Round:
     ) -> None:
         self._random = random.Random(f"{seed}/{number}")
         mode = SendMode.GET if step.work in (PULL, GONE) else self._random.choice(list(SendMode))
-        if step.work in (ABORT, ABANDON, FULL):
+        if step.work in SHORT:
             mode = SendMode.PUT_ASYNC
         size = self._random.choice(SIZES)
         self.result = Result(number, transport, mode.value, fault.name, str(step), size)
@@ -116,31 +129,67 @@ class Round:
     def _begin(self, scene: Scene) -> None:
         sender, receiver = self._roles(scene)
         work, nbytes = self._step.work, self.result.nbytes
+        self._owed = {id(sender): 0, id(receiver): 0}
         if work == FULL:
             receiver.ask("fill")
-        is_ready = work not in (ABORT, ABANDON)
+        here, there = self._meeting(scene)
+        is_ready = work not in (ABORT, ABANDON, LEAVE, FORGET)
         calls = [
-            (sender, "send", (self._names, nbytes, self._address(scene, receiver), self._mode,
-                              is_ready)),
-            (receiver, "receive", (self._names, nbytes, self._address(scene, sender), self._mode)),
-        ]  # fmt: skip
+            (sender, "send", (self._names, nbytes, there, self._mode, is_ready)),
+            (receiver, "receive", (self._names, nbytes, here, self._mode)),
+        ]
         if work == GONE:
             calls[0] = (sender, "let_go", (self._names,))
-        if work != FULL and self._random.random() < 0.5:
+        if work not in SHORT and self._random.random() < 0.5:
             calls.reverse()
-        for process, command, arguments in calls if work != FULL else calls[:1]:
-            process.tell(command, *arguments)
-        if work == ABORT:
+        for process, command, arguments in calls[:1] if work in (FULL, REFUSED) else calls:
+            self._tell(process, command, *arguments)
+        self._go_on(scene)
+
+    def _go_on(self, scene: Scene) -> None:
+        """What the step needs beside the transfers, once these have begun."""
+        sender, receiver = self._roles(scene)
+        work = self._step.work
+        if work in (ABORT, ABANDON, LEAVE, FORGET):
             time.sleep(0.05)
-            receiver.tell("cancel")
+        if work == ABORT or self._step.event.endswith("RELEASE"):
+            self._tell(receiver, "cancel")
         elif work == ABANDON:
-            time.sleep(0.05)
-            sender.tell("abandon", self._address(scene, receiver))
-        self._owed = {id(sender): 1 + (work == ABANDON)}
-        self._owed[id(receiver)] = 0 if work == FULL else 1 + (work == ABORT)
-        if self._step.event.endswith("RELEASE"):
-            receiver.tell("cancel")
-            self._owed[id(receiver)] += 1
+            self._tell(sender, "abandon", self._address(scene, receiver))
+        elif work == LEAVE:
+            self._tell(sender if self._is_senders() else receiver, "leave")
+        elif work == FORGET:
+            self._tell(receiver, "forget")
+
+    def _tell(self, process: Process, command: str, *arguments: Any) -> None:
+        """Start a command, whose answer is taken when everybody sees the end."""
+        process.tell(command, *arguments)
+        self._owed[id(process)] += 1
+
+    def _is_senders(self) -> bool:
+        """Whether the message of this step is the sender's to say."""
+        return (self._step.role == SENDER) == self._step.event.startswith("say")
+
+    def _meeting(self, scene: Scene) -> tuple[str, str]:
+        """Where sender and receiver find each other: by another engine, or by a directory."""
+        sender, receiver = self._roles(scene)
+        here, there = self._address(scene, sender), self._address(scene, receiver)
+        work = self._step.work
+        if work == REFUSED:
+            sender.ask("visit", "another model")
+        elif work == LEAVE and self._is_senders():
+            here = sender.ask("visit", "")
+        elif work == LEAVE:
+            there = self._relayed(scene, receiver.ask("visit", ""))
+        elif work == LOOKUP:
+            there = self._relayed(scene, receiver.ask("directory_address")) + "/0"
+        return here, there
+
+    def _relayed(self, scene: Scene, address: str) -> str:
+        if not scene.relays:
+            return address
+        scene.relays.append(Relay(address))
+        return scene.relays[-1].address
 
     def _live_through(self, scene: Scene, laid_at: float) -> None:
         """Everybody who lives must see the end of everything."""
@@ -155,7 +204,7 @@ class Round:
                 process.answer()
             if process is receiver and self._step.work == FULL:
                 process.ask("drain")
-            if process is sender and self._step.work == ABORT:
+            if process is sender and self._step.work in (ABORT, FORGET):
                 process.ask("mark_ready")
         for process in (scene.survivor, scene.victim):
             if process.is_alive:

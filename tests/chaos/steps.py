@@ -9,6 +9,11 @@ from dataclasses import dataclass
 
 TRANSFER, PULL, ABORT, ABANDON, FULL = "transfer", "pull", "abort", "abandon", "full"
 GONE = "gone"  # a pull of what will not be held
+LOOKUP = "lookup"  # the receiver is found by its directory
+REFUSED = "refused"  # the sender is an engine that the receiver cannot have to do with
+LEAVE = "leave"  # the engine of who says BYE is closed, with transfers open
+FORGET = "forget"  # the receiver forgets the sender, as after a long silence
+SHORT = (ABORT, ABANDON, FULL, LOOKUP, REFUSED, LEAVE, FORGET)  # of which PUT_ASYNC is enough
 SENDER, RECEIVER = "sender", "receiver"
 
 
@@ -42,4 +47,10 @@ STEPS = [
     Step(SENDER, "say ABANDON", ABANDON), Step(RECEIVER, "hear ABANDON", ABANDON),
     Step(RECEIVER, "say ABANDONOK", ABANDON), Step(SENDER, "hear ABANDONOK", ABANDON),
     Step(RECEIVER, "say DENY", FULL), Step(SENDER, "hear DENY", FULL),
+    Step(SENDER, "say LOOKUP", LOOKUP), Step(RECEIVER, "hear LOOKUP", LOOKUP),
+    Step(RECEIVER, "say LOCATION", LOOKUP), Step(SENDER, "hear LOCATION", LOOKUP),
+    Step(RECEIVER, "say REFUSE", REFUSED), Step(SENDER, "hear REFUSE", REFUSED),
+    Step(SENDER, "say BYE", LEAVE), Step(RECEIVER, "hear BYE", LEAVE),
+    Step(RECEIVER, "say BYE", LEAVE), Step(SENDER, "hear BYE", LEAVE),
+    Step(RECEIVER, "say GREET", FORGET), Step(SENDER, "hear GREET", FORGET),
 ]  # fmt: skip

@@ -318,6 +318,29 @@ def test_rank_is_found_through_the_directory(rng: SeededRandom) -> None:
                 nobody.wait(10)
 
 
+@marks.every_transport
+def test_one_engine_by_two_names(transport: str, rng: SeededRandom) -> None:
+    """Its own address, by which it pulls, and its rank in an instance, by which it is sent to."""
+    with engines(2, transport) as (sender, receiver):
+        ranks = [RankAddress(0, receiver.zmq_address, receiver.epoch)]
+        with Directory(settings(), ranks, kv_port=0, role="D") as directory:
+            names = [PeerAddress(directory.address, 0), PeerAddress(receiver.zmq_address)]
+            tensor = random_tensor(rng, MIB)
+            for number, name in enumerate([*names, *names]):
+                key = TransferKey(f"{number}")
+                sent = sender.send(key, name, TensorSource(tensor))
+                assert torch.equal(receiver.recv_tensor(key, timeout=10), tensor)
+                sent.wait(10)
+            both = [
+                sender.send(TransferKey(f"{name}"), name, TensorSource(tensor), ready=False)
+                for name in names
+            ]
+            for transfer in reversed(both):
+                sender.mark_ready(transfer)
+                assert torch.equal(receiver.recv_tensor(transfer.key, timeout=10), tensor)
+        assert_idle(sender, receiver)
+
+
 def test_directory_that_is_not_there(free_port: int) -> None:
     with engines(1, connect_timeout_seconds=0.3) as (engine,):
         target = PeerAddress(f"127.0.0.1:{free_port}", 1)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from p2p_engine import sockets
 from p2p_engine.addresses import join_address, split_address
 from p2p_engine.control import ControlPlane
 from p2p_engine.errors import ConfigError
@@ -109,6 +110,20 @@ def test_connection_that_another_has_followed_is_closed(parties: tuple[Party, Pa
         relay.thaw()
         eventually(lambda: sum(frame == b"held" for _, frame in other.heard) == 2)
     eventually(lambda: num_descriptors() == before)
+
+
+def test_connection_that_nothing_is_said_on_is_closed(
+    parties: tuple[Party, Party], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that to the directory of an instance that has been found, or is no more."""
+    monkeypatch.setattr(sockets, "IDLE_SECONDS", 0.3)
+    one, other = parties
+    before = num_descriptors()
+    for frame in (b"a", b"b"):
+        one.control.send(Route(other.control.address), frame)
+        eventually(lambda f=frame: other.heard and other.heard[-1][1] == f)  # type: ignore[misc]
+        assert num_descriptors() > before
+        eventually(lambda: num_descriptors() == before)
 
 
 def num_descriptors() -> int:
