@@ -67,7 +67,7 @@ class Gpu:
             return CudaIpcTransport(self.device, mover, landing, control, epoch)
         self._transport = NcclTransport(
             self._nccl, self.device, control, epoch, config.host,
-            receives=landing is not None,
+            buffer=None if landing is None else (landing.device_address, landing.device_bytes),
             overflows=landing is not None and config.pool_bytes > 0,
             num_channels=config.nccl_num_channels,
             max_groups=config.nccl_max_groups,

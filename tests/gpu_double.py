@@ -14,7 +14,9 @@ from typing import ClassVar
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "tests" / "double").glob("*.[ch]"))
 LIBRARY = ROOT / "build" / "double" / "libgpudouble.so"
-WRONGS = ("wrong_threads", "double_aborts", "size_mismatches", "bad_configuration")
+LIVE = ("comms", "registrations", "allocations", "imports", "streams", "events",
+        "host_registrations")  # fmt: skip
+WRONGS = ("wrong_threads", "double_aborts", "size_mismatches", "bad_configuration", "mixed_memory")
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-g", "-O1", "-fPIC", "-shared", "-pthread",
          "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror")  # fmt: skip
 
@@ -71,5 +73,4 @@ class GpuDouble:
 
     def held(self) -> dict[str, int]:
         """Return what must be given back, and how often it was used as it may not be."""
-        names = ("comms", "allocations", "imports", "streams", "events", "host_registrations")
-        return {name: self[name] for name in (*(f"live_{name}" for name in names), *WRONGS)}
+        return {name: self[name] for name in (*(f"live_{kind}" for kind in LIVE), *WRONGS)}

@@ -97,8 +97,9 @@ class Half:
         self.device = Device(Cuda(path), options.pop("device", 0))
         if to_host:
             self.device.cuda.register(arena.address, arena.nbytes)
-        settings = {"receives": True, "overflows": to_host, "num_channels": 2, "max_groups": 16,
-                    "patience_seconds": 5.0, "slab_bytes": 256 << 10, **options}  # fmt: skip
+        settings = {"buffer": (arena.address, arena.nbytes), "overflows": to_host,
+                    "num_channels": 2, "max_groups": 16, "patience_seconds": 5.0,
+                    "slab_bytes": 256 << 10, **options}  # fmt: skip
         return NcclTransport(
             Nccl(path), self.device, self.control, self.epoch, "127.0.0.1", **settings
         )

@@ -24,7 +24,7 @@ from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS
 from p2p_engine.transports.nccl.transport import NcclTransport, check_environment
 from tests.gpu_double import GpuDouble
 from tests.support import SeededRandom, eventually, held_resources
-from tests.transport_pair import Half, Landing, Pair, random_memory, write
+from tests.transport_pair import ARENA_BYTES, Half, Landing, Pair, random_memory, write
 
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -91,6 +91,20 @@ def test_its_memory_is_told_as_estimated_and_as_measured(double: GpuDouble) -> N
             assert stats(half)["estimated_bytes"] == estimated_bytes(4, side)
         # both halves share one device here, so that each measures a part of the other's group too
         assert stats(pair.sender)["measured_bytes"] >= estimated_bytes(4)
+
+
+def test_what_is_moved_is_registered_where_the_release_can(
+    double: GpuDouble, rng: SeededRandom
+) -> None:
+    with pairs() as pair:
+        assert_arrives(pair, pair.channel(), random_memory(rng, MIB))
+        for half in (pair.sender, pair.receiver):
+            eventually(lambda h=half: stats(h)["registered_bytes"] > ARENA_BYTES)  # type: ignore[misc]
+        assert double["live_registrations"] == 4  # slabs and buffer on both sides
+    with double.fault(nccl_version=21805), pairs() as pair:
+        assert_arrives(pair, pair.channel(), random_memory(rng, MIB))
+        assert double["live_registrations"] == 0
+        assert stats(pair.sender)["registered_bytes"] == 0
 
 
 def test_many_pairs_on_one_device(double: GpuDouble, rng: SeededRandom) -> None:
@@ -259,7 +273,7 @@ def test_an_aborted_peer_is_noticed_by_both_sides(double: GpuDouble, rng: Seeded
 
 def test_idle_groups_go_least_recently_used_first(double: GpuDouble, rng: SeededRandom) -> None:
     """One sender with three receivers and room for two groups: all are served, again and again."""
-    memory = random_memory(rng, 300_000)
+    memory, left = random_memory(rng, 300_000), double["left_registrations"]
     with contextlib.ExitStack() as stack:
         sender = Half("nccl", max_groups=2)
         receivers = [stack.enter_context(pairs()) for _ in range(3)]
@@ -275,6 +289,7 @@ def test_idle_groups_go_least_recently_used_first(double: GpuDouble, rng: Seeded
         told = stats(sender)
         assert told["made"] - told["evicted"] <= told["groups"] <= 2  # one may still be made
         eventually(lambda: double["live_comms"] == 2 * stats(sender)["groups"])
+        assert double["left_registrations"] == left
 
 
 def test_a_receiver_asks_for_the_end_of_what_it_does_not_need(

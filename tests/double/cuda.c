@@ -101,6 +101,10 @@ static const char* const NAMES[NUM_VALUES] = {
     [LIVE_STREAMS] = "live_streams",
     [LIVE_EVENTS] = "live_events",
     [LIVE_HOST_REGISTRATIONS] = "live_host_registrations",
+    [HANGING_COPIES] = "hanging_copies",
+    [LIVE_REGISTRATIONS] = "live_registrations",
+    [LEFT_REGISTRATIONS] = "left_registrations",
+    [MIXED_MEMORY] = "mixed_memory",
     [OPEN_ROOTS] = "open_roots",
     [UNIQUE_IDS] = "unique_ids",
     [ABORTS] = "aborts",
@@ -412,8 +416,12 @@ static void
 run_copy(operation_t* base) {
     copy_operation_t* self = (copy_operation_t*)base;
     pthread_mutex_lock(&double_lock);
-    while (atomic_load(&double_values[COPIES_HANG]) && is_registered(self->destination)) {
-        wait_briefly();
+    if (atomic_load(&double_values[COPIES_HANG]) && is_registered(self->destination)) {
+        atomic_fetch_add(&double_values[HANGING_COPIES], 1);
+        while (atomic_load(&double_values[COPIES_HANG])) {
+            wait_briefly();
+        }
+        atomic_fetch_sub(&double_values[HANGING_COPIES], 1);
     }
     pthread_mutex_unlock(&double_lock);
     memcpy(self->destination, self->source, self->nbytes);

@@ -45,7 +45,11 @@ typedef enum {
     LIVE_STREAMS,
     LIVE_EVENTS,
     LIVE_HOST_REGISTRATIONS,
-    OPEN_ROOTS, /* unique ids whose peer has not come */
+    HANGING_COPIES,     /* now */
+    LIVE_REGISTRATIONS, /* of memory with communicators */
+    LEFT_REGISTRATIONS, /* that the end of a communicator has undone */
+    MIXED_MEMORY,       /* operations on other memory than what is registered */
+    OPEN_ROOTS,         /* unique ids whose peer has not come */
     UNIQUE_IDS,
     ABORTS,
     DOUBLE_ABORTS,     /* of one communicator */

@@ -51,6 +51,12 @@ typedef struct {
     uint64_t nbytes;
 } header_t;
 
+typedef struct registration {
+    char* address;
+    size_t nbytes;
+    struct registration* next;
+} registration_t;
+
 /* Never freed: a handle that is used again after its end is noticed instead of followed. */
 typedef struct comm {
     int rank;
@@ -75,6 +81,7 @@ typedef struct comm {
     bool has_sent;
     bool has_received;
     long long bytes;
+    registration_t* registrations;
 } comm_t;
 
 typedef struct root {
@@ -389,6 +396,13 @@ end(comm_t* comm, bool is_abort) {
            (is_abort && atomic_load(&double_values[ABORT_HANGS]))) {
         pthread_cond_wait(&double_changed, &double_lock);
     }
+    while (comm->registrations != NULL) {
+        registration_t* left = comm->registrations;
+        comm->registrations = left->next;
+        free(left);
+        atomic_fetch_sub(&double_values[LIVE_REGISTRATIONS], 1);
+        atomic_fetch_add(&double_values[LEFT_REGISTRATIONS], 1);
+    }
     pthread_mutex_unlock(&double_lock);
     if (comm->socket >= 0) {
         if (comm->is_made) {
@@ -556,6 +570,20 @@ launch_later(transfer_t* transfer, stream_t* stream) {
     return IN_PROGRESS;
 }
 
+/* Either all that a communicator moves is registered, or nothing. */
+static bool
+is_mixture(comm_t* comm, const char* buffer, size_t nbytes) {
+    pthread_mutex_lock(&double_lock);
+    bool is_mixed = comm->registrations != NULL;
+    for (registration_t* item = comm->registrations; item != NULL; item = item->next) {
+        if (buffer >= item->address && buffer + nbytes <= item->address + item->nbytes) {
+            is_mixed = false;
+        }
+    }
+    pthread_mutex_unlock(&double_lock);
+    return is_mixed;
+}
+
 static result_t
 move(comm_t* comm, void* buffer, size_t count, int kind, int peer, stream_t* stream, bool is_send) {
     if (comm->has_ended || atomic_load(&comm->state) != SUCCESS || kind < 0 || kind > 11 ||
@@ -571,6 +599,9 @@ move(comm_t* comm, void* buffer, size_t count, int kind, int peer, stream_t* str
     transfer->buffer = buffer;
     transfer->nbytes = count * (size_t)KIND_BYTES[kind];
     transfer->is_send = is_send;
+    if (is_mixture(comm, buffer, transfer->nbytes)) {
+        atomic_fetch_add(&double_values[MIXED_MEMORY], 1);
+    }
     if (group_depth == 0 && comm->num_ranks > 1) {
         return launch_later(transfer, stream);
     }
@@ -688,13 +719,32 @@ ncclCommCuDevice(const comm_t* comm, int* device) {
 
 result_t
 ncclCommRegister(comm_t* comm, void* buffer, size_t nbytes, void** handle) {
-    (void)nbytes;
-    *handle = buffer;
-    return comm->has_ended ? INVALID_ARGUMENT : SUCCESS;
+    registration_t* made = calloc(1, sizeof *made);
+    pthread_mutex_lock(&double_lock);
+    bool has_ended = comm->has_ended;
+    if (!has_ended) {
+        *made = (registration_t){buffer, nbytes, comm->registrations};
+        comm->registrations = made;
+        atomic_fetch_add(&double_values[LIVE_REGISTRATIONS], 1);
+    }
+    pthread_mutex_unlock(&double_lock);
+    *handle = made;
+    return has_ended ? INVALID_ARGUMENT : SUCCESS;
 }
 
 result_t
 ncclCommDeregister(comm_t* comm, void* handle) {
-    (void)handle;
-    return comm->has_ended ? INVALID_ARGUMENT : SUCCESS;
+    pthread_mutex_lock(&double_lock);
+    registration_t** link = comm->has_ended ? NULL : &comm->registrations;
+    while (link != NULL && *link != NULL && *link != handle) {
+        link = &(*link)->next;
+    }
+    bool is_known = link != NULL && *link != NULL;
+    if (is_known) {
+        *link = (*link)->next;
+        free(handle);
+        atomic_fetch_sub(&double_values[LIVE_REGISTRATIONS], 1);
+    }
+    pthread_mutex_unlock(&double_lock);
+    return is_known ? SUCCESS : INVALID_ARGUMENT;
 }

@@ -102,6 +102,7 @@ def test_a_copy_to_the_pool_that_hangs_costs_its_own_transfer_only(rng: SeededRa
             keys = [TransferKey(f"{number}") for number in range(3)]
             sender.send_tensor(keys[0], tensors[0], receiver.zmq_address).wait(10)
             stuck = sender.send_tensor(keys[1], tensors[1], receiver.zmq_address)
+            eventually(lambda: DOUBLE["hanging_copies"])
             assert stuck.wait_released(10)
             assert torch.equal(receiver.recv_tensor(keys[0], timeout=10), tensors[0])
             sender.send_tensor(keys[2], tensors[2], receiver.zmq_address).wait(10)
@@ -118,7 +119,8 @@ def test_close_keeps_what_a_copy_to_the_pool_may_still_write(rng: SeededRandom) 
     with engines(2, "nccl", kv_buffer_size=0) as (sender, receiver):
         with DOUBLE.fault(copies_hang=1):
             tensor = random_tensor(rng, 600_000)
-            assert sender.send_tensor(KEY, tensor, receiver.zmq_address).wait_released(10)
+            sender.send_tensor(KEY, tensor, receiver.zmq_address)
+            eventually(lambda: DOUBLE["hanging_copies"])
             receiver.close(0.2)
             assert receiver._arena is not None
             assert len(receiver._arena.arena.view(0, 8)) == 8  # it is mapped
@@ -150,6 +152,7 @@ def test_the_memory_of_groups_is_in_the_statistics(
         eventually(lambda: sender.stats()["nccl"]["estimated_bytes"] > estimated_bytes(2))
         assert sender.stats()["nccl"]["groups"] == 1
         assert sender.stats()["nccl"]["measured_bytes"] >= estimated_bytes(2)
+        assert sender.stats()["nccl"]["registered_bytes"] >= sender.config.kv_buffer_size
     else:
         assert sender.stats()["nccl"] == {}
 

@@ -14,12 +14,15 @@ import enum
 import itertools
 import time
 from collections.abc import Callable
+from typing import TypeAlias
 
 from p2p_engine.device import Device
 from p2p_engine.errors import TransportError
 from p2p_engine.transports.nccl.library import Nccl
 from p2p_engine.transports.nccl.memory import Side, estimated_bytes
 from p2p_engine.transports.nccl.reaper import Reaper
+
+Memory: TypeAlias = tuple[int, int]  # address, bytes
 
 _numbers = itertools.count(1)
 
@@ -46,7 +49,9 @@ class Group:
         number: int,
         rank: int,
         num_channels: int,
+        memory: tuple[Memory, ...],
     ) -> None:
+        """`memory` is all that is sent from and received into."""
         self.number = number
         self.state = GroupState.WANTED
         self.used_at = self.made_at = time.monotonic()
@@ -56,6 +61,8 @@ class Group:
         self._reaper = reaper
         self._rank = rank
         self._num_channels = num_channels
+        self._memory = memory
+        self._registrations: list[int] = []
         self._comm = 0
         self._free_before = 0
         self._stream = device.cuda.create_stream()
@@ -82,6 +89,11 @@ class Group:
             self._num_channels, side if self.state is GroupState.READY else Side.IDLE
         )
 
+    @property
+    def registered_bytes(self) -> int:
+        """Of our memory, what this communicator knows: a network card may reach it by itself."""
+        return sum(nbytes for _, nbytes in self._memory) if self._registrations else 0
+
     def make(self, unique_id: bytes) -> None:
         """Start to initialise.
 
@@ -102,6 +114,7 @@ class Group:
             return False
         if self.state is GroupState.MAKING:
             self.state = GroupState.JOINING
+            self._register()
             return True
         ended, self._launching = self._launching, None
         if ended is not None:
@@ -127,8 +140,8 @@ class Group:
         if self._launching is None:
             self._launch_next()
 
-    def end(self) -> None:
-        """Abort, in the reaper; idempotent."""
+    def end(self, *, is_idle: bool) -> None:
+        """Abort, in the reaper; idempotent. `is_idle`: it has not failed and moves nothing."""
         if self.state is GroupState.ENDED:
             return
         self.state = GroupState.ENDED
@@ -136,10 +149,17 @@ class Group:
         for *_, ended in self._queue:
             self._device.post(ended)
         self._queue.clear()
+        registrations, self._registrations = self._registrations, []
         if comm:
-            self._reaper.abort(comm, self._release)
+            # Undoing a registration may wait for what uses it: what has failed is only aborted.
+            self._reaper.abort(comm, registrations if is_idle else [], self._release)
         else:
             self._release()
+
+    def _register(self) -> None:
+        """Both sides do, or neither: NCCL leaves open what becomes of a mixture."""
+        if "register" in self._nccl.capabilities:
+            self._registrations = [self._nccl.register(self._comm, *item) for item in self._memory]
 
     def _launch_next(self) -> None:
         if self._queue:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from p2p_engine.device import Device
 from p2p_engine.errors import TransportError
-from p2p_engine.transports.nccl.group import Group, GroupState, describe_overdue
+from p2p_engine.transports.nccl.group import Group, GroupState, Memory, describe_overdue
 from p2p_engine.transports.nccl.library import Nccl
 from p2p_engine.transports.nccl.reaper import Reaper
 from p2p_engine.transports.nccl.rendezvous import Piece, Slots
@@ -38,6 +38,7 @@ class Resources:
     recv_slots: Slots
     slabs: Slabs  # to send from
     recv_slabs: Slabs  # apart: else senders that wait for each other's receivers hold them all
+    memory: tuple[Memory, ...]  # what NCCL reads and writes
     num_channels: int
     patience_seconds: float  # for the making of a group, and for a piece whose kernels run
 
@@ -103,15 +104,15 @@ class Pair(abc.ABC):
         self.error = error
         logger.info("nccl pair ended: rank=%d reason=%s", self.rank, error)
         self._wire.close()
-        self.end_group()
+        self.end_group(is_idle=False)
         self.broken()
 
-    def end_group(self) -> None:
+    def end_group(self, *, is_idle: bool) -> None:
         """Let the group go; the pair may make another one."""
         group, self.group = self.group, None
         self._kernels_since.clear()
         if group is not None:
-            group.end()
+            group.end(is_idle=is_idle)
 
     def say(self, kind: Kind, **fields: int | bytes) -> None:
         """Tell the other side about the live group."""
@@ -137,7 +138,7 @@ class Pair(abc.ABC):
         shared = self.shared
         return Group(
             shared.nccl, shared.device, shared.reaper,
-            number=number, rank=self.rank, num_channels=num_channels,
+            number=number, rank=self.rank, num_channels=num_channels, memory=shared.memory,
         )  # fmt: skip
 
     # For the two kinds of pairs

@@ -31,13 +31,14 @@ class Reaper:
         self._since: dict[int, float] = {}
         self.num_aborted = 0
 
-    def abort(self, comm: int, ended: Callable[[], None]) -> None:
-        """End a communicator, whatever it does; `ended` is called in the device's thread."""
+    def abort(self, comm: int, registrations: list[int], ended: Callable[[], None]) -> None:
+        """Undo registrations, then end a communicator, whatever it does; `ended` is called in the
+        device's thread."""
         with self._changed:
             self._since[comm] = time.monotonic()
         self.num_aborted += 1
         threading.Thread(
-            target=self._run, args=(comm, ended), name="p2p-reaper", daemon=True
+            target=self._run, args=(comm, registrations, ended), name="p2p-reaper", daemon=True
         ).start()
 
     def num_pending(self) -> int:
@@ -56,10 +57,12 @@ class Reaper:
         with self._changed:
             return self._changed.wait_for(lambda: not self._since, timeout)
 
-    def _run(self, comm: int, ended: Callable[[], None]) -> None:
+    def _run(self, comm: int, registrations: list[int], ended: Callable[[], None]) -> None:
         restore_affinity()
         try:
             self._device.cuda.use(self._device.index)
+            for registration in registrations:
+                self._nccl.deregister(comm, registration)
             self._nccl.abort(comm)
         except TransportError as error:
             logger.warning("a communicator could not be aborted: %s", error)

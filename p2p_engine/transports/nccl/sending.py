@@ -132,7 +132,7 @@ class SendingPair(Pair):
         """End an idle group, on both sides."""
         self.say(Kind.END)
         self._end_half()
-        self.end_group()
+        self.end_group(is_idle=True)
 
     def made(self) -> None:
         """Our side is made; when the other one is, the first byte goes."""

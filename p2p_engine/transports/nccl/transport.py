@@ -20,6 +20,7 @@ from p2p_engine.jobs import Job, still_running
 from p2p_engine.layout import Regions
 from p2p_engine.transports.base import Broken, Channel, Connected, Endpoint, Order
 from p2p_engine.transports.handshake import ACCEPTED, PREAMBLE, Dial, Dials, Door, Tokens
+from p2p_engine.transports.nccl.group import Memory
 from p2p_engine.transports.nccl.groups import Groups
 from p2p_engine.transports.nccl.library import Nccl, show_version
 from p2p_engine.transports.nccl.pair import Pair, Resources
@@ -120,15 +121,15 @@ class NcclTransport:
         epoch: int,
         host: str,
         *,
-        receives: bool,
+        buffer: Memory | None,
         overflows: bool,
         num_channels: int,
         max_groups: int,
         patience_seconds: float,
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
-        """Listen on an ephemeral port of host; allocates the slabs. `overflows`: what is received
-        may belong in host memory.
+        """Listen on an ephemeral port of host; allocates the slabs. `buffer` is what is received
+        into (None: nothing is); with `overflows`, or into host memory.
 
         Raises:
             OSError: host cannot be bound.
@@ -138,7 +139,7 @@ class NcclTransport:
         self._control = control
         self._epoch = epoch
         self._nccl = nccl
-        self._receives = receives
+        self._receives = buffer is not None
         self._tokens = Tokens()
         self._dials = Dials()
         self._senders: dict[int, ReceivingPair] = {}
@@ -165,6 +166,7 @@ class NcclTransport:
             nccl, device, self._reaper, Slots(slots), Slots(slots),
             Slabs(self._memory, slab_bytes, NUM_SLABS),
             Slabs(self._memory + sent_bytes, slab_bytes, num_recv_slabs),
+            ((self._memory, total), *([buffer] if buffer is not None else [])),
             num_channels, patience_seconds,
         )  # fmt: skip
         self._snapshot = self._count()
@@ -309,6 +311,7 @@ class NcclTransport:
         return {
             "groups": len(live),
             "estimated_bytes": sum(group.estimated_bytes for group in live),
+            "registered_bytes": sum(group.registered_bytes for group in live),
             "measured_bytes": sum(group.measured_bytes for group in live),
             "made": self._groups.num_made,
             "evicted": self._groups.num_evicted,
