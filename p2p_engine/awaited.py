@@ -9,12 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from p2p_engine.config import EngineConfig
-from p2p_engine.errors import P2pError, PeerLost
+from p2p_engine.errors import P2pError, PeerLost, PeerRefused
 from p2p_engine.instances import Instances
 from p2p_engine.messages import CacheSpec, ContentKey, Release, TransferKey, Want
 from p2p_engine.peers import InstanceAddress, Link, Links, PeerAddress
-from p2p_engine.plan import idle_sources, sources_of
+from p2p_engine.plan import counterpart, idle_sources, sources_of, unclaimed
 from p2p_engine.transfer import Transfer
 
 
@@ -29,13 +31,16 @@ class Asked:
 
 @dataclass(eq=False)
 class Expected:
-    """One receive whose sender is known; `asked` follows when its directory has answered."""
+    """One receive whose sender is known; `asked` follows when its directory has answered.
+
+    So do the `idle` ranks there, which hold it too, or what we have no place for, for nobody.
+    """
 
     transfer: Transfer
     binding: bytes
     pull: bool
     asked: list[Asked] = field(default_factory=list)
-    idle: list[PeerAddress] = field(default_factory=list)  # hold it too, and send it to nobody
+    idle: list[tuple[TransferKey, PeerAddress]] = field(default_factory=list)
 
 
 class Awaited:
@@ -85,8 +90,10 @@ class Awaited:
             return
 
         def found(answer: CacheSpec | P2pError) -> None:
-            for rank in [*self._sources(content[0], answer), *self._idle(content[0], answer)]:
-                self._release(content, peer.rank(rank))
+            key, binding = content
+            sources = [(key, rank) for rank in self._sources(key, answer)]
+            for name, rank in [*sources, *self._idle(key, answer)]:
+                self._release((name, binding), peer.rank(rank))
 
         self._instances.ask(peer, found)
 
@@ -140,8 +147,11 @@ class Awaited:
             del self._expected[key]
             self._fail(key, answer)
             return
-        item.idle = [peer.rank(rank) for rank in self._idle(key, answer)]
-        self._watch(item, [peer.rank(rank) for rank in self._sources(key, answer)])
+        item.idle = [(name, peer.rank(rank)) for name, rank in self._idle(key, answer)]
+        sources = self._sources(key, answer)
+        self._watch(item, [peer.rank(rank) for rank in sources])
+        if not sources:
+            self._fail(key, PeerRefused(f"peer {peer}: there are no such layers there"))
 
     def _watch(self, item: Expected, peers: list[PeerAddress]) -> None:
         item.asked = [Asked(self._links.get(peer, data=False)) for peer in peers]
@@ -151,8 +161,8 @@ class Awaited:
     def _let_go(self, content: ContentKey, item: Expected) -> None:
         if not item.pull:
             return
-        for peer in item.idle:
-            self._release(content, peer)
+        for key, peer in item.idle:
+            self._release((key, item.binding), peer)
         for asked in item.asked:
             if item.transfer.error is not None and asked.link.ready:
                 self._links.send(asked.link, Release, *content)
@@ -168,13 +178,25 @@ class Awaited:
         if not isinstance(answer, CacheSpec) or self._spec is None:
             return []
         mine = self._spec.group(key.group)
-        return sources_of(answer.group(key.group), mine, mine.rank)
+        theirs = counterpart(mine, answer)
+        return sources_of(theirs, mine, mine.rank) if theirs is not None else []
 
-    def _idle(self, key: TransferKey, answer: CacheSpec | P2pError) -> list[int]:
+    def _idle(
+        self, key: TransferKey, answer: CacheSpec | P2pError
+    ) -> list[tuple[TransferKey, int]]:
+        """What is to be released beside that which is asked for: the first group that this rank has
+        minds those that it has not."""
         if not isinstance(answer, CacheSpec) or self._spec is None:
             return []
         mine = self._spec.group(key.group)
-        return idle_sources(answer.group(key.group), mine, mine.rank)
+        theirs = counterpart(mine, answer)
+        idle = idle_sources(theirs, mine, mine.rank) if theirs is not None else []
+        found = [(key, rank) for rank in idle]
+        own = (group.number for group in self._spec.groups if group.layers != ())
+        if mine.number == next(own, None):
+            for number, rank in unclaimed(answer, self._spec):
+                found.append((msgspec.structs.replace(key, group=number), rank))
+        return found
 
     def _take_releases(self, link: Link) -> list[tuple[Link, ContentKey]]:
         taken = [item for item in self._to_release if item[0] is link]

@@ -15,7 +15,7 @@ from p2p_engine.jobs import Moment
 from p2p_engine.layout import Source
 from p2p_engine.messages import CacheSpec, TransferKey
 from p2p_engine.peers import InstanceAddress
-from p2p_engine.plan import targets_of
+from p2p_engine.plan import counterpart, targets_of
 from p2p_engine.sender import Sender
 from p2p_engine.transfer import Transfer, TransferGroup
 
@@ -125,7 +125,9 @@ class Fanout:
     def _targets(self, key: TransferKey, peer: CacheSpec) -> list[int]:
         if self._spec is None:
             return []
-        return targets_of(self._spec.group(key.group), self._spec.rank, peer.group(key.group))
+        mine = self._spec.group(key.group)
+        theirs = counterpart(mine, peer)
+        return targets_of(mine, mine.rank, theirs) if theirs is not None else []
 
     def _cancel(self, transfer: Transfer, reason: str) -> None:
         with self._changed:

@@ -15,7 +15,7 @@ from p2p_engine.jobs import Copier, Job, Moment, after
 from p2p_engine.layout import Source, ask_regions, one_region, pair
 from p2p_engine.messages import CacheSpec, ContentKey, TransferKey
 from p2p_engine.peers import PeerAddress
-from p2p_engine.plan import targets_of
+from p2p_engine.plan import counterpart, targets_of
 from p2p_engine.recent import Recent
 from p2p_engine.sender import Chunk, Sender, as_withdrawn
 from p2p_engine.stats import Counters
@@ -268,8 +268,9 @@ class Holds:
         """The ranks of a peer's instance that pull from here."""
         if self._spec is None or spec is None or not spec.has_ranks:
             return frozenset({_rank_of(spec)})
-        mine, theirs = (item.group(content[0].group) for item in (self._spec, spec))
-        return frozenset(targets_of(mine, mine.rank, theirs))
+        mine = self._spec.group(content[0].group)
+        theirs = counterpart(mine, spec)
+        return frozenset(targets_of(mine, mine.rank, theirs) if theirs is not None else ())
 
     def _end(self, hold: Hold, error: P2pError | None, reason: str) -> None:
         """Forget it, and tell so whoever still asks for it."""

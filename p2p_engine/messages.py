@@ -153,7 +153,8 @@ class CacheSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     parallel rank r % tp_size of stage r // tp_size. `layers` are those of this rank that keep a
     cache in this group (absent: all of its stage), in the order of `page_bytes`. An empty
     `page_bytes` says that the bytes of a block do not lie together, an absent `shape` that its
-    inside is not known. `more` are the rank's other groups, in the order of their numbers.
+    inside is not known. `more` are the rank's other groups, in the order of their numbers, those of
+    a draft model last.
     """
 
     model: Text = ""
@@ -172,6 +173,7 @@ class CacheSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     layers: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_LAYERS)] | None = None
     window: Count = 0  # tokens that its layers look back at; 0: all
     number: Count = 0  # of the group
+    is_draft: bool = False  # layers of a draft model, which its peers may lack
     more: Annotated[tuple[CacheSpec, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
 
     @property

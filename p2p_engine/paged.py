@@ -9,10 +9,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from p2p_engine.errors import LocalProtocolError, RemoteProtocolError
+from p2p_engine.errors import LocalProtocolError, PeerRefused, RemoteProtocolError
 from p2p_engine.layout import Int64s, Regions
 from p2p_engine.messages import CacheSpec, Manifest, PageShape, Part
-from p2p_engine.plan import Extent, extent_of, layers_within, part_between
+from p2p_engine.plan import Extent, counterpart, extent_of, layers_within, part_between
 
 
 @dataclass(frozen=True)
@@ -230,8 +230,10 @@ class PagedSource:
         """
         if self.cache.spec is None or peer is None:
             return self
-        spec = self.cache.spec
-        return replace(self, part=part_between(spec, peer.group(spec.number)))
+        theirs = counterpart(self.cache.spec, peer)
+        if theirs is None:
+            raise PeerRefused("there are no such layers there")
+        return replace(self, part=part_between(self.cache.spec, theirs))
 
     def packed(self, address: int) -> PagedSource:
         """Return the same as it lies at `address`, page after page: a small cache of its own."""

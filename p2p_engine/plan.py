@@ -2,7 +2,7 @@
 
 A rank has a range of the model's layers and a range of its KV heads. Ranks that have the same ones
 (more ranks than heads; MLA) are replicas of each other: exactly one of them serves a destination.
-Everything here is said of one group of layers, but for `obstacles`.
+Everything here is said of one group of layers, but for `counterpart`, `unclaimed` and `obstacles`.
 """
 
 from __future__ import annotations
@@ -105,6 +105,29 @@ def idle_sources(source: CacheSpec, target: CacheSpec, rank: int) -> list[int]:
     ]
 
 
+def counterpart(mine: CacheSpec, peer: CacheSpec) -> CacheSpec | None:
+    """Return the peer's group that corresponds to one of ours; None: it has none such.
+
+    A draft's layers only correspond to those of the same draft: what a peer lacks of a draft is
+    neither sent nor waited for, because vLLM verifies each token that a draft proposes.
+    """
+    theirs = peer.groups[mine.number] if mine.number < len(peer.groups) else None
+    if theirs is None or mine.is_draft != theirs.is_draft:
+        return None
+    return None if mine.is_draft and _differing_model(mine, theirs) else theirs
+
+
+def unclaimed(source: CacheSpec, target: CacheSpec) -> list[tuple[int, int]]:
+    """Groups of `source` that `target` has not, by number, each with the ranks that hold it; each
+    rank of `target` minds some."""
+    return [
+        (group.number, rank)
+        for group in source.groups
+        if counterpart(group, target) is None
+        for rank in range(target.rank, group.num_ranks, target.num_ranks)
+    ]
+
+
 def part_between(source: CacheSpec, target: CacheSpec) -> Part | None:
     """What the source's rank sends to the target's; None: all of it, page by page, as it lies.
 
@@ -136,9 +159,11 @@ def obstacles(here: CacheSpec | None, there: CacheSpec | None) -> list[str]:
     if here is None or there is None:
         described = here is not None, there is not None
         return [_differing("describes a KV cache", *described)] if any(described) else []
-    if len(here.groups) != len(there.groups):
-        return [_differing("groups of layers", len(here.groups), len(there.groups))]
-    found = [_group_obstacles(*pair) for pair in zip(here.groups, there.groups, strict=True)]
+    mine, theirs = (sum(not group.is_draft for group in spec.groups) for spec in (here, there))
+    if mine != theirs:
+        return [_differing("groups of layers", mine, theirs)]
+    pairs = [(group, counterpart(group, there)) for group in here.groups]
+    found = [_group_obstacles(group, other) for group, other in pairs if other is not None]
     return list(dict.fromkeys(text for texts in found for text in texts))
 
 
@@ -146,6 +171,13 @@ def _group_obstacles(here: CacheSpec, there: CacheSpec) -> list[str]:
     irregular = _irregularity(there)
     if irregular:
         return [f"the ranks there cannot share the model: {irregular}"]
+    found = _differing_model(here, there)
+    if found or _same_pages(here, there):
+        return found
+    return _differing_layers(here, there) or _differing_blocks(here, there)
+
+
+def _differing_model(here: CacheSpec, there: CacheSpec) -> list[str]:
     found = [
         _differing(name, getattr(here, name), getattr(there, name))
         for name in SAME
@@ -153,9 +185,7 @@ def _group_obstacles(here: CacheSpec, there: CacheSpec) -> list[str]:
     ]
     if here.layer_cuts[-1:] != there.layer_cuts[-1:]:
         found.append(_differing("layers", here.layer_cuts[-1:], there.layer_cuts[-1:]))
-    if found or _same_pages(here, there):
-        return found
-    return _differing_layers(here, there) or _differing_blocks(here, there)
+    return found
 
 
 def _differing_layers(here: CacheSpec, there: CacheSpec) -> list[str]:

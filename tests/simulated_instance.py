@@ -10,6 +10,7 @@ it feeds, samples and throws away follows vLLM's model runner (`WorkerRequest`).
 
 from __future__ import annotations
 
+import copy
 import json
 import zlib
 from collections.abc import Iterator, Sequence
@@ -66,7 +67,8 @@ NUM_HEADS = 2
 SLOT_WIDTH = 16  # numbers in the slot of a head's token, all the same
 EOS_TOKEN_ID = 1
 UNKNOWN = -1  # what vLLM's model runner writes for a token that it samples while it runs ahead
-LAYER_NAMES = [f"layers.{index}" for index in range(NUM_LAYERS)]
+LAYER_NAMES = [f"layers.{index}" for index in range(NUM_LAYERS + 1)]
+DRAFT = NUM_LAYERS  # the number of a draft's one layer: vLLM goes on counting
 WINDOW = 40
 # What the layers look back at: vLLM makes a group of each of the three, or one.
 MODELS = {
@@ -137,6 +139,7 @@ class Rank:
         rank: int,
         *,
         is_on_device: bool,
+        draft: str = "",
     ) -> None:
         parallel = config.parallel_config
         stage, tp_rank = divmod(rank, parallel.tensor_parallel_size)
@@ -148,7 +151,8 @@ class Rank:
         self.heads = np.arange(first_head, first_head + num_heads)
         if attention == "latent":
             self.heads = np.arange(1)
-        cache_config = make_cache_config(config, attention, num_blocks, self.layers)
+        own = [*self.layers, *([DRAFT] if draft else [])]
+        cache_config = make_cache_config(config, attention, num_blocks, own)
         groups = [group.layer_names for group in cache_config.kv_cache_groups]
         self.group_of = [
             next((number for number, names in enumerate(groups) if name in names), -1)
@@ -163,16 +167,23 @@ class Rank:
         caches = {name: self.cache[place] for names in groups for place, name in enumerate(names)}
         self.pages = {LAYER_NAMES.index(name): cache.numpy() for name, cache in caches.items()}
         self.device = FakeDevice(caches, groups) if is_on_device else None
-        self.connector = P2pNcclConnector(config, KVConnectorRole.WORKER, cache_config)
+        told = _with_draft(config, draft)
+        self.connector = P2pNcclConnector(told, KVConnectorRole.WORKER, cache_config)
         with parallel_rank(tp_rank, stage):
             self.connector.register_kv_caches(self.device.handles if self.device else caches)
         if self.device is not None:
             self.connector.set_host_xfer_buffer_ops(self.device.copy_blocks)
 
-    def write(self, tables: Tables, first: int, values: np.ndarray[Any, Any]) -> None:
-        """Compute the KV of positions from `first` on."""
+    def write(
+        self,
+        tables: Tables,
+        first: int,
+        values: np.ndarray[Any, Any],
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        """Compute the KV of positions from `first` on, in the model's layers or in these."""
         positions = np.arange(first, first + len(values))
-        for layer in self.layers:
+        for layer in self.layers if layers is None else layers:
             blocks = np.asarray(tables[self.group_of[layer]])[positions // self.block_size]
             self.pages[layer][blocks, :, positions % self.block_size] = (
                 self.mark(values, layer)[..., None]
@@ -192,13 +203,32 @@ class Rank:
         for layer in self.layers:
             window = self.windows[layer]
             start = max(0, first + 1 - window) if window else 0
-            positions = np.arange(start, len(values))
-            blocks = np.asarray(tables[self.group_of[layer]])[positions // self.block_size]
-            slots = self.pages[layer][blocks, :, positions % self.block_size]
-            right = slots == self.mark(values[start:], layer)[..., None]
-            wrong = start + np.flatnonzero(~right.all(axis=(1, 2)))
-            if len(wrong):
-                raise WrongKV(f"{what}: rank {self.rank} layer {layer} positions {wrong.tolist()}")
+            wrong = self.wrong_positions(tables, values, layer, start, len(values))
+            if wrong:
+                raise WrongKV(f"{what}: rank {self.rank} layer {layer} positions {wrong}")
+
+    def wrong_positions(
+        self, tables: Tables, values: np.ndarray[Any, Any], layer: int, start: int, end: int
+    ) -> list[int]:
+        """The positions of a layer that do not hold what their tokens demand."""
+        positions = np.arange(start, end)
+        blocks = np.asarray(tables[self.group_of[layer]])[positions // self.block_size]
+        slots = self.pages[layer][blocks, :, positions % self.block_size]
+        right = slots == self.mark(values[start:end], layer)[..., None]
+        wrong: list[int] = (start + np.flatnonzero(~right.all(axis=(1, 2)))).tolist()
+        return wrong
+
+
+def _with_draft(config: VllmConfig, draft: str) -> VllmConfig:
+    """The same with what our connector reads of speculation; "": there is none."""
+    if not draft:
+        return config
+    model: Any = SimpleNamespace(
+        model=draft, revision=None, get_total_num_kv_heads=lambda: NUM_HEADS
+    )
+    config = copy.copy(config)
+    config.speculative_config = SimpleNamespace(method="eagle", draft_model_config=model)  # type: ignore[assignment]
+    return config
 
 
 def _allocate(layout: str, sizes: dict[str, int]) -> torch.Tensor:
@@ -237,7 +267,9 @@ class FakeDevice:
         if self.error is not None:
             raise self.error
         assert list(sources) == list(targets)
-        assert list(sources) in self._groups
+        parts = [[n for n in names if (n == LAYER_NAMES[DRAFT]) == is_draft]
+                 for names in self._groups for is_draft in (False, True)]  # fmt: skip
+        assert list(sources) in parts
         is_saving = direction == "d2h"
         device, host = (sources, targets) if is_saving else (targets, sources)
         self.copied[direction] += source_ids if is_saving else target_ids
@@ -286,9 +318,13 @@ class SimulatedInstance:
         max_model_len: int = 2048,
         attention: str = "full",
         dp_rank: int = 0,
+        draft: str = "",
         **extra: Any,
     ) -> None:
-        """`kv_port` is its directory's; a data-parallel rank was configured with a lower one."""
+        """`kv_port` is its directory's; a data-parallel rank was configured with a lower one.
+
+        With a `draft`, it computes that one's layer, too, after the connector's report, as vLLM.
+        """
         settings = {
             "host": "127.0.0.1", "mem_pool_size_gb": 0.01, "kv_buffer_size": 1 << 24, **extra,
         }  # fmt: skip
@@ -311,11 +347,12 @@ class SimulatedInstance:
         self.block_size = block_size
         self.config.cache_config.num_gpu_blocks = num_blocks
         self.ranks = [
-            Rank(self.config, attention, num_blocks, rank, is_on_device=is_on_device)
+            Rank(self.config, attention, num_blocks, rank, is_on_device=is_on_device, draft=draft)
             for rank in range(tp_size * pp_size)
         ]
         # vLLM gives its scheduler the first stage's.
-        first_stage = self.ranks[0].layers
+        self._draft_layers = [DRAFT] if draft else []
+        first_stage = [*self.ranks[0].layers, *self._draft_layers]
         cache_config = make_cache_config(self.config, attention, num_blocks, first_stage)
         scheduler_class = AsyncScheduler if is_async else Scheduler
         self.scheduler = scheduler_class(
@@ -338,6 +375,8 @@ class SimulatedInstance:
         self.num_preemptions = 0
         self.num_preemptions_in_flight = 0  # of requests with a step not yet accounted
         self.num_computed_prompt_tokens: dict[str, int] = {}
+        self.wrong_draft_positions: dict[str, int] = {}  # by request, when it first samples
+        self._work: list[tuple[str, int, np.ndarray[Any, Any]]] = []  # of a step, for the draft
         self._aggregator = KVOutputAggregator(len(self.ranks))
         self._requests: dict[str, Request] = {}
         self._cached: dict[str, WorkerRequest] = {}
@@ -458,7 +497,9 @@ class SimulatedInstance:
     def _report(self, rank: Rank, output: SchedulerOutput) -> KVConnectorOutput:
         connector = rank.connector
         connector.start_load_kv(SimpleNamespace())  # type: ignore[arg-type]
-        connector.wait_for_save()
+        is_drafting = bool(self._draft_layers and output.num_scheduled_tokens)
+        if not is_drafting:
+            connector.wait_for_save()
         report = KVConnectorOutput()
         if compat.HAS_FAILED_REQUESTS:
             results = connector.get_transfer_results(output.finished_req_ids)
@@ -470,6 +511,11 @@ class SimulatedInstance:
             report.finished_sending, report.finished_recving = finished
         report.invalid_block_ids = connector.get_block_ids_with_load_errors()
         report.kv_connector_stats = connector.get_kv_connector_stats()
+        if is_drafting:
+            for name, first, values in self._work:
+                tables = self._cached[name].tables
+                rank.write(tables, first, values[first:], self._draft_layers)
+            connector.wait_for_save()
         connector.clear_connector_metadata()
         return report
 
@@ -507,6 +553,7 @@ class SimulatedInstance:
         for name, first, _ in work:
             for rank in self.ranks:
                 rank.write(self._cached[name].tables, first, values[name][first:])
+        self._work = [(name, first, values[name]) for name, first, _ in work]
         sampled = {name: self._sample(name, first, values[name]) for name, first, _ in work}
         self._just_sampled = {name: tokens[0] for name, tokens in sampled.items() if tokens}
         return sampled
@@ -533,6 +580,9 @@ class SimulatedInstance:
         num_prompt = len(known.prompt)
         for rank in self.ranks:
             rank.check(known.tables, values, first, f"{name} at {first}")
+            for layer in self._draft_layers:
+                wrong = rank.wrong_positions(known.tables, values, layer, 0, first)
+                self.wrong_draft_positions.setdefault(name, len(wrong))
         counts = self.num_computed_prompt_tokens
         counts[name] = counts.get(name, 0) + min(end, num_prompt) - min(first, num_prompt)
         if end < len(known.tokens):
@@ -561,7 +611,8 @@ def make_cache_config(
     num_heads = max(1, NUM_HEADS // config.parallel_config.tensor_parallel_size)
     common: dict[str, Any] = {"block_size": config.cache_config.block_size, "dtype": torch.int64}
     specs: dict[str, KVCacheSpec] = {}
-    for name, window in zip(LAYER_NAMES, MODELS[attention], strict=True):
+    windows = [*MODELS[attention], *([0] if DRAFT in layers else [])]
+    for name, window in zip(LAYER_NAMES, windows, strict=False):
         if attention == "latent":
             specs[name] = MLAAttentionSpec(num_kv_heads=1, head_size=SLOT_WIDTH, **common)
         elif window:

@@ -78,7 +78,11 @@ class Pair:
         child: int = 0,
         swapped: bool = False,
     ) -> str:
-        """Ask both; "prefill first" and "decode first" hold the other leg back for some steps."""
+        """Ask both; "prefill first" and "decode first" hold the other leg back for some steps.
+
+        `by` what they know what to do: the proxy's "id", or "params"; "nameless" if these do not
+        tell decode who sends.
+        """
         prefill, decode = (self.d, self.p) if swapped else (self.p, self.d)
         transfer_id = transfer_id or new_transfer_id()
         proxy_id = ProxyId(prefill.address, decode.address, transfer_id)
@@ -251,6 +255,8 @@ def _params(
     if by == "id":
         return None
     host, _, port = (decode if leg == "prefill" else prefill).address.rpartition(":")
+    if by == "nameless" and leg == "decode":
+        return {"do_remote_prefill": True, "transfer_id": transfer_id}
     return {
         "do_remote_decode": leg == "prefill",
         "do_remote_prefill": leg == "decode",

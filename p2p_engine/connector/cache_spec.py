@@ -5,6 +5,7 @@ Strides are read, never assumed; what cannot be moved is refused by name.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 
-from p2p_engine.connector.groups import GroupCache, LayerGroup
+from p2p_engine.connector.groups import GroupCache, LayerGroup, numbers_in
 from p2p_engine.connector.host_buffer import InPlace, make_host_buffer
 from p2p_engine.errors import ConfigError
 from p2p_engine.messages import CacheSpec, PageShape, Plane
@@ -23,7 +24,9 @@ from p2p_engine.paged import PagedCache
 from p2p_engine.plan import heads_per_rank
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
+
+logger = logging.getLogger(__name__)
 
 COLUMN_ISAS = ("vec", "vec16")  # both lay keys out column by column
 
@@ -38,30 +41,39 @@ def read_caches(
 ) -> tuple[CacheSpec, list[GroupCache]]:
     """Describe this rank's cache to its peers, and where the layers of each group lie.
 
-    A group has no cache where all its layers belong to other pipeline stages. `budget_bytes` are
-    for the host buffers of all groups, where they need them.
+    A group has no cache where all its layers belong to other pipeline stages. A draft whose layers
+    cannot be described is left out. `budget_bytes` are for the host buffers of all groups, where
+    they need them.
 
     Raises:
         ConfigError: as for read_cache and make_host_buffer; or a layer is in no group.
     """
     _check_grouped(groups, kv_caches)
-    specs: list[CacheSpec] = []
-    caches: list[GroupCache] = []
-    for group in groups:
+
+    def read(group: LayerGroup) -> tuple[CacheSpec, GroupCache | None]:
         layers = {name: kv_caches[name] for name in group.layer_names if name in kv_caches}
         if not layers:
-            specs.append(read_spec(vllm_config, group, {}, rank, []))
-            continue
+            return read_spec(vllm_config, group, {}, rank, []), None
         layers = _distinct_layers(layers)
         buffer = make_host_buffer(vllm_config, layers, num_blocks, budget_bytes // len(groups))
         size = num_blocks
         if buffer is not None:
             layers, size = buffer.layers, buffer.num_blocks
         cache = read_cache(vllm_config, group, layers, size, rank)
-        caches.append(GroupCache(group, cache, buffer or InPlace()))
-        specs.append(cache.known_spec)
-    first, *more = specs
-    return msgspec.structs.replace(first, more=tuple(more)), caches
+        return cache.known_spec, GroupCache(group, cache, buffer or InPlace())
+
+    found = [read(group) for group in groups if not group.is_draft]
+    try:
+        _check_drafts(vllm_config, groups, kv_caches)
+        drafts = [read(group) for group in groups if group.is_draft]
+        if any(spec.shape is None for spec, _ in drafts):
+            raise ConfigError("their heads are shared out unlike the model's, or scattered")
+        found += drafts
+    except ConfigError as error:
+        logger.info("the draft's layers are not transferred: %s", error)
+    (first, _), *more = found
+    spec = msgspec.structs.replace(first, more=tuple(spec for spec, _ in more))
+    return spec, [cache for _, cache in found if cache is not None]
 
 
 def read_cache(
@@ -115,9 +127,11 @@ def read_spec(
     page_bytes: list[int],
 ) -> CacheSpec:
     """Say what a peer must know before a byte moves."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    model, parallel = _model_of(vllm_config, group), vllm_config.parallel_config
     spec, is_mla = group.spec, isinstance(group.spec, MLAAttentionSpec)
     layer_cuts, numbers = _place_layers(vllm_config, list(layers))
+    if group.is_draft:
+        layer_cuts, numbers = (0, len(layers)), None
     described = CacheSpec(
         model=model.model,
         revision=model.revision or "",
@@ -136,11 +150,33 @@ def read_spec(
         layers=numbers,
         window=group.window,
         number=group.number,
+        is_draft=group.is_draft,
     )
     if not layers or spec.num_kv_heads != heads_per_rank(described):
         return described
     shape = _shape_of(spec, [*layers.values()], _isa(vllm_config, layers))
     return msgspec.structs.replace(described, shape=shape)
+
+
+def _model_of(vllm_config: VllmConfig, group: LayerGroup) -> ModelConfig:
+    speculation = vllm_config.speculative_config
+    if group.is_draft and speculation is not None and speculation.draft_model_config is not None:
+        return speculation.draft_model_config
+    return vllm_config.model_config
+
+
+def _check_drafts(
+    vllm_config: VllmConfig, groups: Sequence[LayerGroup], kv_caches: dict[str, torch.Tensor]
+) -> None:
+    """A draft's layers are on every rank, and have memory of their own."""
+    drafts = [group for group in groups if group.is_draft]
+    if drafts and vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise ConfigError("only the last of several pipeline stages has them")
+    for group in drafts:
+        beside = [item for item in groups if item.table == group.table and not item.is_draft]
+        places = {_place_of(kv_caches[name]) for item in beside for name in item.layer_names}
+        if any(_place_of(kv_caches[name]) in places for name in group.layer_names):
+            raise ConfigError("they share the model's KV cache")
 
 
 def _check_grouped(groups: Sequence[LayerGroup], kv_caches: dict[str, torch.Tensor]) -> None:
@@ -155,7 +191,7 @@ def _check_grouped(groups: Sequence[LayerGroup], kv_caches: dict[str, torch.Tens
 def _distinct_layers(kv_caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The layers that do not share another one's cache, in the model's order."""
     by_place: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
-    for name in sorted(kv_caches, key=_numbers_in):
+    for name in sorted(kv_caches, key=numbers_in):
         by_place.setdefault(_place_of(kv_caches[name]), (name, kv_caches[name]))
     return dict(by_place.values())
 
@@ -191,7 +227,7 @@ def _place_layers(
     """
     num_stages = vllm_config.parallel_config.pipeline_parallel_size
     total = vllm_config.model_config.model_arch_config.total_num_hidden_layers
-    numbers = [_numbers_in(name) for name in names]
+    numbers = [numbers_in(name) for name in names]
     is_known = all(len(found) == 1 and found[0] < total for found in numbers)
     if not is_known or len(set(numbers)) < len(numbers):
         if num_stages > 1:
@@ -200,11 +236,6 @@ def _place_layers(
     cuts = 0, *(get_pp_indices(total, stage, num_stages)[1] for stage in range(num_stages))
     placed = tuple(number for [number] in numbers)
     return cuts, None if placed == tuple(range(total)) else placed
-
-
-def _numbers_in(name: str) -> tuple[int, ...]:
-    """The place of a layer, which vLLM writes into its name."""
-    return tuple(int(word) for word in name.split(".") if word.isdecimal())
 
 
 def _shape_of(spec: AttentionSpec, tensors: list[torch.Tensor], isa: str) -> PageShape | None:

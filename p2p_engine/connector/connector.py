@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -17,7 +18,12 @@ from p2p_engine.addresses import join_address
 from p2p_engine.config import GIB, SendMode
 from p2p_engine.connector import compat
 from p2p_engine.connector.cache_spec import read_caches
-from p2p_engine.connector.groups import attention_groups, layer_groups, names_lost_blocks
+from p2p_engine.connector.groups import (
+    attention_groups,
+    is_draft_layer,
+    layer_groups,
+    names_lost_blocks,
+)
 from p2p_engine.connector.host_buffer import HostBuffer
 from p2p_engine.connector.intent import Instance
 from p2p_engine.connector.metadata import P2pConnectorMetadata, RankHandshake
@@ -84,7 +90,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
             self._groups = layer_groups(kv_cache_config)
             self._scheduler = self._make_scheduler_half()
         else:
-            self._groups = attention_groups(kv_cache_config)
+            self._groups = attention_groups(kv_cache_config, partial(is_draft_layer, vllm_config))
 
     def _make_scheduler_half(self) -> SchedulerHalf:
         config, vllm_config = self._config, self._vllm_config
@@ -254,7 +260,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
             spec,
             caches,
             can_fail_requests=compat.HAS_FAILED_REQUESTS,
-            names_lost_blocks=names_lost_blocks(groups),
+            names_lost_blocks=names_lost_blocks(layer_groups(self._kv_cache_config)),
         )
         self._reporter = StatsReporter(rank)
 

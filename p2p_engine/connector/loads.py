@@ -85,7 +85,7 @@ class Loads:
         """`can_fail_requests`: vLLM takes failed requests beside invalid blocks (since 0.30);
         `names_lost_blocks`: it can go on behind a good prefix."""
         self._engine = engine
-        self._group = cache.group.number
+        self._group = cache.group
         self._cache = cache.cache
         self._staging = cache.staging
         self._can_fail_requests = can_fail_requests
@@ -96,8 +96,10 @@ class Loads:
         """Give blocks to the engine, to be filled."""
         deadline = time.monotonic() + self._engine.config.transfer_timeout_seconds
         for load in loads:
-            party, blocks = load.party, load.ranges[self._group]
+            party, blocks = load.party, load.ranges[self._group.table]
             self._loading[party.request_id] = _Loading(party, blocks, deadline)
+            if self._group.is_draft and party.peer is None:  # nobody can say whether they will come
+                self.cancel([party.request_id])
         self._begin()
 
     def _begin(self) -> None:
@@ -119,7 +121,7 @@ class Loads:
         loading.sink = PagedSink(self._cache, places, first_block, party.num_tokens)
         try:
             loading.transfer = self._engine.receive(
-                party.key_of(self._group),
+                party.key_of(self._group.number),
                 loading.sink,
                 binding=party.binding,
                 peer=self._peer(party),
@@ -145,7 +147,7 @@ class Loads:
         for party in parties:
             try:
                 self._engine.discard(
-                    party.key_of(self._group),
+                    party.key_of(self._group.number),
                     binding=party.binding,
                     peer=self._peer(party),
                     pull=party.send_type is SendMode.GET,
@@ -164,7 +166,9 @@ class Loads:
             results.finished.add(request_id)
             if loading.places is not None:
                 self._staging.give_back(loading.places)
-            if loading.error is not None:
+            if loading.error is not None and self._group.is_draft:
+                logger.debug("draft not loaded: request=%s error=%s", request_id, loading.error)
+            elif loading.error is not None:
                 logger.warning("load failed: request=%s error=%s", request_id, loading.error)
                 self._add_failure(results, loading)
         self._begin()

@@ -141,6 +141,8 @@ class Sends:
 
     def start_step(self, steps: Iterable[SendStep]) -> None:
         """Offer what this step's forward will complete; bytes move after `finish_step` only."""
+        if self._due:  # a draft's, of a step that did not finish
+            self.finish_step()
         self._resume()
         for step in steps:
             party = step.party
@@ -196,7 +198,8 @@ class Sends:
 
     def take_released(self) -> set[str]:
         """Return the held requests whose blocks are free now; each exactly once."""
-        if self._due:  # before 0.31, a step without a forward does not finish
+        # Before 0.31, a step without a forward does not finish. A draft computes after the report.
+        if self._due and not self._group.is_draft:
             self.finish_step()
         self.spill(())
         released = {
@@ -243,7 +246,7 @@ class Sends:
 
     def _start(self, sending: _Sending, step: SendStep) -> bool:
         """Prepare what a step completes; False: there is no room in the host buffer now."""
-        party, first, table = sending.party, sending.cursor, step.tables[self._group.number]
+        party, first, table = sending.party, sending.cursor, step.tables[self._group.table]
         is_last = step.num_computed_tokens == party.num_tokens
         end = len(table) if is_last else step.num_computed_tokens // self._group.block_size
         is_held = party.send_type is SendMode.GET

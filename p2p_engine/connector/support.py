@@ -14,9 +14,6 @@ from p2p_engine.keys import read_key_file
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
-# Drafts without a KV cache of their own; the others write one after the target's forward.
-SPECULATION_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
-
 
 def check_supported(vllm_config: VllmConfig, transfer: KVTransferConfig) -> None:
     """Refuse what would give wrong results or hang.
@@ -35,12 +32,6 @@ def check_supported(vllm_config: VllmConfig, transfer: KVTransferConfig) -> None
         )
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         raise ConfigError("enable_sleep_mode is not supported")
-    speculation = vllm_config.speculative_config
-    if speculation is not None and speculation.method not in SPECULATION_WITHOUT_KV:
-        raise ConfigError(
-            f"speculative method {speculation.method!r} is not supported; "
-            f"allowed: {', '.join(SPECULATION_WITHOUT_KV)}"
-        )
 
 
 def _shares_http_address(vllm_config: VllmConfig, transfer: KVTransferConfig) -> bool:

@@ -221,7 +221,6 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
         "prefill context parallelism": (set_in_vllm(prefill_context_parallel_size=2), [2]),
         "data-parallel ranks behind one HTTP address": (set_in_vllm(data_parallel_size=2), []),
         "sleep mode": (set_in_vllm(enable_sleep_mode=True), []),
-        "drafts with a KV cache of their own": (set_in_vllm(speculative="eagle3"), ["eagle3"]),
     }  # fmt: skip
     return cases[what]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,15 @@ from hypothesis import given, settings
 from p2p_engine.errors import PeerRefused, RemoteProtocolError
 from p2p_engine.layout import pair
 from p2p_engine.messages import CacheSpec, Manifest, PageShape, Plane
-from p2p_engine.plan import idle_sources, obstacles, part_between, sources_of, targets_of
+from p2p_engine.plan import (
+    counterpart,
+    idle_sources,
+    obstacles,
+    part_between,
+    sources_of,
+    targets_of,
+    unclaimed,
+)
 from tests.caches import UNTOUCHED, Array, Model, RankCache, Side
 
 quick = settings(max_examples=200, deadline=None)
@@ -221,6 +230,50 @@ def test_each_part_has_one_source_and_nobody_is_forgotten(fleet: tuple[Model, Si
     busy = {r for r in range(source.num_ranks) if targets_of(givers[r], r, takers[0].spec)}
     if model.kept is None:  # else some ranks have nothing, and nobody need mind them
         assert sorted(idle) == sorted(set(range(source.num_ranks)) - busy)
+
+
+@quick
+@given(fleets(), st.tuples(*[st.sampled_from(["", "a", "b"])] * 2))
+def test_a_draft_goes_to_those_who_have_it_and_nobody_else_waits_or_holds(
+    fleet: tuple[Model, Side, Side], drafts: tuple[str, str]
+) -> None:
+    model, *sides = fleet
+    source, target = (
+        [_with_draft(model, side, rank, draft) for rank in range(side.num_ranks)]
+        for side, draft in zip(sides, drafts, strict=True)
+    )
+    is_shared = len(source[0].groups) == len(target[0].groups) == 2 and drafts[0] == drafts[1]
+    sent, awaited = set(), set()
+    for here, there in itertools.product(source, target):
+        assert obstacles(here, there) == obstacles(here.groups[0], there.groups[0])
+        assert (counterpart(here.groups[-1], there) is None) == (
+            here.groups[-1].is_draft and not is_shared
+        )
+        for group in here.groups:
+            theirs = counterpart(group, there)
+            if theirs and there.rank in targets_of(group, here.rank, theirs):
+                sent.add((group.number, here.rank, there.rank))
+        for group in there.groups:
+            theirs = counterpart(group, here)
+            if theirs and here.rank in sources_of(theirs, group, there.rank):
+                awaited.add((group.number, here.rank, there.rank))
+    assert sent == awaited
+    minded = [pair for there in target for pair in unclaimed(source[0], there)]
+    held = {(group.number, spec.rank) for spec in source for group in spec.groups}
+    nobodys = held - {(number, rank) for number, rank, _ in sent}
+    assert sorted(minded) == sorted(pair for pair in nobodys if pair[0] == 1 and not is_shared)
+    assert is_shared == any(number == 1 for number, *_ in sent)
+
+
+def _with_draft(model: Model, side: Side, rank: int, draft: str) -> CacheSpec:
+    """What a rank says of its cache, with a draft of one layer; not where there are stages."""
+    spec = RankCache(model, side, rank, 1).spec
+    if not draft or len(side.layer_cuts) > 2:
+        return spec
+    one = replace(model, num_layers=1, kept=None)
+    own = RankCache(one, replace(side, layer_cuts=(0, 1)), rank, 1).spec
+    own = msgspec.structs.replace(own, number=1, is_draft=True, model=draft)
+    return msgspec.structs.replace(spec, more=(own,))
 
 
 SPEC = RankCache(Model(), Side(), 0, 1).spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,12 @@ from vllm.v1.kv_cache_interface import (
 
 from p2p_engine.connector import compat
 from p2p_engine.connector.cache_spec import read_cache, read_caches
-from p2p_engine.connector.groups import GroupCache, LayerGroup, attention_groups
+from p2p_engine.connector.groups import (
+    GroupCache,
+    LayerGroup,
+    attention_groups,
+    is_draft_layer,
+)
 from p2p_engine.errors import ConfigError
 from p2p_engine.messages import CacheSpec, Plane
 from p2p_engine.paged import PagedCache
@@ -284,7 +290,7 @@ def read_all(
 ) -> tuple[CacheSpec, list[GroupCache]]:
     """Describe groups of these layers: the first looks at all tokens, the others at a window."""
     found = [
-        LayerGroup(number, tuple(names), WINDOW if number else SPEC, 64 if number else 0)
+        LayerGroup(number, tuple(names), WINDOW if number else SPEC, 64 if number else 0, number)
         for number, names in enumerate(layer_names)
     ]
     return read_caches(vllm_config(**changes), found, views, BLOCKS, rank)
@@ -312,6 +318,90 @@ def test_layers_that_share_a_cache_are_known_by_their_place() -> None:
     assert (spec.layer_cuts, spec.layers) == ((0, 4), (0, 1, 2))
     assert len(only.cache.page_bytes) == LAYERS
     assert read_all(views, NAMES, num_layers=4)[0] == spec  # vLLM may not name them
+
+
+# Drafts, with which vLLM speculates
+
+
+@pytest.mark.parametrize(
+    ("name", "is_draft"),
+    [
+        ("model.layers.2.self_attn.attn", False),
+        ("model.layers.3.self_attn.attn", True),  # EAGLE, most MTP
+        ("draft_model.model.layers.0.self_attn.attn", True),
+        ("mtp.layers.0.self_attn.attn", True),
+        ("model.eagle_layers.0.self_attn.attn", True),
+    ],
+)
+def test_a_draft_is_known_by_the_names_of_its_layers(name: str, is_draft: bool) -> None:
+    assert is_draft_layer(vllm_config(draft=DRAFT), name) == is_draft
+    assert not is_draft_layer(vllm_config(), name)  # nobody speculates
+
+
+DRAFT: dict[str, Any] = {"model": "d", "num_kv_heads": HEADS}
+DRAFT_SPEC = replace(SPEC, num_kv_heads=1)
+
+
+def with_draft(*specs: Any) -> list[LayerGroup]:
+    """The groups of layers.0, .1 and a draft's .2; each spec is that of a table of its own."""
+    names = [NAMES] if len(specs) == 1 else [["layers.0"], ["layers.1", "layers.2"]]
+    groups = [KVCacheGroupSpec(*item) for item in zip(names, specs, strict=True)]
+    config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+    return attention_groups(config, partial(is_draft_layer, vllm_config(draft=DRAFT, num_layers=2)))
+
+
+def test_a_draft_is_a_group_of_its_own_behind_the_models() -> None:
+    def seen(*specs: Any) -> list[Any]:
+        return [
+            (group.number, group.table, group.layer_names, group.is_draft)
+            for group in with_draft(*specs)
+        ]
+
+    assert seen(SPEC) == [(0, 0, ("layers.0", "layers.1"), False), (1, 0, ("layers.2",), True)]
+    assert seen(WINDOW, SPEC) == [
+        (0, 0, ("layers.0",), False), (1, 1, ("layers.1",), False), (2, 1, ("layers.2",), True),
+    ]  # fmt: skip
+    kinds: dict[str, Any] = {"layers.0": SPEC, "layers.1": SPEC, "layers.2": DRAFT_SPEC}
+    mixed = UniformTypeKVCacheSpecs(block_size=TOKENS, kv_cache_specs=kinds)
+    assert [group.spec.num_kv_heads for group in with_draft(mixed)] == [HEADS, 1]
+
+
+def test_a_draft_of_a_kind_that_is_not_supported_is_left_out() -> None:
+    kinds: dict[str, Any] = {"layers.0": SPEC, "layers.1": SPEC, "layers.2": CHUNKED}
+    mixed = UniformTypeKVCacheSpecs(block_size=TOKENS, kv_cache_specs=kinds)
+    [only] = with_draft(mixed)
+    assert only.layer_names == ("layers.0", "layers.1")
+
+
+def read_with_draft(**changes: Any) -> CacheSpec:
+    views = caches_of("LBHNC")[1]
+    config = vllm_config(**{"draft": DRAFT, "num_layers": 2, **changes})
+    return read_caches(config, with_draft(SPEC), views, BLOCKS, 0)[0]
+
+
+def test_a_draft_is_described_by_its_own_model() -> None:
+    spec, draft = read_with_draft().groups
+    assert (spec.model, spec.layer_cuts, spec.is_draft) == ("m", (0, 2), False)
+    assert (draft.model, draft.layer_cuts, draft.is_draft, draft.number) == ("d", (0, 1), True, 1)
+    assert len(draft.page_bytes) == 1
+
+
+def test_a_draft_that_cannot_be_described_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Its heads on this rank are not as many as sharing them out would give; it has no stages."""
+    caplog.set_level("INFO", logger="p2p_engine")
+    unlike = {"model": "d", "num_kv_heads": 8 * HEADS}
+    for changes in ({"draft": unlike}, {"pp_size": 2}):
+        assert len(read_with_draft(**changes).groups) == 1
+    assert caplog.text.count("the draft's layers are not transferred") == 2
+
+
+def test_a_draft_that_shares_the_models_cache_has_none_of_its_own() -> None:
+    views = caches_of("LBHNC")[1]
+    views["layers.2"] = views["layers.1"]
+    config = vllm_config(draft=DRAFT, num_layers=2)
+    spec, [only] = read_caches(config, with_draft(SPEC), views, BLOCKS, 0)
+    assert len(spec.groups) == 1
+    assert len(only.cache.page_bytes) == 2
 
 
 def test_a_layer_in_no_group_is_refused() -> None:
@@ -378,6 +468,7 @@ def vllm_config(
     num_kv_heads: int = HEADS,
     num_layers: int = LAYERS,
     pp_size: int = 1,
+    draft: dict[str, Any] | None = None,
 ) -> Any:
     """What `read_spec` looks at."""
     resolved = SimpleNamespace(name=layout)
@@ -397,4 +488,12 @@ def vllm_config(
             cache_dtype=cache_dtype, get_resolved_kv_cache_layout=lambda: resolved
         ),
         compilation_config=SimpleNamespace(static_forward_context=layers),
+        speculative_config=_speculation(draft) if draft else None,
     )
+
+
+def _speculation(draft: dict[str, Any]) -> Any:
+    model = SimpleNamespace(
+        model=draft["model"], revision=None, get_total_num_kv_heads=lambda: draft["num_kv_heads"]
+    )
+    return SimpleNamespace(draft_model_config=model)

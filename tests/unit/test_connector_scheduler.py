@@ -35,7 +35,7 @@ LOAD = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "p", "remo
 
 def make_group(number: int = 0, window: int = 0) -> LayerGroup:
     spec = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    return LayerGroup(number, (f"layers.{number}",), spec, window)
+    return LayerGroup(number, (f"layers.{number}",), spec, window, table=number)
 
 
 @pytest.fixture

@@ -75,17 +75,10 @@ def configs(**changes: Any) -> tuple[Any, Any]:
     )  # fmt: skip
     model = SimpleNamespace(enable_sleep_mode=False)
     transfer = SimpleNamespace(engine_id="e")
-    speculative = None
     for name, value in changes.items():
-        if name == "speculative":
-            speculative = SimpleNamespace(method=value)
-        else:
-            owner = next(item for item in (parallel, model, transfer) if hasattr(item, name))
-            setattr(owner, name, value)
-    vllm_config = SimpleNamespace(
-        parallel_config=parallel, model_config=model, speculative_config=speculative
-    )
-    return vllm_config, transfer
+        owner = next(item for item in (parallel, model, transfer) if hasattr(item, name))
+        setattr(owner, name, value)
+    return SimpleNamespace(parallel_config=parallel, model_config=model), transfer
 
 
 @pytest.mark.parametrize(
@@ -96,8 +89,6 @@ def configs(**changes: Any) -> tuple[Any, Any]:
         ({"data_parallel_size": 2}, "--data-parallel-external-lb"),
         ({"engine_id": "e_dp0"}, "data_parallel_size"),
         ({"enable_sleep_mode": True}, "enable_sleep_mode"),
-        ({"speculative": "eagle3"}, "'eagle3' is not supported; allowed: ngram"),
-        ({"speculative": "draft_model"}, "draft_model"),
     ],
 )
 def test_what_is_not_supported_is_named(changes: dict[str, Any], named: str) -> None:
@@ -109,7 +100,6 @@ def test_what_is_not_supported_is_named(changes: dict[str, Any], named: str) -> 
     "changes",
     [
         {},
-        {"speculative": "ngram"},
         {"data_parallel_size": 2, "data_parallel_external_lb": True, "engine_id": "e_dp1"},
     ],
 )

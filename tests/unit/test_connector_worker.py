@@ -145,7 +145,7 @@ def engine() -> FakeEngine:
 
 def group(number: int = 0, window: int = 0) -> LayerGroup:
     spec = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    return LayerGroup(number, (f"layers.{number}",), spec, window)
+    return LayerGroup(number, (f"layers.{number}",), spec, window, table=number)
 
 
 def make_worker(
@@ -531,6 +531,45 @@ def test_discarding_and_failing_concern_every_group(
     assert len(engine.discarded) == 2
     run(two_groups, ended_sends=[EndedSend(party(), "aborted", is_held=False)])
     assert len(engine.abandoned) == 2
+
+
+# Drafts
+
+
+@pytest.fixture
+def drafting(engine: FakeEngine) -> WorkerHalf:
+    """A model's layers, and those of a draft, which share the one table."""
+    return make_worker(engine, group(), replace(group(1), table=0, is_draft=True))
+
+
+def test_a_drafts_blocks_leave_when_it_has_computed_them(
+    engine: FakeEngine, drafting: WorkerHalf
+) -> None:
+    """vLLM drafts after the report; a step without a forward finished by none, before 0.31."""
+    for lets_go in (
+        drafting.finish_step,
+        lambda: drafting.start_step(P2pConnectorMetadata()),
+    ):
+        engine.sent.clear()
+        metadata = P2pConnectorMetadata(sends=[step(party(), blocks(0, 7), 100)])
+        drafting.start_step(metadata)
+        drafting.start_loads(metadata)
+        drafting.take_results()
+        assert [(item.key.group, item.ready) for item in engine.sent] == [(0, True), (1, False)]
+        lets_go()
+        assert [item.ready for item in engine.sent] == [True, True]
+        run(drafting, ended_sends=[EndedSend(party(), None, is_held=False)])
+
+
+def test_what_is_lost_of_a_draft_fails_nothing(engine: FakeEngine, drafting: WorkerHalf) -> None:
+    run(drafting, loads=[Load(party(), (BlockRange(0, blocks(30, 7)),))])
+    end(engine.received["t-r1"][1], PeerLost("gone"))
+    assert not engine.cancelled
+    assert run(drafting).finished_recving == set()
+    end(engine.received["t-r"][1])
+    results = run(drafting)
+    assert (results.finished_recving, results.failed_recving) == ({"r"}, set())
+    assert not results.invalid_block_ids
 
 
 EVENTS = st.lists(

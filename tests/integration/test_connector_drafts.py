@@ -1,0 +1,138 @@
+"""Drafts: layers of a speculating instance's own, simulated. Peers may have the same, others, or
+none; each token is right all the same, nobody waits for what nobody sends, nothing is left over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests import marks
+from tests.simulated_instance import NUM_LAYERS
+from tests.simulated_pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
+
+pytestmark = marks.simulated_vllm
+
+LENGTHS = (1, 15, 16, 17, 64, 100, 300)
+ONE_SIDED = {"prefill": ("eagle", ""), "decode": ("", "eagle"), "unlike": ("eagle", "another")}
+SIDES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "alike": ({}, {}),
+    "ranks": ({"tp_size": 2}, {"tp_size": 1}),
+    "replicas": ({"tp_size": 1}, {"tp_size": 4}),
+    "blocks": ({"block_size": 16}, {"block_size": 32}),
+    "layouts": ({"layout": "LBHNC"}, {"layout": "BLNHC"}),
+}
+
+
+@pytest.fixture
+def pair_settings() -> dict[str, Any]:
+    """So long that whoever waits for what nobody sends would not end in time."""
+    return {"num_blocks": 200, "transfer_timeout_seconds": 300}
+
+
+def ask_all(pair: Pair) -> None:
+    """Prompts of every length, in every order, and what must hold of them afterwards."""
+    for seed, order in enumerate(ORDERS):
+        for length in LENGTHS:
+            pair.ask(prompt_of(length, seed), order=order)
+        pair.run(timeout=40)
+    pair.check_answers(num_computed=1)
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+@pytest.mark.parametrize("sides", SIDES)
+def test_the_same_draft_is_transferred(make_pair: MakePair, sides: str, send_type: str) -> None:
+    """Decode speculates as if it had computed the prompt itself."""
+    prefill, decode = SIDES[sides]
+    pair = make_pair(prefill, decode, draft="eagle", send_type=send_type)
+    ask_all(pair)
+    wrong = pair.d.wrong_draft_positions
+    assert wrong
+    assert not any(wrong.values())
+
+
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+@pytest.mark.parametrize("who", ONE_SIDED)
+@pytest.mark.parametrize("sides", SIDES)
+def test_a_draft_that_only_one_side_has_is_not_waited_for(
+    make_pair: MakePair, sides: str, who: str, send_type: str
+) -> None:
+    prefill, decode = SIDES[sides]
+    drafts = ONE_SIDED[who]
+    pair = make_pair(
+        {**prefill, "draft": drafts[0]}, {**decode, "draft": drafts[1]}, send_type=send_type
+    )
+    ask_all(pair)
+    assert any(pair.d.wrong_draft_positions.values()) == bool(drafts[1])
+
+
+def test_a_draft_that_one_side_lacks_takes_nothing_of_the_wire(make_pair: MakePair) -> None:
+    landed = {}
+    for drafts in (("", ""), ("eagle", ""), ("", "eagle"), ("eagle", "eagle")):
+        pair = make_pair({"draft": drafts[0]}, {"draft": drafts[1]})
+        pair.ask(prompt_of(100))
+        pair.run()
+        landed[drafts] = pair.landed_bytes()
+    assert landed["eagle", ""] == landed["", "eagle"] == landed["", ""]
+    assert landed["eagle", "eagle"] * NUM_LAYERS == landed["", ""] * (NUM_LAYERS + 1)
+
+
+def test_decode_that_is_not_told_who_sends_takes_no_draft(make_pair: MakePair) -> None:
+    """Nobody could say whether there will be one."""
+    pair = make_pair({}, {}, draft="eagle", send_type="PUT_ASYNC")
+    pair.ask(prompt_of(100), order="decode first", by="nameless")
+    pair.run(timeout=20)
+    pair.check_answers(num_computed=1)
+    assert any(pair.d.wrong_draft_positions.values())
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_draft_that_is_lost_fails_nothing(make_pair: MakePair, policy: str) -> None:
+    pair = make_pair({}, {}, draft="eagle", policy=policy)
+    request_id = pair.ask(prompt_of(200), order="decode first")
+    worker = pair.d.ranks[0].connector._worker
+    assert worker is not None
+    loads = worker._loads[-1]
+    pair.run(lambda: bool(loads._loading), only=pair.d)
+    transfer = loads._loading[request_id].transfer
+    assert transfer is not None
+    transfer.cancel("as if its peer had failed")
+    pair.run()
+    pair.check_answers(num_computed=1)
+    assert pair.d.wrong_draft_positions[request_id] > 0
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_drafts_by_way_of_host_memory(make_pair: MakePair, send_type: str) -> None:
+    pair = make_pair({}, {}, draft="eagle", send_type=send_type, is_on_device=True)
+    ask_all(pair)
+    assert not any(pair.d.wrong_draft_positions.values())
+
+
+@pytest.mark.parametrize("drafts", [("eagle", "eagle"), *ONE_SIDED.values()])
+def test_preemption_with_drafts(make_pair: MakePair, drafts: tuple[str, str]) -> None:
+    """So few blocks that requests lose theirs in mid-prompt, in mid-answer and in mid-transfer."""
+    pair = make_pair(
+        {"draft": drafts[0], "num_blocks": 26}, {"draft": drafts[1], "num_blocks": 26},
+        max_tokens_per_step=48, policy="recompute",
+    )  # fmt: skip
+    for seed in range(12):
+        pair.ask(prompt_of(100 + 8 * seed, seed), prefill_tokens=30, max_tokens=60)
+    pair.run(timeout=60)
+    pair.check_answers()
+    assert pair.p.num_preemptions > 0
+    assert pair.d.num_preemptions > 0
+    pair.check_at_rest()
+
+
+def test_windows_beside_a_draft(make_pair: MakePair) -> None:
+    """The draft looks at everything, and has a table of its own."""
+    pair = make_pair({}, {}, draft="eagle", attention="windows")
+    ask_all(pair)
+    assert pair.d.ranks[0].group_of == [0, 1, 2, 3]
+    assert not any(pair.d.wrong_draft_positions.values())
