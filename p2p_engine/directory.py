@@ -53,8 +53,10 @@ class Directory:
         role: str,
         model: str = "",
         tp_size: int = 1,
+        dp_rank: int | None = None,
     ) -> None:
-        """Bind and start. `role` is "P", "D" or "PD": one heartbeat for each letter.
+        """Bind and start. `role` is "P", "D" or "PD": one heartbeat for each letter; `dp_rank`
+        tells the instance from others behind the same HTTP address.
 
         Raises:
             ConfigError: the port is taken, or the key file cannot be used.
@@ -88,6 +90,7 @@ class Directory:
                 send_type=config.send_type.value,
                 interval=HEARTBEAT_SECONDS,
                 kv_bytes_per_token=_kv_bytes_per_token(self._spec),
+                dp_rank=dp_rank,
             )
             for letter in role
             if self._proxies

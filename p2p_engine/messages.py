@@ -432,6 +432,7 @@ class Heartbeat(msgspec.Struct, omit_defaults=True):
     leaving: bool = False
     relayed: bool = False  # by another proxy
     kv_bytes_per_token: Count = 0  # over all ranks; 0: not known
+    dp_rank: Count | None = None  # one of several data-parallel ranks behind one HTTP address
 
 
 _heartbeat_decoder = msgspec.msgpack.Decoder(Heartbeat)

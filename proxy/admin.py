@@ -136,7 +136,7 @@ class Admin:
 
     def _answer(self, message: str, instances: list[Instance]) -> dict[str, Any]:
         now = self._clock()
-        shown = [{"instance": i.identity.http_address, "state": i.state(now)} for i in instances]
+        shown = [{"instance": i.identity.name, "state": i.state(now)} for i in instances]
         return {"message": message, "instances": shown}
 
 

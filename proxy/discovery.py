@@ -172,7 +172,7 @@ class Discovery:
         identity = instance.identity
         logger.info(
             "instance joined http=%s zmq=%s protocol=%s epoch=%d model=%r",
-            identity.http_address,
+            identity.name,
             identity.zmq_address,
             identity.protocol,
             identity.epoch,

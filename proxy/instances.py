@@ -48,6 +48,12 @@ class Identity:
     model: str
     tp_size: int
     send_type: str
+    dp_rank: int | None = None  # one of several ranks behind one HTTP address
+
+    @property
+    def name(self) -> str:
+        """What it is known by: its HTTP address, and its rank where that has several."""
+        return self.http_address if self.dp_rank is None else f"{self.http_address}#{self.dp_rank}"
 
 
 @dataclass(eq=False)
@@ -82,7 +88,7 @@ class Instance:
         if len(self.kv_bytes_from) > MAX_SOURCES:
             self.kv_bytes_from.clear()
         nbytes = num_tokens * prefill.kv_bytes_per_token
-        self.kv_bytes_from[prefill.identity.http_address] += nbytes
+        self.kv_bytes_from[prefill.identity.name] += nbytes
 
     @property
     def is_idle(self) -> bool:

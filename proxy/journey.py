@@ -44,8 +44,8 @@ class Journey:
 
     def chose(self, prefill: Instance | None, decode: Instance, transfer_id: str) -> None:
         """Note where the request goes and under which name its KV travels."""
-        self.prefill = prefill.identity.http_address if prefill else None
-        self.decode = decode.identity.http_address
+        self.prefill = prefill.identity.name if prefill else None
+        self.decode = decode.identity.name
         self.transfer_id = transfer_id
         self.num_tries += 1
         if self.queue_seconds is None:

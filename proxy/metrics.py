@@ -94,7 +94,7 @@ class _InstanceGauges(Collector):
         ages = _family("heartbeat_age_seconds", "Since its last heartbeat", "instance")
         draining = _family("draining", "1 if it gets nothing new", "instance")
         for instance in instances:
-            address = [instance.identity.http_address]
+            address = [instance.identity.name]
             tokens.add_metric(address, instance.load)
             draining.add_metric(address, instance.drains_until is not None)
             if instance.last_beat is not None:
@@ -108,7 +108,7 @@ class _InstanceGauges(Collector):
         for instance in self._instances():
             for role in Role:
                 if (number := value(instance, role)) is not None:
-                    family.add_metric([instance.identity.http_address, role.label], number)
+                    family.add_metric([instance.identity.name, role.label], number)
         return family
 
 

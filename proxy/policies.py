@@ -98,7 +98,7 @@ class SessionAffinity(Policy):
 
 def _rank(session: str, instance: Instance) -> bytes:
     """Rank them so that one more, or one less, moves only that one's share of the sessions."""
-    text = f"{session}\0{instance.identity.http_address}"
+    text = f"{session}\0{instance.identity.name}"
     return hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest()
 
 

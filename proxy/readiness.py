@@ -44,10 +44,10 @@ class Readiness:
 
     def watch(self, instance: Instance) -> None:
         """Begin to ask this instance; ends by itself when the instance is gone."""
-        address = instance.identity.http_address
-        if (previous := self._watches.get(address)) is not None:
+        name = instance.identity.name
+        if (previous := self._watches.get(name)) is not None:
             previous.cancel()
-        self._watches[address] = asyncio.ensure_future(self._watch(instance))
+        self._watches[name] = asyncio.ensure_future(self._watch(instance))
 
     async def close(self) -> None:
         """End all watches."""
@@ -57,18 +57,18 @@ class Readiness:
         await asyncio.gather(*watches, return_exceptions=True)
 
     async def _watch(self, instance: Instance) -> None:
-        address = instance.identity.http_address
+        name = instance.identity.name
         while self._registry.is_current(instance):
             was_ready = instance.is_ready
             await self._probe(instance)
             if instance.is_ready != was_ready:
                 state = "ready" if instance.is_ready else "not ready"
-                logger.info("instance %s http=%s", state, address)
+                logger.info("instance %s http=%s", state, name)
                 self._registry.on_room()
             await asyncio.sleep(self._pause(instance))
             self._registry.sweep(self._clock())
-        logger.info("instance gone http=%s", address)
-        del self._watches[address]
+        logger.info("instance gone http=%s", name)
+        del self._watches[name]
 
     async def _probe(self, instance: Instance) -> None:
         timeout = self._config.probe_timeout_seconds

@@ -28,7 +28,7 @@ class RegistryFull(P2pError):
 
 
 class Registry:
-    """All instances by HTTP address. num_instances <= max_instances at any time."""
+    """All instances by name. num_instances <= max_instances at any time."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Registry:
         self._allowed = allowed or AllowList("")
         # Called when an instance may have room, or may have become ready.
         self.on_room: Callable[[], None] = lambda: None
-        self._by_address: dict[str, Instance] = {}
+        self._by_name: dict[str, Instance] = {}
         self._turns = itertools.count(1)
 
     def observe(self, beat: Heartbeat, now: float) -> tuple[Instance, bool]:
@@ -59,7 +59,7 @@ class Registry:
         roles = _roles(beat)
         self._check_addresses(beat.http_address, beat.zmq_address)
         identity = _identity(beat)
-        instance = self._by_address.get(identity.http_address)
+        instance = self._by_name.get(identity.name)
         is_new = instance is None or instance.identity != identity
         if instance is None or is_new:
             instance = self._add(identity, now)
@@ -87,7 +87,7 @@ class Registry:
             RegistryFull: it would be one instance too many.
         """
         self._check_addresses(http_address, *filter(None, [zmq_address]))
-        instance = self._by_address.get(http_address)
+        instance = self._by_name.get(http_address)
         is_new = instance is None
         if instance is None:
             identity = Identity(http_address, zmq_address, PROTOCOL_VERSION, 0, model, 1, "")
@@ -98,21 +98,21 @@ class Registry:
         self.on_room()
         return instance, is_new
 
-    def find(self, http_address: str) -> Instance | None:
-        """Return the instance at an address."""
-        return self._by_address.get(http_address)
+    def find(self, name: str) -> Instance | None:
+        """Return the instance of a name: "host:port", of a data-parallel rank "host:port#rank"."""
+        return self._by_name.get(name)
 
     def instances(self) -> list[Instance]:
         """Return all that are known, ready or not."""
-        return list(self._by_address.values())
+        return list(self._by_name.values())
 
     def announces(self, model: str | None) -> bool:
         """Tell whether an instance says that it serves this model."""
-        return any(i.identity.model == model for i in self._by_address.values())
+        return any(i.identity.model == model for i in self._by_name.values())
 
     def is_current(self, instance: Instance) -> bool:
-        """Tell whether this incarnation is still the one at its address."""
-        return self._by_address.get(instance.identity.http_address) is instance
+        """Tell whether this incarnation is still the one of its name."""
+        return self._by_name.get(instance.identity.name) is instance
 
     def sweep(self, now: float) -> None:
         """Forget the expired, and the drained unless their next beat would bring them back.
@@ -120,10 +120,10 @@ class Registry:
         One with legs in flight stays, so that it keeps its counts if the heartbeats were only held
         up.
         """
-        for address, instance in list(self._by_address.items()):
+        for name, instance in list(self._by_name.items()):
             is_expired = not instance.is_alive(now) and instance.is_idle
             if is_expired or (instance.last_beat is None and instance.is_drained(now)):
-                del self._by_address[address]
+                del self._by_name[name]
 
     def take_leg(self, instance: Instance, role: Role, num_tokens: int = 1) -> Leg:
         """Count one more leg on an instance, until the leg is released."""
@@ -139,11 +139,11 @@ class Registry:
 
     def _add(self, identity: Identity, now: float) -> Instance:
         self.sweep(now)
-        others = len(self._by_address) - (identity.http_address in self._by_address)
+        others = len(self._by_name) - (identity.name in self._by_name)
         if others >= self._max_instances:
             raise RegistryFull(f"{others} instances are registered; at most {self._max_instances}")
         breakers = {role: Breaker(self._breaker_failures, self._breaker_seconds) for role in Role}
-        instance = self._by_address[identity.http_address] = Instance(identity, breakers=breakers)
+        instance = self._by_name[identity.name] = Instance(identity, breakers=breakers)
         return instance
 
     def _lifetime(self, interval: float) -> float:
@@ -167,4 +167,5 @@ def _identity(beat: Heartbeat) -> Identity:
         beat.model,
         beat.tp_size,
         beat.send_type,
+        beat.dp_rank,
     )

@@ -54,7 +54,7 @@ class Releases:
         try:
             response = await self._upstream.post(decode, Role.DECODE, path, body, headers, limits)
         except LegFailed as error:
-            logger.warning("KV not released instance=%s: %s", decode.identity.http_address, error)
+            logger.warning("KV not released instance=%s: %s", decode.identity.name, error)
             self._metrics.releases.labels("failed").inc()
             return
         response.close()

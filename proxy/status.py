@@ -104,7 +104,7 @@ class Status:
         journeys = self._forwarder.journeys
         requests = Counter((j.prefill, j.decode) for j in journeys if j.decode is not None)
         moved: dict[tuple[str | None, str], int] = {
-            (prefill, instance.identity.http_address): nbytes
+            (prefill, instance.identity.name): nbytes
             for instance in self._registry.instances()
             for prefill, nbytes in instance.kv_bytes_from.items()
             if self._registry.find(prefill) is not None
@@ -124,6 +124,7 @@ class Status:
 def _describe(instance: Instance, now: float) -> dict[str, Any]:
     identity, beat = instance.identity, instance.last_beat
     return {
+        "name": identity.name,
         "http_address": identity.http_address,
         "zmq_address": identity.zmq_address,
         "roles": [role.label for role in Role if instance.has_role(role, now)],

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 KEEPALIVE_SECONDS = 3.0
 # A connection that was closed before our request reached it shows that at once.
 RACE_SECONDS = 1.0
+# vLLM's server hands a request to the data-parallel rank that this names.
+RANK_HEADER = "X-data-parallel-rank"
 
 
 class Upstream:
@@ -90,7 +92,10 @@ class Upstream:
         Raises:
             LegFailed: there is no answer.
         """
-        request = request_bytes("POST", instance.identity.http_address, path, headers, body)
+        identity = instance.identity
+        if identity.dp_rank is not None:
+            headers = {**headers, RANK_HEADER: str(identity.dp_rank)}
+        request = request_bytes("POST", identity.http_address, path, headers, body)
         try:
             return await self._post(instance, role, request, limits, on_sent)
         except ClientError as error:
@@ -133,8 +138,8 @@ class Upstream:
 
 def leg_failed(instance: Instance, role: Role, error: ClientError) -> LegFailed:
     """Turn a client failure into one that names the leg, and note an unreachable instance."""
-    address = instance.identity.http_address
-    logger.warning("leg failed role=%s instance=%s error=%r", role.label, address, error)
+    name = instance.identity.name
+    logger.warning("leg failed role=%s instance=%s error=%r", role.label, name, error)
     is_unreachable = isinstance(error, Unreachable)
     if is_unreachable:
         instance.record_unreachable()

@@ -7,6 +7,7 @@ It is a real HTTP server on 127.0.0.1, without an engine: what it answers is wha
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable
 from contextlib import suppress
@@ -60,6 +61,11 @@ class Received:
         content: dict[str, Any] = json.loads(self.body)
         return content
 
+    @property
+    def rank(self) -> int:
+        """The data-parallel rank to which vLLM's server would hand it."""
+        return int(self.headers.get("X-data-parallel-rank", 0))
+
 
 class MockVllm:
     """One instance. `async with MockVllm("P") as instance:` starts and stops its server.
@@ -74,8 +80,11 @@ class MockVllm:
         protocol: int | None = PROTOCOL_VERSION,
         epoch: int = 1,
         model: str = "tiny",
+        dp_size: int = 1,
     ) -> None:
+        """`dp_size`: so many data-parallel ranks behind the one HTTP address, if it is not 1."""
         self.kind = kind
+        self.dp_size = dp_size
         self.protocol = protocol
         self.epoch = epoch
         self.model = model
@@ -130,6 +139,11 @@ class MockVllm:
         assert self._runner is not None
         await self._runner.cleanup()
 
+    def rank_address(self, rank: int) -> str:
+        """Where the KV of a data-parallel rank comes from and goes to."""
+        host, _, port = self.zmq_address.rpartition(":")
+        return f"{host}:{int(port) + rank}"
+
     @property
     def port(self) -> int:
         """The port of its HTTP server."""
@@ -182,7 +196,7 @@ class MockVllm:
             await asyncio.sleep(INTERVAL_SECONDS)
 
     def _beats(self) -> list[dict[str, Any]]:
-        """One message for each role, since an old proxy knows no other form."""
+        """One message for each role and rank, since an old proxy knows no other form."""
         extra = {
             "protocol": self.protocol,
             "epoch": self.epoch,
@@ -192,10 +206,12 @@ class MockVllm:
             "interval": INTERVAL_SECONDS,
             "a key of the future": {"x": [1, 2]},
         }
-        old = {"http_address": self.http_address, "zmq_address": self.zmq_address}
-        return [
-            {"type": kind, **old, **({} if self.protocol is None else extra)} for kind in self.kind
-        ]
+        beats = []
+        for rank, kind in itertools.product(range(self.dp_size), self.kind):
+            old = {"http_address": self.http_address, "zmq_address": self.rank_address(rank)}
+            new = extra | ({"dp_rank": rank} if self.dp_size > 1 else {})
+            beats.append({"type": kind, **old, **({} if self.protocol is None else new)})
+        return beats
 
     async def _health(self, _: web.Request) -> web.Response:
         self.health_count += 1
@@ -237,7 +253,8 @@ class MockVllm:
             return web.json_response({"path": received.path, "asked": received.json})
         if received.json.get("stream"):
             return await self._stream(request, received, how)
-        body = json.dumps(completion(received.json, self.answer_params(received.json))).encode()
+        params = self.answer_params(received.json, received.rank)
+        body = json.dumps(completion(received.json, params)).encode()
         return web.Response(body=body, headers=how.headers, content_type="application/json")
 
     def _move_kv(self, params: dict[str, Any]) -> None:
@@ -278,12 +295,12 @@ class MockVllm:
         await response.write_eof()
         return response
 
-    def answer_params(self, asked: dict[str, Any]) -> dict[str, Any] | None:
+    def answer_params(self, asked: dict[str, Any], rank: int = 0) -> dict[str, Any] | None:
         """Return what our connector's prefill side hands back for decode."""
         params = asked.get("kv_transfer_params")
         if params is None or not params.get("do_remote_decode"):
             return None
-        host, _, port = self.zmq_address.rpartition(":")
+        host, _, port = self.rank_address(rank).rpartition(":")
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,

@@ -249,8 +249,8 @@ class Fleet:
         if self.proxy is None or member.plan is None or member.plan.role is Role.SINGLE:
             return True
         status = json.loads(fetch_text(f"{self.proxy.url}/status") or '{"instances": []}')
-        states = {item["http_address"]: item["state"] for item in status["instances"]}
-        return states.get(member.http_address) == "ready"
+        mine = [i for i in status["instances"] if i["http_address"] == member.http_address]
+        return bool(mine) and all(item["state"] == "ready" for item in mine)
 
     # What the processes are; tests put cheap ones in their place.
     _instance_command = staticmethod(commands.vllm_command)

@@ -29,7 +29,7 @@ from p2p_engine.connector.intent import Instance
 from p2p_engine.connector.metadata import P2pConnectorMetadata, RankHandshake
 from p2p_engine.connector.scheduler import SchedulerHalf
 from p2p_engine.connector.stats import P2pConnectorStats, P2pPromMetrics, StatsReporter
-from p2p_engine.connector.support import check_supported, read_config
+from p2p_engine.connector.support import check_supported, rank_behind_address, read_config
 from p2p_engine.connector.worker import StepResults, WorkerHalf
 from p2p_engine.directory import Directory
 from p2p_engine.engine import P2pNcclEngine
@@ -76,7 +76,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         if not compat.check_version():
             logger.warning("this vLLM is newer than the releases that this was tested with")
         transfer, parallel = self._kv_transfer_config, vllm_config.parallel_config
-        check_supported(vllm_config, transfer)
+        check_supported(vllm_config)
         self._config = read_config(transfer)
         self._role_name: str = transfer.kv_role or "kv_both"
         self._port = transfer.kv_port + parallel.data_parallel_index
@@ -223,6 +223,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
             role={"kv_producer": "P", "kv_consumer": "D"}.get(self._role_name, "PD"),
             model=str(self._vllm_config.model_config.served_model_name),
             tp_size=self._vllm_config.parallel_config.tensor_parallel_size,
+            dp_rank=rank_behind_address(self._vllm_config, self._kv_transfer_config),
         )
         logger.info(
             "instance ready: address=%s ranks=%s send_type=%s",

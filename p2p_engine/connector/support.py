@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
 
-def check_supported(vllm_config: VllmConfig, transfer: KVTransferConfig) -> None:
+def check_supported(vllm_config: VllmConfig) -> None:
     """Refuse what would give wrong results or hang.
 
     Raises:
@@ -25,21 +25,24 @@ def check_supported(vllm_config: VllmConfig, transfer: KVTransferConfig) -> None
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(f"{name}={getattr(parallel, name)} is not supported; allowed: 1")
-    if _shares_http_address(vllm_config, transfer):
-        raise ConfigError(
-            "data_parallel_size > 1 behind one HTTP address is not supported: start the ranks with "
-            "--data-parallel-external-lb, or as instances of their own"
-        )
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         raise ConfigError("enable_sleep_mode is not supported")
 
 
-def _shares_http_address(vllm_config: VllmConfig, transfer: KVTransferConfig) -> bool:
-    """Dense models lose their data_parallel_size on the way to a rank, but the id tells it."""
+def rank_behind_address(vllm_config: VllmConfig, transfer: KVTransferConfig) -> int | None:
+    """Which of several data-parallel ranks behind one HTTP address this is, as vLLM's server there
+    counts them; None: it has that address for itself.
+
+    Dense models lose their data_parallel_size on the way to a rank, but the id tells it.
+    """
     parallel = vllm_config.parallel_config
     has_rank_id = re.search(r"_dp\d+$", transfer.engine_id or "") is not None
     is_one_of_many = parallel.data_parallel_size > 1 or has_rank_id
-    return is_one_of_many and not parallel.data_parallel_external_lb
+    if not is_one_of_many or parallel.data_parallel_external_lb:
+        return None
+    if parallel.data_parallel_hybrid_lb:  # its server has the ranks of this host only
+        return parallel.data_parallel_rank_local
+    return parallel.data_parallel_index
 
 
 def read_config(transfer: KVTransferConfig) -> EngineConfig:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import socket
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgpack  # type: ignore[import-untyped]
@@ -13,6 +14,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from p2p_engine.request_ids import parse_proxy_id
 from p2p_engine.simulate.answers import events
 from tests.mock_vllm import Behaviour, MockVllm
 from tests.proxy_fleet import STREAMED, RunningProxy, fleet, running_proxy, until
@@ -93,6 +95,42 @@ async def test_old_and_new_instances_are_never_paired() -> None:
         status, _, _ = await proxy.ask({"model": "of the old", "prompt": "x"})
         assert status == 200
         assert (len(prefill.received), len(old_prefill.received)) == (0, 1)
+
+
+@pytest.mark.parametrize("dispatch", ["sequential", "concurrent"])
+async def test_each_leg_goes_to_the_data_parallel_rank_that_its_id_names(dispatch: str) -> None:
+    """Several ranks behind one HTTP address: vLLM's server reads in a header which is meant."""
+    settings = {"prefill_policy": "round_robin", "decode_policy": "round_robin"}
+    async with (
+        MockVllm("P", dp_size=2) as prefill,
+        MockVllm("D", dp_size=3) as decode,
+        MockVllm("D") as single,
+        running_proxy(dispatch=dispatch, **settings) as proxy,
+    ):
+        mocks = (prefill, decode, single)
+        for mock in mocks:
+            mock.beat(proxy.registration_address)
+        names = {f"{prefill.http_address}#{rank}" for rank in range(2)}
+        names |= {f"{decode.http_address}#{rank}" for rank in range(3)} | {single.http_address}
+
+        async def are_ready() -> bool:
+            shown = (await proxy.status())["instances"]
+            return {i["name"] for i in shown if i["state"] == "ready"} == names
+
+        await until(are_ready, f"{names} are ready")
+        for _ in range(12):
+            assert (await proxy.ask())[0] == 200
+        decoded = [(mock, leg) for mock in (decode, single) for leg in mock.received]
+        assert len(decoded) == len(prefill.received) == 12
+        for mock, leg in [*((prefill, leg) for leg in prefill.received), *decoded]:
+            named = parse_proxy_id(leg.headers["X-Request-Id"])
+            assert named is not None
+            address = named.prefill if mock is prefill else named.decode
+            assert address == mock.rank_address(leg.rank)
+            assert ("X-data-parallel-rank" in leg.headers) is (mock is not single)
+        assert Counter(leg.rank for leg in prefill.received) == {0: 6, 1: 6}
+        assert Counter(leg.rank for leg in decode.received) == {0: 3, 1: 3, 2: 3}
+        await proxy.until_idle()
 
 
 async def test_a_heartbeat_alone_brings_no_request() -> None:

@@ -159,7 +159,7 @@ def set_in_vllm(**changes: Any) -> Callable[[], object]:
     from p2p_engine.connector.support import check_supported
     from tests.unit.test_connector_start import configs
 
-    return lambda: check_supported(*configs(**changes))
+    return lambda: check_supported(configs(**changes)[0])
 
 
 def with_groups(*specs: Any) -> Callable[[], object]:
@@ -219,7 +219,6 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
         ),
         "decode context parallelism": (set_in_vllm(decode_context_parallel_size=2), [2]),
         "prefill context parallelism": (set_in_vllm(prefill_context_parallel_size=2), [2]),
-        "data-parallel ranks behind one HTTP address": (set_in_vllm(data_parallel_size=2), []),
         "sleep mode": (set_in_vllm(enable_sleep_mode=True), []),
     }  # fmt: skip
     return cases[what]

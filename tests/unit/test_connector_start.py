@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 
 from p2p_engine.config import SendMode
 from p2p_engine.connector import P2pNcclConnector, compat, register
-from p2p_engine.connector.support import check_supported, read_config
+from p2p_engine.connector.support import check_supported, rank_behind_address, read_config
 from p2p_engine.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -71,7 +71,8 @@ def configs(**changes: Any) -> tuple[Any, Any]:
     """What `check_supported` looks at; a change of the name sets that field."""
     parallel = SimpleNamespace(
         pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1,
-        data_parallel_size=1, data_parallel_external_lb=False,
+        data_parallel_size=1, data_parallel_external_lb=False, data_parallel_hybrid_lb=False,
+        data_parallel_index=1, data_parallel_rank_local=0,
     )  # fmt: skip
     model = SimpleNamespace(enable_sleep_mode=False)
     transfer = SimpleNamespace(engine_id="e")
@@ -86,25 +87,33 @@ def configs(**changes: Any) -> tuple[Any, Any]:
     [
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
-        ({"data_parallel_size": 2}, "--data-parallel-external-lb"),
-        ({"engine_id": "e_dp0"}, "data_parallel_size"),
         ({"enable_sleep_mode": True}, "enable_sleep_mode"),
     ],
 )
 def test_what_is_not_supported_is_named(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        check_supported(*configs(**changes))
+        check_supported(configs(**changes)[0])
+
+
+def test_what_is_supported_is_accepted() -> None:
+    check_supported(configs()[0])
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "rank"),
     [
-        {},
-        {"data_parallel_size": 2, "data_parallel_external_lb": True, "engine_id": "e_dp1"},
+        ({}, None),
+        ({"data_parallel_size": 2}, 1),
+        ({"engine_id": "e_dp1"}, 1),  # what vLLM leaves of it with a dense model
+        ({"engine_id": "e_dp1", "data_parallel_hybrid_lb": True}, 0),
+        ({"engine_id": "e_dp1", "data_parallel_external_lb": True}, None),
+        ({"data_parallel_size": 2, "data_parallel_external_lb": True}, None),
     ],
 )
-def test_what_is_supported_is_accepted(changes: dict[str, Any]) -> None:
-    check_supported(*configs(**changes))
+def test_a_rank_that_shares_its_http_address_knows_its_number_there(
+    changes: dict[str, Any], rank: int | None
+) -> None:
+    assert rank_behind_address(*configs(**changes)) == rank
 
 
 OLD_EXTRA = {

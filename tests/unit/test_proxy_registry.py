@@ -36,6 +36,19 @@ def test_an_instance_is_routable_when_it_beats_and_answers() -> None:
     assert not instance.is_routable(Role.DECODE, 0.0)
 
 
+def test_ranks_behind_one_http_address_are_instances_of_their_own() -> None:
+    registry = Registry()
+    ranks = [joined(registry, beat(dp_rank=rank, epoch=rank)) for rank in (0, 1)]
+    assert registry.instances() == ranks
+    assert [rank.identity.name for rank in ranks] == ["10.0.0.1:8000#0", "10.0.0.1:8000#1"]
+    assert registry.find("10.0.0.1:8000#1") is ranks[1]
+    assert registry.find("10.0.0.1:8000") is None
+    registry.observe(beat(dp_rank=1, epoch=1, leaving=True), 1.0)
+    assert [rank.is_alive(2.0) for rank in ranks] == [True, False]
+    registry.sweep(2.0)
+    assert [registry.is_current(rank) for rank in ranks] == [True, False]
+
+
 def test_it_lives_for_three_missed_beats() -> None:
     instance = joined(Registry(), beat(), now=100.0)
     assert instance.is_routable(Role.PREFILL, 100.0 + LIFETIME - 0.01)
