@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -37,7 +38,7 @@ class Regions:
         addresses = (firsts[:, None] + one.addresses).ravel()
         each = one.each or (int(one.lengths[0]) if len(one.lengths) else 0)
         if one.each or (one.lengths == each).all():
-            return cls(addresses, np.full(len(addresses), each), is_joined=True, each=each)
+            return cls(addresses, equal_lengths(each, len(addresses)), is_joined=True, each=each)
         return cls(addresses, np.tile(one.lengths, len(firsts)), is_joined=True)
 
     @property
@@ -47,9 +48,10 @@ class Regions:
 
     @property
     def starts(self) -> Int64s:
-        """Where each begins in the stream; the caller's own."""
+        """Where each begins in the stream; may be shared and read-only."""
         if self.each:
-            return np.arange(0, self.nbytes, self.each)
+            num = len(self.lengths)
+            return _multiples(self.each, _capacity(num))[:num]
         starts: Int64s = np.cumsum(self.lengths)
         starts -= self.lengths  # in place: they may be many, and fresh memory costs page faults
         return starts
@@ -66,6 +68,30 @@ class Regions:
             return Regions(addresses, lengths, is_joined=True)
         starts = np.flatnonzero(np.r_[True, addresses[1:] != addresses[:-1] + lengths[:-1]])
         return Regions(addresses[starts], np.add.reduceat(lengths, starts), is_joined=True)
+
+
+def equal_lengths(each: int, num: int) -> Int64s:
+    """Return `num` times the same length; shared by all who ask, and read-only."""
+    return _copies(each, _capacity(num))[:num]
+
+
+def _capacity(num: int) -> int:
+    """Powers of two, so that few tables serve chunks of all sizes."""
+    return 1 << max(0, num - 1).bit_length()
+
+
+@lru_cache(maxsize=4)
+def _copies(each: int, capacity: int) -> Int64s:
+    table = np.full(capacity, each, np.int64)
+    table.setflags(write=False)
+    return table
+
+
+@lru_cache(maxsize=4)
+def _multiples(each: int, capacity: int) -> Int64s:
+    table = np.arange(0, each * capacity, each, dtype=np.int64)
+    table.setflags(write=False)
+    return table
 
 
 def one_region(address: int, nbytes: int) -> Regions:
@@ -105,15 +131,16 @@ def pair(source: Regions, destination: Regions) -> tuple[Int64s, Int64s, Int64s]
 
 def _places_in(coarse: Regions, fine: Regions) -> Int64s | None:
     """Where each of the fine regions begins in the coarse ones; None: one lies over an edge."""
-    places = fine.starts
+    starts = fine.starts
     if len(coarse.lengths) == 1:
-        places += coarse.addresses[0]
+        places: Int64s = starts + coarse.addresses[0]
         return places
     edges = coarse.starts
-    index = np.searchsorted(places, edges)
-    if not np.array_equal(places.take(index, mode="clip"), edges):
+    index = np.searchsorted(starts, edges)
+    if not np.array_equal(starts.take(index, mode="clip"), edges):
         return None
-    places += np.repeat(coarse.addresses - edges, np.diff(index, append=len(places)))
+    places = np.repeat(coarse.addresses - edges, np.diff(index, append=len(starts)))
+    places += starts
     return places
 
 
@@ -151,6 +178,8 @@ def ask_regions(call: Callable[[], Regions], nbytes: int) -> Regions:
 
 def packed_pages(address: int, packed: Manifest, first_block: int, num_blocks: int) -> Regions:
     """Where blocks [first_block, +num_blocks) lie in a chunk that is packed at `address`."""
+    if num_blocks == packed.num_blocks:
+        return one_region(address, packed.nbytes).coalesced()
     pages = np.asarray(packed.page_bytes, np.int64)
     layer_starts = (np.cumsum(pages) - pages) * packed.num_blocks
     skipped = (first_block - packed.first_block) * pages

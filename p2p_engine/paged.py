@@ -4,15 +4,30 @@ alike, and which of them have come. Pure: numpy arrays of addresses; nothing her
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
 from p2p_engine.errors import LocalProtocolError, PeerRefused, RemoteProtocolError
-from p2p_engine.layout import Int64s, Regions
+from p2p_engine.layout import Int64s, Regions, equal_lengths
 from p2p_engine.messages import CacheSpec, Manifest, PageShape, Part
 from p2p_engine.plan import Extent, counterpart, extent_of, layers_within, part_between
+from p2p_engine.recent import Recent
+
+MAX_PEERS = 256  # of whom a cache remembers what goes to them
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a part is in one cache, wherever that lies."""
+
+    layers: slice
+    num_per_block: int  # blocks of the part in one of ours
+    page_bytes: list[int]  # of one of them, by layer
+    num_heads: int  # over all layers
+    offsets: Int64s  # of its rows in a page: [block of the part, row]
+    lengths: Int64s  # of its rows
 
 
 @dataclass(frozen=True)
@@ -30,6 +45,10 @@ class PagedCache:
     num_blocks: int
     spec: CacheSpec | None = None
     piece_stride: int = 0
+    _cuts: Recent[Part, Cut] = field(default_factory=lambda: Recent(MAX_PEERS), repr=False)
+    _parts: Recent[int, tuple[CacheSpec, Part | None]] = field(
+        default_factory=lambda: Recent(MAX_PEERS), repr=False
+    )  # by the id of the peer's description, which is kept so that no other gets that id
 
     def pages(self, block_ids: Int64s) -> Regions:
         """The pages of these blocks, layer-major.
@@ -48,20 +67,16 @@ class PagedCache:
 
     def cut(self, part: Part, block_ids: Int64s, first: int, num: int) -> Regions:
         """The blocks [first, first + num) of a part, counted from the start of block_ids[0]."""
-        layers, first_head = self._place(part)
-        shape = self._shape
-        offsets, lengths = _rows_in_order(
-            shape, part.shape, first_head, part.num_heads, part.block_size
-        )
-        if self.num_cuts(part) == len(offsets) == 1:
+        cut = self.cut_of(part)
+        if cut.num_per_block == len(cut.offsets) == 1:
             blocks = block_ids[first : first + num]
             self._check(blocks)
-            return self._in_layers(layers, blocks, offsets, lengths)
-        blocks, cuts = np.divmod(np.arange(first, first + num), self.num_cuts(part))
+            return self._in_layers(cut.layers, blocks, cut.offsets, cut.lengths)
+        blocks, places = np.divmod(np.arange(first, first + num), cut.num_per_block)
         self._check(block_ids[blocks])
-        pieces, phases = np.divmod(cuts, len(offsets))
-        inside = offsets[phases] + (pieces * self.piece_stride)[:, None]
-        return self._in_layers(layers, block_ids[blocks], inside, lengths)
+        pieces, phases = np.divmod(places, len(cut.offsets))
+        inside = cut.offsets[phases] + (pieces * self.piece_stride)[:, None]
+        return self._in_layers(cut.layers, block_ids[blocks], inside, cut.lengths)
 
     def _in_layers(
         self, layers: slice, block_ids: Int64s, inside: Int64s, lengths: Int64s
@@ -69,7 +84,8 @@ class PagedCache:
         """The same rows of blocks in several layers: `inside` [block or 1, row], lengths [row]."""
         firsts, strides = self.layer_addresses[layers], self.block_strides[layers]
         each = int(lengths[0]) if len(lengths) == 1 else 0
-        lengths = np.full(len(block_ids), each) if each else np.tile(lengths, len(block_ids))
+        num = len(block_ids)
+        lengths = equal_lengths(each, num) if each else np.tile(lengths, num)
         if (strides == strides[0]).all():  # one layer is then like the other
             starts = strides[0] * block_ids[:, None] + inside
             one = Regions(starts.ravel(), lengths, each=each)
@@ -78,9 +94,42 @@ class PagedCache:
         addresses = firsts[:, None] + starts.reshape(len(strides), -1)
         return Regions(addresses.ravel(), np.tile(lengths, len(strides))).coalesced()
 
-    def num_cuts(self, part: Part) -> int:
-        """How many blocks of a part one of ours makes."""
-        return self.known_spec.block_size // part.block_size
+    def cut_of(self, part: Part) -> Cut:
+        """What a part is here; made once. A peer's part must have been checked."""
+        known = self._cuts.get(part)
+        if known is None:
+            known = self._make_cut(part)
+            self._cuts.put(part, known)
+        return known
+
+    def _make_cut(self, part: Part) -> Cut:
+        spec, shape, extent = self.known_spec, self._shape, self.extent
+        first = len(layers_within(spec, replace(extent, end_layer=part.first_layer)))
+        num_layers = len(layers_within(spec, _of(part)))
+        tokens = min(part.block_size, shape.num_tokens)
+        row_bytes = sum(num * nbytes for num, nbytes in shape.rows)
+        return Cut(
+            slice(first, first + num_layers),
+            spec.block_size // part.block_size,
+            [tokens * part.num_heads * row_bytes] * num_layers,
+            num_layers * part.num_heads,
+            *_rows_in_order(shape, part, part.first_head - extent.first_head),
+        )
+
+    def part_for(self, peer: CacheSpec) -> Part | None:
+        """What goes to a peer; None: all of it, as it lies.
+
+        Raises:
+            PeerRefused: nothing, or it cannot be mapped.
+        """
+        known = self._parts.get(id(peer))
+        if known is None:
+            theirs = counterpart(self.known_spec, peer)
+            if theirs is None:
+                raise PeerRefused("there are no such layers there")
+            known = peer, part_between(self.known_spec, theirs)
+            self._parts.put(id(peer), known)
+        return known[1]
 
     def check_part(self, part: Part) -> None:
         """Check that a peer's part can be put here.
@@ -99,14 +148,6 @@ class PagedCache:
             if tokens % part.block_size and not (tokens == 1 and is_whole):
                 raise RemoteProtocolError(f"blocks of {tokens} are not cut by {part.block_size}")
 
-    def part_bytes(self, part: Part) -> list[int]:
-        """The bytes of a block of this part, for each layer."""
-        tokens = min(part.block_size, self._shape.num_tokens)
-        row_bytes = sum(num * nbytes for num, nbytes in self._shape.rows)
-        return [tokens * part.num_heads * row_bytes] * len(
-            layers_within(self.known_spec, _of(part))
-        )
-
     @property
     def known_spec(self) -> CacheSpec:
         """The spec of a cache that can be cut.
@@ -118,7 +159,7 @@ class PagedCache:
             raise RemoteProtocolError("a part came for a cache that cannot be cut")
         return self.spec
 
-    @property
+    @cached_property
     def extent(self) -> Extent:
         """The layers and heads of this rank."""
         return extent_of(self.known_spec, self.known_spec.rank)
@@ -129,17 +170,11 @@ class PagedCache:
             raise RemoteProtocolError("a part came for a cache whose blocks can only move whole")
         return self.known_spec.shape
 
-    def num_heads_of(self, extent: Extent) -> int:
-        """How many heads of an extent are kept here, over all layers."""
-        num_layers = len(layers_within(self.known_spec, extent))
-        return num_layers * (extent.end_head - extent.first_head)
-
-    def _place(self, part: Part) -> tuple[slice, int]:
-        spec, extent = self.known_spec, self.extent
-        before = replace(extent, end_layer=part.first_layer)
-        first = len(layers_within(spec, before))
-        num_layers = len(layers_within(spec, _of(part)))
-        return slice(first, first + num_layers), part.first_head - extent.first_head
+    @cached_property
+    def num_heads(self) -> int:
+        """How many heads are kept here, over all layers."""
+        num_layers = len(layers_within(self.known_spec, self.extent))
+        return num_layers * (self.extent.end_head - self.extent.first_head)
 
     def _check(self, block_ids: Int64s) -> None:
         if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self.num_blocks:
@@ -153,17 +188,14 @@ def _of(part: Part) -> Extent:
     )  # fmt: skip
 
 
-@lru_cache(maxsize=256)
-def _rows_in_order(
-    shape: PageShape, source: PageShape, first_head: int, num_heads: int, block_size: int
-) -> tuple[Int64s, Int64s]:
+def _rows_in_order(shape: PageShape, part: Part, first_head: int) -> tuple[Int64s, Int64s]:
     """Where the rows of a part's block lie in a page, in the order in which they lie in the source.
 
     Offsets [place in the page, row] and lengths [row]; what touches everywhere is joined.
     """
-    tokens = min(block_size, shape.num_tokens)
-    order = np.argsort(_rows(source, num_heads, tokens)[0], kind="stable")
-    offsets, lengths, steps = (column[order] for column in _rows(shape, num_heads, tokens))
+    tokens = min(part.block_size, shape.num_tokens)
+    order = np.argsort(_rows(part.shape, part.num_heads, tokens)[0], kind="stable")
+    offsets, lengths, steps = (column[order] for column in _rows(shape, part.num_heads, tokens))
     places = np.arange(shape.num_tokens // tokens)[:, None]
     offsets = offsets + first_head * shape.head_stride + places * tokens * steps
     touches = (offsets[:, 1:] == offsets[:, :-1] + lengths[:-1]).all(axis=0)
@@ -208,18 +240,18 @@ class PagedSource:
         if part is None:
             page_bytes = self.cache.page_bytes.tolist()
             return Manifest(self.first_block, num_blocks, page_bytes, self.num_tokens)
-        cuts = self.cache.num_cuts(part)
+        cut = self.cache.cut_of(part)
         num_used = -(-self.num_tokens // part.block_size)  # the last block is hardly ever full
-        end = min((self.first_block + num_blocks) * cuts, num_used)
-        first = self.first_block * cuts
-        return Manifest(first, end - first, self.cache.part_bytes(part), self.num_tokens, part=part)
+        end = min((self.first_block + num_blocks) * cut.num_per_block, num_used)
+        first = self.first_block * cut.num_per_block
+        return Manifest(first, end - first, cut.page_bytes, self.num_tokens, part=part)
 
     def regions(self, first_block: int, num_blocks: int) -> Regions:
         """Return where these blocks of the request lie."""
         if self.part is None:
             start = first_block - self.first_block
             return self.cache.pages(self.block_ids[start : start + num_blocks])
-        start = first_block - self.first_block * self.cache.num_cuts(self.part)
+        start = first_block - self.first_block * self.cache.cut_of(self.part).num_per_block
         return self.cache.cut(self.part, self.block_ids, start, num_blocks)
 
     def towards(self, peer: CacheSpec | None) -> PagedSource:
@@ -230,10 +262,7 @@ class PagedSource:
         """
         if self.cache.spec is None or peer is None:
             return self
-        theirs = counterpart(self.cache.spec, peer)
-        if theirs is None:
-            raise PeerRefused("there are no such layers there")
-        return replace(self, part=part_between(self.cache.spec, theirs))
+        return replace(self, part=self.cache.part_for(peer))
 
     def packed(self, address: int) -> PagedSource:
         """Return the same as it lies at `address`, page after page: a small cache of its own."""
@@ -310,7 +339,7 @@ class PagedSink:
             expected = self._cache.page_bytes.tolist()
         else:
             self._cache.check_part(part)
-            expected = self._cache.part_bytes(part)
+            expected = self._cache.cut_of(part).page_bytes
         if manifest.page_bytes != expected:
             raise RemoteProtocolError("the peer's pages differ from ours in size or number")
         if manifest.num_tokens != self._num_tokens:
@@ -335,12 +364,12 @@ class PagedSink:
     def _has_all_parts(self) -> bool:
         if None in self._missing:
             return True
-        cache = self._cache
-        given = sum(cache.num_heads_of(_of(part)) for part in self._missing if part is not None)
-        return given > 0 and given == cache.num_heads_of(cache.extent)
+        cuts = [self._cache.cut_of(part) for part in self._missing if part is not None]
+        given = sum(cut.num_heads for cut in cuts)
+        return given > 0 and given == self._cache.num_heads
 
     def _first(self, part: Part | None) -> int:
         return self._first_block * self._cuts(part)
 
     def _cuts(self, part: Part | None) -> int:
-        return 1 if part is None else self._cache.num_cuts(part)
+        return 1 if part is None else self._cache.cut_of(part).num_per_block

@@ -50,9 +50,10 @@ def extent_of(spec: CacheSpec, rank: int) -> Extent:
 
 def layers_within(spec: CacheSpec, extent: Extent) -> tuple[int, ...]:
     """The layers of an extent that keep a cache in this group, on the spec's own rank."""
-    own = extent_of(spec, spec.rank)
-    known = range(own.first_layer, own.end_layer) if spec.layers is None else spec.layers
-    return tuple(layer for layer in known if extent.first_layer <= layer < extent.end_layer)
+    if spec.layers is None:
+        both = extent & extent_of(spec, spec.rank)
+        return tuple(range(both.first_layer, both.end_layer))
+    return tuple(layer for layer in spec.layers if extent.first_layer <= layer < extent.end_layer)
 
 
 def heads_per_rank(spec: CacheSpec) -> int:

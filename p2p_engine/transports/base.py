@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-import numpy as np
-
 from mempool import Mover
 from p2p_engine.errors import TransportError
 from p2p_engine.jobs import Job, Moment, still_running
@@ -164,11 +162,10 @@ class ArenaChannel:
         end = grant.offset + trailer_offset(source.nbytes)
         if end + 8 > self._nbytes:
             raise TransportError(f"write: the grant ends at {end + 8}, the arena at {self._nbytes}")
-        starts = np.cumsum(source.lengths) - source.lengths
         self._jobs = {job for job in self._jobs if not job.done}
         job = self._mover.copy(
             source.addresses,
-            self._base + grant.offset + starts,
+            source.starts + (self._base + grant.offset),
             source.lengths,
             word_address=self._base + end,
             word_value=grant.trailer,
