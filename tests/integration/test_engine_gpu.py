@@ -185,9 +185,8 @@ def test_an_engine_without_its_device_thread_is_not_healthy() -> None:
         eventually(lambda: not engine.healthy)
         with pytest.raises(TransportError, match="has ended"):
             device.run(lambda: None, 5.0)
-        device._is_stopping = device._is_stopped = False
-        device._thread = threading.Thread(target=device._run, name="p2p-device", daemon=True)
-        device._thread.start()
+        device._is_stopping = device._is_over = False
+        device._start_thread()
         device.run(device._start, 5.0)
     assert not engine.healthy
 
