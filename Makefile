@@ -61,11 +61,11 @@ test-vllm: setup  ## every test with real vLLM; with VLLM=0.29.0, a comparison o
 test-upstream: setup  ## vLLM's own connector tests held against ours (VLLM=0.33.0)
 	$(BIN)/python -m tests.upstream.run $(if $(VLLM),--vllm $(VLLM))
 
-test-gpu:  ## the tests that need a GPU; GPU_PYTHON= an interpreter with torch for CUDA, no network
-	@scripts/gpu.sh test
+test-gpu:  ## the tests that need a GPU, or PART= of them; GPU_PYTHON= an interpreter with torch for CUDA, no network
+	@scripts/gpu.sh test "$(PART)"
 
-bench-gpu:  ## rates, latencies and memory on a GPU, as one JSON file; NCCL= another libnccl.so.2
-	@scripts/gpu.sh bench $(NCCL)
+bench-gpu:  ## rates, latencies and memory on a GPU, or PART= of them, each with its limit
+	@scripts/gpu.sh bench "$(PART)"
 
 gpu-wheels: setup  ## fetch what a GPU machine without a network may lack, into build/gpu-wheels
 	@scripts/gpu.sh wheels

@@ -2,173 +2,252 @@
 
 push     CUDA IPC, process to process            beside a device-to-device copy of the same size
 pack     scattered regions into one and back     beside the same
-pool     device memory to the pinned pool, back  beside torch's pinned copy
-groups   bytes of device memory of a group       beside 4 + 6c MiB
+pool     device memory to the pinned pool, back  beside torch's pinned copy; also under transfers
+groups   device memory of a group of two ranks   beside 4 + 6c MiB, in two processes
 
 Rates are GB/s of bytes moved (each is read once and written once). `--part` runs one alone.
 """
 
 from __future__ import annotations
 
-import functools
+import argparse
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.harness import Row, arguments, progress, record, spread
+from benchmarks.harness import Row, alternate, arguments, progress, record, spread
 from mempool import Arena
 from p2p_engine.cuda import Cuda
 from p2p_engine.device import Device
 from p2p_engine.layout import Int64s
-from p2p_engine.transports.nccl.library import Nccl, show_version
-from p2p_engine.transports.nccl.memory import MIB, estimated_bytes
+from p2p_engine.pack import tabulate
+from p2p_engine.pack_kernel import compile_kernel
+from tests.gpu import checks
+from tests.gpu.machine import Machine
+from tests.gpu.peer import Processes, together
 
-gpu: Any = torch.cuda
-TOTAL = 256 * MIB
+MIB = 1 << 20
+Contenders = Mapping[str, Callable[[], float]]
+BATCH = 10  # copies for which the device is waited for once
 
 
-def rate(move: Callable[[], None], repetitions: int, nbytes: int = TOTAL) -> list[float]:
-    """GB/s of each repetition, after one to warm up."""
-    move()
-    rates = []
-    for _ in range(repetitions):
+class Bench:
+    """One device and how large its measurements are."""
+
+    def __init__(
+        self, processes: Processes, *, total: int, repetitions: int, seed: int = 1
+    ) -> None:
+        """`total` bytes are moved at a time."""
+        self.processes = processes
+        self.total = total
+        self.repetitions = repetitions
+        self._seed = seed
+        self._cuda, _ = processes.machine.load()
+        self._device = Device(self._cuda, 0)
+        self._stream = self._cuda.create_stream()
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._cuda.destroy_stream(self._stream)
+        if not self._device.close(10):
+            raise RuntimeError("the device's thread did not end")
+
+    def pack(self) -> list[Row]:
+        """Regions of a cache, in random order, into one piece and back: the kernel alone, and all
+        from the order to its end, its table included."""
+        rows, launch = [], compile_kernel(0)
+        cache, slab = self._cuda.allocate(2 * self.total), self._cuda.allocate(2 * self.total)
+        for nbytes in (4096, 65536):
+            order = np.random.default_rng(self._seed).permutation(2 * self.total // nbytes)
+            starts = cache + order[: self.total // nbytes] * nbytes
+            lengths = np.full(len(starts), nbytes)
+            flat = slab + np.arange(len(starts)) * nbytes
+            for name, sides in (("pack", (starts, flat)), ("unpack", (flat, starts))):
+                contenders: dict[str, Callable[[], float]] = {
+                    "limit": partial(self._copies, slab + self.total, slab),
+                    "whole": partial(self._by_device, sides[0], sides[1], lengths),
+                }
+                if launch is not None:
+                    contenders["kernel"] = partial(
+                        self._launches, launch, tabulate(sides[0], sides[1], lengths)
+                    )
+                rows.append(self._row(f"{name} {nbytes} B", contenders))
+        self._cuda.free(cache)
+        self._cuda.free(slab)
+        return rows
+
+    def pool(self) -> list[Row]:
+        """Device memory and registered host memory, beside torch's pinned copy; then the same while
+        two processes exchange."""
+        arena, memory = Arena(self.total), self._cuda.allocate(self.total)
+        self._cuda.register(arena.address, self.total)
+        with _pinned(self._cuda, self.total) as pinned:
+            pairs = {
+                "store": ((memory, arena.address), (memory, pinned)),
+                "load": ((arena.address, memory), (pinned, memory)),
+            }
+            contenders = {
+                name: {
+                    "limit": partial(self._copies, limit[1], limit[0]),
+                    "whole": partial(self._by_device, *np.array([[*ours, self.total]]).T),
+                }
+                for name, (ours, limit) in pairs.items()
+            }
+            rows = [self._row(f"pool {name}", each) for name, each in contenders.items()]
+            with self._exchange() as is_over:
+                for name, each in contenders.items():
+                    row = self._row(f"pool {name}, under transfers", each)
+                    rows.append({**row, "ended_before": is_over()})
+        self._cuda.unregister(arena.address)
+        self._cuda.free(memory)
+        arena.close()
+        return rows
+
+    def push(self) -> list[Row]:
+        """Pieces from a process to another one, by our transport: its own account of the time in
+        which they were written."""
+        rows = []
+        one, two = self.processes.two()
+        settings = self.processes.machine.settings(
+            "cuda_ipc", kv_buffer_size=8 * self.total, mem_pool_size_gb=0.5
+        )
+        _, theirs = together([one, two], "start", [(settings, self.total)] * 2)
+        source, target = self._cuda.allocate(self.total), self._cuda.allocate(self.total)
+        for nbytes in (self.total // 64, self.total // 4, self.total):
+            before = one.ask("stats")
+            for number in range(self.repetitions):
+                names = [f"push {nbytes} {number} {i}" for i in range(4)]
+                two.tell("begin", names, nbytes, one.ask("address"), "receive")
+                one.ask("begin", names, nbytes, theirs, "send")
+                two.answer()
+                ended = together([one, two], "outcomes", [(60.0,)] * 2)
+                if any(side["errors"] for side in ended):
+                    raise RuntimeError(f"push: {ended}")
+            after = one.ask("stats")
+            seconds = after["writing_seconds"] - before["writing_seconds"]
+            moved = (after["sent_bytes"] - before["sent_bytes"]) / max(seconds, 1e-9) / 1e9
+            limit = [self._copies(target, source, nbytes) for _ in range(self.repetitions)]
+            rows.append({
+                "what": f"push {nbytes / MIB:g} MiB", "ours_median": round(moved, 3),
+                **spread(limit, "limit_"), "ratio": round(moved / float(np.median(limit)), 3),
+            })  # fmt: skip
+        self._cuda.free(source)
+        self._cuda.free(target)
+        return rows
+
+    def groups(self) -> list[Row]:
+        """Communicators between two processes."""
+        return [
+            {"what": f"group of {channels}", **checks.group_memory(self.processes, channels)}
+            for channels in (1, 2, 4, 8, 16)
+        ]
+
+    def _row(self, name: str, contenders: Contenders) -> Row:
+        """Measure side by side; ratios are to the limit, round by round, at the median."""
+        rates = alternate(contenders, self.repetitions)
+        row: Row = {"what": name, **spread(rates["limit"], "limit_")}
+        for kind in rates.keys() - {"limit"}:
+            ratios = np.array(rates[kind]) / np.array(rates["limit"])
+            row |= {**spread(rates[kind], f"{kind}_"), f"{kind}_ratio": round(np.median(ratios), 3)}
+        return row
+
+    def _copies(self, destination: int, source: int, nbytes: int = 0) -> float:
+        """GB/s of the driver's own copies, one behind the other."""
+        size = nbytes or self.total
+        return self._timed(size, lambda: self._cuda.copy(destination, source, size, self._stream))
+
+    def _launches(self, launch: Callable[[int, int, int], None], table: Int64s) -> float:
+        """GB/s of the kernel on a table that is there already."""
+        address, host = self._cuda.allocate(table.nbytes), np.ascontiguousarray(table)
+        self._cuda.copy(address, host.ctypes.data, table.nbytes, self._stream)
+        rate = self._timed(
+            int(table[2].sum()), lambda: launch(address, table.shape[1], self._stream)
+        )
+        self._cuda.free(address)
+        return rate
+
+    def _timed(self, nbytes: int, enqueue: Callable[[], None]) -> float:
+        enqueue()
+        self._cuda.synchronize(self._stream)
         start = time.perf_counter()
-        move()
-        rates.append(nbytes / (time.perf_counter() - start) / 1e9)
-    return rates
+        for _ in range(BATCH):
+            enqueue()
+        self._cuda.synchronize(self._stream)
+        return BATCH * nbytes / (time.perf_counter() - start) / 1e9
+
+    def _by_device(self, sources: Int64s, destinations: Int64s, lengths: Int64s) -> float:
+        """GB/s from the order to the end, by the device's thread, several orders at a time."""
+        start = time.perf_counter()
+        jobs = [self._device.copy(sources, destinations, lengths) for _ in range(BATCH)]
+        for job in jobs:
+            if not job.wait(60) or job.state != "done":
+                raise RuntimeError(f"copy: {job.state} {job.error}")
+        return BATCH * int(lengths.sum()) / (time.perf_counter() - start) / 1e9
+
+    @contextlib.contextmanager
+    def _exchange(self) -> Iterator[Callable[[], bool]]:
+        """Two processes that move pieces both ways by cuda_ipc; yields whether they have ended."""
+        plan = {
+            "name": "load", "send_type": "PUT_ASYNC", "count": 5 * self.repetitions,
+            "timeout": 60.0, "max_bytes": self.total // 4,
+            "budget_bytes": 5 * self.repetitions * self.total,
+        }  # fmt: skip
+        peers = self.processes.two()
+        settings = self.processes.machine.settings(
+            "cuda_ipc", kv_buffer_size=4 * self.total, mem_pool_size_gb=0.5
+        )
+        addresses = together(peers, "start", [(settings, plan["max_bytes"])] * 2)
+        for side, peer in enumerate(peers):
+            peer.tell("exchange", plan, side, addresses[1 - side])
+        yield lambda: any(peer.has_answered() for peer in peers)
+        for peer in peers:
+            peer.answer()
 
 
-def by_device(device: Device, sources: Int64s, destinations: Int64s, lengths: Int64s) -> None:
-    """Copy by our own means, and wait."""
-    job = device.copy(sources, destinations, lengths)
-    if not job.wait(60) or job.state != "done":
-        raise RuntimeError(f"copy: {job.state} {job.error}")
-
-
-def beside(name: str, ours: list[float], limit: list[float]) -> Row:
-    """One row: ours, the limit, their ratio at the median."""
-    part = float(np.median(ours) / np.median(limit))
-    return {"what": name, **spread(ours, "ours_"), **spread(limit, "limit_"), "ratio": part}
-
-
-def pack(device: Device, repetitions: int, seed: int) -> list[Row]:
-    """Regions of a cache, in random order, into one piece and back."""
-    cache = torch.empty(2 * TOTAL, dtype=torch.uint8, device="cuda")
-    slab = torch.empty(TOTAL, dtype=torch.uint8, device="cuda")
-    other = torch.empty_like(slab)
-
-    def copy_now() -> None:
-        other.copy_(slab)
-        gpu.synchronize()
-
-    limit, rows = rate(copy_now, repetitions), []
-    for nbytes in (4096, 65536):
-        order = np.random.default_rng(seed).permutation(2 * TOTAL // nbytes)[: TOTAL // nbytes]
-        scattered = cache.data_ptr() + order * nbytes
-        packed = slab.data_ptr() + np.arange(len(order)) * nbytes
-        lengths = np.full(len(order), nbytes)
-        for name, sides in (("pack", (scattered, packed)), ("unpack", (packed, scattered))):
-            move = functools.partial(by_device, device, sides[0], sides[1], lengths)
-            ours = rate(move, repetitions)
-            rows.append(beside(f"{name} {nbytes} B", ours, limit))
-    return rows
-
-
-def pool(device: Device, repetitions: int) -> list[Row]:
-    """Device memory and registered host memory, beside torch's pinned copy."""
-    arena = Arena(TOTAL)
-    device.run(lambda: device.cuda.register(arena.address, TOTAL), 60)
-    memory = torch.empty(TOTAL, dtype=torch.uint8, device="cuda")
-    pinned = torch.empty(TOTAL, dtype=torch.uint8, pin_memory=True)
-    here, there = np.array([memory.data_ptr()]), np.array([arena.address])
-    length = np.array([TOTAL])
-
-    def torch_copy(to: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
-        def copy_now() -> None:
-            to.copy_(source, non_blocking=True)
-            gpu.synchronize()
-
-        return copy_now
-
-    store = rate(lambda: by_device(device, here, there, length), repetitions)
-    load = rate(lambda: by_device(device, there, here, length), repetitions)
-    rows = [
-        beside("pool store", store, rate(torch_copy(pinned, memory), repetitions)),
-        beside("pool load", load, rate(torch_copy(memory, pinned), repetitions)),
-    ]
-    device.run(lambda: device.cuda.unregister(arena.address), 60)
+@contextlib.contextmanager
+def _pinned(cuda: Cuda, nbytes: int) -> Iterator[int]:
+    """Torch's pinned memory, where torch has a GPU; else host memory that is registered."""
+    gpu: Any = torch.cuda
+    if gpu.is_available():
+        tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        yield tensor.data_ptr()
+        return
+    arena = Arena(nbytes)
+    cuda.register(arena.address, nbytes)
+    yield arena.address
+    cuda.unregister(arena.address)
     arena.close()
-    return rows
 
 
-def push(repetitions: int) -> list[Row]:
-    """Tensors from a process to another one on this GPU, by our transport."""
-    from tests.gpu.peer import GpuPeer  # processes of its own
-
-    settings = {"device": "cuda:0", "transports": "cuda_ipc", "kv_buffer_size": 4 << 30,
-                "mem_pool_size_gb": 1}  # fmt: skip
-    rows: list[Row] = []
-    with GpuPeer(1, settings) as one, GpuPeer(2, settings) as two:
-        for nbytes in (4 * MIB, 64 * MIB, 256 * MIB):
-            seeds = list(range(nbytes, nbytes + repetitions))
-            one.ask("send", seeds, [nbytes] * repetitions, two.address)
-            wrong = two.ask("receive", seeds, [nbytes] * repetitions, one.address)
-            told = one.ask("stats")
-            moved = told["sent_bytes"] / max(told["writing_seconds"], 1e-9) / 1e9
-            rows.append({"what": f"push {nbytes >> 20} MiB", "wrong": wrong, "gb_per_s": moved})
-    return rows
-
-
-def groups(path: str) -> list[Row]:
-    """Device memory of a communicator of one rank: what a rank of a group takes when it is made."""
-    cuda, nccl, rows = Cuda(), Nccl(path), []
-    cuda.use(0)
-    for channels in (1, 2, 4, 8, 16):
-        before = cuda.memory()[0]
-        comm = nccl.init(nccl.unique_id(), 0, channels, num_ranks=1)
-        start = time.perf_counter()
-        while nccl.is_in_progress(comm):
-            if time.perf_counter() - start > 120:
-                raise TimeoutError("ncclCommInitRankConfig")
-        rows.append({
-            "what": f"group of {channels}", "seconds": time.perf_counter() - start,
-            "mib": (before - cuda.memory()[0]) / MIB,
-            "expected_mib": estimated_bytes(channels) / MIB,
-        })  # fmt: skip
-        nccl.abort(comm)
-    return rows
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    made = arguments("gpu", __doc__ or "", repetitions=10)
+    made.add_argument("--part", choices=["pack", "pool", "push", "groups"])
+    return made
 
 
 def main() -> None:
     """Run the parts and keep the figures."""
-    parser = arguments("gpu", __doc__ or "", repetitions=10)
-    parser.add_argument("--part", choices=["pack", "pool", "push", "groups"])
-    parser.add_argument("--nccl", default="", help="the path of another libnccl.so.2")
-    options = parser.parse_args()
+    options, machine = parser().parse_args(), Machine()
+    gpu: Any = torch.cuda
     if not gpu.is_available():
         raise SystemExit("no GPU: nothing is measured")
     gpu.init()
-    device, rows = Device(Cuda(), 0), []
-    parts: dict[str, Callable[[], list[Row]]] = {
-        "pack": lambda: pack(device, options.repetitions, options.seed),
-        "pool": lambda: pool(device, options.repetitions),
-        "push": lambda: push(options.repetitions),
-        "groups": lambda: groups(options.nccl),
-    }
-    for name, run in parts.items():
-        if options.part in (None, name):
+    rows: list[Row] = []
+    with Processes(machine) as processes:
+        bench = Bench(
+            processes, total=256 * MIB, repetitions=options.repetitions, seed=options.seed
+        )
+        for name in (options.part,) if options.part else ("pack", "pool", "push", "groups"):
             progress(name)
-            rows += run()
-    device.close(10)
-    details = {
-        "gpu": gpu.get_device_name(0),
-        "cuda": {"runtime_and_driver": Cuda().versions(), "torch": torch.__version__},
-        "nccl": show_version(Nccl(options.nccl).version),
-    }
-    record(rows, options, details)
+            rows += getattr(bench, name)()
+        bench.close()
+    record(rows, options, machine.describe())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,11 @@ from p2p_engine.device import Device
 from p2p_engine.layout import one_region
 from p2p_engine.transports.nccl.library import Nccl
 from tests import marks
+from tests.gpu import checks
+from tests.gpu.machine import Machine
 from tests.support import SeededRandom, eventually
 
-pytestmark = marks.gpu
+pytestmark = [marks.gpu, pytest.mark.timeout(300)]
 MIB = 1 << 20
 gpu: Any = torch.cuda  # whose annotations differ between builds
 SLOW_CYCLES = 50_000_000  # some 30 ms of a kernel that does nothing
@@ -69,21 +71,26 @@ def test_the_pack_kernel_copies_any_regions(
     assert torch.equal(target, expected)
 
 
+def test_slow_producers(record_property: Callable[[str, object], None]) -> None:
+    figures = checks.race_slow_producers(Machine(), rounds=1000, nbytes=MIB)
+    record_property("figures", figures)
+    assert figures["stale_bytes"] == 0
+
+
 def test_a_copy_waits_for_a_slow_kernel(device: Device) -> None:
-    """1,000 rounds: no byte of the round before."""
+    """Of torch's, which keeps the multiprocessors busy."""
     source = torch.zeros(MIB, dtype=torch.uint8, device="cuda")
     target = torch.zeros_like(source)
     sides = [one_region(tensor.data_ptr(), MIB) for tensor in (source, target)]
     stream = gpu.Stream()
-    for number in range(1000):
+    for number in range(1, 20):
         with torch.cuda.stream(stream):
-            if number % 100 == 0:
-                gpu._sleep(SLOW_CYCLES)
-            source.fill_(number % 256)
+            gpu._sleep(SLOW_CYCLES)
+            source.fill_(number)
         moment = device.record(stream.cuda_stream)
         job = device.copy(sides[0].addresses, sides[1].addresses, sides[0].lengths, after=[moment])
         assert job.wait(30)
-        assert bool((target == number % 256).all())
+        assert bool((target == number).all())
 
 
 def test_tensors_by_way_of_the_receive_buffer() -> None:

@@ -1,0 +1,72 @@
+"""What the checks of this folder run on: a real GPU, or the stand-in for one, with other counts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from p2p_engine.cuda import Cuda
+from p2p_engine.transports.nccl.library import Nccl, show_version
+
+# Two ranks on one GPU: NCCL takes them for two hosts, and they meet over the loopback ...
+TWO_HOSTS = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NET": "Socket",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+}
+# ... or, from 2.30 on, they say what they are, and reach each other's memory.
+ONE_HOST = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the libraries are (empty: where the engine finds them), and whether the two ranks of a
+    group are two hosts to NCCL."""
+
+    cudart: str = ""
+    nccl: str = ""
+    are_hosts: bool = True
+
+    def environment(self, number: int) -> dict[str, str]:
+        """Return the variables with which process `number` is started."""
+        if self.are_hosts:
+            return {**os.environ, **TWO_HOSTS, "NCCL_HOSTID": f"host-{number}"}
+        return {**os.environ, **ONE_HOST}
+
+    def settings(self, transport: str, **changes: Any) -> dict[str, Any]:
+        """Return the settings of an engine on its GPU."""
+        return {
+            "device": "cuda:0",
+            "transports": transport,
+            "cudart_library": self.cudart,
+            "nccl_library": self.nccl,
+            "connect_timeout_seconds": 60,
+            "transfer_timeout_seconds": 120,
+            **changes,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Name the GPU, the driver and the libraries; None is what is not there."""
+        gpu: Any = torch.cuda
+        if not gpu.is_available():
+            return {"torch": torch.__version__, "gpu": None}
+        cuda, nccl = self.load()
+        driver = Path("/proc/driver/nvidia/version")
+        return {
+            "torch": torch.__version__,
+            "gpu": gpu.get_device_name(0),
+            "driver": driver.read_text().splitlines()[0] if driver.exists() else None,
+            "cuda_runtime_and_driver": cuda.versions(),
+            "nccl": show_version(nccl.version),
+        }
+
+    def load(self) -> tuple[Cuda, Nccl]:
+        """Load both libraries, for the calling thread."""
+        cuda = Cuda(self.cudart)
+        cuda.use(0)
+        return cuda, Nccl(self.nccl)
