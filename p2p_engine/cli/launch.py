@@ -109,8 +109,6 @@ def run_launch(options: LaunchOptions, console: Console) -> int:
         log_dir=options.log_dir,
         planned_instances=len(options.roles()),
     )
-    fleet.key_file = options.key_file and os.path.abspath(options.key_file)
-    warn_if_exposed(options.host, read_key_file(options.key_file))
     with stopping_on_signals(fleet), fleet:
         try:
             start_members(fleet, options, console)
@@ -130,6 +128,8 @@ def run_launch(options: LaunchOptions, console: Console) -> int:
 
 def start_members(fleet: Fleet, options: LaunchOptions, console: Console) -> None:
     """Start the proxy (or join one) and all instances together, and wait until they serve."""
+    fleet.key_file = options.key_file and os.path.abspath(options.key_file)
+    warn_if_exposed(options.host, read_key_file(options.key_file))
     console.print(f"logs in {fleet.log_dir}", highlight=False, soft_wrap=True)
     if options.join:
         fleet.registration_address = options.join

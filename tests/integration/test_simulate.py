@@ -19,6 +19,7 @@ import pytest
 
 from p2p_engine.cli.ports import PortPlan
 from p2p_engine.config import EngineConfig
+from p2p_engine.keys import write_key_file
 from p2p_engine.request_ids import ProxyId, new_transfer_id
 from p2p_engine.simulate.answers import tokens
 from p2p_engine.simulate.cost import CostModel
@@ -164,6 +165,8 @@ async def test_the_command_obeys_and_stops(tmp_path: Path) -> None:
         port, registration_port = ports.take(), ports.take()
     command = [sys.executable, "-c", "from p2p_engine.cli import main; main()", "simulate"]
     command += ["--prefill", "1", "--decode", "1", "--log-dir", str(tmp_path)]
+    write_key_file(tmp_path / "fleet.key")
+    command += ["--key-file", str(tmp_path / "fleet.key")]
     command += ["--port", str(port), "--registration-port", str(registration_port)]
     command += ["--", "--token-ms", "0", "--kv-bytes-per-token", "64"]
     output = tmp_path / "output"
@@ -173,6 +176,7 @@ async def test_the_command_obeys_and_stops(tmp_path: Path) -> None:
         until_said(output, "type `help`")
         async with aiohttp.ClientSession() as client:
             proxy = RunningProxy(f"http://{HOST}:{port}", client)
+            assert (await proxy.status())["authenticated"] is True
             assert (await proxy.ask(ASKED))[0] == 200
             for order, answer in (
                 ("add decode", "decode-2 "),

@@ -23,8 +23,8 @@ def run(options: DemoOptions, capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     return code, capsys.readouterr().out.splitlines()
 
 
-def test_every_mode_moves_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    options = DemoOptions(modes=["PUT_ASYNC", "PUT", "GET"], num_requests=24)
+def test_every_mode_moves_everything_with_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    options = DemoOptions(modes=["PUT_ASYNC", "PUT", "GET"], num_requests=24, keys=True)
     code, said = run(options, capsys)
     assert re.fullmatch(r"72/72 identical, 0 recomputed, [1-9]\d{7,} bytes transferred", said[-1])
     assert code == 0
