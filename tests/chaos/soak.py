@@ -2,7 +2,8 @@
 
 All send modes, sizes at random, both transports in turn, now and then an abort. Every 5 s the
 resident memory, the threads and the descriptors of both are read; the slopes are those of straight
-lines through what was read after the first fifth (least squares).
+lines through what was read after the first fifth (least squares). Before that, many small transfers
+fill what is remembered of those that have ended.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import numpy as np
 
 from benchmarks.harness import machine
 from p2p_engine import SendMode
+from p2p_engine.recent import MAX_REMEMBERED
 from tests.chaos.parent import Process, start_fork_server
 
 SAMPLE_SECONDS = 5.0
 SIZES = [1, 4096, 100_000, 1_000_000, 2_000_000]
 PAGE_BYTES = 4096
+BATCH = 128
 
 
 def sample(process: Process) -> tuple[int, int, int]:
@@ -48,15 +51,30 @@ class Soak:
         self.outcomes: dict[str, int] = {}
         self.moved_bytes = self.num_wrong = 0
 
+    def fill(self) -> None:
+        """Fill the memories of what has ended: they are bounded, and would look like growth."""
+        for _ in range(MAX_REMEMBERED // BATCH):
+            for sender, receiver in (self._pair, self._pair[::-1]):
+                self._move(sender, receiver, BATCH, 1, SendMode.PUT_ASYNC)
+
     def step(self) -> None:
         """Four transfers, one way or the other."""
         sender, receiver = self._random.sample(self._pair, 2)
-        names = [f"{self._count}-{i}" for i in range(4)]
+        nbytes, mode = self._random.choice(SIZES), self._random.choice(list(SendMode))
+        self._move(sender, receiver, 4, nbytes, mode)
+        if time.monotonic() - self._sampled_at > SAMPLE_SECONDS:
+            self._sampled_at = time.monotonic()
+            readings = [value for process in self._pair for value in sample(process)]
+            self._rows.append((self._sampled_at - self._start, *readings))
+
+    def _move(
+        self, sender: Process, receiver: Process, count: int, nbytes: int, mode: SendMode
+    ) -> None:
+        names = [f"{self._count}-{i}" for i in range(count)]
         self._count += 1
-        nbytes, mode = self._random.choice(SIZES), self._random.choice(list(SendMode)).value
         calls: list[tuple[Process, str, tuple[Any, ...]]] = [
-            (sender, "send", (names, nbytes, receiver.control, mode, True)),
-            (receiver, "receive", (names, nbytes, sender.control, mode)),
+            (sender, "send", (names, nbytes, receiver.control, mode.value, True)),
+            (receiver, "receive", (names, nbytes, sender.control, mode.value)),
         ]
         if mode != SendMode.PUT and self._random.random() < 0.5:
             calls.reverse()
@@ -73,10 +91,6 @@ class Soak:
                 self.outcomes[word] = self.outcomes.get(word, 0) + 1
                 self.num_wrong += not is_right
                 self.moved_bytes += nbytes if process is receiver and word == "ok" else 0
-        if time.monotonic() - self._sampled_at > SAMPLE_SECONDS:
-            self._sampled_at = time.monotonic()
-            readings = [value for process in self._pair for value in sample(process)]
-            self._rows.append((self._sampled_at - self._start, *readings))
 
     def result(self) -> dict[str, Any]:
         """Slopes for each hour, of both processes, and the first and last readings."""
@@ -111,8 +125,10 @@ def main() -> int:
     options = parser.parse_args()
     start_fork_server()
     soaks = [Soak(transport, options.seed) for transport in ("shm", "tcp")]
-    end = time.monotonic() + options.seconds
     try:
+        for soak in soaks:
+            soak.fill()
+        end = time.monotonic() + options.seconds
         while time.monotonic() < end:
             for soak in soaks:
                 soak.step()
