@@ -8,10 +8,7 @@ anyway and would make the control thread wait 5 ms for each of its turns.
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
-import os
-import select
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +16,7 @@ from collections.abc import Callable
 from p2p_engine.affinity import restore_affinity
 from p2p_engine.keys import Secrets
 from p2p_engine.sockets import Handler, Refused, Route, Sockets
+from p2p_engine.watches import Watches
 
 logger = logging.getLogger(__name__)
 
@@ -55,26 +53,23 @@ class ControlPlane:
         self._on_frame = on_frame
         self._on_tick = on_tick
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
-        self._watched: dict[int, Callable[[], None]] = {}
         self._clocks: set[Callable[[float], None]] = set()
         self._io = threading.Lock()
         self._server = 0  # the thread that serves the sockets now and will see what is queued
         self._tick_at = 0.0
         self._stopping = threading.Event()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll = select.epoll()
-        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._watches = Watches()
         try:
             self.sockets = Sockets(
                 host,
                 ports,
-                self._epoll,
+                self._watches.epoll,
                 self._hear,
                 lambda address, reason: self._guard(lambda: on_refused(address, reason)),
                 secrets,
             )
         except BaseException:
-            self._close_descriptors()
+            self._watches.close()
             raise
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -100,7 +95,7 @@ class ControlPlane:
         """Run `call` in the next turn, with the I/O lock held."""
         self._calls.append(call)
         if self._server != threading.get_ident():
-            self._wake()
+            self._watches.wake()
 
     def pump(self) -> None:
         """Send and receive what is ready, on the calling thread; never blocks."""
@@ -116,21 +111,15 @@ class ControlPlane:
         self.call_soon(lambda: self.sockets.hang_up(address))
 
     def watch(self, fd: int, callback: Callable[[], None], *, writable: bool = False) -> None:
-        """Call back when `fd` is readable (or writable) or hung up, instead of the callback before.
+        """As in `Watches`.
 
         In callbacks only, or before start.
         """
-        events = select.EPOLLOUT if writable else select.EPOLLIN
-        if fd in self._watched:
-            self._epoll.modify(fd, events)
-        else:
-            self._epoll.register(fd, events)
-        self._watched[fd] = callback
+        self._watches.watch(fd, callback, writable=writable)
 
     def unwatch(self, fd: int) -> None:
         """Stop watching; idempotent; in callbacks only. Call it before the fd is closed."""
-        if self._watched.pop(fd, None) is not None:
-            self._epoll.unregister(fd)
+        self._watches.unwatch(fd)
 
     def watch_time(self, callback: Callable[[float], None]) -> None:
         """Call back with the time in every tick; in callbacks only, or before start."""
@@ -144,7 +133,7 @@ class ControlPlane:
         """Stop and join the thread; idempotent; False if it did not stop in time."""
         self._stopping.set()
         if self._thread.ident is not None and self._thread.is_alive():
-            self._wake()
+            self._watches.wake()
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -156,9 +145,9 @@ class ControlPlane:
         stopped = self.stop(timeout)
         if stopped:
             with self._io:
-                if self._wake_fd >= 0:
+                if not self._watches.is_closed:
                     self.sockets.close(linger_seconds)
-                    self._close_descriptors()
+                    self._watches.close()
         return stopped
 
     def _run(self) -> None:
@@ -172,7 +161,7 @@ class ControlPlane:
             logger.critical("%s has died", self._thread.name, exc_info=True)
 
     def _turn(self) -> None:
-        self._epoll.poll(TICK_MILLISECONDS / 1000)
+        self._watches.wait(TICK_MILLISECONDS / 1000)
         with self._io:
             self._serve()
             now = time.monotonic()
@@ -187,16 +176,14 @@ class ControlPlane:
         self._guard(self._serve_ready)
         self._server = 0
         if self._calls or self.sockets.has_more:
-            self._wake()
+            self._watches.wake()
 
     def _serve_ready(self) -> None:
-        for fd, _ in self._epoll.poll(0):
+        for fd in self._watches.ready():
             if fd in self.sockets:
                 self.sockets.receive(fd)
-            elif fd in self._watched:
-                self._guard(self._watched[fd])
-            elif fd == self._wake_fd:
-                os.eventfd_read(self._wake_fd)
+            elif (callback := self._watches.callback(fd)) is not None:
+                self._guard(callback)
         self._run_calls()
         self.sockets.receive_more()
 
@@ -214,12 +201,3 @@ class ControlPlane:
         except Exception:
             self.errors += 1
             logger.exception("error in the control thread, which goes on")
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # closed: nobody is left to be woken
-            os.eventfd_write(self._wake_fd, 1)
-
-    def _close_descriptors(self) -> None:
-        self._epoll.close()
-        os.close(self._wake_fd)
-        self._wake_fd = -1

@@ -5,10 +5,7 @@ it cannot be told of are over. It never waits for one of them alone.
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
-import os
-import select
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -18,6 +15,7 @@ from typing import TypeVar
 from p2p_engine.affinity import restore_affinity
 from p2p_engine.errors import TransportError
 from p2p_engine.jobs import Moment
+from p2p_engine.watches import Watches
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +33,9 @@ class Loop:
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._waiting: list[tuple[list[Moment], Callable[[], None]]] = []
         self._ticks: list[Callable[[float], None]] = []
-        self._watched: dict[int, Callable[[], None]] = {}
         self._tick_at = 0.0
         self._is_stopping = self._has_failed = False
-        self._epoll = select.epoll()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._watches = Watches()
         self._start_thread()
 
     # For any thread
@@ -53,8 +48,7 @@ class Loop:
     def post(self, call: Callable[[], None]) -> None:
         """Run `call` in the thread, soon."""
         self._calls.append(call)
-        with contextlib.suppress(OSError):  # closed: nothing runs any more
-            os.eventfd_write(self._wake_fd, 1)
+        self._watches.wake()
 
     def run(self, call: Callable[[], T], timeout: float) -> T:
         """Run `call` in the thread and return what it returns.
@@ -82,16 +76,14 @@ class Loop:
 
     def close(self, timeout: float) -> bool:
         """Stop the thread, at most `timeout` seconds; idempotent. False: it did not stop."""
-        if self._wake_fd < 0:
+        if self._watches.is_closed:
             return True
         self._is_stopping = True
         self.post(lambda: None)
         self._thread.join(timeout)
         if self._thread.is_alive():
             return False
-        self._epoll.close()
-        os.close(self._wake_fd)
-        self._wake_fd = -1
+        self._watches.close()
         return True
 
     # For the thread itself
@@ -114,17 +106,11 @@ class Loop:
 
     def watch(self, fd: int, callback: Callable[[], None], *, writable: bool = False) -> None:
         """Call back when `fd` is readable (with `writable`: or writable) or hung up."""
-        events = select.EPOLLIN | (select.EPOLLOUT if writable else 0)
-        if fd in self._watched:
-            self._epoll.modify(fd, events)
-        else:
-            self._epoll.register(fd, events)
-        self._watched[fd] = callback
+        self._watches.watch(fd, callback, writable=writable)
 
     def unwatch(self, fd: int) -> None:
         """Stop watching; idempotent. Call it before the fd is closed."""
-        if self._watched.pop(fd, None) is not None:
-            self._epoll.unregister(fd)
+        self._watches.unwatch(fd)
 
     def run_posted(self) -> None:
         """Run what others have posted until now."""
@@ -156,14 +142,11 @@ class Loop:
         self.guard(self._give_back)
 
     def _turn(self) -> None:
-        ready = self._epoll.poll(0 if self._waiting or self._calls else TICK_SECONDS)
+        ready = self._watches.ready(0.0 if self._waiting or self._calls else TICK_SECONDS)
         self.run_posted()
-        for fd, _ in ready:
-            if fd == self._wake_fd:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(fd)
-            elif fd in self._watched:
-                self.guard(self._watched[fd])
+        for fd in ready:
+            if (callback := self._watches.callback(fd)) is not None:
+                self.guard(callback)
         has_ended = self._look()
         now = time.monotonic()
         if now >= self._tick_at:

@@ -1,0 +1,67 @@
+"""Watches: the descriptors that the thread of an event loop waits for, and what is called then."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections.abc import Callable
+
+
+class Watches:
+    """`wake` is for any thread, the rest for the one that waits, or for who holds its lock."""
+
+    def __init__(self) -> None:
+        self.epoll = select.epoll()
+        self._callbacks: dict[int, Callable[[], None]] = {}
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.epoll.register(self._wake_fd, select.EPOLLIN)
+
+    def watch(self, fd: int, callback: Callable[[], None], *, writable: bool = False) -> None:
+        """Call back when `fd` is readable (with `writable`: or writable) or hung up, instead of the
+        callback before."""
+        events = select.EPOLLIN | (select.EPOLLOUT if writable else 0)
+        if fd in self._callbacks:
+            self.epoll.modify(fd, events)
+        else:
+            self.epoll.register(fd, events)
+        self._callbacks[fd] = callback
+
+    def unwatch(self, fd: int) -> None:
+        """Stop watching; idempotent. Call it before the fd is closed."""
+        if self._callbacks.pop(fd, None) is not None:
+            self.epoll.unregister(fd)
+
+    def wake(self) -> None:
+        """End a wait; nothing happens once it is closed."""
+        with contextlib.suppress(OSError, ValueError):
+            os.eventfd_write(self._wake_fd, 1)
+
+    def wait(self, seconds: float) -> None:
+        """Block until something is ready, `wake`, or for so many seconds."""
+        self.epoll.poll(seconds)
+
+    def ready(self, seconds: float = 0.0) -> list[int]:
+        """Wait, and return the descriptors that are ready; a `wake` has ended its wait."""
+        ready = [fd for fd, _ in self.epoll.poll(seconds)]
+        if self._wake_fd in ready:
+            ready.remove(self._wake_fd)
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+        return ready
+
+    def callback(self, fd: int) -> Callable[[], None] | None:
+        """Return what to call for a descriptor; None where another call has ended the watch."""
+        return self._callbacks.get(fd)
+
+    def close(self) -> None:
+        """Close what is its own; idempotent."""
+        if self._wake_fd >= 0:
+            self.epoll.close()
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+        return self._wake_fd < 0
