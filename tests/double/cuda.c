@@ -317,7 +317,9 @@ static void
 run_record(operation_t* base) {
     event_operation_t* self = (event_operation_t*)base;
     pthread_mutex_lock(&double_lock);
-    self->event->completed = self->generation;
+    if (self->event->completed < self->generation) { /* else it has been recorded again since */
+        self->event->completed = self->generation;
+    }
     event_release(self->event);
     pthread_cond_broadcast(&double_changed);
     pthread_mutex_unlock(&double_lock);

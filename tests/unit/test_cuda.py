@@ -81,6 +81,20 @@ def test_a_stream_waits_for_another_ones_event(cuda: Cuda) -> None:
     cuda.free(memory)
 
 
+def test_an_event_stands_for_what_it_was_recorded_behind_last(cuda: Cuda) -> None:
+    slow, quick, event = cuda.create_stream(), cuda.create_stream(), cuda.create_event()
+    gate = Gate(cuda, slow)
+    cuda.record(event, slow)
+    cuda.record(event, quick)
+    eventually(lambda: cuda.is_complete(event))
+    gate.open()
+    cuda.synchronize(slow)
+    assert cuda.is_complete(event)
+    for stream in (slow, quick):
+        cuda.destroy_stream(stream)
+    cuda.destroy_event(event)
+
+
 OPEN_IN_CHILD = """
 import ctypes, sys
 from p2p_engine.cuda import Cuda
