@@ -58,6 +58,15 @@ def free_port() -> int:
 
 
 @pytest.fixture
+def free_ports() -> list[int]:
+    """Return two of them."""
+    with socket.socket() as one, socket.socket() as two:
+        for probe in (one, two):
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in (one, two)]
+
+
+@pytest.fixture
 def no_leaks() -> Iterator[None]:
     """Fail a test that leaves a thread, descriptor, memory file or child process behind."""
     before = held_resources()

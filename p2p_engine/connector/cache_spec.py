@@ -16,8 +16,9 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 
-from p2p_engine.connector.groups import GroupCache, LayerGroup, numbers_in
+from p2p_engine.connector.groups import numbers_in
 from p2p_engine.connector.host_buffer import InPlace, make_host_buffer
+from p2p_engine.connector.layer_group import GroupCache, LayerGroup
 from p2p_engine.errors import ConfigError
 from p2p_engine.messages import CacheSpec, PageShape, Plane
 from p2p_engine.paged import PagedCache

@@ -272,7 +272,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Where peers find this rank."""
-        return self._worker.handshake if self._worker is not None else None
+        return RankHandshake(self._worker.location) if self._worker is not None else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Withdraw the preempted requests' blocks, which are about to be overwritten."""

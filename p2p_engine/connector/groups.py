@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from vllm.v1.kv_cache_interface import (
@@ -21,9 +21,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from p2p_engine.connector import compat
-from p2p_engine.connector.host_buffer import Staging
+from p2p_engine.connector.layer_group import LayerGroup
 from p2p_engine.errors import ConfigError
-from p2p_engine.paged import PagedCache
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,45 +33,6 @@ logger = logging.getLogger(__name__)
 SUPPORTED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 DRAFT_PREFIXES = {"draft_model", "mtp", "eagle_layers"}  # where vLLM does not go on counting
 PLAIN_QUANTISATION = ("NONE", "FP8_PER_TENSOR")  # no scales beside the values
-
-
-@dataclass(frozen=True)
-class LayerGroup:
-    """One group: its layers on this rank, and the `window` of tokens that they look back at.
-
-    A window of 0 is all tokens. With one, vLLM frees the blocks that lie behind it. `table` is the
-    place of its block table among vLLM's.
-    """
-
-    number: int
-    layer_names: tuple[str, ...]
-    spec: AttentionSpec
-    window: int = 0
-    table: int = 0
-    is_draft: bool = False
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a block."""
-        return self.spec.block_size
-
-    def first_block(self, num_tokens: int) -> int:
-        """The first block that the last of so many tokens looks at."""
-        return max(0, num_tokens - self.window) // self.block_size if self.window else 0
-
-    def num_blocks(self, num_tokens: int) -> int:
-        """How many blocks so many tokens fill, the last one perhaps in part."""
-        return -(-num_tokens // self.block_size)
-
-
-@dataclass(frozen=True)
-class GroupCache:
-    """A group's blocks on this rank: the engine reads and fills `cache`; `staging` lends its blocks
-    for vLLM's."""
-
-    group: LayerGroup
-    cache: PagedCache
-    staging: Staging
 
 
 def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from p2p_engine.config import SendMode
-from p2p_engine.connector.groups import GroupCache
-from p2p_engine.connector.metadata import BlockRange, Int64s, Load, Party
+from p2p_engine.connector.orders import BlockRange, Int64s, Load, Party
 from p2p_engine.errors import P2pError, TransferTimeout
 from p2p_engine.paged import PagedSink
 from p2p_engine.peers import InstanceAddress
 from p2p_engine.transfer import Transfer
 
 if TYPE_CHECKING:
+    from p2p_engine.connector.layer_group import GroupCache
     from p2p_engine.engine import P2pNcclEngine
 
 logger = logging.getLogger(__name__)

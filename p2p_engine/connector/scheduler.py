@@ -15,17 +15,10 @@ from vllm.v1.request import RequestStatus
 
 from p2p_engine.config import SendMode
 from p2p_engine.connector.binding import binding_of
-from p2p_engine.connector.groups import LayerGroup
 from p2p_engine.connector.intent import Direction, Instance, InvalidParams, read_intent
-from p2p_engine.connector.metadata import (
-    BlockRange,
-    EndedSend,
-    Int64s,
-    Load,
-    P2pConnectorMetadata,
-    Party,
-    SendStep,
-)
+from p2p_engine.connector.layer_group import LayerGroup
+from p2p_engine.connector.metadata import P2pConnectorMetadata
+from p2p_engine.connector.orders import BlockRange, EndedSend, Int64s, Load, Party, SendStep
 from p2p_engine.connector.pressure import Pressure
 
 if TYPE_CHECKING:

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from p2p_engine.config import SendMode
-from p2p_engine.connector.groups import GroupCache
-from p2p_engine.connector.metadata import EndedSend, Int64s, Party, SendStep
+from p2p_engine.connector.orders import EndedSend, Int64s, Party, SendStep
 from p2p_engine.errors import EngineClosed, P2pError, PeerError, TransferRejected
 from p2p_engine.paged import PagedSource
 from p2p_engine.peers import InstanceAddress
 from p2p_engine.transfer import Transfer
 
 if TYPE_CHECKING:
+    from p2p_engine.connector.layer_group import GroupCache
     from p2p_engine.engine import P2pNcclEngine
 
 logger = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from p2p_engine.connector.loads import Loads
-from p2p_engine.connector.metadata import P2pConnectorMetadata, RankHandshake
+from p2p_engine.connector.orders import StepOrders
 from p2p_engine.connector.sends import Sends
 from p2p_engine.directory import RankAddress
 
 if TYPE_CHECKING:
-    from p2p_engine.connector.groups import GroupCache
+    from p2p_engine.connector.layer_group import GroupCache
     from p2p_engine.engine import P2pNcclEngine
     from p2p_engine.messages import CacheSpec
 
@@ -62,18 +62,18 @@ class WorkerHalf:
         self._failed: set[str] = set()  # in a group, while others have not ended
 
     @property
-    def handshake(self) -> RankHandshake:
+    def location(self) -> RankAddress:
         """Where peers find this rank."""
         engine, spec = self.engine, self._spec
-        return RankHandshake(RankAddress(spec.rank, engine.zmq_address, engine.epoch, spec))
+        return RankAddress(spec.rank, engine.zmq_address, engine.epoch, spec)
 
-    def withdraw(self, metadata: P2pConnectorMetadata) -> None:
+    def withdraw(self, metadata: StepOrders) -> None:
         """Before anything of the step runs: take back the preempted requests' chunks."""
         if metadata.preempted:
             for sends in self._sends:
                 sends.withdraw(metadata.preempted)
 
-    def start_step(self, metadata: P2pConnectorMetadata) -> None:
+    def start_step(self, metadata: StepOrders) -> None:
         """Before the forward: offer what it will complete."""
         if metadata.drops_landed:
             self.engine.drop_landed()
@@ -82,7 +82,7 @@ class WorkerHalf:
             sends.end(metadata.ended_sends)
             sends.spill(metadata.spills)
 
-    def start_loads(self, metadata: P2pConnectorMetadata) -> None:
+    def start_loads(self, metadata: StepOrders) -> None:
         """After the forward, which may still have zeroed the blocks to be filled."""
         for loads in self._loads:
             loads.start(metadata.loads)

@@ -30,12 +30,8 @@ from vllm.v1.kv_cache_interface import (
 
 from p2p_engine.connector import compat
 from p2p_engine.connector.cache_spec import read_cache, read_caches
-from p2p_engine.connector.groups import (
-    GroupCache,
-    LayerGroup,
-    attention_groups,
-    is_draft_layer,
-)
+from p2p_engine.connector.groups import attention_groups, is_draft_layer
+from p2p_engine.connector.layer_group import GroupCache, LayerGroup
 from p2p_engine.errors import ConfigError
 from p2p_engine.messages import CacheSpec, Plane
 from p2p_engine.paged import PagedCache

@@ -20,8 +20,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from p2p_engine.config import SendMode
-from p2p_engine.connector.groups import LayerGroup
 from p2p_engine.connector.intent import Instance
+from p2p_engine.connector.layer_group import LayerGroup
 from p2p_engine.connector.metadata import P2pConnectorMetadata
 from p2p_engine.connector.scheduler import SchedulerHalf
 from p2p_engine.messages import TransferKey

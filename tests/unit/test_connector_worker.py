@@ -18,16 +18,10 @@ from hypothesis import strategies as st
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from p2p_engine.config import EngineConfig, SendMode
-from p2p_engine.connector.groups import GroupCache, LayerGroup, names_lost_blocks
+from p2p_engine.connector.groups import names_lost_blocks
 from p2p_engine.connector.host_buffer import InPlace
-from p2p_engine.connector.metadata import (
-    BlockRange,
-    EndedSend,
-    Load,
-    P2pConnectorMetadata,
-    Party,
-    SendStep,
-)
+from p2p_engine.connector.layer_group import GroupCache, LayerGroup
+from p2p_engine.connector.orders import BlockRange, EndedSend, Load, Party, SendStep, StepOrders
 from p2p_engine.connector.worker import WorkerHalf
 from p2p_engine.errors import (
     P2pError,
@@ -187,7 +181,7 @@ def blocks(first: int, num: int) -> np.ndarray[Any, Any]:
 
 def run(worker: WorkerHalf, **orders: Any) -> Any:
     """One step, its hooks in the model runner's order."""
-    metadata = P2pConnectorMetadata(**orders)
+    metadata = StepOrders(**orders)
     worker.withdraw(metadata)
     worker.start_step(metadata)
     worker.start_loads(metadata)
@@ -211,7 +205,7 @@ def test_blocks_leave_as_they_fill_and_the_ragged_one_last(
 
 
 def test_bytes_may_move_only_after_the_forward(engine: FakeEngine, worker: WorkerHalf) -> None:
-    metadata = P2pConnectorMetadata(sends=[step(party(), blocks(0, 7), 64)])
+    metadata = StepOrders(sends=[step(party(), blocks(0, 7), 64)])
     worker.withdraw(metadata)
     worker.start_step(metadata)
     assert [item.ready for item in engine.sent] == [False]
@@ -224,7 +218,7 @@ def test_put_waits_and_gives_up_at_its_deadline(
 ) -> None:
     caplog.set_level("WARNING", logger="p2p_engine")
     put = party(mode=SendMode.PUT)
-    metadata = P2pConnectorMetadata(sends=[step(put, blocks(0, 7), 100)])
+    metadata = StepOrders(sends=[step(put, blocks(0, 7), 100)])
     worker.start_step(metadata)
     waiting = threading.Thread(target=worker.finish_step)
     waiting.start()
@@ -321,7 +315,7 @@ def test_preempted_blocks_are_withdrawn_before_the_step_and_sent_again(
     end(first)
     release(third)  # left, but not all before it did
     engine.on_cancel = lambda transfer: end(transfer, TransferCancelled("preempted"))
-    worker.withdraw(P2pConnectorMetadata(preempted=["r"]))
+    worker.withdraw(StepOrders(preempted=["r"]))
     assert engine.cancelled == [second]
     assert second.released
     run(worker, sends=[step(party(), blocks(20, 7), 100)])
@@ -335,7 +329,7 @@ def test_blocks_that_cannot_be_withdrawn_in_time_are_given_up(
     """They may be torn: nobody must take them for the request's KV."""
     monkeypatch.setattr("p2p_engine.connector.sends.WITHDRAW_SECONDS", 0.01)
     run(worker, sends=[step(party(), blocks(0, 7), 48)])
-    worker.withdraw(P2pConnectorMetadata(preempted=["r"]))
+    worker.withdraw(StepOrders(preempted=["r"]))
     assert [name for name, _, _ in engine.abandoned] == ["t-r"]
     run(worker, sends=[step(party(), blocks(0, 7), 100)])
     assert len(engine.sent) == 1
@@ -548,10 +542,10 @@ def test_a_drafts_blocks_leave_when_it_has_computed_them(
     """vLLM drafts after the report; a step without a forward finished by none, before 0.31."""
     for lets_go in (
         drafting.finish_step,
-        lambda: drafting.start_step(P2pConnectorMetadata()),
+        lambda: drafting.start_step(StepOrders()),
     ):
         engine.sent.clear()
-        metadata = P2pConnectorMetadata(sends=[step(party(), blocks(0, 7), 100)])
+        metadata = StepOrders(sends=[step(party(), blocks(0, 7), 100)])
         drafting.start_step(metadata)
         drafting.start_loads(metadata)
         drafting.take_results()

@@ -1,0 +1,88 @@
+"""Orders: what the scheduler half tells every worker half to do in one step. Plain data, pickled
+once per step; nothing here needs vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from p2p_engine.config import SendMode
+from p2p_engine.messages import TransferKey
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Party:
+    """One request's part in a transfer: what it is called, what it is about, and with whom.
+
+    `peer` is the other instance's address; None when a producer was not told it.
+    """
+
+    request_id: str
+    key: TransferKey
+    peer: str | None
+    binding: bytes
+    send_type: SendMode
+    num_tokens: int  # of the prompt
+
+    def key_of(self, group: int) -> TransferKey:
+        """What the KV of one group is called."""
+        return msgspec.structs.replace(self.key, group=group)
+
+
+@dataclass(frozen=True)
+class BlockRange:
+    """A request's blocks in one group, from `first_block` to the end of what is loaded."""
+
+    first_block: int
+    block_ids: Int64s
+
+
+@dataclass(frozen=True)
+class Load:
+    """Fill these blocks, for each group."""
+
+    party: Party
+    ranges: tuple[BlockRange, ...]
+
+
+@dataclass(frozen=True)
+class SendStep:
+    """After this step `num_computed_tokens` of the prompt lie in these whole tables, by group.
+
+    Behind a group's window its table may name blocks that are no longer the request's.
+    """
+
+    party: Party
+    tables: tuple[Int64s, ...]
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True)
+class EndedSend:
+    """The request has finished. With `failure`, its KV will not be completed: the peer is told.
+
+    If `is_held`, vLLM keeps its blocks until every rank has reported it, exactly once.
+    """
+
+    party: Party
+    failure: str | None
+    is_held: bool
+
+
+@dataclass
+class StepOrders:
+    """One step's orders from the scheduler half to every worker half."""
+
+    preempted: list[str] = field(default_factory=list)
+    sends: list[SendStep] = field(default_factory=list)
+    ended_sends: list[EndedSend] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    spills: list[str] = field(default_factory=list)  # held requests whose blocks vLLM needs
+    cancelled_loads: list[str] = field(default_factory=list)
+    unwanted: list[Party] = field(default_factory=list)  # KV that nobody here will load
+    drops_landed: bool = False  # vLLM's caches were reset: what has landed is of old weights
