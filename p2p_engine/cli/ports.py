@@ -6,6 +6,8 @@ import errno
 import socket
 from types import TracebackType
 
+from p2p_engine.addresses import family_of
+
 
 def claim_port(host: str, port: int) -> socket.socket:
     """Bind without listening, so that the kernel gives the port to nobody who asks for any port.
@@ -16,8 +18,7 @@ def claim_port(host: str, port: int) -> socket.socket:
     Raises:
         OSError: somebody listens there, or the address is not one of this machine.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    claim = socket.socket(family, socket.SOCK_STREAM)
+    claim = socket.socket(family_of(host), socket.SOCK_STREAM)
     try:
         claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         claim.bind((host, port))

@@ -78,6 +78,26 @@ class Stranger:
     received: bytearray = field(default_factory=bytearray)
 
 
+def listen(
+    family: socket.AddressFamily, address: tuple[str, int] | str, receive_buffer_bytes: int = 0
+) -> socket.socket:
+    """Return a listener on an address; who is let in has a receive buffer of that size, if any.
+
+    Raises:
+        OSError: it cannot be bound.
+    """
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        if receive_buffer_bytes:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+        listener.bind(address)
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
 class Door:
     """The listening side: lets in who shows a token that matches."""
 

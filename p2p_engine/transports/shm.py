@@ -26,7 +26,15 @@ from p2p_engine.transports.base import (
     Order,
     SenderWrites,
 )
-from p2p_engine.transports.handshake import PREAMBLE, Dial, Dials, Door, Tokens, send_descriptor
+from p2p_engine.transports.handshake import (
+    PREAMBLE,
+    Dial,
+    Dials,
+    Door,
+    Tokens,
+    listen,
+    send_descriptor,
+)
 
 
 class ShmChannel(ArenaChannel):
@@ -88,10 +96,8 @@ class ShmTransport(SenderWrites):
         self._dials = Dials()
         self._senders: dict[int, socket.socket] = {}
         if landing is not None:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             self._name = f"p2p-engine-{epoch:x}-{secrets.token_hex(8)}"
-            listener.bind("\0" + self._name)
-            listener.listen(128)
+            listener = listen(socket.AF_UNIX, "\0" + self._name)
             self._door = Door(control, listener, self._tokens, self._admit)
 
     def invite(self, source_epoch: int) -> Endpoint | None:

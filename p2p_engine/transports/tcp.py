@@ -8,13 +8,21 @@ import socket
 import numpy as np
 
 from mempool import Mover
-from p2p_engine.addresses import join_address, split_address
+from p2p_engine.addresses import family_of, join_address, split_address
 from p2p_engine.control import ControlPlane
 from p2p_engine.errors import TransportError
 from p2p_engine.jobs import Job, still_running
 from p2p_engine.layout import Regions
 from p2p_engine.transports.base import Broken, Connected, Endpoint, Order
-from p2p_engine.transports.handshake import ACCEPTED, PREAMBLE, Dial, Dials, Door, Tokens
+from p2p_engine.transports.handshake import (
+    ACCEPTED,
+    PREAMBLE,
+    Dial,
+    Dials,
+    Door,
+    Tokens,
+    listen,
+)
 
 WATCH_SEQ = (1 << 63) - 1
 SOCKET_BUFFER_BYTES = 4 << 20  # the kernel caps it at net.core.{r,w}mem_max
@@ -86,15 +94,7 @@ class TcpTransport:
         self._dials = Dials()
         self._channels = itertools.count(1)
         self._senders: dict[int, int] = {}
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
-        try:
-            listener.bind((host, 0))
-            listener.listen(128)
-        except OSError:
-            listener.close()
-            raise
+        listener = listen(family_of(host), (host, 0), SOCKET_BUFFER_BYTES)
         self._address = join_address(host, listener.getsockname()[1])
         self._door = Door(control, listener, self._tokens, self._admit)
 
@@ -116,7 +116,7 @@ class TcpTransport:
                 channel = self._hand_over(connection)
             connected(TcpChannel(self._mover, channel))
 
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        family = family_of(host)
         Dial(self._dials, self._control, family, (host, port), preamble, answered, connected)
 
     def expect(

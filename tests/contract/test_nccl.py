@@ -232,8 +232,8 @@ def test_a_transfer_that_fails_on_the_gpu_ends_and_is_never_taken_for_whole(
     with pairs(patience_seconds=0.5) as pair:
         channel, broken = pair.channel(), []  # type: ignore[var-annotated]
         pair.sender.in_control(lambda: channel.watch(broken.append))
+        landing = pair.grant(None, memory.nbytes)  # before an error that both sides may see
         with double.fault(**fault):
-            landing = pair.grant(None, memory.nbytes)
             source = one_region(memory.ctypes.data, memory.nbytes)
             job = channel.write(Order(source, landing.grant, keep=memory))
             assert job.wait(10)

@@ -148,6 +148,7 @@ def test_without_a_descriptor_the_door_rests_and_opens_again(
             return real.fileno()
 
     house.control.call_soon(lambda: setattr(house.door, "_listener", Full()))
+    eventually(lambda: isinstance(house.door._listener, Full))
     shown = PREAMBLE.pack(EPOCH, bytes.fromhex(house.tokens.make(EPOCH)))
     with house.knock(data=shown):
         eventually(lambda: failures)

@@ -12,14 +12,22 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from p2p_engine.addresses import join_address, split_address
+from p2p_engine.addresses import family_of, join_address, split_address
 from p2p_engine.control import ControlPlane
 from p2p_engine.device import Device, DeviceJob
 from p2p_engine.errors import ConfigError, TransportError
 from p2p_engine.jobs import Job, still_running
 from p2p_engine.layout import Regions
 from p2p_engine.transports.base import Broken, Channel, Connected, Endpoint, Order
-from p2p_engine.transports.handshake import ACCEPTED, PREAMBLE, Dial, Dials, Door, Tokens
+from p2p_engine.transports.handshake import (
+    ACCEPTED,
+    PREAMBLE,
+    Dial,
+    Dials,
+    Door,
+    Tokens,
+    listen,
+)
 from p2p_engine.transports.nccl.group import Memory
 from p2p_engine.transports.nccl.groups import Groups
 from p2p_engine.transports.nccl.library import Nccl, show_version
@@ -145,11 +153,8 @@ class NcclTransport:
         self._senders: dict[int, ReceivingPair] = {}
         self._pairs: set[Pair] = set()  # the device's thread only
         self._is_closed = False
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listener = listen(family_of(host), (host, 0))
         try:
-            listener.bind((host, 0))
-            listener.listen(128)
             sent_bytes = Slabs.total_bytes(slab_bytes, NUM_SLABS)
             num_recv_slabs = NUM_RECV_SLABS if overflows else 0
             total = sent_bytes + Slabs.total_bytes(slab_bytes, num_recv_slabs)
@@ -193,9 +198,8 @@ class NcclTransport:
             text = f"connect: NCCL {ours} here, {theirs} there: both must be the same release"
             connected(TransportError(text))
             return
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         Dial(
-            self._dials, self._control, family, (host, port), preamble,
+            self._dials, self._control, family_of(host), (host, port), preamble,
             lambda connection, _: self._dialled(connection, connected), connected,
         )  # fmt: skip
 
