@@ -220,6 +220,18 @@ def test_without_the_grant_step_it_deadlocks() -> None:
     assert stuck > 0, "the model cannot see a deadlock"
 
 
+def test_what_waits_in_a_group_that_ends_is_not_launched_by_what_that_frees() -> None:
+    slots, launched = Slots(1), list[Piece]()
+    half = ReceivingHalf(
+        slots, lambda piece, found: found(), lambda piece: True, launched.append, lambda *_: None
+    )
+    for order in range(2):
+        half.on_ask(order, Piece(order, 0, 1))
+    half.end()
+    assert launched == [Piece(0, 0, 1)]
+    assert slots.num_free == 1
+
+
 @pytest.mark.parametrize("slots", [1, 3])
 def test_there_are_never_more_kernels_than_slots(slots: int) -> None:
     rng = random.Random(SEED)

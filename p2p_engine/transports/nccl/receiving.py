@@ -122,9 +122,9 @@ class ReceivingPair(Pair):
 
     def broken(self) -> None:
         """End what no kernel writes."""
-        self._end_half()
         for piece in [piece for piece, room in self._rooms.items() if not room.is_used]:
             self._leave_room(piece)
+        self._end_half()
         for receive in list(self._receives.values()):
             self._settle(receive)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from p2p_engine.errors import TransportError
@@ -54,6 +54,11 @@ class Slots:
         if wish.is_granted:
             self._num_free += 1
             self._serve()
+
+    def give_back_all(self, wishes: Iterable[Wish]) -> None:
+        """Free many: those that wait first, so that none of them gets what another one frees."""
+        for wish in sorted(wishes, key=lambda wish: wish.is_granted):
+            self.give_back(wish)
 
     def _serve(self) -> None:
         while self._waiting and self._num_free:
@@ -155,8 +160,7 @@ class SendingHalf:
         self._queue.clear()
         self._asked.clear()
         self._launched.clear()
-        for wish in list(self._held.values()):
-            self._slots.give_back(wish)
+        self._slots.give_back_all(self._held.values())
         self._held.clear()
 
     def _advance(self) -> None:
@@ -234,8 +238,7 @@ class ReceivingHalf:
         """Give all slots back: no kernel of this group runs any more."""
         self._asked.clear()
         self._launched.clear()
-        for wish in list(self._held.values()):
-            self._slots.give_back(wish)
+        self._slots.give_back_all(self._held.values())
         self._held.clear()
 
     def _serve(self, piece: Piece) -> None:
