@@ -29,6 +29,7 @@ COUNTERS = {
     "p2p_expired_leases": ("expired_leases", "", "KV that nobody asked for in time."),
     "p2p_corrupted_chunks": ("corrupted_chunks", "", "Chunks that came with a wrong checksum."),
     "p2p_wrong_messages": ("wrong_messages", "", "Messages that were dropped as wrong."),
+    "p2p_spilled_bytes": ("spilled_bytes", "", "KV bytes that left vLLM's blocks under pressure."),
     "p2p_messages": ("messages_sent", "", "Control messages that were sent."),
 }
 GAUGES = {
