@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeAlias
 
 from p2p_engine.errors import TransferError, TransportError
@@ -23,12 +25,12 @@ from tests.property.test_store_simulation import (
     SenderWrites,
     TransferMachine,
 )
-from tests.simulation import MAX_BLOCKS, World
+from tests.simulation import MAX_BLOCKS, Receiving, Sending, World
 
 Move: TypeAlias = tuple[str, int]
-MOVES_OF_TIME = 1
 CHUNK = (2, MAX_BLOCKS - 2)  # small enough for several to have room
 FAULTS = ("lose", "double", "break", "cancel", "restart")
+BOUNDED = (*FAULTS, "advance")  # each at most once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +66,11 @@ def moves_of(world: World, path: tuple[Move, ...], bounds: Bounds) -> list[Move]
                 continue
             if name in ("lose", "double"):
                 moves += [(name, index) for index in seen.values()]
+            elif name == "cancel":
+                moves += [(name, index) for index in range(bounds.num_keys)]
             else:
                 moves.append((name, 0))
-    if used["advance"] < MOVES_OF_TIME:
+    if not used["advance"]:
         moves.append(("advance", 0))
     return moves
 
@@ -89,7 +93,7 @@ def make(machine: TransferMachine, move: Move, bounds: Bounds) -> None:
     elif name == "break":
         world.break_channel(TransportError("the data connection broke"))
     elif name == "cancel":
-        world.receivings[0].transfer.cancel("not wanted any more")
+        world.receivings[index].transfer.cancel("not wanted any more")
     elif name == "restart":
         world.restart_sender()
         for key in KEYS[: bounds.num_keys]:
@@ -110,35 +114,84 @@ def work(world: World) -> None:
     world.store.poll()
 
 
-def name_of(world: World, used: Counter[str]) -> str:
-    """What tells one state from another."""
-    network = sorted(_message(to, frame) for to, frame in world.network)
+def name_of(world: World) -> str:
+    """What tells one state from another; two that differ only in which key is which are one.
+
+    The keys are sent in their order at each start of the sender: the first has the first number.
+    """
+    parts = parts_of(world)
+    return min(repr(sorted(parts)), repr(sorted(map(_mirrored, parts))))
+
+
+def parts_of(world: World) -> list[str]:
+    """Everything in a state, with sequence numbers as "#1" and "#2"."""
     chunks = [
-        (c.seq, c.state.name, c.attempt, c.ready, round(c.resend_at - world.now, 3), repr(c.ending))
+        ("chunk", f"#{c.seq}", c.state.name, c.attempt, c.ready, round(c.resend_at - world.now, 3),
+         repr(c.ending))
         for c in world.sender._chunks.values()
-    ]
-    landings = sorted(
-        (i.id, i.state.name, i.attempt, i.receive is not None, i.done_heard, i.place)
+    ]  # fmt: skip
+    landings = [
+        ("landing", i.id[0], f"#{i.id[1]}", i.state.name, i.attempt, i.receive is not None,
+         i.done_heard, i.place)
         for i in world.landings()
-    )
-    jobs = [(j.kind, j.epoch, j.seq, j.state, j.moved, j.cancel_asked) for j in world.jobs]
-    streams = {e: [item[::2] for item in c.stream] for e, c in world.channels.items()}
-    ends = [(t.released, t.done, repr(t.error)) for t in world.transfers()]
+    ]  # fmt: skip
+    jobs = [
+        ("job", place, j.kind, j.epoch, f"#{j.seq}", j.state, j.moved, j.cancel_asked)
+        for place, j in enumerate(world.jobs)
+    ]
+    streams = [
+        ("stream", epoch, place, f"#{seq}", end)
+        for epoch, channel in world.channels.items()
+        for place, (seq, _, end) in enumerate(channel.stream)
+    ]
+    callers: list[Sending | Receiving] = [*world.sendings, *world.receivings]
+    ends = [
+        ("end", type(item).__name__, str(item.key), item.transfer.released, item.transfer.done,
+         repr(item.transfer.error))
+        for item in callers
+    ]  # fmt: skip
     link = world.links.link
-    parts = (
-        network, chunks, landings, jobs, streams, ends, world.now, world.epoch,
-        sorted(world.guests), link is not None and (link.state.name, link.channel is not None),
-        sorted(used.items()),
-        sorted(world.sender._abandoned), len(world.breaking), sorted(world.transport.connected),
+    rest = (
+        "rest", world.now, world.epoch, sorted(world.guests),
+        link is not None and (link.state.name, link.channel is not None),
+        len(world.breaking), sorted(world.transport.connected),
     )  # fmt: skip
-    return repr(parts)
+    abandoned = [("abandoned", str(key)) for key, _ in world.sender._abandoned]
+    network = [("message", _message(to, frame)) for to, frame in world.network]
+    everything = [*chunks, *landings, *jobs, *streams, *ends, *abandoned, *network, rest]
+    return [repr(part) for part in everything]
+
+
+_KEYS_AND_NUMBERS = re.compile(r"(request-|#|\bseq=)([12])\b")
+
+
+def _mirrored(part: str) -> str:
+    """The same with the two keys in each other's place."""
+    return _KEYS_AND_NUMBERS.sub(lambda found: found[1] + "21"[int(found[2]) - 1], part)
 
 
 def _message(to: str, frame: bytes) -> str:
     message = decode(frame)
     if isinstance(message, Grant):  # its trailer is random
-        return f"{to} {message.destination_epoch} {message.seq} {message.attempt} {message.offset}"
+        return f"{to} {message.destination_epoch} #{message.seq} {message.attempt} {message.offset}"
     return f"{to} {message!r}"
+
+
+class Seen:
+    """The states that are known, and what had been spent of the bounds when they were reached."""
+
+    def __init__(self) -> None:
+        self._spent: dict[str, list[frozenset[str]]] = {}
+        self.num_states = 0
+
+    def add(self, name: str, spent: frozenset[str]) -> bool:
+        """Note a state; False: from one like it at least as much can happen, and that is known."""
+        known = self._spent.setdefault(name, [])
+        if any(other <= spent for other in known):
+            return False
+        known.append(spent)
+        self.num_states += 1
+        return True
 
 
 def explore(kind: type[TransferMachine], bounds: Bounds, limit: int) -> int:
@@ -148,20 +201,20 @@ def explore(kind: type[TransferMachine], bounds: Bounds, limit: int) -> int:
         AssertionError: a promise is broken, a state has no way to the end, or there are more states
             than `limit`.
     """
-    seen: set[str] = set()
+    seen = Seen()
     frontier: list[tuple[Move, ...]] = [()]
     while frontier:
         following: list[tuple[Move, ...]] = []
         for path in frontier:
             moves = visit(kind, path, bounds, seen)
             following += [(*path, move) for move in moves]
-            assert len(seen) <= limit, f"more than {limit} states"
+            assert seen.num_states <= limit, f"more than {limit} states"
         frontier = following
-    return len(seen)
+    return seen.num_states
 
 
 def visit(
-    kind: type[TransferMachine], path: tuple[Move, ...], bounds: Bounds, seen: set[str]
+    kind: type[TransferMachine], path: tuple[Move, ...], bounds: Bounds, seen: Seen
 ) -> list[Move]:
     """Play a path; returns what can follow, nothing when its state is known."""
     machine: Any = kind()
@@ -169,11 +222,9 @@ def visit(
         begin(machine, bounds)
         for move in path:
             make(machine, move, bounds)
-        faults = Counter(name for name, _ in path if name in (*FAULTS, "advance"))
-        name = name_of(machine.world, faults)
-        if name in seen:
+        spent = frozenset(name for name, _ in path if name in BOUNDED)
+        if not seen.add(name_of(machine.world), spent):
             return []
-        seen.add(name)
         machine.check_promises()
         moves = moves_of(machine.world, path, bounds)
         machine.world.settle()
@@ -193,9 +244,12 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=1)
     parser.add_argument("--limit", type=int, default=1_000_000)
     options = parser.parse_args()
-    for kind in (SenderWrites, ReceiverWrites):
-        states = explore(kind, Bounds(options.keys, options.faults), options.limit)
-        print(f"{kind.__name__}: {states} states, all promises hold in each")  # noqa: T201
+    bounds, kinds = Bounds(options.keys, options.faults), (SenderWrites, ReceiverWrites)
+    with ProcessPoolExecutor(len(kinds)) as pool:
+        runs = [pool.submit(explore, kind, bounds, options.limit) for kind in kinds]
+        for kind, run in zip(kinds, runs, strict=True):
+            states = run.result()
+            print(f"{kind.__name__}: {states} states, all promises hold in each")  # noqa: T201
 
 
 if __name__ == "__main__":
