@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from p2p_engine.affinity import restore_affinity
 from p2p_engine.device import Device
@@ -59,13 +60,16 @@ class Reaper:
 
     def _run(self, comm: int, registrations: list[int], ended: Callable[[], None]) -> None:
         restore_affinity()
-        try:
-            self._device.cuda.use(self._device.index)
-            for registration in registrations:
-                self._nccl.deregister(comm, registration)
-            self._nccl.abort(comm)
-        except TransportError as error:
-            logger.warning("a communicator could not be aborted: %s", error)
+        steps: list[Callable[[], object]] = [
+            partial(self._device.cuda.use, self._device.index),
+            *(partial(self._nccl.deregister, comm, item) for item in registrations),
+            partial(self._nccl.abort, comm),
+        ]
+        for step in steps:
+            try:  # one that fails keeps none of the others from being done
+                step()
+            except TransportError as error:
+                logger.warning("a communicator could not be ended cleanly: %s", error)
         self._device.post(ended)  # before anybody who waits closes the device
         with self._changed:
             del self._since[comm]
