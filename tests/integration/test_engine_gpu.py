@@ -14,8 +14,11 @@ from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.config import GPU_TRANSPORTS
 from p2p_engine.cuda import Cuda
 from p2p_engine.errors import ConfigError, P2pError, PeerRefused, TransferRejected, TransportError
+from p2p_engine.layout import TensorSink, TensorSource
 from p2p_engine.peers import PeerAddress
+from p2p_engine.transports.nccl.group import GroupState
 from p2p_engine.transports.nccl.memory import estimated_bytes
+from p2p_engine.transports.nccl.transport import NcclTransport
 from tests.engines import (
     BLOCKS,
     MIB,
@@ -127,6 +130,38 @@ def test_close_keeps_what_a_copy_to_the_pool_may_still_write(rng: SeededRandom) 
         receiver.close()
         with pytest.raises(ValueError, match="closed"):
             receiver._arena.arena.view(0, 8)
+
+
+def test_groups_that_break_and_copies_that_hang_lose_nothing_of_the_rest(
+    monkeypatch: pytest.MonkeyPatch, rng: SeededRandom
+) -> None:
+    """Many transfers between three engines, by small slabs and mostly into the pool."""
+    defaults = NcclTransport.__init__.__kwdefaults__ or {}
+    monkeypatch.setitem(defaults, "slab_bytes", 64 << 10)
+    with engines(3, "nccl", kv_buffer_size=300_000) as parties:
+        open_transfers = []
+        for number in range(40):
+            sender, receiver = rng.sample(parties, 2)
+            tensor, sink = random_tensor(rng, rng.choice([0, 1, 5000, 700_000])), TensorSink()
+            received = receiver.receive(TransferKey(f"{number}"), sink)
+            target, source = PeerAddress(receiver.zmq_address), TensorSource(tensor)
+            sent = sender.send(TransferKey(f"{number}"), target, source)
+            open_transfers.append((sent, received, tensor, sink))
+            DOUBLE["copies_hang"] ^= rng.random() < 0.1
+            if rng.random() < 0.1:
+                transport = receiver._transports["nccl"]
+                assert isinstance(transport, NcclTransport)
+                with receiver._changed:
+                    for pair in transport._senders.values():
+                        group = pair.group
+                        if group is not None and group.state is GroupState.READY:
+                            transport._end(pair, "the test says so")
+        DOUBLE["copies_hang"] = 0
+        for sent, received, tensor, sink in open_transfers:
+            eventually(lambda: sent.done and received.done, 20)  # noqa: B023
+            whole = sink.tensor is not None and torch.equal(sink.tensor, tensor)
+            assert whole or isinstance(received.error, P2pError)
+        assert_idle(*parties)
 
 
 def test_another_release_of_nccl_is_refused_with_both_named(rng: SeededRandom) -> None:
