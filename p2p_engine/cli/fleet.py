@@ -102,13 +102,17 @@ class Fleet:
         vllm_args: Sequence[str] = (),
         transfer_config: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
+        successor_of: Member | None = None,
     ) -> Member:
         """Start one more instance and return at once; `wait_ready` waits for it.
+
+        The successor of a member that was stopped or killed has its addresses.
 
         Raises:
             OSError: the process could not be started.
         """
-        plan = self._plan(Role(role), name, vllm_args)
+        predecessor = successor_of.plan if successor_of is not None else None
+        plan = self._plan(Role(role), name, vllm_args, predecessor)
         overrides = commands.merge_configs(self._transfer_config, transfer_config or {})
         slot = self._free_slot()
         given = {**self._devices.environment(slot), **self._env, **(env or {})}
@@ -122,7 +126,7 @@ class Fleet:
         self,
         *members: Member,
         timeout: float = 600.0,
-        on_look: Callable[[Collection[Member]], None] | None = None,
+        on_look: Callable[[Collection[Member]], object] | None = None,
     ) -> None:
         """Block until these members (or all) serve; `on_look` is called after each look at them.
 
@@ -206,14 +210,20 @@ class Fleet:
         """End all."""
         self.close()
 
-    def _plan(self, role: Role, name: str | None, vllm_args: Sequence[str]) -> InstancePlan:
+    def _plan(
+        self,
+        role: Role,
+        name: str | None,
+        vllm_args: Sequence[str],
+        predecessor: InstancePlan | None,
+    ) -> InstancePlan:
         return InstancePlan(
             name=name or self._new_name(role),
             role=role,
             model=self._model,
             host=self._host,
-            http_port=self._ports.take(),
-            kv_port=self._ports.take(),
+            http_port=self._ports.take(predecessor.http_port if predecessor else 0),
+            kv_port=self._ports.take(predecessor.kv_port if predecessor else 0),
             registration_address=self.registration_address,
             tp_size=self._tp_size,
             send_type=self._send_type,

@@ -80,6 +80,21 @@ def test_an_instance_joins_and_leaves_while_others_serve(fleet: FakeFleet) -> No
     assert third.slot == first.slot  # its cores are free again
 
 
+def test_a_successor_has_the_addresses_of_who_is_gone(fleet: FakeFleet) -> None:
+    first = fleet.start("decode")
+    fleet.wait_ready(timeout=30)
+    with pytest.raises(OSError, match="planned twice"):
+        fleet.start("decode", successor_of=first)
+    fleet.kill(first)
+    second = fleet.start("decode", successor_of=first)
+    fleet.wait_ready(timeout=30)
+    assert first.plan is not None
+    assert second.plan is not None
+    assert second.name != first.name
+    assert second.plan.http_address == first.plan.http_address
+    assert second.plan.kv_address == first.plan.kv_address
+
+
 def test_a_killed_instance_takes_its_children_along(fleet: FakeFleet) -> None:
     member = fleet.start("prefill", vllm_args=["grandchild"])
     fleet.wait_ready(timeout=30)

@@ -6,12 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from p2p_engine.cli.commands import Role
-from p2p_engine.cli.fleet import Fleet
-from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
-from tests.compat.workload import Answer, Question, ask_all
-from tests.vllm.load import CONCURRENCY, ENVIRONMENT, questions_for
-from tests.vllm.other_models import ensure_model
+from tests.compat.workload import Answer, Question
+from tests.vllm.load import answers_of_one, questions_for
 
 
 @pytest.fixture(scope="session")
@@ -29,18 +25,12 @@ def answers_alone(
 
     def answers(tp_size: int = 1, model: str = "llama") -> list[Answer]:
         if (tp_size, model) not in known:
-            fleet = Fleet(
-                ensure_model(model),
+            known[tp_size, model] = answers_of_one(
+                questions_for(model),
+                tmp_path_factory.mktemp("alone"),
+                model=model,
                 tp_size=tp_size,
-                vllm_args=VLLM_ARGS,
-                env=ENVIRONMENT,
-                log_dir=tmp_path_factory.mktemp("alone"),
             )
-            with fleet:
-                single = fleet.start(Role.SINGLE)
-                fleet.wait_ready(timeout=BOOT_SECONDS)
-                questions = questions_for(model)
-                known[tp_size, model] = ask_all(single.url, questions, concurrency=CONCURRENCY)
         return known[tp_size, model]
 
     return answers

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import http.client
-import json
-import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -16,12 +12,12 @@ from p2p_engine.cli.commands import EXTRA, Role
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.members import Member
 from p2p_engine.cli.tiny_model import ensure_tiny_model
-from p2p_engine.request_ids import ProxyId, new_transfer_id
 from tests import marks
 from tests.compat.fleet import VLLM_ARGS
 from tests.compat.workload import Answer, Question, ask
 from tests.support import eventually
-from tests.vllm.observing import by_label, holds_nothing, prompt_tokens
+from tests.vllm.leaving import leave_early, new_request_id, num_requests, question_of
+from tests.vllm.observing import holds_nothing, prompt_tokens
 
 BOOT_SECONDS = 600.0
 DEADLINE_SECONDS = 20  # of a transfer: what ends long before did not wait for it
@@ -42,10 +38,7 @@ class Pair:
 
     def new_request_id(self) -> str:
         """An id of the old scheme that names both."""
-        addresses = [
-            member.plan.kv_address for member in (self.prefill, self.decode) if member.plan
-        ]
-        return str(ProxyId(addresses[0], addresses[1], new_transfer_id()))
+        return new_request_id(self.prefill, self.decode)
 
 
 @pytest.fixture(scope="module", params=["PUT_ASYNC", "GET"])
@@ -64,29 +57,6 @@ def pair(
         members = [fleet.start(role) for role in (Role.PREFILL, Role.DECODE)]
         fleet.wait_ready(timeout=BOOT_SECONDS)
         yield Pair(*members)
-
-
-def question_of(length: int, seed: int, **more: Any) -> Question:
-    source = random.Random(seed)
-    body = {
-        "model": str(ensure_tiny_model()),
-        "prompt": [source.randrange(5, 900) for _ in range(length)],
-        "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
-    }  # fmt: skip
-    return Question("/v1/completions", {**body, **more})
-
-
-def leave_early(member: Member, question: Question, request_id: str) -> http.client.HTTPConnection:
-    """Ask, and return the connection without waiting: closing it is how a client leaves."""
-    connection = http.client.HTTPConnection(member.http_address, timeout=60)
-    headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
-    connection.request("POST", question.path, json.dumps(question.body), headers)
-    return connection
-
-
-def num_requests(member: Member) -> int:
-    names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-    return sum(sum(by_label(member, name, "").values()) for name in names)
 
 
 def check_serving(pair: Pair, seed: int) -> None:

@@ -13,10 +13,10 @@ from p2p_engine.cli.commands import EXTRA, Role
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.members import Member
 from p2p_engine.cli.tiny_model import ensure_tiny_model
-from p2p_engine.request_ids import ProxyId, new_transfer_id
 from tests import marks
 from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
 from tests.compat.workload import Answer, Question, ask
+from tests.vllm.leaving import new_request_id
 from tests.vllm.load import (
     CONCURRENCY,
     ENVIRONMENT,
@@ -51,11 +51,7 @@ class Servers:
             return answer.result()
 
     def _headers(self) -> dict[str, str]:
-        plans = self.prefill.plan, self.decode.plan
-        assert plans[0] is not None
-        assert plans[1] is not None
-        request_id = ProxyId(plans[0].kv_address, plans[1].kv_address, new_transfer_id())
-        return {"X-Request-Id": str(request_id)}
+        return {"X-Request-Id": new_request_id(self.prefill, self.decode)}
 
 
 @pytest.fixture(params=["shm", "tcp"])
