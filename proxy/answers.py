@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from http import HTTPStatus
 
 import msgspec
@@ -12,6 +13,7 @@ from proxy.errors import LegFailed, ProxyError, Refused
 from proxy.instances import Role
 from proxy.lifetime import Answer, Headers
 
+EVENT_STREAM = b"text/event-stream"
 # An instance's own gateway errors keep their status, and another instance may do better; its other
 # 5xx are a bad gateway to the client, and may be due to the request: it is not tried elsewhere.
 _GATEWAY_ERRORS = (502, 503, 504)
@@ -23,6 +25,13 @@ KEPT_BACK_HEADERS = {
     b"connection", b"date", b"keep-alive", b"proxy-connection", b"server", b"set-cookie", b"te",
     b"trailer", b"transfer-encoding", b"upgrade", b"x-request-id",
 }  # fmt: skip
+
+
+# How vLLM answers, with a 200, what it no longer computes because it was told to stop. Inside a
+# text, the quotes would be escaped.
+_ABORTED = re.compile(rb'"finish_reason": ?"abort"')
+# Such an answer is shorter, and of any other this much comes at once.
+_MAX_ABORTED_BYTES = 4096
 
 
 class _Error(msgspec.Struct):
@@ -52,6 +61,8 @@ def check_prefill(response: Response, answer: bytes) -> payload.Prefilled:
         passed = status if can_retry else HTTPStatus.BAD_GATEWAY
         message = f"the prefill instance answered {status}"
         raise LegFailed(passed, "prefill_failed", message, can_retry=can_retry)
+    if _ABORTED.search(answer):
+        raise _aborted(Role.PREFILL.label)
     try:
         return payload.read_prefill(answer)
     except ValueError as error:
@@ -62,11 +73,18 @@ def check_prefill(response: Response, answer: bytes) -> payload.Prefilled:
 async def check_answer(response: Response, role: str, max_bytes: int) -> None:
     """Pass all answers but 5xx, which the client gets as they are if nobody else can help.
 
+    Waits until an answer that is no failure has begun.
+
     Raises:
+        ClientError: it does not begin.
         LegFailed: the instance failed.
         ProxyError: it was the client's fault.
     """
     status = response.status
+    if status == HTTPStatus.OK:
+        is_stream = response.content_type == EVENT_STREAM
+        if _ABORTED.search(await response.ahead(1 if is_stream else _MAX_ABORTED_BYTES)):
+            raise _aborted(role)
     if status < 500:
         return
     try:
@@ -81,6 +99,11 @@ async def check_answer(response: Response, role: str, max_bytes: int) -> None:
         can_retry=status in _GATEWAY_ERRORS,
         answer=_as_answer(response, answer),
     )
+
+
+def _aborted(role: str) -> LegFailed:
+    message = f"the {role} instance is stopping"
+    return LegFailed(HTTPStatus.SERVICE_UNAVAILABLE, f"{role}_stopping", message, can_retry=True)
 
 
 async def read(response: Response, max_bytes: int) -> bytes:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from p2p_engine.request_ids import new_transfer_id
 from proxy import payload
 from proxy.answers import check_answer
-from proxy.client import Limits, Response
+from proxy.client import ClientError, Limits, Response
 from proxy.errors import LegFailed
 from proxy.lifetime import Ends
 from proxy.relay import Relay
+from proxy.upstream import leg_failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +70,10 @@ class Attempt:
                 leg.instance, leg.role, self.request.path, body, headers, limits, on_sent
             )
             self.ends.callback(response.close)
-            await check_answer(response, leg.role.label, self.config.max_body_bytes)
+            try:
+                await check_answer(response, leg.role.label, self.config.max_body_bytes)
+            except ClientError as error:
+                raise leg_failed(leg.instance, leg.role, error) from error
         except LegFailed as failure:
             self.judge(leg, failure)
             raise

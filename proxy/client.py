@@ -92,6 +92,16 @@ class Response:
             await self._wait()
         return self.taken()
 
+    async def ahead(self, num_bytes: int) -> bytes:
+        """Return what the body begins with, once it is complete or so much is here; it stays there.
+
+        Raises:
+            ClientError: the answer does not go on.
+        """
+        while not self.is_complete and self._num_buffered < num_bytes:
+            await self._wait()
+        return b"".join(self._pieces)
+
     def taken(self) -> bytes:
         """Return what has come since the last call; never waits."""
         taken = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from proxy.answers import passed_headers
+from proxy.answers import EVENT_STREAM, passed_headers
 from proxy.client import ClientError, Response
 from proxy.errors import LegFailed, ProxyError
 from proxy.lifetime import Answer, AnswerCut
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from proxy.attempt import Attempt
     from proxy.instances import Leg
 
-_EVENT_STREAM = b"text/event-stream"
 # With one of these, nothing of ours can be put behind what was cut.
 _FRAMING_HEADERS = (b"content-length", b"content-encoding")
 
@@ -40,7 +39,7 @@ class Relay:
         self._deadlines = attempt.deadlines
         self._leg = leg
         self._response = response
-        self._is_stream = response.content_type == _EVENT_STREAM
+        self._is_stream = response.content_type == EVENT_STREAM
         is_plain = not response.header(b"content-encoding")
         self._usage = None if cached_tokens is None or not is_plain else CachedTokens(cached_tokens)
 

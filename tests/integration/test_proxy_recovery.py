@@ -75,6 +75,36 @@ async def test_kv_that_does_not_arrive_is_computed_by_another_prefill(
         assert set((await breakers(proxy, decode)).values()) == {"closed"}
 
 
+@pytest.mark.parametrize("asked", [ASKED, STREAMED], ids=["whole", "stream"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_what_a_stopping_instance_does_not_compute_is_done_by_another(
+    role: str, asked: dict[str, object]
+) -> None:
+    """It answers 200, without a token, to what comes before its last heartbeat is heard."""
+    async with fleet(2, 2) as (proxy, prefills, decodes):
+        stopping = (prefills if role == "prefill" else decodes)[0]
+        whole = b'{"choices":[{"index":0,"text":"","finish_reason":"abort"}],"usage":null}'
+        stopping.behaviour = Behaviour(body=whole)
+        if role == "decode" and asked is STREAMED:
+            stopping.behaviour = Behaviour(pieces=[b"data: " + whole + b"\n\n"])
+        right = b"".join(events(STREAMED)) if asked is STREAMED else completion(ASKED, None)
+        for _ in range(4):
+            status, body, _ = await proxy.ask(asked)
+            assert (status, body if asked is STREAMED else json.loads(body)) == (200, right)
+        assert stopping.received
+        await proxy.until_idle()
+
+
+async def test_a_stream_that_breaks_before_its_first_event_is_done_by_another() -> None:
+    async with fleet(1, 2) as (proxy, _, [broken, good]):
+        broken.behaviour = Behaviour(cut_after=0)
+        for _ in range(4):
+            assert (await proxy.ask(STREAMED))[:2] == (200, b"".join(events(STREAMED)))
+        assert broken.received
+        assert len(good.received) == 4
+        await proxy.until_idle()
+
+
 async def only(proxy: RunningProxy, *mocks: MockVllm) -> bool:
     """Tell whether these are all that the proxy knows."""
     return set(await proxy.states()) == {mock.http_address for mock in mocks}
