@@ -306,6 +306,10 @@ class Links:
         channel = link.channel
         self._later(lambda: self._channel_broken(channel, error))
 
+    def lose_channel(self, link: Link, error: TransportError) -> None:
+        """End a link's channel at once. In callbacks only."""
+        self._channel_broken(link.channel, error)
+
     def close(self, error: P2pError) -> None:
         """End every link: what it writes is joined first, so that BYE says that nothing follows."""
         links = list(self._links.values())

@@ -49,7 +49,7 @@ from p2p_engine.messages import (
 from p2p_engine.peers import Link, Links, LinkState, PeerAddress
 from p2p_engine.stats import Counters
 from p2p_engine.transfer import Transfer, lane_of
-from p2p_engine.transports.base import Order
+from p2p_engine.transports.base import Channel, Order
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,7 @@ class Chunk:
     attempt: int = 0
     grant: Grant | None = None
     job: Job | None = None
+    channel: Channel | None = None  # over which it was written last
     checksum: int = 0  # of what was written, if the peer or we want one
     ending: P2pError | None = None
     writing_since: float = 0.0
@@ -229,10 +230,12 @@ class Sender:
             self.stop(chunk, kind(f"{chunk.link.target}: {message.reason}"))
             return
         error = TransportError(f"{chunk.key} to {chunk.link.target}: {message.reason}")
-        if chunk.state is ChunkState.WRITTEN:
-            self._try_again(chunk, error)
-        else:
+        if chunk.state is not ChunkState.WRITTEN:
             self._links.break_channel(chunk.link, error)
+            return
+        if chunk.channel is chunk.link.channel:  # it has not told by itself yet
+            self._links.lose_channel(chunk.link, error)
+        self._try_again(chunk, error)
 
     def on_cancel(self, link: Link, message: Cancel) -> None:
         """The peer wants its region back: CANCELLED follows once nothing is written any more."""
@@ -359,7 +362,7 @@ class Sender:
                 keep=chunk.source,
                 after=chunk.after,
             )
-            chunk.job = channel.write(order)
+            chunk.job, chunk.channel = channel.write(order), channel
         except TransportError as error:
             self._links.break_channel(chunk.link, error)
         except P2pError as error:

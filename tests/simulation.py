@@ -266,6 +266,10 @@ class SimLinks:
         """Remember it; the control thread would do it soon."""
         self.world.breaking.append((link.channel, error))
 
+    def lose_channel(self, link: Link, error: TransportError) -> None:
+        """Do it at once."""
+        self.world.break_channel(error)
+
 
 @dataclass(eq=False)
 class Sending:

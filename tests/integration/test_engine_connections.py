@@ -90,14 +90,13 @@ def test_connection_that_breaks_while_bytes_move(rng: SeededRandom) -> None:
         here, there = PeerAddress(one.zmq_address), PeerAddress(other.zmq_address)
         for number in range(20):
             key, tensor, sink = TransferKey(f"{number}"), random_tensor(rng, 4 * MIB), TensorSink()
-            is_held = bool(number % 2)
+            is_held, moved = bool(number % 2), other._mover.stats()["bytes_received"]
             if is_held:
                 sent = one.hold(key, TensorSource(tensor))
                 arriving = other.receive(key, sink, peer=here, pull=True)
             else:
                 arriving = other.receive(key, sink, peer=here)
                 sent = one.send(key, there, TensorSource(tensor))
-            moved = other._mover.stats()["bytes_received"]
             eventually(lambda: other._mover.stats()["bytes_received"] > moved)  # noqa: B023
             drop_connections(other)
             eventually(lambda: sent.done and arriving.done)  # noqa: B023

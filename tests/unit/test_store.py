@@ -265,6 +265,23 @@ def test_bytes_that_are_lost_after_they_left_leave_again_if_they_are_held(tcp: W
     assert tcp.receivings[0].is_right()
 
 
+def test_break_that_the_receiver_tells_of_first_is_one_attempt(tcp: World) -> None:
+    """What is held is not offered over the connection that is known to be dead."""
+    tcp.receive(KEY, b"", 0)
+    tcp.send(KEY, b"", *ALL, ready=True, is_held=True)
+    for attempt in range(2):
+        converse(tcp)
+        assert [landing.attempt for landing in tcp.landings()] == [attempt]
+        tcp.move(write_jobs(tcp)[-1], 1 << 20)
+        tcp.drain()  # WRITTEN
+        tcp.hung_up(tcp.epoch)  # nobody tells the sender but FAIL
+        tcp.drain()
+        converse(tcp)
+    tcp.settle()
+    assert tcp.sendings[0].transfer.error is None
+    assert tcp.receivings[0].is_right()
+
+
 @pytest.mark.parametrize("what_ends", ["the channel", "the link"])
 def test_copy_that_does_not_stop_keeps_its_memory(world: World, what_ends: str) -> None:
     """Both the source and the region are kept until it has ended, however long that takes."""
