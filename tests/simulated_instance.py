@@ -60,6 +60,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from p2p_engine.connector import compat
 from p2p_engine.connector.connector import P2pNcclConnector
+from tests.fake_device import FakeDevice
 
 BLOCK_SIZE = 16
 NUM_LAYERS = 3
@@ -166,7 +167,7 @@ class Rank:
         )  # fmt: skip
         caches = {name: self.cache[place] for names in groups for place, name in enumerate(names)}
         self.pages = {LAYER_NAMES.index(name): cache.numpy() for name, cache in caches.items()}
-        self.device = FakeDevice(caches, groups) if is_on_device else None
+        self.device = FakeDevice(caches) if is_on_device else None
         told = _with_draft(config, draft)
         self.connector = P2pNcclConnector(told, KVConnectorRole.WORKER, cache_config)
         with parallel_rank(tp_rank, stage):
@@ -235,51 +236,6 @@ def _allocate(layout: str, sizes: dict[str, int]) -> torch.Tensor:
     """Memory in the order of a layout, seen as [layers, blocks, heads, tokens, width]."""
     memory = torch.full([sizes[axis] for axis in layout], -1, dtype=torch.int64)
     return memory.permute([layout.index(axis) for axis in "LBHNC"])
-
-
-class FakeDevice:
-    """A device whose memory only `copy_blocks`, which vLLM would give, can touch.
-
-    What is registered are `handles`: the cache's shape and strides, without memory.
-    """
-
-    def __init__(self, caches: dict[str, torch.Tensor], groups: list[list[str]]) -> None:
-        first = next(iter(caches.values()))
-        size = first.untyped_storage().nbytes() // first.element_size()
-        memory = torch.empty(size, dtype=first.dtype, device="meta")
-        self.handles = {
-            name: memory.as_strided(cache.shape, cache.stride(), cache.storage_offset())
-            for name, cache in caches.items()
-        }
-        self.copied: dict[str, list[int]] = {"d2h": [], "h2d": []}  # blocks of the device's
-        self.error: Exception | None = None
-        self._layers, self._groups = caches, groups
-
-    def copy_blocks(
-        self,
-        sources: dict[str, torch.Tensor],
-        targets: dict[str, torch.Tensor],
-        source_ids: list[int],
-        target_ids: list[int],
-        direction: str,
-    ) -> None:
-        """Copy blocks between the device and the host, as vLLM's copy_kv_blocks."""
-        if self.error is not None:
-            raise self.error
-        assert list(sources) == list(targets)
-        parts = [[n for n in names if (n == LAYER_NAMES[DRAFT]) == is_draft]
-                 for names in self._groups for is_draft in (False, True)]  # fmt: skip
-        assert list(sources) in parts
-        is_saving = direction == "d2h"
-        device, host = (sources, targets) if is_saving else (targets, sources)
-        self.copied[direction] += source_ids if is_saving else target_ids
-        for name, handle in device.items():
-            assert (handle.device.type, host[name].device.type) == ("meta", "cpu")
-            memory, other = self._layers[name], host[name]
-            if is_saving:
-                other[target_ids] = memory[source_ids]
-            else:
-                memory[target_ids] = other[source_ids]
 
 
 @dataclass

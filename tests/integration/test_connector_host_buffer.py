@@ -11,9 +11,9 @@ pytest.importorskip("vllm")
 from vllm.v1.request import RequestStatus
 
 from tests import marks
+from tests.fake_device import FakeDevice
 from tests.simulated_instance import (
     BLOCK_SIZE,
-    FakeDevice,
     SimulatedInstance,
     continuation,
 )

@@ -2,6 +2,7 @@
 
 deepseek: what a token leaves in the cache is one latent vector for all heads, the same on each rank
 gemma:    two layers of three look back no farther than a window, and have block tables of their own
+eagle:    no model, but a draft for the tiny Llama; what it proposes is hardly ever right
 """
 
 from __future__ import annotations
@@ -77,11 +78,48 @@ def _gemma(transformers: Any) -> Any:
     return transformers.Gemma3ForCausalLM(config)
 
 
+def _eagle(transformers: Any) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=TinyModel.vocab_size,
+        hidden_size=512,
+        intermediate_size=512,
+        head_dim=64,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        initializer_range=0.15,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _save_eagle(model: Any, folder: Path) -> None:
+    """Its layer, and what joins a token with what the model thinks of the last one."""
+    torch, safetensors = import_module("torch"), import_module("safetensors.torch")
+    weights = {
+        name.removeprefix("model."): weight
+        for name, weight in model.state_dict().items()
+        if "layers." in name and "input_layernorm" not in name
+    }
+    width = model.config.hidden_size
+    weights["fc.weight"] = torch.randn((width, 2 * width), dtype=torch.bfloat16) / 16
+    model.config.save_pretrained(folder)
+    safetensors.save_file(weights, folder / "model.safetensors")
+
+
 def _make(name: str, tiny: Path, folder: Path) -> None:
     torch, transformers = import_module("torch"), import_module("transformers")
     torch.manual_seed(0)
-    model = {"deepseek": _deepseek, "gemma": _gemma}[name](transformers)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    made = {"deepseek": _deepseek, "gemma": _gemma, "eagle": _eagle}[name](transformers)
+    model = made.to(torch.bfloat16)
+    if name == "eagle":
+        folder.mkdir(parents=True, exist_ok=True)
+        _save_eagle(model, folder)
+    else:
+        model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tiny / file, folder / file)
 

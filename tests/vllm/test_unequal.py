@@ -4,9 +4,11 @@ nothing is left behind."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,11 +25,14 @@ from tests.vllm.load import (
     decodes,
     questions_for,
 )
-from tests.vllm.observing import prompt_tokens
+from tests.vllm.observing import by_label, prompt_tokens
 from tests.vllm.other_models import ensure_model
 
 pytestmark = [marks.vllm, marks.slow, pytest.mark.timeout(1800)]
 NUM_REQUESTS = 100
+ROOT = Path(__file__).parents[2]
+DEVICE = "tests.vllm.device_connector"
+FEW_BLOCKS = 66  # one prompt of the greatest length, and hardly more
 # vLLM's CPU backend makes the buffer between two stages when it compiles, and only then.
 COMPILED = ("--no-enforce-eager", '--compilation-config={"mode": 2, "backend": "eager"}')
 
@@ -39,6 +44,9 @@ class Member:
     tp_size: int = 1
     block_size: int = 32
     pp_size: int = 1
+    dp_size: int = 1  # behind one HTTP address
+    num_blocks: int = 0
+    draft: str = ""
 
     @property
     def args(self) -> tuple[str, ...]:
@@ -47,7 +55,17 @@ class Member:
             f"--block-size={self.block_size}",
             f"--pipeline-parallel-size={self.pp_size}",
             *(COMPILED if self.pp_size > 1 else ()),
+            *([f"--data-parallel-size={self.dp_size}"] if self.dp_size > 1 else []),
+            *([f"--num-gpu-blocks-override={self.num_blocks}"] if self.num_blocks else []),
+            *([f"--speculative-config={_speculation(self.draft)}"] if self.draft else []),
         )
+
+
+def _speculation(draft: str) -> str:
+    """The tiny Llama may be its own draft: with all of its KV it proposes what is right."""
+    method = {"llama": "draft_model", "eagle": "eagle"}[draft]
+    model = str(ensure_model(draft))
+    return json.dumps({"method": method, "model": model, "num_speculative_tokens": 3})
 
 
 @dataclass(frozen=True)
@@ -59,6 +77,17 @@ class Scenario:
     send_type: str = "PUT_ASYNC"
     transports: str = "shm,tcp"
     model: str = "llama"
+    is_on_device: bool = False
+
+    @property
+    def has_draft(self) -> bool:
+        return any(member.draft for member in (self.prefill, *self.decodes))
+
+    @property
+    def transfer_config(self) -> dict[str, Any]:
+        device = {"kv_connector_module_path": DEVICE, "kv_buffer_device": "cpu"}
+        extra = {EXTRA: {"transports": self.transports}}
+        return extra | device if self.is_on_device else extra
 
 
 SCENARIOS = {
@@ -71,7 +100,20 @@ SCENARIOS = {
     "tp1_blocks_32_to_tp2_blocks_64": Scenario(Member(), (Member(2, 64),)),
     "tp1_to_tp1_and_tp2": Scenario(Member(), (Member(), Member(2))),
     "windows": Scenario(Member(), (Member(),), model="gemma"),
+    "windows_tp1_to_tp2": Scenario(Member(), (Member(2),), model="gemma"),
+    "windows_tp2_to_tp1": Scenario(Member(2), (Member(),), model="gemma"),
     "stages_to_one": Scenario(Member(pp_size=2), (Member(),)),
+    "one_to_stages": Scenario(Member(), (Member(pp_size=2),)),
+    "ranks_behind_one_address": Scenario(Member(dp_size=2), (Member(dp_size=2),)),
+    "draft_on_both": Scenario(Member(draft="llama"), (Member(draft="llama"),)),
+    "draft_on_both_tp1_to_tp2": Scenario(Member(draft="llama"), (Member(2, draft="llama"),)),
+    "draft_on_decode": Scenario(Member(), (Member(draft="llama"),)),
+    "draft_on_prefill_get": Scenario(Member(draft="llama"), (Member(),), "GET"),
+    "eagle_on_both_get": Scenario(Member(draft="eagle"), (Member(draft="eagle"),), "GET"),
+    "eagle_on_decode": Scenario(Member(), (Member(draft="eagle"),)),
+    "host_buffer": Scenario(Member(), (Member(),), is_on_device=True),
+    "host_buffer_get": Scenario(Member(2), (Member(1, 64),), "GET", is_on_device=True),
+    "few_blocks_on_prefill_get": Scenario(Member(num_blocks=FEW_BLOCKS), (Member(),), "GET"),
 }
 
 
@@ -82,8 +124,8 @@ def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Sc
         ensure_model(scenario.model),
         send_type=scenario.send_type,
         vllm_args=VLLM_ARGS,
-        transfer_config={EXTRA: {"transports": scenario.transports}},
-        env=ENVIRONMENT,
+        transfer_config=scenario.transfer_config,
+        env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)},
         log_dir=tmp_path,
     )
     with fleet:
@@ -101,12 +143,40 @@ def test_every_token_is_right_and_nothing_is_left(
     """Two decode instances share the requests: each answer is that of one of their sizes."""
     scenario, fleet = running
     assert fleet.proxy is not None
-    load = questions_for(scenario.model)[:NUM_REQUESTS]
+    asked = [
+        (number, question)
+        for number, question in enumerate(questions_for(scenario.model)[:NUM_REQUESTS])
+        # With a draft, vLLM's CPU runner ends when a request is cut to its likeliest tokens.
+        if not (scenario.has_draft and "top_k" in question.body)
+    ]
+    load = [question for _, question in asked]
     answers = ask_all(fleet.proxy.url, load, concurrency=CONCURRENCY)
     check_transferred(fleet.instances, load, has_window=scenario.model == "gemma")
     check_nothing_held(fleet.instances)
     for member in decodes(fleet.instances):
         assert prompt_tokens(member)["external_kv_transfer"] > 0, f"{member.name} served nothing"
+    if scenario.prefill.num_blocks:
+        assert sum(sum(by_label(m, "vllm:p2p_spilled_bytes", "").values()) for m in fleet.instances)
+    if scenario.is_on_device:
+        logs = [member.process.log_path.read_text() for member in fleet.instances]
+        assert all("host buffer: blocks=" in log for log in logs)
+    check_accepted(scenario, fleet)
     sizes = {member.tp_size for member in scenario.decodes}
-    for number, answer in enumerate(answers):
+    for (number, _), answer in zip(asked, answers, strict=True):
         assert answer in [answers_alone(size, scenario.model)[number] for size in sizes], number
+
+
+def check_accepted(scenario: Scenario, fleet: Fleet) -> None:
+    """With its KV, the tiny Llama proposes of itself what is right; without it, hardly ever."""
+    for plan, member in zip(scenario.decodes, decodes(fleet.instances), strict=True):
+        proposed, accepted = (
+            sum(by_label(member, f"vllm:spec_decode_num_{what}_tokens", "").values())
+            for what in ("draft", "accepted")
+        )
+        assert bool(proposed) == bool(plan.draft)
+        if plan.draft == "llama":
+            is_good = accepted > 0.6 * proposed
+            assert is_good == bool(scenario.prefill.draft), f"{accepted} of {proposed} accepted"
+        if plan.draft == scenario.prefill.draft:
+            outcomes = by_label(member, "vllm:p2p_transfers", "outcome")
+            assert all(name.endswith(" ok") for name in outcomes), outcomes
