@@ -151,6 +151,16 @@ class Pair:
                 waiting = {r.request_id: r.status.name for some in requests for r in some}
                 raise TimeoutError(f"after {num_steps} steps still open: {waiting}")
 
+    def check_preempted(self) -> None:
+        """Ask so much that both lose blocks in mid-prompt, in mid-answer and in mid-transfer."""
+        for seed in range(12):
+            self.ask(prompt_of(100 + 8 * seed, seed), prefill_tokens=30, max_tokens=60)
+        self.run(timeout=60)
+        self.check_answers()
+        assert self.p.num_preemptions > 0
+        assert self.d.num_preemptions > 0
+        self.check_at_rest()
+
     def check_answers(self, num_computed: int | None = None) -> None:
         """Every token is right, and D has computed just so many of each prompt."""
         for name, (decode, answer) in self._expected.items():

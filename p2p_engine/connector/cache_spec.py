@@ -130,8 +130,9 @@ def read_spec(
     """Say what a peer must know before a byte moves."""
     model, parallel = _model_of(vllm_config, group), vllm_config.parallel_config
     spec, is_mla = group.spec, isinstance(group.spec, MLAAttentionSpec)
-    layer_cuts, numbers = _place_layers(vllm_config, list(layers))
-    if group.is_draft:
+    if not group.is_draft:
+        layer_cuts, numbers = _place_layers(vllm_config, list(layers))
+    else:
         layer_cuts, numbers = (0, len(layers)), None
     described = CacheSpec(
         model=model.model,

@@ -121,13 +121,7 @@ def test_preemption_with_drafts(make_pair: MakePair, drafts: tuple[str, str]) ->
         {"draft": drafts[0], "num_blocks": 26}, {"draft": drafts[1], "num_blocks": 26},
         max_tokens_per_step=48, policy="recompute",
     )  # fmt: skip
-    for seed in range(12):
-        pair.ask(prompt_of(100 + 8 * seed, seed), prefill_tokens=30, max_tokens=60)
-    pair.run(timeout=60)
-    pair.check_answers()
-    assert pair.p.num_preemptions > 0
-    assert pair.d.num_preemptions > 0
-    pair.check_at_rest()
+    pair.check_preempted()
 
 
 def test_windows_beside_a_draft(make_pair: MakePair) -> None:

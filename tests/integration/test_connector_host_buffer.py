@@ -127,13 +127,7 @@ def test_saved_blocks_are_vllms_at_once(make_pair: MakePair, send_type: str) -> 
 @pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
 def test_preemption(make_pair: MakePair, send_type: str) -> None:
     pair = make_pair(send_type=send_type, max_tokens_per_step=48, policy="recompute", num_blocks=26)
-    for seed in range(12):
-        pair.ask(prompt_of(100 + 8 * seed, seed), prefill_tokens=30, max_tokens=60)
-    pair.run(timeout=60)
-    pair.check_answers()
-    assert pair.p.num_preemptions > 0
-    assert pair.d.num_preemptions > 0
-    pair.check_at_rest()
+    pair.check_preempted()
 
 
 @pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])

@@ -112,13 +112,7 @@ def test_preemption(make_pair: MakePair, send_type: str, is_swapped: bool) -> No
     pair = make_pair(
         prefill, decode, send_type=send_type, max_tokens_per_step=48, policy="recompute"
     )
-    for seed in range(12):
-        pair.ask(prompt_of(100 + 8 * seed, seed), prefill_tokens=30, max_tokens=60)
-    pair.run(timeout=60)
-    pair.check_answers()
-    assert pair.p.num_preemptions > 0
-    assert pair.d.num_preemptions > 0
-    pair.check_at_rest()
+    pair.check_preempted()
 
 
 def test_chunks_that_end_inside_a_block_of_the_other_side(make_pair: MakePair) -> None:
