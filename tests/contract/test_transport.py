@@ -148,16 +148,20 @@ def test_cancelled_write_never_looks_whole(pair: Pair, rng: SeededRandom) -> Non
 
 
 def test_sender_is_gone_only_after_its_end(pair: Pair) -> None:
-    transport = pair.receiver.transport
+    transport, epoch = pair.receiver.transport, pair.sender.epoch
     if transport.receiver_writes:
         pytest.skip("nobody else writes")
+
+    def is_gone() -> bool:  # in the thread that lets it in: it may answer before it has noted it
+        return pair.receiver.in_control(lambda: transport.is_gone(epoch))
+
     channel = pair.channel()
-    assert not transport.is_gone(pair.sender.epoch)
-    transport.forget(pair.sender.epoch)
-    assert not transport.is_gone(pair.sender.epoch)
+    assert not is_gone()
+    pair.receiver.in_control(lambda: transport.forget(epoch))
+    assert not is_gone()
     pair.sender.in_control(channel.close)
     pair.sender.close()
-    eventually(lambda: pair.receiver.in_control(lambda: transport.is_gone(pair.sender.epoch)))
+    eventually(is_gone)
 
 
 def test_receiver_that_is_gone_is_an_error_or_unseen(pair: Pair, rng: SeededRandom) -> None:

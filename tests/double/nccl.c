@@ -240,13 +240,12 @@ static bool
 meet_peer(comm_t* comm) {
     if (comm->rank == 0) {
         comm->socket = comm->listener;
-        if (!wait_until_ready(comm, POLLIN)) {
-            comm->socket = -1;
-            return false; /* the listener stays open, as a root that nobody comes to does */
-        }
-        comm->socket = accept4(comm->listener, NULL, NULL, SOCK_CLOEXEC);
+        bool has_come = wait_until_ready(comm, POLLIN);
+        comm->socket = has_come ? accept4(comm->listener, NULL, NULL, SOCK_CLOEXEC) : -1;
         close(comm->listener);
-        atomic_fetch_sub(&double_values[OPEN_ROOTS], 1);
+        /* Of the real one, a root that nobody comes to keeps thread and descriptor for ever, and
+         * nobody can end it: here it is counted, so that who looks for leaks finds his own. */
+        atomic_fetch_sub(&double_values[OPEN_ROOTS], has_come ? 1 : 0);
         return comm->socket >= 0;
     }
     struct sockaddr_un address;
