@@ -17,7 +17,7 @@ from p2p_engine.jobs import Job
 from p2p_engine.landing import BLOCKS, Landing, Receive
 from p2p_engine.layout import Regions, one_region, packed_pages
 from p2p_engine.transfer import lane_of
-from p2p_engine.transports.base import TRAILER_BYTES, trailer_offset
+from p2p_engine.transports.base import TRAILER_BYTES, Arrival, trailer_offset
 
 JobEnded = Callable[[Job], None]
 
@@ -147,6 +147,5 @@ def _may_go_straight(landing: Landing, receive: Receive) -> bool:
 
 
 def _expect(landing: Landing, regions: Regions, ended: JobEnded, *, keep: object) -> None:
-    landing.job = landing.transport.expect(
-        *landing.id, regions.coalesced(), checked=landing.checked, tag=ended, keep=keep
-    )
+    arrival = Arrival(*landing.id, regions.coalesced(), landing.checked, tag=ended, keep=keep)
+    landing.job = landing.transport.expect(arrival)

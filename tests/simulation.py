@@ -43,7 +43,7 @@ from p2p_engine.sender import Sender
 from p2p_engine.stats import Counters
 from p2p_engine.store import Store
 from p2p_engine.transfer import Transfer
-from p2p_engine.transports.base import Order, Transport, trailer_offset
+from p2p_engine.transports.base import Arrival, Order, Transport, trailer_offset
 
 PAGES = [1024, 512]  # bytes of one block of each layer
 NUM_TOKENS = 64
@@ -198,21 +198,15 @@ class SimTransport:
         """As a stream does."""
         return self.receiver_writes
 
-    def expect(
-        self,
-        source_epoch: int,
-        seq: int,
-        regions: Regions,
-        *,
-        checked: bool,
-        tag: Any,
-        keep: object,
-    ) -> SimJob:
+    def expect(self, arrival: Arrival) -> SimJob:
         """Wait for a stream's payload."""
+        source_epoch, regions = arrival.source_epoch, arrival.regions
         if source_epoch not in self.connected:
             raise TransportError("expect: the sender is not connected")
-        job = SimJob("expect", self.world, STORE_EPOCH, seq, regions, regions, tag)
-        job.channel, job.checked = self.world.channels[source_epoch], checked and self.checks
+        tag = cast("Any", arrival.tag)
+        job = SimJob("expect", self.world, STORE_EPOCH, arrival.seq, regions, regions, tag)
+        job.channel = self.world.channels[source_epoch]
+        job.checked = arrival.checked and self.checks
         self.world.jobs.append(job)
         return job
 

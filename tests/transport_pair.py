@@ -22,6 +22,7 @@ from p2p_engine.messages import Grant
 from p2p_engine.sockets import Route
 from p2p_engine.transports.base import (
     TRAILER_BYTES,
+    Arrival,
     Channel,
     Endpoint,
     Order,
@@ -158,9 +159,8 @@ class Pair:
         job = None
         if self.receiver.transport.receiver_writes:
             regions = one_region(address, nbytes) if regions_of is None else regions_of(address)
-            job = self.receiver.transport.expect(
-                self.sender.epoch, seq, regions, checked=True, tag=None, keep=None
-            )
+            arrival = Arrival(self.sender.epoch, seq, regions, checked=True)
+            job = self.receiver.transport.expect(arrival)
         grant = Grant(1, 2, seq, 0, 0, 1, space.offset, TRAILER)
         return Landing(grant, space, job)
 

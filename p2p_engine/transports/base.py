@@ -43,6 +43,19 @@ class Order:
     after: tuple[Moment, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """What a transport is to receive: transfer `seq` of a sender into `regions`."""
+
+    source_epoch: int
+    seq: int
+    regions: Regions
+    # As in an order.
+    checked: bool = False
+    tag: object = None
+    keep: object = None
+
+
 class Channel(Protocol):
     """The sending half of one peer pair."""
 
@@ -94,17 +107,8 @@ class Transport(Protocol):
         """
         ...
 
-    def expect(
-        self,
-        source_epoch: int,
-        seq: int,
-        regions: Regions,
-        *,
-        checked: bool,
-        tag: object,
-        keep: object,
-    ) -> Job:
-        """Receive into regions; only where receiver_writes. `checked`: with the checksum.
+    def expect(self, arrival: Arrival) -> Job:
+        """Start to receive; only where receiver_writes.
 
         Raises:
             TransportError: the sender is not connected.
@@ -130,16 +134,7 @@ class SenderWrites:
     receiver_writes = False
     scatters = False
 
-    def expect(
-        self,
-        source_epoch: int,
-        seq: int,
-        regions: Regions,
-        *,
-        checked: bool,
-        tag: object,
-        keep: object,
-    ) -> Job:
+    def expect(self, arrival: Arrival) -> Job:
         """Never: the sender writes."""
         raise TransportError("expect: the sender writes")
 

@@ -12,8 +12,7 @@ from p2p_engine.addresses import family_of, join_address, split_address
 from p2p_engine.control import ControlPlane
 from p2p_engine.errors import TransportError
 from p2p_engine.jobs import Job, still_running
-from p2p_engine.layout import Regions
-from p2p_engine.transports.base import Broken, Connected, Endpoint, Order
+from p2p_engine.transports.base import Arrival, Broken, Connected, Endpoint, Order
 from p2p_engine.transports.handshake import (
     ACCEPTED,
     PREAMBLE,
@@ -119,29 +118,20 @@ class TcpTransport:
         family = family_of(host)
         Dial(self._dials, self._control, family, (host, port), preamble, answered, connected)
 
-    def expect(
-        self,
-        source_epoch: int,
-        seq: int,
-        regions: Regions,
-        *,
-        checked: bool,
-        tag: object,
-        keep: object,
-    ) -> Job:
+    def expect(self, arrival: Arrival) -> Job:
         """Let the mover scatter the stream's payload `seq` into the regions."""
-        channel = self._senders.get(source_epoch)
+        channel = self._senders.get(arrival.source_epoch)
         if channel is None:
             raise TransportError("expect: the sender has no data connection")
         try:
             return self._mover.expect(
                 channel,
-                seq,
-                regions.addresses,
-                regions.lengths,
-                checked=checked,
-                tag=tag,
-                keep=keep,
+                arrival.seq,
+                arrival.regions.addresses,
+                arrival.regions.lengths,
+                checked=arrival.checked,
+                tag=arrival.tag,
+                keep=arrival.keep,
             )
         except (ValueError, OSError) as error:
             raise TransportError(f"expect: {error}") from error

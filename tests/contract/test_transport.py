@@ -17,7 +17,7 @@ from p2p_engine.addresses import split_address
 from p2p_engine.errors import TransportError
 from p2p_engine.layout import Regions, one_region
 from p2p_engine.messages import Grant
-from p2p_engine.transports.base import Channel, Endpoint, Order
+from p2p_engine.transports.base import Arrival, Channel, Endpoint, Order
 from p2p_engine.transports.handshake import PREAMBLE
 from tests.gpu_double import GpuDouble
 from tests.support import SeededRandom, eventually
@@ -223,7 +223,7 @@ def test_grant_outside_the_arena_is_refused(pair: Pair) -> None:
 
 def test_expect_from_a_stranger_is_refused(pair: Pair) -> None:
     with pytest.raises(TransportError):
-        pair.receiver.transport.expect(99, 1, one_region(1, 1), checked=False, tag=None, keep=None)
+        pair.receiver.transport.expect(Arrival(99, 1, one_region(1, 1)))
 
 
 @pytest.mark.parametrize("spoil", ["token", "missing", "nonsense", "nobody"])

@@ -17,8 +17,7 @@ from p2p_engine.control import ControlPlane
 from p2p_engine.device import Device, DeviceJob
 from p2p_engine.errors import ConfigError, TransportError
 from p2p_engine.jobs import Job, still_running
-from p2p_engine.layout import Regions
-from p2p_engine.transports.base import Broken, Channel, Connected, Endpoint, Order
+from p2p_engine.transports.base import Arrival, Broken, Channel, Connected, Endpoint, Order
 from p2p_engine.transports.handshake import (
     ACCEPTED,
     PREAMBLE,
@@ -203,26 +202,17 @@ class NcclTransport:
             lambda connection, _: self._dialled(connection, connected), connected,
         )  # fmt: skip
 
-    def expect(
-        self,
-        source_epoch: int,
-        seq: int,
-        regions: Regions,
-        *,
-        checked: bool,
-        tag: object,
-        keep: object,
-    ) -> DeviceJob:
+    def expect(self, arrival: Arrival) -> DeviceJob:
         """Receive into one region of device memory."""
-        pair = self._senders.get(source_epoch)
+        pair, regions = self._senders.get(arrival.source_epoch), arrival.regions
         if pair is None or pair.is_broken:
             raise TransportError("expect: the sender has no data connection")
         if len(regions.lengths) > 1:
             raise TransportError("expect: NCCL receives into one region")
         address = int(regions.addresses[0]) if len(regions.addresses) else 0
         nbytes = regions.nbytes
-        job = DeviceJob(self._device, nbytes, tag, keep, lambda: pair.stop(job))
-        self._device.post(lambda: pair.expect(seq, address, nbytes, job))
+        job = DeviceJob(self._device, nbytes, arrival.tag, arrival.keep, lambda: pair.stop(job))
+        self._device.post(lambda: pair.expect(arrival.seq, address, nbytes, job))
         return job
 
     def is_gone(self, source_epoch: int) -> bool:
