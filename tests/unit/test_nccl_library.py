@@ -1,4 +1,4 @@
-"""The binding of libnccl: structure, versions, capabilities, errors, memory, on the stand-in."""
+"""The binding of libnccl: structure, versions, errors, memory, on the stand-in."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 
 from p2p_engine.cuda import Cuda
 from p2p_engine.errors import ConfigError, TransportError
+from p2p_engine.transports.nccl import library
 from p2p_engine.transports.nccl.library import Config, Nccl, UniqueId, show_version
 from p2p_engine.transports.nccl.memory import MIB, Side, estimated_bytes
 from tests.gpu_double import GpuDouble
@@ -82,13 +83,14 @@ def test_what_is_not_set_is_undefined() -> None:
     assert all(value == (None if name in pointers else -(2**31)) for name, value in rest.items())
 
 
-def test_capabilities_need_the_version_and_the_functions(double: GpuDouble) -> None:
-    with double.fault(nccl_version=22809):
-        assert Nccl(double.path).capabilities == {"register"}
-    with double.fault(nccl_version=23203):
-        assert Nccl(double.path).capabilities == {"register"}  # its functions are missing
+def test_registration_needs_the_version_and_the_functions(
+    double: GpuDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Nccl(double.path).can_register
     with double.fault(nccl_version=21805):
-        assert Nccl(double.path).capabilities == frozenset()
+        assert not Nccl(double.path).can_register
+    monkeypatch.setitem(library._REGISTRATION, "ncclCommRegisterAnew", ())
+    assert not Nccl(double.path).can_register
 
 
 def test_an_old_release_is_refused_by_name(double: GpuDouble) -> None:

@@ -158,7 +158,7 @@ class Group:
 
     def _register(self) -> None:
         """Both sides do, or neither: NCCL leaves open what becomes of a mixture."""
-        if "register" in self._nccl.capabilities:
+        if self._nccl.can_register:
             self._registrations = [self._nccl.register(self._comm, *item) for item in self._memory]
 
     def _launch_next(self) -> None:

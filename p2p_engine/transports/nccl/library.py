@@ -90,22 +90,12 @@ _FUNCTIONS: dict[str, tuple[object, ...]] = {
     "ncclGroupEnd": (),
 }
 _TEXTS = {"ncclGetErrorString": (c_int,), "ncclGetLastError": (c_void_p,)}
-_OPTIONAL: dict[str, tuple[object, ...]] = {
+# In libraries of FIRST_TO_REGISTER and later, if they were not built without.
+_REGISTRATION: dict[str, tuple[object, ...]] = {
     "ncclCommRegister": (c_void_p, c_void_p, c_size_t, c_void_p),
     "ncclCommDeregister": (c_void_p, c_void_p),
-    "ncclMemAlloc": (c_void_p, c_size_t),
-    "ncclMemFree": (c_void_p,),
-    "ncclCommSuspend": (c_void_p, c_int),
-    "ncclCommResume": (c_void_p,),
-    "ncclCommMemStats": (c_void_p, c_int, c_void_p),
 }
-# What a release can do: the first version that has it, and the functions that it is made of.
-_CAPABILITIES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "register": (21900, ("ncclCommRegister", "ncclCommDeregister")),
-    "mem_alloc": (21900, ("ncclMemAlloc", "ncclMemFree")),
-    "suspend": (22907, ("ncclCommSuspend", "ncclCommResume")),
-    "mem_stats": (22907, ("ncclCommMemStats",)),
-}
+FIRST_TO_REGISTER = 21900
 
 
 def show_version(version: int) -> str:
@@ -133,7 +123,11 @@ class Nccl:
         if self.version < OLDEST_VERSION:
             oldest = show_version(OLDEST_VERSION)
             raise ConfigError(f"NCCL {show_version(self.version)} is older than {oldest}")
-        self.capabilities = self._find_capabilities()
+        self.can_register = self.version >= FIRST_TO_REGISTER and all(
+            hasattr(self.library, name) for name in _REGISTRATION
+        )
+        if self.can_register:
+            bind(self.library, c_int, _REGISTRATION)
 
     def unique_id(self) -> bytes:
         """Open a meeting point for two ranks. It stays open, thread and descriptor, until both
@@ -192,7 +186,7 @@ class Nccl:
         self._call("ncclCommDestroy", comm)
 
     def register(self, comm: int, address: int, nbytes: int) -> int:
-        """Register memory of this communicator; only with the capability "register"."""
+        """Register memory of this communicator; only where `can_register`."""
         handle = c_void_p()
         self._call("ncclCommRegister", comm, address, nbytes, byref(handle))
         return handle.value or 0
@@ -205,15 +199,6 @@ class Nccl:
         version = c_int()
         self._call("ncclGetVersion", byref(version))
         return version.value
-
-    def _find_capabilities(self) -> frozenset[str]:
-        found = {name: types for name, types in _OPTIONAL.items() if hasattr(self.library, name)}
-        bind(self.library, c_int, found)
-        return frozenset(
-            name
-            for name, (first, functions) in _CAPABILITIES.items()
-            if self.version >= first and found.keys() >= set(functions)
-        )
 
     def _call(self, name: str, *arguments: object) -> None:
         result = getattr(self.library, name)(*arguments)
