@@ -184,7 +184,10 @@ class P2pNcclEngine:
         elif name == "shm":
             transport = ShmTransport(self._mover, self._arena, self._control, self.epoch)
         else:
-            transport = TcpTransport(self._mover, self._control, self.epoch, self.config.host)
+            transport = TcpTransport(
+                self._mover, self._control, self.epoch, self.config.host,
+                self.config.peer_timeout_seconds,
+            )  # fmt: skip
         self._open_parts.append(transport.close)
         return transport
 

@@ -91,7 +91,7 @@ class Half:
             return ShmTransport(self.mover, self.arena, self.control, self.epoch)
         if name.startswith("nccl"):
             return self._make_nccl(to_host=name.endswith("host"), **options)
-        return TcpTransport(self.mover, self.control, self.epoch, "127.0.0.1")
+        return TcpTransport(self.mover, self.control, self.epoch, "127.0.0.1", 10.0)
 
     def _make_nccl(self, *, to_host: bool, **options: Any) -> NcclTransport:
         path, arena = GpuDouble().path, self.arena.arena

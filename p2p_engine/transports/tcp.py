@@ -24,6 +24,7 @@ from p2p_engine.transports.handshake import (
 )
 
 WATCH_SEQ = (1 << 63) - 1
+MAX_SILENCE_SECONDS = 3600.0  # more than that no kernel need be asked for
 SOCKET_BUFFER_BYTES = 4 << 20  # the kernel caps it at net.core.{r,w}mem_max
 
 
@@ -80,8 +81,11 @@ class TcpTransport:
     scatters = True
     checks = True
 
-    def __init__(self, mover: Mover, control: ControlPlane, epoch: int, host: str) -> None:
-        """Listen on an ephemeral port of host.
+    def __init__(
+        self, mover: Mover, control: ControlPlane, epoch: int, host: str, silence_seconds: float
+    ) -> None:
+        """Listen on an ephemeral port of host. A connection is broken when the other host has
+        acknowledged nothing for `silence_seconds`.
 
         Raises:
             OSError: host cannot be bound.
@@ -89,6 +93,7 @@ class TcpTransport:
         self._mover = mover
         self._control = control
         self._epoch = epoch
+        self._silence_seconds = silence_seconds
         self._tokens = Tokens()
         self._dials = Dials()
         self._channels = itertools.count(1)
@@ -168,5 +173,16 @@ class TcpTransport:
         channel = next(self._channels)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        _end_by_silence(connection, self._silence_seconds)
         self._mover.attach(connection.fileno(), channel)
         return channel
+
+
+def _end_by_silence(connection: socket.socket, seconds: float) -> None:
+    """Let the kernel ask whether the other end is there: a firewall may forget a connection, an
+    idle one above all, and tells nobody."""
+    seconds = min(seconds, MAX_SILENCE_SECONDS)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(seconds / 2)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(seconds / 10)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))

@@ -9,7 +9,9 @@ import multiprocessing
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,16 +55,18 @@ def serve(pipe: Connection, config: EngineConfig) -> None:
                     pipe.send(type(error).__name__)
 
 
+needs_namespaces = pytest.mark.skipif(
+    not may_make_namespaces(), reason="may not make network namespaces"
+)
+
+
 class Host:
     """A process with a network of its own."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, **changes: float) -> None:
         context = multiprocessing.get_context("forkserver")
         self._pipe, theirs = context.Pipe()
-        config = settings(
-            "tcp", host=host, transfer_timeout_seconds=3, connect_timeout_seconds=1,
-            peer_timeout_seconds=1.5,
-        )  # fmt: skip
+        config = settings("tcp", host=host, peer_timeout_seconds=1.5, **changes)
         self._process: Any = context.Process(target=serve, args=(theirs, config), daemon=True)
         self._process.start()
         theirs.close()
@@ -90,18 +94,33 @@ class Host:
         self._pipe.close()
 
 
-@pytest.mark.skipif(not may_make_namespaces(), reason="may not make network namespaces")
-def test_packets_that_are_dropped_cost_what_was_on_its_way() -> None:
+@contextlib.contextmanager
+def two_hosts(**changes: float) -> Iterator[list[Host]]:
+    """Two processes, each in a network of its own; a wire joins them."""
     start_fork_server()
     with contextlib.ExitStack() as stack:
-        east, west = (Host(host) for host in HOSTS)
-        stack.callback(east.close)
-        stack.callback(west.close)
-        east.ip(f"link add wire type veth peer name wire netns {west.pid}")
-        for host, party in zip(HOSTS, (east, west), strict=True):
+        hosts = [Host(host, **changes) for host in HOSTS]
+        for party in hosts:
+            stack.callback(party.close)
+        hosts[0].ip(f"link add wire type veth peer name wire netns {hosts[1].pid}")
+        for host, party in zip(HOSTS, hosts, strict=True):
             party.ip("link set lo up")
             party.ip(f"addr add {host}/24 dev wire")
             party.ip("link set wire up")
+        yield hosts
+
+
+def assert_sound(*parties: Host) -> None:
+    """No bug was met, and no wait outlived its deadline."""
+    for party in parties:
+        stats = party.ask("stats")
+        assert (stats["control_errors"], stats["overdue_waits"]) == (0, 0)
+        assert stats["healthy"]
+
+
+@needs_namespaces
+def test_packets_that_are_dropped_cost_what_was_on_its_way() -> None:
+    with two_hosts(transfer_timeout_seconds=3, connect_timeout_seconds=1) as (east, west):
         here, there = east.ask("start"), west.ask("start")
 
         def moves(name: str) -> Any:
@@ -115,7 +134,32 @@ def test_packets_that_are_dropped_cost_what_was_on_its_way() -> None:
         west.ip("link set wire up")
         attempts = iter(range(100))
         eventually(lambda: moves(f"after {next(attempts)}") is True, timeout=30)
-        for party in (east, west):
-            stats = party.ask("stats")
-            assert (stats["control_errors"], stats["overdue_waits"]) == (0, 0)
-            assert stats["healthy"]
+        assert_sound(east, west)
+
+
+@needs_namespaces
+def test_connection_that_the_network_forgets_costs_what_was_on_its_way() -> None:
+    """As a firewall does with one that was idle: both are there, its packets go nowhere, and
+    nobody is told. What had left already is lost; the rest goes over a new one."""
+    with two_hosts(transfer_timeout_seconds=600) as (east, west):
+        here, there = east.ask("start"), west.ask("start")
+
+        def moves(name: str) -> Any:
+            east.ask("send", name, MIB, there)
+            return west.ask("receive", name, MIB, here, 20.0)
+
+        assert moves("before") is True
+        (port,) = data_ports(east, here, there)
+        east.ip(f"rule add pref 1 ipproto tcp sport {port} blackhole")
+        assert moves("during") in (True, "TransferRejected")
+        assert moves("after") is True
+        assert_sound(east, west)
+
+
+def data_ports(host: Host, *control: str) -> set[int]:
+    """The ports of a host's end of its data connections: those that no control connection has."""
+    known = {int(address.rpartition(":")[2]) for address in control}
+    lines = Path(f"/proc/{host.pid}/net/tcp").read_text().splitlines()[1:]
+    established = [line.split()[1:3] for line in lines if line.split()[3] == "01"]
+    ends = [[int(end.rpartition(":")[2], 16) for end in pair] for pair in established]
+    return {local for local, remote in ends if not known & {local, remote}}
