@@ -14,7 +14,7 @@ from mempool import Mover
 from p2p_engine.answers import Answers, Reply
 from p2p_engine.arena import LandingArena
 from p2p_engine.config import EngineConfig
-from p2p_engine.credit import RETRY_AFTER_SECONDS, Credit
+from p2p_engine.credit import Credit
 from p2p_engine.errors import (
     P2pError,
     PeerLost,
@@ -147,8 +147,8 @@ class Store:
             return
         try:
             self._grant(landing_id, offer, transport, receive)
-        except TransportError as error:  # the sender has not noticed yet that it must connect again
-            self._answers.deny(landing_id, offer.attempt, str(error), RETRY_AFTER_SECONDS)
+        except TransportError as error:  # the sender may never notice that it must connect again
+            self._answers.fail(landing_id, offer.attempt, error)
         except P2pError as error:
             refusal = _as_refusal(offer.key, error)
             self._answers.fail(landing_id, offer.attempt, refusal)

@@ -58,6 +58,20 @@ def test_connection_that_breaks_costs_nobody_anything(transport: str, rng: Seede
         assert_idle(one, other)
 
 
+def test_connection_that_only_the_receiver_has_lost(rng: SeededRandom) -> None:
+    """Something on the way has ended it towards one side, and a sender that writes nothing hears
+    of no end: the receiver says so, and the next transfer goes over a new one."""
+    with engines(2, "tcp", transfer_timeout_seconds=600) as (one, other):
+        tensor = random_tensor(rng, MIB)
+        for key in (KEY, BACK):
+            sent = one.send_tensor(key, tensor, other.zmq_address)
+            assert torch.equal(other.recv_tensor(key, timeout=10), tensor)
+            sent.wait(10)
+            with other._changed:
+                cast("TcpTransport", other._transports["tcp"])._senders.clear()
+        assert_idle(one, other)
+
+
 @pytest.mark.parametrize("transport", ["tcp", "nccl"])
 def test_connection_that_always_breaks_is_an_error_on_both_sides(
     transport: str, rng: SeededRandom

@@ -31,7 +31,6 @@ from p2p_engine.layout import TensorSink, TensorSource
 from p2p_engine.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
-    Deny,
     Fail,
     Greet,
     Hello,
@@ -384,9 +383,10 @@ def test_who_has_no_data_connection_gets_no_memory(
     stranger.say(hello())
     stranger.hear()
     stranger.say(encode(Offer(5, engine.epoch, 1, 0, KEY, Manifest(0, 1, [MIB]), b"", transport)))
-    denial = stranger.hear()
-    assert isinstance(denial, Deny)
-    assert "no data connection" in denial.reason
+    refusal = stranger.hear()
+    assert isinstance(refusal, Fail)
+    assert refusal.code == "TransportError"
+    assert "no data connection" in refusal.reason
     assert_idle(engine)
 
 
