@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -275,11 +276,13 @@ class SimulatedInstance:
         attention: str = "full",
         dp_rank: int = 0,
         draft: str = "",
+        num_speculative_tokens: int = 0,
         **extra: Any,
     ) -> None:
         """`kv_port` is its directory's; a data-parallel rank was configured with a lower one.
 
-        With a `draft`, it computes that one's layer, too, after the connector's report, as vLLM.
+        With a `draft`, it computes that one's layer, too, after the connector's report, as vLLM. It
+        proposes nothing: of speculation there are only the placeholders of vLLM's scheduler.
         """
         settings = {
             "host": "127.0.0.1", "mem_pool_size_gb": 0.01, "kv_buffer_size": 1 << 24, **extra,
@@ -318,6 +321,8 @@ class SimulatedInstance:
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=block_size,
         )
+        self.scheduler.num_spec_tokens = num_speculative_tokens
+        self.scheduler.num_lookahead_tokens = num_speculative_tokens
         handshakes = {
             divmod(rank.rank, tp_size): rank.connector.get_handshake_metadata()
             for rank in self.ranks
@@ -332,6 +337,7 @@ class SimulatedInstance:
         self.num_preemptions_in_flight = 0  # of requests with a step not yet accounted
         self.num_computed_prompt_tokens: dict[str, int] = {}
         self.wrong_draft_positions: dict[str, int] = {}  # by request, when it first samples
+        self.num_placeholders: Counter[str] = Counter()  # by request
         self._work: list[tuple[str, int, np.ndarray[Any, Any]]] = []  # of a step, for the draft
         self._aggregator = KVOutputAggregator(len(self.ranks))
         self._requests: dict[str, Request] = {}
@@ -501,18 +507,27 @@ class SimulatedInstance:
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        placeholders = output.scheduled_spec_decode_tokens
         work = [
-            (name, computed[name], computed[name] + num_new)
+            (name, computed[name], computed[name] + num_new - len(placeholders.get(name, ())))
             for name, num_new in output.num_scheduled_tokens.items()
         ]
         values = {name: self._prepare_input(name, end) for name, _, end in work}
         for name, first, _ in work:
             for rank in self.ranks:
                 rank.write(self._cached[name].tables, first, values[name][first:])
+        for name, _, end in work:
+            self._fill_placeholders(name, end, len(placeholders.get(name, ())))
         self._work = [(name, first, values[name]) for name, first, _ in work]
         sampled = {name: self._sample(name, first, values[name]) for name, first, _ in work}
         self._just_sampled = {name: tokens[0] for name, tokens in sampled.items() if tokens}
         return sampled
+
+    def _fill_placeholders(self, name: str, end: int, num_tokens: int) -> None:
+        """Compute what nobody has proposed: behind the known tokens lies rubbish, then."""
+        self.num_placeholders[name] += num_tokens
+        for rank in self.ranks:
+            rank.write(self._cached[name].tables, end, np.full(num_tokens, -1))
 
     def _prepare_input(self, name: str, end: int) -> np.ndarray[Any, Any]:
         """The values of a request's positions up to `end`, whose tokens must all be known by now.

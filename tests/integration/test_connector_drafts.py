@@ -114,6 +114,23 @@ def test_drafts_by_way_of_host_memory(make_pair: MakePair, send_type: str) -> No
     assert not any(pair.d.wrong_draft_positions.values())
 
 
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+def test_placeholders_for_proposals(make_pair: MakePair, send_type: str) -> None:
+    """A speculating vLLM that has one token to compute schedules more, as if they were proposed.
+
+    So it is on decode with each prompt, and on prefill with one that is cached but for its end.
+    """
+    pair = make_pair({}, {}, draft="eagle", num_speculative_tokens=3, send_type=send_type)
+    for length in (33, 46, 47, 48, 49):
+        for _ in range(2):
+            pair.ask(prompt_of(length), order="prefill first")
+            pair.run()
+    pair.check_answers(num_computed=1)
+    pair.check_at_rest()
+    assert set(pair.d.num_placeholders.values()) == {3}
+    assert set(pair.p.num_placeholders.values()) == {0, 3}
+
+
 @pytest.mark.parametrize("drafts", [("eagle", "eagle"), *ONE_SIDED.values()])
 def test_preemption_with_drafts(make_pair: MakePair, drafts: tuple[str, str]) -> None:
     """So few blocks that requests lose theirs in mid-prompt, in mid-answer and in mid-transfer."""
