@@ -167,7 +167,11 @@ def test_every_token_is_right_and_nothing_is_left(
 
 
 def check_accepted(scenario: Scenario, fleet: Fleet) -> None:
-    """With its KV, the tiny Llama proposes of itself what is right; without it, hardly ever."""
+    """With its KV, the tiny Llama proposes of itself what is right; without it, hardly ever.
+
+    vLLM begins after a transfer with placeholders, and counts them as proposed: of an answer of
+    twelve tokens they are a quarter.
+    """
     for plan, member in zip(scenario.decodes, decodes(fleet.instances), strict=True):
         proposed, accepted = (
             sum(by_label(member, f"vllm:spec_decode_num_{what}_tokens", "").values())
@@ -175,7 +179,7 @@ def check_accepted(scenario: Scenario, fleet: Fleet) -> None:
         )
         assert bool(proposed) == bool(plan.draft)
         if plan.draft == "llama":
-            is_good = accepted > 0.6 * proposed
+            is_good = accepted > 0.5 * proposed
             assert is_good == bool(scenario.prefill.draft), f"{accepted} of {proposed} accepted"
         if plan.draft == scenario.prefill.draft:
             outcomes = by_label(member, "vllm:p2p_transfers", "outcome")
