@@ -242,7 +242,7 @@ def test_the_buffer_of_another_process_is_mapped() -> None:
 
 
 def test_a_peer_that_dies_while_a_kernel_waits_for_it_costs_its_own_transfers_only() -> None:
-    config = settings("nccl", peer_timeout_seconds=1.0, connect_timeout_seconds=3.0)
+    config = settings("nccl", peer_timeout_seconds=3.0)
     ours = patterned("there")
     with P2pNcclEngine(config) as engine, Peer(config) as other:
         with Peer(config) as peer:
