@@ -182,8 +182,7 @@ def test_a_spilled_hold_is_cut_as_well(stack: contextlib.ExitStack, transport: s
 
 def test_a_lost_source_rank_fails_the_receive(stack: contextlib.ExitStack) -> None:
     """Half of the heads are no KV."""
-    prefill = Instance(Side(2), stack, transfer_timeout_seconds=3)
-    decode = Instance(Side(1), stack, transfer_timeout_seconds=3)
+    prefill, decode = Instance(Side(2), stack), Instance(Side(1), stack)
     fill(prefill)
     sink = decode.sinks()[0]
     waiting = decode.engines[0].receive(KEY, sink, peer=prefill.address)

@@ -40,15 +40,16 @@ PREFILL_FAILURES = {
 }
 
 
+def limits(failure: str) -> dict[str, Any]:
+    """The settings of a proxy that meets this failure, and no other."""
+    return {"prefill_timeout_seconds": 0.2 if failure == "timeout" else 60, "max_body_bytes": 4096}
+
+
 @pytest.mark.parametrize("asked", [ASKED, STREAMED], ids=["whole", "stream"])
 @pytest.mark.parametrize("failure", PREFILL_FAILURES)
 async def test_no_decode_without_its_prefill(failure: str, asked: dict[str, object]) -> None:
     behaviour, status, expected = PREFILL_FAILURES[failure]
-    async with fleet(prefill_timeout_seconds=0.2, max_body_bytes=4096) as (
-        proxy,
-        [prefill],
-        [decode],
-    ):
+    async with fleet(**limits(failure)) as (proxy, [prefill], [decode]):
         prefill.behaviour = behaviour
         got, body, headers = await proxy.ask(asked, headers={"X-Request-Id": "mine"})
         assert got == status
@@ -70,8 +71,7 @@ async def test_no_decode_without_its_prefill(failure: str, asked: dict[str, obje
 @pytest.mark.parametrize("failure", PREFILL_FAILURES)
 async def test_concurrent_decode_is_withheld_and_cancelled(failure: str) -> None:
     behaviour, status, _ = PREFILL_FAILURES[failure]
-    settings: dict[str, Any] = {"prefill_timeout_seconds": 0.2, "max_body_bytes": 4096}
-    async with fleet(dispatch="concurrent", **settings) as (proxy, [prefill], [decode]):
+    async with fleet(dispatch="concurrent", **limits(failure)) as (proxy, [prefill], [decode]):
         prefill.behaviour = behaviour
         decode.behaviour = Behaviour(hang=True)
         got, _, _ = await proxy.ask()
@@ -104,9 +104,10 @@ async def test_an_idle_connection_that_closes_as_we_write_is_no_failure() -> Non
     async with fleet() as (proxy, [prefill], [decode]):
         for mock in (prefill, decode):
             mock.behaviour = Behaviour(reset_reused=True)
-        for _ in range(10):
-            status, _, _ = await proxy.ask()
-            assert status == 200
+        with patch("proxy.upstream.RACE_SECONDS", 20.0):
+            for _ in range(10):
+                status, _, _ = await proxy.ask()
+                assert status == 200
         metrics = await proxy.metrics()
         assert metrics['p2p_proxy_resends_total{role="prefill"}'] >= 1
         assert metrics['p2p_proxy_resends_total{role="decode"}'] >= 1
@@ -137,7 +138,7 @@ async def test_a_fresh_connection_that_breaks_is_not_tried_again() -> None:
 async def test_a_silent_decode_ends_in_time(stage: str) -> None:
     long = dict.fromkeys(("first_byte", "gap", "response"), 60.0)
     limited = {"headers": "first_byte", "first byte": "first_byte", "whole": "response"}
-    long[limited.get(stage, stage)] = 0.2
+    long[limited.get(stage, stage)] = 1.0 if stage == "gap" else 0.2  # two events come before it
     settings: dict[str, Any] = {f"{name}_timeout_seconds": long[name] for name in long}
     async with fleet(**settings) as (proxy, _, [decode]):
         decode.behaviour = {
@@ -160,9 +161,10 @@ async def test_a_silent_decode_ends_in_time(stage: str) -> None:
 
 async def test_a_slow_but_steady_stream_is_not_cut() -> None:
     """It takes longer than any of its silences may."""
-    limits = {"first_byte_timeout_seconds": 1.0, "gap_timeout_seconds": 1.0}
-    async with fleet(client_timeout_seconds=1.0, **limits) as (proxy, _, [decode]):  # type: ignore[arg-type]
-        decode.behaviour = Behaviour(pace=0.2)
+    names = ("first_byte", "gap", "client")
+    settings: dict[str, Any] = {f"{name}_timeout_seconds": 3.0 for name in names}
+    async with fleet(**settings) as (proxy, _, [decode]):
+        decode.behaviour = Behaviour(pace=0.4)
         assert (await proxy.ask(STREAMED))[1] == b"".join(events(STREAMED))
 
 
@@ -217,7 +219,7 @@ async def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
 
 
 async def test_limits_on_the_request_are_answered_in_json() -> None:
-    async with fleet(max_body_bytes=1000, client_timeout_seconds=0.2) as (proxy, [prefill], _):
+    async with fleet(max_body_bytes=1000, client_timeout_seconds=1.0) as (proxy, [prefill], _):
         status, body, _ = await proxy.ask({**ASKED, "prompt": "x" * 2000})
         assert (status, json.loads(body)["error"]["code"]) == (413, "bad_body")
 

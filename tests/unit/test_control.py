@@ -116,13 +116,14 @@ def test_connection_that_nothing_is_said_on_is_closed(
     parties: tuple[Party, Party], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As that to the directory of an instance that has been found, or is no more."""
-    monkeypatch.setattr(sockets, "IDLE_SECONDS", 0.3)
     one, other = parties
     before = num_descriptors()
     for frame in (b"a", b"b"):
+        monkeypatch.setattr(sockets, "IDLE_SECONDS", 60.0)
         one.control.send(Route(other.control.address), frame)
         eventually(lambda f=frame: other.heard and other.heard[-1][1] == f)  # type: ignore[misc]
         assert num_descriptors() > before
+        monkeypatch.setattr(sockets, "IDLE_SECONDS", 0.1)
         eventually(lambda: num_descriptors() == before)
 
 
