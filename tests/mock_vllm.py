@@ -88,6 +88,7 @@ class MockVllm:
         self.protocol = protocol
         self.epoch = epoch
         self.model = model
+        self.kv_bytes_per_token = 0
         self.behaviour = Behaviour()
         self.health_status = 200
         self.health_count = 0
@@ -204,6 +205,7 @@ class MockVllm:
             "tp_size": 1,
             "send_type": "PUT_ASYNC",
             "interval": INTERVAL_SECONDS,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
             "a key of the future": {"x": [1, 2]},
         }
         beats = []

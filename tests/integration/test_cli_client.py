@@ -32,6 +32,8 @@ class Server:
     def __init__(self) -> None:
         self.in_flight = 0
         self.most_in_flight = 0
+        self.wanted_in_flight = 1  # nothing is answered before so many were
+        self._were_so_many = asyncio.Event()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -39,6 +41,9 @@ class Server:
         self.most_in_flight = max(self.in_flight, self.most_in_flight)
         try:
             await asyncio.sleep(0.01)
+            if self.most_in_flight >= self.wanted_in_flight:
+                self._were_so_many.set()
+            await self._were_so_many.wait()
             if body.get("prompt") == "refuse":
                 return web.Response(status=503, text="no instance")
             if body.get("stream"):
@@ -129,6 +134,7 @@ def test_a_server_that_is_not_there(free_port: int) -> None:
 def test_as_many_at_once_as_asked(server: tuple[Server, str]) -> None:
     answered: list[None] = []
     requests = [stream("go")] * 12
+    server[0].wanted_in_flight = 3
     answers = send_all(server[1], requests, concurrency=3, on_answer=lambda: answered.append(None))
     assert len(answers) == len(answered) == 12
     assert server[0].most_in_flight == 3

@@ -53,8 +53,9 @@ def test_an_instance_that_dies_later_is_noticed(fleet: FakeFleet) -> None:
 
 
 def test_a_late_instance_is_a_timeout_that_names_its_stage(fleet: FakeFleet) -> None:
-    fleet.start("decode", vllm_args=["never-serve"])
-    with pytest.raises(TimeoutError, match=r"decode-1 \((starting|allocating the KV cache)"):
+    member = fleet.start("decode", vllm_args=["never-serve"])
+    eventually(lambda: "Loading weights" in member.process.log_path.read_text())
+    with pytest.raises(TimeoutError, match=r"decode-1 \(allocating the KV cache"):
         fleet.wait_ready(timeout=0.3)
 
 

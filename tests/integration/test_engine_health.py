@@ -37,7 +37,8 @@ def test_dead_control_thread_is_told_and_nobody_waits_for_ever(
 ) -> None:
     with engines(2, transport, transfer_timeout_seconds=1.0) as (engine, other):
         target = PeerAddress(other.zmq_address)
-        engine.send(TransferKey("first"), target, TensorSource(random_tensor(rng, 9))).wait(10)
+        source = TensorSource(random_tensor(rng, 9))
+        engine.send(TransferKey("first"), target, source, timeout=20).wait(10)
         unready = engine.send(KEY, target, TensorSource(torch.zeros(9)), ready=False)
         waiting = engine.receive(KEY, TensorSink(), peer=target)
         assert engine.healthy
@@ -67,19 +68,19 @@ def test_copy_that_does_not_end_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The one wait that we cannot end: its memory is kept, and everybody can see it."""
-    now = time.monotonic()
     with engines(2, "shm", transfer_timeout_seconds=1.0) as (sender, receiver):
         target = PeerAddress(receiver.zmq_address)
-        transfer = sender.send(KEY, target, TensorSource(torch.zeros(9)), ready=False)
-        monkeypatch.setattr(sender._sender, "stop", lambda chunk, error: None)
-        for late in (1.1, 1.2, 1.2 + OVERDUE_SECONDS):
-            with sender._changed:
+        with sender._changed:  # its own thread looks before or after, and finds nothing late
+            transfer = sender.send(KEY, target, TensorSource(torch.zeros(9)), ready=False)
+            monkeypatch.setattr(sender._sender, "stop", lambda chunk, error: None)
+            now = time.monotonic()
+            for late in (1.1, 1.2, 1.2 + OVERDUE_SECONDS):
                 sender._sender.tick(now + late)
                 sender._watchdog.look(now + late, sender._sender.overdue(now + late))
-        assert sender.stats()["overdue_waits"] == 1
-        assert not sender.healthy
+            assert sender.stats()["overdue_waits"] == 1
+            assert not sender.healthy
+            monkeypatch.undo()
         assert "a wait has outlived its deadline: send request-1" in caplog.text
-        monkeypatch.undo()
         eventually(lambda: transfer.done)
         eventually(lambda: sender.healthy)
         assert sender.stats()["overdue_waits_reported"] == 1

@@ -72,8 +72,9 @@ def test_want_that_comes_during_the_copy_is_served_after_it(
 def test_spilled_memory_is_given_back_at_each_end(end: str, when: str, rng: SeededRandom) -> None:
     with P2pNcclEngine(settings("shm")) as engine:
         lease = 0.1 if end == "lease" else 100.0
-        held = engine.hold(KEY, TensorSource(random_tensor(rng, 2 * MIB)), lease=lease)
-        with engine._changed:
+        source = TensorSource(random_tensor(rng, 2 * MIB))
+        with engine._changed:  # no lease ends before the copy has begun
+            held = engine.hold(KEY, source, lease=lease)
             assert engine.spill(held)
             if when == "after it":
                 engine._changed.wait_for(lambda: held.released, 10)

@@ -47,7 +47,8 @@ def test_tensor_crosses_whole(transport: str, mode: SendMode, rng: SeededRandom)
     with engines(2, transport, send_type=mode) as (sender, receiver):
         tensor = random_tensor(rng, MIB + 3).view(torch.uint8)
         transfer = sender.send_tensor(KEY, tensor, receiver.zmq_address)
-        assert transfer.done == (mode is SendMode.PUT)
+        if mode is not SendMode.PUT_ASYNC:  # which may be there by now
+            assert transfer.done == (mode is SendMode.PUT)
         received = receiver.recv_tensor(KEY, sender.zmq_address, timeout=10)
         assert torch.equal(received, tensor)
         transfer.wait(10)
@@ -312,7 +313,7 @@ def test_deadline_of_a_send_names_key_and_state() -> None:
     with engines(2) as (sender, receiver):
         peer = PeerAddress(receiver.zmq_address)
         transfer = sender.send(KEY, peer, TensorSource(torch.zeros(1)), timeout=0.3, ready=False)
-        with pytest.raises(TransferTimeout, match=r"request-1.*(OFFERED|GRANTED)"):
+        with pytest.raises(TransferTimeout, match=r"request-1.*(QUEUED|OFFERED|GRANTED)"):
             transfer.wait(10)
         assert_idle(sender, receiver)
 
