@@ -14,6 +14,8 @@ from typing import Any
 
 import aiohttp
 
+from tests.proxy_fleet import until
+
 SECONDS = 60.0
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -31,6 +33,7 @@ class Page:
         self.errors: list[str] = []
         self.num_alerts = 0
         self._socket = socket
+        self._loaded = asyncio.Event()
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
 
@@ -45,7 +48,9 @@ class Page:
         """Go to a page."""
         for domain in ("Page", "Runtime"):
             await self.call(f"{domain}.enable")
+        self._loaded.clear()
         await self.call("Page.navigate", url=url)
+        await asyncio.wait_for(self._loaded.wait(), SECONDS)  # a script has a page to run in
 
     async def run(self, script: str) -> Any:
         """Run a script in the page and return its value."""
@@ -71,6 +76,8 @@ class Page:
             said = json.loads(message.data)
             if "id" in said:
                 self._waiting.pop(said["id"]).set_result(said.get("result", said))
+            elif said["method"] == "Page.loadEventFired":
+                self._loaded.set()
             elif said["method"] == "Runtime.exceptionThrown":
                 self.errors.append(str(said["params"]["exceptionDetails"]))
             elif said["method"] == "Page.javascriptDialogOpening":
@@ -95,9 +102,8 @@ async def chromium_page(profile: Path) -> AsyncIterator[Page]:
     try:
         port = await _debugging_port(profile)
         async with aiohttp.ClientSession() as client:
-            async with client.get(f"http://127.0.0.1:{port}/json") as response:
-                [target] = [t for t in await response.json() if t["type"] == "page"]
-            async with client.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+            url = await _until_shown(client, f"http://127.0.0.1:{port}/json")
+            async with client.ws_connect(url, max_msg_size=0) as socket:
                 page = Page(socket)
                 reading = asyncio.ensure_future(page.read())
                 yield page
@@ -109,9 +115,24 @@ async def chromium_page(profile: Path) -> AsyncIterator[Page]:
 
 
 async def _debugging_port(profile: Path) -> int:
-    path, deadline = profile / "DevToolsActivePort", asyncio.get_running_loop().time() + SECONDS
-    while asyncio.get_running_loop().time() < deadline:
+    path = profile / "DevToolsActivePort"
+
+    def port() -> int:
         with suppress(FileNotFoundError, IndexError, ValueError):
             return int(path.read_text().splitlines()[0])
-        await asyncio.sleep(0.1)
-    raise AssertionError(f"the browser did not start within {SECONDS:g} s")
+        return 0
+
+    found: int = await until(port, "the browser has started", SECONDS)
+    return found
+
+
+async def _until_shown(client: aiohttp.ClientSession, url: str) -> str:
+    """Wait until the browser has its first page, and return where that is driven."""
+
+    async def page() -> str:
+        async with client.get(url) as response:
+            pages = [target for target in await response.json() if target["type"] == "page"]
+        return str(pages[0]["webSocketDebuggerUrl"]) if pages else ""
+
+    found: str = await until(page, "the browser shows a page", SECONDS)
+    return found

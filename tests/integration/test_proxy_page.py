@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.chromium import Page, chromium_page, find_chromium
+from tests.chromium import SECONDS, Page, chromium_page, find_chromium
 from tests.mock_vllm import MockVllm
 from tests.proxy_fleet import fleet, until
 
@@ -33,7 +33,7 @@ async def until_says(page: Page, mock: MockVllm, text: str) -> None:
         shown = await page.run(script)
         return bool(shown == text)
 
-    await until(says_so, f"the button says {text}")
+    await until(says_so, f"the button says {text}", SECONDS)
 
 
 async def test_the_buttons_drain_and_resume(tmp_path: Path) -> None:
