@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import pytest
 
 from p2p_engine.cli.members import fetch_text
 from p2p_engine.cli.ports import PortPlan
-from tests.integration.cli_fakes import FAKE_MEMBER, is_alive
+from tests.integration.cli_fakes import FAKE_MEMBER, is_alive, parent_of
 from tests.support import eventually
 
 SECONDS = 80.0  # a stand-in is up in two, but the machine may be busy with others' tests
@@ -53,9 +54,9 @@ class Launch:
         """All processes that name our log folder or ports, or that a process of ours started."""
         children: dict[int, list[int]] = {}
         for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal() and is_alive(int(entry.name)):
-                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-                children.setdefault(int(parent), []).append(int(entry.name))
+            with contextlib.suppress(OSError):  # others' processes end while we look
+                if entry.name.isdecimal() and is_alive(int(entry.name)):
+                    children.setdefault(parent_of(int(entry.name)), []).append(int(entry.name))
         found = [self.process.pid]
         for pid in found:
             found += children.get(pid, [])

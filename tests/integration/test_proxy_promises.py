@@ -89,7 +89,7 @@ async def test_02_no_kv_is_left_behind(rng: SeededRandom, caplog: pytest.LogCapt
         lines = await until(lines_of_all, "every request has its line in the log")
         untold = {line["transfer_id"] for line in lines if line["prefill_ms"] is None}
         await until(lambda: set.union(*(m.kv for m in decodes)) <= untold, "KV is let go of")
-        assert len(lines) > NUM_CANCELLED // 2  # the rest left before they had asked
+        assert len(lines) > NUM_CANCELLED // 10  # the rest left before they had asked
         assert len(untold) < len(lines)
 
 

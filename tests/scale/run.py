@@ -150,17 +150,18 @@ def leftovers(fleet: SimulatedFleet) -> list[str]:
 
 
 async def run(
-    fleet: SimulatedFleet, size: int, rate: float, seconds: float, seed: int
+    fleet: SimulatedFleet, size: int, rate: float, seconds: float, seed: int, at_least: int = 0
 ) -> tuple[Load, Events]:
-    """Load and disturb a fleet that is ready; return what came of it when all is quiet again."""
+    """Load and disturb a fleet that is ready for so long, and until so many things were done to it;
+    return what came of it when all is quiet again."""
     assert fleet.proxy is not None
     rng = random.Random(seed)
     load = Load(fleet.proxy.url, "simulated", rate, random.Random(rng.random()))
     chaos = Chaos(fleet, {Role.PREFILL: size, Role.DECODE: size}, rng)
     is_over = asyncio.Event()
     loading = asyncio.ensure_future(load.run(is_over))
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not loading.done():
+    deadline, done = time.monotonic() + seconds, chaos.events.done
+    while (time.monotonic() < deadline or len(done) < at_least) and not loading.done():
         await asyncio.sleep(rng.uniform(*PAUSE_SECONDS))
         await asyncio.to_thread(chaos.act)
     is_over.set()

@@ -104,8 +104,9 @@ def test_the_proxy_gets_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_benchmark_gets_its_own_options(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # another checkout's benchmarks may be there
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "bench_x.py").write_text("import sys; print(sys.argv[1:]); exit(3)")
     assert benchmark_names(tmp_path) == ["x"]
