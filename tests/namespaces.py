@@ -22,7 +22,7 @@ def why_not() -> str:
     """Why this machine cannot have such hosts; empty: it can."""
     try:
         tried = subprocess.run(
-            [*UNSHARE, "sh", "-c", TOOLS], capture_output=True, text=True, timeout=20
+            [*UNSHARE, "sh", "-c", TOOLS], capture_output=True, text=True, timeout=60
         )
     except FileNotFoundError as error:
         return f"no {error.filename}"
@@ -62,7 +62,7 @@ class Host:
         """Let the rank end, which it does when nobody can tell it anything."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        assert self._process.wait(20) == 0
+        assert self._process.wait(60) == 0
 
     def tell(self, command: str, **arguments: Any) -> None:
         """Start a command."""

@@ -42,10 +42,11 @@ class Campaign:
     """Rounds, several side by side, each worker with survivors of its own."""
 
     def __init__(
-        self, seed: int, first: int, end: float, record: Path | None, only: str = ""
+        self, seed: int, first: int, end: float, at_least: int, record: Path | None, only: str
     ) -> None:
         self._seed = seed
         self._end = end
+        self._at_least = at_least
         self._rounds = ((n, item) for n, item in enumerate(plan(seed)) if only in item[1].name)
         for _ in range(first):
             next(self._rounds)
@@ -57,7 +58,7 @@ class Campaign:
         """Play rounds until the end."""
         survivors: dict[str, Process] = {}
         try:
-            while time.monotonic() < self._end:
+            while time.monotonic() < self._end or len(self.results) < self._at_least:
                 with self._lock:
                     number, (transport, fault, step) = next(self._rounds)
                 if transport not in survivors:
@@ -95,12 +96,17 @@ def last_number(record: Path, seed: int) -> int:
 
 
 def run(
-    seconds: float, seed: int, jobs: int, record: Path | None = None, only: str = ""
+    seconds: float,
+    seed: int,
+    jobs: int,
+    record: Path | None = None,
+    only: str = "",
+    at_least: int = 0,
 ) -> list[Result]:
-    """Play rounds for so many seconds; at most one round more."""
+    """Play rounds for so many seconds, and at least so many; at most one round more."""
     start_fork_server()
     first = last_number(record, seed) if record is not None else 0
-    campaign = Campaign(seed, first, time.monotonic() + seconds, record, only)
+    campaign = Campaign(seed, first, time.monotonic() + seconds, at_least, record, only)
     try:
         with ThreadPoolExecutor(jobs) as pool:
             for worker in [pool.submit(campaign.work) for _ in range(jobs)]:

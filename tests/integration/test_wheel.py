@@ -26,13 +26,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, source / name)
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target)]
-    subprocess.run([*build, str(source)], check=True, capture_output=True, timeout=110)
+    subprocess.run([*build, str(source)], check=True, capture_output=True, timeout=300)
     (path,) = target.glob("*.whl")
     return zipfile.ZipFile(path)
 
 
 @marks.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 def test_the_wheel_has_every_file_of_the_packages(wheel: zipfile.ZipFile) -> None:
     files = [path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file()]
     kept = {path for path in files if path.suffix in {".py", ".pyi", ".typed", ".html"}}
@@ -41,7 +41,7 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: zipfile.ZipFile) -> Non
 
 
 @marks.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 def test_the_wheel_has_the_extension_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     natives = [name for name in names if name.endswith(".so")]
@@ -51,7 +51,7 @@ def test_the_wheel_has_the_extension_and_nothing_else(wheel: zipfile.ZipFile) ->
 
 
 @marks.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 def test_the_wheel_names_its_entry_points(wheel: zipfile.ZipFile) -> None:
     (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     entries = wheel.read(name).decode().splitlines()
