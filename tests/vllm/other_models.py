@@ -106,6 +106,7 @@ def _save_eagle(model: Any, folder: Path) -> None:
     }
     width = model.config.hidden_size
     weights["fc.weight"] = torch.randn((width, 2 * width), dtype=torch.bfloat16) / 16
+    model.config.architectures = [type(model).__name__]  # vLLM's name for it ends with this one
     model.config.save_pretrained(folder)
     safetensors.save_file(weights, folder / "model.safetensors")
 
