@@ -38,7 +38,7 @@ soak: setup  ## two processes under load for DURATION= seconds (1200): do memory
 restarts: setup  ## real vLLM instances end and start again under load: TURNS= of them (20), from FIRST= (0) on
 	$(BIN)/python -m tests.vllm.restarts $(if $(TURNS),--turns $(TURNS)) $(if $(FIRST),--first $(FIRST))
 
-model: setup  ## every state of KEYS= transfers with FAULTS= faults, one by one (2 and 1: half an hour)
+model: setup  ## every state of KEYS= transfers with FAULTS= faults, one by one (2 and 1: more than half an hour)
 	$(BIN)/python -m tests.protocol_model --keys $(or $(KEYS),2) --faults $(or $(FAULTS),1)
 
 tsan: setup  ## the C tests of everything with threads under ThreadSanitizer

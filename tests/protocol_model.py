@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import re
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeAlias
 
@@ -194,8 +195,13 @@ class Seen:
         return True
 
 
-def explore(kind: type[TransferMachine], bounds: Bounds, limit: int) -> int:
-    """Visit every state; returns how many there are.
+def explore(
+    kind: type[TransferMachine],
+    bounds: Bounds,
+    limit: int,
+    report: Callable[[str], None] = lambda _: None,
+) -> int:
+    """Visit every state; returns how many there are. `report` hears how far it has come.
 
     Raises:
         AssertionError: a promise is broken, a state has no way to the end, or there are more states
@@ -210,6 +216,7 @@ def explore(kind: type[TransferMachine], bounds: Bounds, limit: int) -> int:
             following += [(*path, move) for move in moves]
             assert seen.num_states <= limit, f"more than {limit} states"
         frontier = following
+        report(f"{kind.__name__}: {seen.num_states} states, {len(frontier)} to try next")
     return seen.num_states
 
 
@@ -246,10 +253,15 @@ def main() -> None:
     options = parser.parse_args()
     bounds, kinds = Bounds(options.keys, options.faults), (SenderWrites, ReceiverWrites)
     with ProcessPoolExecutor(len(kinds)) as pool:
-        runs = [pool.submit(explore, kind, bounds, options.limit) for kind in kinds]
+        runs = [pool.submit(explore, kind, bounds, options.limit, say) for kind in kinds]
         for kind, run in zip(kinds, runs, strict=True):
             states = run.result()
-            print(f"{kind.__name__}: {states} states, all promises hold in each")  # noqa: T201
+            say(f"{kind.__name__}: {states} states, all promises hold in each")
+
+
+def say(text: str) -> None:
+    """Print at once: it takes long."""
+    print(text, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
