@@ -36,7 +36,7 @@ class DeviceLanding(LandingArena):
         self._device_buddy = Buddy(self.device_bytes, MIN_BLOCK_BYTES)
         self._words: dict[Space, int] = {}
         self.budgets[BUFFER] = buffer_bytes
-        self._is_closed = False
+        self._is_closed = self._is_kept = False
         cuda = device.cuda
         try:
             self.device_address = device.run(lambda: cuda.allocate(self.device_bytes), 60.0)
@@ -92,13 +92,19 @@ class DeviceLanding(LandingArena):
         if live != self.live_bytes[BUFFER]:
             raise RuntimeError(f"accounted {self.live_bytes[BUFFER]}, live {live} device bytes")
 
+    def keep_buffer(self) -> None:
+        """Leave the device's memory as it is: somebody may write there, and CUDA keeps it for
+        nobody who has mapped it."""
+        self._is_kept = True
+
     def close(self) -> None:
         """Give everything back; idempotent. Nothing may be written any more."""
         if self._is_closed:
             return
         self._is_closed = True
         host, cuda = self.arena, self._device.cuda
-        self._device.run(lambda: cuda.free(self.device_address), 10.0)
+        if not self._is_kept:
+            self._device.run(lambda: cuda.free(self.device_address), 10.0)
         self._device.run(lambda: cuda.unregister(host.address), 10.0)
         super().close()
 

@@ -30,6 +30,8 @@ from p2p_engine.transports.shm import ShmTransport
 
 logger = logging.getLogger(__name__)
 
+CLOSE_SECONDS = 2.0
+
 _PROCESS = secrets.token_hex(16)  # a handle cannot be opened in the process that made it
 
 
@@ -204,6 +206,7 @@ class CudaIpcTransport(ShmTransport):
     ) -> None:
         super().__init__(mover, landing, control, epoch)
         self._device = device
+        self._device_landing = landing
         self._extra: Endpoint = {}
         if landing is not None:
             handle = device.run(lambda: device.cuda.export(landing.device_address), 10.0)
@@ -213,6 +216,16 @@ class CudaIpcTransport(ShmTransport):
                 "process": f"{os.getpid()} {_PROCESS}",
                 "address": str(landing.device_address),
             }
+
+    def close(self) -> None:
+        """As shm's; the receive buffer is kept for good when a sender may still copy into it."""
+        landing = self._device_landing
+        if landing is not None and not self.outlast_senders(CLOSE_SECONDS):
+            logger.error(
+                "close: %d senders may still write, the buffer is kept", len(self._senders)
+            )
+            landing.keep_buffer()
+        super().close()
 
     def invite(self, source_epoch: int) -> Endpoint | None:
         """Tell what shm tells, and the handle of the receive buffer."""

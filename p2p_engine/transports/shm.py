@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import socket
+import time
 
 from mempool import Arena, Mover, read_word
 from p2p_engine.arena import PREFAULT_BYTES, LandingArena
@@ -143,6 +145,24 @@ class ShmTransport(SenderWrites):
         """Let a new connection of this epoch in no more; the proof of its end is still awaited."""
         self._tokens.forget(source_epoch)
 
+    def outlast_senders(self, timeout: float) -> bool:
+        """Hang up and wait for every sender to do so, which proves its end; False: one has not.
+
+        When the control thread has stopped.
+        """
+        deadline = time.monotonic() + timeout
+        for connection in self._senders.values():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+        while self._senders and (left := deadline - time.monotonic()) > 0:
+            waiting = select.poll()
+            for connection in self._senders.values():
+                waiting.register(connection, select.POLLIN)
+            waiting.poll(left * 1000)
+            for epoch in list(self._senders):
+                self._sender_ended(epoch)
+        return not self._senders
+
     def close(self) -> None:
         """Close the listener, what is being dialled and every connection."""
         self._dials.close()
@@ -173,7 +193,9 @@ class ShmTransport(SenderWrites):
         self._control.watch(connection.fileno(), lambda: self._sender_ended(epoch))
 
     def _sender_ended(self, epoch: int) -> None:
-        connection = self._senders[epoch]
+        connection = self._senders.get(epoch)
+        if connection is None:
+            return
         with contextlib.suppress(BlockingIOError):
             try:
                 if connection.recv(64):

@@ -13,6 +13,7 @@ import torch
 from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.config import GPU_TRANSPORTS
 from p2p_engine.cuda import Cuda
+from p2p_engine.device_landing import DeviceLanding
 from p2p_engine.errors import ConfigError, P2pError, PeerRefused, TransferRejected, TransportError
 from p2p_engine.layout import TensorSink, TensorSource
 from p2p_engine.peers import PeerAddress
@@ -130,6 +131,28 @@ def test_close_keeps_what_a_copy_to_the_pool_may_still_write(rng: SeededRandom) 
         receiver.close()
         with pytest.raises(ValueError, match="closed"):
             receiver._arena.arena.view(0, 8)
+
+
+def test_close_keeps_a_buffer_into_which_a_peer_may_still_copy(rng: SeededRandom) -> None:
+    """CUDA keeps it for nobody who has mapped it: the copy would go into what is there then."""
+    with engines(2, "cuda_ipc") as (sender, receiver):
+        num_allocations, opened = DOUBLE["live_allocations"], threading.Event()
+
+        def stand_still() -> None:  # as on a busy machine
+            opened.wait(20)
+
+        assert sender._gpu is not None
+        sender._gpu.device.post(stand_still)
+        sent = sender.send_tensor(KEY, random_tensor(rng, 600_000), receiver.zmq_address)
+        eventually(lambda: "WRITING" in states(sender))
+        receiver.close()
+        num_kept = DOUBLE["live_allocations"]
+        opened.set()
+        assert num_kept == num_allocations
+        with pytest.raises(P2pError):
+            sent.wait(10)
+        assert isinstance(receiver._arena, DeviceLanding)
+        Cuda(DOUBLE.path).free(receiver._arena.device_address)
 
 
 def test_groups_that_break_and_copies_that_hang_lose_nothing_of_the_rest(
