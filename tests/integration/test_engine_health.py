@@ -35,12 +35,11 @@ def kill_control_thread(engine: P2pNcclEngine) -> None:
 def test_dead_control_thread_is_told_and_nobody_waits_for_ever(
     transport: str, caplog: pytest.LogCaptureFixture, rng: SeededRandom
 ) -> None:
-    with engines(2, transport, transfer_timeout_seconds=1.0) as (engine, other):
-        target = PeerAddress(other.zmq_address)
-        source = TensorSource(random_tensor(rng, 9))
-        engine.send(TransferKey("first"), target, source, timeout=20).wait(10)
-        unready = engine.send(KEY, target, TensorSource(torch.zeros(9)), ready=False)
-        waiting = engine.receive(KEY, TensorSink(), peer=target)
+    with engines(2, transport) as (engine, other):
+        target, source = PeerAddress(other.zmq_address), TensorSource(torch.zeros(9))
+        engine.send(TransferKey("first"), target, TensorSource(random_tensor(rng, 9))).wait(10)
+        unready = engine.send(KEY, target, source, ready=False, timeout=1.0)
+        waiting = engine.receive(KEY, TensorSink(), peer=target, timeout=1.0)
         assert engine.healthy
         kill_control_thread(engine)
         assert not engine.healthy
