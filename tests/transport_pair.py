@@ -160,7 +160,8 @@ class Pair:
         if self.receiver.transport.receiver_writes:
             regions = one_region(address, nbytes) if regions_of is None else regions_of(address)
             arrival = Arrival(self.sender.epoch, seq, regions, checked=True)
-            job = self.receiver.transport.expect(arrival)
+            # There, as in an engine: it may answer a sender before it has noted whom it let in.
+            job = self.receiver.in_control(lambda: self.receiver.transport.expect(arrival))
         grant = Grant(1, 2, seq, 0, 0, 1, space.offset, TRAILER)
         return Landing(grant, space, job)
 
