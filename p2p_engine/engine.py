@@ -506,7 +506,8 @@ class P2pNcclEngine:
         """End every transfer with EngineClosed, say BYE, join both threads; idempotent, bounded.
 
         When a copy does not stop in time, transfers stay open and all memory is kept: nobody may
-        use what it still reads or writes. It is logged; call again.
+        use what it still reads or writes. A thread that does not stop in time keeps its sockets. It
+        is logged; call again.
         """
         with self._changed:
             if self._closing:
@@ -526,6 +527,9 @@ class P2pNcclEngine:
             self._holds.close(error)
             self._store.close(error)
         self._close_parts()
+        if self._open_parts:
+            logger.error("close: %d parts did not stop in time", len(self._open_parts))
+            self._closing = False
 
     def _stop_copies(self, timeout: float) -> bool:
         is_stopped = self._gpu is None or self._gpu.stop(timeout)
@@ -573,10 +577,12 @@ class P2pNcclEngine:
             self._links.close(EngineClosed("the engine was closed"))
 
     def _close_parts(self) -> None:
-        while self._open_parts:
-            close = self._open_parts.pop()
+        """Close all in reverse order; those that say False stay for the next time."""
+        parts, self._open_parts = self._open_parts, []
+        for close in reversed(parts):
             try:
-                close()
+                if close() is False:
+                    self._open_parts.insert(0, close)
             except Exception:
                 logger.exception("close: one part failed, the others are closed")
 

@@ -218,6 +218,22 @@ def test_close_keeps_what_a_copy_may_still_touch() -> None:
         engine._arena.arena.view(0, 8)
 
 
+def test_close_that_gave_up_on_a_thread_is_finished_by_the_next_one() -> None:
+    with start(settings()) as engine:
+        goes_on = threading.Event()
+
+        def stand_still() -> None:
+            goes_on.wait(60)
+
+        engine._control.call_soon(stand_still)
+        engine.close(0.1)
+        is_given_up = engine._control.alive
+        goes_on.set()
+        assert is_given_up
+        engine.close()
+        assert not engine._control.alive
+
+
 def test_closed_engine_says_so() -> None:
     engine = P2pNcclEngine(settings())
     engine.close()
