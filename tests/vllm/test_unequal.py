@@ -160,6 +160,9 @@ def test_every_token_is_right_and_nothing_is_left(
     check_nothing_held(fleet.instances)
     for member in decodes(fleet.instances):
         assert prompt_tokens(member)["external_kv_transfer"] > 0, f"{member.name} served nothing"
+    for plan, member in zip((scenario.prefill, *scenario.decodes), fleet.instances, strict=True):
+        served = +by_label(member, "vllm:prompt_tokens", "engine")
+        assert len(served) == plan.dp_size, f"ranks of {member.name} that served: {served}"
     if scenario.prefill.num_blocks:
         assert sum(sum(by_label(m, "vllm:p2p_spilled_bytes", "").values()) for m in fleet.instances)
     if scenario.is_on_device:
