@@ -25,6 +25,7 @@ from proxy.lifetime import QuartConnection, serve_directly
 from proxy.metrics import Metrics
 from proxy.models import PATH as MODELS_PATH
 from proxy.models import list_models
+from proxy.presence import Presence
 from proxy.readiness import Readiness
 from proxy.registry import Registry
 from proxy.release import Releases
@@ -109,6 +110,7 @@ class Proxy:
             breaker_seconds=config.breaker_seconds,
             allowed=AllowList(config.allowed_addresses),
         )
+        self._presence = Presence(clock, lambda seconds: self._registry.excuse(seconds, clock()))
         self._metrics = Metrics(self._registry.instances, clock)
         deadlines = Deadlines()
         self._upstream = Upstream(self._metrics, deadlines)
@@ -159,6 +161,8 @@ class Proxy:
             parts.push_async_callback(self._readiness.close)
             parts.callback(self._discovery.close)
             self._discovery.start()
+            parts.callback(self._presence.close)
+            self._presence.start()
             self._add_static()
             tidying = asyncio.ensure_future(self._router.tidy())
             parts.callback(tidying.cancel)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+
+from proxy.presence import ABSENCE_SECONDS
 
 # How late a limit may be noticed. A timer of its own for each would cost more than what it limits.
 TICK_SECONDS = 0.05
@@ -23,6 +26,10 @@ class Deadline:
         """Forget it; idempotent."""
         self._deadlines.pending.pop(self, None)
 
+    def excuse(self, seconds: float) -> None:
+        """Put it off."""
+        self._due += seconds
+
     def check(self, now: float) -> None:
         """Act if it is time."""
         if now >= self._due:
@@ -31,27 +38,36 @@ class Deadline:
 
 
 class Deadlines:
-    """All limits of one event loop. The timer runs only while there are any."""
+    """All limits of one event loop. The timer runs only while there are any.
 
-    def __init__(self) -> None:
+    While this process stands still, time does not count: what has come meanwhile is read first.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.pending: dict[Deadline, None] = {}
+        self._clock = clock
+        self._ticked_at = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_ticking = False
 
     def add(self, seconds: float, call: Callable[[], None]) -> Deadline:
         """Call this after so many seconds, or up to TICK_SECONDS later, unless it is cancelled."""
         loop = self._loop = self._loop or asyncio.get_running_loop()
-        deadline = Deadline(self, loop.time() + seconds, call)
+        now = self._clock()
+        deadline = Deadline(self, now + seconds, call)
         self.pending[deadline] = None
         if not self._is_ticking:
-            self._is_ticking = True
+            self._is_ticking, self._ticked_at = True, now
             loop.call_later(TICK_SECONDS, self._tick)
         return deadline
 
     def _tick(self) -> None:
         assert self._loop is not None
-        now = self._loop.time()
+        now = self._clock()
+        absence, self._ticked_at = now - self._ticked_at, now
         for deadline in list(self.pending):
+            if absence > ABSENCE_SECONDS:
+                deadline.excuse(absence)
             deadline.check(now)
         self._is_ticking = bool(self.pending)
         if self._is_ticking:

@@ -114,6 +114,13 @@ class Registry:
         """Tell whether this incarnation is still the one of its name."""
         return self._by_name.get(instance.identity.name) is instance
 
+    def excuse(self, seconds: float, now: float) -> None:
+        """Count no silence of those who lived when we began to be away, so many seconds ago."""
+        for instance in self._by_name.values():
+            for role, expires in instance.expires.items():
+                if expires > now - seconds:
+                    instance.expires[role] = expires + seconds
+
     def sweep(self, now: float) -> None:
         """Forget the expired, and the drained unless their next beat would bring them back.
 

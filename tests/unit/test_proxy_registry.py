@@ -55,6 +55,16 @@ def test_it_lives_for_three_missed_beats() -> None:
     assert not instance.is_routable(Role.PREFILL, 100.0 + LIFETIME + 0.01)
 
 
+def test_silence_while_we_were_away_is_excused_but_not_that_from_before() -> None:
+    registry = Registry()
+    living, left = joined(registry, beat(), now=5.0), joined(registry, beat(port=9000), now=5.0)
+    registry.observe(beat(port=9000, leaving=True), 6.0)
+    registry.excuse(50.0, now=60.0)
+    assert living.is_routable(Role.PREFILL, 60.0)
+    assert not living.is_routable(Role.PREFILL, 5.0 + LIFETIME + 50.01)
+    assert not left.is_alive(60.0)
+
+
 def test_a_late_beat_keeps_it() -> None:
     registry = Registry()
     instance = joined(registry, beat(), now=0.0)

@@ -1,0 +1,58 @@
+"""A proxy that stood still takes nobody for late because of it; by an injected clock."""
+
+from __future__ import annotations
+
+from proxy.deadlines import Deadlines
+from proxy.presence import Presence
+from tests.proxy_fleet import until
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_an_absence_is_told_once_and_a_late_look_is_none() -> None:
+    clock = Clock()
+    absences: list[float] = []
+    looks = 0
+
+    def look() -> float:
+        nonlocal looks
+        looks += 1
+        return clock()
+
+    presence = Presence(look, absences.append)
+    presence.start()
+    try:
+        for step in (0.9, 12.0, 0.9):
+            clock.now += step
+            before = looks
+            await until(lambda seen=before: looks > seen, "it looks")  # type: ignore[misc]
+    finally:
+        presence.close()
+    assert absences == [12.0]
+
+
+async def test_a_deadline_does_not_pass_while_nobody_was_there() -> None:
+    clock, passed = Clock(), []
+    deadlines = Deadlines(clock)
+    deadlines.add(5.0, lambda: passed.append("short"))
+    deadlines.add(20.0, lambda: passed.append("long"))
+    clock.now += 12.0
+    await until(lambda: deadlines._ticked_at == clock.now, "it has ticked")
+    assert passed == []
+    for _ in range(6):
+        clock.now += 0.9
+        await until(lambda: deadlines._ticked_at == clock.now, "it has ticked")
+    assert passed == ["short"]
+    while deadlines.pending:
+        clock.now += 0.9
+        await until(lambda: deadlines._ticked_at == clock.now, "it has ticked")
+    assert passed == ["short", "long"]
+    assert 132.0 <= clock.now < 134.0
