@@ -46,9 +46,11 @@ class Answers:
         self._outcomes: Recent[LandingId, Outcome] = Recent()
 
     def grant(self, landing: Landing, word_offset: int = 0) -> None:
-        """The region is reserved; the sender publishes its end at `word_offset`."""
+        """The region is reserved; the sender publishes its end at `word_offset`. Of a chunk without
+        bytes no block is granted: the sender writes nothing, no completion word either."""
         offset = landing.space.offset if landing.space is not None else 0
-        first, num = landing.manifest.first_block, landing.manifest.num_blocks
+        first = landing.manifest.first_block
+        num = landing.manifest.num_blocks if landing.nbytes else 0
         fields = (landing.id[1], landing.attempt, first, num, offset, landing.trailer, word_offset)
         self._reply(landing.id[0], Grant, fields)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from mempool import Arena, Buddy, read_word, write_word
 
 MIN_BLOCK_BYTES = 4096
+HEADER_BYTES = MIN_BLOCK_BYTES  # at offset 0: the nonce; no landing is ever granted there
 PREFAULT_BYTES = 256 << 20  # touched ahead of what was ever used
 BUFFER, POOL = "buffer", "pool"
 
@@ -113,12 +114,22 @@ class LandingArena:
             RuntimeError: names the one that is broken.
         """
         self._buddy.check()
+        self.check_nonce()
         for place in self.budgets:
             live = sum(space.nbytes for space in self._live.values() if space.place == place)
             if live != self.live_bytes[place]:
                 raise RuntimeError(
                     f"{place}: accounted {self.live_bytes[place]}, live {live} bytes"
                 )
+
+    def check_nonce(self) -> None:
+        """Check the nonce, without which no new sender believes that this memory is ours.
+
+        Raises:
+            RuntimeError: it was overwritten.
+        """
+        if read_word(self.arena.address + self.nonce_offset) != self.nonce:
+            raise RuntimeError("the arena's nonce was overwritten")
 
     def close(self) -> None:
         """Unmap the arena; idempotent."""

@@ -88,6 +88,7 @@ class DeviceLanding(LandingArena):
         """
         self._buddy.check()
         self._device_buddy.check()
+        self.check_nonce()
         live = sum(space.nbytes for space in self._words)
         if live != self.live_bytes[BUFFER]:
             raise RuntimeError(f"accounted {self.live_bytes[BUFFER]}, live {live} device bytes")

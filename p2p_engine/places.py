@@ -44,14 +44,15 @@ class Places:
             TransferTooLarge: there never will be room.
             P2pError: the sink failed.
         """
+        if not landing.nbytes:
+            return ""  # nothing is written, so there is no place, and DONE says that it is whole
         if not landing.transport.receiver_writes and landing.transport.is_gone(landing.id[0]):
             raise TransportError("the sender has no data connection")
         if receive is None or not _may_go_straight(landing, receive):
             return self._place_in_arena(landing, receive, hoarded_bytes, ended)
         manifest = landing.manifest
-        if landing.nbytes:
-            regions = receive.regions(manifest, manifest.first_block, manifest.num_blocks)
-            _expect(landing, regions, ended, keep=receive)
+        regions = receive.regions(manifest, manifest.first_block, manifest.num_blocks)
+        _expect(landing, regions, ended, keep=receive)
         self._live_block_bytes += landing.nbytes
         return ""
 
@@ -123,7 +124,7 @@ class Places:
         landing.space = arena.reserve(size) if not refusal else None
         if landing.space is None:
             return refusal or "buffer and pool are full"
-        if not landing.transport.receiver_writes or not landing.nbytes:
+        if not landing.transport.receiver_writes:
             arena.clear_word(landing.space, trailer_offset(landing.nbytes))
             self._credit.take(landing.id, size)
             return ""
@@ -140,8 +141,6 @@ class Places:
 def _may_go_straight(landing: Landing, receive: Receive) -> bool:
     """Whether the bytes may land in final memory: a stream that is cut off ends in zeros, so only
     where nothing has arrived yet and nobody else writes."""
-    if not landing.nbytes:
-        return True
     touched = receive.has_delivered(landing.manifest) or receive.writers_of(landing.manifest)
     return landing.transport.scatters and not touched
 

@@ -344,12 +344,12 @@ class Sender:
             or channel is None
         ):
             return
-        if not grant.num_blocks:
+        nbytes = grant.num_blocks * chunk.manifest.block_bytes
+        if not nbytes:
             self._written(chunk, 0)
             return
         chunk.state, chunk.writing_since = ChunkState.WRITING, self._clock()
         try:
-            nbytes = grant.num_blocks * chunk.manifest.block_bytes
             regions = ask_regions(
                 lambda: chunk.source.regions(grant.first_block, grant.num_blocks), nbytes
             )

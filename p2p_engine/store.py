@@ -380,7 +380,7 @@ class Store:
     def _bring(self, landing: Landing, receive: Receive) -> None:
         blocks = landing.manifest.first_block, landing.manifest.num_blocks
         try:
-            if landing.space is not None:
+            if landing.space is not None or not landing.nbytes:
                 blocks = receive.wanted(landing.manifest)
             packed = self._places.packed(landing, *blocks)
             if packed is None or not packed.nbytes:

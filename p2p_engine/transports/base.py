@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from mempool import Mover
+from p2p_engine.arena import HEADER_BYTES
 from p2p_engine.errors import TransportError
 from p2p_engine.jobs import Job, Moment, still_running
 from p2p_engine.layout import Regions
@@ -157,6 +158,8 @@ class ArenaChannel:
         end = grant.offset + trailer_offset(source.nbytes)
         if end + 8 > self._nbytes:
             raise TransportError(f"write: the grant ends at {end + 8}, the arena at {self._nbytes}")
+        if grant.offset < HEADER_BYTES:
+            raise TransportError(f"write: the grant at {grant.offset} is in the arena's header")
         self._jobs = {job for job in self._jobs if not job.done}
         job = self._mover.copy(
             source.addresses,

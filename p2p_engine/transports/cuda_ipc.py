@@ -17,6 +17,7 @@ import threading
 
 from mempool import Arena, Mover
 from p2p_engine.affinity import restore_affinity
+from p2p_engine.arena import HEADER_BYTES
 from p2p_engine.control import ControlPlane
 from p2p_engine.cuda import IPC_HANDLE_BYTES
 from p2p_engine.device import Device, DeviceJob
@@ -174,6 +175,8 @@ class CudaIpcChannel:
         word = grant.word_offset or grant.offset + trailer_offset(nbytes)
         if start + nbytes > size or word + 8 > arena.nbytes or word % 8:
             raise TransportError(f"write: the grant at {grant.offset} ends outside of the arena")
+        if word < HEADER_BYTES or (start < HEADER_BYTES and not is_on_device):
+            raise TransportError(f"write: the grant at {grant.offset} is in the arena's header")
         base = self._mapping.buffer if is_on_device else arena.address
         return source.starts + (base + start), arena.address + word
 

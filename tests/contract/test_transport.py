@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from p2p_engine.addresses import split_address
+from p2p_engine.arena import HEADER_BYTES
 from p2p_engine.errors import TransportError
 from p2p_engine.layout import Regions, one_region
 from p2p_engine.messages import Grant
@@ -219,6 +220,20 @@ def test_grant_outside_the_arena_is_refused(pair: Pair) -> None:
         grant = Grant(1, 2, 1, 0, 0, 1, offset, TRAILER)
         with pytest.raises(TransportError, match="arena"):
             channel.write(Order(one_region(memory.ctypes.data, 64), grant))
+
+
+def test_grant_in_the_header_of_the_arena_is_refused(pair: Pair) -> None:
+    """Neither bytes nor a completion word ever lie where the nonce is."""
+    if pair.receiver.transport.receiver_writes:
+        pytest.skip("the receiver places the bytes")
+    channel, memory = pair.channel(), np.zeros(64, np.uint8)
+    empty = Regions(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    for source in (empty, one_region(memory.ctypes.data, 64)):
+        for offset in (0, 8, HEADER_BYTES - 8):
+            grant = Grant(1, 2, 1, 0, 0, 1, offset, TRAILER)
+            with pytest.raises(TransportError, match="header"):
+                channel.write(Order(source, grant))
+    pair.receiver.arena.check()
 
 
 def test_expect_from_a_stranger_is_refused(pair: Pair) -> None:
