@@ -42,7 +42,7 @@ model: setup  ## every state of KEYS= transfers with FAULTS= faults, one by one 
 	$(BIN)/python -m tests.protocol_model --keys $(or $(KEYS),2) --faults $(or $(FAULTS),1)
 
 tsan: setup  ## the C tests of everything with threads under ThreadSanitizer
-	P2P_SANITIZER=thread tests/c/run.sh test_arena test_channel test_crc32c test_mover test_regions
+	P2P_SANITIZER=thread tests/c/run.sh test_arena test_channel test_crc32c test_lanes test_mover test_regions
 
 fuzz-c:  ## libFuzzer over the frames of a data connection for DURATION= seconds (60); needs clang
 	tests/c/fuzz.sh $(DURATION)

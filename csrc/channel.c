@@ -27,6 +27,15 @@ channel_has_output(const channel_t* channel) {
 }
 
 void
+channel_cancel(mover_t* mover, channel_t* channel, job_t* job) {
+    if (job->kind == JOB_SEND) {
+        channel_cancel_send(mover, channel, job);
+    } else {
+        channel_cancel_expect(mover, channel, job);
+    }
+}
+
+void
 channel_break(mover_t* mover, channel_t* channel, job_state_t state) {
     /* Closing alone would not end the events: the caller still has a descriptor of this socket. */
     epoll_ctl(mover->epoll_fd, EPOLL_CTL_DEL, channel->fd, NULL);
@@ -36,6 +45,7 @@ channel_break(mover_t* mover, channel_t* channel, job_state_t state) {
     channel->receiving = (half_t){0};
     channel->sending = (half_t){0};
     for (job_t* job = NULL; (job = job_queue_pop(&channel->expects)) != NULL;) {
+        expects_remove(&mover->expects, job);
         mover_end_job(mover, job, state, channel->error);
     }
     for (job_t* job = NULL; (job = job_queue_pop(&channel->sends)) != NULL;) {

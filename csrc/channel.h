@@ -46,10 +46,11 @@ pump_t channel_io_result(channel_t* channel, const char* call, ssize_t result);
 
 bool channel_has_output(const channel_t* channel);
 
-/* End the jobs whose cancel was requested. An expected payload goes on by being dropped, a segment
+/* Ends one of its jobs that has not ended. An expected payload goes on by being dropped, a segment
  * on its way goes on with zeros and is followed by an abort. */
-void channel_cancel_expects(mover_t* mover, channel_t* channel);
-void channel_cancel_sends(mover_t* mover, channel_t* channel);
+void channel_cancel(mover_t* mover, channel_t* channel, job_t* job);
+void channel_cancel_expect(mover_t* mover, channel_t* channel, job_t* job);
+void channel_cancel_send(mover_t* mover, channel_t* channel, job_t* job);
 
 /* Closes the socket and ends all jobs in this state, for the channel's error. */
 void channel_break(mover_t* mover, channel_t* channel, job_state_t state);

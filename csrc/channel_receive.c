@@ -6,6 +6,7 @@
 static void
 expect_end(mover_t* mover, channel_t* channel, job_t* job, job_state_t state, const char* error) {
     job_queue_remove(&channel->expects, job);
+    expects_remove(&mover->expects, job);
     if (channel->receiving.job == job) {
         channel->receiving.job = NULL;
     }
@@ -36,7 +37,7 @@ segment_announced(mover_t* mover, channel_t* channel) {
     if (!segment_decode(&half->segment, half->header)) {
         return protocol_error(mover, channel, "the peer sent something that is not a segment");
     }
-    job_t* job = job_queue_find(&channel->expects, half->segment.seq);
+    job_t* job = expects_find(&mover->expects, channel->id, half->segment.seq);
     const char* mismatch =
         job != NULL ? segment_mismatch(&half->segment, job->moved_bytes, job->regions.nbytes)
                     : NULL;
@@ -136,12 +137,6 @@ channel_receive(mover_t* mover, channel_t* channel) {
 }
 
 void
-channel_cancel_expects(mover_t* mover, channel_t* channel) {
-    job_t* next = NULL;
-    for (job_t* job = channel->expects.head; job != NULL; job = next) {
-        next = job->next;
-        if (job->is_cancel_requested) {
-            expect_end(mover, channel, job, JOB_CANCELLED, "cancelled");
-        }
-    }
+channel_cancel_expect(mover_t* mover, channel_t* channel, job_t* job) {
+    expect_end(mover, channel, job, JOB_CANCELLED, "cancelled");
 }

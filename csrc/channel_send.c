@@ -132,8 +132,8 @@ channel_send(mover_t* mover, channel_t* channel) {
 }
 
 /* A job whose last segment is on its way needs no abort: all its bytes have left. */
-static void
-send_cancel(mover_t* mover, channel_t* channel, job_t* job) {
+void
+channel_cancel_send(mover_t* mover, channel_t* channel, job_t* job) {
     half_t* half = &channel->sending;
     bool is_in_progress = half->is_active && half->job == job;
     if (is_in_progress) {
@@ -147,15 +147,4 @@ send_cancel(mover_t* mover, channel_t* channel, job_t* job) {
         job_retain(job);
     }
     mover_end_job(mover, job, JOB_CANCELLED, "cancelled");
-}
-
-void
-channel_cancel_sends(mover_t* mover, channel_t* channel) {
-    job_t* next = NULL;
-    for (job_t* job = channel->sends.head; job != NULL; job = next) {
-        next = job->next;
-        if (job->is_cancel_requested && !job->is_aborting) {
-            send_cancel(mover, channel, job);
-        }
-    }
 }

@@ -58,6 +58,7 @@ job_has_ended(const job_t* job) {
 void
 job_queue_push(job_queue_t* queue, job_t* job) {
     job->next = NULL;
+    job->previous = queue->tail;
     if (queue->tail != NULL) {
         queue->tail->next = job;
     } else {
@@ -70,50 +71,23 @@ job_t*
 job_queue_pop(job_queue_t* queue) {
     job_t* job = queue->head;
     if (job != NULL) {
-        queue->head = job->next;
-        queue->tail = queue->head != NULL ? queue->tail : NULL;
+        job_queue_remove(queue, job);
     }
     return job;
 }
 
 void
 job_queue_remove(job_queue_t* queue, job_t* job) {
-    job_t* previous = NULL;
-    for (job_t* each = queue->head; each != NULL; previous = each, each = each->next) {
-        if (each != job) {
-            continue;
-        }
-        if (previous != NULL) {
-            previous->next = job->next;
-        } else {
-            queue->head = job->next;
-        }
-        queue->tail = queue->tail == job ? previous : queue->tail;
-        return;
+    if (job->previous != NULL) {
+        job->previous->next = job->next;
+    } else {
+        queue->head = job->next;
     }
-}
-
-job_t*
-job_queue_find(const job_queue_t* queue, uint64_t seq) {
-    job_t* job = queue->head;
-    while (job != NULL && job->seq != seq) {
-        job = job->next;
+    if (job->next != NULL) {
+        job->next->previous = job->previous;
+    } else {
+        queue->tail = job->previous;
     }
-    return job;
-}
-
-void
-job_queue_rotate(job_queue_t* queue, uint64_t lane, job_t* first) {
-    job_queue_t others = {0};
-    job_queue_t behind = {0};
-    if (first != NULL) {
-        job_queue_push(&behind, first);
-    }
-    for (job_t* job = NULL; (job = job_queue_pop(queue)) != NULL;) {
-        job_queue_push(lane != 0 && job->lane == lane ? &behind : &others, job);
-    }
-    for (job_t* job = NULL; (job = job_queue_pop(&behind)) != NULL;) {
-        job_queue_push(&others, job);
-    }
-    *queue = others;
+    job->next = NULL;
+    job->previous = NULL;
 }

@@ -43,6 +43,10 @@ typedef struct job {
     bool is_cancel_requested; /* under the mover's lock */
     bool is_aborting;         /* a send that has ended, whose peer must still be told */
     struct job* next;         /* in one of the mover's queues */
+    struct job* previous;
+    struct lane* queued_in;     /* copy, check: the lane that it waits in, or NULL */
+    struct job* next_in_bucket; /* expect */
+    struct job* next_cancelled;
     struct job* next_ended;
 } job_t;
 
@@ -57,7 +61,8 @@ void job_check(job_t* job, regions_side_t side, size_t nbytes);
 job_state_t job_state(const job_t* job);
 bool job_has_ended(const job_t* job);
 
-/* A queue of jobs, first in first out. All zero is empty. */
+/* A queue of jobs, first in first out. All zero is empty. Every operation costs the same, however
+ * long the queue is. */
 typedef struct {
     job_t* head;
     job_t* tail;
@@ -65,11 +70,8 @@ typedef struct {
 
 void job_queue_push(job_queue_t* queue, job_t* job);
 job_t* job_queue_pop(job_queue_t* queue);
-void job_queue_remove(job_queue_t* queue, job_t* job);
-job_t* job_queue_find(const job_queue_t* queue, uint64_t seq);
 
-/* Puts `first`, which may be NULL, and then the jobs of a lane behind all others, in their order.
- */
-void job_queue_rotate(job_queue_t* queue, uint64_t lane, job_t* first);
+/* The job must be in this queue. */
+void job_queue_remove(job_queue_t* queue, job_t* job);
 
 #endif

@@ -174,9 +174,11 @@ mover_drain(mover_t* mover) {
     return ended;
 }
 
-static channel_t**
-find_channel(mover_t* mover, uint64_t id) {
-    channel_t** link = &mover->channels;
+channel_t**
+mover_find_channel(mover_t* mover, uint64_t id) {
+    /* Fibonacci hashing (Knuth, volume 3, 6.4) */
+    uint64_t hash = (id * UINT64_C(0x9E3779B97F4A7C15)) >> 32;
+    channel_t** link = &mover->channels[hash & (MOVER_CHANNEL_BUCKETS - 1)];
     while (*link != NULL && (*link)->id != id) {
         link = &(*link)->next;
     }
@@ -188,15 +190,15 @@ link_channel(mover_t* mover, channel_t* channel) {
     if (mover->is_closing) {
         return MOVER_CLOSED;
     }
-    if (*find_channel(mover, channel->id) != NULL) {
+    channel_t** link = mover_find_channel(mover, channel->id);
+    if (*link != NULL) {
         return MOVER_DUPLICATE;
     }
     struct epoll_event event = {.events = channel->interest, .data.ptr = channel};
     if (epoll_ctl(mover->epoll_fd, EPOLL_CTL_ADD, channel->fd, &event) != 0) {
         return MOVER_ERRNO;
     }
-    channel->next = mover->channels;
-    mover->channels = channel;
+    *link = channel;
     mover->stats.num_channels++;
     return MOVER_OK;
 }
@@ -230,7 +232,7 @@ mover_attach(mover_t* mover, int fd, uint64_t id) {
 void
 mover_detach(mover_t* mover, uint64_t id) {
     pthread_mutex_lock(&mover->lock);
-    channel_t** link = find_channel(mover, id);
+    channel_t** link = mover_find_channel(mover, id);
     channel_t* channel = *link;
     if (channel != NULL) {
         *link = channel->next;
@@ -244,18 +246,23 @@ mover_detach(mover_t* mover, uint64_t id) {
 /* With the lock held. */
 static mover_status_t
 submit_to_channel(mover_t* mover, job_t* job) {
-    channel_t* channel = *find_channel(mover, job->channel);
+    channel_t* channel = *mover_find_channel(mover, job->channel);
     if (channel == NULL) {
         return MOVER_UNKNOWN_CHANNEL;
     }
-    if (job->kind == JOB_EXPECT && job_queue_find(&channel->expects, job->seq) != NULL) {
+    if (job->kind == JOB_EXPECT && expects_find(&mover->expects, job->channel, job->seq) != NULL) {
         return MOVER_DUPLICATE;
     }
     if (channel->fd < 0) {
         mover_end_job(mover, job, JOB_FAILED, channel->error);
         return MOVER_OK;
     }
-    job_queue_push(job->kind == JOB_SEND ? &channel->sends : &channel->expects, job);
+    if (job->kind == JOB_SEND) {
+        job_queue_push(&channel->sends, job);
+    } else {
+        job_queue_push(&channel->expects, job);
+        expects_add(&mover->expects, job);
+    }
     mover_update_interest(mover, channel);
     return MOVER_OK;
 }
@@ -268,7 +275,10 @@ submit(mover_t* mover, job_t* job) {
     if (job->kind == JOB_SEND || job->kind == JOB_EXPECT) {
         return submit_to_channel(mover, job);
     }
-    job_queue_push(&mover->copies, job);
+    if (!lanes_push(&mover->copies, job)) {
+        errno = ENOMEM;
+        return MOVER_ERRNO;
+    }
     wake_thread(mover);
     return MOVER_OK;
 }
@@ -290,14 +300,22 @@ mover_submit(mover_t* mover, job_t* job) {
 }
 
 void
+mover_list_cancelled(mover_t* mover, job_t* job) {
+    if (job_has_ended(job) || job->is_cancel_requested) {
+        return;
+    }
+    job->is_cancel_requested = true;
+    job_retain(job);
+    job->next_cancelled = mover->cancelled;
+    mover->cancelled = job;
+    wake_thread(mover);
+}
+
+void
 mover_cancel(job_t* job) {
     mover_t* mover = job->mover;
     pthread_mutex_lock(&mover->lock);
-    if (!job_has_ended(job)) {
-        job->is_cancel_requested = true;
-        mover->has_cancels = true;
-        wake_thread(mover);
-    }
+    mover_list_cancelled(mover, job);
     pthread_mutex_unlock(&mover->lock);
 }
 

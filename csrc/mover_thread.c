@@ -13,6 +13,7 @@ enum {
 
 static void
 copy_end(mover_t* mover, job_t* job) {
+    lanes_remove(&mover->copies, job);
     if (job->is_cancel_requested) {
         mover_end_job(mover, job, JOB_CANCELLED, "cancelled");
         return;
@@ -43,7 +44,7 @@ copy_some(job_t* job, size_t limit) {
     return limit;
 }
 
-/* Serves one slice of the job at the head of the queue. Called and returns without the lock. */
+/* Serves one slice of the lane whose turn it is. Called and returns without the lock. */
 static void
 copy_slice(mover_t* mover, job_t* job) {
     size_t copied = copy_some(job, mover->slice_bytes);
@@ -51,38 +52,35 @@ copy_slice(mover_t* mover, job_t* job) {
     pthread_mutex_lock(&mover->lock);
     job->moved_bytes += copied;
     mover->stats.bytes_copied += job->kind == JOB_COPY ? copied : 0;
-    uint64_t lane = job->lane;
+    lanes_turn(&mover->copies);
     if (job->is_cancel_requested || job->moved_bytes == job->regions.nbytes) {
         copy_end(mover, job);
-        job = NULL;
     }
-    job_queue_rotate(&mover->copies, lane, job);
     pthread_mutex_unlock(&mover->lock);
 }
 
+/* A job that has not ended is in a lane, or in a channel that is attached: `serve_detached` ended
+ * those of all others. */
 static void
-cancel_copies(mover_t* mover) {
-    job_t* next = NULL;
-    for (job_t* job = mover->copies.head; job != NULL; job = next) {
-        next = job->next;
-        if (job->is_cancel_requested) {
-            job_queue_remove(&mover->copies, job);
-            copy_end(mover, job);
-        }
+serve_cancel(mover_t* mover, job_t* job) {
+    if (job->kind == JOB_COPY || job->kind == JOB_CHECK) {
+        copy_end(mover, job);
+        return;
     }
+    channel_t* channel = *mover_find_channel(mover, job->channel);
+    channel_cancel(mover, channel, job);
+    mover_update_interest(mover, channel);
 }
 
 static void
 serve_cancels(mover_t* mover) {
-    if (!mover->has_cancels) {
-        return;
-    }
-    mover->has_cancels = false;
-    cancel_copies(mover);
-    for (channel_t* channel = mover->channels; channel != NULL; channel = channel->next) {
-        channel_cancel_expects(mover, channel);
-        channel_cancel_sends(mover, channel);
-        mover_update_interest(mover, channel);
+    while (mover->cancelled != NULL) {
+        job_t* job = mover->cancelled;
+        mover->cancelled = job->next_cancelled;
+        if (!job_has_ended(job)) {
+            serve_cancel(mover, job);
+        }
+        job_release(job);
     }
 }
 
@@ -110,7 +108,7 @@ serve_callers(mover_t* mover, bool* is_closing) {
     pthread_mutex_lock(&mover->lock);
     serve_detached(mover);
     serve_cancels(mover);
-    job_t* job = job_queue_pop(&mover->copies);
+    job_t* job = lanes_current(&mover->copies);
     if (job != NULL) {
         atomic_store(&job->state, JOB_RUNNING);
     }
@@ -156,19 +154,20 @@ serve_sockets(mover_t* mover, int timeout) {
 
 /* Ends everything that is still open. */
 static void
-thread_exit(mover_t* mover, job_t* current) {
+thread_exit(mover_t* mover) {
     pthread_mutex_lock(&mover->lock);
-    if (current != NULL) {
-        mover_end_job(mover, current, JOB_CANCELLED, "the mover was closed");
-    }
-    for (job_t* job = NULL; (job = job_queue_pop(&mover->copies)) != NULL;) {
+    serve_detached(mover);
+    serve_cancels(mover);
+    for (job_t* job = NULL; (job = lanes_current(&mover->copies)) != NULL;) {
+        lanes_remove(&mover->copies, job);
         mover_end_job(mover, job, JOB_CANCELLED, "the mover was closed");
     }
-    serve_detached(mover);
-    while (mover->channels != NULL) {
-        channel_t* channel = mover->channels;
-        mover->channels = channel->next;
-        free_channel(mover, channel, JOB_CANCELLED, "the mover was closed");
+    for (size_t i = 0; i < MOVER_CHANNEL_BUCKETS; i++) {
+        while (mover->channels[i] != NULL) {
+            channel_t* channel = mover->channels[i];
+            mover->channels[i] = channel->next;
+            free_channel(mover, channel, JOB_CANCELLED, "the mover was closed");
+        }
     }
     mover->has_exited = true;
     pthread_cond_broadcast(&mover->changed);
@@ -183,7 +182,7 @@ mover_main(void* argument) {
         bool is_closing = false;
         job_t* job = serve_callers(mover, &is_closing);
         if (is_closing) {
-            thread_exit(mover, job);
+            thread_exit(mover);
             return NULL;
         }
         if (job != NULL) {

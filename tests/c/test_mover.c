@@ -69,7 +69,7 @@ queue_locked(mover_t* mover, job_t* job) {
     job_retain(job);
     mover_retain(mover);
     job->mover = mover;
-    job_queue_push(&mover->copies, job);
+    CHECK(lanes_push(&mover->copies, job));
     return job;
 }
 
@@ -140,8 +140,7 @@ a_cancelled_copy_that_has_not_begun_touches_nothing(void) {
     job_t* job = queue_locked(mover, make_job(JOB_COPY, 0, 0, from, to, sizeof from));
     job->word = &word;
     job->word_value = 1;
-    job->is_cancel_requested = true;
-    mover->has_cancels = true;
+    mover_list_cancelled(mover, job);
     wake_and_unlock(mover);
     expect_end(job, JOB_CANCELLED, "cancelled");
     CHECK(word == 0 && to[0] == 0);
