@@ -10,6 +10,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#ifndef MFD_NOEXEC_SEAL /* Linux 6.3 */
+#define MFD_NOEXEC_SEAL 8U
+#endif
 #ifndef MADV_POPULATE_WRITE /* Linux 5.14 */
 #define MADV_POPULATE_READ 22
 #define MADV_POPULATE_WRITE 23
@@ -22,9 +25,18 @@ enum {
 
 /* ---- the memory file ---- */
 
+/* Where vm.memfd_noexec is 2, the kernel refuses a file that could be executed. A kernel that does
+ * not know the flag says EINVAL. */
+static int
+open_memory_file(void) {
+    const unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+    int fd = memfd_create("p2p-kv-arena", flags | MFD_NOEXEC_SEAL);
+    return fd < 0 && errno == EINVAL ? memfd_create("p2p-kv-arena", flags) : fd;
+}
+
 static int
 create_file(size_t nbytes) {
-    int fd = memfd_create("p2p-kv-arena", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    int fd = open_memory_file();
     if (fd < 0) {
         return -1;
     }
@@ -51,6 +63,7 @@ map_file(arena_t* arena, int fd, size_t nbytes) {
     arena->address = address;
     arena->nbytes = nbytes;
     arena->fd = fd;
+    arena->owner = getpid();
     snprintf(arena->huge_pages, PIN_REPORT_BYTES, "off");
     snprintf(arena->page_lock, PIN_REPORT_BYTES, "off");
     snprintf(arena->cuda_register, PIN_REPORT_BYTES, "off");
@@ -120,7 +133,9 @@ prefault_slice(arena_t* arena, size_t target) {
     /* An attached file's owner has touched its pages: they need only be mapped, and a read fault
      * maps 16 at once, writable too, where a write fault maps one. */
     int advice = arena->is_attached ? MADV_POPULATE_READ : MADV_POPULATE_WRITE;
-    if (madvise(arena->address + start, nbytes, advice) != 0) {
+    /* EINVAL: the kernel does not know the advice. After any other error the page cannot be had,
+     * and to touch it would end the process with SIGBUS. */
+    if (madvise(arena->address + start, nbytes, advice) != 0 && errno == EINVAL) {
         touch_pages(arena->address + start, nbytes);
     }
     atomic_store(&arena->prefaulted, start + nbytes);
@@ -154,8 +169,16 @@ prefault_main(void* argument) {
     return NULL;
 }
 
+static bool
+is_ours(const arena_t* arena) {
+    return arena->owner == getpid();
+}
+
 int
 arena_prefault(arena_t* arena, size_t upto) {
+    if (!is_ours(arena)) {
+        return 0;
+    }
     int error = 0;
     upto = upto < arena->nbytes ? upto : arena->nbytes;
     pthread_mutex_lock(&arena->prefault_lock);
@@ -181,12 +204,16 @@ prefault_stop(arena_t* arena) {
 
 void
 arena_destroy(arena_t* arena) {
-    prefault_stop(arena);
-    if (arena->cuda_unregister != NULL) {
-        arena->cuda_unregister(arena->address);
+    /* In a forked child the copied condition still counts the parent's thread as waiting, and to
+     * destroy it would wait for that. */
+    if (is_ours(arena)) {
+        prefault_stop(arena);
+        pthread_cond_destroy(&arena->prefault_changed);
+        pthread_mutex_destroy(&arena->prefault_lock);
+        if (arena->cuda_unregister != NULL) {
+            arena->cuda_unregister(arena->address);
+        }
     }
     munmap(arena->address, arena->nbytes);
     close(arena->fd);
-    pthread_cond_destroy(&arena->prefault_changed);
-    pthread_mutex_destroy(&arena->prefault_lock);
 }

@@ -17,6 +17,7 @@ typedef struct {
     char* address;
     size_t nbytes;
     int fd;
+    pid_t owner; /* the process that made or attached it: a forked child has the mapping only */
     pin_unregister_t cuda_unregister;
     char huge_pages[PIN_REPORT_BYTES];
     char page_lock[PIN_REPORT_BYTES];
@@ -48,10 +49,12 @@ typedef enum {
 arena_status_t arena_create(arena_t* arena, size_t nbytes, arena_options_t options);
 arena_status_t arena_attach(arena_t* arena, int fd, size_t nbytes); /* dups fd */
 
-/* Lets a background thread touch the pages of [0, upto). Never goes back. Returns 0 or an errno. */
+/* Lets a background thread touch the pages of [0, upto). Never goes back. Returns 0 or an errno. In
+ * a forked child, which has no such thread, it does nothing. */
 int arena_prefault(arena_t* arena, size_t upto);
 
-/* Stops the prefault thread (within one slice), unmaps, closes. */
+/* Stops the prefault thread (within one slice), unmaps, closes. A forked child only unmaps and
+ * closes: the thread, its lock and CUDA's registration are the parent's. */
 void arena_destroy(arena_t* arena);
 
 #endif

@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 enum { MIB = 1 << 20 };
@@ -31,6 +32,21 @@ the_file_cannot_change_its_size(void) {
     CHECK(fcntl(arena.fd, F_ADD_SEALS, F_SEAL_WRITE) != 0);
     CHECK((fcntl(arena.fd, F_GETFD) & FD_CLOEXEC) != 0);
     arena_destroy(&arena);
+}
+
+/* Where vm.memfd_noexec is 2, the kernel makes no other. */
+static void
+the_file_cannot_be_executed(void) {
+    const unsigned noexec_seal = 8; /* MFD_NOEXEC_SEAL, F_SEAL_EXEC: Linux 6.3 */
+    const int seal_exec = 0x20;
+    int probe = memfd_create("probe", MFD_CLOEXEC | noexec_seal);
+    arena_t arena;
+    CHECK(arena_create(&arena, MIB, (arena_options_t){0}) == ARENA_OK);
+    CHECK(((fcntl(arena.fd, F_GET_SEALS) & seal_exec) != 0) == (probe >= 0));
+    arena_destroy(&arena);
+    if (probe >= 0) {
+        close(probe);
+    }
 }
 
 static void
@@ -111,8 +127,35 @@ prefault_stops_when_the_arena_goes(void) {
     arena_destroy(&arena);
 }
 
+/* The parent's thread waits on the condition that the child has a copy of. */
+static void
+a_forked_child_drops_an_arena_and_hurts_nobody(void) {
+    arena_t arena;
+    CHECK(arena_create(&arena, 16 * MIB, (arena_options_t){0}) == ARENA_OK);
+    CHECK(arena_prefault(&arena, MIB) == 0);
+    wait_for_prefault(&arena, MIB);
+    for (int i = 0; i < 20; i++) {
+        pid_t child = fork();
+        CHECK(child >= 0);
+        if (child == 0) {
+            alarm(20); /* ends a child that hangs */
+            CHECK(arena_prefault(&arena, 2 * MIB) == 0);
+            arena_destroy(&arena);
+            _exit(0);
+        }
+        int status = 0;
+        CHECK(waitpid(child, &status, 0) == child);
+        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    }
+    CHECK(arena_prefault(&arena, 16 * MIB) == 0);
+    wait_for_prefault(&arena, 16 * MIB);
+    arena_destroy(&arena);
+}
+
 int
 main(void) {
+    RUN(the_file_cannot_be_executed);
+    RUN(a_forked_child_drops_an_arena_and_hurts_nobody);
     RUN(a_peer_sees_the_same_bytes);
     RUN(the_file_cannot_change_its_size);
     RUN(attach_refuses_what_could_vanish);
