@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.compat.workload import Answer, Question
+from tests.vllm.evidence import evidence_in
 from tests.vllm.load import answers_of_one, questions_for
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Show beside a failure what the instances' logs say: "HTTP Error 500" explains nothing."""
+    outcome: Any = yield
+    report = outcome.get_result()
+    folder = getattr(item, "funcargs", {}).get("tmp_path")
+    if report.failed and isinstance(folder, Path):
+        for name, text in evidence_in(folder).items():
+            report.sections.append((f"decisive lines of {name}", text))
 
 
 @pytest.fixture(scope="session")
