@@ -7,7 +7,7 @@ C_FILES = $(wildcard csrc/*.[ch] tests/c/*.[ch] tests/double/*.[ch])
 BENCHMARKS = $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-c tsan asan chaos soak restarts model scale fuzz fuzz-c bench test-vllm test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage wheel clean
+.PHONY: help setup demo test test-c tsan asan chaos soak restarts stalls model scale fuzz fuzz-c bench test-vllm test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ soak: setup  ## two processes under load for DURATION= seconds (1200): do memory
 
 restarts: setup  ## real vLLM instances end and start again under load: TURNS= of them (20), from FIRST= (0) on
 	$(BIN)/python -m tests.vllm.restarts $(if $(TURNS),--turns $(TURNS)) $(if $(FIRST),--first $(FIRST))
+
+stalls: setup  ## real vLLM's first loads on busy cores, TURNS= times (50) beside BUSY= processes (16)
+	$(BIN)/python -m tests.vllm.stalls $(if $(TURNS),--turns $(TURNS)) $(if $(BUSY),--busy $(BUSY))
 
 model: setup  ## every state of KEYS= transfers with FAULTS= faults, one by one (2 and 1: more than half an hour)
 	$(BIN)/python -m tests.protocol_model --keys $(or $(KEYS),2) --faults $(or $(FAULTS),1)

@@ -121,7 +121,7 @@ class Load:
         self._pairs = itertools.cycle(zip(questions, expected, strict=True))
         self._lock = threading.Lock()
         self._asked: list[Asked] = []
-        self._num_open = 0
+        self._num_open = self._num_ended = 0
         self._stopping = threading.Event()
         self._pool = ThreadPoolExecutor(concurrency)
         self._workers = [self._pool.submit(self._work) for _ in range(concurrency)]
@@ -130,6 +130,11 @@ class Load:
     def num_open(self) -> int:
         """How many wait for their answers now."""
         return self._num_open
+
+    @property
+    def num_ended(self) -> int:
+        """How many have had an answer or an error so far."""
+        return self._num_ended
 
     def take(self) -> list[Asked]:
         """Return what has ended since the last time."""
@@ -162,6 +167,7 @@ class Load:
                 said = error  # an error status, an error in the stream, a stream that is cut
             with self._lock:
                 self._num_open -= 1
+                self._num_ended += 1
                 self._asked.append(Asked(began_at, time.monotonic(), said, said == right))
             if isinstance(said, Exception):
                 self._stopping.wait(0.1)
