@@ -21,6 +21,7 @@ import torch
 
 from mempool import Mover
 from p2p_engine.arena import LandingArena
+from p2p_engine.attention import Attention
 from p2p_engine.awaited import Awaited
 from p2p_engine.config import EngineConfig, SendMode
 from p2p_engine.control import ControlPlane
@@ -61,11 +62,9 @@ from p2p_engine.transports.base import Transport
 from p2p_engine.transports.inproc import InprocTransport
 from p2p_engine.transports.shm import ShmTransport
 from p2p_engine.transports.tcp import TcpTransport
-from p2p_engine.watchdog import Watchdog
+from p2p_engine.watchdog import OVERDUE_SECONDS, Watchdog
 
 logger = logging.getLogger(__name__)
-
-_ABSENCE_SECONDS = 0.25  # a tick that is so late says that the control thread did not run
 
 
 class P2pNcclEngine:
@@ -94,7 +93,8 @@ class P2pNcclEngine:
         self._changed = threading.Condition(threading.RLock())
         self._counters = Counters()
         self._watchdog = Watchdog()
-        self._ticked_at = time.monotonic()
+        self._attention = Attention(config.peer_timeout_seconds, time.monotonic)
+        self._running = Attention(OVERDUE_SECONDS, time.monotonic)
         self._closed = self._closing = False
         self._open_parts: list[Callable[[], Any]] = []
         try:
@@ -133,14 +133,15 @@ class P2pNcclEngine:
         self._transports = {name: self._make_transport(name) for name in config.transports}
         self._links = Links(
             config, self._control, self.epoch, self._spec, list(self._transports.values()),
-            lock=self._changed, clock=time.monotonic, on_ready=self._link_ready,
+            lock=self._changed, clock=time.monotonic, attention=self._attention,
+            on_ready=self._link_ready,
             on_channel=lambda link: self._sender.channel_ready(link),
             on_channel_lost=lambda link, error: self._sender.channel_lost(link, error),
             on_closed=self._link_closed,
         )  # fmt: skip
         self._guests = Guests(
             config, self._control, self.epoch, self._spec, list(self._transports.values()),
-            clock=time.monotonic,
+            clock=time.monotonic, attention=self._attention,
             on_lost=lambda epoch, error: self._store.sender_lost(epoch, error),
             on_over=self._links.close_epoch,
         )  # fmt: skip
@@ -610,7 +611,6 @@ class P2pNcclEngine:
 
     def _on_tick(self, now: float) -> None:
         with self._changed:
-            self._excuse_own_absence(now)
             self._collect()
             self._links.tick(now)
             self._instances.tick(now)
@@ -618,18 +618,10 @@ class P2pNcclEngine:
             self._holds.tick(now)
             self._store.tick(now)
             self._awaited.tick(now)
-            self._guests.tick(now)
+            self._guests.tick()
             timed = (self._links, self._instances, self._sender, self._holds, self._store)
-            self._watchdog.look(now, [name for part in timed for name in part.overdue(now)])
-
-    def _excuse_own_absence(self, now: float) -> None:
-        """A process that was stopped, or got no core, heard nobody: that is not their silence."""
-        absence, self._ticked_at = now - self._ticked_at, now
-        if absence > _ABSENCE_SECONDS:
-            logger.info("nobody was listening here for %.1f s", absence)
-            self._links.excuse(absence)
-            self._guests.excuse(absence)
-            self._watchdog.excuse(absence)
+            overdue = [name for part in timed for name in part.overdue(now)]
+            self._watchdog.look(self._running(), overdue)
 
     def _link_ready(self, link: Link) -> None:
         self._sender.link_ready(link)

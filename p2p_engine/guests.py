@@ -47,7 +47,7 @@ class Guest:
 
     route: Route
     address: str
-    heard_at: float
+    heard_at: float  # by the attention's clock
     spec: CacheSpec | None
 
 
@@ -63,17 +63,19 @@ class Guests:
         transports: list[Transport],
         *,
         clock: Callable[[], float],
+        attention: Callable[[], float],
         on_lost: GuestLost,
         on_over: GuestLost,
     ) -> None:
         """`on_lost` is told when nothing more will be heard of a guest; `on_over`, after it, when
-        its engine is known to have ended."""
+        its engine is known to have ended. `attention` counts the seconds in which a guest could
+        have been heard."""
         self._config = config
         self._control = control
         self._epoch = epoch
         self._spec = spec
         self._transports = transports
-        self._clock = clock
+        self._attention = attention
         self._on_lost = on_lost
         self._on_over = on_over
         self._guests: dict[int, Guest] = {}
@@ -97,7 +99,7 @@ class Guests:
         if guest is None or guest.route != route:
             self._control.send(route, encode(Greet(self._epoch, epoch)))
             return None
-        guest.heard_at = self._clock()
+        guest.heard_at = self._attention()
         if isinstance(message, Bye):
             self._end(epoch, f"sender {guest.address} is closing")
         return guest
@@ -108,17 +110,12 @@ class Guests:
         if guest is not None:
             self._control.send(guest.route, encode(kind(self._epoch, epoch, *fields)))  # type: ignore[arg-type]
 
-    def tick(self, now: float) -> None:
+    def tick(self) -> None:
         """Let go of who is silent."""
-        silence = self._config.peer_timeout_seconds
+        silence, now = self._config.peer_timeout_seconds, self._attention()
         for epoch, guest in list(self._guests.items()):
             if now - guest.heard_at >= silence:
                 self._lose(epoch, f"sender {guest.address} is silent for {silence:g} s")
-
-    def excuse(self, absence_seconds: float) -> None:
-        """Count no silence while nobody was listening here."""
-        for guest in self._guests.values():
-            guest.heard_at += absence_seconds
 
     def say_goodbye(self) -> None:
         """Tell everybody that this engine is closing."""
@@ -135,7 +132,7 @@ class Guests:
         for other, guest in list(self._guests.items()):
             if other != epoch and (guest.address == hello.address or guest.route == route):
                 self._end(other, f"sender {guest.address} was restarted")
-        self._guests[epoch] = Guest(route, hello.address, self._clock(), hello.spec)
+        self._guests[epoch] = Guest(route, hello.address, self._attention(), hello.spec)
         offers = {transport.name: transport.invite(epoch) for transport in self._transports}
         usable = {name: offer for name, offer in offers.items() if offer is not None}
         wishes = (self._spec, usable, self._config.checksum)

@@ -131,7 +131,7 @@ class Link:
     asking: bool = False  # for new ones
     hello_at: float = 0.0  # when to ask again
     untried: list[Transport] = field(default_factory=list)
-    heard_at: float = 0.0
+    heard_at: float = 0.0  # by the attention's clock
     resend_at: float = 0.0
 
     @property
@@ -157,12 +157,16 @@ class Links:
         *,
         lock: AbstractContextManager[Any],
         clock: Callable[[], float],
+        attention: Callable[[], float],
         on_ready: LinkEvent,
         on_channel: LinkEvent,
         on_channel_lost: ChannelLost,
         on_closed: LinkEvent,
     ) -> None:
-        """`on_channel_lost` follows a request for a channel, or `on_channel`, when none is left."""
+        """`on_channel_lost` follows a request for a channel, or `on_channel`, when none is left.
+
+        `attention` counts the seconds in which a peer could have been heard.
+        """
         self._config = config
         self._control = control
         self._epoch = epoch
@@ -170,6 +174,7 @@ class Links:
         self._transports = transports
         self._lock = lock
         self._clock = clock
+        self._attention = attention
         self._on_ready = on_ready
         self._on_channel = on_channel
         self._on_channel_lost = on_channel_lost
@@ -232,7 +237,7 @@ class Links:
                 if isinstance(message, Pong) and link.epoch:
                     self.close_link(link, PeerLost(f"peer {link.target} was restarted"))
             else:
-                link.heard_at = self._clock()
+                link.heard_at = self._attention()
                 known = link
                 if isinstance(message, Bye):
                     self.close_link(link, PeerLost(f"peer {link.target} is closing"))
@@ -240,21 +245,16 @@ class Links:
                     self._greet_again(link)
         return known
 
-    def excuse(self, seconds: float) -> None:
-        """Count no silence for so long: we were not listening ourselves."""
-        for link in self._links.values():
-            link.heard_at += seconds
-
     def tick(self, now: float) -> None:
         """Repeat what is unanswered, ask whether peers live, end what is overdue."""
         self.close_leftovers()
-        waited = self._config.connect_timeout_seconds
+        waited, attended = self._config.connect_timeout_seconds, self._attention()
         for link in list(self._links.values()):
+            silence = attended - link.heard_at
             if not link.ready and now >= link.deadline:
                 reason = f"peer {link.target} did not answer within {waited:g} s"
                 self.close_link(link, PeerUnreachable(f"{reason} ({link.state.name})"))
-            elif link.ready and now - link.heard_at >= self._config.peer_timeout_seconds:
-                silence = now - link.heard_at
+            elif link.ready and silence >= self._config.peer_timeout_seconds:
                 self.close_link(link, PeerLost(f"peer {link.target} is silent for {silence:.1f} s"))
             else:
                 self._tick_open(link, now)
@@ -378,9 +378,9 @@ class Links:
             self.close_link(link, PeerLost(f"peer {link.target} was restarted"))
             return
         if link.state is LinkState.GREETING:
-            link.epoch, link.heard_at = message.source_epoch, self._clock()
+            link.epoch, link.heard_at = message.source_epoch, self._attention()
             link.endpoints, link.state = message.endpoints, LinkState.READY
-            link.invited_at = link.heard_at
+            link.invited_at = self._clock()
             link.spec, link.checksum = message.spec, message.checksum
             self._on_ready(link)
         if link.asking:

@@ -19,7 +19,8 @@ class Watchdog:
         self._reported: set[str] = set()
 
     def look(self, now: float, overdue: Iterable[str]) -> None:
-        """Take the names of what is past its deadline now; log what stays so, once each."""
+        """Take the names of what is past its deadline; log what stays so, once each. `now` counts
+        the seconds in which this engine ran."""
         self._first_seen = {name: self._first_seen.get(name, now) for name in overdue}
         stuck = {name for name, since in self._first_seen.items() if now - since >= OVERDUE_SECONDS}
         for name in stuck - self._reported:
@@ -28,11 +29,6 @@ class Watchdog:
         for name in self._reported - stuck:
             logger.warning("an overdue wait has ended: %s", name)
         self._reported = stuck
-
-    def excuse(self, absence_seconds: float) -> None:
-        """Count no time in which this engine did not run."""
-        for name in self._first_seen:
-            self._first_seen[name] += absence_seconds
 
     @property
     def overdue(self) -> list[str]:

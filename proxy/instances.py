@@ -64,6 +64,8 @@ class Instance:
     expires: dict[Role, float] = field(default_factory=dict)
     # None for one that was added by hand and is not expected to beat.
     last_beat: float | None = None
+    # Seconds after its last heartbeat in which it is taken to live.
+    lifetime: float = math.inf
     # While it drains it gets nothing new; what still runs there then counts as its own affair.
     drains_until: float | None = None
     # Nobody has seen it ready yet, so its patience is used up from the start.

@@ -23,13 +23,15 @@ class Presence:
     """Looks at the clock again and again, and tells `excuse` for how long nobody looked.
 
     In a callback of the loop's timer: what had come meanwhile has been read by then, and no task
-    has acted on it yet.
+    has acted on it yet. Of absences in a row only the first is excused: after it there was a look,
+    and who was silent then may be gone.
     """
 
     def __init__(self, clock: Callable[[], float], excuse: Callable[[float], None]) -> None:
         self._clock = clock
         self._excuse = excuse
         self._looked_at = 0.0
+        self._was_here = True  # at the last look
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -48,7 +50,8 @@ class Presence:
     def _look(self) -> None:
         now = self._clock()
         absence, self._looked_at = now - self._looked_at, now
-        if absence > ABSENCE_SECONDS:
+        if absence > ABSENCE_SECONDS and self._was_here:
             logger.warning("this process stood still seconds=%.1f: nobody is late by that", absence)
             self._excuse(absence)
+        self._was_here = absence <= ABSENCE_SECONDS
         self._again()

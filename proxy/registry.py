@@ -63,7 +63,7 @@ class Registry:
         is_new = instance is None or instance.identity != identity
         if instance is None or is_new:
             instance = self._add(identity, now)
-        lifetime = self._lifetime(beat.interval)
+        lifetime = instance.lifetime = self._lifetime(beat.interval)
         for role in roles:
             instance.expires[role] = now if beat.leaving else now + lifetime
         instance.last_beat = now
@@ -115,11 +115,12 @@ class Registry:
         return self._by_name.get(instance.identity.name) is instance
 
     def excuse(self, seconds: float, now: float) -> None:
-        """Count no silence of those who lived when we began to be away, so many seconds ago."""
+        """Count no silence of those who lived when we began to be away, so many seconds ago. Who
+        was heard since lives no longer than by that."""
         for instance in self._by_name.values():
             for role, expires in instance.expires.items():
                 if expires > now - seconds:
-                    instance.expires[role] = expires + seconds
+                    instance.expires[role] = min(expires + seconds, now + instance.lifetime)
 
     def sweep(self, now: float) -> None:
         """Forget the expired, and the drained unless their next beat would bring them back.

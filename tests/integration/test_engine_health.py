@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from p2p_engine import P2pNcclEngine, TransferKey
+from p2p_engine.attention import Attention
 from p2p_engine.errors import EngineClosed, TransferTimeout
 from p2p_engine.layout import TensorSink, TensorSource
 from p2p_engine.peers import PeerAddress
@@ -98,8 +99,13 @@ def test_watchdog_reports_once_and_takes_it_back(caplog: pytest.LogCaptureFixtur
 
 
 def test_time_in_which_nothing_ran_does_not_count() -> None:
-    dog = Watchdog()
-    dog.look(0.0, ["a"])
-    dog.excuse(100.0)
-    dog.look(100.5, ["a"])
+    now, dog = 0.0, Watchdog()
+    running = Attention(OVERDUE_SECONDS, lambda: now)
+    dog.look(running(), ["a"])
+    now += 100.0
+    dog.look(running(), ["a"])
     assert dog.overdue == []
+    for _ in range(5):  # a wait that is overdue at each of them is reported all the same
+        now += 100.0
+        dog.look(running(), ["a"])
+    assert dog.overdue == ["a"]

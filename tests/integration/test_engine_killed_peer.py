@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 from time import monotonic
 
@@ -105,6 +106,20 @@ def test_killed_receiver_costs_its_own_transfers_only(transport: str) -> None:
         assert transfer.released
         exchange(engine, other, "after")
         assert_idle(engine)
+
+
+def test_killed_peer_is_noticed_while_the_interpreter_is_held_again_and_again() -> None:
+    """By code that does not give it back for 0.3 s at a time: no thread of ours runs meanwhile."""
+    interpreter = ctypes.PyDLL(None)  # keeps it while a call lasts
+    with here_and_there("tcp") as (engine, peer):
+        waiting = engine.receive(KEY, TensorSink(), peer=PeerAddress(peer.address), timeout=100)
+        eventually(lambda: engine.stats()["links"] == {"ready": 1})
+        peer.kill()
+        deadline = monotonic() + 30
+        while not waiting.done and monotonic() < deadline:
+            interpreter.usleep(300_000)
+        with pytest.raises(PeerLost, match="silent"):
+            waiting.wait(0)
 
 
 def is_writing(engine: P2pNcclEngine) -> bool:

@@ -92,7 +92,8 @@ class Scene:
         self.links = Links(
             CONFIG, cast("ControlPlane", self.control), US, None,
             cast("list[Transport]", self.transports), lock=threading.RLock(),
-            clock=lambda: self.now, on_ready=lambda link: self.events.append("ready"),
+            clock=lambda: self.now, attention=lambda: self.now,
+            on_ready=lambda link: self.events.append("ready"),
             on_channel=lambda link: self.events.append("channel"), on_channel_lost=self._lost,
             on_closed=lambda link: self.events.append("closed"),
         )  # fmt: skip

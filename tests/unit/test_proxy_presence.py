@@ -39,6 +39,51 @@ async def test_an_absence_is_told_once_and_a_late_look_is_none() -> None:
     assert absences == [12.0]
 
 
+async def test_of_absences_in_a_row_only_the_first_is_excused() -> None:
+    clock, absences, looks = Clock(), list[float](), 0
+
+    def look() -> float:
+        nonlocal looks
+        looks += 1
+        return clock()
+
+    presence = Presence(look, absences.append)
+    presence.start()
+    try:
+        for step in (12.0, 1.1, 7.0, 0.2, 3.0):
+            clock.now += step
+            before = looks
+            await until(lambda seen=before: looks > seen, "it looks")  # type: ignore[misc]
+    finally:
+        presence.close()
+    assert absences == [12.0, 3.0]
+
+
+async def test_a_deadline_passes_though_nobody_is_ever_there_for_long() -> None:
+    clock, passed = Clock(), []
+    deadlines = Deadlines(clock)
+    deadlines.add(5.0, lambda: passed.append("over"))
+    for _ in range(6):
+        clock.now += 1.1
+        await until(lambda: deadlines._ticked_at == clock.now, "it has ticked")
+    assert passed == ["over"]
+
+
+async def test_a_deadline_is_not_put_off_by_an_absence_that_it_did_not_see() -> None:
+    clock, passed = Clock(), []
+    deadlines = Deadlines(clock)
+    deadlines.add(100.0, lambda: passed.append("long"))
+    clock.now += 12.0
+    deadlines.add(1.0, lambda: passed.append("short"))  # by what came in the absence
+    await until(lambda: deadlines._ticked_at == clock.now, "it has ticked")
+    clock.now += 0.9
+    await until(lambda: deadlines._ticked_at == clock.now, "it has ticked")
+    clock.now += 0.2
+    await until(lambda: deadlines._ticked_at == clock.now, "it has ticked")
+    assert passed == ["short"]
+    next(iter(deadlines.pending)).cancel()
+
+
 async def test_a_deadline_does_not_pass_while_nobody_was_there() -> None:
     clock, passed = Clock(), []
     deadlines = Deadlines(clock)

@@ -65,6 +65,15 @@ def test_silence_while_we_were_away_is_excused_but_not_that_from_before() -> Non
     assert not left.is_alive(60.0)
 
 
+def test_who_was_heard_after_our_absence_is_not_excused_for_it() -> None:
+    registry = Registry()
+    instance = joined(registry, beat(), now=5.0)
+    registry.observe(beat(), 60.0)  # what waited in the kernel is read first
+    registry.excuse(50.0, now=60.0)
+    assert instance.is_routable(Role.PREFILL, 60.0 + LIFETIME - 0.01)
+    assert not instance.is_alive(60.0 + LIFETIME + 0.01)
+
+
 def test_a_late_beat_keeps_it() -> None:
     registry = Registry()
     instance = joined(registry, beat(), now=0.0)
