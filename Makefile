@@ -31,8 +31,8 @@ chaos: setup  ## the fault campaign: DURATION= seconds, SEED=, JOBS= rounds side
 	$(BIN)/python -m tests.chaos.campaign --seconds $(or $(DURATION),60) --seed $(or $(SEED),1) \
 		--jobs $(or $(JOBS),4) --record build/chaos.jsonl
 
-soak: setup  ## two processes under load for DURATION= seconds (1200): do memory, threads, descriptors grow?
-	$(BIN)/python -m tests.chaos.soak $(if $(DURATION),--seconds $(DURATION)) \
+soak: setup  ## two processes under load for DURATION= seconds (1200), beside LINKS= peers (0): does anything grow?
+	$(BIN)/python -m tests.chaos.soak $(if $(DURATION),--seconds $(DURATION)) $(if $(LINKS),--links $(LINKS)) \
 		--output benchmarks/results/soak.jsonl
 
 restarts: setup  ## real vLLM instances end and start again under load: TURNS= of them (20), from FIRST= (0) on

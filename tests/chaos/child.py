@@ -250,6 +250,17 @@ class Child:
                 )
                 self._open.append(Open(name, nbytes, transfer, sink))
 
+    def meet(self, names: list[str], addresses: list[str], seconds: float) -> None:
+        """Have a link to each address: something is awaited from there that never comes."""
+        for name, address in zip(names, addresses, strict=True):
+            self.engine.receive(
+                TransferKey(name), TensorSink(), peer=PeerAddress(address), timeout=seconds
+            )
+
+    def num_links(self) -> int:
+        """How many peers have welcomed this engine."""
+        return int(self.engine.stats()["links"].get("ready", 0))
+
     def mark_ready(self) -> None:
         """Let everything that waits move."""
         for item in self._open:

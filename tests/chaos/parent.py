@@ -37,11 +37,12 @@ class ChildGone(Exception):
 class Process:
     """One child; `control` and `data` are where peers dial it."""
 
-    def __init__(self, transport: str, port: int = 0) -> None:
+    def __init__(self, transport: str, port: int = 0, config: EngineConfig | None = None) -> None:
+        """Start it; `config` replaces the campaign's settings."""
         context = multiprocessing.get_context("forkserver")
         self._pipe, theirs = context.Pipe()
         self.trap, trap_theirs = context.Pipe()
-        arguments = (theirs, trap_theirs, settings(transport, port))
+        arguments = (theirs, trap_theirs, config or settings(transport, port))
         self._process: Any = context.Process(target=serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()

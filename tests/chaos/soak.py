@@ -4,16 +4,24 @@ All send modes, sizes at random, both transports in turn, now and then an abort.
 resident memory, the threads and the descriptors of both are read; the slopes are those of straight
 lines through what was read after the first fifth (least squares). Before that, many small transfers
 fill what is remembered of those that have ended.
+
+With --links, one of each pair has that many links to a crowd (tests/chaos/crowd.py) after a tenth
+of the time: polite peers, mute ones, names that do not resolve; and strangers do harm to both. The
+ratio is that of medians, for each size and mode of transfer: beside the crowd, over before it.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import json
 import random
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -21,12 +29,16 @@ import numpy as np
 from benchmarks.harness import machine
 from p2p_engine import SendMode
 from p2p_engine.recent import MAX_REMEMBERED
-from tests.chaos.parent import Process, start_fork_server
+from tests.chaos.crowd import UNRESOLVABLE, Crowd
+from tests.chaos.parent import Process, settings, start_fork_server
+from tests.support import eventually
 
 SAMPLE_SECONDS = 5.0
 SIZES = [1, 4096, 100_000, 1_000_000, 2_000_000]
 PAGE_BYTES = 4096
 BATCH = 128
+MEET_SECONDS = 5.0  # between two rounds of dialling those that never answer
+LINK_SECONDS = 300.0
 
 
 def sample(process: Process) -> tuple[int, int, int]:
@@ -40,10 +52,22 @@ def sample(process: Process) -> tuple[int, int, int]:
 class Soak:
     """Both processes of one transport, and what was read of them."""
 
-    def __init__(self, transport: str, seed: int) -> None:
+    def __init__(self, transport: str, seed: int, num_links: int = 0) -> None:
         self.transport = transport
         self._random = random.Random(f"{transport}{seed}")
-        self._pair = (Process(transport), Process(transport))
+        config = settings(transport)
+        if num_links:  # a ping to each every 2.5 s, as with the defaults
+            config = dataclasses.replace(
+                config, peer_timeout_seconds=10.0, connect_timeout_seconds=5.0,
+                transfer_timeout_seconds=30.0, lease_seconds=30.0, retry_seconds=1.0,
+            )  # fmt: skip
+        self._pair = (Process(transport, config=config), Process(transport, config=config))
+        self._num_links = num_links
+        self._crowd: Crowd | None = None
+        self._met_at = 0.0
+        self._meetings = itertools.count()
+        self._times: dict[tuple[bool, int, str], list[float]] = defaultdict(list)
+        self.fewest_links = num_links
         self._count = 0
         self._start = time.monotonic()
         self._sampled_at = 0.0
@@ -57,11 +81,28 @@ class Soak:
             for sender, receiver in (self._pair, self._pair[::-1]):
                 self._move(sender, receiver, BATCH, 1, SendMode.PUT_ASYNC)
 
+    def gather(self, seed: int) -> None:
+        """Let the crowd come, link to all of it, and let the strangers begin."""
+        self._crowd = crowd = Crowd(self._num_links, [p.control for p in self._pair], seed)
+        self._meet(crowd.polite, LINK_SECONDS)
+        eventually(lambda: self._pair[0].ask("num_links") >= self._num_links, LINK_SECONDS)
+        crowd.harm()
+
+    def _meet(self, addresses: list[str], seconds: float) -> None:
+        names = [f"meeting {next(self._meetings)}" for _ in addresses]
+        self._pair[0].ask("meet", names, addresses, seconds)
+
     def step(self) -> None:
         """Four transfers, one way or the other."""
+        if self._crowd is not None and time.monotonic() - self._met_at > MEET_SECONDS:
+            self._met_at = time.monotonic()
+            self._meet([*self._crowd.mute, *UNRESOLVABLE], MEET_SECONDS)
+            self.fewest_links = min(self.fewest_links, self._pair[0].ask("num_links"))
         sender, receiver = self._random.sample(self._pair, 2)
         nbytes, mode = self._random.choice(SIZES), self._random.choice(list(SendMode))
+        began_at = time.monotonic()
         self._move(sender, receiver, 4, nbytes, mode)
+        self._times[self._crowd is not None, nbytes, mode.value].append(time.monotonic() - began_at)
         if time.monotonic() - self._sampled_at > SAMPLE_SECONDS:
             self._sampled_at = time.monotonic()
             readings = [value for process in self._pair for value in sample(process)]
@@ -108,12 +149,33 @@ class Soak:
             "slope per hour": dict(zip(names, slopes.round(1).tolist(), strict=True)),
             "at a fifth": rows[0, 1:].astype(int).tolist(),
             "at the end": rows[-1, 1:].astype(int).tolist(),
+            **(self._beside_the_crowd() if self._num_links else {}),
         }
 
+    def _beside_the_crowd(self) -> dict[str, Any]:
+        """How much longer the same transfers take there, and the links that were kept."""
+        ratios = {
+            f"{nbytes} {mode}": round(median(times) / median(self._times[False, nbytes, mode]), 2)
+            for (is_crowded, nbytes, mode), times in sorted(self._times.items())
+            if is_crowded and self._times[False, nbytes, mode]
+        }
+        return {"links": self._num_links, "fewest links": self.fewest_links, "ratios": ratios,
+                "median ratio": median(ratios.values())}  # fmt: skip
+
     def close(self) -> None:
-        """End both."""
+        """End both, and the crowd."""
+        if self._crowd is not None:
+            self._crowd.close()
         for process in self._pair:
             process.close()
+
+
+def play(soaks: list[Soak], seconds: float) -> None:
+    """Let the pairs of both transports take turns."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for soak in soaks:
+            soak.step()
 
 
 def main() -> int:
@@ -121,17 +183,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=1200.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--links", type=int, default=0, help="of one engine, to a crowd")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--unfilled", action="store_true", help="for a quick try")
     options = parser.parse_args()
     start_fork_server()
-    soaks = [Soak(transport, options.seed) for transport in ("shm", "tcp")]
+    soaks = [Soak(transport, options.seed, options.links) for transport in ("shm", "tcp")]
     try:
-        for soak in soaks:
+        for soak in soaks if not options.unfilled else ():
             soak.fill()
-        end = time.monotonic() + options.seconds
-        while time.monotonic() < end:
+        quiet = options.seconds / 10 if options.links else options.seconds
+        play(soaks, quiet)
+        if options.links:
             for soak in soaks:
-                soak.step()
+                soak.gather(options.seed)
+            play(soaks, options.seconds - quiet)
         results = [soak.result() for soak in soaks]
     finally:
         for soak in soaks:
