@@ -27,11 +27,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Tombstone:
-    """A content that ended here without success; `refused` when an offer has met it."""
+    """A content that ended here without success; `refused` when an offer has met it. One that was
+    abandoned by its sender (`said_by`, an epoch) holds for what that sender says."""
 
     reason: str
     until: float
     refused: bool = False
+    said_by: int = 0
+
+    def concerns(self, epoch: int) -> bool:
+        """Whether it holds for an offer of this epoch."""
+        return self.said_by in (0, epoch)
 
 
 class Answers:
@@ -82,10 +88,12 @@ class Answers:
         self._reply(landing_id[0], outcome.kind, outcome.fields)
         return True
 
-    def bury(self, content: ContentKey, reason: str, *, refused: bool = False) -> None:
+    def bury(
+        self, content: ContentKey, reason: str, *, refused: bool = False, said_by: int = 0
+    ) -> None:
         """Refuse what comes of a content, for one lease."""
         until = self._clock() + self._config.lease_seconds
-        self._tombstones.put(content, Tombstone(shorten(reason), until, refused))
+        self._tombstones.put(content, Tombstone(shorten(reason), until, refused, said_by))
 
     def exhume(self, content: ContentKey) -> Tombstone | None:
         """Take the tombstone of a content, or of its whole key, when it still stands."""

@@ -12,12 +12,15 @@ from functools import partial
 import msgspec
 
 from p2p_engine.config import EngineConfig
-from p2p_engine.errors import P2pError, PeerLost, PeerRefused
+from p2p_engine.errors import P2pError, PeerLost, PeerRefused, RemoteProtocolError
 from p2p_engine.instances import Instances
 from p2p_engine.messages import CacheSpec, ContentKey, Release, TransferKey, Want
 from p2p_engine.peers import InstanceAddress, Link, Links, PeerAddress
 from p2p_engine.plan import counterpart, idle_sources, sources_of, unclaimed
+from p2p_engine.recent import Recent
 from p2p_engine.transfer import Transfer
+
+MAX_ACCUSATIONS = 4096
 
 
 @dataclass(eq=False)
@@ -42,6 +45,19 @@ class Expected:
     asked: list[Asked] = field(default_factory=list)
     idle: list[tuple[TransferKey, PeerAddress]] = field(default_factory=list)
 
+    @property
+    def epochs(self) -> set[int]:
+        """Of those who send it; 0: of one that has not been met yet."""
+        return {asked.link.epoch for asked in self.asked}
+
+
+@dataclass(frozen=True)
+class Accusation:
+    """An ABANDON that counts if its speaker turns out to be who sends the key."""
+
+    error: P2pError
+    until: float
+
 
 class Awaited:
     """All receives whose sender is known."""
@@ -53,10 +69,15 @@ class Awaited:
         instances: Instances,
         spec: CacheSpec | None,
         clock: Callable[[], float],
+        *,
         fail: Callable[[TransferKey, P2pError], None],
         bereave: Callable[[TransferKey, P2pError], None],
+        abandoned: Callable[[TransferKey, int, P2pError], None],
+        introduced: Callable[[TransferKey], None],
     ) -> None:
-        """`fail(key, error)` ends the receives of a key, `bereave` unless all of it is here."""
+        """`fail(key, error)` ends the receives of a key, `bereave` unless all of it is here.
+        `abandoned(key, epoch, error)` takes an ABANDON of a key that is awaited from no named peer;
+        `introduced(key)` is told when the epoch of such a peer becomes known."""
         self._config = config
         self._links = links
         self._instances = instances
@@ -64,8 +85,11 @@ class Awaited:
         self._clock = clock
         self._fail = fail
         self._bereave = bereave
+        self._abandoned = abandoned
+        self._introduced = introduced
         self._expected: dict[TransferKey, Expected] = {}
         self._to_release: list[tuple[Link, ContentKey]] = []
+        self._accused: Recent[tuple[TransferKey, int], Accusation] = Recent(MAX_ACCUSATIONS)
 
     def add(
         self,
@@ -103,19 +127,50 @@ class Awaited:
         for asked in item.asked if item is not None else ():
             asked.offered = asked.offered or asked.link.epoch == epoch
 
-    def on_gone(self, key: TransferKey, error: P2pError) -> None:
-        """A peer does not have it."""
-        item = self._expected.pop(key, None)
-        if item is not None:
+    def is_from(self, key: TransferKey, epoch: int) -> bool:
+        """Whether a key is awaited from the engine of this epoch."""
+        item = self._expected.get(key)
+        return item is not None and epoch in item.epochs
+
+    def on_gone(self, key: TransferKey, epoch: int, error: P2pError) -> None:
+        """A peer does not have it.
+
+        Raises:
+            RemoteProtocolError: it was not asked for it.
+        """
+        item = self._expected.get(key)
+        if item is None:
+            return  # it has ended by now
+        if epoch not in item.epochs:
+            raise RemoteProtocolError(f"GONE of {key} from {epoch:x}, which was not asked for it")
+        del self._expected[key]
+        self._fail(key, error)
+        self._let_go((key, item.binding), item)
+
+    def on_abandon(self, key: TransferKey, epoch: int, error: P2pError) -> None:
+        """A peer will not complete a key. It is believed if the key is awaited from it, or from
+        nobody by name. Until it is known who that is, it is remembered.
+
+        Raises:
+            RemoteProtocolError: the key is awaited from another peer, or another one sends it.
+        """
+        item = self._expected.get(key)
+        if item is None:
+            self._abandoned(key, epoch, error)
+        elif epoch in item.epochs:
             self._fail(key, error)
-            self._let_go((key, item.binding), item)
+            return
+        elif item.epochs and 0 not in item.epochs:
+            raise RemoteProtocolError(f"ABANDON of {key} from {epoch:x}, which does not send it")
+        until = self._clock() + self._config.lease_seconds
+        self._accused.put((key, epoch), Accusation(error, until))
 
     def link_ready(self, link: Link) -> None:
         """Ask what could not be asked before."""
         for item in self._expected.values():
             for asked in item.asked:
                 if asked.link is link:
-                    self._ask(item, asked, self._clock())
+                    self._meet(item, asked)
         for _, content in self._take_releases(link):
             self._links.send(link, Release, *content)
 
@@ -156,6 +211,18 @@ class Awaited:
     def _watch(self, item: Expected, peers: list[PeerAddress]) -> None:
         item.asked = [Asked(self._links.get(peer, data=False)) for peer in peers]
         for asked in item.asked:
+            self._meet(item, asked)
+
+    def _meet(self, item: Expected, asked: Asked) -> None:
+        """Ask one who sends it, if it is there; and hear what it has said before it was known."""
+        if not asked.link.ready:
+            return
+        key = item.transfer.key
+        self._introduced(key)
+        accusation = self._accused.pop((key, asked.link.epoch))
+        if accusation is not None and accusation.until > self._clock():
+            self._fail(key, accusation.error)
+        else:
             self._ask(item, asked, self._clock())
 
     def _let_go(self, content: ContentKey, item: Expected) -> None:

@@ -82,7 +82,8 @@ class Dispatch:
 
     def _on_answer(self, link: Link, message: AnyMessage) -> None:
         if isinstance(message, Gone):
-            self._awaited.on_gone(message.key, TransferRejected(f"{link.target}: {message.reason}"))
+            gone = TransferRejected(f"{link.target}: {message.reason}")
+            self._awaited.on_gone(message.key, link.epoch, gone)
         elif not tell_sender(self._sender, link, message) and not isinstance(
             message, Pong | Bye | Greet
         ):
@@ -104,7 +105,7 @@ class Dispatch:
             self._store.on_cancelled(epoch, message.seq, message.attempt)
         elif isinstance(message, Abandon):
             abandoned = TransferRejected(f"{guest.address}: {message.reason}")
-            self._store.fail_key(message.key, abandoned)
+            self._awaited.on_abandon(message.key, epoch, abandoned)
             self._guests.reply(epoch, AbandonOk, (message.key,))
         elif isinstance(message, Want):
             self._on_want(guest, message)
@@ -134,11 +135,11 @@ def tell_sender(sender: Sender, link: Link, message: AnyMessage) -> bool:
     if isinstance(message, Grant):
         sender.on_grant(link, message)
     elif isinstance(message, Deny):
-        sender.on_deny(message)
+        sender.on_deny(link, message)
     elif isinstance(message, Commit):
-        sender.on_commit(message)
+        sender.on_commit(link, message)
     elif isinstance(message, Fail):
-        sender.on_fail(message)
+        sender.on_fail(link, message)
     elif isinstance(message, Cancel):
         sender.on_cancel(link, message)
     elif isinstance(message, AbandonOk):

@@ -157,10 +157,12 @@ class P2pNcclEngine:
         self._store = Store(
             config, self._changed, self._arena, self._mover, copier, self._counters,
             reply=self._guests.reply, clock=time.monotonic,
+            is_from=lambda key, epoch: self._awaited.is_from(key, epoch),
         )  # fmt: skip
         self._awaited = Awaited(
             config, self._links, self._instances, self._spec, time.monotonic,
-            self._store.fail_key, self._store.bereave,
+            fail=self._store.fail_key, bereave=self._store.bereave,
+            abandoned=self._store.on_abandon, introduced=self._store.sender_known,
         )  # fmt: skip
         self._dispatch = Dispatch(
             self._links, self._instances, self._sender, self._awaited,
@@ -353,7 +355,9 @@ class P2pNcclEngine:
             if peer is not None:
                 peer.check()
             self._store.poll()
-            transfer = self._store.receive(key, sink, binding, seconds, self._now(stream))
+            transfer = self._store.receive(
+                key, sink, binding, seconds, self._now(stream), is_named=peer is not None
+            )
             if peer is not None and not transfer.done:
                 self._awaited.add(transfer, peer, binding, pull=pull)
             return transfer

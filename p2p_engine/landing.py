@@ -92,7 +92,9 @@ class Receive:
     bereft: P2pError | None = None  # its sender is gone: only what is here can complete it
     ending: P2pError | None = None
     complete: bool = False
-    mismatched: bool = False
+    is_named: bool = False  # who sends it
+    strangers: set[int] = field(default_factory=set)  # epochs that offer another content of its key
+    mismatched: bool = False  # one of them is who sends it
 
     def narrowed(self, manifest: Manifest) -> Manifest:
         """The part of a chunk that is wanted.

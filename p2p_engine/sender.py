@@ -189,11 +189,13 @@ class Sender:
 
     def on_abandon_ok(self, link: Link, key: TransferKey) -> None:
         """The peer has heard."""
-        self._abandoned.pop((key, link.target), None)
+        for name, abandonment in list(self._abandoned.items()):
+            if name[0] == key and abandonment.link.epoch == link.epoch:
+                del self._abandoned[name]
 
     def on_grant(self, link: Link, message: Grant) -> None:
         """Start to write, when the source is ready."""
-        chunk = self._current(message.seq, message.attempt)
+        chunk = self._current(link, message)
         if chunk is None:
             self._links.send(link, Cancelled, message.seq, message.attempt)
             return
@@ -207,22 +209,22 @@ class Sender:
         chunk.grant, chunk.state = message, ChunkState.GRANTED
         self._write(chunk)
 
-    def on_deny(self, message: Deny) -> None:
+    def on_deny(self, link: Link, message: Deny) -> None:
         """Offer again later."""
-        chunk = self._current(message.seq, message.attempt)
+        chunk = self._current(link, message)
         if chunk is not None and chunk.state is ChunkState.OFFERED:
             self._counters.denied += 1
             chunk.resend_at = self._clock() + message.retry_after
 
-    def on_commit(self, message: Commit) -> None:
+    def on_commit(self, link: Link, message: Commit) -> None:
         """The chunk has landed whole."""
-        chunk = self._current(message.seq, message.attempt)
+        chunk = self._current(link, message)
         if chunk is not None and chunk.state is ChunkState.WRITTEN:
             self._end(chunk, None)
 
-    def on_fail(self, message: Fail) -> None:
+    def on_fail(self, link: Link, message: Fail) -> None:
         """The peer will never take it; or this attempt's data connection broke on its side."""
-        chunk = self._current(message.seq, message.attempt)
+        chunk = self._current(link, message)
         if chunk is None or chunk.ending is not None:
             return
         if message.code != TransportError.__name__:
@@ -239,7 +241,7 @@ class Sender:
 
     def on_cancel(self, link: Link, message: Cancel) -> None:
         """The peer wants its region back: CANCELLED follows once nothing is written any more."""
-        chunk = self._current(message.seq, message.attempt)
+        chunk = self._current(link, message)
         if chunk is None:
             self._links.send(link, Cancelled, message.seq, message.attempt)
         else:
@@ -448,9 +450,17 @@ class Sender:
             abandonment.resend_at = self._clock() + self._config.retry_seconds
             self._links.send(abandonment.link, Abandon, key, shorten(abandonment.reason))
 
-    def _current(self, seq: int, attempt: int) -> Chunk | None:
-        chunk = self._chunks.get(seq)
-        return chunk if chunk is not None and chunk.attempt == attempt else None
+    def _current(self, link: Link, message: Grant | Deny | Commit | Fail | Cancel) -> Chunk | None:
+        """The chunk that a peer speaks of, if this attempt is still the last.
+
+        Raises:
+            RemoteProtocolError: the chunk goes to another peer.
+        """
+        chunk = self._chunks.get(message.seq)
+        if chunk is not None and chunk.link.epoch != link.epoch:
+            kind = type(message).__name__
+            raise RemoteProtocolError(f"{kind} of peer {link.target} for a chunk to another one")
+        return chunk if chunk is not None and chunk.attempt == message.attempt else None
 
     def _on_link(self, link: Link) -> list[Chunk]:
         return [chunk for chunk in self._chunks.values() if chunk.link is link]

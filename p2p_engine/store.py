@@ -18,6 +18,7 @@ from p2p_engine.credit import Credit
 from p2p_engine.errors import (
     P2pError,
     PeerLost,
+    RemoteProtocolError,
     TransferCancelled,
     TransferCorrupted,
     TransferError,
@@ -38,6 +39,7 @@ from p2p_engine.transports.base import Transport
 logger = logging.getLogger(__name__)
 
 MISMATCH_GRACE_SECONDS = 1.0
+MAX_STRANGERS = 64  # that are remembered of one receive
 
 
 class Store:
@@ -54,14 +56,17 @@ class Store:
         *,
         reply: Reply,
         clock: Callable[[], float],
+        is_from: Callable[[TransferKey, int], bool] = lambda key, epoch: False,
     ) -> None:
-        """`reply(epoch, kind, fields)` sends a message to a sender."""
+        """`reply(epoch, kind, fields)` sends a message to a sender. `is_from(key, epoch)` says
+        whether a key is awaited from the engine of an epoch."""
         self._config = config
         self._changed = changed
         self._arena = arena
         self._copier = copier
         self._counters = counters
         self._clock = clock
+        self._is_from = is_from
         self._credit = Credit(config, clock)
         self._places = Places(arena, mover, self._credit)
         self._answers = Answers(config, reply, clock)
@@ -77,9 +82,11 @@ class Store:
         binding: bytes,
         timeout: float,
         moments: tuple[Moment, ...] = (),
+        *,
+        is_named: bool = False,
     ) -> Transfer:
         """Wait for a content; what has landed already is taken at once. The sink is written after
-        all `moments`.
+        all `moments`. Where the sender `is_named`, no other peer can end the wait.
 
         Raises:
             TransferError: the same content is being waited for.
@@ -89,17 +96,18 @@ class Store:
         if content in self._receives:
             raise TransferError(f"{key} is being received already")
         grave = self._answers.exhume(content)
-        if grave is not None and grave.refused:
+        if grave is not None and grave.refused and not (is_named and grave.said_by):
             raise TransferRejected(f"{key}: {grave.reason}")
         transfer = Transfer(key, 0, self._changed, self._cancel_transfer)
-        receive = Receive(content, sink, transfer, self._clock() + timeout, moments)
+        deadline = self._clock() + timeout
+        receive = Receive(content, sink, transfer, deadline, moments, is_named=is_named)
         self._receives[content] = receive
         for landing in self._of(content):
             if landing.state in (LandingState.GRANTED, LandingState.LANDED):
                 self._claim(landing, receive)
-        others = (item.content for item in self._landings.values() if item.content != content)
-        if any(other[0] == key for other in others):
-            self._note_mismatch(key)
+        for item in self._landings.values():
+            if item.content != content and item.content[0] == key:
+                self._note_mismatch(key, item.id[0])
         return transfer
 
     def discard(self, content: ContentKey, reason: str) -> None:
@@ -118,6 +126,34 @@ class Store:
                 self._answers.bury(content, str(error), refused=True)
             self._drop(content)
 
+    def on_abandon(self, key: TransferKey, epoch: int, error: P2pError) -> None:
+        """A sender will not complete a key, and nobody knows by name who sends it: the one that has
+        offered it is believed; if there is none, anybody.
+
+        Raises:
+            RemoteProtocolError: another one sends it.
+        """
+        waiting = [item for item in self._receives.values() if item.content[0] == key]
+        coming = [item for item in self._landings.values() if item.content[0] == key]
+        senders = {item.id[0] for item in coming}.union(*(item.senders for item in waiting))
+        if senders and epoch not in senders:
+            raise RemoteProtocolError(f"ABANDON of {key} from {epoch:x}, which does not send it")
+        for receive in waiting:
+            if not receive.senders or epoch in receive.senders:
+                self._stop_receive(receive, error)
+        contents = {item.content for item in coming if item.id[0] == epoch}
+        waited = {item.content for item in waiting}
+        for content in contents or ({(key, b"")} if not waited else set()):
+            if content not in waited:
+                self._answers.bury(content, str(error), refused=True, said_by=epoch)
+            self._drop(content, epoch)
+
+    def sender_known(self, key: TransferKey) -> None:
+        """It has become known who sends a key: what it offered before counts now."""
+        for receive in self._receives.values():
+            if receive.content[0] == key:
+                self._judge_mismatch(receive)
+
     def drop_landed(self) -> int:
         """Forget what nobody has claimed, on its way or landed; returns how many bytes had."""
         unclaimed = [item for item in self._landings.values() if item.receive is None]
@@ -135,13 +171,13 @@ class Store:
         if self._answer_again(landing_id, offer.attempt):
             return
         grave = self._answers.exhume(content)
-        if grave is not None:
-            self._answers.bury(content, grave.reason, refused=True)
+        if grave is not None and grave.concerns(epoch):
+            self._answers.bury(content, grave.reason, refused=True, said_by=grave.said_by)
             self._answers.fail(landing_id, offer.attempt, TransferRejected(grave.reason))
             return
         receive = self._receives.get(content)
         if receive is None:
-            self._note_mismatch(offer.key)
+            self._note_mismatch(offer.key, epoch)
         elif receive.ending is not None:
             self._answers.fail(landing_id, offer.attempt, receive.ending)
             return
@@ -153,7 +189,8 @@ class Store:
             refusal = _as_refusal(offer.key, error)
             self._answers.fail(landing_id, offer.attempt, refusal)
             if receive is not None:
-                self._stop_receive(receive, refusal)
+                if self._may_end(receive, epoch):
+                    self._stop_receive(receive, refusal)
             else:  # the sender is told and says no more: who asks for it later must not wait
                 self._answers.bury(content, str(refusal), refused=True)
                 self._drop(content)
@@ -493,8 +530,11 @@ class Store:
             elif receive.hopeless is not None:
                 self._stop_receive(receive, receive.hopeless)
 
-    def _drop(self, content: ContentKey) -> None:
+    def _drop(self, content: ContentKey, epoch: int = 0) -> None:
+        """Free what has come of a content and nobody has claimed, of one sender or (0) of all."""
         for landing in self._of(content):
+            if epoch not in (0, landing.id[0]):
+                continue
             if landing.orphaned:
                 self._free(landing)
             elif landing.state is LandingState.GRANTED and landing.receive is None:
@@ -507,13 +547,24 @@ class Store:
                     text = f"{transfer.key} was withdrawn: {reason or 'no reason given'}"
                     self._stop_receive(receive, TransferCancelled(text))
 
-    def _note_mismatch(self, key: TransferKey) -> None:
-        """Another content came under a name that is waited for: cut the wait short, not off."""
+    def _note_mismatch(self, key: TransferKey, epoch: int) -> None:
+        """Another content came under a name that is waited for."""
         for receive in self._receives.values():
-            if receive.content[0] == key and not receive.mismatched:
-                receive.mismatched = True
-                soon = self._clock() + MISMATCH_GRACE_SECONDS
-                receive.deadline = min(receive.deadline, soon)
+            if receive.content[0] == key and len(receive.strangers) < MAX_STRANGERS:
+                receive.strangers.add(epoch)
+                self._judge_mismatch(receive)
+
+    def _judge_mismatch(self, receive: Receive) -> None:
+        """It was offered by who sends what is waited for: cut the wait short, not off."""
+        is_theirs = any(self._may_end(receive, epoch) for epoch in receive.strangers)
+        if is_theirs and not receive.mismatched:
+            receive.mismatched = True
+            soon = self._clock() + MISMATCH_GRACE_SECONDS
+            receive.deadline = min(receive.deadline, soon)
+
+    def _may_end(self, receive: Receive, epoch: int) -> bool:
+        """Whether what a sender offers can end a receive; any can where none is named."""
+        return not receive.is_named or self._is_from(receive.content[0], epoch)
 
     def _overdue(self, receive: Receive) -> P2pError:
         key = receive.content[0]

@@ -7,6 +7,7 @@ socket or a clock of its own is replaced, and then every interleaving is the tes
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import threading
@@ -22,7 +23,7 @@ from mempool import Mover, write_word
 from p2p_engine.arena import LandingArena
 from p2p_engine.config import EngineConfig
 from p2p_engine.dispatch import tell_sender
-from p2p_engine.errors import P2pError, PeerLost, TransportError
+from p2p_engine.errors import P2pError, PeerLost, RemoteProtocolError, TransportError
 from p2p_engine.layout import Regions
 from p2p_engine.messages import (
     Abandon,
@@ -531,7 +532,8 @@ class World:
         elif isinstance(message, Cancelled):
             self.store.on_cancelled(epoch, message.seq, message.attempt)
         elif isinstance(message, Abandon):
-            self.store.fail_key(message.key, PeerLost("abandoned"))
+            with contextlib.suppress(RemoteProtocolError):  # of a sender that was restarted since
+                self.store.on_abandon(message.key, epoch, PeerLost("abandoned"))
             self._reply(epoch, AbandonOk, (message.key,))
 
     def _to_sender(self, link: Link, message: AnyMessage) -> None:

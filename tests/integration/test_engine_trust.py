@@ -1,0 +1,295 @@
+"""Who may say what: each message, from a peer that it is not for, changes nothing and is counted.
+
+The table is in docs/security.md. Three engines: the one that is spoken to, the peer whose affair it
+is, and another member of the fleet.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from p2p_engine import P2pNcclEngine, TransferKey
+from p2p_engine.errors import TransferRejected
+from p2p_engine.layout import TensorSink, TensorSource
+from p2p_engine.messages import (
+    Abandon,
+    AbandonOk,
+    AnyMessage,
+    Bye,
+    Cancel,
+    Cancelled,
+    Commit,
+    Deny,
+    Done,
+    Fail,
+    Gone,
+    Grant,
+    Greet,
+    Location,
+    Message,
+    Offer,
+    Pong,
+    Refuse,
+    Release,
+    Welcome,
+    encode,
+)
+from p2p_engine.peers import PeerAddress
+from p2p_engine.sockets import Route
+from p2p_engine.transfer import Transfer
+from tests.engines import assert_idle, engines, random_tensor
+from tests.support import SeededRandom, eventually
+
+PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+KEY = TransferKey("request-1")
+OTHER = b"another prompt"
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class Scene:
+    """All know each other; `tensor` is what the right peer sends."""
+
+    def __init__(self, parties: list[P2pNcclEngine], rng: SeededRandom) -> None:
+        self.engine, self.peer, self.rogue = parties
+        self.target = PeerAddress(self.peer.zmq_address)
+        self.tensor = random_tensor(rng, 1000)
+        hello = TransferKey("hello")
+        for one in parties:
+            for two in parties:
+                if one is not two:
+                    one.send(hello, PeerAddress(two.zmq_address), TensorSource(self.tensor)).wait(9)
+                    two.recv_tensor(hello, timeout=9)
+
+    def answer(self, kind: type[Message], *fields: Any, epoch: int | None = None) -> None:
+        """The rogue says something to who has dialled it."""
+        source = self.rogue.epoch if epoch is None else epoch
+        message: Any = kind(source, self.engine.epoch, *fields)
+        self.engine._on_frame(Route(self.rogue.zmq_address), encode(message))
+
+    def request(self, kind: type[Message], *fields: Any, epoch: int | None = None) -> None:
+        """The rogue says something to whom it has dialled."""
+        source = self.rogue.epoch if epoch is None else epoch
+        message: Any = kind(source, self.engine.epoch, *fields)
+        self.engine._on_frame(self.engine._guests._guests[self.rogue.epoch].route, encode(message))
+
+    @property
+    def num_wrong(self) -> int:
+        return self.engine._counters.wrong_messages
+
+    def chunk(self) -> tuple[Transfer, int]:
+        """A chunk for the right peer that is granted and not written; its number."""
+        source = TensorSource(self.tensor)
+        transfer = self.engine.send(KEY, self.target, source, ready=False)
+        chunks = self.engine._sender._chunks
+        eventually(lambda: [chunk for chunk in chunks.values() if chunk.grant is not None])
+        return transfer, next(iter(chunks))
+
+    def finish_chunk(self, transfer: Transfer) -> None:
+        self.engine.mark_ready(transfer)
+        transfer.wait(9)
+        assert torch.equal(self.peer.recv_tensor(KEY, timeout=9), self.tensor)
+
+    def waiting(self, *, is_named: bool = True) -> tuple[Transfer, TensorSink]:
+        """A receive of what nobody sends yet."""
+        sink = TensorSink()
+        peer = self.target if is_named else None
+        return self.engine.receive(KEY, sink, peer=peer, pull=is_named, timeout=30), sink
+
+    def finish_waiting(self, transfer: Transfer, sink: TensorSink) -> None:
+        self.peer.hold(KEY, TensorSource(self.tensor))
+        transfer.wait(9)
+        assert sink.tensor is not None
+        assert torch.equal(sink.tensor, self.tensor)
+
+
+@pytest.fixture
+def scene(rng: SeededRandom) -> Iterator[Scene]:
+    with engines(3, "shm") as parties:
+        yield Scene(parties, rng)
+        assert_idle(*parties)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (Grant, (0, 1, 0, 7)),
+        (Deny, ("full", 100.0)),
+        (Commit, ()),
+        (Fail, ("TransferRejected", "no")),
+        (Fail, ("TransportError", "broken")),
+        (Cancel, ()),
+    ],
+)
+def test_the_answer_to_a_chunk_comes_from_who_it_is_for(
+    scene: Scene, kind: type[Message], fields: tuple[Any, ...]
+) -> None:
+    transfer, seq = scene.chunk()
+    scene.answer(kind, seq, 0, *fields)
+    assert scene.num_wrong == 1
+    assert not transfer.done
+    scene.finish_chunk(transfer)
+
+
+def test_abandon_ok_of_another_peer_lets_the_news_be_repeated(scene: Scene) -> None:
+    with scene.engine._changed:  # before the peer's own answer
+        scene.engine.abandon(KEY, scene.target, "over")
+        scene.answer(AbandonOk, KEY)
+        assert scene.engine._sender._abandoned
+    eventually(lambda: not scene.engine._sender._abandoned)
+
+
+def test_gone_is_believed_from_who_was_asked(scene: Scene) -> None:
+    transfer, sink = scene.waiting()
+    scene.answer(Gone, KEY, "never was")
+    assert scene.num_wrong == 1
+    scene.finish_waiting(transfer, sink)
+
+
+def test_abandon_is_believed_from_who_sends_the_key(scene: Scene) -> None:
+    transfer, sink = scene.waiting()
+    scene.request(Abandon, KEY, "over")
+    assert scene.num_wrong == 1
+    scene.finish_waiting(transfer, sink)
+
+
+def test_abandon_before_anybody_waits_counts_when_its_speaker_is_who_sends_the_key(
+    scene: Scene,
+) -> None:
+    scene.request(Abandon, KEY, "over")
+    transfer, sink = scene.waiting()
+    scene.finish_waiting(transfer, sink)
+    second = TransferKey("request-2")
+    scene.peer.abandon(second, PeerAddress(scene.engine.zmq_address), "given up")
+    eventually(lambda: not scene.peer._sender._abandoned)
+    failed = scene.engine.receive(second, TensorSink(), peer=scene.target, timeout=30)
+    with pytest.raises(TransferRejected, match="given up"):
+        failed.wait(9)
+
+
+def test_abandon_before_the_sender_is_known_is_judged_when_it_is(scene: Scene) -> None:
+    """The peer's address is known, its epoch is not yet."""
+    with scene.engine._changed:
+        scene.engine._links.close_epoch(scene.peer.epoch, TransferRejected("dial again"))
+        transfer, sink = scene.waiting()
+        scene.request(Abandon, KEY, "over")
+        second = TransferKey("request-2")
+        failed = scene.engine.receive(second, TensorSink(), peer=scene.target, timeout=30)
+        scene.request(Abandon, second, "not theirs")
+        guest = scene.engine._guests._guests[scene.peer.epoch]
+        message = Abandon(scene.peer.epoch, scene.engine.epoch, second, "given up")
+        scene.engine._on_frame(guest.route, encode(message))
+    with pytest.raises(TransferRejected, match="given up"):
+        failed.wait(9)
+    scene.finish_waiting(transfer, sink)
+
+
+def test_where_nobody_is_named_abandon_is_believed_from_who_has_offered(scene: Scene) -> None:
+    transfer, _ = scene.waiting(is_named=False)
+    to_engine = PeerAddress(scene.engine.zmq_address)
+    sending = scene.peer.send(KEY, to_engine, TensorSource(scene.tensor), ready=False)
+    eventually(lambda: scene.engine._store._landings)
+    scene.request(Abandon, KEY, "over")
+    assert scene.num_wrong == 1
+    scene.peer.mark_ready(sending)
+    transfer.wait(9)
+
+
+def test_where_nobody_is_named_and_nobody_has_offered_anybody_is_believed(scene: Scene) -> None:
+    transfer, _ = scene.waiting(is_named=False)
+    scene.request(Abandon, KEY, "over")
+    with pytest.raises(TransferRejected, match="over"):
+        transfer.wait(9)
+
+
+def test_an_abandoned_key_may_still_come_from_another_peer(scene: Scene) -> None:
+    scene.request(Abandon, KEY, "over")
+    to_engine = PeerAddress(scene.engine.zmq_address)
+    scene.peer.send(KEY, to_engine, TensorSource(scene.tensor)).wait(9)
+    assert torch.equal(scene.engine.recv_tensor(KEY, timeout=9), scene.tensor)
+
+
+def test_another_content_from_another_peer_does_not_cut_a_wait_short(scene: Scene) -> None:
+    to_engine, source = PeerAddress(scene.engine.zmq_address), TensorSource(scene.tensor)
+    before = scene.rogue.send(KEY, to_engine, source, binding=OTHER)
+    before.wait(9)
+    transfer, sink = scene.waiting()
+    after = scene.rogue.send(KEY, to_engine, source, binding=OTHER + b"!")
+    after.wait(9)
+    (receive,) = scene.engine._store._receives.values()
+    assert not receive.mismatched
+    scene.finish_waiting(transfer, sink)
+    scene.engine.drop_landed()
+
+
+@pytest.mark.parametrize(("kind", "fields"), [(Done, (0,)), (Cancelled, ())])
+def test_the_end_of_a_chunk_is_said_by_its_sender(
+    scene: Scene, kind: type[Message], fields: tuple[Any, ...]
+) -> None:
+    to_engine, source = PeerAddress(scene.engine.zmq_address), TensorSource(scene.tensor)
+    sending = scene.peer.send(KEY, to_engine, source, ready=False)
+    eventually(lambda: scene.engine._store._landings)
+    ((epoch, seq),) = scene.engine._store._landings
+    scene.request(kind, seq, 0, *fields)
+    scene.request(kind, seq, 0, *fields, epoch=epoch)  # in the other one's name
+    scene.peer.mark_ready(sending)
+    assert torch.equal(scene.engine.recv_tensor(KEY, timeout=9), scene.tensor)
+    sending.wait(9)
+
+
+def test_release_names_the_content(scene: Scene) -> None:
+    held = scene.engine.hold(KEY, TensorSource(scene.tensor))
+    scene.request(Release, KEY, OTHER)
+    assert not held.done
+    scene.request(Release, KEY, b"")
+    held.wait(9)
+
+
+def test_an_offer_of_a_transport_that_was_not_agreed_on_is_counted(scene: Scene) -> None:
+    manifest = TensorSource(scene.tensor).manifest
+    scene.request(Offer, 1, 0, KEY, manifest, b"", "pigeon")
+    assert scene.num_wrong == 1
+    assert not scene.engine._store._landings
+
+
+@pytest.mark.parametrize("kind", [Bye, Greet, Pong])
+def test_what_ends_a_link_is_said_by_the_engine_that_is_meant(
+    scene: Scene, kind: type[Message]
+) -> None:
+    links = scene.engine.stats()["links"]
+    scene.answer(kind, epoch=scene.peer.epoch)
+    scene.request(kind, epoch=scene.peer.epoch)
+    link = scene.engine._links.get(scene.target, data=False)
+    assert link.ready
+    assert link.epoch == scene.peer.epoch
+    assert scene.peer.epoch in scene.engine._guests._guests
+    assert sum(scene.engine.stats()["links"].values()) >= sum(links.values()) - 1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Welcome(1, 1, 1, None, {}),
+        Refuse(1, 1, 1, "no"),
+        Location(1, 1, 0, "127.0.0.1:9", 1, None),
+    ],
+)
+def test_the_answer_to_a_first_word_concerns_the_address_that_was_dialled(
+    scene: Scene, message: AnyMessage
+) -> None:
+    transfer, sink = scene.waiting()
+    scene.engine._on_frame(Route(scene.rogue.zmq_address), encode(message))
+    link = scene.engine._links.get(scene.target, data=False)
+    assert link.ready
+    scene.finish_waiting(transfer, sink)
+
+
+def test_every_message_has_its_row_in_the_table() -> None:
+    section = PAGE.read_text().partition("### Who may say what")[2]
+    told = set(re.findall(r"`([A-Z_]+)`", "".join(re.findall(r"^\|[^|]+\|", section, re.M))))
+    assert told == {kind.__struct_config__.tag for kind in get_args(AnyMessage)}
