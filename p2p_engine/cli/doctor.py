@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from p2p_engine.cli.commands import EXTRA
-from p2p_engine.cli.devices import GIB, available_memory_bytes, visible_gpus
+from p2p_engine.cli.devices import GIB, visible_gpus
 from p2p_engine.cli.findings import Finding, change, note, ok, show
 from p2p_engine.cli.installation import check_installation
 from p2p_engine.cli.ports import is_port_free
@@ -23,6 +23,7 @@ from p2p_engine.cli.rewrite import TOP_LEVEL_KEYS, config_problems, rewrite
 from p2p_engine.config import DEFAULT_KV_PORT, TRANSPORT_NAMES, EngineConfig
 from p2p_engine.errors import ConfigError
 from p2p_engine.keys import exposure, read_key_file
+from p2p_engine.memory import available_memory_bytes, memory_bytes
 
 PROXY_PORTS = (10001, 30001)
 _CONNECT_SECONDS = 2.0
@@ -61,7 +62,7 @@ def check_config(config: Mapping[str, Any], tp_size: int) -> Iterator[Finding]:
         yield change("configuration", problem, remedy)
     with contextlib.suppress(ConfigError):
         extra = config.get(EXTRA) or {}
-        settings = EngineConfig.from_extra_config(extra)
+        settings = EngineConfig.from_extra_config(extra, num_local_ranks=tp_size)
         if not problems:
             yield ok("configuration", f"{config['kv_role']}, {settings.send_type.value}")
         yield check_key(settings, listens_on=settings.host if "host" in extra else "")
@@ -124,6 +125,7 @@ def check_memory(
     lands = kv_role != "kv_producer"  # which receives nothing, and so has neither
     per_rank = settings.kv_buffer_size + settings.pool_bytes if lands else 0
     needed = f"{per_rank * tp_size / GIB:.1f} GiB of {available_bytes / GIB:.1f} GiB available"
+    needed += _about_pool(settings, tp_size) if lands else ""
     if per_rank * tp_size > available_bytes:
         remedy = "lower mem_pool_size_gb or kv_buffer_size; both are reserved for each rank"
         return change("memory", f"buffer and pool need {needed}", remedy)
@@ -132,6 +134,13 @@ def check_memory(
         remedy = "ulimit -l unlimited (in a container: --ulimit memlock=-1), or page_lock false"
         return change("memory", f"page_lock: only {limit / GIB:.1f} GiB may be locked", remedy)
     return ok("memory", f"buffer and pool need {needed}")
+
+
+def _about_pool(settings: EngineConfig, tp_size: int) -> str:
+    share = f"pool {settings.pool_bytes / GIB:.1f} GiB for each of {tp_size} ranks"
+    if settings.mem_pool_size_gb is not None:
+        return f" ({share})"
+    return f" ({share}: together a quarter of {memory_bytes() / GIB:.1f} GiB)"
 
 
 def check_transports() -> Iterator[Finding]:

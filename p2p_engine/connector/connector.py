@@ -29,7 +29,12 @@ from p2p_engine.connector.intent import Instance
 from p2p_engine.connector.metadata import P2pConnectorMetadata, RankHandshake
 from p2p_engine.connector.scheduler import SchedulerHalf
 from p2p_engine.connector.stats import P2pConnectorStats, P2pPromMetrics, StatsReporter
-from p2p_engine.connector.support import check_supported, rank_behind_address, read_config
+from p2p_engine.connector.support import (
+    check_supported,
+    num_local_ranks,
+    rank_behind_address,
+    read_config,
+)
 from p2p_engine.connector.worker import StepResults, WorkerHalf
 from p2p_engine.directory import Directory
 from p2p_engine.engine import P2pNcclEngine
@@ -77,7 +82,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("this vLLM is newer than the releases that this was tested with")
         transfer, parallel = self._kv_transfer_config, vllm_config.parallel_config
         check_supported(vllm_config)
-        self._config = read_config(transfer)
+        self._config = read_config(transfer, num_local_ranks(parallel))
         self._role_name: str = transfer.kv_role or "kv_both"
         self._port = transfer.kv_port + parallel.data_parallel_index
         self._scheduler: SchedulerHalf | None = None

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import ipaddress
+import logging
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.utils.network_utils import get_ip
 
+from p2p_engine.addresses import is_any_address, route_from
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import ConfigError
 from p2p_engine.keys import read_key_file
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
+
+logger = logging.getLogger(__name__)
 
 
 def check_supported(vllm_config: VllmConfig) -> None:
@@ -45,16 +52,52 @@ def rank_behind_address(vllm_config: VllmConfig, transfer: KVTransferConfig) -> 
     return parallel.data_parallel_index
 
 
-def read_config(transfer: KVTransferConfig) -> EngineConfig:
+def read_config(transfer: KVTransferConfig, num_local_ranks: int = 1) -> EngineConfig:
     """Parse our settings; `kv_buffer_size` also from the top level, where vLLM still has it.
 
     Raises:
-        ConfigError: a key is unknown, a value impossible, or the key file cannot be used.
+        ConfigError: a key is unknown, a value impossible, the key file cannot be used, or no
+            address of this machine is known.
     """
     defaults: dict[str, Any] = {"kv_buffer_size": getattr(transfer, "kv_buffer_size", None)}
     extra = {**defaults, **transfer.kv_connector_extra_config}
-    if not extra.get("host"):
-        extra["host"] = get_ip()
-    config = EngineConfig.from_extra_config(extra)
+    config = EngineConfig.from_extra_config(extra, num_local_ranks=num_local_ranks)
     read_key_file(config.key_file)  # now, not when the model has been loaded
-    return config
+    if extra.get("host"):
+        return config
+    return dataclasses.replace(config, host=_own_host(config.proxy_hosts))
+
+
+def _own_host(proxy_hosts: Sequence[str]) -> str:
+    """The address that vLLM knows itself by; where it knows none, the one that proxies see.
+
+    One that is on this machine sees the loopback address, by which nobody else would find us.
+    """
+    host = get_ip()
+    if not is_any_address(host):
+        return host
+    try:
+        seen = {route_from(proxy) for proxy in proxy_hosts}
+    except OSError:
+        seen = set()
+    if len(seen) == 1 and not ipaddress.ip_address(*seen).is_loopback:
+        host = seen.pop()
+        logger.warning("vLLM knows no address of this machine; host=%s, as the proxy sees it", host)
+        return host
+    raise ConfigError(
+        f"host is required: there is no default route, and vLLM takes {host} for our address; "
+        "set it in kv_connector_extra_config to the address by which peers reach this machine "
+        "(127.0.0.1 if all of them are on it)"
+    )
+
+
+def num_local_ranks(parallel: ParallelConfig) -> int:
+    """How many ranks of the instance are on this host, or at most, where vLLM does not say.
+
+    Dense models lose the count of their data-parallel ranks on the way to a rank.
+    """
+    per_engine = parallel.world_size // getattr(parallel, "nnodes_within_dp", 1)
+    num_engines = int(parallel.data_parallel_size_local)
+    if parallel.data_parallel_size == 1:
+        num_engines = int(getattr(parallel, "elastic_ep_max_dp_size", 1) or 1)
+    return max(1, per_engine * num_engines)

@@ -117,6 +117,17 @@ def test_memory(pool: float, role: str, tp_size: int, send_type: str, level: Lev
     assert doctor.check_memory(settings, role, tp_size, 3 * GIB).level is level
 
 
+def test_the_default_pool_is_said_with_what_it_is_a_part_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("p2p_engine.config.memory_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr("p2p_engine.cli.doctor.memory_bytes", lambda: 64 * GIB)
+    settings = EngineConfig.from_extra_config({"kv_buffer_size": 0}, num_local_ranks=8)
+    finding = doctor.check_memory(settings, "kv_consumer", 8, 20 * GIB)
+    assert finding.level is Level.OK
+    assert "pool 2.0 GiB for each of 8 ranks: together a quarter of 64.0 GiB" in finding.state
+
+
 def test_locked_memory_over_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (GIB, GIB))
     settings = EngineConfig.from_extra_config({"mem_pool_size_gb": 2, "page_lock": True})

@@ -37,7 +37,9 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("page_lock", 0, False),
     ("checksum", "true", True),
     ("page_lock", True, True),
-    ("http_host", "0.0.0.0", "0.0.0.0"),
+    ("http_host", "vllm-0.pods", "vllm-0.pods"),
+    ("http_host", "", ""),
+    ("host", "[fd00::1]", "[fd00::1]"),
     ("key_file", "/etc/fleet.key", "/etc/fleet.key"),
     ("connect_timeout_seconds", "5", 5.0),
     ("transfer_timeout_seconds", 60, 60.0),
@@ -50,6 +52,12 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
 
 REFUSED: list[tuple[str, Any]] = [
     ("host", 5),
+    ("host", "0.0.0.0"),
+    ("host", "::"),
+    ("host", "[::]"),
+    ("host", "*"),
+    ("host", "224.0.0.1"),
+    ("http_host", "0.0.0.0"),
     ("kv_port_range", "20000"),
     ("kv_port_range", 20000),
     ("kv_port_range", "20100-20000"),
@@ -161,9 +169,24 @@ def test_the_transports_are_those_of_the_device() -> None:
 def test_settings_move_to_the_device_of_the_cache() -> None:
     plain = EngineConfig().on_device("cuda:1")
     assert (plain.device, plain.transports) == ("cuda:1", ("cuda_ipc", "nccl"))
-    assert plain.mem_pool_size_gb <= 4
+    assert plain.pool_bytes <= 4 << 30
     chosen = EngineConfig(mem_pool_size_gb=9).on_device("cuda:1")
-    assert chosen.mem_pool_size_gb == 9
+    assert chosen.pool_bytes == 9 << 30
+
+
+def test_the_default_pool_is_shared_out_among_the_ranks_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("p2p_engine.config.memory_bytes", lambda: 64 << 30)
+    assert EngineConfig().pool_bytes == 16 << 30
+    assert EngineConfig(num_local_ranks=8).pool_bytes == 2 << 30
+    assert EngineConfig(num_local_ranks=8, mem_pool_size_gb=5).pool_bytes == 5 << 30
+    assert EngineConfig().on_device("cuda").pool_bytes == 4 << 30  # page-locked at start
+    assert EngineConfig(num_local_ranks=8).on_device("cuda").pool_bytes == 2 << 30
+    assert EngineConfig(mem_pool_size_gb=0).pool_bytes == 0
+
+
+def test_an_engine_checks_its_device() -> None:
     with pytest.raises(ConfigError, match="does not move memory"):
         EngineConfig(transports=("tcp",)).on_device("cuda:1").check_device()
 

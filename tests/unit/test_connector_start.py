@@ -18,7 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 
 from p2p_engine.config import SendMode
 from p2p_engine.connector import P2pNcclConnector, compat, register
-from p2p_engine.connector.support import check_supported, rank_behind_address, read_config
+from p2p_engine.connector.support import (
+    check_supported,
+    num_local_ranks,
+    rank_behind_address,
+    read_config,
+)
 from p2p_engine.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -72,7 +77,8 @@ def configs(**changes: Any) -> tuple[Any, Any]:
     parallel = SimpleNamespace(
         pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1,
         data_parallel_size=1, data_parallel_external_lb=False, data_parallel_hybrid_lb=False,
-        data_parallel_index=1, data_parallel_rank_local=0,
+        data_parallel_index=1, data_parallel_rank_local=0, data_parallel_size_local=1,
+        world_size=1, nnodes_within_dp=1, elastic_ep_max_dp_size=1,
     )  # fmt: skip
     model = SimpleNamespace(enable_sleep_mode=False)
     transfer = SimpleNamespace(engine_id="e")
@@ -147,6 +153,65 @@ def test_the_extra_settings_win_and_0_32_has_no_other() -> None:
 def test_the_host_is_vllms_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.9")
     assert read_config(SimpleNamespace(kv_connector_extra_config={})).host == "127.0.0.9"  # type: ignore[arg-type]
+
+
+NO_ROUTE = "host is required.*0.0.0.0.*kv_connector_extra_config"
+
+
+def lost(monkeypatch: pytest.MonkeyPatch, seen: dict[str, str], **extra: Any) -> str:
+    """The host of an instance on a machine without a default route, which proxies see as told."""
+    monkeypatch.setenv("VLLM_HOST_IP", "0.0.0.0")  # as vLLM's get_ip says there
+
+    def route_from(host: str) -> str:
+        if host not in seen:
+            raise OSError(f"no route to {host}")
+        return seen[host]
+
+    monkeypatch.setattr("p2p_engine.connector.support.route_from", route_from)
+    proxy = {"proxy_port": 30001, "http_port": 8000} if "proxy_ip" in extra else {}
+    transfer: Any = SimpleNamespace(kv_connector_extra_config={**proxy, **extra})
+    return read_config(transfer).host
+
+
+def test_without_a_default_route_the_host_is_the_one_that_the_proxy_sees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = {"10.0.0.1": "10.0.0.7", "10.0.0.2": "10.0.0.7"}
+    assert lost(monkeypatch, seen, proxy_ip="10.0.0.1") == "10.0.0.7"
+    assert lost(monkeypatch, seen, proxy_ip="10.0.0.1,10.0.0.2") == "10.0.0.7"
+    assert lost(monkeypatch, {}, host="10.0.0.9") == "10.0.0.9"
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        {},
+        {"a": "127.0.0.1", "b": "127.0.0.1"},  # a proxy here says nothing of peers elsewhere
+        {"a": "10.0.0.7", "b": "10.1.0.7"},
+        {"a": "10.0.0.7"},
+    ],
+)
+def test_a_host_that_cannot_be_known_is_asked_for_by_name(
+    monkeypatch: pytest.MonkeyPatch, seen: dict[str, str]
+) -> None:
+    with pytest.raises(ConfigError, match=NO_ROUTE):
+        lost(monkeypatch, seen, proxy_ip="a,b")
+    with pytest.raises(ConfigError, match=NO_ROUTE):
+        lost(monkeypatch, seen)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_ranks"),
+    [
+        ({}, 1),
+        ({"world_size": 4}, 4),
+        ({"world_size": 16, "nnodes_within_dp": 2}, 8),
+        ({"world_size": 2, "data_parallel_size": 16, "data_parallel_size_local": 4}, 8),
+        ({"elastic_ep_max_dp_size": 4}, 4),  # what vLLM leaves with a dense model
+    ],
+)
+def test_the_ranks_of_this_host_are_counted(changes: dict[str, Any], num_ranks: int) -> None:
+    assert num_local_ranks(configs(**changes)[0].parallel_config) == num_ranks
 
 
 def test_a_step_without_metadata_is_nothing() -> None:

@@ -1,0 +1,107 @@
+"""How much memory this process may have: the machine's, or what its control groups leave of it.
+
+The formats are in the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst,
+and in cgroups(7). A group's limit holds for all below it, so the whole way up to the mount counts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+_SELF = Path("/proc/self")
+
+
+@dataclass(frozen=True)
+class _Files:
+    """What the files of one version of control groups are called."""
+
+    limit: str
+    used: str
+    cache: str  # the line of memory.stat with file pages that the kernel takes back first
+
+
+_FILES = {
+    "cgroup2": _Files("memory.max", "memory.current", "inactive_file"),
+    "cgroup": _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def memory_bytes(process: Path = _SELF) -> int:
+    """Return what this process and those beside it in its control groups may have in all."""
+    limits = (limit for limit, _ in _limits(process))
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
+
+
+def available_memory_bytes(process: Path = _SELF) -> int:
+    """Return what new processes beside this one could take now."""
+    left = (max(0, limit - used) for limit, used in _limits(process))
+    return min([_available_on_host(), *left])
+
+
+def _available_on_host() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _limits(process: Path) -> Iterator[tuple[int, int]]:
+    """Yield the limit of each control group that has one, and how much of it is used."""
+    try:
+        folders = list(_folders(process))
+    except (OSError, ValueError):
+        return
+    for folder, files in folders:
+        try:
+            limit = int((folder / files.limit).read_text())
+            yield limit, int((folder / files.used).read_text()) - _cache(folder, files)
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+
+
+def _cache(folder: Path, files: _Files) -> int:
+    for line in (folder / "memory.stat").read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if name == files.cache:
+            return int(value)
+    return 0
+
+
+def _folders(process: Path) -> Iterator[tuple[Path, _Files]]:
+    """Yield the folder of each control group that this process is in, from its own upwards."""
+    groups = _groups(process)
+    for line in (process / "mountinfo").read_text().splitlines():
+        fields, _, filesystem = line.partition(" - ")
+        kind, _, options = filesystem.split(" ", 2)
+        if kind not in groups or (kind == "cgroup" and "memory" not in _options(options)):
+            continue
+        root, mount = fields.split()[3:5]
+        below = _relative(groups[kind], root)
+        for folder in (below, *below.parents):
+            yield Path(mount) / folder, _FILES[kind]
+
+
+def _groups(process: Path) -> dict[str, str]:
+    """Return the path of the process's group in the hierarchies that limit memory."""
+    groups = {}
+    for line in (process / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            groups["cgroup2"] = path
+        elif "memory" in controllers.split(","):
+            groups["cgroup"] = path
+    return groups
+
+
+def _options(text: str) -> list[str]:
+    return text.rpartition(" ")[2].split(",")
+
+
+def _relative(path: str, root: str) -> PurePosixPath:
+    """Where a group is below its mount: a container sees its own group as the root of it."""
+    try:
+        return PurePosixPath(path).relative_to(root)
+    except ValueError:
+        return PurePosixPath()
