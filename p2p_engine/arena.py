@@ -20,7 +20,7 @@ BUFFER, POOL = "buffer", "pool"
 
 @dataclass(frozen=True)
 class Space:
-    """A reserved piece of the arena; owned by exactly one landing."""
+    """A reserved piece of the arena, in whole blocks; owned by exactly one landing."""
 
     handle: int
     offset: int
@@ -38,9 +38,9 @@ class LandingArena:
         Raises:
             OSError: the memory cannot be mapped.
         """
-        self.budgets = {BUFFER: buffer_bytes, POOL: pool_bytes}
+        self.budgets = {BUFFER: round_up(buffer_bytes), POOL: round_up(pool_bytes)}
         self.live_bytes = {BUFFER: 0, POOL: 0}
-        capacity = round_up(buffer_bytes) + round_up(pool_bytes) + MIN_BLOCK_BYTES
+        capacity = sum(self.budgets.values()) + HEADER_BYTES
         self.arena = Arena(capacity, page_lock=page_lock)
         self._buddy = Buddy(capacity, MIN_BLOCK_BYTES)
         self._prefaulted_bytes = 0
@@ -52,7 +52,11 @@ class LandingArena:
         self._prefault()
 
     def reserve(self, nbytes: int, places: Iterable[str] = (BUFFER, POOL)) -> Space | None:
-        """Reserve nbytes in the first of these places that has room; None when none has."""
+        """Reserve nbytes in the first of these places that has room; None when none has.
+
+        What is reserved and accounted is what that takes: a multiple of MIN_BLOCK_BYTES.
+        """
+        nbytes = round_up(nbytes)
         for place in places:
             if self.live_bytes[place] + nbytes <= self.budgets[place]:
                 space = self.reserve_in(place, nbytes)
@@ -79,7 +83,7 @@ class LandingArena:
 
     def fits(self, nbytes: int) -> bool:
         """Whether so many bytes could ever be reserved."""
-        return nbytes <= max(self.budgets.values())
+        return round_up(nbytes) <= max(self.budgets.values())
 
     def release(self, space: Space) -> None:
         """Give a space back.

@@ -9,7 +9,7 @@ arena's, any other the buffer's.
 from __future__ import annotations
 
 from mempool import Buddy
-from p2p_engine.arena import BUFFER, MIN_BLOCK_BYTES, POOL, LandingArena, Space
+from p2p_engine.arena import BUFFER, MIN_BLOCK_BYTES, POOL, LandingArena, Space, round_up
 from p2p_engine.device import Device
 
 DEVICE_OFFSET = 1 << 47
@@ -35,7 +35,7 @@ class DeviceLanding(LandingArena):
         self.device_bytes = -(-max(buffer_bytes, 1) // IPC_BYTES) * IPC_BYTES
         self._device_buddy = Buddy(self.device_bytes, MIN_BLOCK_BYTES)
         self._words: dict[Space, int] = {}
-        self.budgets[BUFFER] = buffer_bytes
+        self.budgets[BUFFER] = round_up(buffer_bytes)
         self._is_closed = self._is_kept = False
         cuda = device.cuda
         try:

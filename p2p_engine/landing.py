@@ -61,6 +61,11 @@ class Landing:
         return self.manifest.nbytes
 
     @property
+    def reserved_bytes(self) -> int:
+        """What it takes of the memory in which it lands."""
+        return self.nbytes if self.space is None else self.space.nbytes
+
+    @property
     def place(self) -> str:
         """Where it lands: blocks, buffer or pool."""
         return BLOCKS if self.space is None else self.space.place

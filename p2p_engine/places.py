@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mempool import Mover
-from p2p_engine.arena import LandingArena
+from p2p_engine.arena import LandingArena, round_up
 from p2p_engine.credit import Credit
 from p2p_engine.errors import TransferTooLarge, TransportError
 from p2p_engine.jobs import Job
@@ -111,7 +111,7 @@ class Places:
     def _place_in_arena(
         self, landing: Landing, receive: Receive | None, hoarded_bytes: int, ended: JobEnded
     ) -> str:
-        arena, size = self._arena, trailer_offset(landing.nbytes) + TRAILER_BYTES
+        arena, size = self._arena, round_up(trailer_offset(landing.nbytes) + TRAILER_BYTES)
         needs_it = not landing.transport.scatters or (
             receive is not None and receive.has_delivered(landing.manifest)
         )

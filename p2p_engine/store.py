@@ -287,7 +287,7 @@ class Store:
     def quarantined_bytes(self, epoch: int | None = None) -> int:
         """Bytes that no one may use because a sender (this one, or any) might still write there."""
         return sum(
-            landing.nbytes
+            landing.reserved_bytes
             for landing in self._landings.values()
             if landing.state is LandingState.QUARANTINED and epoch in (None, landing.id[0])
         )

@@ -56,7 +56,7 @@ Bytes = npt.NDArray[np.uint8]
 
 SETTINGS = EngineConfig(
     kv_buffer_size=8192,
-    mem_pool_size_gb=4096 / (1 << 30),
+    mem_pool_size_gb=8192 / (1 << 30),
     transfer_timeout_seconds=6,
     lease_seconds=4,
     retry_seconds=0.5,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from mempool import read_word
-from p2p_engine.arena import LandingArena, Space
+from p2p_engine.arena import LandingArena, Space, round_up
 from tests.support import SeededRandom
 
 KIB = 1024
@@ -24,8 +24,16 @@ def arena() -> Iterator[LandingArena]:
 def test_buffer_comes_first_then_the_pool_then_nothing(arena: LandingArena) -> None:
     places = [getattr(arena.reserve(30 * KIB), "place", None) for _ in range(4)]
     assert places == ["buffer", "buffer", "pool", None]
-    assert arena.live_bytes == {"buffer": 60 * KIB, "pool": 30 * KIB}
+    assert arena.live_bytes == {"buffer": 64 * KIB, "pool": 32 * KIB}
     arena.check()
+
+
+def test_what_is_accounted_is_what_a_space_takes(arena: LandingArena) -> None:
+    """A landing of 16 bytes takes a whole block; so the budgets are full when the memory is."""
+    spaces = [arena.reserve(16) for _ in range(96 // 4 + 1)]
+    assert spaces[-1] is None
+    assert arena.free_bytes == 0
+    assert arena.live_bytes == {"buffer": 64 * KIB, "pool": 32 * KIB}
 
 
 @pytest.mark.parametrize(("buffer", "pool"), [(64, 32), (1, 100), (100, 1), (100, 100), (7, 0)])
@@ -33,7 +41,7 @@ def test_whatever_fits_can_be_reserved_in_an_empty_arena(buffer: int, pool: int)
     made = LandingArena(buffer * KIB, pool * KIB)
     largest = max(buffer, pool) * KIB
     assert made.fits(largest)
-    assert not made.fits(largest + 1)
+    assert not made.fits(round_up(largest) + 1)
     space = made.reserve(largest)
     assert space is not None
     made.release(space)
