@@ -8,12 +8,13 @@ state; it is held briefly and never across a wait.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -52,6 +53,7 @@ from p2p_engine.messages import (
     check_fits,
     decode,
 )
+from p2p_engine.parts import Parts
 from p2p_engine.peers import InstanceAddress, Link, Links, PeerAddress
 from p2p_engine.sender import Sender
 from p2p_engine.sockets import Route
@@ -65,6 +67,8 @@ from p2p_engine.transports.tcp import TcpTransport
 from p2p_engine.watchdog import OVERDUE_SECONDS, Watchdog
 
 logger = logging.getLogger(__name__)
+
+WITHDRAW_SECONDS = 2.0  # a copy stops at its next slice
 
 
 class P2pNcclEngine:
@@ -168,6 +172,21 @@ class P2pNcclEngine:
             self._links, self._instances, self._sender, self._awaited,
             self._guests, self._holds, self._store, self._transports,
         )  # fmt: skip
+        timed = (self._links, self._instances, self._sender, self._holds, self._store)
+        self._parts = Parts({
+            "jobs": lambda now: self._tell_ended_jobs(),
+            "arrivals": lambda now: self._store.poll(),
+            "links": self._links.tick,
+            "instances": self._instances.tick,
+            "sender": self._sender.tick,
+            "holds": self._holds.tick,
+            "store": self._store.tick,
+            "awaited": self._awaited.tick,
+            "guests": lambda now: self._guests.tick(),
+            "watchdog": lambda now: self._watchdog.look(
+                self._running(), [name for part in timed for name in part.overdue(now)]
+            ),
+        })  # fmt: skip
 
     def _make_landing(self) -> LandingArena:
         config = self.config
@@ -201,11 +220,12 @@ class P2pNcclEngine:
 
     @property
     def healthy(self) -> bool:
-        """Whether all threads live and no wait has outlived its deadline."""
+        """Whether all threads live, all parts work and no wait has outlived its deadline."""
         threads_live = self._control.alive and bool(self._mover.stats()["alive"])
         if self._gpu is not None:
             threads_live = threads_live and self._gpu.device.alive
-        return not self._closed and threads_live and not self._watchdog.overdue
+        is_sound = not self._parts.broken and not self._watchdog.overdue
+        return not self._closed and threads_live and is_sound
 
     # Sending
 
@@ -354,7 +374,7 @@ class P2pNcclEngine:
             seconds = self.config.transfer_timeout_seconds if timeout is None else timeout
             if peer is not None:
                 peer.check()
-            self._store.poll()
+            self._parts.run_one("arrivals", time.monotonic())
             transfer = self._store.receive(
                 key, sink, binding, seconds, self._now(stream), is_named=peer is not None
             )
@@ -397,12 +417,16 @@ class P2pNcclEngine:
 
     def _collect(self) -> None:
         with self._changed:
-            for job in self._mover.drain():
-                self._tell_ended(job)
-            if self._gpu is not None:
-                for ended in self._gpu.device.drain():
-                    self._tell_ended(ended)
-            self._store.poll()
+            now = time.monotonic()
+            self._parts.run_one("jobs", now)
+            self._parts.run_one("arrivals", now)
+
+    def _tell_ended_jobs(self) -> None:
+        for job in self._mover.drain():
+            self._tell_ended(job)
+        if self._gpu is not None:
+            for ended in self._gpu.device.drain():
+                self._tell_ended(ended)
 
     def _tell_ended(self, job: Job) -> None:
         """Run a job's callback; a bug in one must not cost the others their news."""
@@ -435,7 +459,7 @@ class P2pNcclEngine:
             return self.hold(key, source)
         transfer = self.send(key, PeerAddress(peer), source)
         if self.config.send_type is SendMode.PUT:
-            transfer.wait(self.config.transfer_timeout_seconds)
+            _wait_or_withdraw(transfer, self.config.transfer_timeout_seconds)
         return transfer
 
     def recv_tensor(
@@ -461,11 +485,7 @@ class P2pNcclEngine:
         address = PeerAddress(peer) if peer is not None else None
         pull = self.config.send_type is SendMode.GET
         transfer = self.receive(key, sink, peer=address, pull=pull, timeout=timeout)
-        try:
-            transfer.wait(timeout + self.config.retry_seconds)
-        except TransferTimeout:
-            transfer.cancel("the caller's deadline ended")
-            raise
+        _wait_or_withdraw(transfer, timeout + self.config.retry_seconds)
         if sink.tensor is None:
             raise LocalProtocolError(f"{key} ended without a tensor")
         return sink.tensor
@@ -501,7 +521,10 @@ class P2pNcclEngine:
                 "wrong_messages": counters.wrong_messages + self._control.sockets.dropped_frames,
                 "authenticated": bool(self._secrets),
                 "refused_connections": self._control.sockets.refused_connections,
-                "control_errors": self._control.errors + counters.callback_errors,
+                "control_errors": self._control.errors
+                + counters.callback_errors
+                + self._parts.num_failures,
+                "broken_parts": self._parts.broken,
                 "overdue_waits": len(self._watchdog.overdue),
                 "overdue_waits_reported": self._watchdog.num_reported,
                 "healthy": self.healthy,
@@ -591,12 +614,15 @@ class P2pNcclEngine:
             except Exception:
                 logger.exception("close: one part failed, the others are closed")
 
-    def _open(self) -> threading.Condition:
-        if self._closed:
-            raise EngineClosed("the engine is closed")
-        if not self._control.alive:
-            raise EngineClosed("the engine's control thread has died")
-        return self._changed
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
+        """Hold the lock of an engine that is not closed: whatever is begun under it, close ends."""
+        with self._changed:
+            if self._closed:
+                raise EngineClosed("the engine is closed")
+            if not self._control.alive:
+                raise EngineClosed("the engine's control thread has died")
+            yield
 
     # Callbacks of the control plane
 
@@ -615,17 +641,7 @@ class P2pNcclEngine:
 
     def _on_tick(self, now: float) -> None:
         with self._changed:
-            self._collect()
-            self._links.tick(now)
-            self._instances.tick(now)
-            self._sender.tick(now)
-            self._holds.tick(now)
-            self._store.tick(now)
-            self._awaited.tick(now)
-            self._guests.tick()
-            timed = (self._links, self._instances, self._sender, self._holds, self._store)
-            overdue = [name for part in timed for name in part.overdue(now)]
-            self._watchdog.look(self._running(), overdue)
+            self._parts.run(now)
 
     def _link_ready(self, link: Link) -> None:
         self._sender.link_ready(link)
@@ -635,3 +651,20 @@ class P2pNcclEngine:
         self._instances.forget(link.target.address)
         self._sender.link_closed(link)
         self._awaited.link_closed(link)
+
+
+def _wait_or_withdraw(transfer: Transfer, timeout: float) -> None:
+    """Wait for a transfer; when that fails, its caller has its memory back before this returns.
+
+    Raises:
+        TransferTimeout: it did not end in time; that a copy does not stop is said, too.
+        P2pError: the error that it ended with.
+    """
+    try:
+        transfer.wait(timeout)
+    except BaseException as error:
+        transfer.cancel("its caller waits no longer")
+        if not transfer.wait_released(WITHDRAW_SECONDS):
+            text = f"{transfer.key}: a copy does not stop, the caller's memory is still in use"
+            raise TransferTimeout(text) from error
+        raise

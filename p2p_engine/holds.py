@@ -12,7 +12,7 @@ from p2p_engine.arena import BUFFER, POOL, LandingArena, Space
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError, TransferCancelled, TransferError, TransferTimeout
 from p2p_engine.jobs import Copier, Job, Moment, after
-from p2p_engine.layout import Source, ask_regions, one_region, pair
+from p2p_engine.layout import Source, ask, ask_regions, one_region, pair
 from p2p_engine.messages import CacheSpec, ContentKey, TransferKey
 from p2p_engine.peers import PeerAddress
 from p2p_engine.plan import counterpart, targets_of
@@ -139,13 +139,20 @@ class Holds:
         if space is None:
             return False
         hold.space = space
-        hold.copying = self._copier.copy(
-            *pair(regions, one_region(self._arena.address(space), manifest.nbytes)),
-            lane=lane_of(transfer.key),
-            tag=lambda job: self._copied(hold, job),
-            keep=(hold.source, self._arena),
-            **after(hold.after),
-        )
+        address = self._arena.address(space)
+        try:
+            hold.copying = ask(
+                lambda: self._copier.copy(
+                    *pair(regions, one_region(address, manifest.nbytes)),
+                    lane=lane_of(transfer.key),
+                    tag=lambda job: self._copied(hold, job),
+                    keep=(hold.source, self._arena),
+                    **after(hold.after),
+                )
+            )
+        except P2pError:
+            self._release_space(hold)
+            raise
         return True
 
     def let_go(self, key: TransferKey, reason: str) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from mempool import Mover
 from p2p_engine.arena import LandingArena, round_up
 from p2p_engine.credit import Credit
-from p2p_engine.errors import TransferTooLarge, TransportError
+from p2p_engine.errors import P2pError, TransferTooLarge, TransportError
 from p2p_engine.jobs import Job
 from p2p_engine.landing import BLOCKS, Landing, Receive
-from p2p_engine.layout import Regions, one_region, packed_pages
+from p2p_engine.layout import Regions, ask, one_region, packed_pages
 from p2p_engine.transfer import lane_of
 from p2p_engine.transports.base import TRAILER_BYTES, Arrival, trailer_offset
 
@@ -131,7 +131,7 @@ class Places:
         regions = one_region(arena.address(landing.space), landing.nbytes)
         try:
             _expect(landing, regions, ended, keep=arena)
-        except TransportError:
+        except P2pError:
             arena.release(landing.space)
             raise
         self._credit.take(landing.id, size)
@@ -147,4 +147,4 @@ def _may_go_straight(landing: Landing, receive: Receive) -> bool:
 
 def _expect(landing: Landing, regions: Regions, ended: JobEnded, *, keep: object) -> None:
     arrival = Arrival(*landing.id, regions.coalesced(), landing.checked, tag=ended, keep=keep)
-    landing.job = landing.transport.expect(arrival)
+    landing.job = ask(lambda: landing.transport.expect(arrival))

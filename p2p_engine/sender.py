@@ -46,6 +46,7 @@ from p2p_engine.messages import (
     TransferKey,
     shorten,
 )
+from p2p_engine.parts import for_each
 from p2p_engine.peers import Link, Links, LinkState, PeerAddress
 from p2p_engine.stats import Counters
 from p2p_engine.transfer import Transfer, lane_of
@@ -180,8 +181,10 @@ class Sender:
     def stop(self, chunk: Chunk, error: P2pError) -> None:
         """End a chunk as soon as nothing is written any more."""
         chunk.ending = chunk.ending or error
-        if chunk.state is ChunkState.WRITING and chunk.job is not None:
+        if chunk.is_being_read and chunk.job is not None:
             chunk.job.cancel()
+        elif chunk.state is ChunkState.WRITING and chunk.job is not None:
+            self._job_ended(chunk, chunk.job)  # its news was lost, or is on its way
         else:
             self._end(chunk, error, tell=chunk.state is not ChunkState.WRITTEN)
 
@@ -285,16 +288,18 @@ class Sender:
 
     def tick(self, now: float) -> None:
         """Repeat what is unanswered and end what is overdue."""
-        for chunk in list(self._chunks.values()):
-            if now >= chunk.deadline and chunk.ending is None:
-                self.stop(chunk, self._overdue(chunk))
-            elif now >= chunk.resend_at and chunk.link.ready:
-                self._repeat(chunk)
+        for_each(self._chunks.values(), lambda chunk: self._tick_chunk(chunk, now))
         for target, item in list(self._abandoned.items()):
             if now >= item.deadline:
                 del self._abandoned[target]
             elif now >= item.resend_at:
                 self._tell_abandoned(target[0], item)
+
+    def _tick_chunk(self, chunk: Chunk, now: float) -> None:
+        if now >= chunk.deadline and chunk.ending is None:
+            self.stop(chunk, self._overdue(chunk))
+        elif now >= chunk.resend_at and chunk.link.ready:
+            self._repeat(chunk)
 
     def overdue(self, now: float) -> list[str]:
         """Name the chunks that are past their deadline."""
@@ -332,7 +337,7 @@ class Sender:
             chunk.source = ask(lambda: chunk.source.towards(chunk.link.spec))
             chunk.manifest, chunk.is_cut = chunk.source.manifest, True
         except P2pError as error:
-            self._end(chunk, error)
+            self._give_up(chunk, error)  # the peer is told, or it would wait to its deadline
             return False
         chunk.transfer.nbytes = chunk.manifest.nbytes
         return True
@@ -364,7 +369,7 @@ class Sender:
                 keep=chunk.source,
                 after=chunk.after,
             )
-            chunk.job, chunk.channel = channel.write(order), channel
+            chunk.job, chunk.channel = ask(lambda: channel.write(order)), channel
         except TransportError as error:
             self._links.break_channel(chunk.link, error)
         except P2pError as error:

@@ -29,8 +29,9 @@ from p2p_engine.errors import (
 )
 from p2p_engine.jobs import Copier, Job, Moment, after
 from p2p_engine.landing import Landing, LandingId, LandingState, Receive
-from p2p_engine.layout import Regions, Sink, pair
+from p2p_engine.layout import Regions, Sink, ask, pair
 from p2p_engine.messages import ContentKey, Offer, TransferKey
+from p2p_engine.parts import for_each
 from p2p_engine.places import Places
 from p2p_engine.stats import Counters
 from p2p_engine.transfer import Transfer, lane_of
@@ -238,28 +239,42 @@ class Store:
     # What happens here
 
     def poll(self) -> None:
-        """See what has landed; deliver what had to wait for others to stop writing."""
-        for landing in list(self._landings.values()):
+        """See what has landed; deliver what had to wait for others to stop writing.
+
+        A fault here is the end of the receive that it is about; it is raised after all others.
+        """
+        for_each(self._landings.values(), self._look)
+
+    def _look(self, landing: Landing) -> None:
+        try:
             if landing.state is LandingState.GRANTED:
                 self._check_landed(landing)
             elif landing.state is LandingState.LANDED and landing.receive is not None:
                 self._deliver(landing, landing.receive)
+        except Exception as error:
+            if landing.receive is not None:
+                reason = f"{landing.content[0]}: it cannot be taken in: {error!r}"
+                self._stop_receive(landing.receive, TransferCancelled(reason))
+            raise
 
     def tick(self, now: float) -> None:
         """End what is overdue; repeat what is unanswered; free what is proven safe."""
-        for landing in list(self._landings.values()):
-            if landing.state is LandingState.QUARANTINED:
-                self._check_quarantined(landing, now)
-            elif now >= landing.deadline and landing.state is LandingState.GRANTED:
-                self._give_up(landing, proven=False)
-            elif now >= landing.deadline and landing.orphaned:
-                self._counters.expired += 1
-                reason = "its lease ended before anybody asked for it"
-                self._answers.bury(landing.content, reason, refused=True)
-                self._free(landing)
-        for receive in list(self._receives.values()):
-            if now >= receive.deadline:
-                self._stop_receive(receive, self._overdue(receive))
+        both: list[Landing | Receive] = [*self._landings.values(), *self._receives.values()]
+        for_each(both, lambda item: self._tick_one(item, now))
+
+    def _tick_one(self, item: Landing | Receive, now: float) -> None:
+        if isinstance(item, Receive):
+            if now >= item.deadline:
+                self._stop_receive(item, self._overdue(item))
+        elif item.state is LandingState.QUARANTINED:
+            self._check_quarantined(item, now)
+        elif now >= item.deadline and item.state is LandingState.GRANTED:
+            self._give_up(item, proven=False)
+        elif now >= item.deadline and item.orphaned:
+            self._counters.expired += 1
+            reason = "its lease ended before anybody asked for it"
+            self._answers.bury(item.content, reason, refused=True)
+            self._free(item)
 
     def overdue(self, now: float) -> list[str]:
         """Name the receives, and the regions that are not in quarantine, past their deadline."""
@@ -430,12 +445,14 @@ class Store:
     def _scatter(
         self, landing: Landing, receive: Receive, packed: Regions, blocks: tuple[int, int]
     ) -> None:
-        landing.job = self._copier.copy(
-            *pair(packed, receive.regions(landing.manifest, *blocks)),
-            lane=lane_of(receive.content[0]),
-            tag=lambda job: self._scattered(landing, receive, job, blocks),
-            keep=(receive, self._arena),
-            **after(receive.after),
+        landing.job = ask(
+            lambda: self._copier.copy(
+                *pair(packed, receive.regions(landing.manifest, *blocks)),
+                lane=lane_of(receive.content[0]),
+                tag=lambda job: self._scattered(landing, receive, job, blocks),
+                keep=(receive, self._arena),
+                **after(receive.after),
+            )
         )
         landing.state = LandingState.SCATTERING
 
@@ -472,7 +489,10 @@ class Store:
             if landing.state is LandingState.GRANTED:
                 self._give_up(landing, proven=False)
             elif landing.state is LandingState.SCATTERING and landing.job is not None:
-                landing.job.cancel()
+                if landing.job.done:  # and its news was lost, or is on its way
+                    self._free(landing)
+                else:
+                    landing.job.cancel()
         if receive.over:
             self._end_receive(receive, error)
 

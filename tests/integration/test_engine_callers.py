@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from threading import Timer
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from p2p_engine import P2pNcclEngine, TransferKey
-from p2p_engine.errors import LocalProtocolError, P2pError, TransferRejected
+from p2p_engine import P2pNcclEngine, SendMode, TransferKey
+from p2p_engine import engine as engine_module
+from p2p_engine.errors import (
+    EngineClosed,
+    LocalProtocolError,
+    P2pError,
+    TransferRejected,
+    TransferTimeout,
+)
 from p2p_engine.layout import Regions, TensorSink, TensorSource
 from p2p_engine.messages import CacheSpec, Manifest
 from p2p_engine.peers import PeerAddress
@@ -18,6 +28,7 @@ from tests.engines import assert_idle, engines, random_tensor
 from tests.support import SeededRandom, eventually
 
 BAD, GOOD = TransferKey("bad"), TransferKey("good")
+NOBODY = PeerAddress("127.0.0.1:1")
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
@@ -145,3 +156,106 @@ def test_errors_of_a_sink_that_are_named_stay_as_they_are(rng: SeededRandom) -> 
         sender.send_tensor(BAD, random_tensor(rng, 10), receiver.zmq_address)
         with pytest.raises(P2pError, match="my own name"):
             waiting.wait(10)
+
+
+class SlowCopy:
+    """A copy that goes on for a while after it was told to stop."""
+
+    state, error, nbytes, checksum = "running", None, 0, None
+
+    def __init__(self, tag: Any, changed: Any, seconds: float) -> None:
+        self.tag, self._changed, self._seconds, self.done = tag, changed, seconds, False
+
+    def wait(self, timeout: float) -> bool:
+        return self.done
+
+    def cancel(self) -> None:
+        Timer(self._seconds, self._end).start()
+
+    def _end(self) -> None:
+        with self._changed:
+            self.state, self.done = "cancelled", True
+            self.tag(self)
+
+
+@pytest.mark.parametrize("is_sent", [False, True], ids=["recv_tensor", "send_tensor"])
+def test_who_waits_no_longer_has_its_memory_back_first(
+    is_sent: bool, monkeypatch: pytest.MonkeyPatch, rng: SeededRandom
+) -> None:
+    copies: list[SlowCopy] = []
+
+    def copy(*_: Any, tag: Any, **__: Any) -> SlowCopy:
+        copies.append(SlowCopy(tag, engine._changed, 0.3))
+        return copies[-1]
+
+    changes = {"send_type": SendMode.PUT, "transfer_timeout_seconds": 0.5}
+    with engines(2, "shm", **changes) as (sender, receiver):
+        tensor, out = random_tensor(rng, 5000), torch.empty(5000, dtype=torch.uint8)
+        engine = sender if is_sent else receiver
+        sender.send_tensor(GOOD, tensor, receiver.zmq_address)
+        if is_sent:
+            (link,) = sender._links._links.values()
+            monkeypatch.setattr(
+                link.channel, "write", lambda order: copy(tag=order.tag), raising=False
+            )
+            with pytest.raises(TransferTimeout):
+                sender.send_tensor(BAD, tensor, receiver.zmq_address)
+        else:
+            monkeypatch.setattr(receiver._store, "_copier", SimpleNamespace(copy=copy))
+            with pytest.raises(TransferTimeout):
+                receiver.recv_tensor(GOOD, timeout=0.2, out=out)
+        assert [item.done for item in copies] == [True]
+        receiver.drop_landed()
+        monkeypatch.undo()
+
+
+def test_memory_that_cannot_be_given_back_is_named(
+    monkeypatch: pytest.MonkeyPatch, rng: SeededRandom
+) -> None:
+    monkeypatch.setattr(engine_module, "WITHDRAW_SECONDS", 0.1)
+    copies: list[SlowCopy] = []
+    with engines(2, "shm") as (sender, receiver):
+
+        def copy(*_: Any, tag: Any, **__: Any) -> SlowCopy:
+            copies.append(SlowCopy(tag, receiver._changed, 0.5))
+            return copies[-1]
+
+        sender.send_tensor(GOOD, random_tensor(rng, 5000), receiver.zmq_address)
+        monkeypatch.setattr(receiver._store, "_copier", SimpleNamespace(copy=copy))
+        with pytest.raises(TransferTimeout, match="still in use"):
+            receiver.recv_tensor(GOOD, timeout=0.1)
+        eventually(lambda: copies[0].done)
+        monkeypatch.undo()
+
+
+ORDERS: dict[str, Callable[[P2pNcclEngine], object]] = {
+    "send": lambda engine: engine.send(GOOD, NOBODY, TensorSource(torch.zeros(1))),
+    "hold": lambda engine: engine.hold(GOOD, TensorSource(torch.zeros(1))),
+    "receive": lambda engine: engine.receive(GOOD, TensorSink()),
+    "discard": lambda engine: engine.discard(GOOD),
+    "abandon": lambda engine: engine.abandon(GOOD, NOBODY, "no"),
+    "drop_landed": lambda engine: engine.drop_landed(),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_order_that_waited_for_the_lock_while_the_engine_closed(
+    order: Callable[[P2pNcclEngine], object],
+) -> None:
+    """Nobody is left who would end it."""
+    with engines(1) as (engine,):
+        lock = engine._changed
+
+        class LockThatCloseHasFirst:
+            def __enter__(self) -> None:
+                engine._closed = True
+                lock.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                lock.release()
+
+        engine._changed = LockThatCloseHasFirst()  # type: ignore[assignment]
+        with pytest.raises(EngineClosed):
+            order(engine)
+        engine._changed, engine._closed = lock, False
+        assert engine.stats()["open_transfers"] == 0
