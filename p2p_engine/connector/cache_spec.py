@@ -6,21 +6,21 @@ Strides are read, never assumed; what cannot be moved is refused by name.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import torch
 from vllm.distributed.utils import get_pp_indices
-from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from p2p_engine.connector.groups import numbers_in
 from p2p_engine.connector.host_buffer import InPlace, make_host_buffer
 from p2p_engine.connector.layer_group import GroupCache, LayerGroup
+from p2p_engine.connector.page_shape import inside_of, shape_of
 from p2p_engine.errors import ConfigError
-from p2p_engine.messages import CacheSpec, PageShape, Plane
+from p2p_engine.messages import CacheSpec
 from p2p_engine.paged import PagedCache
 from p2p_engine.plan import heads_per_rank
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
-
-COLUMN_ISAS = ("vec", "vec16")  # both lay keys out column by column
 
 
 def read_caches(
@@ -130,6 +128,8 @@ def read_spec(
     """Say what a peer must know before a byte moves."""
     model, parallel = _model_of(vllm_config, group), vllm_config.parallel_config
     spec, is_mla = group.spec, isinstance(group.spec, MLAAttentionSpec)
+    known = layers or vllm_config.compilation_config.static_forward_context
+    inside = inside_of(vllm_config, spec, known)
     if not group.is_draft:
         layer_cuts, numbers = _place_layers(vllm_config, list(layers))
     else:
@@ -142,9 +142,7 @@ def read_spec(
         num_kv_heads=1 if is_mla else model.get_total_num_kv_heads(),
         head_size=spec.head_size,
         layout=vllm_config.cache_config.get_resolved_kv_cache_layout().name,
-        packing=_packing(
-            vllm_config, layers or vllm_config.compilation_config.static_forward_context
-        ),
+        packing=inside.packing,
         tp_size=parallel.tensor_parallel_size,
         layer_cuts=layer_cuts,
         rank=rank,
@@ -156,7 +154,7 @@ def read_spec(
     )
     if not layers or spec.num_kv_heads != heads_per_rank(described):
         return described
-    shape = _shape_of(spec, [*layers.values()], _isa(vllm_config, layers))
+    shape = shape_of(spec, [*layers.values()], inside)
     return msgspec.structs.replace(described, shape=shape)
 
 
@@ -193,7 +191,7 @@ def _check_grouped(groups: Sequence[LayerGroup], kv_caches: dict[str, torch.Tens
 def _distinct_layers(kv_caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The layers that do not share another one's cache, in the model's order."""
     by_place: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
-    for name in sorted(kv_caches, key=numbers_in):
+    for name in sorted(kv_caches, key=lambda name: (numbers_in(name), name)):
         by_place.setdefault(_place_of(kv_caches[name]), (name, kv_caches[name]))
     return dict(by_place.values())
 
@@ -238,56 +236,6 @@ def _place_layers(
     cuts = 0, *(get_pp_indices(total, stage, num_stages)[1] for stage in range(num_stages))
     placed = tuple(number for [number] in numbers)
     return cuts, None if placed == tuple(range(total)) else placed
-
-
-def _shape_of(spec: AttentionSpec, tensors: list[torch.Tensor], isa: str) -> PageShape | None:
-    """How a block is arranged inside; None: it can only move as it is.
-
-    vLLM's views are [block, head, token, K and V]; its CPU backend fills the memory of a head in a
-    block as it likes: keys column by column, then values row by row ("vec", "vec16"), or otherwise.
-    """
-    first = tensors[0].unsqueeze(1) if tensors[0].dim() == 3 else tensors[0]
-    geometries = {(tensor.shape[1:], tensor.stride()[1:], tensor.dtype) for tensor in tensors}
-    if len(geometries) > 1 or first.stride(-1) != 1 or first.shape[1] != spec.num_kv_heads:
-        return None
-    tokens, width = first.shape[2:]
-    item, head_stride = first.element_size(), _nbytes(first, first.stride(1))
-    size = 0 if isinstance(spec, MLAAttentionSpec) else spec.head_size
-    if not isa:
-        step = _nbytes(first, first.stride(2))
-        sizes = [(0, size), (size, width - size)] if 0 < size < width else [(0, width)]
-        planes = tuple(Plane(start * item, step, part * item) for start, part in sizes)
-        return PageShape(tokens, head_stride, planes)
-    if first.stride(2) != width:
-        return None
-    if isa in COLUMN_ISAS and width == 2 * size:
-        keys = Plane(0, item, item, size, tokens * item)
-        values = Plane(tokens * size * item, size * item, size * item)
-        return PageShape(tokens, head_stride, (keys, values))
-    is_whole = tokens == spec.block_size
-    whole = PageShape(1, head_stride, (Plane(0, 0, tokens * width * item),))
-    return whole if is_whole else None
-
-
-def _isa(vllm_config: VllmConfig, layers: Iterable[str]) -> str:
-    """The instruction sets by which the CPU backends pack blocks; empty: they do not."""
-    context = vllm_config.compilation_config.static_forward_context
-    found = [context[name] for name in layers if name in context]
-    kinds = {str(getattr(layer, "isa", "")) for layer in found}
-    backends = {layer.attn_backend.get_name() for layer in found if hasattr(layer, "attn_backend")}
-    kinds |= {name for name in backends if "AMX" in name}  # MLA's, which does not say it otherwise
-    return " ".join(sorted(kinds - {""}))
-
-
-def _packing(vllm_config: VllmConfig, layers: Iterable[str]) -> str:
-    """How the bytes inside a block are arranged, as far as shape and dtype do not say it.
-
-    The CPU backend packs keys by instruction set, so that two unlike machines differ.
-    """
-    isa = _isa(vllm_config, layers)
-    kind = "columns" if isa in COLUMN_ISAS else isa
-    names = (current_platform.device_type, kind, vllm_config.cache_config.cache_dtype)
-    return " ".join(name for name in names if name)
 
 
 def _nbytes(tensor: torch.Tensor, num_elements: int) -> int:

@@ -1,8 +1,9 @@
-"""Groups: layers that share a block table. What vLLM has made of the model's layers, and which of a
-group's blocks a request needs; what cannot be moved is refused by name.
+"""Groups: layers that are alike and share a block table. What vLLM has made of the model's layers;
+what cannot be moved is refused by name.
 
-The layers of a draft, with which vLLM speculates, are a group of their own, whatever their table:
-peers may lack them, and no token depends on them.
+vLLM may give one table to layers that keep different things: DeepSeek-V3.2's latents and its
+indexer's keys. Each kind is a group of its own. So are the layers of a draft, with which vLLM
+speculates: peers may lack them, and no token depends on them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -22,7 +23,9 @@ from vllm.v1.kv_cache_interface import (
 
 from p2p_engine.connector import compat
 from p2p_engine.connector.layer_group import LayerGroup
+from p2p_engine.connector.spec_fields import check_fields, kind_of
 from p2p_engine.errors import ConfigError
+from p2p_engine.messages import MAX_GROUPS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 SUPPORTED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 DRAFT_PREFIXES = {"draft_model", "mtp", "eagle_layers"}  # where vLLM does not go on counting
-PLAIN_QUANTISATION = ("NONE", "FP8_PER_TENSOR")  # no scales beside the values
 
 
 def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
@@ -92,31 +94,45 @@ def names_lost_blocks(groups: Sequence[LayerGroup]) -> bool:
 def _split(
     tables: Sequence[KVCacheGroupSpec], is_wanted: Callable[[str], bool], first_number: int
 ) -> list[LayerGroup]:
-    """The wanted layers of each table that has any; a table of other stages' layers counts."""
+    """The wanted layers of each table that has any, by kind; a table of other stages' layers
+    counts."""
     groups: list[LayerGroup] = []
     for table, group in enumerate(tables):
         names = tuple(name for name in group.layer_names if is_wanted(name))
-        if names or (not group.layer_names and not first_number):
-            for spec in _specs_of(group, names):
-                _check_kind(spec)
-            groups.append(_read_group(group, table, names, number=first_number + len(groups)))
+        if not names and (group.layer_names or first_number):
+            continue
+        check_fields(group)
+        for kind in _kinds(group, names):
+            groups.append(_read_group(group, table, kind, number=first_number + len(groups)))
+            _check_kind(groups[-1].spec)
+    if first_number + len(groups) > MAX_GROUPS:
+        raise ConfigError(f"{first_number + len(groups)} groups of layers; at most {MAX_GROUPS}")
     return groups
+
+
+def _kinds(group: KVCacheGroupSpec, names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """These layers of a table, parted into such as are alike."""
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for name in names:
+        found.setdefault(kind_of(_spec_of(group, name)), []).append(name)
+    return [tuple(found[kind]) for kind in sorted(found)] or [()]
+
+
+def _spec_of(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
+    """What a layer of a table keeps; of a layer that is not known, what the first one keeps."""
+    spec = group.kv_cache_spec
+    if not isinstance(spec, UniformTypeKVCacheSpecs):
+        return spec
+    check_fields(spec)
+    known = spec.kv_cache_specs
+    return known[name] if name in known else next(iter(known.values()))
 
 
 def _read_group(
     group: KVCacheGroupSpec, table: int, names: tuple[str, ...], *, number: int
 ) -> LayerGroup:
-    spec = _specs_of(group, names)[0]
+    spec = _spec_of(group, names[0] if names else "")
     return LayerGroup(number, names, cast("AttentionSpec", spec), _window_of(spec), table)
-
-
-def _specs_of(group: KVCacheGroupSpec, names: Sequence[str]) -> list[KVCacheSpec]:
-    """What these of a group's layers keep; of all of them, where none of these is known."""
-    spec = group.kv_cache_spec
-    if not isinstance(spec, UniformTypeKVCacheSpecs):
-        return [spec]
-    found = [spec.kv_cache_specs[name] for name in names if name in spec.kv_cache_specs]
-    return found or [*spec.kv_cache_specs.values()]
 
 
 def _check_kind(spec: KVCacheSpec) -> None:
@@ -126,12 +142,7 @@ def _check_kind(spec: KVCacheSpec) -> None:
             f"a KV cache of kind {type(spec).__name__} is not supported; supported: "
             f"{', '.join(kind.__name__ for kind in SUPPORTED)}"
         )
-    quantisation = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
-    if quantisation not in PLAIN_QUANTISATION:
-        raise ConfigError(
-            f"a KV cache that is quantised as {quantisation} has scales of its own, which are "
-            f"not transferred; supported: {', '.join(PLAIN_QUANTISATION)}"
-        )
+    check_fields(spec)
 
 
 def _window_of(spec: object) -> int:

@@ -66,7 +66,7 @@ UNLIKE: dict[str, tuple[Specs, object, object]] = {
     "block sizes that differ, where layers look back at a window": (
         (changed(window=8)[1], changed(window=8, block_size=8, page_bytes=[1])[1]), 4, 8,
     ),
-    "blocks packed for another instruction set, or quantised otherwise": (
+    "blocks kept otherwise: by instruction set, backend or quantisation": (
         changed(packing="cpu amx"), "", "cpu amx",
     ),
     "block sizes that differ, where blocks cannot be cut": (
@@ -176,7 +176,9 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
     from vllm.v1.kv_cache_interface import KVQuantMode, MambaSpec
 
     from p2p_engine.connector.host_buffer import make_host_buffer
+    from p2p_engine.connector.spec_fields import check_fields
     from tests.unit import test_connector_cache_spec as caches
+    from tests.unit import test_connector_spec_fields as fields
     from tests.unit import test_host_buffer as host_buffers
 
     def scattered() -> None:
@@ -201,7 +203,14 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
     mamba = MambaSpec(shapes=((2, 2),), dtypes=(torch.float32,), block_size=16)
     scaled = dataclasses.replace(caches.SPEC, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
     elsewhere = {"layers.0": torch.empty((caches.BLOCKS, 1, 1, 1), device="meta")}
+    several = dataclasses.replace(fields.MLA, tokens_per_state=4)
     cases: dict[str, tuple[Callable[[], object], list[object]]] = {
+        "a field of vLLM's that is not in [the list](docs/cache.md)": (
+            lambda: check_fields(fields.FUTURE), ["FutureSpec.swizzle"],
+        ),
+        "rows of several tokens, caches of DeepSeek-V4, blocks that are not vLLM's": (
+            with_groups(several), ["MLAAttentionSpec.tokens_per_state=4", 1],
+        ),
         "Mamba": (with_groups(caches.SPEC, mamba), []),
         "attention that looks back in chunks": (with_groups(caches.CHUNKED), []),
         "a model that keeps no KV cache": (with_groups(), []),

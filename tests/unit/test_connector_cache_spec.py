@@ -177,7 +177,7 @@ def test_the_shape_of_packed_blocks_is_what_the_cpu_writes(
 def test_latent_attention_has_one_row_for_all_heads_on_every_rank(has_head_axis: bool) -> None:
     view = torch.zeros((BLOCKS, 1, TOKENS, WIDTH))
     views = {"layers.0": view if has_head_axis else view[:, 0]}
-    mla = MLAAttentionSpec(head_size=WIDTH, **{**FULL, "num_kv_heads": 1})
+    mla = MLAAttentionSpec(head_size=WIDTH, max_tp_shards=1, **{**FULL, "num_kv_heads": 1})
     described = spec_of(read_cache(vllm_config(tp_size=4), group_of(mla), views, BLOCKS, 3))
     assert (described.num_kv_heads, described.rank) == (1, 3)
     assert described.shape is not None
@@ -194,7 +194,7 @@ def test_the_shape_of_latent_blocks_is_what_the_cpu_writes() -> None:
     slots = torch.randperm(BLOCKS * TOKENS)[:40]
     backend: Any = CPUMLAImpl
     backend.do_kv_cache_update(None, latents, ropes, cache, slots, "auto", torch.ones(1))
-    mla = MLAAttentionSpec(head_size=rank + rope, **{**FULL, "num_kv_heads": 1})
+    mla = MLAAttentionSpec(head_size=rank + rope, max_tp_shards=1, **{**FULL, "num_kv_heads": 1})
     described = read_cache(vllm_config(), group_of(mla), {"layers.0": cache}, BLOCKS, 0)
     shape = spec_of(described).shape
     assert shape is not None

@@ -1,0 +1,92 @@
+"""Every field of vLLM's KV cache specs, 0.29 to 0.33: which of them a peer must be told.
+
+A field that decides what a block's bytes mean must be told to the peer, or have the one value that
+we can transfer. A field that is not listed here might be such a one, so a cache that has it is
+refused. docs/cache.md has the list with the reasons.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from p2p_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
+
+# Told to the peer, and by which field of our own description. The order is that of `kind_of`: what
+# depends on the tensor parallel size or came with a later release is last.
+TOLD: Mapping[str, str] = {
+    "head_size": "head_size",
+    "head_size_v": "shape",
+    "dtype": "dtype",
+    "kv_quant_mode": "packing",
+    "block_size": "block_size",
+    "sliding_window": "window",
+    "extra_retained_tokens": "window",
+    "cache_dtype_str": "packing",
+    "num_kv_heads": "num_kv_heads",
+    "num_head_slots": "packing",
+    "state_content_bytes": "page_bytes",
+    "cache_role": "packing",
+    "max_tp_shards": "shape",
+}
+# Only where a block lies, which is read from its tensor's strides.
+PLACED = frozenset({"page_size_padded", "alignment", "block_stride_alignment"})
+# What vLLM computes and when, and never what a block holds.
+UNSEEN = frozenset({
+    "attention_chunk_size", "non_causal", "non_causal_multi_token_decode", "is_index_group_leader",
+    "topk_buffer_width", "storage_block_size", "is_draft", "dcp_sharded",
+    "layer_names", "kv_cache_spec", "kv_cache_specs", "is_eagle_group",
+})  # fmt: skip
+# What can be transferred has this value.
+ONLY: Mapping[str, object] = {
+    "tokens_per_state": 1,
+    "model_version": None,
+    "host_resident": False,
+    "enable_kv_transfer": True,
+    "role": "default",
+}
+PLAIN_QUANTISATION = ("NONE", "FP8_PER_TENSOR")  # no scales beside the values
+
+
+def check_fields(item: KVCacheSpec | KVCacheGroupSpec) -> None:
+    """Check that we know what every field of a spec, or of a group of layers, means.
+
+    Raises:
+        ConfigError: a field is not known, or has a value that cannot be transferred.
+    """
+    for field in dataclasses.fields(item):
+        name, value = f"{type(item).__name__}.{field.name}", getattr(item, field.name)
+        if field.name not in TOLD.keys() | ONLY.keys() | PLACED | UNSEEN:
+            raise ConfigError(
+                f"this vLLM's {name} is not known: it may decide what the bytes of a block mean"
+            )
+        if field.name in ONLY and value != ONLY[field.name]:
+            shown = getattr(value, "value", value)
+            raise ConfigError(
+                f"a KV cache with {name}={shown!r} is not supported; "
+                f"supported: {ONLY[field.name]!r}"
+            )
+    _check_quantisation(item)
+
+
+def kind_of(spec: KVCacheSpec) -> tuple[Any, ...]:
+    """What layers of one table must have in common to be alike for a peer.
+
+    Kinds sort alike on every rank of every instance, whichever of them it has; the longest rows
+    come first.
+    """
+    told = (repr(getattr(spec, name, None)) for name, place in TOLD.items() if place != "window")
+    return (-getattr(spec, "head_size", 0), type(spec).__name__, *told)
+
+
+def _check_quantisation(item: object) -> None:
+    quantisation = getattr(getattr(item, "kv_quant_mode", None), "name", "NONE")
+    if quantisation not in PLAIN_QUANTISATION:
+        raise ConfigError(
+            f"a KV cache that is quantised as {quantisation} has scales of its own, which are "
+            f"not transferred; supported: {', '.join(PLAIN_QUANTISATION)}"
+        )

@@ -1,0 +1,353 @@
+"""Which fields of vLLM's specs decide what bytes mean: each is told to peers, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
+    create_kv_cache_views,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from p2p_engine.connector import page_shape
+from p2p_engine.connector.cache_spec import read_cache
+from p2p_engine.connector.groups import SUPPORTED, attention_groups
+from p2p_engine.connector.layer_group import LayerGroup
+from p2p_engine.connector.page_shape import ROWS, shape_of
+from p2p_engine.connector.spec_fields import ONLY, PLACED, TOLD, UNSEEN, check_fields, kind_of
+from p2p_engine.errors import ConfigError
+from p2p_engine.messages import CacheSpec
+from p2p_engine.plan import obstacles
+from tests.unit.test_connector_cache_spec import config_of, vllm_config
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "cache.md"
+BLOCKS, TOKENS, HEADS, DEPTH = 6, 16, 2, 8
+FULL = FullAttentionSpec(
+    block_size=TOKENS, num_kv_heads=HEADS, head_size=DEPTH, dtype=torch.bfloat16
+)
+WINDOW = SlidingWindowSpec(
+    block_size=TOKENS, num_kv_heads=HEADS, head_size=DEPTH, dtype=torch.bfloat16, sliding_window=32
+)
+MLA = MLAAttentionSpec(
+    block_size=TOKENS, num_kv_heads=1, head_size=3 * DEPTH, dtype=torch.bfloat16, max_tp_shards=1
+)
+INDEXER = replace(MLA, dtype=torch.uint8, head_size=DEPTH + 4, cache_role=SparseCacheRole.INDEXER)
+# What B12X's `customize_spec` makes of it.
+B12X = replace(FULL, num_head_slots=2, state_content_bytes=HEADS * DEPTH * 2)
+
+
+def views_of(spec: AttentionSpec, layout: str = "LBHNC", kernel: int | None = None) -> Any:
+    """A layer's view, as vLLM itself makes it."""
+    page = spec.page_size_bytes
+    placed = KVCacheTensor(
+        size=page * BLOCKS, layers=["layers.0"], layer_stride=page * BLOCKS, block_stride=page
+    )
+    raw = torch.zeros(placed.size, dtype=torch.int8)
+    [view] = create_kv_cache_views(raw, spec, BLOCKS, KVCacheLayout[layout], placed, kernel)
+    return view
+
+
+def described(
+    spec: AttentionSpec,
+    backend: str = "",
+    *,
+    layout: str = "LBHNC",
+    kernel: int | None = None,
+    tp_size: int = 1,
+    num_kv_heads: int = HEADS,
+    **layer: Any,
+) -> CacheSpec:
+    """What a rank with one such layer tells its peers."""
+    config = vllm_config(layout=layout, tp_size=tp_size, num_kv_heads=num_kv_heads, num_layers=1)
+    if backend:
+        layer["attn_backend"] = SimpleNamespace(get_name=lambda: backend)
+    config.compilation_config.static_forward_context = {"layers.0": SimpleNamespace(**layer)}
+    [group] = attention_groups(config_of(spec)) if kernel is None else [None]
+    group = LayerGroup(0, ("layers.0",), spec, group.window if group else 0)
+    views = {"layers.0": views_of(spec, layout, kernel)}
+    cache = read_cache(config, group, views, BLOCKS, 0)
+    assert cache.spec is not None
+    return cache.spec
+
+
+# Every field
+
+
+def fields_of_vllm() -> set[str]:
+    kinds = (*SUPPORTED, UniformTypeKVCacheSpecs, KVCacheGroupSpec)
+    return {field.name for kind in kinds for field in dataclasses.fields(kind)}
+
+
+def test_every_field_of_this_vllm_is_known() -> None:
+    """A release with a new one fails here: find out what it decides, and say so in the table."""
+    assert fields_of_vllm() - (TOLD.keys() | ONLY.keys() | PLACED | UNSEEN) == set()
+
+
+def test_the_document_lists_the_fields_as_they_are_treated() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| [\d., ]+ \| (.+) \|$", DOCUMENT.read_text(), re.MULTILINE)
+    fates = dict(rows)
+    assert len(fates) == len(rows)
+    assert fates.keys() == TOLD.keys() | ONLY.keys() | PLACED | UNSEEN
+    for name, fate in fates.items():
+        assert fate.startswith(f"told: `{TOLD.get(name)}`") == (name in TOLD), name
+        assert fate.startswith("a place") == (name in PLACED), name
+        assert fate.startswith("refused") == (name in ONLY), name
+
+
+def test_the_document_names_the_backends_that_are_not_plain_rows() -> None:
+    text = DOCUMENT.read_text()
+    special = page_shape.SLOTS | page_shape.INDEXERS | page_shape.PACKED_BY_ISA
+    assert [name for name in special if f"`{name}`" not in text] == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class FutureSpec(FullAttentionSpec):
+    """What a later release may do to the spec."""
+
+    swizzle: str = "none"
+
+
+FUTURE = FutureSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=DEPTH, dtype=torch.bfloat16)
+
+
+def test_a_field_that_is_not_known_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"this vLLM's FutureSpec\.swizzle is not known"):
+        check_fields(FUTURE)
+
+
+def test_a_field_of_a_group_that_is_not_known_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("p2p_engine.connector.spec_fields.UNSEEN", UNSEEN - {"is_eagle_group"})
+    with pytest.raises(ConfigError, match=r"KVCacheGroupSpec\.is_eagle_group is not known"):
+        attention_groups(config_of(FULL))
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        (replace(MLA, tokens_per_state=4), "MLAAttentionSpec.tokens_per_state=4"),
+        (replace(MLA, model_version="deepseek_v4"), "MLAAttentionSpec.model_version='deepseek_v4'"),
+        (replace(FULL, kv_quant_mode=KVQuantMode.NVFP4), "quantised as NVFP4"),
+        (replace(FULL, kv_quant_mode=KVQuantMode.TURBOQUANT_K8V4), "as TURBOQUANT_K8V4"),
+    ],
+)
+def test_a_value_that_cannot_be_transferred_is_refused_by_name(spec: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        attention_groups(config_of(spec))
+
+
+@pytest.mark.parametrize("change", [{"host_resident": True}, {"enable_kv_transfer": False}])
+def test_a_group_that_is_not_vllms_blocks_is_refused_by_name(change: dict[str, Any]) -> None:
+    [name] = change
+    with pytest.raises(ConfigError, match=rf"KVCacheGroupSpec\.{name}"):
+        check_fields(KVCacheGroupSpec(["layers.0"], FULL, **change))
+
+
+# What a peer compares. `num_kv_heads` and `max_tp_shards` need more than one rank: see below.
+CHANGED: dict[str, tuple[AttentionSpec, Any]] = {
+    "head_size": (FULL, 2 * DEPTH),
+    "head_size_v": (FULL, 2 * DEPTH),
+    "dtype": (FULL, torch.float16),
+    "block_size": (WINDOW, 2 * TOKENS),
+    "sliding_window": (WINDOW, 48),
+    "extra_retained_tokens": (WINDOW, 3),
+    "cache_role": (replace(INDEXER, cache_role=SparseCacheRole.SPARSE), SparseCacheRole.INDEXER),
+    "state_content_bytes": (MLA, 656),
+    "num_head_slots": (replace(B12X, num_head_slots=None, state_content_bytes=None), 2),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_two_caches_that_differ_in_what_is_told_refuse_each_other(name: str) -> None:
+    spec, value = CHANGED[name]
+    other = replace(spec, **{name: value})
+    if name == "num_head_slots":
+        other = B12X
+    if name == "head_size":
+        other = replace(other, head_size_v=value)
+    for one, two in ((spec, other), (other, spec)):
+        assert obstacles(described(one), described(two)), name
+
+
+@pytest.mark.parametrize("name", ["kv_quant_mode", "cache_dtype_str"])
+def test_caches_of_another_dtype_refuse_each_other(name: str) -> None:
+    """vLLM keeps FP8 of either kind in bytes; the layer says which it is."""
+    spec = replace(FULL, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+    kinds = [described(spec, kv_cache_dtype=kind) for kind in ("fp8_e4m3", "fp8_e5m2")]
+    [reason] = obstacles(*kinds)
+    assert reason.startswith("packing: 'cpu fp8_e4m3' here")
+
+
+UNCHANGED: dict[str, tuple[AttentionSpec, Any]] = {
+    "page_size_padded": (FULL, FULL.page_size_bytes + 512),
+    "block_stride_alignment": (FULL, 512),
+    "attention_chunk_size": (FULL, 64),
+    "non_causal": (FULL, True),
+    "non_causal_multi_token_decode": (MLA, True),
+    "is_index_group_leader": (MLA, True),
+    "dcp_sharded": (FULL, False),
+}
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_what_is_not_told_changes_nothing_that_is(name: str) -> None:
+    spec, value = UNCHANGED[name]
+    other = replace(spec, **{name: value})
+    assert obstacles(described(spec), described(other)) == []
+    assert described(spec).shape == described(other).shape
+
+
+# Layouts that were, or might be, taken for one
+
+
+def test_two_head_slots_are_not_two_heads() -> None:
+    """B12X with two KV heads has a view of the same shape and strides as anybody else's."""
+    first, second = views_of(FULL), views_of(B12X)
+    assert (first.shape, first.stride()) == (second.shape, second.stride())
+    one, two = described(FULL, "FLASH_ATTN"), described(B12X, "B12X")
+    assert one.shape != two.shape
+    assert obstacles(one, two) == ["packing: 'cpu auto' here, 'cpu auto B12X slots' there"]
+
+
+def test_rows_in_slots_are_where_the_backend_writes_them() -> None:
+    """As `B12xPagedAttentionImpl` splits its view; vLLM's own operation then writes row by row."""
+    view = views_of(B12X)
+    keys, values = (side.unflatten(-1, (HEADS, DEPTH)) for side in view.unbind(1))
+    keys.copy_(torch.randn(keys.shape))
+    values.copy_(torch.randn(values.shape))
+    shape = described(B12X, "B12X").shape
+    assert shape is not None
+    memory = view.view(torch.int16).as_strided((view.numel(),), (1,))
+    for block, token, head in ((0, 0, 0), (3, 7, 1), (BLOCKS - 1, TOKENS - 1, 1)):
+        for plane, side in zip(shape.planes, (keys, values), strict=True):
+            at = block * view.stride(0) * 2 + plane.offset
+            at += head * shape.head_stride + token * plane.token_stride
+            found = memory[at // 2 : (at + plane.row_bytes) // 2]
+            assert torch.equal(found, side[block, token, head].view(torch.int16))
+
+
+def test_ranks_share_out_the_heads_in_slots() -> None:
+    half = replace(B12X, num_kv_heads=1, state_content_bytes=DEPTH * 2)
+    one, two = described(B12X, "B12X"), described(half, "B12X", tp_size=2)
+    assert obstacles(one, two) == obstacles(two, one) == []
+
+
+@pytest.mark.parametrize("backend", ["ROCM_ATTN", "ROCM_AITER_FA", "MINIMAX_M3_SPARSE"])
+def test_slots_of_another_backend_move_as_they_are(backend: str) -> None:
+    """Their keys are reordered inside a slot, and nothing that we can read says how."""
+    spec = described(B12X, backend)
+    assert (spec.shape, obstacles(spec, spec)) == (None, [])
+    half = replace(B12X, num_kv_heads=1, state_content_bytes=DEPTH * 2)
+    [reason] = obstacles(spec, described(half, backend, tp_size=2))
+    assert reason.startswith("tp_size: 1 here, 2 there")
+    assert obstacles(spec, described(B12X, "B12X"))
+
+
+@pytest.mark.parametrize("backend", ["STEP5_DSA", "A_PLUGINS_OWN", "ROCM_AITER_FA", "CPU_ATTN"])
+def test_a_backend_that_is_not_known_moves_as_it_is(backend: str) -> None:
+    """Also vLLM's on a CPU, where it does not say by which instructions it packs."""
+    spec = described(FULL, backend)
+    assert (spec.shape, obstacles(spec, spec)) == (None, [])
+    assert obstacles(spec, described(FULL, "FLASH_ATTN")) == [
+        f"packing: 'cpu auto {backend}' here, 'cpu auto' there"
+    ]
+
+
+def test_known_backends_are_mapped_whatever_is_first() -> None:
+    one = described(FULL, "FLASHINFER", layout="LBHNC")
+    two = described(FULL, "TRITON_ATTN", layout="LBNHC")
+    assert obstacles(one, two) == obstacles(two, one) == []
+    assert one.shape != two.shape
+
+
+def test_latents_with_scales_inside_differ_by_their_dtype() -> None:
+    """Also where the bytes of a token happen to be as many."""
+    kept = replace(MLA, dtype=torch.uint8, state_content_bytes=656)
+    kinds = [described(kept, "FLASHMLA_SPARSE", kv_cache_dtype=kind)
+             for kind in ("fp8_ds_mla", "nvfp4_ds_mla", "fp8")]  # fmt: skip
+    for one in kinds:
+        assert [bool(obstacles(one, two)) for two in kinds].count(False) == 1
+
+
+def test_an_indexers_blocks_are_cut_by_nobody() -> None:
+    """In each kernel block the scales lie behind all values: other blocks hold them elsewhere."""
+    one = described(INDEXER, "DEEPSEEK_V32_INDEXER")
+    assert obstacles(one, described(INDEXER, "DEEPSEEK_V32_INDEXER", tp_size=4)) == []
+    double = replace(INDEXER, block_size=2 * TOKENS)
+    [reason] = obstacles(one, described(double, "DEEPSEEK_V32_INDEXER"))
+    assert reason.startswith("rows of a token")
+    pieces = described(double, "DEEPSEEK_V32_INDEXER", kernel=TOKENS)
+    for other in (one, described(double, "DEEPSEEK_V32_INDEXER")):
+        [reason] = obstacles(pieces, other)
+        assert reason.startswith("rows of a token")
+    assert obstacles(pieces, pieces) == []
+    shuffled = described(INDEXER, "DEEPSEEK_V32_INDEXER", uses_shuffled_layout=True)
+    assert obstacles(one, shuffled)
+
+
+def test_latents_that_are_not_the_same_on_all_ranks_move_as_they_are() -> None:
+    spec = described(replace(MLA, max_tp_shards=None))
+    assert (spec.shape, obstacles(spec, spec)) == (None, [])
+    assert obstacles(spec, described(replace(MLA, max_tp_shards=None), tp_size=2))
+
+
+def test_the_other_fp8_of_amd_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = described(FULL, "TRITON_ATTN")
+    platform = SimpleNamespace(device_name="cpu", fp8_dtype=lambda: torch.float8_e4m3fnuz)
+    monkeypatch.setattr(page_shape, "current_platform", platform)
+    [reason] = obstacles(one, described(FULL, "TRITON_ATTN"))
+    assert reason.endswith("'cpu auto float8_e4m3fnuz' there")
+
+
+def test_every_backend_that_is_taken_for_rows_of_k_and_v_is_one_of_vllms() -> None:
+    known = {item.name for item in AttentionBackendEnum}
+    unlisted = {"AITER_TRITON_MLA", "FLASH_ATTN_MLA_SPARSE_FA4"}  # kinds of a listed one; 0.33
+    of_a_gpu = {"FLASHINFER_MLA_SPARSE_SM90", "FLASHINFER_MLA_SPARSE_SM120"}
+    assert ROWS - known <= unlisted | of_a_gpu
+
+
+def test_a_table_of_unlike_layers_is_parted_by_kind() -> None:
+    """Alike on every rank, whichever of the layers it has and in whatever order."""
+    specs: dict[str, Any] = {"layers.0.k": INDEXER, "layers.0": MLA, "layers.1.k": INDEXER}
+    mixed = UniformTypeKVCacheSpecs(block_size=TOKENS, kv_cache_specs=specs)
+    config = config_of(mixed)
+    for names in (
+        ["layers.0", "layers.0.k", "layers.1.k"],
+        ["layers.1.k", "layers.0.k", "layers.0"],
+    ):
+        config.kv_cache_groups[0].layer_names = names
+        latent, indexer = attention_groups(config)
+        assert (latent.number, latent.table, latent.layer_names) == (0, 0, ("layers.0",))
+        assert (indexer.number, indexer.table, sorted(indexer.layer_names)) == (
+            1, 0, ["layers.0.k", "layers.1.k"],
+        )  # fmt: skip
+        assert (latent.spec, indexer.spec) == (MLA, INDEXER)
+    assert kind_of(replace(MLA, block_stride_alignment=576)) == kind_of(MLA)
+
+
+def test_a_shape_needs_the_heads_that_the_spec_has() -> None:
+    inside = page_shape.Inside("cpu", "auto")
+    assert shape_of(replace(FULL, num_kv_heads=4), [views_of(FULL)], inside) is None
