@@ -73,7 +73,7 @@ class RankCache:
         is_dense = side.layout.startswith("LB") and not side.padding
         page_bytes = num_heads * side.block_size * model.num_planes * model.head_size * 2
         pages = [page_bytes] * num_layers if is_dense or "L" not in side.layout else []
-        shape = self._opaque(tokens, strides[2]) if side.layout == "opaque" else self._shape(tokens)
+        shape = self._opaque(tokens, strides) if side.layout == "opaque" else self._shape(tokens)
         layers = tuple(self.layers) if model.kept is not None else None
         changes: dict[str, Any] = {"page_bytes": pages, "shape": shape, "layers": layers}
         self.spec = CacheSpec(**{**{f: getattr(blank, f) for f in blank.__struct_fields__},
@@ -95,9 +95,11 @@ class RankCache:
                 planes.append(Plane(offset, step, item, self.model.head_size, view.strides[4]))
         return PageShape(tokens, self.views[0].strides[2], tuple(planes))
 
-    def _opaque(self, tokens: int, head_stride: int) -> PageShape:
+    def _opaque(self, tokens: int, strides: tuple[int, ...]) -> PageShape:
         nbytes = tokens * self.model.num_planes * self.model.head_size * DTYPE.itemsize
-        return PageShape(1, head_stride, (Plane(0, 0, nbytes),))
+        pieces = self.side.num_pieces
+        plane = Plane(0, 0, nbytes, pieces, strides[1] if pieces > 1 else 0)
+        return PageShape(1, strides[2], (plane,))
 
     def token_views(self, block_ids: Array) -> Array:
         """Copy out [layer, head, token, plane, element] of these blocks, as whoever computes."""

@@ -40,6 +40,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
     get_kv_cache_groups,
     get_request_block_hasher,
     init_none_hash,
@@ -54,6 +55,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    SparseCacheRole,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -71,11 +73,15 @@ EOS_TOKEN_ID = 1
 UNKNOWN = -1  # what vLLM's model runner writes for a token that it samples while it runs ahead
 LAYER_NAMES = [f"layers.{index}" for index in range(NUM_LAYERS + 1)]
 DRAFT = NUM_LAYERS  # the number of a draft's one layer: vLLM goes on counting
+INDEXERS = range(DRAFT + 1, DRAFT + 1 + NUM_LAYERS)  # what chooses the tokens that a layer looks at
+LAYER_NAMES += [f"layers.{index}.indexer.k_cache" for index in range(NUM_LAYERS)]
+KEY_WIDTH = 4  # numbers in the slot of an indexer's token
 WINDOW = 40
 # What the layers look back at: vLLM makes a group of each of the three, or one.
 MODELS = {
     "full": (0, 0, 0),
     "latent": (0, 0, 0),
+    "sparse": (0, 0, 0),  # latents and indexers, for which vLLM has one table
     "mixed": (WINDOW, 0, WINDOW),
     "windows": (WINDOW, WINDOW, WINDOW),
 }
@@ -147,11 +153,12 @@ class Rank:
         stage, tp_rank = divmod(rank, parallel.tensor_parallel_size)
         self.rank, self.windows = rank, MODELS[attention]
         self.block_size = config.cache_config.block_size
-        self.layers = range(*get_pp_indices(NUM_LAYERS, stage, parallel.pipeline_parallel_size))
+        stages = parallel.pipeline_parallel_size
+        self.layers = _layers_of_stage(attention, *get_pp_indices(NUM_LAYERS, stage, stages))
         num_heads = max(1, NUM_HEADS // parallel.tensor_parallel_size)
         first_head = tp_rank * NUM_HEADS // parallel.tensor_parallel_size
         self.heads = np.arange(first_head, first_head + num_heads)
-        if attention == "latent":
+        if attention in ("latent", "sparse"):
             self.heads = np.arange(1)
         own = [*self.layers, *([DRAFT] if draft else [])]
         cache_config = make_cache_config(config, attention, num_blocks, own)
@@ -161,12 +168,16 @@ class Rank:
             for name in LAYER_NAMES
         ]
         # A block belongs to one group at a time, so that groups lie in the same memory.
-        self.cache = _allocate(
-            config.cache_config.kv_cache_layout or "LBHNC",
-            {"L": max(map(len, groups)), "B": num_blocks, "H": len(self.heads),
-             "N": self.block_size, "C": SLOT_WIDTH},
-        )  # fmt: skip
-        caches = {name: self.cache[place] for names in groups for place, name in enumerate(names)}
+        layout = config.cache_config.kv_cache_layout or "LBHNC"
+        kept = [[name for name in names if not _is_indexer(name)] for names in groups]
+        sizes = {"L": max(map(len, kept)), "B": num_blocks, "H": len(self.heads),
+                 "N": self.block_size, "C": SLOT_WIDTH}  # fmt: skip
+        self.cache = _allocate(layout, sizes)
+        caches = {name: self.cache[place] for names in kept for place, name in enumerate(names)}
+        keys = [name for names in groups for name in names if _is_indexer(name)]
+        caches |= zip(
+            keys, _allocate(layout, {**sizes, "L": len(keys), "C": KEY_WIDTH}), strict=True
+        )
         self.pages = {LAYER_NAMES.index(name): cache.numpy() for name, cache in caches.items()}
         self.device = FakeDevice(caches) if is_on_device else None
         told = _with_draft(config, draft)
@@ -203,7 +214,7 @@ class Rank:
             WrongKV: a slot does not hold what its tokens demand.
         """
         for layer in self.layers:
-            window = self.windows[layer]
+            window = 0 if layer in INDEXERS else self.windows[layer]
             start = max(0, first + 1 - window) if window else 0
             wrong = self.wrong_positions(tables, values, layer, start, len(values))
             if wrong:
@@ -219,6 +230,15 @@ class Rank:
         right = slots == self.mark(values[start:end], layer)[..., None]
         wrong: list[int] = (start + np.flatnonzero(~right.all(axis=(1, 2)))).tolist()
         return wrong
+
+
+def _layers_of_stage(attention: str, first: int, end: int) -> list[int]:
+    indexers = INDEXERS[first:end] if attention == "sparse" else ()
+    return [*range(first, end), *indexers]
+
+
+def _is_indexer(name: str) -> bool:
+    return LAYER_NAMES.index(name) in INDEXERS
 
 
 def _with_draft(config: VllmConfig, draft: str) -> VllmConfig:
@@ -312,7 +332,9 @@ class SimulatedInstance:
         # vLLM gives its scheduler the first stage's.
         self._draft_layers = [DRAFT] if draft else []
         first_stage = [*self.ranks[0].layers, *self._draft_layers]
-        cache_config = make_cache_config(self.config, attention, num_blocks, first_stage)
+        cache_config = generate_scheduler_kv_cache_config(
+            [make_cache_config(self.config, attention, num_blocks, first_stage)]
+        )
         scheduler_class = AsyncScheduler if is_async else Scheduler
         self.scheduler = scheduler_class(
             vllm_config=self.config,
@@ -584,8 +606,10 @@ def make_cache_config(
     specs: dict[str, KVCacheSpec] = {}
     windows = [*MODELS[attention], *([0] if DRAFT in layers else [])]
     for name, window in zip(LAYER_NAMES, windows, strict=False):
-        if attention == "latent":
-            specs[name] = MLAAttentionSpec(num_kv_heads=1, head_size=SLOT_WIDTH, **common)
+        if attention in ("latent", "sparse"):
+            specs[name] = MLAAttentionSpec(
+                num_kv_heads=1, max_tp_shards=1, head_size=SLOT_WIDTH, **common
+            )
         elif window:
             specs[name] = SlidingWindowSpec(
                 num_kv_heads=num_heads, head_size=SLOT_WIDTH // 2, sliding_window=window, **common
@@ -594,6 +618,12 @@ def make_cache_config(
             specs[name] = FullAttentionSpec(
                 num_kv_heads=num_heads, head_size=SLOT_WIDTH // 2, **common
             )
+    if attention == "sparse":
+        for layer in INDEXERS:
+            specs[LAYER_NAMES[layer]] = MLAAttentionSpec(
+                num_kv_heads=1, max_tp_shards=1, head_size=KEY_WIDTH,
+                cache_role=SparseCacheRole.INDEXER, **common,
+            )  # fmt: skip
     mine = {LAYER_NAMES[layer] for layer in layers}
     groups = [
         KVCacheGroupSpec([n for n in group.layer_names if n in mine], group.kv_cache_spec)

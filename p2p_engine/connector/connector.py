@@ -266,7 +266,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
             spec,
             caches,
             can_fail_requests=compat.HAS_FAILED_REQUESTS,
-            names_lost_blocks=names_lost_blocks(layer_groups(self._kv_cache_config)),
+            names_lost_blocks=names_lost_blocks([item for item in groups if not item.is_draft]),
         )
         self._reporter = StatsReporter(rank)
 

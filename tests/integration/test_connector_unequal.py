@@ -129,3 +129,33 @@ def test_chunks_that_end_inside_a_block_of_the_other_side(make_pair: MakePair) -
         assert pair.num_loaded_blocks(request_id) == computed // 64
     pair.run()
     pair.check_answers(num_computed=1)
+
+
+SPARSE = [
+    ({"tp_size": 1}, {"tp_size": 2}),
+    ({"tp_size": 2}, {"tp_size": 1}),
+    ({"pp_size": 2}, {"pp_size": 1}),
+    ({"pp_size": 1}, {"pp_size": 3}),
+    ({"tp_size": 2, "pp_size": 2}, {"tp_size": 1, "pp_size": 3}),
+]
+
+
+@pytest.mark.parametrize("sides", SPARSE, ids=str)
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_latents_and_indexers_in_one_table(
+    make_pair: MakePair, sides: tuple[dict[str, Any], dict[str, Any]], send_type: str
+) -> None:
+    """As DeepSeek-V3.2: two caches in each layer, both of them the same on all ranks of a stage."""
+    pair = make_pair(*sides, attention="sparse", send_type=send_type)
+    [table] = {group for rank in pair.p.ranks for group in rank.group_of if group >= 0}
+    assert table == 0
+    ask_all(pair, "together")
+
+
+def test_an_indexer_with_blocks_of_another_size_refuses(make_pair: MakePair) -> None:
+    """Its scales would be elsewhere; the latents alone would be of no use."""
+    pair = make_pair({"block_size": 16}, {"block_size": 32}, attention="sparse", policy="recompute")
+    pair.ask(prompt_of(100), order="together")
+    pair.run(timeout=40)
+    pair.check_answers()
+    assert pair.landed_bytes() == 0

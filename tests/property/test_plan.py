@@ -16,7 +16,17 @@ from hypothesis import given, settings
 
 from p2p_engine.errors import PeerRefused, RemoteProtocolError
 from p2p_engine.layout import pair
-from p2p_engine.messages import CacheSpec, Manifest, PageShape, Plane
+from p2p_engine.messages import (
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    CacheSpec,
+    Hello,
+    Manifest,
+    PageShape,
+    Plane,
+    decode,
+    encode,
+)
 from p2p_engine.plan import (
     counterpart,
     idle_sources,
@@ -48,13 +58,15 @@ def fleets(draw: st.DrawFn) -> tuple[Model, Side, Side]:
     model = Model(num_layers, num_heads, 2, 1 if is_mla else 2, layers)
     packing = draw(st.sampled_from(["", "", "", "packed", "opaque"]))
     sides = []
+    pieces = draw(st.sampled_from([1, 1, 2]))
     for _ in range(2):
-        pieces = draw(st.sampled_from([1, 1, 2]))
+        pieces = pieces if packing == "opaque" else draw(st.sampled_from([1, 1, 2]))
         tokens = 4 if packing == "opaque" else draw(st.sampled_from([4, 8, 16, 6]))
         sides.append(Side(
             draw(st.sampled_from([1, 2, 4, 8])), draw(cuts(model.num_layers)),
             tokens, packing or draw(st.sampled_from(LAYOUTS)),
-            0 if packing else draw(st.sampled_from([0, 0, 1])), 1 if packing else pieces,
+            0 if packing else draw(st.sampled_from([0, 0, 1])),
+            1 if packing == "packed" else pieces,
         ))  # fmt: skip
     return model, sides[0], sides[1]
 
@@ -124,6 +136,12 @@ def test_every_byte_arrives_once(
     transfer = Transfer(model, source, target, num_tokens, hit)
     chunks = transfer.chunks(ends, has_window=has_window)
     random.shuffle(chunks)  # type: ignore[attr-defined]
+    check_arrival(transfer, chunks)
+
+
+def check_arrival(transfer: Transfer, chunks: list[tuple[int, int, Array]]) -> None:
+    """Move these chunks to every rank of the target; each byte is written once, and right."""
+    (_, target), hit, num_tokens = transfer.sides, transfer.hit, transfer.num_tokens
     for cache in transfer.targets:
         sink = cache.sink(transfer.tables[1][hit:], hit, num_tokens)
         part_size = 1
@@ -154,6 +172,58 @@ def test_every_byte_arrives_once(
         assert (got == transfer.expected(cache, end)).all()
         assert written.sum() == (end - hit * target.block_size) * (got[:, :, 0].size) * 2
         assert (written <= 1).all()
+
+
+@st.composite
+def two_kinds(draw: st.DrawFn) -> tuple[tuple[Model, ...], tuple[Side, ...], int]:
+    """A model whose layers keep a latent and, all or some of them, an indexer's keys, which are
+    cut by nobody; and two instances of one block size."""
+    num_layers = draw(st.integers(1, 4))
+    kept = draw(st.none() | st.sets(st.integers(0, num_layers - 1), min_size=1))
+    layers = None if kept is None else tuple(sorted(kept))
+    latent, indexer = (
+        Model(num_layers, 1, width, 1, seen) for width, seen in ((5, None), (2, layers))
+    )
+    block_size = draw(st.sampled_from([4, 8]))
+    sides = tuple(
+        Side(draw(st.sampled_from([1, 2, 4, 8])), draw(cuts(num_layers)), block_size)
+        for _ in range(2)
+    )
+    return (latent, indexer), sides, draw(st.sampled_from([1, 2]))
+
+
+@quick
+@given(two_kinds(), st.integers(1, 40))
+def test_both_kinds_of_one_table_arrive_whatever_the_ranks(
+    fleet: tuple[tuple[Model, ...], tuple[Side, ...], int], num_tokens: int
+) -> None:
+    models, sides, num_pieces = fleet
+    transfers = []
+    for model, layout, pieces in zip(models, ("LBHNP", "opaque"), (1, num_pieces), strict=True):
+        source, target = (replace(side, layout=layout, num_pieces=pieces) for side in sides)
+        transfers.append(Transfer(model, source, target, num_tokens, 0))
+    specs = [
+        [_of_two_kinds(ranks[0].spec, ranks[1].spec) for ranks in zip(*caches, strict=True)]
+        for caches in zip(*((item.sources, item.targets) for item in transfers), strict=True)
+    ]
+    for here, there in itertools.product(*specs):
+        assert obstacles(here, there) == obstacles(there, here) == []
+    for transfer in transfers:
+        check_arrival(transfer, transfer.chunks([], has_window=False))
+
+
+def _of_two_kinds(first: CacheSpec, second: CacheSpec) -> CacheSpec:
+    return msgspec.structs.replace(first, more=(msgspec.structs.replace(second, number=1),))
+
+
+def test_a_thousand_layers_of_two_kinds_fit_a_frame() -> None:
+    layers = tuple(range(1000))
+    spec = msgspec.structs.replace(
+        SPEC, layer_cuts=(0, 1000), layers=layers, page_bytes=[1 << 20] * len(layers)
+    )
+    hello = Hello(1, 1, PROTOCOL_VERSION, "a" * 100, _of_two_kinds(spec, spec), {})
+    assert len(encode(hello)) < MAX_FRAME_BYTES // 2
+    assert decode(encode(hello)) == hello
 
 
 def _move(source: object, target: object, cache: RankCache, written: Array) -> None:
