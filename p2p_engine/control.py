@@ -87,9 +87,15 @@ class ControlPlane:
         """Whether the thread runs; when it has died, `pump` still serves the sockets."""
         return self._thread.is_alive()
 
-    def send(self, route: Route, frame: bytes) -> None:
-        """Queue a frame; what cannot be delivered is dropped and counted: senders say it again."""
-        self.call_soon(lambda: self.sockets.send(route, frame))
+    def send(self, route: Route, frame: bytes, over: Callable[[], None] = lambda: None) -> None:
+        """Queue a frame; what cannot be delivered is dropped and counted: senders say it again.
+        `over` is called if the connection that the route leads back over has ended."""
+
+        def send() -> None:
+            if not self.sockets.send(route, frame):
+                over()
+
+        self.call_soon(send)
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Run `call` in the next turn, with the I/O lock held."""

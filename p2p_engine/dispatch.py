@@ -112,7 +112,7 @@ class Dispatch:
         elif isinstance(message, Release):
             content = (message.key, message.binding)
             self._holds.on_release(content, PeerAddress(guest.address), guest.spec)
-        elif not isinstance(message, Ping | Bye):
+        elif not isinstance(message, Ping | Pong | Bye):
             raise RemoteProtocolError(f"{type(message).__name__} is not a request")
 
     def _on_offer(self, epoch: int, offer: Offer) -> None:

@@ -145,7 +145,7 @@ class P2pNcclEngine:
         )  # fmt: skip
         self._guests = Guests(
             config, self._control, self.epoch, self._spec, list(self._transports.values()),
-            clock=time.monotonic, attention=self._attention,
+            lock=self._changed, clock=time.monotonic, attention=self._attention,
             on_lost=lambda epoch, error: self._store.sender_lost(epoch, error),
             on_over=self._links.close_epoch,
         )  # fmt: skip

@@ -1,13 +1,18 @@
 """Guests: the peers that dialled us, from HELLO to their end. The other direction is peers.py.
 
-A guest is known by its epoch; what it says is answered over the route that it came by. The engine's
-lock guards everything here.
+A guest is known by its epoch; what it says is answered over the route that it came by. An address
+belongs to one guest at a time. Who greets with the address of another one is a restarted engine, or
+a rival behind the same address: the guest that is here is asked (PING). If its connection has ended
+it is over, and the newcomer is a guest. If it answers, the newcomer is refused. Otherwise the
+newcomer waits until the guest answers, or is silent for too long. The engine's lock guards
+everything here.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -49,6 +54,7 @@ class Guest:
     address: str
     heard_at: float  # by the attention's clock
     spec: CacheSpec | None
+    challenger: tuple[Route, Hello] | None = None  # who else claims its address
 
 
 class Guests:
@@ -62,6 +68,7 @@ class Guests:
         spec: CacheSpec | None,
         transports: list[Transport],
         *,
+        lock: AbstractContextManager[Any],
         clock: Callable[[], float],
         attention: Callable[[], float],
         on_lost: GuestLost,
@@ -75,6 +82,7 @@ class Guests:
         self._epoch = epoch
         self._spec = spec
         self._transports = transports
+        self._lock = lock
         self._attention = attention
         self._on_lost = on_lost
         self._on_over = on_over
@@ -100,6 +108,8 @@ class Guests:
             self._control.send(route, encode(Greet(self._epoch, epoch)))
             return None
         guest.heard_at = self._attention()
+        if isinstance(message, Pong) and guest.challenger is not None:
+            self._refuse_challenger(guest)
         if isinstance(message, Bye):
             self._end(epoch, f"sender {guest.address} is closing")
         return guest
@@ -125,13 +135,44 @@ class Guests:
     def _greet(self, route: Route, hello: Hello) -> None:
         epoch, refusal = hello.source_epoch, self._refusal(hello)
         if refusal:
-            self._warnings.warn("peer refused: address=%r reason=%s", hello.address, refusal)
-            refuse = Refuse(self._epoch, epoch, PROTOCOL_VERSION, shorten(refusal))
-            self._control.send(route, encode(refuse))
+            self._refuse(route, hello, refusal)
             return
-        for other, guest in list(self._guests.items()):
-            if other != epoch and (guest.address == hello.address or guest.route == route):
+        others = [(name, guest) for name, guest in self._guests.items() if name != epoch]
+        for other, guest in others:
+            if guest.route == route:
                 self._end(other, f"sender {guest.address} was restarted")
+        rivals = [(name, guest) for name, guest in others if guest.address == hello.address]
+        rivals = [(name, guest) for name, guest in rivals if guest.route != route]
+        for other, guest in rivals:
+            self._challenge(other, guest, route, hello)
+        if not rivals:
+            self._admit(route, hello)
+
+    def _challenge(self, epoch: int, guest: Guest, route: Route, hello: Hello) -> None:
+        """Ask a guest whether it lives: another engine claims its address."""
+        guest.challenger = route, hello
+
+        def over() -> None:
+            with self._lock:
+                if self._guests.get(epoch) is guest:
+                    self._end(epoch, f"sender {guest.address} was restarted")
+                    self._greet(route, hello)
+
+        self._control.send(guest.route, encode(Ping(self._epoch, epoch)), over)
+
+    def _refuse_challenger(self, guest: Guest) -> None:
+        challenger, guest.challenger = guest.challenger, None
+        if challenger is not None:
+            text = f"{guest.address} is the address of another engine, which lives"
+            self._refuse(*challenger, f"{text}; give each engine a host or a port of its own")
+
+    def _refuse(self, route: Route, hello: Hello, reason: str) -> None:
+        self._warnings.warn("peer refused: address=%r reason=%s", hello.address, reason)
+        refuse = Refuse(self._epoch, hello.source_epoch, PROTOCOL_VERSION, shorten(reason))
+        self._control.send(route, encode(refuse))
+
+    def _admit(self, route: Route, hello: Hello) -> None:
+        epoch = hello.source_epoch
         self._guests[epoch] = Guest(route, hello.address, self._attention(), hello.spec)
         offers = {transport.name: transport.invite(epoch) for transport in self._transports}
         usable = {name: offer for name, offer in offers.items() if offer is not None}

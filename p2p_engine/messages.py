@@ -11,7 +11,7 @@ import msgspec
 
 from p2p_engine.errors import LocalProtocolError, RemoteProtocolError
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_FRAME_BYTES = 1 << 16
 MAX_LAYERS = 1 << 10
 MAX_REASON = 500  # characters that say why; fewer than a Text holds

@@ -227,6 +227,9 @@ class Links:
         if isinstance(message, Location):
             self._located(route.address, message)
             return None
+        if isinstance(message, Ping):
+            self._control.send(route, encode(Pong(self._epoch, message.source_epoch)))
+            return None
         known = None
         for link in [item for item in self._links.values() if item.address == route.address]:
             if isinstance(message, Welcome):

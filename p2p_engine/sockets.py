@@ -125,8 +125,9 @@ class Sockets:
         """How many connections were ended because they proved nothing, or were too many."""
         return self._gate.refused if self._gate is not None else 0
 
-    def send(self, route: Route, frame: bytes) -> None:
-        """Send a frame; what cannot be delivered is dropped and counted."""
+    def send(self, route: Route, frame: bytes) -> bool:
+        """Send a frame; what cannot be delivered is dropped and counted. False: the connection that
+        the route leads back over has ended."""
         try:
             sender = self._dealer(route.address) if route.address else self._router
             # Sending takes in the event of a frame that has come.
@@ -138,6 +139,8 @@ class Sockets:
         except zmq.ZMQError as error:
             self.dropped_frames += 1
             logger.debug("frame to %s dropped: %s", route, error)
+            return error.errno != zmq.EHOSTUNREACH
+        return True
 
     def receive(self, fd: int) -> None:
         """Take in what has come on the socket behind a descriptor."""

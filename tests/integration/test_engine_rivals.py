@@ -1,0 +1,78 @@
+"""Two engines that claim one address: behind one NAT, or on 127.0.0.1 in two network namespaces."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from p2p_engine import P2pNcclEngine, TransferKey
+from p2p_engine.errors import PeerRefused, PeerUnreachable
+from p2p_engine.layout import TensorSource
+from p2p_engine.peers import PeerAddress
+from tests.engines import MIB, Peer, engines, pattern, settings, start, start_fork_server
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> None:
+    """Have it before leaks are looked for."""
+    start_fork_server()
+
+
+@contextlib.contextmanager
+def claiming(address: str) -> Iterator[P2pNcclEngine]:
+    """An engine that claims another one's address."""
+    with start(settings("tcp")) as rival:
+        rival._control.sockets.address = address
+        yield rival
+
+
+def send(sender: P2pNcclEngine, receiver: P2pNcclEngine, name: str) -> None:
+    """Send a tensor and wait for its end."""
+    target = PeerAddress(receiver.zmq_address)
+    sender.send(TransferKey(name), target, TensorSource(torch.arange(9))).wait(20)
+
+
+def test_the_second_is_refused_by_name_while_the_first_lives() -> None:
+    with engines(2, "tcp") as (first, receiver), claiming(first.zmq_address) as second:
+        for number in range(5):
+            send(first, receiver, f"first {number}")
+            with pytest.raises(PeerRefused, match="is the address of another engine, which lives"):
+                send(second, receiver, f"second {number}")
+        assert receiver.stats()["guests"] == 1
+        first.close()
+        send(second, receiver, "second at last")
+
+
+def test_a_killed_engine_makes_room_at_once() -> None:
+    """Long before it counts as silent: its connection has ended."""
+    config = settings("tcp", peer_timeout_seconds=600.0)
+    with start(config) as receiver, Peer(config) as first, claiming(first.address) as second:
+        first.ask("send", "first", MIB, receiver.zmq_address)
+        received = receiver.recv_tensor(TransferKey("first"), timeout=20)
+        assert torch.equal(received, pattern("first", MIB))
+        first.kill()
+        send(second, receiver, "second")
+        assert receiver.stats()["guests"] == 1
+
+
+def test_who_neither_answers_nor_ends_keeps_its_address_until_it_counts_as_silent() -> None:
+    config = settings("tcp", peer_timeout_seconds=4.0, connect_timeout_seconds=1.5)
+    with start(config) as receiver, Peer(config) as first, claiming(first.address) as second:
+        first.ask("send", "first", MIB, receiver.zmq_address)
+        receiver.recv_tensor(TransferKey("first"), timeout=20)
+        first.stop()
+        refusals = 0
+        while receiver.stats()["guests"] and refusals < 50:
+            try:
+                send(second, receiver, f"second {refusals}")
+                break
+            except PeerUnreachable:
+                refusals += 1
+        assert refusals < 50
+        send(second, receiver, "second at last")
+        first.wake()
