@@ -42,7 +42,10 @@ class RankAddress:
 
 
 class Directory:
-    """Answers LOOKUP at host:kv_port and sends heartbeats; one thread."""
+    """Answers LOOKUP at host:kv_port and sends heartbeats; one thread.
+
+    Without ranks it only has its address: it answers nobody, and nobody hears of it.
+    """
 
     def __init__(
         self,
@@ -62,8 +65,8 @@ class Directory:
             ConfigError: the port is taken, or the key file cannot be used.
         """
         self.wrong_messages = 0
-        self._addresses = {item.rank: item.address for item in ranks}
-        self._spec = next((item.spec for item in ranks), None)
+        self._addresses: dict[int, str] = {}
+        self._spec: CacheSpec | None = None
         self._epoch = secrets.randbits(62) | 1
         self._secrets = read_key_file(config.key_file)
         self._proxies = [Route(_join(host, config.proxy_port)) for host in config.proxy_hosts]
@@ -89,14 +92,20 @@ class Directory:
                 tp_size=tp_size,
                 send_type=config.send_type.value,
                 interval=HEARTBEAT_SECONDS,
-                kv_bytes_per_token=_kv_bytes_per_token(self._spec),
                 dp_rank=dp_rank,
             )
             for letter in role
-            if self._proxies
         ]
         warn_if_exposed(config.host, self._secrets)
+        self.publish(ranks)
         self._control.start()
+
+    def publish(self, ranks: Sequence[RankAddress]) -> None:
+        """Answer for these ranks from now on, and register; may be called from any thread."""
+        self._spec = next((item.spec for item in ranks), None)
+        for heartbeat in self._heartbeats:
+            heartbeat.kv_bytes_per_token = _kv_bytes_per_token(self._spec)
+        self._addresses = {item.rank: item.address for item in ranks}  # last: now it shows
 
     @property
     def address(self) -> str:
@@ -139,8 +148,10 @@ class Directory:
             self.wrong_messages += 1
             logger.debug("message dropped: %s", error)
             return
-        address = self._addresses.get(message.rank, "")
-        num_ranks = len(self._addresses)
+        addresses = self._addresses
+        if not addresses:
+            return  # who asks will ask again
+        address, num_ranks = addresses.get(message.rank, ""), len(addresses)
         answer = Location(
             self._epoch, message.source_epoch, message.rank, address, num_ranks, self._spec
         )
@@ -159,7 +170,7 @@ class Directory:
         self._refusals[address] = reason
 
     def _send_heartbeats(self) -> None:
-        for heartbeat in self._heartbeats:
+        for heartbeat in self._heartbeats if self._addresses else ():
             for proxy in self._proxies:
                 self._control.send(proxy, encode_heartbeat(heartbeat))
 

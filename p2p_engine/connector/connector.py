@@ -26,8 +26,10 @@ from p2p_engine.connector.groups import (
 )
 from p2p_engine.connector.host_buffer import HostBuffer
 from p2p_engine.connector.intent import Instance
-from p2p_engine.connector.metadata import P2pConnectorMetadata, RankHandshake
+from p2p_engine.connector.metadata import P2pConnectorMetadata, RankHandshake, RankReport
+from p2p_engine.connector.roll_call import RollCall
 from p2p_engine.connector.scheduler import SchedulerHalf
+from p2p_engine.connector.siblings import check_siblings, has_handshake, siblings
 from p2p_engine.connector.stats import P2pConnectorStats, P2pPromMetrics, StatsReporter
 from p2p_engine.connector.support import (
     check_supported,
@@ -36,15 +38,18 @@ from p2p_engine.connector.support import (
     read_config,
 )
 from p2p_engine.connector.worker import StepResults, WorkerHalf
-from p2p_engine.directory import Directory
+from p2p_engine.directory import Directory, RankAddress
 from p2p_engine.engine import P2pNcclEngine
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         CopyBlocksOp,
         KVConnectorHandshakeMetadata,
+        KVConnectorWorkerMetadata,
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
@@ -89,6 +94,10 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerHalf | None = None
         self._host_buffers: list[HostBuffer] = []
         self._directory: Directory | None = None
+        self._roll_call: RollCall | None = None
+        others = siblings(transfer)
+        check_siblings(others)
+        self._yields_handshake = any(map(has_handshake, others.values()))
         self._reporter: StatsReporter | None = None
         self._invalid_block_ids: set[int] = set()
         if role is KVConnectorRole.SCHEDULER:  # made after the workers, which have checked it
@@ -179,11 +188,21 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Order one step."""
-        return self._planner.build_metadata(scheduler_output)
+        metadata = self._planner.build_metadata(scheduler_output)
+        metadata.asks_location = self._roll_call is not None and self._roll_call.ask()
+        return metadata
+
+    def has_pending_push_work(self) -> bool:
+        """Whether vLLM must step although there is no request: a rank is still to be found."""
+        return self._roll_call is not None and self._roll_call.is_open
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Note what the workers reported."""
         self._planner.workers_reported(connector_output)
+        report = connector_output.kv_connector_worker_meta
+        call = self._roll_call
+        if call is not None and isinstance(report, RankReport) and call.hear(report.locations):
+            self._publish(call.found)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -213,23 +232,37 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Open the instance's directory: from now on peers can find the ranks of all stages.
+        """Open the instance's directory, and let peers find the ranks of all stages.
 
         Raises:
             ConfigError: the port is taken.
         """
-        ranks = [item.location for item in metadata.values() if isinstance(item, RankHandshake)]
-        if self._directory is not None or not ranks:
+        if self._directory is not None:
             return
-        self._directory = Directory(
+        self._directory = self._open_directory()
+        ranks = [item.location for item in metadata.values() if isinstance(item, RankHandshake)]
+        if ranks:
+            self._publish(ranks)
+        else:
+            self._roll_call = RollCall(self._vllm_config.parallel_config.world_size)
+
+    def _open_directory(self) -> Directory:
+        directory = Directory(
             self._config,
-            ranks,
+            [],
             kv_port=self._port,
             role={"kv_producer": "P", "kv_consumer": "D"}.get(self._role_name, "PD"),
             model=str(self._vllm_config.model_config.served_model_name),
             tp_size=self._vllm_config.parallel_config.tensor_parallel_size,
             dp_rank=rank_behind_address(self._vllm_config, self._kv_transfer_config),
         )
+        self._planner.announce(directory.address)
+        return directory
+
+    def _publish(self, ranks: Sequence[RankAddress]) -> None:
+        if self._directory is None:
+            raise RuntimeError("ranks were found before there was a directory")
+        self._directory.publish(ranks)
         logger.info(
             "instance ready: address=%s ranks=%s send_type=%s",
             self._directory.address, len(ranks), self._config.send_type.value,
@@ -276,8 +309,17 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
             buffer.set_copy(copy_operation)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Where peers find this rank."""
-        return RankHandshake(self._worker.location) if self._worker is not None else None
+        """Where peers find this rank; nothing, if it would take the place of a sibling's."""
+        if self._worker is None or self._yields_handshake:
+            return None
+        return RankHandshake(self._worker.location)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """The same, when the scheduler's half asks for it in a step."""
+        metadata = self._connector_metadata
+        if self._worker is None or not isinstance(metadata, P2pConnectorMetadata):
+            return None
+        return RankReport((self._worker.location,)) if metadata.asks_location else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Withdraw the preempted requests' blocks, which are about to be overwritten."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
 )
 
 from p2p_engine.connector.orders import StepOrders
@@ -20,6 +21,20 @@ class RankHandshake(KVConnectorHandshakeMetadata):
     location: RankAddress
 
 
+@dataclass(frozen=True)
+class RankReport(KVConnectorWorkerMetadata):
+    """Worker to scheduler, after a step that asked for it: the same, of one rank or of several."""
+
+    locations: tuple[RankAddress, ...]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
+        """Join the reports of two ranks, as vLLM does for all of an instance."""
+        more = other.locations if isinstance(other, RankReport) else ()
+        return RankReport(self.locations + more)
+
+
 @dataclass
 class P2pConnectorMetadata(StepOrders, KVConnectorMetadata):
     """One step's orders from the scheduler half to every worker half."""
+
+    asks_location: bool = False

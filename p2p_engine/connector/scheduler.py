@@ -5,6 +5,7 @@ It moves nothing, blocks on nothing, and raises for nothing that a client can se
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -76,6 +77,10 @@ class SchedulerHalf:
         self._next = P2pConnectorMetadata()
         self._asked: dict[str, int] = {}  # requests that want blocks in this step, and how many
         self.pressure = Pressure()
+
+    def announce(self, address: str) -> None:
+        """Go by this address from now on: with `kv_port: 0` it is known only when it is bound."""
+        self._instance = dataclasses.replace(self._instance, address=address)
 
     # A request arrives, is given blocks, ends
 

@@ -70,14 +70,31 @@ class Instance:
         failure_policy: str = "fail",
         num_blocks: int = 64,
         extra_config: Mapping[str, Any] | None = None,
+        beside: Sequence[Mapping[str, Any]] = (),
+        is_first: bool = True,
     ) -> None:
-        """Start the connector of this role; it listens on `kv_port`."""
+        """Start the connector of this role; it listens on `kv_port`.
+
+        With others `beside` it, all are children of a MultiConnector; ours `is_first`, or last.
+        """
         self.kv_port = kv_port
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
         self.num_computed_tokens: dict[str, int] = {}  # by the model, for each request
         self._requests: dict[str, Request] = {}
         self._model = ToyModel(num_blocks)
-        self._config = _vllm_config(model, kv_role, kv_port, failure_policy, extra_config or {})
+        transfer = {
+            "kv_connector": CONNECTOR,
+            "kv_role": kv_role,
+            "kv_port": kv_port,
+            "kv_load_failure_policy": failure_policy,
+            "kv_connector_extra_config": {
+                "host": HOST, "mem_pool_size_gb": 0.01, **(extra_config or {})
+            },
+        }  # fmt: skip
+        if beside:
+            children = [transfer, *beside] if is_first else [*beside, transfer]
+            transfer = multi_connector(kv_role, children)
+        self._config = _vllm_config(model, transfer)
         self._config.cache_config.num_gpu_blocks = num_blocks
         with set_current_vllm_config(self._config):
             self.worker = self._make_worker()
@@ -98,7 +115,8 @@ class Instance:
             block_size=BLOCK,
             log_stats=True,
         )
-        handshake = {(0, 0): self.worker.get_handshake_metadata()}
+        mine = self.worker.get_handshake_metadata()
+        handshake = {} if mine is None else {(0, 0): mine}
         scheduler.connector.set_xfer_handshake_metadata_pp_aware(handshake)
         return scheduler
 
@@ -233,18 +251,18 @@ def _request(request_id: str, prompt: Sequence[int], max_tokens: int) -> Request
     )
 
 
-def _vllm_config(
-    model: Path, kv_role: str, kv_port: int, failure_policy: str, extra: Mapping[str, Any]
-) -> VllmConfig:
+def multi_connector(kv_role: str, children: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings of a MultiConnector with these children, in order of precedence."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": kv_role,
+        "kv_connector_extra_config": {"connectors": [dict(child) for child in children]},
+    }
+
+
+def _vllm_config(model: Path, transfer: Mapping[str, Any]) -> VllmConfig:
     caches = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
     caches.kv_cache_layout = "LBHNC"  # connectors are made after the layout has been resolved
-    transfer: dict[str, Any] = {
-        "kv_connector": CONNECTOR,
-        "kv_role": kv_role,
-        "kv_port": kv_port,
-        "kv_load_failure_policy": failure_policy,
-        "kv_connector_extra_config": {"host": HOST, "mem_pool_size_gb": 0.01, **extra},
-    }
     return VllmConfig(
         model_config=ModelConfig(model=str(model), dtype="float32", seed=0),
         scheduler_config=SchedulerConfig(
