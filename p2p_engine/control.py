@@ -15,12 +15,15 @@ from collections.abc import Callable
 
 from p2p_engine.affinity import restore_affinity
 from p2p_engine.keys import Secrets
+from p2p_engine.names import Names, Told
+from p2p_engine.reach import Reach, Unresolved
 from p2p_engine.sockets import Handler, Refused, Route, Sockets
 from p2p_engine.watches import Watches
 
 logger = logging.getLogger(__name__)
 
 TICK_MILLISECONDS = 20  # how late a timer may be
+RESOLVE_SHARE = 0.9  # of the time for a first contact: then the name is to blame, not the peer
 
 
 class ControlPlane:
@@ -40,11 +43,16 @@ class ControlPlane:
         on_tick: Callable[[float], None],
         name: str,
         on_refused: Refused = lambda address, reason: None,
+        on_unresolved: Unresolved = lambda address, error: None,
         secrets: Secrets = (),
+        connect_seconds: float = 5.0,
+        refresh_seconds: float = 60.0,
     ) -> None:
         """Bind the first free port of `ports` (0: any); with `secrets`, for who has one of them.
 
-        `on_refused` is told which address breaks its handshakes off, and why.
+        `on_refused` is told which address breaks its handshakes off, and why; `on_unresolved`,
+        which one has a name that was not resolved in nine tenths of `connect_seconds`. A name in
+        use is looked up again after `refresh_seconds`.
 
         Raises:
             ConfigError: none of the ports can be bound.
@@ -59,14 +67,15 @@ class ControlPlane:
         self._tick_at = 0.0
         self._stopping = threading.Event()
         self._watches = Watches()
+        self._names = Names(connect_seconds * RESOLVE_SHARE, self.call_soon)
+        self._reach = Reach(
+            self._names, refresh_seconds, time.monotonic, self._hear,
+            lambda address, reason: self._guard(lambda: on_refused(address, reason)),
+            lambda address, error: self._guard(lambda: on_unresolved(address, error)),
+        )  # fmt: skip
         try:
-            self.sockets = Sockets(
-                host,
-                ports,
-                self._watches.epoll,
-                self._hear,
-                lambda address, reason: self._guard(lambda: on_refused(address, reason)),
-                secrets,
+            self.sockets = self._reach.sockets = Sockets(
+                host, ports, self._watches.epoll, self._reach.hear, self._reach.refused, secrets
             )
         except BaseException:
             self._watches.close()
@@ -92,7 +101,7 @@ class ControlPlane:
         `over` is called if the connection that the route leads back over has ended."""
 
         def send() -> None:
-            if not self.sockets.send(route, frame):
+            if not self._reach.send(route, frame):
                 over()
 
         self.call_soon(send)
@@ -114,7 +123,12 @@ class ControlPlane:
 
     def hang_up(self, address: str) -> None:
         """Close the DEALER to an address; the next frame dials afresh."""
-        self.call_soon(lambda: self.sockets.hang_up(address))
+        self.call_soon(lambda: self._reach.hang_up(address))
+
+    def resolve(self, host: str, told: Told) -> None:
+        """Call `told` once, in a callback, with a host's addresses or why there are none: at once
+        if that is known. In callbacks only; never blocks."""
+        self._names.resolve(host, told)
 
     def watch(self, fd: int, callback: Callable[[], None], *, writable: bool = False) -> None:
         """As in `Watches`.
@@ -138,6 +152,7 @@ class ControlPlane:
     def stop(self, timeout: float) -> bool:
         """Stop and join the thread; idempotent; False if it did not stop in time."""
         self._stopping.set()
+        self._names.close()
         if self._thread.ident is not None and self._thread.is_alive():
             self._watches.wake()
             self._thread.join(timeout)
@@ -173,7 +188,8 @@ class ControlPlane:
             now = time.monotonic()
             if now >= self._tick_at:
                 self._tick_at = now + TICK_MILLISECONDS / 1000
-                for tell in (self._on_tick, self.sockets.close_idle, *self._clocks):
+                own = (self._names.tick, self._reach.tick, self.sockets.close_idle)
+                for tell in (self._on_tick, *own, *self._clocks):
                     self._guard(lambda tell=tell: tell(now))  # type: ignore[misc]
 
     def _serve(self) -> None:

@@ -79,7 +79,10 @@ class Directory:
             on_tick=self._beat,
             name="p2p-directory",
             on_refused=self._refused,
+            on_unresolved=lambda address, error: self._refused(address, str(error)),
             secrets=self._secrets,
+            connect_seconds=config.connect_timeout_seconds,
+            refresh_seconds=HEARTBEAT_SECONDS,
         )
         self._heartbeats = [
             Heartbeat(
@@ -163,7 +166,8 @@ class Directory:
             self._send_heartbeats()
 
     def _refused(self, address: str, reason: str) -> None:
-        """The proxy's port does not take us; it is dialled again with the next heartbeat."""
+        """The proxy's port does not take us, or its name stands for nothing; it is dialled again
+        with the next heartbeat."""
         is_known = self._refusals.get(address) == reason
         level = logging.DEBUG if is_known else logging.ERROR
         logger.log(level, "not registered: proxy %s: %s", address, reason)

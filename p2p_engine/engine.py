@@ -31,6 +31,7 @@ from p2p_engine.dispatch import Dispatch
 from p2p_engine.errors import (
     EngineClosed,
     LocalProtocolError,
+    PeerUnreachable,
     RemoteProtocolError,
     TransferTimeout,
 )
@@ -124,7 +125,8 @@ class P2pNcclEngine:
         self._control = ControlPlane(
             config.host, range(first, last + 1),
             on_frame=self._on_frame, on_tick=self._on_tick, name="p2p-control",
-            on_refused=self._on_refused, secrets=self._secrets,
+            on_refused=self._on_refused, on_unresolved=self._on_unresolved, secrets=self._secrets,
+            connect_seconds=config.connect_timeout_seconds,
         )  # fmt: skip
         self._open_parts.append(lambda: self._control.close(2.0))
         self._mover = Mover()
@@ -638,6 +640,11 @@ class P2pNcclEngine:
         with self._changed:
             self._links.refused(address, reason)
             self._instances.refused(address, reason)
+
+    def _on_unresolved(self, address: str, error: PeerUnreachable) -> None:
+        with self._changed:
+            self._links.unresolved(address, error)
+            self._instances.unresolved(address, error)
 
     def _on_tick(self, now: float) -> None:
         with self._changed:

@@ -82,6 +82,12 @@ class Instances:
         if instance in self._inquiries:
             self._answer(instance, AuthenticationFailed(f"peer {instance}: {reason}"))
 
+    def unresolved(self, address: str, error: PeerUnreachable) -> None:
+        """The name in a directory's address stands for nothing."""
+        instance = InstanceAddress(address)
+        if instance in self._inquiries:
+            self._answer(instance, PeerUnreachable(f"peer {instance}: {error}"))
+
     def forget(self, address: str) -> None:
         """A link to it has ended: it may be another one when it comes back."""
         self._known.pop(InstanceAddress(address), None)

@@ -299,6 +299,12 @@ class Links:
             if (link.address or link.target.address) == address:
                 self.close_link(link, AuthenticationFailed(f"peer {link.target}: {reason}"))
 
+    def unresolved(self, address: str, error: PeerUnreachable) -> None:
+        """The name in an address stands for nothing: end what waits for it. In callbacks only."""
+        for link in list(self._links.values()):
+            if (link.address or link.target.address) == address and not link.ready:
+                self.close_link(link, PeerUnreachable(f"peer {link.target}: {error}"))
+
     def close_epoch(self, epoch: int, error: P2pError) -> None:
         """End the links to an engine that is known to be over. In callbacks only."""
         for link in [item for item in self._links.values() if item.epoch == epoch]:

@@ -33,6 +33,10 @@ class Recent(Generic[K, V]):
         """Return what is remembered, or None, and forget it."""
         return self._entries.pop(key, None)
 
+    def __contains__(self, key: K) -> bool:
+        """Whether a key is remembered."""
+        return key in self._entries
+
     def __len__(self) -> int:
         """How much is remembered."""
         return len(self._entries)

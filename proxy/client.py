@@ -12,12 +12,14 @@ from typing import Any
 
 import httptools
 
-from p2p_engine.errors import P2pError
+from p2p_engine.errors import P2pError, PeerUnreachable
+from p2p_engine.names import Answer, Names
 from proxy.deadlines import Deadline, Deadlines
 
 # What is read ahead of who takes an answer, before the instance has to wait.
 HIGH_WATER_BYTES = 64 << 10
 MAX_HEADER_BYTES = 64 << 10
+NAME_SECONDS = 4.5  # for an instance's name to be resolved
 
 
 class ClientError(P2pError):
@@ -307,6 +309,7 @@ class Pool:
         # In order of their last use.
         self._idle: dict[str, dict[_Connection, None]] = {}
         self._open: set[_Connection] = set()
+        self._names = Names(NAME_SECONDS, self.loop.call_soon_threadsafe, self.loop.time)
 
     async def connect(self, address: str, timeout: float) -> _Connection:
         """Return a connection, a kept one if there is any; raises like `connect_anew`."""
@@ -325,14 +328,7 @@ class Pool:
         Raises:
             Unreachable: none can be made; ConnectTimedOut, within `timeout` seconds.
         """
-        host, _, port = address.rpartition(":")
-        making = asyncio.ensure_future(
-            self.loop.create_connection(
-                lambda: _Connection(self, address),
-                host.removeprefix("[").removesuffix("]"),
-                int(port),
-            )
-        )
+        making = asyncio.ensure_future(self._make(address))
         try:  # wait_for would lose a cancellation that comes with the connection
             await asyncio.wait([making], timeout=timeout)
         except asyncio.CancelledError:
@@ -342,11 +338,43 @@ class Pool:
             _abandon(making)
             raise ConnectTimedOut(f"no connection within {timeout:g} s")
         try:
-            _, connection = making.result()
-        except (OSError, ValueError) as error:  # no host has such a name: a UnicodeError
+            connection = making.result()
+        except (OSError, ValueError) as error:
             raise Unreachable(repr(error)) from error
         self._open.add(connection)
         return connection
+
+    async def _make(self, address: str) -> _Connection:
+        host, _, port = address.rpartition(":")
+        found = await self._resolve(host.removeprefix("[").removesuffix("]"))
+        for ip in found:
+            try:
+                made = await self.loop.create_connection(
+                    lambda: _Connection(self, address), ip, int(port)
+                )
+            except OSError:
+                if ip == found[-1]:
+                    raise
+            else:
+                return made[1]
+        raise OSError(f"{host!r} has no address")
+
+    async def _resolve(self, host: str) -> tuple[str, ...]:
+        """Return a host's addresses; asyncio's own resolver has few threads, and bad names take
+        them all."""
+        resolved: asyncio.Future[Answer] = self.loop.create_future()
+
+        def told(answer: Answer) -> None:
+            if not resolved.done():
+                resolved.set_result(answer)
+
+        self._names.resolve(host, told)
+        if not resolved.done():
+            self.loop.call_later(NAME_SECONDS, lambda: self._names.tick(self.loop.time()))
+        answer = await resolved
+        if isinstance(answer, PeerUnreachable):
+            raise OSError(str(answer))
+        return answer
 
     def keep(self, connection: _Connection) -> None:
         """Keep a connection for the next request; close what was idle for too long."""
@@ -367,6 +395,7 @@ class Pool:
 
     async def close(self) -> None:
         """Close every connection, idle or not; idempotent."""
+        self._names.close()
         for connection in list(self._open):
             connection.abort()
         await asyncio.sleep(0)  # their ends are told in the loop's next turn
@@ -375,9 +404,9 @@ class Pool:
         return self.loop.time() - connection.idle_since > self._keepalive_seconds
 
 
-def _abandon(making: asyncio.Future[tuple[Any, _Connection]]) -> None:
+def _abandon(making: asyncio.Future[_Connection]) -> None:
     if not making.cancel() and not making.cancelled() and making.exception() is None:
-        making.result()[1].abort()
+        making.result().abort()
 
 
 def request_bytes(

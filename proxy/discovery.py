@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from p2p_engine.errors import RemoteProtocolError
 from p2p_engine.keys import exposure, read_key_file, warn_if_exposed
 from p2p_engine.messages import decode_heartbeat, encode_heartbeat
+from p2p_engine.names import Names
 from p2p_engine.rare import RareWarnings
+from p2p_engine.reach import Reach
 from p2p_engine.sockets import Route, Sockets
 from proxy.registry import RegistryFull
 
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     from proxy.registry import Registry
 
 logger = logging.getLogger(__name__)
+
+NAME_SECONDS = 4.5  # for the name of another proxy to be resolved
+REFRESH_SECONDS = 3.0  # then it is looked up again
+TICK_SECONDS = 0.25
 
 _OLD_FORM = (
     "a heartbeat of the old form: those and authentication exclude each other. Run the proxy "
@@ -58,6 +64,9 @@ class Discovery:
         self._refusals: dict[str, str] = {}  # of other proxies, the last of each
         self._epoll: select.epoll | None = None
         self._sockets: Sockets | None = None
+        self._names: Names | None = None
+        self._reach: Reach | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.address = ""
 
     @property
@@ -93,26 +102,45 @@ class Discovery:
         """
         host, port = self._config.registration_host, self._config.registration_port
         warn_if_exposed(host, self._secrets)
+        loop = asyncio.get_running_loop()
+        self._names = Names(NAME_SECONDS, loop.call_soon_threadsafe, loop.time)
+        self._reach = reach = Reach(
+            self._names, REFRESH_SECONDS, loop.time, self._take, self._refused,
+            lambda address, error: self._refused(address, str(error)),
+        )  # fmt: skip
         self._epoll = select.epoll()
         try:
-            self._sockets = Sockets(
-                host, range(port, port + 1), self._epoll, self._take, self._refused, self._secrets,
+            self._sockets = reach.sockets = Sockets(
+                host, range(port, port + 1), self._epoll, reach.hear, reach.refused, self._secrets,
                 named=not self._secrets,  # the old connectors, which have no keys
             )  # fmt: skip
         except BaseException:
             self._epoll.close()
             raise
         self.address = self._sockets.address
-        asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._serve)
+        loop.add_reader(self._epoll.fileno(), self._serve)
+        self._timer = loop.call_later(TICK_SECONDS, self._tick)
         logger.info("registration address=%s authenticated=%s", self.address, self.is_authenticated)
 
     def close(self) -> None:
         """Stop reading and give the port back; idempotent."""
         if self._sockets is not None and self._epoll is not None:
             asyncio.get_running_loop().remove_reader(self._epoll.fileno())
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._names is not None:
+                self._names.close()
             self._sockets.close()
             self._epoll.close()
             self._sockets = None
+
+    def _tick(self) -> None:
+        """Tell whose name was not resolved in time."""
+        if self._names is not None and self._reach is not None:
+            loop = asyncio.get_running_loop()
+            self._names.tick(loop.time())
+            self._reach.tick(loop.time())
+            self._timer = loop.call_later(TICK_SECONDS, self._tick)
 
     def _serve(self) -> None:
         """Read what is there, but not all of a flood: the requests have their turns between."""
@@ -156,14 +184,15 @@ class Discovery:
 
     def _relay(self, beat: Heartbeat) -> None:
         """Pass a heartbeat on to the other proxies, unless it comes from one."""
-        if beat.relayed or self._sockets is None:
+        if beat.relayed or self._reach is None or self._sockets is None:
             return
         beat.relayed = True
         for peer in self._config.peer_addresses:
-            self._sockets.send(Route(peer), encode_heartbeat(beat))
+            self._reach.send(Route(peer), encode_heartbeat(beat))
 
     def _refused(self, address: str, reason: str) -> None:
-        """Another proxy does not take us; it is dialled again with the next heartbeat."""
+        """Another proxy does not take us, or its name stands for nothing; it is dialled again with
+        the next heartbeat."""
         if self._refusals.get(address) != reason:
             logger.error("heartbeats are not passed on: proxy %s: %s", address, reason)
         self._refusals[address] = reason

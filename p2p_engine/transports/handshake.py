@@ -16,8 +16,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from p2p_engine.addresses import family_of
 from p2p_engine.control import ControlPlane
-from p2p_engine.errors import TransportError
+from p2p_engine.errors import PeerUnreachable, TransportError
+from p2p_engine.names import Answer
 from p2p_engine.rare import RareWarnings
 
 logger = logging.getLogger(__name__)
@@ -236,7 +238,7 @@ class Dial:
         try:
             with contextlib.suppress(BlockingIOError):
                 self._connection.connect(address)
-        except OSError as error:
+        except (OSError, ValueError, OverflowError) as error:  # it may be no address at all
             self._connection.close()
             failed(TransportError(f"connect {address!r}: {error}"))
             return
@@ -282,6 +284,27 @@ class Dial:
     def _fail(self, reason: str) -> None:
         self.close()
         self._failed(TransportError(reason))
+
+
+def dial(
+    dials: Dials,
+    control: ControlPlane,
+    host: str,
+    port: int,
+    preamble: bytes,
+    answered: Callable[[socket.socket, list[int]], None],
+    failed: Callable[[TransportError], None],
+) -> None:
+    """Dial a port of a host, when its name is resolved."""
+
+    def resolved(answer: Answer) -> None:
+        if isinstance(answer, PeerUnreachable):
+            failed(TransportError(f"connect: {answer}"))
+            return
+        address = (answer[0], port)
+        Dial(dials, control, family_of(answer[0]), address, preamble, answered, failed)
+
+    control.resolve(host, resolved)
 
 
 def _address_of(connection: socket.socket) -> str:

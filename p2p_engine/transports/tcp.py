@@ -16,10 +16,10 @@ from p2p_engine.transports.base import Arrival, Broken, Connected, Endpoint, Ord
 from p2p_engine.transports.handshake import (
     ACCEPTED,
     PREAMBLE,
-    Dial,
     Dials,
     Door,
     Tokens,
+    dial,
     listen,
 )
 
@@ -120,8 +120,7 @@ class TcpTransport:
                 channel = self._hand_over(connection)
             connected(TcpChannel(self._mover, channel))
 
-        family = family_of(host)
-        Dial(self._dials, self._control, family, (host, port), preamble, answered, connected)
+        dial(self._dials, self._control, host, port, preamble, answered, connected)
 
     def expect(self, arrival: Arrival) -> Job:
         """Let the mover scatter the stream's payload `seq` into the regions."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+from p2p_engine import names
 from proxy.client import (
     HIGH_WATER_BYTES,
     MAX_HEADER_BYTES,
@@ -62,6 +65,40 @@ class Server:
         finally:
             self.num_closed += 1
             writer.close()
+
+
+async def test_names_that_nobody_resolves_hold_no_other_instance_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More of them than asyncio's resolver has threads."""
+    real, over, bad = socket.getaddrinfo, threading.Event(), list[asyncio.Future[_Connection]]()
+
+    def resolve(host: str, *rest: Any, **options: Any) -> Any:
+        if "nodns" in str(host):
+            over.wait(60)
+            raise socket.gaierror(socket.EAI_AGAIN, "no server answers")
+        return real(host, *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(names, "FRESH_SECONDS", 0.0)
+    async with serving() as (server, pool):
+        address = "localhost:" + server.address.rpartition(":")[2]
+        try:
+            await pool.connect_anew(address, 20.0)
+            for number in range(40):
+                connecting = pool.connect_anew(f"p{number}.nodns:1", 60.0)
+                bad.append(asyncio.ensure_future(connecting))
+            await asyncio.sleep(0)
+            await pool.connect_anew(address, 20.0)
+            assert not any(connecting.done() for connecting in bad)
+        finally:
+            over.set()
+            outcomes = await asyncio.gather(*bad, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {Unreachable}
+    await until(
+        lambda: not [thread for thread in threading.enumerate() if thread.name == "p2p-name"],
+        "no look-up is left",
+    )
 
 
 @asynccontextmanager

@@ -8,13 +8,16 @@ from collections.abc import Iterator
 import pytest
 
 from p2p_engine.control import ControlPlane
+from p2p_engine.errors import TransportError
 from p2p_engine.transports import handshake
 from p2p_engine.transports.handshake import (
     MAX_PENDING_OF_ONE,
     PREAMBLE,
     TOKEN_SECONDS,
+    Dials,
     Door,
     Tokens,
+    dial,
 )
 from tests.support import eventually
 
@@ -97,6 +100,20 @@ def is_cut(connection: socket.socket) -> bool:
         return connection.recv(1) == b""
     except ConnectionError:
         return True
+
+
+@pytest.mark.parametrize("host", ["a" * 64 + ".example", "nobody.invalid", "127.0.0.1\0", ""])
+def test_a_host_that_cannot_be_dialled_fails_by_name(house: House, host: str) -> None:
+    """At once, so that the next transport is tried."""
+    outcomes: list[TransportError] = []
+    dials = Dials()
+
+    def begin() -> None:
+        dial(dials, house.control, host, 1, b"", lambda c, d: None, outcomes.append)
+
+    house.control.call_soon(begin)
+    eventually(lambda: outcomes)
+    assert house.control.errors == 0
 
 
 def test_a_token_that_was_seen_in_use_opens_nothing(house: House) -> None:

@@ -21,10 +21,10 @@ from p2p_engine.transports.base import Arrival, Broken, Channel, Connected, Endp
 from p2p_engine.transports.handshake import (
     ACCEPTED,
     PREAMBLE,
-    Dial,
     Dials,
     Door,
     Tokens,
+    dial,
     listen,
 )
 from p2p_engine.transports.nccl.group import Memory
@@ -197,8 +197,8 @@ class NcclTransport:
             text = f"connect: NCCL {ours} here, {theirs} there: both must be the same release"
             connected(TransportError(text))
             return
-        Dial(
-            self._dials, self._control, family_of(host), (host, port), preamble,
+        dial(
+            self._dials, self._control, host, port, preamble,
             lambda connection, _: self._dialled(connection, connected), connected,
         )  # fmt: skip
 

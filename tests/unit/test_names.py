@@ -1,0 +1,192 @@
+"""Names are resolved beside the loop, each once at a time, and a bad one holds nobody else up."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from p2p_engine import names
+from p2p_engine.errors import PeerUnreachable
+from p2p_engine.names import (
+    FAILURE_SECONDS,
+    FRESH_SECONDS,
+    MAX_LOOKUPS,
+    MAX_NAMES,
+    RESERVED_LOOKUPS,
+    Answer,
+    Names,
+    look_up,
+)
+from tests.support import eventually
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class Resolver:
+    """A loop with names, whose look-ups end when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.asked: list[str] = []
+        self.answers: dict[str, Answer] = {}
+        self.told: list[tuple[str, Answer]] = []
+        self._may_answer = threading.Condition()
+        self._calls: collections.deque[Callable[[], None]] = collections.deque()
+        self.names = Names(4.5, self._calls.append, lambda: self.now)
+
+    def look_up(self, host: str) -> Answer:
+        """What the threads call."""
+        with self._may_answer:
+            self.asked.append(host)
+            self._may_answer.wait_for(lambda: host in self.answers, timeout=30)
+            return self.answers.pop(host)
+
+    def ask(self, host: str) -> None:
+        self.names.resolve(host, lambda answer: self.told.append((host, answer)))
+
+    def answer(self, host: str, answer: Answer) -> None:
+        """Let a look-up end, and the loop hear of it."""
+        eventually(lambda: host in self.asked)
+        with self._may_answer:
+            self.asked.remove(host)
+            self.answers[host] = answer
+            self._may_answer.notify_all()
+        eventually(lambda: self._calls)
+        self._calls.popleft()()
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.names.tick(self.now)
+
+    def close(self) -> None:
+        self.names.close()
+        with self._may_answer:
+            self.answers |= dict.fromkeys(self.asked, ())
+            self._may_answer.notify_all()
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
+    made = Resolver()
+    monkeypatch.setattr(names, "look_up", made.look_up)
+    yield made
+    made.close()
+    eventually(lambda: not [t for t in threading.enumerate() if t.name == "p2p-name"])
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "::1", "fe80::1%eth0"])
+def test_an_address_needs_no_look_up(resolver: Resolver, host: str) -> None:
+    resolver.ask(host)
+    assert resolver.told == [(host, (host,))]
+
+
+def test_all_who_ask_for_a_name_are_told_by_one_look_up(resolver: Resolver) -> None:
+    for _ in range(3):
+        resolver.ask("a")
+    assert resolver.told == []
+    resolver.answer("a", ("10.0.0.1",))
+    assert resolver.told == [("a", ("10.0.0.1",))] * 3
+    assert resolver.asked == []
+
+
+def test_an_answer_is_good_for_a_short_time(resolver: Resolver) -> None:
+    resolver.ask("a")
+    resolver.answer("a", ("10.0.0.1",))
+    resolver.ask("a")
+    assert len(resolver.told) == 2
+    resolver.pass_time(FRESH_SECONDS)
+    resolver.ask("a")
+    resolver.answer("a", ("10.0.0.2",))
+    assert resolver.told[-1] == ("a", ("10.0.0.2",))
+
+
+def test_a_failure_is_remembered_and_then_tried_again(resolver: Resolver) -> None:
+    resolver.ask("a")
+    resolver.answer("a", error := PeerUnreachable("no such name"))
+    resolver.ask("a")
+    assert resolver.told == [("a", error)] * 2
+    resolver.pass_time(FAILURE_SECONDS)
+    resolver.ask("a")
+    resolver.answer("a", ("10.0.0.1",))
+    assert resolver.told[-1] == ("a", ("10.0.0.1",))
+
+
+def test_who_waits_too_long_is_told_so_and_the_thread_goes_on(resolver: Resolver) -> None:
+    resolver.ask("a")
+    resolver.pass_time(4.4)
+    assert resolver.told == []
+    resolver.pass_time(0.1)
+    ((_, error),) = resolver.told
+    assert isinstance(error, PeerUnreachable)
+    assert str(error) == "name 'a' was not resolved within 4.5 s"
+    resolver.ask("a")  # answered by the failure that is remembered
+    assert len(resolver.told) == 2
+    resolver.answer("a", ("10.0.0.1",))
+    assert len(resolver.told) == 2
+    resolver.ask("a")
+    assert resolver.told[-1] == ("a", ("10.0.0.1",))
+
+
+def test_bad_names_leave_threads_to_names_that_were_resolved_before(resolver: Resolver) -> None:
+    known = [f"known {number}" for number in range(RESERVED_LOOKUPS)]
+    for name in known:
+        resolver.ask(name)
+        resolver.answer(name, ("10.0.0.1",))
+    resolver.pass_time(FRESH_SECONDS)
+    strangers = [f"bad {number}" for number in range(MAX_NAMES - len(known))]
+    for name in strangers:
+        resolver.ask(name)
+    eventually(lambda: len(resolver.asked) == MAX_LOOKUPS - RESERVED_LOOKUPS)
+    resolver.told.clear()
+    for name in known:
+        resolver.ask(name)
+    eventually(lambda: len(resolver.asked) == MAX_LOOKUPS)
+    resolver.ask("one too many")
+    assert isinstance(resolver.told[-1][1], PeerUnreachable)
+    for name in known:
+        resolver.answer(name, ("10.0.0.2",))
+        assert resolver.told[-1] == (name, ("10.0.0.2",))
+    resolver.pass_time(4.5)
+    assert (
+        sum(isinstance(answer, PeerUnreachable) for _, answer in resolver.told)
+        == len(strangers) + 1
+    )
+    assert len(resolver.names._lookups) == MAX_LOOKUPS - RESERVED_LOOKUPS  # that hang
+    resolver.ask("after the flood")
+    resolver.answer(resolver.asked[0], ())
+    resolver.answer("after the flood", ("10.0.0.3",))
+    assert resolver.told[-1] == ("after the flood", ("10.0.0.3",))
+
+
+def test_a_thread_that_cannot_be_had_is_a_failure(
+    resolver: Resolver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    resolver.ask("a")
+    resolver._calls.popleft()()
+    ((_, error),) = resolver.told
+    assert "can't start new thread" in str(error)
+
+
+def test_nobody_is_told_after_the_end(resolver: Resolver) -> None:
+    resolver.ask("a")
+    eventually(lambda: resolver.asked)
+    resolver.close()
+    eventually(lambda: not [t for t in threading.enumerate() if t.name == "p2p-name"])
+    assert not resolver._calls
+    assert resolver.told == []
+
+
+def test_the_resolver_of_the_machine() -> None:
+    found = look_up("localhost")
+    assert isinstance(found, tuple)
+    assert found[0] == "127.0.0.1"
+    for host in ("", "a" * 64 + ".example", "\0", "nobody.invalid"):
+        answer = look_up(host)
+        assert isinstance(answer, PeerUnreachable) or not host

@@ -1,0 +1,160 @@
+"""Frames by name: sockets see numeric addresses only, everybody above the name that was given."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from p2p_engine.errors import PeerUnreachable
+from p2p_engine.names import Answer, Names, Told
+from p2p_engine.reach import IDLE_SECONDS, MAX_FRAMES, Reach
+from p2p_engine.sockets import Route, Sockets
+
+REFRESH_SECONDS = 30.0
+
+
+class FakeSockets:
+    def __init__(self) -> None:
+        self.dropped_frames = 0
+        self.sent: list[tuple[str, bytes]] = []
+        self.hung_up: list[str] = []
+
+    def send(self, route: Route, frame: bytes) -> bool:
+        self.sent.append((route.address, frame))
+        return True
+
+    def hang_up(self, address: str) -> None:
+        self.hung_up.append(address)
+
+
+class Scene:
+    """A reach whose names are resolved when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.asked: list[tuple[str, Told]] = []
+        self.heard: list[tuple[str, bytes]] = []
+        self.refused: list[tuple[str, str]] = []
+        self.unresolved: list[tuple[str, str]] = []
+        self.sockets = FakeSockets()
+        self.reach = Reach(
+            cast("Names", self), REFRESH_SECONDS, lambda: self.now,
+            lambda route, frame: self.heard.append((route.address, frame)),
+            lambda address, reason: self.refused.append((address, reason)),
+            lambda address, error: self.unresolved.append((address, str(error))),
+        )  # fmt: skip
+        self.reach.sockets = cast("Sockets", self.sockets)
+
+    def resolve(self, host: str, told: Told) -> None:
+        self.asked.append((host, told))
+
+    def answer(self, answer: Answer) -> None:
+        self.asked.pop(0)[1](answer)
+
+    def say(self, address: str, frame: bytes = b"x") -> None:
+        assert self.reach.send(Route(address), frame)
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:5", "[::1]:5", "no address"])
+def test_what_is_no_name_goes_straight_to_the_sockets(scene: Scene, address: str) -> None:
+    scene.say(address)
+    assert scene.sockets.sent == [(address, b"x")]
+    scene.reach.hang_up(address)
+    assert scene.sockets.hung_up == [address]
+    assert not scene.asked
+
+
+def test_frames_wait_for_the_name_and_answers_bear_it(scene: Scene) -> None:
+    for frame in (b"a", b"a", b"b"):
+        scene.say("peer:5", frame)
+    assert [host for host, _ in scene.asked] == ["peer"]
+    scene.answer(("10.0.0.1", "::1"))
+    scene.say("peer:5", b"c")
+    assert scene.sockets.sent == [("10.0.0.1:5", frame) for frame in (b"a", b"b", b"c")]
+    scene.reach.hear(Route("10.0.0.1:5"), b"d")
+    assert ("peer:5", b"d") in scene.heard
+    scene.reach.refused("10.0.0.1:5", "no key")
+    assert ("peer:5", "no key") in scene.refused
+
+
+def test_frames_that_wait_are_bounded(scene: Scene) -> None:
+    for number in range(MAX_FRAMES + 3):
+        scene.say("peer:5", bytes([number]))
+    assert scene.sockets.dropped_frames == 3
+    scene.answer(PeerUnreachable("no such name"))
+    assert scene.sockets.dropped_frames == MAX_FRAMES + 3
+    assert scene.unresolved == [("peer:5", "no such name")]
+    scene.say("peer:5")  # is looked up again
+    assert len(scene.asked) == 1
+
+
+def test_a_name_in_use_is_looked_up_again_and_followed(scene: Scene) -> None:
+    scene.say("proxy:5")
+    scene.answer(("10.0.0.1",))
+    scene.now += REFRESH_SECONDS
+    scene.say("proxy:5")
+    scene.answer(("10.0.0.3", "10.0.0.1"))  # still one of them
+    assert not scene.sockets.hung_up
+    scene.now += REFRESH_SECONDS
+    scene.say("proxy:5")
+    scene.answer(PeerUnreachable("no server answers"))  # nothing better is known
+    assert not scene.unresolved
+    scene.now += REFRESH_SECONDS
+    scene.say("proxy:5")
+    scene.answer(("10.0.0.2",))
+    assert scene.sockets.hung_up == ["10.0.0.1:5"]
+    scene.say("proxy:5", b"y")
+    assert scene.sockets.sent[-1] == ("10.0.0.2:5", b"y")
+
+
+def test_two_names_of_one_address_share_a_connection(scene: Scene) -> None:
+    for name in ("one:5", "two:5"):
+        scene.say(name)
+        scene.answer(("10.0.0.1",))
+    scene.reach.hear(Route("10.0.0.1:5"), b"d")
+    assert {address for address, _ in scene.heard} == {"one:5", "two:5", "10.0.0.1:5"}
+    scene.reach.hang_up("one:5")
+    assert not scene.sockets.hung_up
+    scene.reach.hang_up("two:5")
+    assert scene.sockets.hung_up == ["10.0.0.1:5"]
+
+
+def test_who_hangs_up_before_the_answer_hears_no_more(scene: Scene) -> None:
+    scene.say("peer:5")
+    scene.reach.hang_up("peer:5")
+    scene.answer(("10.0.0.1",))
+    assert not scene.sockets.sent
+
+
+def test_a_new_dial_looks_the_name_up_anew(scene: Scene) -> None:
+    scene.say("peer:5")
+    scene.answer(("10.0.0.1",))
+    scene.reach.hang_up("peer:5")
+    scene.say("peer:5", b"y")
+    scene.answer(("10.0.0.2",))
+    assert scene.sockets.sent[-1] == ("10.0.0.2:5", b"y")
+
+
+def test_names_that_nothing_is_said_to_are_forgotten(scene: Scene) -> None:
+    """Whoever names many hosts fills no memory."""
+    for number in range(100):
+        scene.say(f"peer-{number}:5")
+        scene.answer((f"10.0.0.{number}",))
+    scene.now += IDLE_SECONDS
+    scene.reach.tick(scene.now)
+    assert not scene.reach._leads
+    assert not scene.reach._by_numeric
+    assert len(scene.sockets.hung_up) == 100
+
+
+def test_a_route_back_is_the_sockets_affair(scene: Scene) -> None:
+    route = Route(identity=b"guest")
+    assert scene.reach.send(route, b"x")
+    scene.reach.hear(route, b"y")
+    assert scene.heard == [("", b"y")]

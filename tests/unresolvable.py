@@ -1,0 +1,102 @@
+"""What a process does when names are not resolved: run with the resolver of unresolvable.c.
+
+Each line that it prints is a name and what was seen of it. It ends by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import zmq
+
+from p2p_engine import P2pNcclEngine, TransferKey
+from p2p_engine.directory import Directory, RankAddress
+from p2p_engine.errors import P2pError
+from p2p_engine.layout import TensorSink, TensorSource
+from p2p_engine.messages import decode_heartbeat
+from p2p_engine.peers import InstanceAddress, PeerAddress
+from tests.engines import engines, settings, start
+
+BAD = "prefill-7.nodns:4567"
+PATIENCE = 60.0
+
+
+def say(name: str, seen: object) -> None:
+    """Tell the test."""
+    sys.stdout.write(f"{name}: {seen}\n")
+    sys.stdout.flush()
+
+
+def exchange(sender: P2pNcclEngine, peer: PeerAddress, name: str) -> str:
+    """Send a tensor; return how that ended."""
+    try:
+        sender.send(TransferKey(name), peer, TensorSource(torch.arange(8))).wait(PATIENCE)
+    except P2pError as error:
+        return f"{type(error).__name__} {error}"
+    return "ok"
+
+
+def by_name(engine: P2pNcclEngine) -> PeerAddress:
+    """The address of an engine, with a name for its host."""
+    return PeerAddress("localhost:" + engine.zmq_address.rpartition(":")[2])
+
+
+def try_engines() -> None:
+    """A healthy pair, beside names of peers and of directories that nobody resolves."""
+    with engines(3, "tcp") as (sender, receiver, late):
+        target = PeerAddress(receiver.zmq_address)
+        say("good name", exchange(sender, by_name(receiver), "by name"))
+        bad = sender.send(TransferKey("bad"), PeerAddress(BAD), TensorSource(torch.arange(8)))
+        ranked = sender.receive(TransferKey("ranked"), TensorSink(), peer=PeerAddress(BAD, 1))
+        behind = sender.receive(TransferKey("behind"), TensorSink(), peer=InstanceAddress(BAD))
+        endings = {exchange(sender, target, f"beside {number}") for number in range(20)}
+        say("healthy pair", endings)
+        for name, transfer in (("bad peer", bad), ("bad rank", ranked), ("bad instance", behind)):
+            try:
+                transfer.wait(PATIENCE)
+            except P2pError as error:
+                say(name, f"{type(error).__name__} {error}")
+        crowd = [
+            sender.send(
+                TransferKey(f"crowd {number}"),
+                PeerAddress(f"p{number}.nodns:1"),
+                TensorSource(torch.arange(8)),
+            )
+            for number in range(100)
+        ]
+        say("beside a crowd", exchange(sender, target, "beside a crowd"))
+        say("known name beside a crowd", exchange(sender, by_name(late), "by name again"))
+        ends = set()
+        for transfer in crowd:
+            try:
+                transfer.wait(PATIENCE)
+            except P2pError as error:
+                ends.add(type(error).__name__)
+        say("crowd", ends)
+
+
+def try_directory() -> None:
+    """Two proxies, one by a name that nobody resolves."""
+    context = zmq.Context()
+    proxy = context.socket(zmq.ROUTER)
+    port = proxy.bind_to_random_port("tcp://127.0.0.1")
+    config = settings("tcp", proxy_ip="127.0.0.1,proxy-2.nodns", proxy_port=port, http_port=8100)
+    with start(config) as sender, start(config) as receiver:
+        ranks = [RankAddress(0, receiver.zmq_address, receiver.epoch)]
+        with Directory(config, ranks, kv_port=0, role="D") as directory:
+            heard = 0
+            while heard < 3 and proxy.poll(int(PATIENCE * 1000)):
+                decode_heartbeat(proxy.recv_multipart()[-1])
+                heard += 1
+            say("heartbeats", heard)
+            say("rank", exchange(sender, PeerAddress(directory.address, 0), "by directory"))
+    proxy.close()
+    context.term()
+
+
+if __name__ == "__main__":
+    try_engines()
+    try_directory()
+    os._exit(0)  # threads that hang in the resolver end with the process
