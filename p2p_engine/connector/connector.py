@@ -217,8 +217,8 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         return self._planner.request_finished(request, block_ids)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Look here for free blocks."""
-        self._planner.pressure.bind(gpu_block_pool)
+        """Count free blocks, and hold blocks, in this pool."""
+        self._planner.bind_pool(gpu_block_pool)
 
     def has_pending_block_frees(self) -> bool:
         """Whether to wait for what is being spilled, rather than preempt (since 0.30)."""

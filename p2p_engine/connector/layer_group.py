@@ -12,6 +12,8 @@ from p2p_engine.paged import PagedCache
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec  # noqa: TC004  # nobody evaluates it
 
+NULL_BLOCK = 0  # vLLM's stand-in for blocks behind a window
+
 
 @dataclass(frozen=True)
 class LayerGroup:

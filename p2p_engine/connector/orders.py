@@ -54,7 +54,7 @@ class Load:
 class SendStep:
     """After this step `num_computed_tokens` of the prompt lie in these whole tables, by group.
 
-    Behind a group's window its table may name blocks that are no longer the request's.
+    Behind a group's window its table may name blocks that are no longer the request's, or none.
     """
 
     party: Party
@@ -85,4 +85,4 @@ class StepOrders:
     spills: list[str] = field(default_factory=list)  # held requests whose blocks vLLM needs
     cancelled_loads: list[str] = field(default_factory=list)
     unwanted: list[Party] = field(default_factory=list)  # KV that nobody here will load
-    drops_landed: bool = False  # vLLM's caches were reset: what has landed is of old weights
+    is_reset: bool = False  # vLLM's caches were: what has landed and what is held are out of date

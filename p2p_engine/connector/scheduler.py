@@ -17,12 +17,14 @@ from vllm.v1.request import RequestStatus
 from p2p_engine.config import SendMode
 from p2p_engine.connector.binding import binding_of
 from p2p_engine.connector.intent import Direction, Instance, InvalidParams, read_intent
-from p2p_engine.connector.layer_group import LayerGroup
+from p2p_engine.connector.layer_group import NULL_BLOCK, LayerGroup
 from p2p_engine.connector.metadata import P2pConnectorMetadata
 from p2p_engine.connector.orders import BlockRange, EndedSend, Int64s, Load, Party, SendStep
+from p2p_engine.connector.pins import Pins
 from p2p_engine.connector.pressure import Pressure
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -35,8 +37,6 @@ GIVEN_UP = (
     RequestStatus.FINISHED_IGNORED,
     RequestStatus.FINISHED_ERROR,
 )
-NULL_BLOCK = 0  # vLLM's stand-in for blocks behind a window
-MANY_TOKENS = "after its first token, a prefill frees blocks of its windows before they are sent"
 
 
 @dataclass
@@ -76,7 +76,13 @@ class SchedulerHalf:
         self._loading: dict[str, _Loading] = {}
         self._next = P2pConnectorMetadata()
         self._asked: dict[str, int] = {}  # requests that want blocks in this step, and how many
-        self.pressure = Pressure()
+        self._pressure = Pressure()
+        self._pins = Pins()
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        """Count free blocks, and hold blocks, in this pool of vLLM's."""
+        self._pressure.bind(pool)
+        self._pins.bind(pool)
 
     def announce(self, address: str) -> None:
         """Go by this address from now on: with `kv_port: 0` it is known only when it is bound."""
@@ -109,9 +115,6 @@ class SchedulerHalf:
         )
         if intent.direction is Direction.LOAD:
             self._loading[request_id] = _Loading(party)
-        elif self._has_window and request.max_tokens > 1:
-            logger.warning("not sent: request=%s reason=%s", request_id, MANY_TOKENS)
-            self._next.ended_sends.append(EndedSend(party, MANY_TOKENS, is_held=False))
         else:
             self._sending[request_id] = _Sending(party)
 
@@ -156,7 +159,8 @@ class SchedulerHalf:
         failure = None if is_complete else f"the request ended as {request.status.name}"
         self._next.ended_sends.append(EndedSend(sending.party, failure, sending.has_steps))
         if is_complete and sending.party.send_type is SendMode.GET:
-            self.pressure.hold(request.request_id, sum(len(group) for group in block_ids))
+            num_blocks = sum(block != NULL_BLOCK for group in block_ids for block in group)
+            self._pressure.hold(request.request_id, num_blocks)
         return sending.has_steps, self._response(sending.party, block_ids) if is_complete else None
 
     def _end_load(self, loading: _Loading) -> None:
@@ -187,14 +191,15 @@ class SchedulerHalf:
         """Order one step: everything said since the last one, and what this step computes."""
         metadata, self._next = self._next, P2pConnectorMetadata()
         for num_blocks in self._asked.values():  # vLLM did not have them
-            self.pressure.want(num_blocks)
+            self._pressure.want(num_blocks)
         self._asked.clear()
-        metadata.spills = self.pressure.take_orders()
+        metadata.spills = self._pressure.take_orders()
         for request_id in output.preempted_req_ids or ():
             sending = self._sending.get(request_id)
             if sending is not None:
                 sending.is_planned = False
                 metadata.preempted.append(request_id)
+                self._pins.release(request_id)  # the workers withdraw before they run this step
         for sending, num_computed in self._scheduled(output):
             metadata.sends.append(self._step(sending, num_computed))
         return metadata
@@ -233,16 +238,27 @@ class SchedulerHalf:
         party = sending.party
         sending.has_steps = True
         sending.is_planned = num_computed_tokens >= party.num_tokens
+        if sending.is_planned:
+            self._pin_windows(sending)
         tables = tuple(
             _int64s(table[: group.num_blocks(party.num_tokens)])
             for group, table in zip(self._groups, sending.tables, strict=True)
         )
         return SendStep(party, tables, min(num_computed_tokens, party.num_tokens))
 
+    def _pin_windows(self, sending: _Sending) -> None:
+        """Hold what is sent of windows: vLLM frees it from the next token on, or at the end."""
+        num_tokens = sending.party.num_tokens
+        for group, table in zip(self._groups, sending.tables, strict=True):
+            if group.window:
+                blocks = table[group.first_block(num_tokens) : group.num_blocks(num_tokens)]
+                self._pins.pin(sending.party.request_id, blocks)
+
     def workers_reported(self, output: KVConnectorOutput) -> None:
         """Note which loads have ended, and which blocks are free, on every rank."""
         for request_id in output.finished_sending or ():
-            self.pressure.release(request_id)
+            self._pressure.release(request_id)
+            self._pins.release(request_id)
         for request_id in output.finished_recving or ():
             loading = self._loading.get(request_id)
             if loading is not None:
@@ -250,12 +266,12 @@ class SchedulerHalf:
 
     def can_wait_for_blocks(self) -> bool:
         """Whether vLLM, which lacks blocks for a running request, will have some soon."""
-        self.pressure.want()
-        return self.pressure.is_easing
+        self._pressure.want()
+        return self._pressure.is_easing
 
     def reset_cache(self) -> None:
-        """Let the workers forget what has landed and nobody has claimed."""
-        self._next.drops_landed = True
+        """Let the workers forget what has landed and nobody has claimed, and what is held."""
+        self._next.is_reset = True
 
     def _num_loaded(self, party: Party) -> int:
         """How many tokens of a prompt are loaded, those included that are here already.

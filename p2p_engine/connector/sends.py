@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from p2p_engine.config import SendMode
+from p2p_engine.connector.layer_group import NULL_BLOCK
 from p2p_engine.connector.orders import EndedSend, Int64s, Party, SendStep
 from p2p_engine.errors import EngineClosed, P2pError, PeerError, TransferRejected
 from p2p_engine.paged import PagedSource
@@ -182,6 +183,11 @@ class Sends:
             if item.is_held:
                 self._held[party.request_id] = sending
 
+    def give_up_held(self, reason: str) -> None:
+        """Let nothing more leave of the requests that have finished."""
+        for sending in [*self._held.values(), *self._trailing]:
+            self._give_up(sending, reason)
+
     def spill(self, request_ids: Iterable[str]) -> None:
         """Have held requests copied into the engine's memory, as soon as there is room: vLLM needs
         their blocks."""
@@ -253,6 +259,9 @@ class Sends:
         if end <= first or (is_held and not is_last):
             return True
         block_ids = table[first:end]
+        if self._group.window and (block_ids == NULL_BLOCK).any():
+            self._fail(sending, "preempted, and resumed behind the window of its prompt")
+            return True
         places = self._staging.take(block_ids)
         if places is None:
             return False

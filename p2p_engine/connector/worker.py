@@ -75,11 +75,13 @@ class WorkerHalf:
 
     def start_step(self, metadata: StepOrders) -> None:
         """Before the forward: offer what it will complete."""
-        if metadata.drops_landed:
+        if metadata.is_reset:
             self.engine.drop_landed()
         for sends in self._sends:
             sends.start_step(metadata.sends)
             sends.end(metadata.ended_sends)
+            if metadata.is_reset:
+                sends.give_up_held("vLLM has reset its caches")
             sends.spill(metadata.spills)
 
     def start_loads(self, metadata: StepOrders) -> None:

@@ -19,7 +19,7 @@ from tests.simulated_pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
 pytestmark = marks.simulated_vllm
 
 # Around a block of 16, around the window of 40, and where the window begins at a block's edge.
-LENGTHS = (1, 2, 15, 16, 17, 39, 40, 41, 56, 57, 63, 64, 100, 300)
+LENGTHS = (1, 2, 15, 16, 17, 39, 40, 41, 55, 56, 57, 63, 64, 71, 100, 300)
 
 
 @pytest.fixture
@@ -115,6 +115,24 @@ def test_preemption_with_windows(make_pair: MakePair, attention: str, send_type:
     pair.check_at_rest()
 
 
+@pytest.mark.parametrize("attention", ["mixed", "windows"])
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_prefill_preempted_in_mid_answer(
+    make_pair: MakePair, attention: str, send_type: str
+) -> None:
+    """What resumes behind its prompt's window is not sent, and decode computes it."""
+    pair = make_pair(
+        {"num_blocks": 40 if attention == "mixed" else 16}, {"num_blocks": 900},
+        attention=attention, send_type=send_type, max_tokens_per_step=48, policy="recompute",
+    )  # fmt: skip
+    for seed in range(16):
+        pair.ask(prompt_of(100 + 8 * seed, seed), prefill_tokens=30)
+    pair.run(timeout=60)
+    pair.check_answers()
+    assert pair.p.num_preemptions > 0
+    pair.check_at_rest()
+
+
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize("attention", ["mixed", "windows"])
 def test_a_failure_in_one_group_is_the_requests(
@@ -141,16 +159,31 @@ def test_a_failure_in_one_group_is_the_requests(
     pair.check_at_rest()
 
 
-def test_a_prefill_of_many_tokens_would_free_its_windows(
-    make_pair: MakePair, caplog: pytest.LogCaptureFixture
+def run_until(pair: Pair, request_id: str) -> None:
+    """Step prefill alone until it has answered a request."""
+    pair.run(lambda: request_id in pair.p.finished, only=pair.p)
+
+
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+@pytest.mark.parametrize("prefill_tokens", [1, 2, 100])
+def test_no_block_of_a_window_is_reused_while_it_is_sent(
+    make_pair: MakePair, send_type: str, prefill_tokens: int
 ) -> None:
-    """It does not send, and decode hears of it at once instead of at its deadline."""
-    caplog.set_level("WARNING", logger="p2p_engine")
-    pair = make_pair(attention="mixed", policy="recompute", transfer_timeout_seconds=600)
-    pair.ask(prompt_of(100), prefill_tokens=30)
-    pair.run(timeout=20)
-    pair.check_answers(num_computed=100)
-    assert "frees blocks of its windows" in caplog.text
+    """Where the window of the token after the prompt begins at a block's edge, vLLM is through with
+    the block before it, which D needs; with an answer behind it, with the whole window."""
+    pair = make_pair(
+        attention="mixed", send_type=send_type,
+        prefill={"has_prefix_cache": False, "num_blocks": 60},
+    )  # fmt: skip
+    for length in (55, 71, 60):
+        pair.ask(prompt_of(length), prefill_tokens=prefill_tokens, order="prefill first")
+        run_until(pair, pair.prefill_ids[-1])
+        other = f"other-{length}"  # takes what is free, and writes there
+        pair.p.add(other, prompt_of(300, length))
+        run_until(pair, other)
+        pair.ask_waiting()
+        pair.run()
+    pair.check_answers(num_computed=1)
     pair.check_at_rest()
 
 

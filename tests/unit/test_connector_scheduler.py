@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput
@@ -354,10 +355,17 @@ def _feature(identifier: str, offset: int) -> Any:
 
 
 @pytest.fixture
-def windowed() -> SchedulerHalf:
+def pool() -> BlockPool:
+    return BlockPool(num_gpu_blocks=20, enable_caching=False, hash_block_size=BLOCK_SIZE)
+
+
+@pytest.fixture
+def windowed(pool: BlockPool) -> SchedulerHalf:
     """All tokens in group 0, a window of 20 in group 1."""
     instance = Instance("kv_both", "[::1]:1", SendMode.PUT_ASYNC, has_random_ids=True)
-    return SchedulerHalf(instance, "model", [make_group(), make_group(1, window=20)], tp_size=1)
+    half = SchedulerHalf(instance, "model", [make_group(), make_group(1, window=20)], tp_size=1)
+    half.bind_pool(pool)
+    return half
 
 
 def allocated_in(*tables: list[int]) -> Any:
@@ -410,15 +418,55 @@ def test_each_group_has_a_table_of_its_own(windowed: SchedulerHalf) -> None:
     assert [table.tolist() for table in step.tables] == [[4, 5, 6], [1, 2, 3]]
 
 
-def test_a_prefill_that_goes_on_frees_its_windows_so_it_does_not_send(
-    windowed: SchedulerHalf,
+def prefill_of_both(num_scheduled: int) -> SchedulerOutput:
+    """Of a prompt of 40: three blocks in each group; the window begins in the second."""
+    output = make_output(scheduled={"r": num_scheduled})
+    tables = [1, 2, 3], [7, 8, 9]
+    output.scheduled_new_reqs = [NewRequestData("r", [], [], None, None, tables, 0, None)]
+    return output
+
+
+def pinned(pool: BlockPool) -> dict[int, int]:
+    """The references to each block that has any."""
+    return {b.block_id: b.ref_cnt for b in pool.blocks if b.ref_cnt > 0 and not b.is_null}
+
+
+@pytest.mark.parametrize("max_tokens", [1, 8])
+def test_windows_are_pinned_from_the_prompts_end_until_all_ranks_have_reported(
+    windowed: SchedulerHalf, pool: BlockPool, max_tokens: int
 ) -> None:
-    """Its request asks for eight tokens."""
     request = make_request(SEND)
+    request.max_tokens = max_tokens
     windowed.on_new_request(request)
-    (ended,) = windowed.build_metadata(make_output()).ended_sends
-    assert ended.failure is not None
-    assert not ended.is_held
-    output = make_output(new=[("r", [1, 2, 3], 0)], scheduled={"r": 40})
-    assert not windowed.build_metadata(output).sends
-    assert finish(windowed, request, RequestStatus.FINISHED_LENGTH_CAPPED) == (False, None)
+    windowed.build_metadata(prefill_of_both(30))
+    assert pinned(pool) == {}
+    windowed.build_metadata(make_output(cached=[("r", None, 30)], scheduled={"r": 10}))
+    assert pinned(pool) == {8: 1, 9: 1}
+    windowed.build_metadata(make_output(cached=[("r", None, 40)], scheduled={"r": 1}))
+    is_held, _ = finish(windowed, request, RequestStatus.FINISHED_LENGTH_CAPPED)
+    assert is_held
+    windowed.build_metadata(make_output())
+    assert pinned(pool) == {8: 1, 9: 1}
+    for _ in range(2):
+        windowed.workers_reported(KVConnectorOutput(finished_sending={"r", "stranger"}))
+        assert pinned(pool) == {}
+
+
+def test_a_preempted_request_gives_its_pins_back(windowed: SchedulerHalf, pool: BlockPool) -> None:
+    """The workers withdraw what has not left before anybody writes there."""
+    windowed.on_new_request(make_request(SEND))
+    windowed.build_metadata(prefill_of_both(40))
+    assert pinned(pool) == {8: 1, 9: 1}
+    assert windowed.build_metadata(make_output(preempted=["r"])).preempted == ["r"]
+    assert pinned(pool) == {}
+    again = make_output(cached=[("r", [4], 0)], resumed=["r"], scheduled={"r": 40})
+    again.scheduled_cached_reqs.new_block_ids = [([4, 5, 6], [0, 2, 3])]
+    windowed.build_metadata(again)
+    assert pinned(pool) == {2: 1, 3: 1}
+    assert pool.null_block.ref_cnt == 0
+
+
+def test_a_reset_is_told_to_the_workers_once(windowed: SchedulerHalf) -> None:
+    windowed.reset_cache()
+    assert windowed.build_metadata(make_output()).is_reset
+    assert not windowed.build_metadata(make_output()).is_reset

@@ -436,12 +436,22 @@ def test_a_cancellation_that_crosses_the_report_is_ignored(
 
 def test_unwanted_and_reset(engine: FakeEngine, worker: WorkerHalf) -> None:
     unwanted = [party("a", mode=SendMode.GET), party("b", peer=None)]
-    run(worker, unwanted=unwanted, drops_landed=True)
+    run(worker, unwanted=unwanted, is_reset=True)
     assert engine.discarded == [
         ("t-a", {"binding": b"a", "peer": InstanceAddress("h:1"), "pull": True}),
         ("t-b", {"binding": b"b", "peer": None, "pull": False}),
     ]
     assert engine.num_dropped == 1
+
+
+def test_after_a_reset_nothing_that_is_held_leaves(engine: FakeEngine, worker: WorkerHalf) -> None:
+    """Of one that is still computed the new blocks are told apart by vLLM: it starts over."""
+    engine.on_cancel = lambda transfer: end(transfer, TransferCancelled("x"))
+    steps = [SendStep(party(name, mode=SendMode.GET), (blocks(10, 7),), 100) for name in "ab"]
+    run(worker, sends=steps, ended_sends=[EndedSend(party("a"), None, is_held=True)])
+    results = run(worker, is_reset=True)
+    assert engine.cancelled == [engine.sent[0].transfer]
+    assert results.finished_sending == {"a"}
 
 
 # Several groups
@@ -474,6 +484,19 @@ def test_of_a_window_only_its_blocks_are_held(engine: FakeEngine, two_groups: Wo
     run(two_groups, sends=[step])
     held = [(item.key.group, item.source.first_block, item.blocks) for item in engine.sent]
     assert held == [(0, 0, list(range(10, 17))), (1, 3, [33, 34, 35, 36])]
+
+
+def test_a_block_that_vllm_has_dropped_is_never_sent(
+    engine: FakeEngine, two_groups: WorkerHalf
+) -> None:
+    """Resumed with more in the prefix cache than its prompt, a request lacks its window."""
+    window = blocks(30, 7)
+    window[3] = 0
+    run(two_groups, sends=[SendStep(party(), (blocks(10, 7), window), 100)])
+    assert [item.key.group for item in engine.sent] == [0]
+    assert [reason for _, _, reason in engine.abandoned] == [
+        "preempted, and resumed behind the window of its prompt"
+    ]
 
 
 def test_a_request_has_been_sent_when_each_group_has(
