@@ -297,12 +297,15 @@ class SimulatedInstance:
         dp_rank: int = 0,
         draft: str = "",
         num_speculative_tokens: int = 0,
+        num_modules: int = 1,
         **extra: Any,
     ) -> None:
         """`kv_port` is its directory's; a data-parallel rank was configured with a lower one.
 
         With a `draft`, it computes that one's layer, too, after the connector's report, as vLLM. It
-        proposes nothing: of speculation there are only the placeholders of vLLM's scheduler.
+        proposes nothing: of speculation there are only the placeholders of vLLM's scheduler. With
+        several modules, what it keeps of a position depends on as many tokens behind it, which are
+        guesses behind the prompt.
         """
         settings = {
             "host": "127.0.0.1", "mem_pool_size_gb": 0.01, "kv_buffer_size": 1 << 24, **extra,
@@ -324,6 +327,10 @@ class SimulatedInstance:
             dp_rank=dp_rank,
         )
         self.block_size = block_size
+        self.num_modules = num_modules
+        if num_modules > 1:
+            ahead = {"num_prefill_lookahead_tokens": num_modules}
+            self.config.__class__ = type("LookingAhead", (VllmConfig,), ahead)
         self.config.cache_config.num_gpu_blocks = num_blocks
         self.ranks = [
             Rank(self.config, attention, num_blocks, rank, is_on_device=is_on_device, draft=draft)
@@ -498,10 +505,19 @@ class SimulatedInstance:
         if is_drafting:
             for name, first, values in self._work:
                 tables = self._cached[name].tables
-                rank.write(tables, first, values[first:], self._draft_layers)
+                kept = self._kept_by_draft(name, values)
+                rank.write(tables, first, kept[first:], self._draft_layers)
             connector.wait_for_save()
         connector.clear_connector_metadata()
         return report
+
+    def _kept_by_draft(self, name: str, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """What the draft's last module keeps of each position: what it has read by then."""
+        if self.num_modules == 1:
+            return values
+        read = expected_values(self._cached[name].prompt)[self.num_modules :]
+        guessed = -values[len(read) :] - self.config.kv_transfer_config.kv_port
+        return np.concatenate([read, guessed])[: len(values)]
 
     def _update_states(self, output: SchedulerOutput) -> None:
         """Take over what the scheduler says, as the model runner's method of this name."""
@@ -574,7 +590,8 @@ class SimulatedInstance:
         for rank in self.ranks:
             rank.check(known.tables, values, first, f"{name} at {first}")
             for layer in self._draft_layers:
-                wrong = rank.wrong_positions(known.tables, values, layer, 0, first)
+                kept = self._kept_by_draft(name, values)
+                wrong = rank.wrong_positions(known.tables, kept, layer, 0, first)
                 self.wrong_draft_positions.setdefault(name, len(wrong))
         counts = self.num_computed_prompt_tokens
         counts[name] = counts.get(name, 0) + min(end, num_prompt) - min(first, num_prompt)

@@ -38,6 +38,11 @@ def check_version() -> bool:
     return OLDEST <= version <= NEWEST
 
 
+def num_lookahead_tokens(vllm_config: Any) -> int:
+    """How many tokens behind a position a draft's layers have read when they compute it (0.31)."""
+    return int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0))
+
+
 def has_random_request_ids() -> bool:
     """Whether vLLM appends eight random digits to each request id."""
     return not getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False)

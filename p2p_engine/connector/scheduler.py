@@ -65,13 +65,21 @@ class SchedulerHalf:
     """State per request, and what has to be said in the next step."""
 
     def __init__(
-        self, instance: Instance, model: str, groups: Sequence[LayerGroup], tp_size: int
+        self,
+        instance: Instance,
+        model: str,
+        groups: Sequence[LayerGroup],
+        tp_size: int,
+        *,
+        num_lookahead_tokens: int = 0,
     ) -> None:
+        """`num_lookahead_tokens`: how far a draft's layers read ahead of what they compute."""
         self._instance = instance
         self._model = model
         self._groups = groups
         self._has_window = any(group.window for group in groups)
         self._tp_size = tp_size
+        self._num_lookahead_tokens = num_lookahead_tokens
         self._sending: dict[str, _Sending] = {}
         self._loading: dict[str, _Loading] = {}
         self._next = P2pConnectorMetadata()
@@ -278,7 +286,14 @@ class SchedulerHalf:
 
         vLLM computes the last one again. With a window it must know that before: else it would make
         room only for what the token after it looks at, and could lack the first that this one does.
+
+        The second and later modules of an MTP draft read more than one token ahead: at the end of
+        the prompt they have read tokens that prefill guessed. vLLM computes such positions again
+        only behind a rejection of its own, so they are not loaded. A single module's one position
+        is the last, which is computed again in any case.
         """
+        if self._num_lookahead_tokens > 1:
+            return max(0, party.num_tokens - self._num_lookahead_tokens)
         return party.num_tokens - 1 if self._has_window else party.num_tokens
 
     @staticmethod

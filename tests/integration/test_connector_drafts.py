@@ -145,5 +145,33 @@ def test_windows_beside_a_draft(make_pair: MakePair) -> None:
     """The draft looks at everything, and has a table of its own."""
     pair = make_pair({}, {}, draft="eagle", attention="windows")
     ask_all(pair)
-    assert pair.d.ranks[0].group_of == [0, 1, 2, 3]
+    assert pair.d.ranks[0].group_of[: NUM_LAYERS + 1] == [0, 1, 2, 3]
     assert not any(pair.d.wrong_draft_positions.values())
+
+
+@pytest.mark.parametrize("num_modules", [2, 4])
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_what_prefill_guessed_is_computed_again(
+    make_pair: MakePair, num_modules: int, send_type: str
+) -> None:
+    """Each further module of an MTP draft has read a token more, at the end guessed ones."""
+    pair = make_pair({}, {}, draft="mtp", num_modules=num_modules, send_type=send_type)
+    for seed, order in enumerate(ORDERS):
+        for length in (15, 16, 17, 64, 65, 66, 100, 300):
+            pair.ask(prompt_of(length, seed), order=order)
+        pair.run(timeout=40)
+    pair.check_answers(num_computed=num_modules)
+    pair.check_at_rest()
+    wrong = pair.d.wrong_draft_positions
+    assert wrong
+    assert not any(wrong.values())
+
+
+def test_a_prompt_that_the_draft_reads_over_is_not_loaded(make_pair: MakePair) -> None:
+    pair = make_pair({}, {}, draft="mtp", num_modules=4)
+    for length in (1, 3, 4):
+        pair.ask(prompt_of(length))
+    pair.run()
+    pair.check_answers()
+    pair.check_at_rest()
+    assert pair.landed_bytes() == 0
