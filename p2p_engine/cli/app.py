@@ -188,6 +188,11 @@ def doctor(
     kv_transfer_config: TransferConfig = None,
     model: Annotated[str, typer.Option(help="A model's name or folder.")] = "",
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size.")] = 1,
+    gpu_memory: Annotated[
+        float, typer.Option(metavar="GIB", help="Of each GPU; asked of the driver if there is one.")
+    ] = 0.0,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="vLLM's setting.")] = 0.92,
+    kv_cache_memory_bytes: Annotated[int, typer.Option(help="vLLM's setting, or its figure.")] = 0,
     rewrite: Annotated[
         str, typer.Option(metavar="TEXT", help="An old command line or --kv-transfer-config.")
     ] = "",
@@ -196,6 +201,7 @@ def doctor(
 
     With --rewrite, say instead how an old launch command reads for current vLLM.
     """
+    from p2p_engine.cli.devices import find_room
     from p2p_engine.cli.doctor import run_doctor, run_rewrite
 
     if rewrite:
@@ -203,7 +209,8 @@ def doctor(
             raise typer.Exit(run_rewrite(rewrite, _console(stderr=True)))
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
-    raise typer.Exit(run_doctor(kv_transfer_config, model, tp, _console()))
+    room = find_room(gpu_memory, gpu_memory_utilization, kv_cache_memory_bytes)
+    raise typer.Exit(run_doctor(kv_transfer_config, model, tp, _console(), room))
 
 
 @app.command()

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
+from p2p_engine.device_memory import Room
 from p2p_engine.memory import available_memory_bytes
 
 GIB = 1 << 30
@@ -98,6 +99,24 @@ def visible_gpus(env: Mapping[str, str]) -> tuple[str, ...]:
         query, capture_output=True, text=True, check=False, timeout=_PROBE_SECONDS
     )
     return tuple(answer.stdout.split()) if answer.returncode == 0 else ()
+
+
+def find_room(gpu_gib: float, utilization: float, cache_bytes: int) -> Room | None:
+    """What vLLM leaves on a GPU of this size (0: of the smallest here); None: there is none."""
+    total = int(gpu_gib * GIB) or _gpu_memory_bytes()
+    return Room(total, utilization, cache_bytes or None) if total else None
+
+
+def _gpu_memory_bytes() -> int:
+    """Of the smallest GPU here; 0: there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(
+        query, capture_output=True, text=True, check=False, timeout=_PROBE_SECONDS
+    )
+    sizes = [int(word) for word in answer.stdout.split() if word.isdecimal()]
+    return min(sizes, default=0) << 20
 
 
 def _kv_space_gib(planned: int) -> int:

@@ -20,7 +20,8 @@ from p2p_engine.cli.findings import Finding, change, note, ok, show
 from p2p_engine.cli.installation import check_installation
 from p2p_engine.cli.ports import is_port_free
 from p2p_engine.cli.rewrite import TOP_LEVEL_KEYS, config_problems, rewrite
-from p2p_engine.config import DEFAULT_KV_PORT, TRANSPORT_NAMES, EngineConfig
+from p2p_engine.config import DEFAULT_KV_PORT, TRANSPORT_NAMES, EngineConfig, SendMode
+from p2p_engine.device_memory import MIB, Room, device_memory
 from p2p_engine.errors import ConfigError
 from p2p_engine.keys import exposure, read_key_file
 from p2p_engine.memory import available_memory_bytes, memory_bytes
@@ -29,8 +30,15 @@ PROXY_PORTS = (10001, 30001)
 _CONNECT_SECONDS = 2.0
 
 
-def run_doctor(config: Mapping[str, Any] | None, model: str, tp_size: int, console: Console) -> int:
-    """Check everything; return the exit code: 1 when something must change."""
+def run_doctor(
+    config: Mapping[str, Any] | None,
+    model: str,
+    tp_size: int,
+    console: Console,
+    room: Room | None = None,
+) -> int:
+    """Check everything; return the exit code: 1 when something must change. `room` is that on each
+    GPU."""
     with console.status("importing vLLM, as each of its processes will"):
         findings = list(check_installation())
     findings += check_transports()
@@ -38,6 +46,7 @@ def run_doctor(config: Mapping[str, Any] | None, model: str, tp_size: int, conso
         findings += [check_port("127.0.0.1", port, "the proxy's port") for port in PROXY_PORTS]
     else:
         findings += check_config(config, tp_size)
+        findings += check_device_memory(config, room)
     if model:
         findings.append(check_model(model, tp_size))
     return show(findings, console)
@@ -134,6 +143,21 @@ def check_memory(
         remedy = "ulimit -l unlimited (in a container: --ulimit memlock=-1), or page_lock false"
         return change("memory", f"page_lock: only {limit / GIB:.1f} GiB may be locked", remedy)
     return ok("memory", f"buffer and pool need {needed}")
+
+
+def check_device_memory(config: Mapping[str, Any], room: Room | None) -> Iterator[Finding]:
+    """Does vLLM leave on each GPU what the engine takes there, which vLLM does not count?"""
+    if room is None or config.get("kv_buffer_device") == "cpu":
+        return
+    with contextlib.suppress(ConfigError):
+        settings = EngineConfig.from_extra_config(config.get(EXTRA) or {}).on_device("cuda:0")
+        pushes = config.get("kv_role") == "kv_producer" and settings.send_type is not SendMode.GET
+        needed = device_memory(settings, receives=not pushes)
+        state = f"the engine takes {needed}, vLLM leaves {room.left_bytes / MIB:.0f} MiB"
+        if room.lacking(needed):
+            yield change("GPU memory", state, room.advice(needed))
+        else:
+            yield ok("GPU memory", state)
 
 
 def _about_pool(settings: EngineConfig, tp_size: int) -> str:

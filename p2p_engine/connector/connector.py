@@ -18,6 +18,7 @@ from p2p_engine.addresses import join_address
 from p2p_engine.config import GIB, SendMode
 from p2p_engine.connector import compat
 from p2p_engine.connector.cache_spec import read_caches
+from p2p_engine.connector.device_room import check_room
 from p2p_engine.connector.groups import (
     attention_groups,
     is_draft_layer,
@@ -294,6 +295,8 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         if devices and not self._host_buffers:
             config = config.on_device(f"cuda:{devices.pop().index}")
         receives = self._kv_transfer_config.is_kv_consumer or config.send_type is SendMode.GET
+        if config.device != "cpu":
+            check_room(config, self._vllm_config.cache_config, kv_caches, receives=receives)
         engine = P2pNcclEngine(config, spec=spec, receives=receives)
         self._worker = WorkerHalf(
             engine,

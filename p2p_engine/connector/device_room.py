@@ -1,0 +1,53 @@
+"""Room on the GPU: says at start whether vLLM has left what the engine takes beside it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from p2p_engine.cuda import Cuda
+from p2p_engine.device_memory import MIB, Room, device_memory
+from p2p_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import CacheConfig
+
+    from p2p_engine.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+
+def check_room(
+    config: EngineConfig,
+    cache_config: CacheConfig,
+    kv_caches: dict[str, torch.Tensor],
+    *,
+    receives: bool,
+) -> None:
+    """Compare what this rank's engine takes with what is left; call it before the engine starts.
+
+    vLLM has its cache by now; the graphs that it captures later are part of what it counts on.
+
+    Raises:
+        ConfigError: there is too little for the engine to start; says what vLLM needs.
+    """
+    cuda, needed = Cuda(config.cudart_library), device_memory(config, receives=receives)
+    with cuda.on(config.device_index):
+        free, total = cuda.memory()
+    chosen = cache_config.kv_cache_memory_bytes
+    utilization = None if chosen else cache_config.gpu_memory_utilization
+    room = Room(total, utilization, chosen or _nbytes(kv_caches), free)
+    text = f"GPU memory: the engine takes {needed}, vLLM leaves {room.left_bytes / MIB:.0f} MiB"
+    if not room.lacking(needed):
+        logger.info("%s", text)
+    elif needed.at_start > free:
+        raise ConfigError(f"{text}: the engine cannot start; use {room.advice(needed)}")
+    else:
+        logger.warning("%s, which may not do for groups; use %s", text, room.advice(needed))
+
+
+def _nbytes(kv_caches: dict[str, torch.Tensor]) -> int:
+    """Of all caches; several of them may lie in one allocation."""
+    storages = (tensor.untyped_storage() for tensor in kv_caches.values())
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,0 +1,134 @@
+"""What an engine takes on a GPU is said before it starts, in the numbers of vLLM's settings."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from p2p_engine import P2pNcclEngine
+from p2p_engine.cli.devices import find_room
+from p2p_engine.cli.doctor import check_device_memory
+from p2p_engine.cli.findings import Level
+from p2p_engine.config import EngineConfig
+from p2p_engine.connector.device_room import check_room
+from p2p_engine.cuda import Cuda
+from p2p_engine.device_memory import MIB, DeviceMemory, Room, device_memory
+from p2p_engine.errors import ConfigError
+from tests.engines import settings
+from tests.gpu_double import GpuDouble
+
+DOUBLE = GpuDouble()
+GIB = 1 << 30
+NEEDED = DeviceMemory(600 * MIB, 100 * MIB, 300 * MIB)
+CONFIG = {"kv_connector": "P2pNcclConnector", "kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize("receives", [True, False])
+@pytest.mark.parametrize("transport", ["nccl", "cuda_ipc"])
+def test_it_is_what_an_engine_takes_at_start(transport: str, receives: bool) -> None:
+    """Counted by the stand-in for CUDA, byte by byte."""
+    config = settings(transport, kv_buffer_size=9 * MIB + 1)
+    free = Cuda(DOUBLE.path).memory()[0]
+    with P2pNcclEngine(config, receives=receives):
+        taken = free - Cuda(DOUBLE.path).memory()[0]
+    needed = device_memory(config, receives=receives)
+    assert needed.at_start == taken
+    assert bool(needed.group_bytes) == (transport == "nccl")
+
+
+def test_the_defaults_are_what_the_documents_say() -> None:
+    needed = device_memory(EngineConfig().on_device("cuda:0"))
+    assert round(needed.slab_bytes / MIB) == 144
+    assert needed.group_bytes == 16 * 36 * MIB
+    pushing = device_memory(EngineConfig().on_device("cuda:0"), receives=False)
+    assert (pushing.buffer_bytes, round(pushing.slab_bytes / MIB)) == (0, 96)
+    assert pushing.group_bytes == 16 * 20 * MIB
+
+
+@pytest.mark.parametrize("utilization", [0.5, 0.9, 0.92, 0.98, 1.0])
+@pytest.mark.parametrize("gib", [8, 16, 24, 80, 141])
+def test_what_is_advised_leaves_room(gib: int, utilization: float) -> None:
+    """And a hundredth more would not, unless there was room already."""
+    room = Room(gib * GIB, utilization, 4 * GIB)
+    words = room.advice(NEEDED).split()
+    advised, cache_bytes = float(words[1]), int(words[-1])
+    assert not Room(gib * GIB, advised).lacking(NEEDED)
+    assert 4 * GIB - cache_bytes == room.lacking(NEEDED)
+    if room.lacking(NEEDED):
+        assert Room(gib * GIB, advised + 0.01).lacking(NEEDED)
+    else:
+        assert advised == utilization
+
+
+def test_what_others_took_is_not_left() -> None:
+    room = Room(80 * GIB, 0.9, free_bytes=500 * MIB)
+    assert room.lacking(NEEDED) == 500 * MIB
+    assert room.advice(NEEDED) == "--gpu-memory-utilization 0.89"
+
+
+def cache_config(utilization: float, chosen: int | None = None) -> Any:
+    return SimpleNamespace(gpu_memory_utilization=utilization, kv_cache_memory_bytes=chosen)
+
+
+def two_views() -> dict[str, torch.Tensor]:
+    """Two layers in one allocation of 40 MiB."""
+    memory = torch.empty(40 * MIB, dtype=torch.uint8)
+    return {"a": memory[: 20 * MIB], "b": memory[20 * MIB :]}
+
+
+def test_with_room_the_worker_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="p2p_engine")
+    check_room(settings("cuda_ipc"), cache_config(0.5), two_views(), receives=True)
+    assert "GPU memory: the engine takes 8 MiB" in caplog.text
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
+
+
+def test_without_room_for_groups_the_worker_warns(caplog: pytest.LogCaptureFixture) -> None:
+    check_room(settings("nccl"), cache_config(0.99), two_views(), receives=True)
+    assert "--gpu-memory-utilization 0." in caplog.text
+    total = Cuda(DOUBLE.path).memory()[1]
+    room = Room(total, 0.99)
+    lower = 40 * MIB - room.lacking(device_memory(settings("nccl")))
+    assert f"--kv-cache-memory-bytes {max(0, lower)}" in caplog.text
+
+
+@pytest.mark.parametrize("chosen", [None, 30 * MIB])
+def test_without_room_to_start_the_worker_refuses_with_the_setting(chosen: int | None) -> None:
+    config = settings("cuda_ipc", kv_buffer_size=1 << 45)
+    with pytest.raises(ConfigError, match="the engine cannot start; use") as raised:
+        check_room(config, cache_config(0.9, chosen), two_views(), receives=True)
+    assert ("--gpu-memory-utilization" in str(raised.value)) == (chosen is None)
+    assert "--kv-cache-memory-bytes 0" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("gib", "changes", "level"),
+    [
+        (80, {}, Level.OK),
+        (16, {}, Level.CHANGE),
+        (16, {"kv_role": "kv_producer"}, Level.OK),  # it receives nothing
+        (16, {"kv_role": "kv_producer", "kv_connector_extra_config": {"send_type": "GET"}},
+         Level.CHANGE),
+        (80, {"kv_connector_extra_config": {"kv_buffer_size": 8e9}}, Level.CHANGE),
+        (8, {"kv_connector_extra_config": {"transports": "cuda_ipc", "kv_buffer_size": 5e8}},
+         Level.OK),
+    ],
+)  # fmt: skip
+def test_the_doctor_computes_both_settings(
+    gib: float, changes: dict[str, Any], level: Level
+) -> None:
+    [finding] = check_device_memory({**CONFIG, **changes}, find_room(gib, 0.92, 10 * GIB))
+    assert finding.level is level
+    if level is Level.CHANGE:
+        assert finding.remedy.startswith("--gpu-memory-utilization 0.")
+        assert " or --kv-cache-memory-bytes " in finding.remedy
+
+
+def test_by_way_of_host_memory_nothing_is_taken() -> None:
+    room = find_room(1, 0.92, 0)
+    assert not list(check_device_memory({**CONFIG, "kv_buffer_device": "cpu"}, room))
+    assert not list(check_device_memory(CONFIG, None))
