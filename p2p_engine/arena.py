@@ -81,9 +81,14 @@ class LandingArena:
         """What is not reserved, of both budgets."""
         return sum(self.budgets.values()) - sum(self.live_bytes.values())
 
+    @property
+    def largest_bytes(self) -> int:
+        """The most that could ever be reserved at once."""
+        return max(self.budgets.values())
+
     def fits(self, nbytes: int) -> bool:
         """Whether so many bytes could ever be reserved."""
-        return round_up(nbytes) <= max(self.budgets.values())
+        return round_up(nbytes) <= self.largest_bytes
 
     def release(self, space: Space) -> None:
         """Give a space back.

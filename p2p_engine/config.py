@@ -47,6 +47,7 @@ class EngineConfig:
     kv_buffer_size: int = 10**9
     mem_pool_size_gb: float | None = None  # none: by the memory there is
     num_local_ranks: int = 1  # which share that memory
+    chunk_bytes: int = 16 << 20
     transports: tuple[str, ...] = ()  # best first; none: by the device
     device: str = "cpu"
     nccl_num_channels: int = 2
@@ -267,6 +268,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "kv_buffer_size": _between(0, 1 << 50, int, "0 to 2**50 bytes, also as '1e9'"),
     "mem_pool_size_gb": _pool_size,
     "num_local_ranks": _between(1, 1 << 16, int, "1 to 65536"),
+    "chunk_bytes": _between(1, 1 << 50, int, "1 to 2**50 bytes, also as '16e6'"),
     "transports": _transports,
     "device": _device,
     "nccl_num_channels": _power_of_two,

@@ -150,6 +150,7 @@ class P2pNcclEngine:
             lock=self._changed, clock=time.monotonic, attention=self._attention,
             on_lost=lambda epoch, error: self._store.sender_lost(epoch, error),
             on_over=self._links.close_epoch,
+            largest_landing=self._arena.largest_bytes if self._arena is not None else 0,
         )  # fmt: skip
         self._sender = Sender(config, self._changed, self._links, self._counters, time.monotonic)
         self._holds = Holds(
@@ -267,10 +268,10 @@ class P2pNcclEngine:
                     key, peer, source, binding, seconds, ready=ready, moments=moments
                 )
             else:
-                chunk = self._sender.send(
+                shipment = self._sender.send(
                     key, peer, source, binding, seconds, ready=ready, moments=moments
                 )
-                transfer = chunk.transfer
+                transfer = shipment.transfer
         self._control.pump()
         return transfer
 

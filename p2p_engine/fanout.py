@@ -1,4 +1,4 @@
-"""Fan-out: what goes to an instance becomes a chunk for each rank of it that the plan names.
+"""Fan-out: what goes to an instance becomes a shipment to each rank of it that the plan names.
 
 Nothing leaves before the instance's directory has answered. The engine's lock guards everything.
 """
@@ -63,7 +63,7 @@ class Fanout:
         ready: bool,
         moments: tuple[Moment, ...] = (),
     ) -> TransferGroup:
-        """Queue a chunk for each rank that it concerns.
+        """Queue a shipment to each rank that it concerns.
 
         Raises:
             PeerUnreachable: the address is not host:port.
@@ -108,7 +108,7 @@ class Fanout:
             transfer.end(answer)
             return
         timeout = delivery.deadline - self._clock()
-        chunks = [
+        shipments = [
             self._sender.send(
                 delivery.key,
                 delivery.instance.rank(rank),
@@ -120,7 +120,7 @@ class Fanout:
             )
             for rank in self._targets(delivery.key, answer)
         ]
-        transfer.join([chunk.transfer for chunk in chunks])
+        transfer.join([shipment.transfer for shipment in shipments])
 
     def _targets(self, key: TransferKey, peer: CacheSpec) -> list[int]:
         if self._spec is None:

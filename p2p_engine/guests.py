@@ -73,6 +73,7 @@ class Guests:
         attention: Callable[[], float],
         on_lost: GuestLost,
         on_over: GuestLost,
+        largest_landing: int = 0,
     ) -> None:
         """`on_lost` is told when nothing more will be heard of a guest; `on_over`, after it, when
         its engine is known to have ended. `attention` counts the seconds in which a guest could
@@ -81,6 +82,7 @@ class Guests:
         self._control = control
         self._epoch = epoch
         self._spec = spec
+        self._largest_landing = largest_landing
         self._transports = transports
         self._lock = lock
         self._attention = attention
@@ -176,7 +178,7 @@ class Guests:
         self._guests[epoch] = Guest(route, hello.address, self._attention(), hello.spec)
         offers = {transport.name: transport.invite(epoch) for transport in self._transports}
         usable = {name: offer for name, offer in offers.items() if offer is not None}
-        wishes = (self._spec, usable, self._config.checksum)
+        wishes = (self._spec, usable, self._config.checksum, self._largest_landing)
         welcome = Welcome(self._epoch, epoch, PROTOCOL_VERSION, *wishes)
         self._control.send(route, encode(welcome))
 

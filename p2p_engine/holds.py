@@ -1,5 +1,5 @@
 """Holds: GET. Sources that wait, under a lease, for a peer to pull them, and peers that wait for a
-source. Serving one is a chunk of sender.py. When the caller needs its memory, what it holds is
+source. Serving one is a shipment of sender.py. When the caller needs its memory, what it holds is
 copied into the pool and served from there. The engine's lock guards everything here."""
 
 from __future__ import annotations
@@ -8,16 +8,19 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from p2p_engine.arena import BUFFER, POOL, LandingArena, Space
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError, TransferCancelled, TransferError, TransferTimeout
 from p2p_engine.jobs import Copier, Job, Moment, after
-from p2p_engine.layout import Source, ask, ask_regions, one_region, pair
-from p2p_engine.messages import CacheSpec, ContentKey, TransferKey
+from p2p_engine.layout import Int64s, Source, ask, ask_regions, pair
+from p2p_engine.messages import CacheSpec, ContentKey, Manifest, TransferKey
 from p2p_engine.peers import PeerAddress
 from p2p_engine.plan import counterpart, targets_of
 from p2p_engine.recent import Recent
-from p2p_engine.sender import Chunk, Sender, as_withdrawn
+from p2p_engine.sender import Sender, as_withdrawn
+from p2p_engine.shipment import Shipment
 from p2p_engine.stats import Counters
 from p2p_engine.transfer import Transfer, lane_of
 
@@ -45,21 +48,21 @@ class Hold:
     after: tuple[Moment, ...] = ()  # when the source is valid
     readers: frozenset[int] | None = None
     served: set[int] = field(default_factory=set)
-    chunks: dict[PeerAddress, Chunk] = field(default_factory=dict)
-    space: Space | None = None  # where the pool has it, or will have it
+    shipments: dict[PeerAddress, Shipment] = field(default_factory=dict)
+    spaces: list[Space] = field(default_factory=list)  # where the pool has it, or will have it
     copying: Job | None = None
-    wishes: dict[PeerAddress, Wish] = field(default_factory=dict)  # whose chunks are on their way
+    wishes: dict[PeerAddress, Wish] = field(default_factory=dict)  # that are being served
     error: P2pError | None = None  # of its end
 
     @property
     def is_waiting(self) -> bool:
         """Whether nothing reads the source but its caller."""
-        return not self.chunks and self.copying is None
+        return not self.shipments and self.copying is None
 
     @property
     def is_over(self) -> bool:
         """Whether nobody is left who may read it."""
-        return self.readers is not None and self.readers <= self.served and not self.chunks
+        return self.readers is not None and self.readers <= self.served and not self.shipments
 
 
 class Holds:
@@ -127,33 +130,50 @@ class Holds:
         False: it stays where it is, because there is no room, or it is on its way already.
         """
         hold = self._held_as(transfer)
-        if hold is None or not hold.is_waiting or hold.space is not None or self._arena is None:
+        if hold is None or not hold.is_waiting or hold.spaces or self._arena is None:
             return False
         manifest = hold.source.manifest
         if not manifest.nbytes:
             return False  # nothing, or blocks that have no pages
-        regions = ask_regions(
-            lambda: hold.source.regions(manifest.first_block, manifest.num_blocks), manifest.nbytes
-        )
-        space = self._arena.reserve(manifest.nbytes, (POOL, BUFFER))
-        if space is None:
+        whole = (manifest.first_block, manifest.num_blocks)
+        regions = ask_regions(lambda: hold.source.regions(*whole), manifest.nbytes)
+        most = min(max(1, self._config.chunk_bytes // manifest.block_bytes), manifest.num_blocks)
+        spaces = self._reserve(manifest, most)
+        if not spaces:
             return False
-        hold.space = space
-        address = self._arena.address(space)
+        starts = _starts_in(self._arena, spaces, manifest, most)
+        hold.spaces = spaces
         try:
+            spilled = ask(lambda: hold.source.packed(starts))
             hold.copying = ask(
                 lambda: self._copier.copy(
-                    *pair(regions, one_region(address, manifest.nbytes)),
+                    *pair(regions, spilled.regions(*whole)),
                     lane=lane_of(transfer.key),
-                    tag=lambda job: self._copied(hold, job),
+                    tag=lambda job: self._copied(hold, spilled, job),
                     keep=(hold.source, self._arena),
                     **after(hold.after),
                 )
             )
         except P2pError:
-            self._release_space(hold)
+            self._release(spaces)
             raise
         return True
+
+    def _reserve(self, manifest: Manifest, most: int) -> list[Space]:
+        """Reserve room for all of it in one place, for `most` blocks at a time; none if there is
+        not enough."""
+        for place in (POOL, BUFFER):  # of which one may be on a GPU
+            spaces: list[Space] = []
+            for done in range(0, manifest.num_blocks, most):
+                nbytes = min(most, manifest.num_blocks - done) * manifest.block_bytes
+                space = self._arena.reserve(nbytes, (place,)) if self._arena is not None else None
+                if space is None:
+                    self._release(spaces)
+                    break
+                spaces.append(space)
+            else:
+                return spaces
+        return []
 
     def let_go(self, key: TransferKey, reason: str) -> None:
         """Tell whoever wants this key, now or later, that it will not be held."""
@@ -198,7 +218,7 @@ class Holds:
     def tick(self, now: float) -> None:
         """End what is overdue."""
         for hold in list(self._holds.values()):
-            if not hold.chunks and now >= hold.lease_ends_at:
+            if not hold.shipments and now >= hold.lease_ends_at:
                 self._counters.expired += 1
                 error = TransferTimeout(f"nobody wanted {hold.content[0]} during its lease")
                 self._end(hold, error, "its lease has ended")
@@ -210,7 +230,7 @@ class Holds:
     def overdue(self, now: float) -> list[str]:
         """Name what is held past its lease, though nobody is pulling it, and cannot be let go."""
         late = [item for item in self._holds.values() if now >= item.lease_ends_at]
-        late = [item for item in late if not item.chunks] + list(self._ending)
+        late = [item for item in late if not item.shipments] + list(self._ending)
         return [f"hold {item.content[0]}" for item in late]
 
     def close(self, error: P2pError) -> None:
@@ -224,45 +244,46 @@ class Holds:
         """How many sources are held."""
         return len(self._holds)
 
-    def _copied(self, hold: Hold, job: Job) -> None:
+    def _copied(self, hold: Hold, spilled: Source, job: Job) -> None:
         hold.copying = None
         if hold in self._ending:
             self._ending.discard(hold)
             self._finish(hold)
             return
-        if job.state == "done" and hold.space is not None and self._arena is not None:
-            address = self._arena.address(hold.space)
-            hold.source = hold.source.packed(address)
+        if job.state == "done":
+            hold.source = spilled
             self._counters.spilled_bytes += hold.source.manifest.nbytes
             hold.transfer.release()
         else:
-            self._release_space(hold)
+            self._release(hold.spaces)
         for peer, wish in list(hold.wishes.items()):
             self._serve(hold, peer, wish)
 
     def _serve(self, hold: Hold, peer: PeerAddress, wish: Wish) -> None:
         hold.readers = self._readers(hold.content, wish.spec)
         hold.wishes.setdefault(peer, wish)
-        if hold.copying is None and peer not in hold.chunks:
+        if hold.copying is None and peer not in hold.shipments:
             key, binding = hold.content
-            chunk = self._sender.send(
+            shipment = self._sender.send(
                 key,
                 peer,
                 hold.source,
                 binding,
                 self._config.transfer_timeout_seconds,
                 ready=True,
-                on_end=lambda chunk: self._pulled(hold, peer, wish.spec, chunk),
+                on_end=lambda shipment: self._pulled(hold, peer, wish.spec, shipment),
                 is_held=True,
                 moments=hold.after,
             )
-            if not chunk.transfer.done:
-                hold.chunks[peer] = chunk
+            if not shipment.transfer.done:
+                hold.shipments[peer] = shipment
 
-    def _pulled(self, hold: Hold, peer: PeerAddress, spec: CacheSpec | None, chunk: Chunk) -> None:
-        hold.chunks.pop(peer, None)  # after a failure it may be wanted again, until its lease ends
+    def _pulled(
+        self, hold: Hold, peer: PeerAddress, spec: CacheSpec | None, shipment: Shipment
+    ) -> None:
+        hold.shipments.pop(peer, None)  # after a failure it may be wanted again during its lease
         hold.wishes.pop(peer, None)
-        if chunk.transfer.error is None:
+        if shipment.transfer.error is None:
             self._served(hold, spec, "it was pulled already")
 
     def _served(self, hold: Hold, spec: CacheSpec | None, reason: str) -> None:
@@ -291,26 +312,25 @@ class Holds:
         if hold.copying is not None:
             self._ending.add(hold)
             hold.copying.cancel()
-        elif hold.chunks:
-            for peer, chunk in list(hold.chunks.items()):
-                chunk.on_end = lambda _, peer=peer: self._stopped(hold, peer)
-                self._sender.stop(chunk, error or TransferCancelled(reason))
+        elif hold.shipments:
+            for peer, shipment in list(hold.shipments.items()):
+                shipment.on_end = lambda _, peer=peer: self._stopped(hold, peer)
+                self._sender.stop(shipment, error or TransferCancelled(reason))
         else:
             self._finish(hold)
 
     def _stopped(self, hold: Hold, peer: PeerAddress) -> None:
-        hold.chunks.pop(peer, None)
-        if not hold.chunks:
+        hold.shipments.pop(peer, None)
+        if not hold.shipments:
             self._finish(hold)
 
     def _finish(self, hold: Hold) -> None:
-        self._release_space(hold)
+        self._release(hold.spaces)
         hold.transfer.end(hold.error)
 
-    def _release_space(self, hold: Hold) -> None:
-        space, hold.space = hold.space, None
-        if space is not None and self._arena is not None:
-            self._arena.release(space)
+    def _release(self, spaces: list[Space]) -> None:
+        while spaces and self._arena is not None:
+            self._arena.release(spaces.pop())
 
     def _held_as(self, transfer: Transfer) -> Hold | None:
         return next((item for item in self._holds.values() if item.transfer is transfer), None)
@@ -323,6 +343,14 @@ class Holds:
                 self._wishes |= {(hold.content, peer): w for peer, w in hold.wishes.items()}
                 error = as_withdrawn(transfer, reason)
                 self._stop(hold, error, str(error))
+
+
+def _starts_in(arena: LandingArena, spaces: list[Space], manifest: Manifest, most: int) -> Int64s:
+    """Where each block begins, when each space but the last has `most` of them."""
+    firsts = np.array([arena.address(space) for space in spaces], np.int64)
+    inside = np.arange(most, dtype=np.int64) * manifest.block_bytes
+    starts: Int64s = (firsts[:, None] + inside).ravel()[: manifest.num_blocks]
+    return starts
 
 
 def _rank_of(spec: CacheSpec | None) -> int:

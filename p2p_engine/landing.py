@@ -132,8 +132,18 @@ class Receive:
         Raises:
             P2pError: the sink failed.
         """
-        self.delivered.append(manifest.narrowed(first, num))
+        self._note(manifest.narrowed(first, num))
         return ask(lambda: self.sink.landed(manifest, first, num))
+
+    def _note(self, came: Manifest) -> None:
+        """Join it to its neighbour, so that the memory of many chunks stays short."""
+        for index, other in enumerate(self.delivered):
+            end = other.first_block + other.num_blocks
+            if other.part == came.part and end == came.first_block:
+                num = other.num_blocks + came.num_blocks
+                self.delivered[index] = other.narrowed(other.first_block, num)
+                return
+        self.delivered.append(came)
 
     def has_delivered(self, manifest: Manifest) -> bool:
         """Whether a block of this chunk is in place already."""

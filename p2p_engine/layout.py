@@ -206,8 +206,9 @@ class Source(Protocol):
         """
         ...
 
-    def packed(self, address: int) -> Source:
-        """Return the same as it lies at `address`, once its whole stream was copied there."""
+    def packed(self, starts: Int64s) -> Source:
+        """Return the same as it will lie elsewhere: each block, all its layers together, from one
+        of these addresses on."""
         ...
 
 
@@ -266,9 +267,9 @@ class TensorSource:
         """Return the whole of it: a tensor is the same everywhere."""
         return self
 
-    def packed(self, address: int) -> PackedTensor:
-        """Return the same as it lies at `address`."""
-        return PackedTensor(self.manifest, address)
+    def packed(self, starts: Int64s) -> PackedTensor:
+        """Return the same as it lies at another address."""
+        return PackedTensor(self.manifest, int(starts[0]))
 
 
 @dataclass(frozen=True)
@@ -286,9 +287,9 @@ class PackedTensor:
         """Return the whole of it."""
         return self
 
-    def packed(self, address: int) -> PackedTensor:
-        """Return the same as it lies at `address`."""
-        return PackedTensor(self.manifest, address)
+    def packed(self, starts: Int64s) -> PackedTensor:
+        """Return the same as it lies at another address."""
+        return PackedTensor(self.manifest, int(starts[0]))
 
 
 @dataclass

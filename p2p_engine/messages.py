@@ -213,13 +213,14 @@ class Hello(Message, tag="HELLO"):
 
 
 class Welcome(Message, tag="WELCOME"):
-    """Answer to HELLO: what the receiver's transports offer, tokens included, and whether it wants
-    a checksum of every chunk."""
+    """Answer to HELLO: what the receiver's transports offer, tokens included, whether it wants a
+    checksum of every chunk, and the most bytes that could ever land at once (0: no limit)."""
 
     version: Count
     spec: CacheSpec | None
     endpoints: Annotated[dict[Text, dict[Text, Text]], msgspec.Meta(max_length=8)]
     checksum: bool = False
+    largest_landing: Bytes = 0
 
 
 class Refuse(Message, tag="REFUSE"):

@@ -264,16 +264,17 @@ class PagedSource:
             return self
         return replace(self, part=self.cache.part_for(peer))
 
-    def packed(self, address: int) -> PagedSource:
-        """Return the same as it lies at `address`, page after page: a small cache of its own."""
-        num_blocks, pages = len(self.block_ids), self.cache.page_bytes
+    def packed(self, starts: Int64s) -> PagedSource:
+        """Return the same as it lies elsewhere, each block from one of these addresses on: a small
+        cache of its own, whose blocks are told apart by the bytes between them."""
+        first, pages = int(starts.min()), self.cache.page_bytes
         cache = replace(
             self.cache,
-            layer_addresses=address + (np.cumsum(pages) - pages) * num_blocks,
-            block_strides=pages,
-            num_blocks=num_blocks,
+            layer_addresses=first + np.cumsum(pages) - pages,
+            block_strides=np.ones_like(pages),
+            num_blocks=int(starts.max()) - first + 1,
         )
-        return replace(self, cache=cache, block_ids=np.arange(num_blocks))
+        return replace(self, cache=cache, block_ids=starts - first)
 
 
 class PagedSink:

@@ -120,6 +120,7 @@ class Link:
     data: bool = False  # a channel is wanted
     spec: CacheSpec | None = None
     checksum: bool = False  # the peer wants one of every chunk
+    largest_landing: int = 0  # bytes that the peer could ever take at once; 0: any number
     connecting: bool = False
     connected: bool = False  # there has been a channel
     connect_at: float = 0.0  # not before
@@ -391,6 +392,7 @@ class Links:
             link.endpoints, link.state = message.endpoints, LinkState.READY
             link.invited_at = self._clock()
             link.spec, link.checksum = message.spec, message.checksum
+            link.largest_landing = message.largest_landing
             self._on_ready(link)
         if link.asking:
             link.endpoints = message.endpoints

@@ -1,4 +1,4 @@
-"""Sender: the chunks that leave this engine, from OFFER to COMMIT.
+"""Sender: the shipments that leave this engine, and their chunks, from OFFER to COMMIT.
 
 QUEUED → OFFERED → GRANTED → WRITING → WRITTEN → (ended)     the usual way
 any before WRITTEN → cancel → (ended), CANCELLED is sent once no byte can be written any more
@@ -9,7 +9,6 @@ The engine's lock guards everything here.
 
 from __future__ import annotations
 
-import enum
 import itertools
 import logging
 import threading
@@ -48,9 +47,10 @@ from p2p_engine.messages import (
 )
 from p2p_engine.parts import for_each
 from p2p_engine.peers import Link, Links, LinkState, PeerAddress
+from p2p_engine.shipment import Chunk, ChunkState, Shipment
 from p2p_engine.stats import Counters
 from p2p_engine.transfer import Transfer, lane_of
-from p2p_engine.transports.base import Channel, Order
+from p2p_engine.transports.base import Order
 
 logger = logging.getLogger(__name__)
 
@@ -59,50 +59,6 @@ _REFUSALS = {
     for kind in (TransferTooLarge, TransferTimeout, TransferCancelled, TransferCorrupted, PeerLost)
 }  # what a FAIL may name beside the usual TransferRejected
 MAX_ATTEMPTS = 3  # data connections that may break under one chunk
-
-
-class ChunkState(enum.Enum):
-    """See the module's docstring."""
-
-    QUEUED = enum.auto()
-    OFFERED = enum.auto()
-    GRANTED = enum.auto()
-    WRITING = enum.auto()
-    WRITTEN = enum.auto()
-    ENDED = enum.auto()
-
-
-@dataclass(eq=False)
-class Chunk:
-    """One chunk on its way out; it may read `source` until the transfer is released."""
-
-    seq: int
-    key: TransferKey
-    source: Source
-    manifest: Manifest
-    binding: bytes
-    link: Link
-    transfer: Transfer
-    deadline: float
-    ready: bool
-    on_end: Callable[[Chunk], None] | None = None
-    is_held: bool = False  # its source outlives WRITTEN
-    after: tuple[Moment, ...] = ()  # when its source is valid, once it is ready
-    is_cut: bool = False  # to what goes to this peer
-    state: ChunkState = ChunkState.QUEUED
-    attempt: int = 0
-    grant: Grant | None = None
-    job: Job | None = None
-    channel: Channel | None = None  # over which it was written last
-    checksum: int = 0  # of what was written, if the peer or we want one
-    ending: P2pError | None = None
-    writing_since: float = 0.0
-    resend_at: float = 0.0
-
-    @property
-    def is_being_read(self) -> bool:
-        """Whether the mover may read its source still."""
-        return self.job is not None and not self.job.done
 
 
 @dataclass(eq=False)
@@ -133,7 +89,7 @@ class Sender:
         self._clock = clock
         self._seqs = itertools.count(1)
         self._chunks: dict[int, Chunk] = {}
-        self._by_transfer: dict[Transfer, Chunk] = {}
+        self._shipments: dict[Transfer, Shipment] = {}
         self._abandoned: dict[tuple[TransferKey, PeerAddress], Abandonment] = {}
 
     # What the caller asks for
@@ -147,29 +103,29 @@ class Sender:
         timeout: float,
         *,
         ready: bool,
-        on_end: Callable[[Chunk], None] | None = None,
+        on_end: Callable[[Shipment], None] | None = None,
         is_held: bool = False,
         moments: tuple[Moment, ...] = (),
-    ) -> Chunk:
-        """Queue a chunk; it is offered as soon as the link is ready. A source that is `ready` is
-        valid after all `moments`."""
-        manifest = source.manifest
-        transfer = Transfer(key, manifest.nbytes, self._changed, self._cancel_transfer)
+    ) -> Shipment:
+        """Queue a shipment; its first chunks are offered as soon as the link is ready. A source
+        that is `ready` is valid after all `moments`."""
+        transfer = Transfer(key, source.manifest.nbytes, self._changed, self._cancel_transfer)
         link = self._links.get(peer, data=True)
-        chunk = Chunk(
-            next(self._seqs), key, source, manifest, binding, link, transfer,
-            self._clock() + timeout, ready, on_end, is_held, moments,
+        shipment = Shipment(
+            key, source, binding, link, transfer, self._clock() + timeout, ready, on_end, is_held,
+            moments,
         )  # fmt: skip
-        self._chunks[chunk.seq] = self._by_transfer[transfer] = chunk
-        self._offer(chunk)
-        return chunk
+        self._shipments[transfer] = shipment
+        self._open(shipment, shipment.manifest)
+        return shipment
 
     def mark_ready(self, transfer: Transfer, moments: tuple[Moment, ...] = ()) -> None:
         """Let the bytes move: the source is valid from now on, or after all `moments`."""
-        chunk = self._by_transfer.get(transfer)
-        if chunk is not None and not chunk.ready:
-            chunk.ready, chunk.after = True, moments
-            self._write(chunk)
+        shipment = self._shipments.get(transfer)
+        if shipment is not None and not shipment.ready:
+            shipment.ready, shipment.after = True, moments
+            for chunk in list(shipment.chunks.values()):
+                self._write(chunk)
 
     def abandon(self, key: TransferKey, peer: PeerAddress, reason: str) -> None:
         """Tell the peer, until it has heard, that this key will not be completed."""
@@ -178,8 +134,14 @@ class Sender:
         self._abandoned[key, peer] = abandonment
         self._tell_abandoned(key, abandonment)
 
-    def stop(self, chunk: Chunk, error: P2pError) -> None:
-        """End a chunk as soon as nothing is written any more."""
+    def stop(self, shipment: Shipment, error: P2pError) -> None:
+        """End a shipment as soon as nothing of it is written any more."""
+        shipment.ending = shipment.ending or error
+        for chunk in list(shipment.chunks.values()):
+            self._stop(chunk, error)
+
+    def _stop(self, chunk: Chunk, error: P2pError) -> None:
+        """End a chunk as soon as nothing is written any more; its shipment ends with it."""
         chunk.ending = chunk.ending or error
         if chunk.is_being_read and chunk.job is not None:
             chunk.job.cancel()
@@ -218,6 +180,7 @@ class Sender:
         if chunk is not None and chunk.state is ChunkState.OFFERED:
             self._counters.denied += 1
             chunk.resend_at = self._clock() + message.retry_after
+            chunk.shipment.transfer.deny()
 
     def on_commit(self, link: Link, message: Commit) -> None:
         """The chunk has landed whole."""
@@ -232,7 +195,7 @@ class Sender:
             return
         if message.code != TransportError.__name__:
             kind = _REFUSALS.get(message.code, TransferRejected)
-            self.stop(chunk, kind(f"{chunk.link.target}: {message.reason}"))
+            self.stop(chunk.shipment, kind(f"{chunk.link.target}: {message.reason}"))
             return
         error = TransportError(f"{chunk.key} to {chunk.link.target}: {message.reason}")
         if chunk.state is not ChunkState.WRITTEN:
@@ -248,7 +211,8 @@ class Sender:
         if chunk is None:
             self._links.send(link, Cancelled, message.seq, message.attempt)
         else:
-            self.stop(chunk, TransferRejected(f"peer {link.target} cancelled {chunk.key}"))
+            error = TransferRejected(f"peer {link.target} cancelled {chunk.key}")
+            self.stop(chunk.shipment, error)
 
     # What happens here
 
@@ -269,6 +233,8 @@ class Sender:
     def channel_lost(self, link: Link, error: P2pError) -> None:
         """Try again over another channel; what was written is the peer's to say."""
         for chunk in self._on_link(link):
+            if chunk.state is ChunkState.ENDED:
+                continue  # with another chunk of its shipment
             if chunk.job is not None and chunk.job.state == "done":
                 self._job_ended(chunk, chunk.job)  # before the channel was lost
             if chunk.state is ChunkState.WRITTEN:
@@ -296,14 +262,14 @@ class Sender:
                 self._tell_abandoned(target[0], item)
 
     def _tick_chunk(self, chunk: Chunk, now: float) -> None:
-        if now >= chunk.deadline and chunk.ending is None:
-            self.stop(chunk, self._overdue(chunk))
+        if now >= chunk.shipment.deadline and chunk.ending is None:
+            self.stop(chunk.shipment, self._overdue(chunk))
         elif now >= chunk.resend_at and chunk.link.ready:
             self._repeat(chunk)
 
     def overdue(self, now: float) -> list[str]:
         """Name the chunks that are past their deadline."""
-        late = [chunk for chunk in self._chunks.values() if now >= chunk.deadline]
+        late = [chunk for chunk in self._chunks.values() if now >= chunk.shipment.deadline]
         return [f"send {item.key} to {item.link.target}, {item.state.name}" for item in late]
 
     def close(self, error: P2pError) -> None:
@@ -312,41 +278,50 @@ class Sender:
             self._end(chunk, chunk.ending or error)
 
     def num_open(self) -> int:
-        """How many chunks still borrow their sources."""
-        written = sum(chunk.state is ChunkState.WRITTEN for chunk in self._chunks.values())
-        return len(self._chunks) - written
+        """How many shipments still borrow their sources."""
+        return sum(not transfer.released for transfer in self._shipments)
 
     # Steps
 
+    def _open(self, shipment: Shipment, manifest: Manifest) -> None:
+        chunk = Chunk(next(self._seqs), shipment, manifest)
+        self._chunks[chunk.seq] = shipment.chunks[chunk.seq] = chunk
+        self._offer(chunk)
+
     def _offer(self, chunk: Chunk) -> None:
-        link = chunk.link
+        link, shipment = chunk.link, chunk.shipment
         if link.transport is None:
             return  # until the channel is ready
-        if not chunk.is_cut and not self._cut(chunk):
+        if not shipment.is_cut and not self._cut(chunk):
             return
         chunk.state = ChunkState.OFFERED
         chunk.resend_at = self._clock() + self._config.retry_seconds
         self._links.send(
-            link, Offer, chunk.seq, chunk.attempt, chunk.key, chunk.manifest, chunk.binding,
+            link, Offer, chunk.seq, chunk.attempt, chunk.key, chunk.manifest, shipment.binding,
             link.transport.name, self._is_checked(chunk),
         )  # fmt: skip
+        self._open_more(shipment)
+
+    def _open_more(self, shipment: Shipment) -> None:
+        while shipment.may_open:
+            self._open(shipment, shipment.next_range())
 
     def _cut(self, chunk: Chunk) -> bool:
-        """Keep what goes to this peer; False: it was not possible, and the chunk has ended."""
+        """Keep what goes to this peer, and leave a chunk the first blocks of it; False: it was not
+        possible, and the shipment has ended."""
         try:
-            chunk.source = ask(lambda: chunk.source.towards(chunk.link.spec))
-            chunk.manifest, chunk.is_cut = chunk.source.manifest, True
+            chunk.shipment.cut(self._config.chunk_bytes)
         except P2pError as error:
             self._give_up(chunk, error)  # the peer is told, or it would wait to its deadline
             return False
-        chunk.transfer.nbytes = chunk.manifest.nbytes
+        chunk.manifest = chunk.shipment.next_range()
         return True
 
     def _write(self, chunk: Chunk) -> None:
-        grant, channel = chunk.grant, chunk.link.channel
+        grant, channel, shipment = chunk.grant, chunk.link.channel, chunk.shipment
         if (
             chunk.state is not ChunkState.GRANTED
-            or not chunk.ready
+            or not shipment.ready
             or grant is None
             or channel is None
         ):
@@ -358,7 +333,7 @@ class Sender:
         chunk.state, chunk.writing_since = ChunkState.WRITING, self._clock()
         try:
             regions = ask_regions(
-                lambda: chunk.source.regions(grant.first_block, grant.num_blocks), nbytes
+                lambda: shipment.source.regions(grant.first_block, grant.num_blocks), nbytes
             )
             order = Order(
                 regions,
@@ -366,8 +341,8 @@ class Sender:
                 lane=lane_of(chunk.key),
                 checked=self._is_checked(chunk),
                 tag=lambda job: self._job_ended(chunk, job),
-                keep=chunk.source,
-                after=chunk.after,
+                keep=shipment.source,
+                after=shipment.after,
             )
             chunk.job, chunk.channel = ask(lambda: channel.write(order)), channel
         except TransportError as error:
@@ -392,7 +367,8 @@ class Sender:
         chunk.state, chunk.job = ChunkState.WRITTEN, None
         chunk.ending = None  # a cancel that came too late: the peer's word is the end now
         self._counters.sent_bytes += nbytes
-        chunk.transfer.release()
+        if chunk.shipment.is_written:
+            chunk.shipment.transfer.release()
         self._repeat(chunk)
 
     def _repeat(self, chunk: Chunk) -> None:
@@ -410,14 +386,14 @@ class Sender:
     def _end_when_read(self, chunk: Chunk, error: P2pError) -> None:
         """End a chunk whose link or channel is gone; the job of one that is read was cancelled."""
         chunk.ending = chunk.ending or error
+        chunk.shipment.ending = chunk.shipment.ending or chunk.ending
         if not chunk.is_being_read:
             self._end(chunk, chunk.ending, tell=True)
 
     def _try_again(self, chunk: Chunk, error: P2pError) -> None:
         """Offer it once more after the end of a channel, or end it and tell the peer at once."""
         may = isinstance(error, TransportError) and chunk.attempt + 1 < MAX_ATTEMPTS
-        has_source = chunk.is_held or chunk.state is not ChunkState.WRITTEN
-        if may and has_source and not chunk.is_being_read:
+        if may and chunk.shipment.has_source and not chunk.is_being_read:
             chunk.attempt += 1
             chunk.state, chunk.grant, chunk.job = ChunkState.QUEUED, None, None
             self._links.get(chunk.link.target, data=True)
@@ -435,20 +411,34 @@ class Sender:
         if tell and chunk.link.ready and chunk.state is not ChunkState.QUEUED:
             self._links.send(chunk.link, Cancelled, chunk.seq, chunk.attempt)
         chunk.state, chunk.job = ChunkState.ENDED, None
-        del self._chunks[chunk.seq]
-        del self._by_transfer[chunk.transfer]
+        shipment = chunk.shipment
+        del self._chunks[chunk.seq], shipment.chunks[chunk.seq]
+        if error is None:
+            shipment.num_arrived += chunk.manifest.num_blocks
+            self._open_more(shipment)
+        else:
+            self.stop(shipment, error)
+        if not shipment.chunks:
+            self._end_shipment(shipment)
+
+    def _end_shipment(self, shipment: Shipment) -> None:
+        """Nothing of it is open; the last of its chunks may be told of that more than once."""
+        if self._shipments.pop(shipment.transfer, None) is None:
+            return
+        error = None if shipment.has_arrived else shipment.ending
         self._counters.count("sent", error)
         if error is not None:
-            logger.info("send ended: key=%s peer=%s error=%s", chunk.key, chunk.link.target, error)
-        chunk.transfer.end(error)
-        if chunk.on_end is not None:
-            chunk.on_end(chunk)
+            target = shipment.link.target
+            logger.info("send ended: key=%s peer=%s error=%s", shipment.key, target, error)
+        shipment.transfer.end(error)
+        if shipment.on_end is not None:
+            shipment.on_end(shipment)
 
     def _cancel_transfer(self, transfer: Transfer, reason: str) -> None:
         with self._changed:
-            chunk = self._by_transfer.get(transfer)
-            if chunk is not None:
-                self.stop(chunk, as_withdrawn(transfer, reason))
+            shipment = self._shipments.get(transfer)
+            if shipment is not None:
+                self.stop(shipment, as_withdrawn(transfer, reason))
 
     def _tell_abandoned(self, key: TransferKey, abandonment: Abandonment) -> None:
         if abandonment.link.ready:

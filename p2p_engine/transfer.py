@@ -35,6 +35,7 @@ class Transfer:
         self.error: P2pError | None = None
         self.released = False
         self.done = False
+        self.denied = False  # once: the receiver had no room for a chunk of it, and may not soon
         self.group: TransferGroup | None = None
         self._changed = changed
         self._cancel = cancel
@@ -60,6 +61,10 @@ class Transfer:
         """Block until released, at most `timeout` seconds; False if it was not in time."""
         return self._wait_for(lambda: self.released, timeout)
 
+    def wait_released_or_denied(self, timeout: float) -> bool:
+        """Block until released, or denied once, at most `timeout` seconds; False if neither."""
+        return self._wait_for(lambda: self.released or self.denied, timeout)
+
     def cancel(self, reason: str = "") -> None:
         """Ask for the end; returns at once, `done` follows when no byte can be touched any more."""
         self._cancel(self, reason)
@@ -68,6 +73,12 @@ class Transfer:
         """Engine only, under its lock: the caller's memory is free."""
         self.released = True
         self._tell()
+
+    def deny(self) -> None:
+        """Engine only, under its lock: the receiver has no room for it now."""
+        if not self.denied:
+            self.denied = True
+            self._tell()
 
     def end(self, error: P2pError | None = None) -> None:
         """Engine only, under its lock: the outcome. A second call changes nothing."""
@@ -113,6 +124,7 @@ class TransferGroup(Transfer):
             # What one rank refused, the others are still waiting for.
             text = f"{self.key}: {failures[0]}"
             self.error = failures[0] if len(members) == 1 else TransferError(text)
+        self.denied = self.denied or any(member.denied for member in members)
         if all(member.done for member in members):
             self.end(self.error)
         elif not self.released and all(member.released for member in members):

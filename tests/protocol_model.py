@@ -127,8 +127,8 @@ def name_of(world: World) -> str:
 def parts_of(world: World) -> list[str]:
     """Everything in a state, with sequence numbers as "#1" and "#2"."""
     chunks = [
-        ("chunk", f"#{c.seq}", c.state.name, c.attempt, c.ready, round(c.resend_at - world.now, 3),
-         repr(c.ending))
+        ("chunk", f"#{c.seq}", c.state.name, c.attempt, c.shipment.ready,
+         round(c.resend_at - world.now, 3), repr(c.ending))
         for c in world.sender._chunks.values()
     ]  # fmt: skip
     landings = [

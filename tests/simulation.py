@@ -251,6 +251,7 @@ class SimLinks:
         """Return the link, dialling when there is none; the test lets it connect."""
         if self.link is None:
             self.link = Link(target, target.address, LinkState.GREETING, 1e9, epoch=STORE_EPOCH)
+            self.link.largest_landing = self.world.largest_landing
         return self.link
 
     def send(self, link: Link, kind: type[Message], *fields: Any) -> None:
@@ -326,6 +327,7 @@ class World:
         self.network: list[tuple[str, bytes]] = []
         self.breaking: list[tuple[Any, TransportError]] = []
         self.is_stuck = False  # a sender's copies do not stop
+        self.largest_landing = 0  # as the receiver's WELCOME says
         self.num_to_corrupt = 0  # of the next writes
         self.num_corrupted = 0
         self.unclosed: list[SimChannel] = []
@@ -562,12 +564,12 @@ class World:
         source = PagedSource(cache_over(memory), np.arange(first, first + num), first, NUM_TOKENS)
         if ready:
             self._fill(sending)
-        chunk = self.sender.send(
+        shipment = self.sender.send(
             key, PEER, source, binding, self.config.transfer_timeout_seconds, ready=ready,
-            on_end=lambda chunk: sending.ended_with.append(repr(chunk.transfer.error)),
+            on_end=lambda shipment: sending.ended_with.append(repr(shipment.transfer.error)),
             is_held=is_held,
         )  # fmt: skip
-        sending.is_held, sending.transfer = is_held, chunk.transfer
+        sending.is_held, sending.transfer = is_held, shipment.transfer
         self.sendings.append(sending)
 
     def mark_ready(self, sending: Sending) -> None:

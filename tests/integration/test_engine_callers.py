@@ -20,7 +20,7 @@ from p2p_engine.errors import (
     TransferRejected,
     TransferTimeout,
 )
-from p2p_engine.layout import Regions, TensorSink, TensorSource
+from p2p_engine.layout import Int64s, Regions, TensorSink, TensorSource
 from p2p_engine.messages import CacheSpec, Manifest
 from p2p_engine.peers import PeerAddress
 from tests import marks
@@ -79,7 +79,7 @@ class BadSource:
     def towards(self, peer: CacheSpec | None) -> BadSource:
         return self
 
-    def packed(self, address: int) -> BadSource:
+    def packed(self, starts: Int64s) -> BadSource:
         return self
 
 

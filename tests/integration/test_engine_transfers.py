@@ -145,7 +145,7 @@ def test_pages_in_chunks(transport: str, receiver_first: bool, rng: SeededRandom
             sender.send(KEY, peer, chunk, ready=False)
             transfer = sender.send(TransferKey(f"{first}"), peer, chunk, ready=False)
             transfer.cancel("only to disturb")
-        for transfer in list(sender._sender._by_transfer):
+        for transfer in list(sender._sender._shipments):
             sender.mark_ready(transfer)
         if waiting is None:
             eventually(lambda: receiver.stats()["live_bytes"] > 0)
@@ -180,7 +180,7 @@ def test_many_pages_at_once_in_both_directions(transport: str, rng: SeededRandom
 def test_a_chunk_costs_four_messages_however_many_layers(
     transport: str, num_layers: int, rng: SeededRandom
 ) -> None:
-    slow = {"retry_seconds": 30, "peer_timeout_seconds": 300}
+    slow = {"retry_seconds": 30, "peer_timeout_seconds": 300, "kv_buffer_size": 64 * MIB}
     with engines(2, transport, **slow) as (sender, receiver):
         target = PeerAddress(receiver.zmq_address)
         sender.send(TransferKey("greeting"), target, TensorSource(torch.zeros(1))).wait(10)

@@ -64,6 +64,7 @@ BY_FIELD: dict[str, st.SearchStrategy[Any]] = {
     "source_epoch": words, "destination_epoch": words, "seq": words, "trailer": words,
     "version": counts, "rank": counts, "num_ranks": counts, "attempt": counts,
     "first_block": counts, "num_blocks": counts, "offset": sizes, "word_offset": sizes,
+    "largest_landing": sizes,
     "retry_after": st.floats(0, 86400),
     "address": texts, "reason": texts, "code": texts, "transport": texts,
     "binding": st.binary(max_size=64), "key": keys, "manifest": manifests,

@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from p2p_engine.errors import TransferError, TransportError
 from p2p_engine.landing import LandingState
 from p2p_engine.messages import Grant, TransferKey, decode
-from p2p_engine.sender import ChunkState
+from p2p_engine.shipment import WINDOW, ChunkState
 from p2p_engine.transports.base import trailer_offset
-from tests.simulation import MAX_BLOCKS, PEER, SETTINGS, Receiving, SimJob, World
+from tests.simulation import MAX_BLOCKS, PAGES, PEER, SETTINGS, Receiving, SimJob, World
 from tests.support import SeededRandom
 
 KEYS = [TransferKey("request-1"), TransferKey("request-2")]
@@ -34,11 +34,14 @@ class TransferMachine(RuleBasedStateMachine):
 
     receiver_writes = False
     checksum = False
+    chunk_bytes = SETTINGS.chunk_bytes
+    largest_landing = 0  # that the receiver names: 0 says that it has no limit
 
     def __init__(self) -> None:
         super().__init__()
-        config = dataclasses.replace(SETTINGS, checksum=self.checksum)
+        config = dataclasses.replace(SETTINGS, checksum=self.checksum, chunk_bytes=self.chunk_bytes)
         self.world = World(receiver_writes=self.receiver_writes, config=config)
+        self.world.largest_landing = self.largest_landing
 
     # Callers
 
@@ -197,6 +200,12 @@ class TransferMachine(RuleBasedStateMachine):
                     assert not (is_free and _reads(job, sending.memory))
 
     @invariant()
+    def few_chunks_of_a_send_are_open(self) -> None:
+        for shipment in self.world.sender._shipments.values():
+            assert 0 < len(shipment.chunks) <= WINDOW
+            assert shipment.num_taken <= shipment.manifest.num_blocks
+
+    @invariant()
     def success_means_right(self) -> None:
         for receiving in self.world.receivings:
             if receiving.transfer.done and receiving.transfer.error is None:
@@ -217,6 +226,7 @@ class TransferMachine(RuleBasedStateMachine):
         self.one_writer_of_a_final_byte()
         self.what_has_landed_stays_right()
         self.no_read_after_release()
+        self.few_chunks_of_a_send_are_open()
         self.success_means_right()
         self.each_transfer_ends_once()
 
@@ -308,6 +318,18 @@ class CheckedReceiverWrites(ReceiverWrites):
     checksum = True
 
 
+class CutSenderWrites(SenderWrites):
+    """In chunks of one block each, because the receiver's memory is small."""
+
+    largest_landing = 8192
+
+
+class CutReceiverWrites(CheckedReceiverWrites):
+    """In chunks of two blocks, with checksums."""
+
+    chunk_bytes = 2 * sum(PAGES)
+
+
 pytestmark = pytest.mark.timeout(400)  # to shrink a failure takes up to five minutes
 
 _steps = settings(
@@ -359,7 +381,15 @@ def _walk(machine: TransferMachine, rng: SeededRandom, log: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [SenderWrites, ReceiverWrites, CheckedSenderWrites, CheckedReceiverWrites]
+    "kind",
+    [
+        SenderWrites,
+        ReceiverWrites,
+        CheckedSenderWrites,
+        CheckedReceiverWrites,
+        CutSenderWrites,
+        CutReceiverWrites,
+    ],
 )
 def test_random_walks_keep_the_promises(kind: type[TransferMachine], rng: SeededRandom) -> None:
     """Many long walks at little cost: they meet what a small number of examples does not."""
