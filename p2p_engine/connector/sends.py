@@ -158,7 +158,9 @@ class Sends:
             self._waiting[sending] = _Waiting(step, deadline)
 
     def finish_step(self) -> None:
-        """After the forward: let the bytes move. PUT waits until they have left."""
+        """After the forward: let the bytes move. PUT waits until they have left, or go on as with
+        PUT_ASYNC because the receiver denied them: it may have room only when its own request has
+        arrived there, and a proxy sends that after ours has ended."""
         due, self._due = self._due, []
         if self._save(due):
             for item in due:
@@ -170,7 +172,7 @@ class Sends:
         ]
         deadline = time.monotonic() + self._engine.config.transfer_timeout_seconds
         for transfer in blocking:
-            if not transfer.wait_released(deadline - time.monotonic()):
+            if not transfer.wait_released_or_denied(deadline - time.monotonic()):
                 logger.warning("PUT is not over at its deadline: key=%s", transfer.key)
 
     def end(self, ended: Iterable[EndedSend]) -> None:
