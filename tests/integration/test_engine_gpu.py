@@ -112,7 +112,7 @@ def test_a_copy_to_the_pool_that_hangs_costs_its_own_transfer_only(rng: SeededRa
             sender.send_tensor(keys[2], tensors[2], receiver.zmq_address).wait(10)
             assert torch.equal(receiver.recv_tensor(keys[2], timeout=10), tensors[2])
             receiver.discard(keys[1], reason="nobody wants it")
-            eventually(lambda: receiver.stats()["quarantined_bytes"] == 600_000)
+            eventually(lambda: receiver.stats()["quarantined_bytes"] >= 600_000)
             assert receiver.stats()["live_bytes_by_place"]["pool"] > 600_000
         assert_idle(sender, receiver)
         with pytest.raises(TransferRejected):

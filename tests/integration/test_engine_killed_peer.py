@@ -142,7 +142,7 @@ def test_stopped_sender_that_wakes_up_harms_nobody(transport: str) -> None:
         exchange(engine, other, "meanwhile")
         if lost and transport in ("shm", "cuda_ipc"):  # the sender writes
             stats = engine.stats()
-            assert stats["quarantined_bytes"] == SIZE
+            assert stats["quarantined_bytes"] >= SIZE
             assert stats["live_bytes"] >= SIZE
         canary = TransferKey("canary")
         other.ask("send", "canary", MIB, engine.zmq_address)
