@@ -43,6 +43,7 @@ from p2p_engine.instances import Instances
 from p2p_engine.jobs import Copier, Job, Moment
 from p2p_engine.keys import read_key_file, warn_if_exposed
 from p2p_engine.layout import Sink, Source, TensorSink, TensorSource, check_reachable
+from p2p_engine.leftovers import CLOSE_SECONDS
 from p2p_engine.messages import (
     PROTOCOL_VERSION,
     AbandonOk,
@@ -603,6 +604,13 @@ class P2pNcclEngine:
         self.close()
 
     def _say_goodbye(self) -> None:
+        with self._changed:
+            self._links.close_channels()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self._links.num_unclosed_channels() and time.monotonic() < deadline:
+            time.sleep(0.001)
+            with self._changed:
+                self._links.close_leftovers()
         with self._changed:
             self._guests.say_goodbye()
             self._links.close(EngineClosed("the engine was closed"))

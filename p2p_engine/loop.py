@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TypeVar
 
 from p2p_engine.affinity import restore_affinity
@@ -69,7 +70,7 @@ class Loop:
         self.post(answer)
         try:
             return future.result(timeout)
-        except TimeoutError:
+        except FutureTimeoutError:  # before Python 3.11 it is no TimeoutError
             raise TransportError(
                 f"the thread {self._name} did not answer in {timeout:g} s"
             ) from None

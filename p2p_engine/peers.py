@@ -30,6 +30,7 @@ from p2p_engine.errors import (
     PeerUnreachable,
     TransportError,
 )
+from p2p_engine.leftovers import Leftovers
 from p2p_engine.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -132,6 +133,7 @@ class Link:
     asking: bool = False  # for new ones
     hello_at: float = 0.0  # when to ask again
     untried: list[Transport] = field(default_factory=list)
+    is_losing: bool = False  # its broken channel is being closed
     heard_at: float = 0.0  # by the attention's clock
     resend_at: float = 0.0
 
@@ -181,7 +183,7 @@ class Links:
         self._on_channel_lost = on_channel_lost
         self._on_closed = on_closed
         self._links: dict[PeerAddress, Link] = {}
-        self._unclosed: list[Channel] = []  # whose jobs have not stopped
+        self._leftovers = Leftovers(clock)
 
     def get(self, target: PeerAddress, *, data: bool) -> Link:
         """Return the link to a peer, dialling it when there is none; never blocks.
@@ -217,7 +219,7 @@ class Links:
 
     def num_unclosed_channels(self) -> int:
         """How many channels could not be closed, because a copy does not stop."""
-        return len(self._unclosed)
+        return len(self._leftovers)
 
     def send(self, link: Link, kind: type[Message], *fields: Any) -> None:
         """Send a message over a link that has been welcomed."""
@@ -280,10 +282,12 @@ class Links:
         late = [link for link in self._links.values() if now >= link.deadline]
         waiting = [link for link in late if not link.ready or link.connecting]
         names = [f"contact with {link.target}, {link.state.name}" for link in waiting]
-        return names + [f"end of a channel's copies, {len(self._unclosed)}"] * bool(self._unclosed)
+        return names + [f"end of a channel's copies, {len(self._leftovers)}"] * bool(
+            self._leftovers
+        )
 
     def close_link(self, link: Link, error: P2pError) -> None:
-        """End a link: its channel is joined, then `on_closed` is told. In callbacks only."""
+        """End a link, and begin to close its channel. In callbacks only."""
         if link.state is LinkState.CLOSED:
             return
         link.state, link.error, link.connecting = LinkState.CLOSED, error, False
@@ -320,27 +324,32 @@ class Links:
         """End a link's channel at once. In callbacks only."""
         self._channel_broken(link.channel, error)
 
-    def close(self, error: P2pError) -> None:
-        """End every link: what it writes is joined first, so that BYE says that nothing follows."""
-        links = list(self._links.values())
-        for link in links:
+    def close_channels(self) -> None:
+        """Begin to close every channel, for good. In callbacks only."""
+        for link in self._links.values():
+            link.data = False
             self._close_channel(link)
-        for link in links:
+
+    def close(self, error: P2pError) -> None:
+        """End every link. Where its channel is closed by now, BYE says that nothing follows."""
+        for link in list(self._links.values()):
             if link.epoch:
                 self.send(link, Bye)
             self.close_link(link, error)
 
     def close_leftovers(self) -> None:
         """Close what could not be closed before; in callbacks, or after the control thread."""
-        self._unclosed = [channel for channel in self._unclosed if not channel.close(0.0)]
+        self._leftovers.try_again()
 
-    def _close_channel(self, link: Link) -> None:
+    def _close_channel(self, link: Link, then: Callable[[], None] = lambda: None) -> None:
+        """Close a link's channel, if it is no other link's, and call `then`: soon, if its copies
+        have to stop first."""
         channel, link.channel, link.transport = link.channel, None, None
-        if any(other.channel is channel for other in self._links.values()):
-            return  # with the last of them
-        if channel is not None and not channel.close():
-            logger.error("channel to %s: its copies do not stop; their memory is kept", link.target)
-            self._unclosed.append(channel)
+        is_shared = any(other.channel is channel for other in self._links.values())
+        if channel is None or is_shared:
+            then()
+        else:
+            self._leftovers.close(channel, str(link.target), then)
 
     def _ask(self, link: Link) -> None:
         interval = self._config.retry_seconds
@@ -403,6 +412,8 @@ class Links:
     def _open_channel(self, link: Link) -> None:
         if not link.ready or not link.data or link.connecting or link.channel is not None:
             return
+        if link.is_losing:
+            return  # the old one's copies have to stop first
         for twin in self._twins(link):
             if twin.channel is not None:
                 link.channel, link.transport, link.connected = twin.channel, twin.transport, True
@@ -452,7 +463,11 @@ class Links:
                 elif not isinstance(outcome, TransportError):
                     outcome.close()  # the answer to a question that was given up
 
-        transport.connect(link.endpoints[transport.name], connected)
+        try:
+            transport.connect(link.endpoints[transport.name], connected)
+        except Exception as error:  # what a peer says of itself must not make us wait
+            logger.exception("peer=%s transport=%s cannot be dialled", link.target, transport.name)
+            connected(TransportError(f"{transport.name}: {error!r}"))
 
     def _connected(
         self, link: Link, transport: Transport, outcome: Channel | TransportError
@@ -476,11 +491,17 @@ class Links:
 
     def _channel_broken(self, channel: Channel | None, error: TransportError) -> None:
         links = [link for link in self._links.values() if channel and link.channel is channel]
+
+        def lose() -> None:
+            for link in links:
+                link.is_losing = False
+                if link.state is not LinkState.CLOSED:
+                    self._lose_channel(link, error)
+
         for link in links:
             logger.info("channel broken: peer=%s reason=%s", link.target, error)
-            self._close_channel(link)
-        for link in links:
-            self._lose_channel(link, error)
+            link.is_losing = True
+            self._close_channel(link, lose if link is links[-1] else lambda: None)
 
     def _lose_channel(self, link: Link, error: P2pError) -> None:
         link.data = link.connecting = link.asking = False

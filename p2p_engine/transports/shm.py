@@ -213,14 +213,15 @@ def _map(descriptors: list[int], nbytes: int, nonce_offset: int, nonce: int) -> 
     Raises:
         TransportError: there is no descriptor, it cannot be mapped, or the nonce is another one.
     """
-    if len(descriptors) != 1:
-        raise TransportError(f"recvmsg: {len(descriptors)} descriptors came, not 1")
     try:
+        if len(descriptors) != 1:
+            raise TransportError(f"recvmsg: {len(descriptors)} descriptors came, not 1")
         arena = Arena.attach(descriptors[0], nbytes)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise TransportError(f"mmap of the peer's memory: {error}") from error
     finally:
-        os.close(descriptors[0])
+        for descriptor in descriptors:
+            os.close(descriptor)
     if not 0 <= nonce_offset <= nbytes - 8 or read_word(arena.address + nonce_offset) != nonce:
         arena.close()
         raise TransportError("the mapped memory does not hold the peer's nonce")

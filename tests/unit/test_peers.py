@@ -11,6 +11,7 @@ import pytest
 from p2p_engine.config import EngineConfig
 from p2p_engine.control import ControlPlane
 from p2p_engine.errors import P2pError, PeerLost, PeerRefused, PeerUnreachable, TransportError
+from p2p_engine.leftovers import CLOSE_SECONDS
 from p2p_engine.messages import (
     AnyMessage,
     Bye,
@@ -63,8 +64,11 @@ class FakeTransport:
     def __init__(self, name: str) -> None:
         self.name = name
         self.dialled: list[tuple[Endpoint, Connected]] = []
+        self.fault: Exception | None = None
 
     def connect(self, endpoint: Endpoint, connected: Connected) -> None:
+        if self.fault is not None:
+            raise self.fault
         self.dialled.append((endpoint, connected))
 
 
@@ -73,10 +77,14 @@ class FakeChannel:
 
     closed = stuck = False
 
+    def __init__(self) -> None:
+        self.waited: list[float] = []
+
     def watch(self, broken: Callable[[TransportError], None]) -> None:
         self.broken = broken
 
     def close(self, timeout: float = 1.0) -> bool:
+        self.waited.append(timeout)
         self.closed = not self.stuck
         return self.closed
 
@@ -291,6 +299,53 @@ def test_channel_whose_copies_do_not_stop_is_kept_and_counted(scene: Scene) -> N
     scene.pass_time(0.1)
     assert channel.closed
     assert scene.links.num_unclosed_channels() == 0
+
+
+def test_closing_a_channel_waits_for_no_copy(scene: Scene) -> None:
+    """The engine's lock is held meanwhile, and everybody waits for that."""
+    link = scene.welcomed()
+    first = scene.connect(0)
+    first.broken(TransportError("reset"))
+    scene.links.get(PEER, data=True)
+    scene.pass_time(1.0)
+    scene.invite()
+    second = scene.connect(1)
+    scene.links.close_link(link, PeerLost("silent"))
+    assert first.waited == second.waited == [0.0]
+
+
+def test_broken_channel_is_told_when_its_copies_have_stopped(scene: Scene) -> None:
+    """Until then what they read cannot be tried again, and no other channel is made."""
+    link = scene.welcomed()
+    channel = scene.connect(0)
+    channel.stuck = True
+    channel.broken(TransportError("reset"))
+    scene.links.get(PEER, data=True)
+    scene.pass_time(0.1)
+    assert scene.events == ["ready", "channel"]
+    assert not link.connecting
+    channel.stuck = False
+    scene.pass_time(0.1)
+    assert scene.events == ["ready", "channel", "channel lost"]
+
+
+def test_broken_channel_whose_copies_never_stop_is_told_in_the_end(scene: Scene) -> None:
+    scene.welcomed()
+    channel = scene.connect(0)
+    channel.stuck = True
+    channel.broken(TransportError("reset"))
+    for _ in range(3):
+        scene.pass_time(CLOSE_SECONDS)
+    assert scene.events == ["ready", "channel", "channel lost"]
+    assert scene.links.num_unclosed_channels() == 1
+
+
+def test_transport_that_fails_over_an_invitation_is_passed_over_at_once(scene: Scene) -> None:
+    """By a bug of ours, or by what the peer said: the next one is tried."""
+    scene.transports[0].fault = OverflowError("Python int too large to convert to C long")
+    scene.welcomed()
+    scene.connect(0, transport=1)
+    assert scene.events == ["ready", "channel"]
 
 
 def test_channel_is_made_when_data_is_first_asked_for(scene: Scene) -> None:
