@@ -14,11 +14,13 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
     KVCacheGroupSpec,
+    KVCacheSpec,
     KVCacheTensor,
     KVQuantMode,
     MLAAttentionSpec,
@@ -156,6 +158,23 @@ def test_a_field_of_a_group_that_is_not_known_is_refused_by_name(
 )
 def test_a_value_that_cannot_be_transferred_is_refused_by_name(spec: Any, named: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(named)):
+        attention_groups(config_of(spec))
+
+
+def other_kinds() -> list[type[KVCacheSpec]]:
+    """All of this vLLM's, whatever a later release adds."""
+    found = [item for item in vars(kv_cache_interface).values() if isinstance(item, type)]
+    kinds = [item for item in found if issubclass(item, KVCacheSpec)]
+    return [item for item in kinds if item not in (*SUPPORTED, UniformTypeKVCacheSpecs)]
+
+
+@pytest.mark.parametrize("kind", other_kinds(), ids=lambda kind: kind.__name__)
+def test_every_other_kind_is_refused_by_name(kind: type[KVCacheSpec]) -> None:
+    """Sinks, cross-attention, latents with a window: also what looks like one of ours."""
+    spec = object.__new__(kind)
+    for name in ("sliding_window", "extra_retained_tokens"):
+        object.__setattr__(spec, name, 0)
+    with pytest.raises(ConfigError, match=f"of kind {kind.__name__} is not supported"):
         attention_groups(config_of(spec))
 
 
