@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import threading
 from collections.abc import Callable
 
 
@@ -14,6 +15,7 @@ class Watches:
     def __init__(self) -> None:
         self.epoll = select.epoll()
         self._callbacks: dict[int, Callable[[], None]] = {}
+        self._waking = threading.Lock()  # guards _wake_fd's end: its number may be given away
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.epoll.register(self._wake_fd, select.EPOLLIN)
 
@@ -34,8 +36,9 @@ class Watches:
 
     def wake(self) -> None:
         """End a wait; nothing happens once it is closed."""
-        with contextlib.suppress(OSError, ValueError):
-            os.eventfd_write(self._wake_fd, 1)
+        with self._waking, contextlib.suppress(BlockingIOError):
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     def wait(self, seconds: float) -> None:
         """Block until something is ready, `wake`, or for so many seconds."""
@@ -56,10 +59,11 @@ class Watches:
 
     def close(self) -> None:
         """Close what is its own; idempotent."""
-        if self._wake_fd >= 0:
-            self.epoll.close()
-            os.close(self._wake_fd)
-            self._wake_fd = -1
+        with self._waking:
+            wake_fd, self._wake_fd = self._wake_fd, -1
+            if wake_fd >= 0:
+                os.close(wake_fd)
+        self.epoll.close()
 
     @property
     def is_closed(self) -> bool:
