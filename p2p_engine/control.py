@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable
 
 from p2p_engine.affinity import restore_affinity
+from p2p_engine.dialler import Refused
 from p2p_engine.keys import Secrets
 from p2p_engine.names import Names, Told
 from p2p_engine.reach import Reach, Unresolved
-from p2p_engine.sockets import Handler, Refused, Route, Sockets
+from p2p_engine.sockets import Handler, Route, Sockets
 from p2p_engine.watches import Watches
 
 logger = logging.getLogger(__name__)
@@ -188,7 +189,7 @@ class ControlPlane:
             now = time.monotonic()
             if now >= self._tick_at:
                 self._tick_at = now + TICK_MILLISECONDS / 1000
-                own = (self._names.tick, self._reach.tick, self.sockets.close_idle)
+                own = (self._names.tick, self._reach.tick, self.sockets.tick)
                 for tell in (self._on_tick, *own, *self._clocks):
                     self._guard(lambda tell=tell: tell(now))  # type: ignore[misc]
 

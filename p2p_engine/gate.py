@@ -23,13 +23,23 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils import z85
 
+from p2p_engine.intake import (
+    KERNEL_BUFFER_BYTES,
+    RECEIVE_QUEUE_FRAMES,
+    Intake,
+    duplicate,
+)
 from p2p_engine.keys import Secrets, derive
+from p2p_engine.listener import Listener
+from p2p_engine.messages import MAX_FRAME_BYTES
 from p2p_engine.rare import RareWarnings
 
 logger = logging.getLogger(__name__)
 
+SILENCE_SECONDS = 10  # of a connection that no packet ends: its host is gone, or the way there
+ANSWER_QUEUE_FRAMES = 500  # for who dialled us; what is more is dropped, and said again when asked
 HANDSHAKE_SECONDS = 3.0
-MAX_CONNECTIONS = 2048  # of one ROUTER, and at most a quarter of what the process may open
+MAX_CONNECTIONS = 4096  # of one ROUTER, and at most a quarter of what the process may open
 MAX_YOUNG = 128  # from one address, whose handshake may not be over
 MAX_FAILURES = 3  # handshakes in a row that a peer may break off before it is given up
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
@@ -120,6 +130,10 @@ class Connections:
         self._num_young[address] += 1
         return True
 
+    def prove(self, fd: int) -> None:
+        """A whole message came on one, so its handshake is over; idempotent."""
+        self._grow_old(fd)
+
     def remove(self, fd: int) -> None:
         """One has ended; idempotent."""
         self._grow_old(fd)
@@ -140,12 +154,15 @@ class Gate:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         router: zmq.Socket[bytes],
+        listener: Listener,
         curve: Curve,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Guard a router that is not bound yet; the context must be its own."""
+        """Guard a router that is not bound yet, and bind it; the context must be its own."""
         self.refused = 0  # connections that proved nothing, or were too many
         self.connections = Connections(min(MAX_CONNECTIONS, _most_files() // 4))
+        self.intake = Intake()
+        self._listener = listener
         self._curve = curve
         self._clock = clock
         self._warnings = RareWarnings(logger, clock)
@@ -158,6 +175,8 @@ class Gate:
         curve.serve(router)
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _FAILURES
         self._monitor = open_monitor(context, router, events)
+        router.setsockopt(zmq.USE_FD, listener.lend())
+        router.bind(f"tcp://127.0.0.1:{listener.port}")  # where it is bound the descriptor says
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """Those of the gate itself: `serve` is to be called when one of them is readable."""
@@ -170,7 +189,7 @@ class Gate:
                 self._zap.send_multipart(self._judge(self._zap.recv_multipart(zmq.NOBLOCK)))
             except zmq.Again:
                 break
-        for event, value in read_events(self._monitor):
+        for event, value, _ in read_events(self._monitor):
             self._count(event, value)
 
     def close(self) -> None:
@@ -178,6 +197,7 @@ class Gate:
         close_monitor(self._router, self._monitor)
         if self._zap is not None:
             self._zap.close()
+        self.intake.close()
 
     def _judge(self, request: list[bytes]) -> list[bytes]:
         _, request_id, _, _, _, mechanism, *credentials = request  # libzmq's own words
@@ -190,23 +210,26 @@ class Gate:
             self._accept(fd)
         elif event == zmq.EVENT_DISCONNECTED:
             self.connections.remove(fd)
+            self.intake.remove(fd)
         elif self._curve:
             self._refuse("no key of this fleet; the old connector has none and cannot join it")
         else:
             self._refuse("somebody does not speak our protocol, or asks for a key")
 
     def _accept(self, fd: int) -> None:
-        with contextlib.suppress(OSError), _duplicate(fd) as accepted:
-            if accepted.family == socket.AF_UNIX or accepted.getsockname()[1] != self._port():
+        with contextlib.suppress(OSError), duplicate(fd) as accepted:
+            is_ours = accepted.family in (socket.AF_INET, socket.AF_INET6)
+            if not is_ours or accepted.getsockname()[1] != self._listener.port:
                 return
             address = accepted.getpeername()[0]
-            if not self.connections.add(fd, address, self._clock()):
+            if self._listener.is_short:
+                self._refuse("no descriptor is left")
+                accepted.shutdown(socket.SHUT_RDWR)
+            elif not self.connections.add(fd, address, self._clock()):
                 self._refuse(f"too many connections from {address}, or in all")
                 accepted.shutdown(socket.SHUT_RDWR)
-
-    def _port(self) -> int:
-        endpoint = bytes(self._router.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0")
-        return int(endpoint.rpartition(b":")[2])
+            else:
+                self.intake.add(fd)
 
     def _refuse(self, why: str) -> None:
         self.refused += 1
@@ -245,6 +268,40 @@ class Handshakes:
         return f"it breaks every handshake off: it {hint}"
 
 
+def open_router(
+    context: zmq.Context[zmq.Socket[bytes]], send_queue_frames: int
+) -> zmq.Socket[bytes]:
+    """Return a ROUTER whose queues, frames and kernel buffers are bounded, for each peer."""
+    opened: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    opened.setsockopt(zmq.LINGER, 0)
+    opened.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    opened.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    opened.setsockopt(zmq.SNDHWM, send_queue_frames)
+    opened.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_FRAMES)
+    opened.setsockopt(zmq.SNDBUF, KERNEL_BUFFER_BYTES)
+    opened.setsockopt(zmq.RCVBUF, KERNEL_BUFFER_BYTES)
+    opened.setsockopt(zmq.IPV6, 1)
+    # The kernel asks, not ZMTP's heartbeats: with those libzmq aborts the process (its #4767).
+    opened.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    opened.setsockopt(zmq.TCP_KEEPALIVE_IDLE, SILENCE_SECONDS // 2)
+    opened.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, SILENCE_SECONDS // 10))
+    opened.setsockopt(zmq.TCP_MAXRT, SILENCE_SECONDS * 1000)
+    return opened
+
+
+def send(router: zmq.Socket[bytes], name: bytes, frame: bytes) -> None:
+    """Send a frame to one peer of a ROUTER; never blocks.
+
+    Raises:
+        zmq.ZMQError: there is no such peer, or too much waits for it.
+    """
+    try:
+        router.send_multipart([name, frame], zmq.NOBLOCK)
+    except zmq.Again:
+        router.getsockopt(zmq.EVENTS)  # lets it hear what has left meanwhile
+        router.send_multipart([name, frame], zmq.NOBLOCK)
+
+
 def open_monitor(
     context: zmq.Context[zmq.Socket[bytes]], watched: zmq.Socket[bytes], events: int
 ) -> zmq.Socket[bytes]:
@@ -269,29 +326,15 @@ def close_monitor(watched: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> Non
     monitor.close()
 
 
-def read_events(monitor: zmq.Socket[bytes]) -> list[tuple[int, int]]:
-    """Return what has happened, as (event, value), until nothing is waiting."""
-    events: list[tuple[int, int]] = []
+def read_events(monitor: zmq.Socket[bytes]) -> list[tuple[int, int, str]]:
+    """Return what has happened, as (event, value, endpoint), until nothing is waiting."""
+    events: list[tuple[int, int, str]] = []
     while True:
         try:
-            description, _ = monitor.recv_multipart(zmq.NOBLOCK)
+            description, endpoint = monitor.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return events
-        events.append(_EVENT.unpack(description))
-
-
-def _duplicate(fd: int) -> socket.socket:
-    """Return what a descriptor is now; the duplicate cannot become something else.
-
-    Raises:
-        OSError: it is closed by now, or no socket.
-    """
-    duplicate = os.dup(fd)
-    try:
-        return socket.socket(fileno=duplicate)
-    except OSError:
-        os.close(duplicate)
-        raise
+        events.append((*_EVENT.unpack(description), endpoint.decode(errors="replace")))
 
 
 def _count_down(counter: Counter[str], address: str) -> None:

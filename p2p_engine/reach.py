@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from p2p_engine.addresses import join_address, split_address
+from p2p_engine.dialler import Refused
 from p2p_engine.errors import PeerUnreachable
 from p2p_engine.names import Answer, Names, is_numeric
-from p2p_engine.sockets import Handler, Refused, Route, Sockets
+from p2p_engine.sockets import Handler, Route, Sockets
 
 IDLE_SECONDS = 60.0  # without a word of ours, a name is forgotten
 MAX_FRAMES = 8  # that wait for one name; what is more is dropped: senders say it again

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 NAME_SECONDS = 4.5  # for the name of another proxy to be resolved
 REFRESH_SECONDS = 3.0  # then it is looked up again
-TICK_SECONDS = 0.25
+TICK_SECONDS = 0.02  # between two looks at what connections cost
 
 _OLD_FORM = (
     "a heartbeat of the old form: those and authentication exclude each other. Run the proxy "
@@ -135,12 +135,12 @@ class Discovery:
             self._sockets = None
 
     def _tick(self) -> None:
-        """Tell whose name was not resolved in time."""
-        if self._names is not None and self._reach is not None:
+        """Tell whose name was not resolved in time, and cut who costs too much."""
+        if self._names is not None and self._reach is not None and self._sockets is not None:
             loop = asyncio.get_running_loop()
-            self._names.tick(loop.time())
-            self._reach.tick(loop.time())
             self._timer = loop.call_later(TICK_SECONDS, self._tick)
+            for tick in (self._names.tick, self._reach.tick, self._sockets.tick):
+                tick(loop.time())
 
     def _serve(self) -> None:
         """Read what is there, but not all of a flood: the requests have their turns between."""

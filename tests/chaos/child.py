@@ -29,7 +29,7 @@ import numpy.random  # now, not when the descriptors have run out
 import torch
 
 from mempool import Arena
-from p2p_engine import EngineConfig, P2pNcclEngine, SendMode, TransferKey, sockets
+from p2p_engine import EngineConfig, P2pNcclEngine, SendMode, TransferKey, dialler, gate
 from p2p_engine.control import ControlPlane
 from p2p_engine.directory import Directory, RankAddress
 from p2p_engine.errors import P2pError, RemoteProtocolError
@@ -370,7 +370,7 @@ def serve(pipe: Connection, trap_pipe: Connection, config: EngineConfig) -> None
     os.setpgid(0, 0)  # the terminal's Ctrl-C is for the campaign
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)  # what is to be seen is in the record
-    sockets.SILENCE_SECONDS = sockets.IDLE_SECONDS = 2
+    gate.SILENCE_SECONDS = dialler.IDLE_SECONDS = 2
     gc.freeze()  # what was imported before is nobody's leak, and every look for leaks is quick
     trap = Trap(trap_pipe)
     child = Child(config, trap)

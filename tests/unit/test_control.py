@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from p2p_engine import sockets
+from p2p_engine import dialler
 from p2p_engine.addresses import join_address, split_address
 from p2p_engine.control import ControlPlane
 from p2p_engine.errors import ConfigError
@@ -119,12 +119,26 @@ def test_connection_that_nothing_is_said_on_is_closed(
     one, other = parties
     before = num_descriptors()
     for frame in (b"a", b"b"):
-        monkeypatch.setattr(sockets, "IDLE_SECONDS", 60.0)
+        monkeypatch.setattr(dialler, "IDLE_SECONDS", 60.0)
         one.control.send(Route(other.control.address), frame)
         eventually(lambda f=frame: other.heard and other.heard[-1][1] == f)  # type: ignore[misc]
         assert num_descriptors() > before
-        monkeypatch.setattr(sockets, "IDLE_SECONDS", 0.1)
+        monkeypatch.setattr(dialler, "IDLE_SECONDS", 0.1)
         eventually(lambda: num_descriptors() == before)
+
+
+def test_more_addresses_than_libzmq_has_sockets_are_dialled(parties: tuple[Party, Party]) -> None:
+    """Nobody answers at all but one of them."""
+    one, other = parties
+    before = num_descriptors()
+    for port in range(2, 1102):
+        one.control.send(Route(f"127.0.0.1:{port}"), b"anybody?")
+    one.control.send(Route(other.control.address), b"hello")
+    eventually(lambda: other.heard, 30)
+    assert one.control.sockets.dropped_frames == 0
+    for port in range(2, 1102):
+        one.control.hang_up(f"127.0.0.1:{port}")
+    eventually(lambda: num_descriptors() <= before + 2, 30)
 
 
 def num_descriptors() -> int:

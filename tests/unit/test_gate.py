@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from p2p_engine.gate import HANDSHAKE_SECONDS, MAX_YOUNG, Connections, Curve, Gate, Handshakes
+from p2p_engine.listener import Listener
 
 
 def test_young_connections_of_one_address_are_few() -> None:
@@ -89,11 +90,12 @@ def test_what_cannot_get_better_is_named_at_once(
 
 @pytest.fixture
 def gate() -> Iterator[Gate]:
+    listener = Listener("127.0.0.1", range(1))
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        made = Gate(context, router, Curve(()))
-        router.bind_to_random_port("tcp://127.0.0.1")
+        made = Gate(context, router, listener, Curve(()))
         yield made
         made.close()
+    listener.close()
 
 
 @pytest.mark.usefixtures("no_leaks")

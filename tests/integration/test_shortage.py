@@ -1,0 +1,31 @@
+"""No descriptor is left: nothing spins, nothing is lost, and all goes on when there are some."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+
+def seen(scenario: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.shortage", scenario]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def test_who_waits_for_a_descriptor_makes_no_thread_spin() -> None:
+    saw = seen("waiting")
+    assert saw["share"] < 0.5  # of a core; a spinning thread takes all that it gets
+    assert saw["turned_away"] >= 1
+
+
+def test_dialling_leaves_nothing_behind() -> None:
+    assert seen("dialling") == {"errors": 0}
+
+
+def test_a_start_fails_by_name() -> None:
+    saw = seen("starting")
+    assert "descriptor" in saw["said"] or "open files" in saw["said"]
+    assert saw["left"] == 0
