@@ -161,6 +161,9 @@ class Gate:
         """Guard a router that is not bound yet, and bind it; the context must be its own."""
         self.refused = 0  # connections that proved nothing, or were too many
         self.connections = Connections(min(MAX_CONNECTIONS, _most_files() // 4))
+        if _most_files() < 4 * MAX_CONNECTIONS:
+            text = "descriptors are limited to %d (ulimit -n): at most %d peers may connect"
+            logger.warning(text, _most_files(), _most_files() // 4)
         self.intake = Intake()
         self._listener = listener
         self._curve = curve

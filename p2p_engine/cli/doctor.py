@@ -23,6 +23,7 @@ from p2p_engine.cli.rewrite import TOP_LEVEL_KEYS, config_problems, rewrite
 from p2p_engine.config import DEFAULT_KV_PORT, TRANSPORT_NAMES, EngineConfig, SendMode
 from p2p_engine.device_memory import MIB, Room, device_memory
 from p2p_engine.errors import ConfigError
+from p2p_engine.gate import MAX_CONNECTIONS
 from p2p_engine.keys import exposure, read_key_file
 from p2p_engine.memory import available_memory_bytes, memory_bytes
 
@@ -42,6 +43,7 @@ def run_doctor(
     with console.status("importing vLLM, as each of its processes will"):
         findings = list(check_installation())
     findings += check_transports()
+    findings.append(check_descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
     if config is None:
         findings += [check_port("127.0.0.1", port, "the proxy's port") for port in PROXY_PORTS]
     else:
@@ -60,6 +62,14 @@ def run_rewrite(text: str, console: Console) -> int:
             console.print(f"{title}: {line}", markup=False, highlight=False, soft_wrap=True)
     print(result.text)
     return int(bool(result.problems))
+
+
+def check_descriptors(limit: int) -> Finding:
+    """Look at how many descriptors a process may have: a peer takes four, two in each direction."""
+    if limit == resource.RLIM_INFINITY or limit >= 4 * MAX_CONNECTIONS:
+        return ok("descriptors", f"{limit} for each process" if limit > 0 else "no limit")
+    state = f"{limit} for each process: at most {limit // 4} peers may connect to each rank"
+    return note("descriptors", state, f"for large fleets: ulimit -n {4 * MAX_CONNECTIONS}")
 
 
 def check_config(config: Mapping[str, Any], tp_size: int) -> Iterator[Finding]:

@@ -207,3 +207,12 @@ def test_rewrite_prints_the_new_text_alone_on_stdout(capsys: pytest.CaptureFixtu
     captured = capsys.readouterr()
     assert "kv_rank" not in json.loads(captured.out)
     assert "changed: kv_rank: dropped" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("limit", "level"), [(1024, Level.NOTE), (1 << 16, Level.OK), (-1, Level.OK)]
+)
+def test_few_descriptors_are_named(limit: int, level: Level) -> None:
+    found = doctor.check_descriptors(limit)
+    assert found.level is level
+    assert ("256 peers" in found.state) == (limit == 1024)
