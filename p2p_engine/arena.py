@@ -9,11 +9,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from mempool import Arena, Buddy, read_word, write_word
+from p2p_engine.words import WORD_BYTES, Words
 
 MIN_BLOCK_BYTES = 4096
 HEADER_BYTES = MIN_BLOCK_BYTES  # at offset 0: the nonce; no landing is ever granted there
+MAX_WORDS = 1 << 16  # landings at a time that senders write by themselves
 PREFAULT_BYTES = 256 << 20  # touched ahead of what was ever used
 BUFFER, POOL = "buffer", "pool"
 
@@ -32,15 +35,26 @@ class LandingArena:
     """Anonymous shared memory that peers on this host may write into. Not thread-safe: the engine's
     lock guards it."""
 
-    def __init__(self, buffer_bytes: int, pool_bytes: int, *, page_lock: bool = False) -> None:
-        """Map the arena; pages are touched in the background, ahead of use.
+    def __init__(
+        self,
+        buffer_bytes: int,
+        pool_bytes: int,
+        *,
+        page_lock: bool = False,
+        has_buffer: bool = True,
+    ) -> None:
+        """Map the arena; pages are touched in the background, ahead of use. Without `has_buffer`
+        the buffer is elsewhere, and only its completion words are here.
 
         Raises:
             OSError: the memory cannot be mapped.
         """
         self.budgets = {BUFFER: round_up(buffer_bytes), POOL: round_up(pool_bytes)}
         self.live_bytes = {BUFFER: 0, POOL: 0}
-        capacity = sum(self.budgets.values()) + HEADER_BYTES
+        landing_bytes = sum(self.budgets.values())
+        num_words = min(landing_bytes // MIN_BLOCK_BYTES + 1, MAX_WORDS)
+        capacity = landing_bytes if has_buffer else self.budgets[POOL]
+        capacity += HEADER_BYTES + round_up(num_words * WORD_BYTES)
         self.arena = Arena(capacity, page_lock=page_lock)
         self._buddy = Buddy(capacity, MIN_BLOCK_BYTES)
         self._prefaulted_bytes = 0
@@ -49,6 +63,8 @@ class LandingArena:
         self.nonce_offset = self._buddy.offset(nonce_block)
         self.nonce = secrets.randbits(63) | 1
         write_word(self.arena.address + self.nonce_offset, self.nonce)
+        table = self._buddy.offset(self._buddy.alloc(num_words * WORD_BYTES))
+        self.words: Words[Any] = Words(self.arena, table, num_words)
         self._prefault()
 
     def reserve(self, nbytes: int, places: Iterable[str] = (BUFFER, POOL)) -> Space | None:
@@ -104,18 +120,6 @@ class LandingArena:
         """Where the space lies in this process."""
         return self.arena.address + space.offset
 
-    def word_offset(self, space: Space, position: int) -> int:
-        """Where a sender is to write the completion word, if not behind the payload; else 0."""
-        return 0
-
-    def clear_word(self, space: Space, position: int) -> None:
-        """Reset the completion word at `position` in a space before it is handed out."""
-        write_word(self._word_address(space, position), 0)
-
-    def word_is(self, space: Space, position: int, value: int) -> bool:
-        """Whether the completion word at `position` has been published."""
-        return read_word(self._word_address(space, position)) == value
-
     def check(self) -> None:
         """Walk the invariants.
 
@@ -142,10 +146,8 @@ class LandingArena:
 
     def close(self) -> None:
         """Unmap the arena; idempotent."""
+        self.words.close()
         self.arena.close()
-
-    def _word_address(self, space: Space, position: int) -> int:
-        return self.address(space) + position
 
     def _prefault(self) -> None:
         wanted = self._buddy.stats()["high_water_bytes"] + PREFAULT_BYTES

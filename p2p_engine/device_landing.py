@@ -1,19 +1,17 @@
 """DeviceLanding: landing memory of an engine whose caches are on a GPU.
 
 The receive buffer is device memory, allocated once; the pool is registered host memory, so that a
-full buffer costs no device memory at all. Completion words are always in host memory: for each
-space of the buffer there is one beside the pool. To peers an offset below DEVICE_OFFSET is the host
-arena's, any other the buffer's.
+full buffer costs no device memory at all. Completion words are always in host memory. To peers an
+offset below DEVICE_OFFSET is the host arena's, any other the buffer's.
 """
 
 from __future__ import annotations
 
 from mempool import Buddy
-from p2p_engine.arena import BUFFER, MIN_BLOCK_BYTES, POOL, LandingArena, Space, round_up
+from p2p_engine.arena import BUFFER, MIN_BLOCK_BYTES, POOL, LandingArena, Space
 from p2p_engine.device import Device
 
 DEVICE_OFFSET = 1 << 47
-MAX_WORDS = 1024
 IPC_BYTES = 2 << 20  # CUDA shares whole pages of this size: nothing else may lie in them
 REGISTER_SECONDS = 600.0  # for the pool, page by page
 
@@ -30,12 +28,11 @@ class DeviceLanding(LandingArena):
             OSError: the host memory cannot be mapped.
             TransportError: the device has too little memory, or the pool cannot be registered.
         """
-        super().__init__(MAX_WORDS * MIN_BLOCK_BYTES, pool_bytes, page_lock=page_lock)
+        super().__init__(buffer_bytes, pool_bytes, page_lock=page_lock, has_buffer=False)
         self._device = device
         self.device_bytes = -(-max(buffer_bytes, 1) // IPC_BYTES) * IPC_BYTES
         self._device_buddy = Buddy(self.device_bytes, MIN_BLOCK_BYTES)
-        self._words: dict[Space, int] = {}
-        self.budgets[BUFFER] = round_up(buffer_bytes)
+        self._on_device: set[Space] = set()
         self._is_closed = self._is_kept = False
         cuda = device.cuda
         try:
@@ -65,7 +62,7 @@ class DeviceLanding(LandingArena):
             super().release(space)
             return
         self._device_buddy.free(space.handle)
-        self._buddy.free(self._words.pop(space))
+        self._on_device.discard(space)
         self.live_bytes[BUFFER] -= space.nbytes
 
     def address(self, space: Space) -> int:
@@ -73,12 +70,6 @@ class DeviceLanding(LandingArena):
         if space.place == BUFFER:
             return self.device_address + space.offset - DEVICE_OFFSET
         return super().address(space)
-
-    def word_offset(self, space: Space, position: int) -> int:
-        """Where a sender is to write the completion word, in the host arena."""
-        if space.place == BUFFER:
-            return self._buddy.offset(self._words[space])
-        return space.offset + position
 
     def check(self) -> None:
         """Walk the invariants.
@@ -89,7 +80,7 @@ class DeviceLanding(LandingArena):
         self._buddy.check()
         self._device_buddy.check()
         self.check_nonce()
-        live = sum(space.nbytes for space in self._words)
+        live = sum(space.nbytes for space in self._on_device)
         if live != self.live_bytes[BUFFER]:
             raise RuntimeError(f"accounted {self.live_bytes[BUFFER]}, live {live} device bytes")
 
@@ -109,24 +100,16 @@ class DeviceLanding(LandingArena):
         self._device.run(lambda: cuda.unregister(host.address), 10.0)
         super().close()
 
-    def _word_address(self, space: Space, position: int) -> int:
-        return self.arena.address + self.word_offset(space, position)
-
     def _register(self) -> None:
         self._device.cuda.register(self.arena.address, self.arena.nbytes)
 
     def _reserve_on_device(self, nbytes: int) -> Space | None:
         try:
-            word = self._buddy.alloc(8)
-        except MemoryError:
-            return None
-        try:
             handle = self._device_buddy.alloc(nbytes)
         except MemoryError:  # in pieces too small
-            self._buddy.free(word)
             return None
         offset = DEVICE_OFFSET + self._device_buddy.offset(handle)
         space = Space(handle, offset, nbytes, BUFFER)
-        self._words[space] = word
+        self._on_device.add(space)
         self.live_bytes[BUFFER] += nbytes
         return space

@@ -47,6 +47,7 @@ class Landing:
     deadline: float
     checked: bool = False  # it has landed when its checksum is the sender's
     space: Space | None = None
+    word: int | None = None  # the arena's completion word that is lent for it
     state: LandingState = LandingState.GRANTED
     job: Job | None = None
     receive: Receive | None = None
@@ -74,6 +75,11 @@ class Landing:
     def orphaned(self) -> bool:
         """Whether it has landed and nobody has asked for it."""
         return self.state is LandingState.LANDED and self.receive is None
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether its deadline says when something of it has to end."""
+        return self.state is LandingState.GRANTED or self.orphaned
 
     @property
     def touches_blocks(self) -> bool:

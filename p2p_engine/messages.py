@@ -285,7 +285,7 @@ class Grant(Message, tag="GRANT"):
     num_blocks: Count
     offset: Bytes
     trailer: U64
-    word_offset: Bytes = 0  # of the trailer in the peer's host memory; 0: behind the payload
+    word_offset: Bytes = 0  # of the completion word in the peer's host memory; 0: none is written
 
 
 class Deny(Message, tag="DENY"):

@@ -17,7 +17,7 @@ from p2p_engine.jobs import Job
 from p2p_engine.landing import BLOCKS, Landing, Receive
 from p2p_engine.layout import Regions, ask, one_region, packed_pages
 from p2p_engine.transfer import lane_of
-from p2p_engine.transports.base import TRAILER_BYTES, Arrival, trailer_offset
+from p2p_engine.transports.base import Arrival
 
 JobEnded = Callable[[Job], None]
 
@@ -58,6 +58,8 @@ class Places:
 
     def give_back(self, landing: Landing) -> None:
         """Free a landing's memory: nobody can write into it any more."""
+        if landing.word is not None and self._arena is not None:
+            self._arena.words.give_back(landing.word)
         if landing.space is not None and self._arena is not None:
             self._arena.release(landing.space)
             self._credit.give_back(landing.id, landing.space.nbytes)
@@ -70,10 +72,13 @@ class Places:
             return landing.done_heard
         if landing.transport.receiver_writes:
             return landing.job is not None and landing.job.state == "done"
-        if self._arena is None or landing.space is None:
+        if self._arena is None or landing.word is None:
             return False
-        end = trailer_offset(landing.nbytes)
-        return self._arena.word_is(landing.space, end, landing.trailer)
+        return self._arena.words.is_published(landing.word)
+
+    def take_written(self) -> list[Landing]:
+        """Return the landings whose senders have published that they are whole; each once."""
+        return self._arena.words.take_published() if self._arena is not None else []
 
     def checksum(self, landing: Landing, ended: JobEnded) -> int | None:
         """The CRC-32C of a landing that is whole; None: `ended` is told when to ask again."""
@@ -98,10 +103,10 @@ class Places:
         return packed_pages(base, landing.manifest, first, num)
 
     def word_offset(self, landing: Landing) -> int:
-        """Where the sender is to write the completion word; 0: behind the payload."""
-        if landing.space is None or self._arena is None or landing.transport.receiver_writes:
+        """Where the sender is to write the completion word; 0: it writes none."""
+        if landing.word is None or self._arena is None:
             return 0
-        return self._arena.word_offset(landing.space, trailer_offset(landing.nbytes))
+        return self._arena.words.offset(landing.word)
 
     def live_bytes(self) -> dict[str, int]:
         """Bytes that are reserved now, by place."""
@@ -111,7 +116,7 @@ class Places:
     def _place_in_arena(
         self, landing: Landing, receive: Receive | None, hoarded_bytes: int, ended: JobEnded
     ) -> str:
-        arena, size = self._arena, round_up(trailer_offset(landing.nbytes) + TRAILER_BYTES)
+        arena, size = self._arena, round_up(landing.nbytes)
         needs_it = not landing.transport.scatters or (
             receive is not None and receive.has_delivered(landing.manifest)
         )
@@ -125,7 +130,10 @@ class Places:
         if landing.space is None:
             return refusal or "buffer and pool are full"
         if not landing.transport.receiver_writes:
-            arena.clear_word(landing.space, trailer_offset(landing.nbytes))
+            landing.word = arena.words.take(landing, landing.trailer)
+            if landing.word is None:
+                arena.release(landing.space)
+                return "all completion words are lent"
             self._credit.take(landing.id, size)
             return ""
         regions = one_region(arena.address(landing.space), landing.nbytes)

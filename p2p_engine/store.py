@@ -30,16 +30,19 @@ from p2p_engine.errors import (
 from p2p_engine.jobs import Copier, Job, Moment, after
 from p2p_engine.landing import Landing, LandingId, LandingState, Receive
 from p2p_engine.layout import Regions, Sink, ask, pair
+from p2p_engine.ledger import Ledger, Writer
 from p2p_engine.messages import ContentKey, Offer, TransferKey
 from p2p_engine.parts import for_each
 from p2p_engine.places import Places
 from p2p_engine.stats import Counters
+from p2p_engine.timers import Timers
 from p2p_engine.transfer import Transfer, lane_of
 from p2p_engine.transports.base import Transport
 
 logger = logging.getLogger(__name__)
 
 MISMATCH_GRACE_SECONDS = 1.0
+MAX_LANDINGS = 1 << 16  # of one sender: those without bytes take no memory but ours
 MAX_STRANGERS = 64  # that are remembered of one receive
 
 
@@ -71,8 +74,10 @@ class Store:
         self._credit = Credit(config, clock)
         self._places = Places(arena, mover, self._credit)
         self._answers = Answers(config, reply, clock)
-        self._landings: dict[LandingId, Landing] = {}
-        self._receives: dict[ContentKey, Receive] = {}
+        self._ledger = Ledger()
+        self._timers: Timers[Landing | Receive] = Timers()
+        self._late: dict[Landing | Receive, None] = {}  # past their deadlines, and not over
+        self._held_up: dict[Landing, None] = {}  # landed where somebody else still writes
 
     # What the caller asks for
 
@@ -94,7 +99,7 @@ class Store:
             TransferRejected: it was refused here, or given up by its sender, before.
         """
         content = (key, binding)
-        if content in self._receives:
+        if content in self._ledger.receives:
             raise TransferError(f"{key} is being received already")
         grave = self._answers.exhume(content)
         if grave is not None and grave.refused and not (is_named and grave.said_by):
@@ -102,12 +107,13 @@ class Store:
         transfer = Transfer(key, 0, self._changed, self._cancel_transfer)
         deadline = self._clock() + timeout
         receive = Receive(content, sink, transfer, deadline, moments, is_named=is_named)
-        self._receives[content] = receive
-        for landing in self._of(content):
+        self._ledger.open(receive)
+        self._timers.set(receive, deadline)
+        for landing in self._ledger.of_content(content):
             if landing.state in (LandingState.GRANTED, LandingState.LANDED):
                 self._claim(landing, receive)
-        for item in self._landings.values():
-            if item.content != content and item.content[0] == key:
+        for item in self._ledger.of_key(key):
+            if item.content != content:
                 self._note_mismatch(key, item.id[0])
         return transfer
 
@@ -118,11 +124,12 @@ class Store:
 
     def fail_key(self, key: TransferKey, error: P2pError) -> None:
         """The sender will not complete this key: whoever waits for it, or will, learns why."""
-        contents = {content for content in self._receives if content[0] == key}
-        contents |= {item.content for item in self._landings.values() if item.content[0] == key}
+        contents = {item.content for item in self._ledger.receives_of_key(key)}
+        contents |= {item.content for item in self._ledger.of_key(key)}
         for content in contents or {(key, b"")}:
-            if content in self._receives:
-                self._stop_receive(self._receives[content], error)
+            receive = self._ledger.receives.get(content)
+            if receive is not None:
+                self._stop_receive(receive, error)
             else:
                 self._answers.bury(content, str(error), refused=True)
             self._drop(content)
@@ -134,8 +141,7 @@ class Store:
         Raises:
             RemoteProtocolError: another one sends it.
         """
-        waiting = [item for item in self._receives.values() if item.content[0] == key]
-        coming = [item for item in self._landings.values() if item.content[0] == key]
+        waiting, coming = self._ledger.receives_of_key(key), self._ledger.of_key(key)
         senders = {item.id[0] for item in coming}.union(*(item.senders for item in waiting))
         if senders and epoch not in senders:
             raise RemoteProtocolError(f"ABANDON of {key} from {epoch:x}, which does not send it")
@@ -151,13 +157,12 @@ class Store:
 
     def sender_known(self, key: TransferKey) -> None:
         """It has become known who sends a key: what it offered before counts now."""
-        for receive in self._receives.values():
-            if receive.content[0] == key:
-                self._judge_mismatch(receive)
+        for receive in self._ledger.receives_of_key(key):
+            self._judge_mismatch(receive)
 
     def drop_landed(self) -> int:
         """Forget what nobody has claimed, on its way or landed; returns how many bytes had."""
-        unclaimed = [item for item in self._landings.values() if item.receive is None]
+        unclaimed = [item for item in self._ledger.landings.values() if item.receive is None]
         landed = [item for item in unclaimed if item.orphaned]
         for content in {item.content for item in unclaimed}:
             self._answers.bury(content, "what had landed was dropped", refused=True)
@@ -176,7 +181,7 @@ class Store:
             self._answers.bury(content, grave.reason, refused=True, said_by=grave.said_by)
             self._answers.fail(landing_id, offer.attempt, TransferRejected(grave.reason))
             return
-        receive = self._receives.get(content)
+        receive = self._ledger.receives.get(content)
         if receive is None:
             self._note_mismatch(offer.key, epoch)
         elif receive.ending is not None:
@@ -198,7 +203,7 @@ class Store:
 
     def on_done(self, epoch: int, seq: int, attempt: int, checksum: int) -> None:
         """The sender has written everything: COMMIT is said as soon as it has landed."""
-        landing = self._landings.get((epoch, seq))
+        landing = self._ledger.landings.get((epoch, seq))
         if landing is not None and landing.attempt == attempt:
             landing.done_heard, landing.checksum = True, checksum
             self._check_landed(landing)
@@ -208,7 +213,7 @@ class Store:
 
     def on_cancelled(self, epoch: int, seq: int, attempt: int) -> None:
         """The sender will not write any more."""
-        landing = self._landings.get((epoch, seq))
+        landing = self._ledger.landings.get((epoch, seq))
         if landing is None or landing.attempt > attempt:
             return
         if landing.state is LandingState.GRANTED:
@@ -219,22 +224,22 @@ class Store:
     def sender_lost(self, epoch: int, error: PeerLost) -> None:
         """A sender is silent, restarted or closing: end what only it could have completed."""
         self._credit.forget(epoch)
-        for receive in self._receives.values():
-            if epoch in receive.senders:
-                receive.bereft = error
-        for landing in list(self._landings.values()):
-            if landing.id[0] == epoch and landing.state is LandingState.GRANTED:
+        bereft = self._ledger.receives_from(epoch)
+        for receive in bereft:
+            receive.bereft = error
+        for landing in self._ledger.of_sender(epoch):
+            if landing.state is LandingState.GRANTED:
                 self._check_landed(landing)
                 if landing.state is LandingState.GRANTED:
                     self._give_up(landing, proven=False)
-        self._end_bereft()
+        self._end_bereft(bereft)
 
     def bereave(self, key: TransferKey, error: P2pError) -> None:
         """Nothing more of a key will come; what has come may complete its receives."""
-        for content, receive in self._receives.items():
-            if content[0] == key:
-                receive.bereft = error
-        self._end_bereft()
+        bereft = self._ledger.receives_of_key(key)
+        for receive in bereft:
+            receive.bereft = error
+        self._end_bereft(bereft)
 
     # What happens here
 
@@ -243,12 +248,15 @@ class Store:
 
         A fault here is the end of the receive that it is about; it is raised after all others.
         """
-        for_each(self._landings.values(), self._look)
+        held_up, self._held_up = self._held_up, {}
+        for_each([*self._places.take_written(), *held_up], self._look)
 
     def _look(self, landing: Landing) -> None:
         try:
             if landing.state is LandingState.GRANTED:
                 self._check_landed(landing)
+            elif landing.state is LandingState.QUARANTINED:
+                self._check_quarantined(landing)
             elif landing.state is LandingState.LANDED and landing.receive is not None:
                 self._deliver(landing, landing.receive)
         except Exception as error:
@@ -259,40 +267,52 @@ class Store:
 
     def tick(self, now: float) -> None:
         """End what is overdue; repeat what is unanswered; free what is proven safe."""
-        both: list[Landing | Receive] = [*self._landings.values(), *self._receives.values()]
-        for_each(both, lambda item: self._tick_one(item, now))
+        for_each(self._timers.take_due(now), lambda item: self._tick_one(item, now))
+        for_each(self._ledger.quarantined_writers(), self._check_writer)
 
     def _tick_one(self, item: Landing | Receive, now: float) -> None:
-        if isinstance(item, Receive):
-            if now >= item.deadline:
-                self._stop_receive(item, self._overdue(item))
-        elif item.state is LandingState.QUARANTINED:
-            self._check_quarantined(item, now)
-        elif now >= item.deadline and item.state is LandingState.GRANTED:
+        """Look at what is due; it is due again soon, until it is over."""
+        if isinstance(item, Landing) and item.state is LandingState.QUARANTINED:
+            self._check_quarantined(item)
+            if item.id in self._ledger.landings:
+                self._cancel(item)
+        elif now < item.deadline:
+            self._timers.set(item, item.deadline)
+        elif isinstance(item, Receive):
+            self._late[item] = None
+            self._stop_receive(item, self._overdue(item))
+        elif item.state is LandingState.GRANTED:
+            self._late[item] = None
             self._give_up(item, proven=False)
-        elif now >= item.deadline and item.orphaned:
+        elif item.orphaned:
+            self._late[item] = None
             self._counters.expired += 1
             reason = "its lease ended before anybody asked for it"
             self._answers.bury(item.content, reason, refused=True)
             self._free(item)
 
+    def _check_writer(self, writer: Writer) -> None:
+        """A sender is proven unable to write: what it left in quarantine is free."""
+        transport, epoch = writer
+        if not transport.receiver_writes and transport.is_gone(epoch):
+            for landing in self._ledger.quarantined_from(writer):
+                self._free(landing)
+
     def overdue(self, now: float) -> list[str]:
         """Name the receives, and the regions that are not in quarantine, past their deadline."""
-        receives = [
-            str(item.content[0]) for item in self._receives.values() if now >= item.deadline
+        return [
+            f"receive {item.content[0]}"
+            if isinstance(item, Receive)
+            else f"landing {item.content[0]} from {item.id[0]:x}"
+            for item in self._late
+            if now >= item.deadline and (isinstance(item, Receive) or item.is_owed)
         ]
-        granted = [
-            f"{item.content[0]} from {item.id[0]:x}"
-            for item in self._landings.values()
-            if now >= item.deadline and (item.state is LandingState.GRANTED or item.orphaned)
-        ]
-        return [f"receive {name}" for name in receives] + [f"landing {name}" for name in granted]
 
     def close(self, error: P2pError) -> None:
         """End everything; the mover is stopped, so that our own I/O is over."""
-        for receive in list(self._receives.values()):
+        for receive in list(self._ledger.receives.values()):
             self._end_receive(receive, receive.ending or error)
-        for landing in list(self._landings.values()):
+        for landing in list(self._ledger.landings.values()):
             self._free(landing)
 
     def live_bytes(self) -> dict[str, int]:
@@ -301,25 +321,23 @@ class Store:
 
     def quarantined_bytes(self, epoch: int | None = None) -> int:
         """Bytes that no one may use because a sender (this one, or any) might still write there."""
-        return sum(
-            landing.reserved_bytes
-            for landing in self._landings.values()
-            if landing.state is LandingState.QUARANTINED and epoch in (None, landing.id[0])
-        )
+        return self._ledger.quarantined_bytes(epoch)
 
     def num_open(self) -> int:
         """How many landings and receives have not ended."""
-        return len(self._landings) + len(self._receives)
+        return len(self._ledger.landings) + len(self._ledger.receives)
 
     # Granting
 
     def _answer_again(self, landing_id: LandingId, attempt: int) -> bool:
         """Answer an offer that is said again; a higher attempt says that the older one is over."""
-        landing = self._landings.get(landing_id)
+        landing = self._ledger.landings.get(landing_id)
         if landing is not None and landing.attempt < attempt:
             if landing.state in (LandingState.GRANTED, LandingState.QUARANTINED):
                 self._give_up(landing, proven=True)
-            return landing_id in self._landings  # until our own I/O is joined: it is offered again
+            return (
+                landing_id in self._ledger.landings
+            )  # until our own I/O is joined: it is offered again
         if landing is not None:
             if landing.attempt == attempt and landing.state is not LandingState.QUARANTINED:
                 self._answers.grant(landing, self._places.word_offset(landing))
@@ -339,18 +357,26 @@ class Store:
             deadline=self._clock() + self._config.transfer_timeout_seconds,
             checked=transport.checks and (offer.checksum or self._config.checksum),
         )
-        hoarded = self.quarantined_bytes(landing_id[0])
-        denial = self._places.place(
-            landing, receive, hoarded, lambda job: self._received(landing, job)
-        )
+        denial = self._place(landing, receive)
         if denial:
             pause = self._credit.wait(landing_id, landing.nbytes)
             self._answers.deny(landing_id, offer.attempt, denial, pause)
             return
-        self._landings[landing_id] = landing
+        self._ledger.add(landing)
+        self._timers.set(landing, landing.deadline)
         if receive is not None:
-            self._attach(landing, receive)
+            self._ledger.attach(landing, receive)
         self._answers.grant(landing, self._places.word_offset(landing))
+
+    def _place(self, landing: Landing, receive: Receive | None) -> str:
+        """Find memory for a landing; says why there is none now, or ""."""
+        epoch = landing.id[0]
+        if self._ledger.num_from(epoch) >= MAX_LANDINGS:
+            return f"{MAX_LANDINGS} chunks of this sender are open here"
+        hoarded = self._ledger.quarantined_bytes(epoch)
+        return self._places.place(
+            landing, receive, hoarded, lambda job: self._received(landing, job)
+        )
 
     # Landing
 
@@ -359,6 +385,7 @@ class Store:
         if is_whole and self._is_intact(landing):
             landing.state = LandingState.LANDED
             landing.deadline = self._clock() + self._config.lease_seconds
+            self._timers.set(landing, landing.deadline)
             self._counters.landed_bytes_by_place[landing.place] += landing.nbytes
             self._answers.conclude(landing.id, landing.attempt, None)
             if landing.receive is not None:
@@ -382,7 +409,7 @@ class Store:
         error = TransferCorrupted(f"{landing.content[0]}: {reason}, {landing.nbytes} bytes")
         logger.error("a chunk arrived with wrong bytes: sender=%x error=%s", landing.id[0], error)
         self._answers.fail(landing.id, landing.attempt, error)
-        landing.state = LandingState.QUARANTINED  # for no longer than this
+        self._ledger.quarantine(landing)  # for no longer than this
         if landing.receive is not None:
             self._stop_receive(landing.receive, error)
         else:
@@ -409,14 +436,9 @@ class Store:
         except P2pError as error:
             self._stop_receive(receive, _as_refusal(receive.content[0], error))
             return
-        self._attach(landing, receive)
+        self._ledger.attach(landing, receive)
         if landing.state is LandingState.LANDED:
             self._deliver(landing, receive)
-
-    def _attach(self, landing: Landing, receive: Receive) -> None:
-        landing.receive = receive
-        receive.landings.add(landing)
-        receive.senders.add(landing.id[0])
 
     def _deliver(self, landing: Landing, receive: Receive) -> None:
         """Bring landed bytes to where they belong, once nobody else writes there."""
@@ -426,7 +448,9 @@ class Store:
                 self._give_up(rival, proven=False)
         if receive.ending is not None:
             self._free(landing)
-        elif not rivals:  # else poll comes back to it
+        elif rivals:
+            self._held_up[landing] = None  # poll comes back to it
+        else:
             self._bring(landing, receive)
 
     def _bring(self, landing: Landing, receive: Receive) -> None:
@@ -496,14 +520,16 @@ class Store:
         if receive.over:
             self._end_receive(receive, error)
 
-    def _end_bereft(self) -> None:
-        for receive in list(self._receives.values()):
+    def _end_bereft(self, receives: list[Receive]) -> None:
+        for receive in receives:
             if receive.hopeless is not None:
                 self._stop_receive(receive, receive.hopeless)
 
     def _end_receive(self, receive: Receive, error: P2pError | None) -> None:
-        if self._receives.pop(receive.content, None) is None:
+        if not self._ledger.close(receive):
             return
+        self._timers.cancel(receive)
+        self._late.pop(receive, None)
         landings, receive.landings = receive.landings, set()
         for landing in landings:
             landing.receive = None
@@ -519,28 +545,34 @@ class Store:
         """Nobody wants a granted region any more; it is freed once nobody can write into it."""
         error = TransferRejected("the receiver gave the chunk up")
         self._answers.conclude(landing.id, landing.attempt, error)
-        landing.state = LandingState.QUARANTINED
+        self._ledger.quarantine(landing)
         receiving = landing.job is not None and not landing.job.done
         if landing.job is not None and receiving:
             landing.job.cancel()
         elif proven or landing.transport.receiver_writes or not landing.nbytes:
             self._free(landing)
         if not proven:
-            self._answers.cancel(landing)
+            self._cancel(landing)
 
-    def _check_quarantined(self, landing: Landing, now: float) -> None:
+    def _cancel(self, landing: Landing) -> None:
+        """Tell the sender to stop, now and again until it has."""
+        self._answers.cancel(landing)
+        if landing.id in self._ledger.landings:
+            self._timers.set(landing, self._clock() + self._config.retry_seconds)
+
+    def _check_quarantined(self, landing: Landing) -> None:
         if landing.transport.receiver_writes:
             if landing.job is None or landing.job.done:
                 self._free(landing)
-        elif landing.transport.is_gone(landing.id[0]) or self._places.is_whole(landing):
+        elif self._places.is_whole(landing):
             self._free(landing)
-        elif now >= landing.resend_at:
-            self._answers.cancel(landing)
 
     def _free(self, landing: Landing) -> None:
-        if self._landings.get(landing.id) is not landing:
-            return  # freed already; a later attempt may have its name by now
-        del self._landings[landing.id]
+        if not self._ledger.remove(landing):
+            return  # freed already
+        self._timers.cancel(landing)
+        self._late.pop(landing, None)
+        self._held_up.pop(landing, None)
         self._places.give_back(landing)
         receive, landing.receive = landing.receive, None
         if receive is not None:
@@ -552,7 +584,7 @@ class Store:
 
     def _drop(self, content: ContentKey, epoch: int = 0) -> None:
         """Free what has come of a content and nobody has claimed, of one sender or (0) of all."""
-        for landing in self._of(content):
+        for landing in self._ledger.of_content(content):
             if epoch not in (0, landing.id[0]):
                 continue
             if landing.orphaned:
@@ -562,15 +594,15 @@ class Store:
 
     def _cancel_transfer(self, transfer: Transfer, reason: str) -> None:
         with self._changed:
-            for receive in list(self._receives.values()):
-                if receive.transfer is transfer:
-                    text = f"{transfer.key} was withdrawn: {reason or 'no reason given'}"
-                    self._stop_receive(receive, TransferCancelled(text))
+            receive = self._ledger.receive_of(transfer)
+            if receive is not None:
+                text = f"{transfer.key} was withdrawn: {reason or 'no reason given'}"
+                self._stop_receive(receive, TransferCancelled(text))
 
     def _note_mismatch(self, key: TransferKey, epoch: int) -> None:
         """Another content came under a name that is waited for."""
-        for receive in self._receives.values():
-            if receive.content[0] == key and len(receive.strangers) < MAX_STRANGERS:
+        for receive in self._ledger.receives_of_key(key):
+            if len(receive.strangers) < MAX_STRANGERS:
                 receive.strangers.add(epoch)
                 self._judge_mismatch(receive)
 
@@ -581,6 +613,7 @@ class Store:
             receive.mismatched = True
             soon = self._clock() + MISMATCH_GRACE_SECONDS
             receive.deadline = min(receive.deadline, soon)
+            self._timers.set(receive, receive.deadline)
 
     def _may_end(self, receive: Receive, epoch: int) -> bool:
         """Whether what a sender offers can end a receive; any can where none is named."""
@@ -592,9 +625,6 @@ class Store:
             text = f"{key}: the peer's content is another one (prompt, LoRA, salt or model)"
             return TransferRejected(text)
         return TransferTimeout(f"{key}: KV did not arrive by its deadline")
-
-    def _of(self, content: ContentKey) -> list[Landing]:
-        return [landing for landing in self._landings.values() if landing.content == content]
 
 
 def _as_refusal(key: TransferKey, error: P2pError) -> P2pError:

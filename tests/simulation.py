@@ -44,7 +44,7 @@ from p2p_engine.sender import Sender
 from p2p_engine.stats import Counters
 from p2p_engine.store import Store
 from p2p_engine.transfer import Transfer
-from p2p_engine.transports.base import Arrival, Order, Transport, trailer_offset
+from p2p_engine.transports.base import Arrival, Order, Transport
 
 PAGES = [1024, 512]  # bytes of one block of each layer
 NUM_TOKENS = 64
@@ -155,7 +155,7 @@ class SimChannel:
         if not self.world.transport.receiver_writes:
             base = self.world.arena.arena.address + grant.offset
             destination = Regions(np.array([base]), np.array([source.nbytes]))
-            word = (base + trailer_offset(source.nbytes), grant.trailer)
+            word = (self.world.arena.arena.address + grant.word_offset, grant.trailer)
         job = SimJob(
             "write",
             self.world,
@@ -642,7 +642,7 @@ class World:
 
     def landings(self) -> list[Any]:
         """What the store keeps."""
-        return list(self.store._landings.values())
+        return list(self.store._ledger.landings.values())
 
     def close(self) -> None:
         """Give the memory back."""

@@ -21,13 +21,11 @@ from p2p_engine.layout import Regions, one_region
 from p2p_engine.messages import Grant
 from p2p_engine.sockets import Route
 from p2p_engine.transports.base import (
-    TRAILER_BYTES,
     Arrival,
     Channel,
     Endpoint,
     Order,
     Transport,
-    trailer_offset,
 )
 from p2p_engine.transports.inproc import InprocTransport
 from p2p_engine.transports.nccl.library import Nccl
@@ -117,6 +115,7 @@ class Landing:
     grant: Grant
     space: Space
     job: Job | None
+    slot: int
 
 
 class Pair:
@@ -152,24 +151,26 @@ class Pair:
 
     def grant(self, regions_of: Callable[[int], Regions] | None, nbytes: int) -> Landing:
         """Reserve a region; `regions_of(address)` cuts it (None: one piece)."""
-        space = self.receiver.arena.reserve(trailer_offset(nbytes) + TRAILER_BYTES)
+        space = self.receiver.arena.reserve(nbytes)
         assert space is not None
         seq, address = next(self._seqs), self.receiver.arena.address(space)
-        self.receiver.arena.clear_word(space, trailer_offset(nbytes))
+        slot = self.receiver.arena.words.take(seq, TRAILER)
+        assert slot is not None
         job = None
         if self.receiver.transport.receiver_writes:
             regions = one_region(address, nbytes) if regions_of is None else regions_of(address)
             arrival = Arrival(self.sender.epoch, seq, regions, checked=True)
             # There, as in an engine: it may answer a sender before it has noted whom it let in.
             job = self.receiver.in_control(lambda: self.receiver.transport.expect(arrival))
-        grant = Grant(1, 2, seq, 0, 0, 1, space.offset, TRAILER)
-        return Landing(grant, space, job)
+        word = self.receiver.arena.words.offset(slot)
+        grant = Grant(1, 2, seq, 0, 0, 1, space.offset, TRAILER, word)
+        return Landing(grant, space, job, slot)
 
     def has_landed(self, landing: Landing, nbytes: int) -> bool:
         """Whether the receiver knows that all bytes are there."""
         if landing.job is not None:
             return landing.job.state == "done"
-        return self.receiver.arena.word_is(landing.space, trailer_offset(nbytes), TRAILER)
+        return self.receiver.arena.words.is_published(landing.slot)
 
     def bytes_of(self, landing: Landing, nbytes: int) -> bytes:
         """What the region holds."""

@@ -18,12 +18,16 @@ from p2p_engine.messages import Grant
 
 Endpoint: TypeAlias = dict[str, str]
 Broken: TypeAlias = Callable[[TransportError], None]
-TRAILER_BYTES = 16  # behind each payload in the arena: alignment, then the completion word
 
 
-def trailer_offset(nbytes: int) -> int:
-    """Where the completion word lies behind a payload of nbytes: 8-byte aligned."""
-    return (nbytes + 7) & ~7
+def check_word(offset: int, arena_bytes: int) -> None:
+    """Check where a grant wants its completion word, in the peer's host memory.
+
+    Raises:
+        TransportError: not in the arena, in its header, or at an odd place.
+    """
+    if not HEADER_BYTES <= offset <= arena_bytes - 8 or offset % 8:
+        raise TransportError(f"write: a completion word at {offset} of the arena is refused")
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +145,7 @@ class SenderWrites:
 
 
 class ArenaChannel:
-    """Writes straight into an arena at `base` in this process's address space, trailer last."""
+    """Writes straight into an arena at `base` in this process's address space, then the word."""
 
     def __init__(self, mover: Mover, base: int, nbytes: int) -> None:
         self._mover = mover
@@ -151,21 +155,22 @@ class ArenaChannel:
         self._closed = False
 
     def write(self, order: Order) -> Job:
-        """Copy the source, then publish the grant's trailer word behind it."""
+        """Copy the source, then publish the grant's completion word."""
         source, grant = order.source, order.grant
         if self._closed:
             raise TransportError("write: the channel is closed")
-        end = grant.offset + trailer_offset(source.nbytes)
-        if end + 8 > self._nbytes:
-            raise TransportError(f"write: the grant ends at {end + 8}, the arena at {self._nbytes}")
+        end = grant.offset + source.nbytes
+        if end > self._nbytes:
+            raise TransportError(f"write: the grant ends at {end}, the arena at {self._nbytes}")
         if grant.offset < HEADER_BYTES:
             raise TransportError(f"write: the grant at {grant.offset} is in the arena's header")
+        check_word(grant.word_offset, self._nbytes)
         self._jobs = {job for job in self._jobs if not job.done}
         job = self._mover.copy(
             source.addresses,
             source.starts + (self._base + grant.offset),
             source.lengths,
-            word_address=self._base + end,
+            word_address=self._base + grant.word_offset,
             word_value=grant.trailer,
             lane=order.lane,
             checked=order.checked,

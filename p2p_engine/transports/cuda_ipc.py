@@ -26,7 +26,7 @@ from p2p_engine.errors import TransportError
 from p2p_engine.jobs import Job, still_running
 from p2p_engine.layout import Int64s, Regions
 from p2p_engine.messages import Grant
-from p2p_engine.transports.base import Broken, Connected, Endpoint, Order, trailer_offset
+from p2p_engine.transports.base import Broken, Connected, Endpoint, Order, check_word
 from p2p_engine.transports.shm import ShmTransport
 
 logger = logging.getLogger(__name__)
@@ -172,13 +172,13 @@ class CudaIpcChannel:
         is_on_device = grant.offset >= DEVICE_OFFSET
         start = grant.offset - (DEVICE_OFFSET if is_on_device else 0)
         size = self._buffer_bytes if is_on_device else arena.nbytes
-        word = grant.word_offset or grant.offset + trailer_offset(nbytes)
-        if start + nbytes > size or word + 8 > arena.nbytes or word % 8:
+        if start + nbytes > size:
             raise TransportError(f"write: the grant at {grant.offset} ends outside of the arena")
-        if word < HEADER_BYTES or (start < HEADER_BYTES and not is_on_device):
+        if start < HEADER_BYTES and not is_on_device:
             raise TransportError(f"write: the grant at {grant.offset} is in the arena's header")
+        check_word(grant.word_offset, arena.nbytes)
         base = self._mapping.buffer if is_on_device else arena.address
-        return source.starts + (base + start), arena.address + word
+        return source.starts + (base + start), arena.address + grant.word_offset
 
     def _release(self) -> None:
         restore_affinity()

@@ -236,6 +236,18 @@ def test_grant_in_the_header_of_the_arena_is_refused(pair: Pair) -> None:
     pair.receiver.arena.check()
 
 
+def test_completion_word_at_an_impossible_place_is_refused(pair: Pair) -> None:
+    if pair.receiver.transport.receiver_writes:
+        pytest.skip("it writes none")
+    channel, memory = pair.channel(), np.zeros(64, np.uint8)
+    size = pair.receiver.arena.arena.nbytes
+    for word in (0, HEADER_BYTES - 8, HEADER_BYTES + 4, size - 7, size, 1 << 47):
+        grant = Grant(1, 2, 1, 0, 0, 1, HEADER_BYTES, TRAILER, word)
+        with pytest.raises(TransportError, match="completion word"):
+            channel.write(Order(one_region(memory.ctypes.data, 64), grant))
+    pair.receiver.arena.check()
+
+
 def test_expect_from_a_stranger_is_refused(pair: Pair) -> None:
     with pytest.raises(TransportError):
         pair.receiver.transport.expect(Arrival(99, 1, one_region(1, 1)))

@@ -460,12 +460,12 @@ def test_discarded_key_is_refused_to_its_sender(transport: str) -> None:
 def test_hold_that_is_withdrawn_may_be_held_again(rng: SeededRandom, is_wanted: bool) -> None:
     """As after a preemption. The peer has been offered the first one, and waits for memory."""
     with engines(2) as (sender, receiver):
-        tensor, sink = random_tensor(rng, 4 * MIB), TensorSink()
-        for number in range(2):  # one in the buffer, one in the pool: the trailer needs room, too
+        tensor, sink = random_tensor(rng, 4 * MIB + 1), TensorSink()
+        for number in range(2):  # one in the buffer, one in the pool: neither has room for two
             full = sender.send_tensor(TransferKey(f"full {number}"), tensor, receiver.zmq_address)
             full.wait(10)
         pull = partial(receiver.receive, KEY, sink, peer=PeerAddress(sender.zmq_address), pull=True)
-        first = sender.hold(KEY, TensorSource(random_tensor(rng, 4 * MIB)))
+        first = sender.hold(KEY, TensorSource(random_tensor(rng, 4 * MIB + 1)))
         pulled = pull() if is_wanted else None
         if is_wanted:
             eventually(lambda: sender.stats()["denied_offers"] > 0)

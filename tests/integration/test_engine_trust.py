@@ -193,7 +193,7 @@ def test_where_nobody_is_named_abandon_is_believed_from_who_has_offered(scene: S
     transfer, _ = scene.waiting(is_named=False)
     to_engine = PeerAddress(scene.engine.zmq_address)
     sending = scene.peer.send(KEY, to_engine, TensorSource(scene.tensor), ready=False)
-    eventually(lambda: scene.engine._store._landings)
+    eventually(lambda: scene.engine._store._ledger.landings)
     scene.request(Abandon, KEY, "over")
     assert scene.num_wrong == 1
     scene.peer.mark_ready(sending)
@@ -221,7 +221,7 @@ def test_another_content_from_another_peer_does_not_cut_a_wait_short(scene: Scen
     transfer, sink = scene.waiting()
     after = scene.rogue.send(KEY, to_engine, source, binding=OTHER + b"!")
     after.wait(9)
-    (receive,) = scene.engine._store._receives.values()
+    (receive,) = scene.engine._store._ledger.receives.values()
     assert not receive.mismatched
     scene.finish_waiting(transfer, sink)
     scene.engine.drop_landed()
@@ -233,8 +233,8 @@ def test_the_end_of_a_chunk_is_said_by_its_sender(
 ) -> None:
     to_engine, source = PeerAddress(scene.engine.zmq_address), TensorSource(scene.tensor)
     sending = scene.peer.send(KEY, to_engine, source, ready=False)
-    eventually(lambda: scene.engine._store._landings)
-    ((epoch, seq),) = scene.engine._store._landings
+    eventually(lambda: scene.engine._store._ledger.landings)
+    ((epoch, seq),) = scene.engine._store._ledger.landings
     scene.request(kind, seq, 0, *fields)
     scene.request(kind, seq, 0, *fields, epoch=epoch)  # in the other one's name
     scene.peer.mark_ready(sending)
@@ -254,7 +254,7 @@ def test_an_offer_of_a_transport_that_was_not_agreed_on_is_counted(scene: Scene)
     manifest = TensorSource(scene.tensor).manifest
     scene.request(Offer, 1, 0, KEY, manifest, b"", "pigeon")
     assert scene.num_wrong == 1
-    assert not scene.engine._store._landings
+    assert not scene.engine._store._ledger.landings
 
 
 @pytest.mark.parametrize("kind", [Bye, Greet, Pong])

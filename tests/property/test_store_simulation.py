@@ -17,7 +17,6 @@ from p2p_engine.errors import TransferError, TransportError
 from p2p_engine.landing import LandingState
 from p2p_engine.messages import Grant, TransferKey, decode
 from p2p_engine.shipment import WINDOW, ChunkState
-from p2p_engine.transports.base import trailer_offset
 from tests.simulation import MAX_BLOCKS, PAGES, PEER, SETTINGS, Receiving, SimJob, World
 from tests.support import SeededRandom
 
@@ -159,7 +158,7 @@ class TransferMachine(RuleBasedStateMachine):
                 self.world, owner
             )
             assert owner.space.offset == offset
-            assert owner.space.nbytes >= trailer_offset(nbytes) + 8
+            assert owner.space.nbytes >= nbytes
 
     @invariant()
     def no_byte_after_the_end(self) -> None:

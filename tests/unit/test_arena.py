@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from mempool import read_word
-from p2p_engine.arena import LandingArena, Space, round_up
+from p2p_engine.arena import HEADER_BYTES, LandingArena, Space, round_up
 from tests.support import SeededRandom
 
 KIB = 1024
@@ -78,14 +78,16 @@ def test_nonce_is_never_handed_out(arena: LandingArena) -> None:
     assert read_word(arena.arena.address + arena.nonce_offset) == arena.nonce
 
 
-def test_completion_word(arena: LandingArena) -> None:
-    space = arena.reserve(64)
-    assert space is not None
-    arena.arena.view(space.offset, 64)[:] = b"\xff" * 64
-    arena.clear_word(space, 8)
-    assert arena.word_is(space, 8, 0)
-    assert arena.arena.view(space.offset, 8) == b"\xff" * 8
-    assert arena.arena.view(space.offset + 16, 8) == b"\xff" * 8
+def test_every_space_may_have_a_completion_word_of_its_own(arena: LandingArena) -> None:
+    """And none of them lies in a space."""
+    spaces, slots = [], []
+    while (space := arena.reserve(4 * KIB)) is not None:
+        spaces.append(space)
+        slots.append(arena.words.take(space, 7))
+    ends = {space.offset + space.nbytes for space in spaces}
+    words = [arena.words.offset(slot) for slot in slots if slot is not None]
+    assert len(words) == len(spaces)
+    assert all(HEADER_BYTES <= word < min(ends) - 4 * KIB for word in words)
 
 
 def test_checker_finds_a_wrong_account(arena: LandingArena) -> None:

@@ -40,7 +40,7 @@ def test_copy_that_does_not_stop_keeps_the_mapping() -> None:
     ours = Arena.attach(theirs.fileno(), 8192)
     mover, memory = StuckMover(), np.zeros(8, np.uint8)
     channel = InprocChannel(cast("Mover", mover), ours)
-    grant = Grant(1, 2, 1, 0, 0, 1, 4096, 5)
+    grant = Grant(1, 2, 1, 0, 0, 1, 4096, 5, 4096)
     order = Order(one_region(memory.ctypes.data, 8), grant, keep=memory)
     channel.write(order)
     assert not channel.close(0.0)
