@@ -19,7 +19,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -39,9 +39,11 @@ from p2p_engine.connector.groups import layer_groups
 from p2p_engine.connector.layer_group import LayerGroup
 from p2p_engine.connector.metadata import P2pConnectorMetadata
 from p2p_engine.connector.orders import SendStep
-from tests.simulated_instance import make_config
+from tests.simulated_config import make_config
 
 NULL_BLOCK = 0
+init_none_hash(sha256)
+
 SEND = {"do_remote_decode": True, "remote_host": "d", "remote_port": 2}
 
 

@@ -81,7 +81,7 @@ def no_leaks() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a model of which vLLM reads the configuration only."""
-    from tests.simulated_instance import write_model_config  # needs vLLM
+    from tests.simulated_config import write_model_config  # needs vLLM
 
     return write_model_config(tmp_path_factory.mktemp("model"))
 

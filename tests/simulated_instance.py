@@ -11,7 +11,6 @@ it feeds, samples and throws away follows vLLM's model runner (`WorkerRequest`).
 from __future__ import annotations
 
 import copy
-import json
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,16 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    VllmConfig,
-    set_current_vllm_config,
-)
+from vllm.config import VllmConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -63,11 +53,12 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from p2p_engine.connector import compat
 from p2p_engine.connector.connector import P2pNcclConnector
+from tests import simulated_config
 from tests.fake_device import FakeDevice
 
-BLOCK_SIZE = 16
-NUM_LAYERS = 3
-NUM_HEADS = 2
+BLOCK_SIZE = simulated_config.BLOCK_SIZE
+NUM_LAYERS = simulated_config.NUM_LAYERS
+NUM_HEADS = simulated_config.NUM_HEADS
 SLOT_WIDTH = 16  # numbers in the slot of a head's token, all the same
 EOS_TOKEN_ID = 1
 UNKNOWN = -1  # what vLLM's model runner writes for a token that it samples while it runs ahead
@@ -89,24 +80,6 @@ MODELS = {
 Tables = list[list[int]]  # a request's blocks, by group
 
 init_none_hash(sha256)
-
-
-def write_model_config(folder: Path) -> Path:
-    """Write as much of a model as a scheduler asks for."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_attention_heads": 2,
-        "num_key_value_heads": NUM_HEADS,
-        "num_hidden_layers": NUM_LAYERS,
-        "vocab_size": 1000,
-        "max_position_embeddings": 4096,
-        "torch_dtype": "float32",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def expected_values(tokens: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -310,7 +283,7 @@ class SimulatedInstance:
         settings = {
             "host": "127.0.0.1", "mem_pool_size_gb": 0.01, "kv_buffer_size": 1 << 24, **extra,
         }  # fmt: skip
-        self.config = make_config(
+        self.config = simulated_config.make_config(
             model,
             role,
             kv_port - dp_rank,
@@ -648,68 +621,3 @@ def make_cache_config(
         for group in get_kv_cache_groups(config, specs)
     ]
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
-
-
-def make_config(
-    model: Path,
-    role: Any,
-    kv_port: int,
-    *,
-    max_tokens_per_step: int = 64,
-    tp_size: int = 1,
-    policy: Any = "fail",
-    is_async: bool = False,
-    has_prefix_cache: bool = True,
-    settings: dict[str, Any] | None = None,
-    block_size: int = BLOCK_SIZE,
-    layout: str = "LBHNC",
-    max_model_len: int = 2048,
-    pp_size: int = 1,
-    dp_rank: int = 0,
-) -> VllmConfig:
-    """Configure vLLM for our connector."""
-    model_config = ModelConfig(
-        model=str(model),
-        dtype="float32",
-        seed=0,
-        skip_tokenizer_init=True,
-        max_model_len=max_model_len,
-    )
-    scheduler_config = SchedulerConfig(
-        max_num_seqs=32,
-        max_num_batched_tokens=max_tokens_per_step,
-        max_model_len=max_model_len,
-        enable_chunked_prefill=True,
-        is_encoder_decoder=False,
-        async_scheduling=is_async,
-    )
-    cache_config = CacheConfig(block_size=block_size, enable_prefix_caching=has_prefix_cache)
-    cache_config.kv_cache_layout = layout
-    config = VllmConfig(
-        model_config=model_config,
-        scheduler_config=scheduler_config,
-        cache_config=cache_config,
-        device_config=DeviceConfig("cpu"),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="P2pNcclConnector",
-            kv_connector_module_path="p2p_engine.connector",
-            kv_role=role,
-            kv_port=kv_port,
-            kv_load_failure_policy=policy,
-            kv_buffer_device="cpu",
-            kv_connector_extra_config=settings or {},
-        ),
-    )
-    # Only what the connector reads of it; a real size would ask for real processes.
-    config.parallel_config = ParallelConfig()
-    config.parallel_config.tensor_parallel_size = tp_size
-    config.parallel_config.pipeline_parallel_size = pp_size
-    if dp_rank:  # what vLLM's engine core leaves of --data-parallel-external-lb and a dense model
-        config.parallel_config.data_parallel_index = dp_rank
-        config.parallel_config.data_parallel_external_lb = True
-        assert config.kv_transfer_config is not None
-        config.kv_transfer_config.engine_id = f"engine_dp{dp_rank}"
-    # On a CPU, vLLM has switched it off by now, and with it all that depends on running ahead.
-    config.scheduler_config.async_scheduling = is_async
-    with set_current_vllm_config(config):
-        return config

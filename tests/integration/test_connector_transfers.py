@@ -17,12 +17,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from p2p_engine.connector import P2pNcclConnector
 from tests import marks
+from tests.simulated_config import make_config
 from tests.simulated_instance import (
     BLOCK_SIZE,
     WrongKV,
     continuation,
     make_cache_config,
-    make_config,
 )
 from tests.simulated_pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
 from tests.support import eventually

@@ -23,7 +23,7 @@ from p2p_engine.connector.intent import Instance
 from p2p_engine.connector.scheduler import SchedulerHalf
 from tests import marks
 from tests.block_play import Play, Watch, make_cache, make_manager, make_request
-from tests.simulated_instance import write_model_config
+from tests.simulated_config import write_model_config
 
 pytestmark = [
     *marks.simulated_vllm,
