@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -41,6 +41,14 @@ class RankAddress:
     spec: CacheSpec | None = None
 
 
+@dataclass(frozen=True)
+class Server:
+    """An instance's HTTP server; `rank` is which of several behind its address the instance is."""
+
+    address: Callable[[], str]  # "host:port"; empty while it is not known; must not block
+    rank: int | None = None
+
+
 class Directory:
     """Answers LOOKUP at host:kv_port and sends heartbeats; one thread.
 
@@ -56,10 +64,10 @@ class Directory:
         role: str,
         model: str = "",
         tp_size: int = 1,
-        dp_rank: int | None = None,
+        server: Server | None = None,
     ) -> None:
-        """Bind and start. `role` is "P", "D" or "PD": one heartbeat for each letter; `dp_rank`
-        tells the instance from others behind the same HTTP address.
+        """Bind and start. `role` is "P", "D" or "PD": one heartbeat for each letter. They begin
+        when the address of the HTTP `server` is known; by default it is `http_host:http_port`.
 
         Raises:
             ConfigError: the port is taken, or the key file cannot be used.
@@ -69,7 +77,9 @@ class Directory:
         self._spec: CacheSpec | None = None
         self._epoch = secrets.randbits(62) | 1
         self._secrets = read_key_file(config.key_file)
-        self._proxies = [Route(_join(host, config.proxy_port)) for host in config.proxy_hosts]
+        self._proxies = [
+            Route(join_address(host, config.proxy_port)) for host in config.proxy_hosts
+        ]
         self._beat_at = 0.0
         self._refusals: dict[str, str] = {}  # each proxy's last one
         self._control = ControlPlane(
@@ -84,10 +94,13 @@ class Directory:
             connect_seconds=config.connect_timeout_seconds,
             refresh_seconds=HEARTBEAT_SECONDS,
         )
+        self._server = server or Server(
+            lambda: join_address(config.http_host or config.host, config.http_port)
+        )
         self._heartbeats = [
             Heartbeat(
                 letter,
-                http_address=_join(config.http_host or config.host, config.http_port),
+                http_address="",
                 zmq_address=self.address,
                 protocol=PROTOCOL_VERSION,
                 epoch=self._epoch,
@@ -95,7 +108,7 @@ class Directory:
                 tp_size=tp_size,
                 send_type=config.send_type.value,
                 interval=HEARTBEAT_SECONDS,
-                dp_rank=dp_rank,
+                dp_rank=self._server.rank,
             )
             for letter in role
         ]
@@ -174,13 +187,13 @@ class Directory:
         self._refusals[address] = reason
 
     def _send_heartbeats(self) -> None:
-        for heartbeat in self._heartbeats if self._addresses else ():
+        if not self._proxies or not self._addresses:
+            return
+        http_address = self._server.address()
+        for heartbeat in self._heartbeats if http_address else ():
+            heartbeat.http_address = http_address
             for proxy in self._proxies:
                 self._control.send(proxy, encode_heartbeat(heartbeat))
-
-
-def _join(host: str, port: int) -> str:
-    return join_address(host, port) if host and port else ""
 
 
 def _kv_bytes_per_token(spec: CacheSpec | None) -> int:

@@ -15,7 +15,7 @@ from p2p_engine.names import Names
 from p2p_engine.rare import RareWarnings
 from p2p_engine.reach import Reach
 from p2p_engine.sockets import Route, Sockets
-from proxy.registry import RegistryFull
+from proxy.registry import AddressTaken, RegistryFull
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -171,6 +171,9 @@ class Discovery:
                 self._warnings.warn("%r refused: %s", beat.http_address, _OLD_FORM)
                 return "old_form"
             instance, is_new = self._registry.observe(beat, self._clock())
+        except AddressTaken as error:
+            self._warnings.warn("heartbeat refused: %s", error)
+            return "address_taken"
         except RemoteProtocolError as error:
             logger.debug("heartbeat refused: %s", error)
             return "malformed"

@@ -82,6 +82,8 @@ class Instance:
     # prefill instance from which they came.
     kv_bytes_per_token: int = 0
     kv_bytes_from: Counter[str] = field(default_factory=Counter)
+    # Who had the name before it; one that beats again lives, and has no right to the name.
+    replaced: Identity | None = None
     # When it was last chosen, in turns of the registry: breaks ties between equal loads.
     last_turn: int = 0
 

@@ -27,6 +27,10 @@ class RegistryFull(P2pError):
     """No more instances are taken; the message has the limit."""
 
 
+class AddressTaken(RemoteProtocolError):
+    """Two live instances claim one HTTP address; the message has both."""
+
+
 class Registry:
     """All instances by name. num_instances <= max_instances at any time."""
 
@@ -53,7 +57,7 @@ class Registry:
         """Take in a heartbeat; return its instance and whether it is a new incarnation.
 
         Raises:
-            RemoteProtocolError: a role or an address that cannot be.
+            RemoteProtocolError: a role or an address that cannot be, or another has that address.
             RegistryFull: it would be one instance too many.
         """
         roles = _roles(beat)
@@ -62,7 +66,7 @@ class Registry:
         instance = self._by_name.get(identity.name)
         is_new = instance is None or instance.identity != identity
         if instance is None or is_new:
-            instance = self._add(identity, now)
+            instance = self._succeed(instance, identity, now)
         lifetime = instance.lifetime = self._lifetime(beat.interval)
         for role in roles:
             instance.expires[role] = now if beat.leaving else now + lifetime
@@ -137,6 +141,20 @@ class Registry:
         """Count one more leg on an instance, until the leg is released."""
         instance.last_turn = next(self._turns)
         return Leg(instance, role, num_tokens, lambda: self.on_room())
+
+    def _succeed(self, instance: Instance | None, identity: Identity, now: float) -> Instance:
+        """Add an incarnation; it may replace one, but not take turns with one that lives."""
+        if instance is None:
+            return self._add(identity, now)
+        if instance.replaced == identity and instance.is_alive(now):
+            raise AddressTaken(
+                f"two instances say that {identity.name} is their HTTP server: KV address "
+                f"{instance.identity.zmq_address} is taken, {identity.zmq_address} is refused; "
+                "http_host and http_port must be those of each one's own server"
+            )
+        successor = self._add(identity, now)
+        successor.replaced = instance.identity
+        return successor
 
     def _check_addresses(self, *addresses: str) -> None:
         for address in addresses:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from p2p_engine.errors import ConfigError
+
 CONNECTOR = "P2pNcclConnector"
 EXTRA = "kv_connector_extra_config"
 # vLLM's own default is to kill its engine at once, and then the connector can take leave of nobody.
@@ -44,6 +46,7 @@ class InstancePlan:
     send_type: str = "PUT_ASYNC"
     key_file: str = ""
     vllm_args: tuple[str, ...] = ()
+    dp_size: int = 1  # data-parallel ranks
 
     @property
     def http_address(self) -> str:
@@ -54,6 +57,33 @@ class InstancePlan:
     def kv_address(self) -> str:
         """The directory that it registers with: its identity for its peers."""
         return f"{self.host}:{self.kv_port}"
+
+    @property
+    def kv_ports(self) -> range:
+        """The ports of all its data-parallel ranks' directories."""
+        return range(self.kv_port, self.kv_port + self.dp_size)
+
+
+def option_value(arguments: Sequence[str], *names: str) -> str | None:
+    """Return what the last of these options is given, as `--name value` or `--name=value`."""
+    found = None
+    for number, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") in names:
+            found = value if equals else next(iter(arguments[number + 1 :]), None)
+    return found
+
+
+def data_parallel_size(arguments: Sequence[str]) -> int:
+    """Return how many data-parallel ranks these options of vLLM's ask for.
+
+    Raises:
+        ConfigError: not a number of ranks.
+    """
+    value = option_value(arguments, "--data-parallel-size", "-dp") or "1"
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(f"--data-parallel-size {value} among the vLLM arguments: not a number")
+    return int(value)
 
 
 def merge_configs(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

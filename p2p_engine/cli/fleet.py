@@ -66,7 +66,8 @@ class Fleet:
         self._vllm_args = tuple(vllm_args)
         self._transfer_config = dict(transfer_config or {})
         self._env = dict(env or {})
-        self._devices = find_devices(tp_size, planned_instances, {**os.environ, **self._env})
+        num_ranks = tp_size * commands.data_parallel_size(self._vllm_args)
+        self._devices = find_devices(num_ranks, planned_instances, {**os.environ, **self._env})
         self._grace_seconds = grace_seconds
         self._ports = PortPlan(host)
         self._names: set[str] = set()
@@ -217,18 +218,21 @@ class Fleet:
         vllm_args: Sequence[str],
         predecessor: InstancePlan | None,
     ) -> InstancePlan:
+        arguments = (*self._vllm_args, *vllm_args)
+        dp_size = commands.data_parallel_size(arguments)
         return InstancePlan(
             name=name or self._new_name(role),
             role=role,
             model=self._model,
             host=self._host,
             http_port=self._ports.take(predecessor.http_port if predecessor else 0),
-            kv_port=self._ports.take(predecessor.kv_port if predecessor else 0),
+            kv_port=self._ports.take_range(dp_size, predecessor.kv_port if predecessor else 0),
             registration_address=self.registration_address,
             tp_size=self._tp_size,
             send_type=self._send_type,
             key_file=self.key_file,
-            vllm_args=(*self._vllm_args, *vllm_args),
+            vllm_args=arguments,
+            dp_size=dp_size,
         )
 
     def _new_name(self, role: Role) -> str:
@@ -252,15 +256,17 @@ class Fleet:
 
     def _forget(self, member: Member) -> None:
         self.members.remove(member)
-        for address in (member.http_address, member.plan.kv_address if member.plan else ":0"):
-            self._ports.release(int(address.rpartition(":")[2]))
+        self._ports.release(int(member.http_address.rpartition(":")[2]))
+        for port in member.plan.kv_ports if member.plan else ():
+            self._ports.release(port)
 
     def _is_registered(self, member: Member) -> bool:
         if self.proxy is None or member.plan is None or member.plan.role is Role.SINGLE:
             return True
         status = json.loads(fetch_text(f"{self.proxy.url}/status") or '{"instances": []}')
         mine = [i for i in status["instances"] if i["http_address"] == member.http_address]
-        return bool(mine) and all(item["state"] == "ready" for item in mine)
+        is_complete = len(mine) >= member.plan.dp_size
+        return is_complete and all(item["state"] == "ready" for item in mine)
 
     # What the processes are; tests put cheap ones in their place.
     _instance_command = staticmethod(commands.vllm_command)

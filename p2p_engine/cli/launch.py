@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from p2p_engine.cli.commands import EXTRA, Role
+from p2p_engine.cli.commands import EXTRA, Role, data_parallel_size
 from p2p_engine.cli.display import StartDisplay
 from p2p_engine.cli.fleet import Fleet, FleetInterrupted
 from p2p_engine.cli.members import MemberLost
@@ -34,6 +34,14 @@ _OURS = {
     "--tensor-parallel-size": "--tp before the --",
     "-tp": "--tp before the --",
 }
+# Ways of vLLM's in which one instance is several commands, or has several servers.
+_SEVERAL_COMMANDS = (
+    *("--data-parallel-address", "-dpa", "--data-parallel-external-lb"),
+    *("--data-parallel-hybrid-lb", "--data-parallel-multi-port-external-lb"),
+    *("--data-parallel-rank", "-dpn", "--data-parallel-size-local", "-dpl"),
+    *("--data-parallel-start-rank", "-dpe", "-dph", "-dpm", "-dpr"),
+    *("--headless", "--nnodes", "-n"),
+)
 _ANY_ADDRESS = ("0.0.0.0", "")
 
 
@@ -73,9 +81,15 @@ class LaunchOptions:
         if self.host in _ANY_ADDRESS or ":" in self.host:
             raise ConfigError(f"--host {self.host}: give the one IPv4 address that peers dial")
         for argument in (*self.vllm_args, *self.prefill_args, *self.decode_args):
-            name = argument.partition("=")[0]
+            name = argument.partition("=")[0].replace("_", "-")
+            if name in _SEVERAL_COMMANDS:
+                raise ConfigError(
+                    f"{name} among the vLLM arguments: an instance of the launcher is one command "
+                    "with one server; start these with vllm serve, as the README's table says"
+                )
             if name in _OURS:
                 raise ConfigError(f"{name} among the vLLM arguments: use {_OURS[name]}")
+        data_parallel_size((*self.vllm_args, *self.prefill_args, *self.decode_args))
         read_key_file(self.key_file)
         # The ports stand in for those that each instance is given.
         extra = {"http_port": 1, "send_type": self.send_type, **self.transfer_config.get(EXTRA, {})}

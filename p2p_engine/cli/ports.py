@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 from types import TracebackType
 
 from p2p_engine.addresses import family_of
+
+_TRIES = 100  # to find free ports in a row
 
 
 def claim_port(host: str, port: int) -> socket.socket:
@@ -63,6 +66,30 @@ class PortPlan:
         taken = int(claim.getsockname()[1])
         self._claims[taken] = claim
         return taken
+
+    def take_range(self, count: int, first: int = 0) -> int:
+        """Claim so many ports one after the other, from this one on or from any; return the first.
+
+        Raises:
+            OSError: one of them is in use; or, of any, no such row was found in some tries.
+        """
+        for _ in range(0 if first else _TRIES):
+            with contextlib.suppress(OSError):
+                return self._take_row(count, first)
+        return self._take_row(count, first)
+
+    def _take_row(self, count: int, first: int) -> int:
+        taken = [self.take(first)]
+        try:
+            for port in range(taken[0] + 1, taken[0] + count):
+                if port > 65535:
+                    raise OSError(errno.EADDRNOTAVAIL, f"port {port}: there is none")
+                taken.append(self.take(port))
+        except OSError:
+            for port in taken:
+                self.release(port)
+            raise
+        return taken[0]
 
     def release(self, port: int) -> None:
         """Let one port go, so that it can be taken again; unknown ones are ignored."""

@@ -30,12 +30,13 @@ from p2p_engine.connector.intent import Instance
 from p2p_engine.connector.metadata import P2pConnectorMetadata, RankHandshake, RankReport
 from p2p_engine.connector.roll_call import RollCall
 from p2p_engine.connector.scheduler import SchedulerHalf
+from p2p_engine.connector.serving import find_server
 from p2p_engine.connector.siblings import check_siblings, has_handshake, siblings
 from p2p_engine.connector.stats import P2pConnectorStats, P2pPromMetrics, StatsReporter
 from p2p_engine.connector.support import (
     check_supported,
+    directory_port,
     num_local_ranks,
-    rank_behind_address,
     read_config,
 )
 from p2p_engine.connector.worker import StepResults, WorkerHalf
@@ -90,7 +91,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         check_supported(vllm_config)
         self._config = read_config(transfer, num_local_ranks(parallel))
         self._role_name: str = transfer.kv_role or "kv_both"
-        self._port = transfer.kv_port + parallel.data_parallel_index
+        self._port = directory_port(transfer, parallel)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._host_buffers: list[HostBuffer] = []
@@ -249,14 +250,15 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
             self._roll_call = RollCall(self._vllm_config.parallel_config.world_size)
 
     def _open_directory(self) -> Directory:
+        parallel = self._vllm_config.parallel_config
         directory = Directory(
             self._config,
             [],
             kv_port=self._port,
             role={"kv_producer": "P", "kv_consumer": "D"}.get(self._role_name, "PD"),
             model=str(self._vllm_config.model_config.served_model_name),
-            tp_size=self._vllm_config.parallel_config.tensor_parallel_size,
-            dp_rank=rank_behind_address(self._vllm_config, self._kv_transfer_config),
+            tp_size=parallel.tensor_parallel_size,
+            server=find_server(parallel, self._kv_transfer_config, self._config),
         )
         self._planner.announce(directory.address)
         return directory

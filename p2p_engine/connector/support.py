@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import logging
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from vllm.utils.network_utils import get_ip
 
 from p2p_engine.addresses import is_any_address, route_from
 from p2p_engine.config import EngineConfig
+from p2p_engine.connector.serving import supervised_rank
 from p2p_engine.errors import ConfigError
 from p2p_engine.keys import read_key_file
 
@@ -32,24 +32,30 @@ def check_supported(vllm_config: VllmConfig) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(f"{name}={getattr(parallel, name)} is not supported; allowed: 1")
+    if getattr(parallel, "enable_elastic_ep", False):
+        raise ConfigError(
+            "enable_elastic_ep is not supported: data-parallel ranks get new numbers at run time"
+        )
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         raise ConfigError("enable_sleep_mode is not supported")
 
 
-def rank_behind_address(vllm_config: VllmConfig, transfer: KVTransferConfig) -> int | None:
-    """Which of several data-parallel ranks behind one HTTP address this is, as vLLM's server there
-    counts them; None: it has that address for itself.
+def directory_port(transfer: KVTransferConfig, parallel: ParallelConfig) -> int:
+    """Return the port of this rank's directory: each data-parallel rank has one; 0 is any.
 
-    Dense models lose their data_parallel_size on the way to a rank, but the id tells it.
+    Raises:
+        ConfigError: there is no such port.
     """
-    parallel = vllm_config.parallel_config
-    has_rank_id = re.search(r"_dp\d+$", transfer.engine_id or "") is not None
-    is_one_of_many = parallel.data_parallel_size > 1 or has_rank_id
-    if not is_one_of_many or parallel.data_parallel_external_lb:
-        return None
-    if parallel.data_parallel_hybrid_lb:  # its server has the ranks of this host only
-        return parallel.data_parallel_rank_local
-    return parallel.data_parallel_index
+    if transfer.kv_port == 0:
+        return 0
+    port = int(transfer.kv_port) + int(parallel.data_parallel_index)
+    if not 0 < transfer.kv_port <= port <= 65535:
+        raise ConfigError(
+            f"kv_port={transfer.kv_port} for data-parallel rank {parallel.data_parallel_index} is "
+            f"not possible: each rank takes kv_port plus its number; allowed: up to 65535, or 0 "
+            "for any free port"
+        )
+    return port
 
 
 def read_config(transfer: KVTransferConfig, num_local_ranks: int = 1) -> EngineConfig:
@@ -100,4 +106,6 @@ def num_local_ranks(parallel: ParallelConfig) -> int:
     num_engines = int(parallel.data_parallel_size_local)
     if parallel.data_parallel_size == 1:
         num_engines = int(getattr(parallel, "elastic_ep_max_dp_size", 1) or 1)
+    elif supervised_rank() is not None:  # one server and one engine for each rank
+        num_engines = int(parallel.data_parallel_size)
     return max(1, per_engine * num_engines)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from p2p_engine.cli import commands, devices
-from p2p_engine.cli.commands import InstancePlan, Role
+from p2p_engine.cli.commands import InstancePlan, Role, data_parallel_size
 from p2p_engine.cli.devices import Devices
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.launch import LaunchOptions
@@ -59,6 +59,46 @@ def test_a_port_is_planned_once() -> None:
             ports.take(port)
         ports.release(port)
         assert ports.take(port) == port
+
+
+def test_a_row_of_ports_is_taken_whole_or_not_at_all() -> None:
+    with PortPlan(HOST) as ports:
+        first = ports.take_range(4)
+        for port in range(first, first + 4):
+            with pytest.raises(OSError, match="planned twice"):
+                ports.take(port)
+        ports.release(first)
+        with pytest.raises(OSError, match="planned twice"):
+            ports.take_range(2, first)  # the second one is ours already
+        assert ports.take(first) == first
+        with pytest.raises(OSError, match="port 65536"):
+            ports.take_range(2, 65535)
+
+
+def test_each_data_parallel_rank_of_an_instance_has_a_port() -> None:
+    made = plan(kv_port=21001, dp_size=3)
+    assert list(made.kv_ports) == [21001, 21002, 21003]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "size"),
+    [
+        ((), 1),
+        (("--data-parallel-size", "4"), 4),
+        (("--data_parallel_size=4", "--max-model-len", "9"), 4),
+        (("-dp", "2", "-dp=3"), 3),
+    ],
+)
+def test_the_data_parallel_size_is_found_among_vllms_options(
+    arguments: tuple[str, ...], size: int
+) -> None:
+    assert data_parallel_size(arguments) == size
+
+
+@pytest.mark.parametrize("value", ["0", "two", "-1"])
+def test_a_data_parallel_size_that_cannot_be_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="--data-parallel-size"):
+        data_parallel_size(("--data-parallel-size", value))
 
 
 def test_a_port_that_somebody_listens_on_is_not_taken() -> None:
@@ -208,6 +248,10 @@ def test_each_instance_has_the_arguments_of_its_role() -> None:
     ("change", "message"),
     [
         ({"num_prefill": 0, "num_decode": 0}, "nothing to launch"),
+        ({"vllm_args": ("--headless",)}, "--headless among .* one command"),
+        ({"decode_args": ("--data_parallel_rank=1",)}, "--data-parallel-rank among"),
+        ({"vllm_args": ("--data-parallel-multi-port-external-lb",)}, "vllm serve"),
+        ({"vllm_args": ("-dp", "none")}, "--data-parallel-size none"),
         ({"host": "0.0.0.0"}, "the one IPv4 address"),
         ({"host": "::1"}, "the one IPv4 address"),
         ({"vllm_args": ("--port", "1")}, "each instance gets a free port"),

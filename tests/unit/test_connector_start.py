@@ -20,8 +20,8 @@ from p2p_engine.config import SendMode
 from p2p_engine.connector import P2pNcclConnector, compat, register
 from p2p_engine.connector.support import (
     check_supported,
+    directory_port,
     num_local_ranks,
-    rank_behind_address,
     read_config,
 )
 from p2p_engine.errors import ConfigError
@@ -78,7 +78,7 @@ def configs(**changes: Any) -> tuple[Any, Any]:
         pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1,
         data_parallel_size=1, data_parallel_external_lb=False, data_parallel_hybrid_lb=False,
         data_parallel_index=1, data_parallel_rank_local=0, data_parallel_size_local=1,
-        world_size=1, nnodes_within_dp=1, elastic_ep_max_dp_size=1,
+        enable_elastic_ep=False, world_size=1, nnodes_within_dp=1, elastic_ep_max_dp_size=1,
     )  # fmt: skip
     model = SimpleNamespace(enable_sleep_mode=False)
     transfer = SimpleNamespace(engine_id="e")
@@ -93,6 +93,7 @@ def configs(**changes: Any) -> tuple[Any, Any]:
     [
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
+        ({"enable_elastic_ep": True}, "enable_elastic_ep"),
         ({"enable_sleep_mode": True}, "enable_sleep_mode"),
     ],
 )
@@ -106,20 +107,22 @@ def test_what_is_supported_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "rank"),
-    [
-        ({}, None),
-        ({"data_parallel_size": 2}, 1),
-        ({"engine_id": "e_dp1"}, 1),  # what vLLM leaves of it with a dense model
-        ({"engine_id": "e_dp1", "data_parallel_hybrid_lb": True}, 0),
-        ({"engine_id": "e_dp1", "data_parallel_external_lb": True}, None),
-        ({"data_parallel_size": 2, "data_parallel_external_lb": True}, None),
-    ],
+    ("kv_port", "rank", "port"),
+    [(21001, 0, 21001), (21001, 3, 21004), (0, 0, 0), (0, 3, 0), (65535, 0, 65535)],
 )
-def test_a_rank_that_shares_its_http_address_knows_its_number_there(
-    changes: dict[str, Any], rank: int | None
-) -> None:
-    assert rank_behind_address(*configs(**changes)) == rank
+def test_each_data_parallel_rank_has_a_port(kv_port: int, rank: int, port: int) -> None:
+    """0 is any free one, for each."""
+    vllm_config, transfer = configs(data_parallel_index=rank)
+    transfer.kv_port = kv_port
+    assert directory_port(transfer, vllm_config.parallel_config) == port
+
+
+@pytest.mark.parametrize(("kv_port", "rank"), [(65535, 1), (65536, 0), (-1, 0), (-1, 2)])
+def test_a_port_that_cannot_be_is_refused(kv_port: int, rank: int) -> None:
+    vllm_config, transfer = configs(data_parallel_index=rank)
+    transfer.kv_port = kv_port
+    with pytest.raises(ConfigError, match=f"kv_port={kv_port} for data-parallel rank {rank}"):
+        directory_port(transfer, vllm_config.parallel_config)
 
 
 OLD_EXTRA = {

@@ -9,7 +9,7 @@ import pytest
 from p2p_engine.errors import RemoteProtocolError
 from p2p_engine.messages import Heartbeat
 from proxy.instances import PATIENCE, Instance, Role
-from proxy.registry import Registry, RegistryFull
+from proxy.registry import AddressTaken, Registry, RegistryFull
 
 LIFETIME = 10.0  # three beats of 3 s, and a third of one in which the last may be late
 
@@ -47,6 +47,19 @@ def test_ranks_behind_one_http_address_are_instances_of_their_own() -> None:
     assert [rank.is_alive(2.0) for rank in ranks] == [True, False]
     registry.sweep(2.0)
     assert [registry.is_current(rank) for rank in ranks] == [True, False]
+
+
+def test_two_that_claim_one_http_address_do_not_take_turns() -> None:
+    """As ranks that were all told the same http_port: a leg would go to one, its KV to another."""
+    registry = Registry()
+    first, second = beat(epoch=1), beat(epoch=2)
+    second.zmq_address = "10.0.0.1:9001"
+    joined(registry, first)
+    kept = joined(registry, second, now=1.0)  # it may be the first one's successor
+    with pytest.raises(AddressTaken, match=r"0\.1:9001 is taken, .*0\.1:8001 is refused"):
+        registry.observe(first, 3.0)
+    assert registry.observe(second, 4.0) == (kept, False)
+    assert registry.observe(first, 4.0 + LIFETIME + 0.01)[1]  # the second has gone
 
 
 def test_it_lives_for_three_missed_beats() -> None:
