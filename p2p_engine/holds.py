@@ -88,6 +88,7 @@ class Holds:
         self._clock = clock
         self._spec = spec
         self._holds: dict[ContentKey, Hold] = {}
+        self._by_transfer: dict[Transfer, Hold] = {}
         self._wishes: dict[tuple[ContentKey, PeerAddress], Wish] = {}
         self._released: Recent[ContentKey, tuple[frozenset[int], frozenset[int]]] = Recent()
         self._gone: Recent[TransferKey, str] = Recent()
@@ -113,6 +114,7 @@ class Holds:
         self._holds[content] = hold = Hold(
             content, source, transfer, self._clock() + lease, moments
         )
+        self._by_transfer[transfer] = hold
         self._gone.pop(key)
         for name in [name for name in self._wishes if name[0] == content]:
             self._serve(hold, name[1], self._wishes.pop(name))
@@ -307,7 +309,7 @@ class Holds:
 
     def _stop(self, hold: Hold, error: P2pError | None, reason: str) -> None:
         """Its transfer ends as soon as nothing reads its source or writes its space."""
-        del self._holds[hold.content]
+        del self._holds[hold.content], self._by_transfer[hold.transfer]
         hold.error = error
         if hold.copying is not None:
             self._ending.add(hold)
@@ -333,7 +335,7 @@ class Holds:
             self._arena.release(spaces.pop())
 
     def _held_as(self, transfer: Transfer) -> Hold | None:
-        return next((item for item in self._holds.values() if item.transfer is transfer), None)
+        return self._by_transfer.get(transfer)
 
     def _cancel_transfer(self, transfer: Transfer, reason: str) -> None:
         with self._changed:

@@ -29,6 +29,7 @@ from p2p_engine.errors import (
     TransferTooLarge,
     TransportError,
 )
+from p2p_engine.index import Index
 from p2p_engine.jobs import Job, Moment
 from p2p_engine.layout import Source, ask, ask_regions
 from p2p_engine.messages import (
@@ -49,6 +50,7 @@ from p2p_engine.parts import for_each
 from p2p_engine.peers import Link, Links, LinkState, PeerAddress
 from p2p_engine.shipment import Chunk, ChunkState, Shipment
 from p2p_engine.stats import Counters
+from p2p_engine.timers import Timers
 from p2p_engine.transfer import Transfer, lane_of
 from p2p_engine.transports.base import Order
 
@@ -89,6 +91,9 @@ class Sender:
         self._clock = clock
         self._seqs = itertools.count(1)
         self._chunks: dict[int, Chunk] = {}
+        self._by_link: Index[Link, Chunk] = Index()
+        self._timers: Timers[Chunk] = Timers()
+        self._late: dict[Chunk, None] = {}  # past their deadlines, and not over
         self._shipments: dict[Transfer, Shipment] = {}
         self._abandoned: dict[tuple[TransferKey, PeerAddress], Abandonment] = {}
 
@@ -179,7 +184,7 @@ class Sender:
         chunk = self._current(link, message)
         if chunk is not None and chunk.state is ChunkState.OFFERED:
             self._counters.denied += 1
-            chunk.resend_at = self._clock() + message.retry_after
+            self._schedule(chunk, message.retry_after)
             chunk.shipment.transfer.deny()
 
     def on_commit(self, link: Link, message: Commit) -> None:
@@ -254,7 +259,7 @@ class Sender:
 
     def tick(self, now: float) -> None:
         """Repeat what is unanswered and end what is overdue."""
-        for_each(self._chunks.values(), lambda chunk: self._tick_chunk(chunk, now))
+        for_each(self._timers.take_due(now), lambda chunk: self._tick_chunk(chunk, now))
         for target, item in list(self._abandoned.items()):
             if now >= item.deadline:
                 del self._abandoned[target]
@@ -262,14 +267,26 @@ class Sender:
                 self._tell_abandoned(target[0], item)
 
     def _tick_chunk(self, chunk: Chunk, now: float) -> None:
-        if now >= chunk.shipment.deadline and chunk.ending is None:
-            self.stop(chunk.shipment, self._overdue(chunk))
-        elif now >= chunk.resend_at and chunk.link.ready:
+        """Look at what is due; it is due again soon, until it is over."""
+        if now >= chunk.shipment.deadline:
+            self._late[chunk] = None
+            if chunk.ending is None:
+                self.stop(chunk.shipment, self._overdue(chunk))
+            return
+        self._schedule(chunk, self._config.retry_seconds)
+        if chunk.link.ready:
             self._repeat(chunk)
+
+    def _schedule(self, chunk: Chunk, pause_seconds: float) -> None:
+        """Say it again after a pause, if it is something that is said again, until its deadline."""
+        at, chunk.resend_at = chunk.shipment.deadline, self._clock() + pause_seconds
+        if chunk.state in (ChunkState.OFFERED, ChunkState.WRITTEN):
+            at = min(at, chunk.resend_at)
+        self._timers.set(chunk, at)
 
     def overdue(self, now: float) -> list[str]:
         """Name the chunks that are past their deadline."""
-        late = [chunk for chunk in self._chunks.values() if now >= chunk.shipment.deadline]
+        late = [chunk for chunk in self._late if now >= chunk.shipment.deadline]
         return [f"send {item.key} to {item.link.target}, {item.state.name}" for item in late]
 
     def close(self, error: P2pError) -> None:
@@ -286,6 +303,8 @@ class Sender:
     def _open(self, shipment: Shipment, manifest: Manifest) -> None:
         chunk = Chunk(next(self._seqs), shipment, manifest)
         self._chunks[chunk.seq] = shipment.chunks[chunk.seq] = chunk
+        self._by_link.add(chunk.link, chunk)
+        self._timers.set(chunk, shipment.deadline)
         self._offer(chunk)
 
     def _offer(self, chunk: Chunk) -> None:
@@ -295,7 +314,7 @@ class Sender:
         if not shipment.is_cut and not self._cut(chunk):
             return
         chunk.state = ChunkState.OFFERED
-        chunk.resend_at = self._clock() + self._config.retry_seconds
+        self._schedule(chunk, self._config.retry_seconds)
         self._links.send(
             link, Offer, chunk.seq, chunk.attempt, chunk.key, chunk.manifest, shipment.binding,
             link.transport.name, self._is_checked(chunk),
@@ -375,7 +394,7 @@ class Sender:
         if chunk.state is ChunkState.OFFERED:
             self._offer(chunk)
         elif chunk.state is ChunkState.WRITTEN:
-            chunk.resend_at = self._clock() + self._config.retry_seconds
+            self._schedule(chunk, self._config.retry_seconds)
             self._links.send(chunk.link, Done, chunk.seq, chunk.attempt, chunk.checksum)
 
     def _is_checked(self, chunk: Chunk) -> bool:
@@ -413,6 +432,9 @@ class Sender:
         chunk.state, chunk.job = ChunkState.ENDED, None
         shipment = chunk.shipment
         del self._chunks[chunk.seq], shipment.chunks[chunk.seq]
+        self._by_link.discard(chunk.link, chunk)
+        self._timers.cancel(chunk)
+        self._late.pop(chunk, None)
         if error is None:
             shipment.num_arrived += chunk.manifest.num_blocks
             self._open_more(shipment)
@@ -458,7 +480,7 @@ class Sender:
         return chunk if chunk is not None and chunk.attempt == message.attempt else None
 
     def _on_link(self, link: Link) -> list[Chunk]:
-        return [chunk for chunk in self._chunks.values() if chunk.link is link]
+        return self._by_link.get(link)
 
     def _overdue(self, chunk: Chunk) -> TransferTimeout:
         return TransferTimeout(
