@@ -4,12 +4,14 @@ Timed is from `send` of KV that is ready, while the receiver waits for it, until
 in the receiver's cache. `whole` is one chunk: gather, flight and scatter then follow one another
 over shm. `by layers` is 16 MiB as well, but cut by layers first and by blocks within a layer, as a
 shipment for each layer. Every round writes new words into every page, and the receiver compares all
-bytes. `messages` are those of the sender in one round; the receiver sends as many.
+bytes. `messages` are those of the sender in one round; the receiver sends as many. `cpu_ms_per_gib`
+is the processor time of both processes, which other work on the machine changes little.
 """
 
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable
 
@@ -64,6 +66,7 @@ class Receiver:
         self._sent: Int64s = scattered(len(self._order), len(self._order), seed)
         self._engines = {name: make_engine(name) for name in TRANSPORTS}
         self._transfers: list[Transfer] = []
+        self._cpu = 0.0
 
     def address(self, transport: str) -> str:
         """Where to dial."""
@@ -71,17 +74,19 @@ class Receiver:
 
     def start(self, transport: str, number: int, by_layers: bool) -> None:
         """Wait for a round."""
+        self._cpu = time.process_time()
         caches = caches_of(self._cache.paged, by_layers=by_layers)
         self._transfers = [
             self._engines[transport].receive(key, PagedSink(cache, self._order, 0, 0))
             for key, cache in zip(keys_of(number, by_layers=by_layers), caches, strict=True)
         ]
 
-    def finish(self) -> float:
-        """When all of it was there, on the clock that all processes of this host share."""
+    def finish(self) -> tuple[float, float]:
+        """When all of it was there, on the clock that all processes of this host share, and the
+        seconds of processor time that it took here."""
         for transfer in self._transfers:
             transfer.wait(SECONDS)
-        return time.monotonic()
+        return time.monotonic(), time.process_time() - self._cpu
 
     def verify(self, number: int) -> bool:
         """Compare what came with what was sent."""
@@ -111,12 +116,14 @@ class Bench:
         self._receiver = Remote(Receiver, total_bytes, page_bytes, seed)
         self._numbers = itertools.count(1)
         self.messages: dict[str, int] = {}
+        self.cpu: dict[str, list[float]] = {}
 
     def contenders(self, transport: str) -> dict[str, Callable[[], float]]:
         """Each cut with an engine of its own."""
         peer = PeerAddress(self._receiver.call("address", transport))
         self._engines = {name: make_engine(transport, size) for name, size in SIZES.items()}
         self._engines[BY_LAYERS] = make_engine(transport)
+        self.cpu.clear()
         return {name: lambda n=name: self.send(transport, peer, n) for name in self._engines}  # type: ignore[misc]
 
     def send(self, transport: str, peer: PeerAddress, name: str) -> float:
@@ -126,10 +133,12 @@ class Bench:
         self._receiver.call("start", transport, number, by_layers)
         caches = caches_of(self._cache.paged, by_layers=by_layers)
         before = engine.stats()["messages_sent"]
-        start = time.monotonic()
+        start, cpu = time.monotonic(), time.process_time()
         for key, cache in zip(keys_of(number, by_layers=by_layers), caches, strict=True):
             engine.send(key, peer, PagedSource(cache, self._ids, 0, 0))
-        seconds: float = self._receiver.call("finish") - start
+        end, its_cpu = self._receiver.call("finish")
+        seconds: float = end - start
+        self.cpu.setdefault(name, []).append(its_cpu + time.process_time() - cpu)
         self.messages[name] = engine.stats()["messages_sent"] - before
         if not self._receiver.call("verify", number):
             raise RuntimeError(f"{name}: the bytes that arrived are not those that were sent")
@@ -157,6 +166,8 @@ def measure(bench: Bench, repetitions: int) -> list[Row]:
             row = {"transport": transport, "chunks": name, **spread(rates, "gb_per_s_", 2)}
             row["over_whole"] = ratio(seconds["whole"], samples)
             row["messages"] = bench.messages[name]
+            gib = bench.total_bytes / 2**30
+            row["cpu_ms_per_gib"] = round(1000 * statistics.median(bench.cpu[name]) / gib)
             rows.append(row)
     return rows
 
