@@ -51,6 +51,7 @@ class Landing:
     state: LandingState = LandingState.GRANTED
     job: Job | None = None
     receive: Receive | None = None
+    is_spare: bool = False  # all that was wanted came without it: it is freed when it has landed
     done_heard: bool = False
     checksum: int = 0  # that DONE brought
     checking: Job | None = None

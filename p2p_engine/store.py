@@ -390,6 +390,8 @@ class Store:
             self._answers.conclude(landing.id, landing.attempt, None)
             if landing.receive is not None:
                 self._deliver(landing, landing.receive)
+            elif landing.is_spare:
+                self._free(landing)
         if landing.done_heard and landing.state is not LandingState.GRANTED:
             landing.done_heard = not self._answers.repeat(landing.id)
 
@@ -532,7 +534,7 @@ class Store:
         self._late.pop(receive, None)
         landings, receive.landings = receive.landings, set()
         for landing in landings:
-            landing.receive = None
+            landing.receive, landing.is_spare = None, error is None
             if landing.orphaned:  # it came twice
                 self._free(landing)
         if error is not None:

@@ -84,6 +84,32 @@ def test_sender_first(world: World) -> None:
     assert world.receivings[0].transfer.nbytes == world.sendings[0].transfer.nbytes
 
 
+def test_what_comes_twice_is_freed_when_it_has_landed(shm: World) -> None:
+    """A preempted prompt's chunks are; nobody will ask for the second ones."""
+    last = MAX_BLOCKS - 1
+    for _ in range(2):
+        shm.send(KEY, b"", last, 1, ready=True)
+    converse(shm)
+    first, second = list(shm.jobs)
+    shm.receive(KEY, b"", last)
+    shm.move(first, 1 << 20)
+    run_jobs_but(shm, second)
+    assert shm.receivings[0].transfer.done
+    assert len(shm.landings()) == 1
+    run_jobs(shm)
+    converse(shm)
+    assert shm.landings() == []
+    assert [item.transfer.error for item in shm.sendings] == [None, None]
+
+
+def run_jobs_but(world: World, spared: SimJob) -> None:
+    for _ in range(3):
+        for job in [job for job in world.jobs if job is not spared]:
+            world.move(job, 1 << 20)
+        world.drain()
+        world.store.poll()
+
+
 def test_receiver_first(world: World) -> None:
     world.receive(KEY, b"", 1)
     world.send(KEY, b"", *ALL, ready=True)
