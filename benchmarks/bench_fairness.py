@@ -34,11 +34,13 @@ ROOM_CHUNKS = 32
 class FirstCome(Credit):
     """No credit: whatever fits is granted, and whoever asks more often gets more."""
 
-    def refusal(self, landing_id: LandingId, nbytes: int, free: int) -> str:
+    def refusal(
+        self, landing_id: LandingId, nbytes: int, free: int, *, is_awaited: bool = False
+    ) -> str:
         """Refuse only what does not fit."""
         return "buffer and pool are full" if nbytes > free else ""
 
-    def wait(self, landing_id: LandingId, nbytes: int) -> float:
+    def wait(self, landing_id: LandingId, nbytes: int, *, is_awaited: bool = False) -> float:
         """Let each chunk be offered again at the same pace, however many there are."""
         return RETRY_AFTER_SECONDS
 

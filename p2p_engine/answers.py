@@ -43,11 +43,19 @@ class Tombstone:
 class Answers:
     """All that is said, and both bounded memories."""
 
-    def __init__(self, config: EngineConfig, reply: Reply, clock: Callable[[], float]) -> None:
-        """`reply(epoch, kind, fields)` sends a message to a sender."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        reply: Reply,
+        clock: Callable[[], float],
+        is_kept: Callable[[ContentKey], bool] = lambda content: False,
+    ) -> None:
+        """`reply(epoch, kind, fields)` sends a message to a sender; a tombstone stands for longer
+        than its lease while `is_kept` says that somebody will ask for its content."""
         self._config = config
         self._reply = reply
         self._clock = clock
+        self._is_kept = is_kept
         self._tombstones: Recent[ContentKey, Tombstone] = Recent()
         self._outcomes: Recent[LandingId, Outcome] = Recent()
 
@@ -99,7 +107,7 @@ class Answers:
         """Take the tombstone of a content, or of its whole key, when it still stands."""
         for name in (content, (content[0], b"")):
             grave = self._tombstones.pop(name)
-            if grave is not None and grave.until > self._clock():
+            if grave is not None and (grave.until > self._clock() or self._is_kept(content)):
                 return grave
         return None
 

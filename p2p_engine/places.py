@@ -16,6 +16,7 @@ from p2p_engine.errors import P2pError, TransferTooLarge, TransportError
 from p2p_engine.jobs import Job
 from p2p_engine.landing import BLOCKS, Landing, Receive
 from p2p_engine.layout import Regions, ask, one_region, packed_pages
+from p2p_engine.reserve import Reserve
 from p2p_engine.transfer import lane_of
 from p2p_engine.transports.base import Arrival
 
@@ -27,6 +28,7 @@ class Places:
 
     def __init__(self, arena: LandingArena | None, mover: Mover, credit: Credit) -> None:
         self._arena = arena
+        self._reserve = Reserve(arena) if arena is not None else None
         self._credit = credit
         self._mover = mover
         self._live_block_bytes = 0
@@ -63,6 +65,8 @@ class Places:
         if landing.space is not None and self._arena is not None:
             self._arena.release(landing.space)
             self._credit.give_back(landing.id, landing.space.nbytes)
+            if self._reserve is not None:
+                self._reserve.relax()
         else:
             self._live_block_bytes -= landing.nbytes
 
@@ -110,8 +114,30 @@ class Places:
 
     def live_bytes(self) -> dict[str, int]:
         """Bytes that are reserved now, by place."""
-        arena = self._arena.live_bytes if self._arena is not None else {}
+        arena = dict(self._arena.live_bytes) if self._arena is not None else {}
+        if self._reserve is not None and self._reserve.place is not None:
+            arena[self._reserve.place] -= self._reserve.nbytes  # it is set aside, and empty
         return {BLOCKS: self._live_block_bytes, **arena}
+
+    def _take_space(
+        self, arena: LandingArena, landing: Landing, size: int, *, is_awaited: bool
+    ) -> str:
+        """Reserve a landing's space; returns why it may have none, or "". What nobody waits for
+        leaves the reserve to what somebody does."""
+        reserve = self._reserve
+        spare = reserve.nbytes if reserve is not None and is_awaited else 0
+        refusal = self._credit.refusal(
+            landing.id, size, arena.free_bytes + spare, is_awaited=is_awaited
+        )
+        if refusal or reserve is None:
+            return refusal
+        if is_awaited:
+            landing.space = reserve.reserve(size)
+        elif not reserve.can_spare(size):
+            return "what is left of buffer and pool is kept for what somebody waits for"
+        else:
+            landing.space = arena.reserve(size)
+        return ""
 
     def _place_in_arena(
         self, landing: Landing, receive: Receive | None, hoarded_bytes: int, ended: JobEnded
@@ -125,8 +151,7 @@ class Places:
             raise TransferTooLarge(text)
         if arena is None or hoarded_bytes > sum(arena.budgets.values()) / 4:
             return "no landing memory, or too much of it is in quarantine"
-        refusal = self._credit.refusal(landing.id, size, arena.free_bytes)
-        landing.space = arena.reserve(size) if not refusal else None
+        refusal = self._take_space(arena, landing, size, is_awaited=receive is not None)
         if landing.space is None:
             return refusal or "buffer and pool are full"
         if not landing.transport.receiver_writes:

@@ -61,9 +61,11 @@ class Store:
         reply: Reply,
         clock: Callable[[], float],
         is_from: Callable[[TransferKey, int], bool] = lambda key, epoch: False,
+        is_kept: Callable[[ContentKey], bool] = lambda content: False,
     ) -> None:
         """`reply(epoch, kind, fields)` sends a message to a sender. `is_from(key, epoch)` says
-        whether a key is awaited from the engine of an epoch."""
+        whether a key is awaited from the engine of an epoch, `is_kept` whether somebody will
+        ask for a content: then its lease does not end."""
         self._config = config
         self._changed = changed
         self._arena = arena
@@ -73,7 +75,8 @@ class Store:
         self._is_from = is_from
         self._credit = Credit(config, clock)
         self._places = Places(arena, mover, self._credit)
-        self._answers = Answers(config, reply, clock)
+        self._answers = Answers(config, reply, clock, is_kept)
+        self._is_kept = is_kept
         self._ledger = Ledger()
         self._timers: Timers[Landing | Receive] = Timers()
         self._late: dict[Landing | Receive, None] = {}  # past their deadlines, and not over
@@ -284,6 +287,9 @@ class Store:
         elif item.state is LandingState.GRANTED:
             self._late[item] = None
             self._give_up(item, proven=False)
+        elif item.orphaned and self._is_kept(item.content):
+            item.deadline = now + self._config.lease_seconds
+            self._timers.set(item, item.deadline)
         elif item.orphaned:
             self._late[item] = None
             self._counters.expired += 1
@@ -314,6 +320,10 @@ class Store:
             self._end_receive(receive, receive.ending or error)
         for landing in list(self._ledger.landings.values()):
             self._free(landing)
+
+    def has_any(self, content: ContentKey) -> bool:
+        """Whether any of a content has landed or is on its way, or somebody waits for it."""
+        return content in self._ledger.receives or bool(self._ledger.of_content(content))
 
     def live_bytes(self) -> dict[str, int]:
         """Bytes that are reserved now, by place."""
@@ -359,7 +369,7 @@ class Store:
         )
         denial = self._place(landing, receive)
         if denial:
-            pause = self._credit.wait(landing_id, landing.nbytes)
+            pause = self._credit.wait(landing_id, landing.nbytes, is_awaited=receive is not None)
             self._answers.deny(landing_id, offer.attempt, denial, pause)
             return
         self._ledger.add(landing)

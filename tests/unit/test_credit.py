@@ -24,12 +24,14 @@ class Memory:
         self.live: dict[tuple[int, int], int] = {}
         self.seqs = itertools.count()
 
-    def ask(self, epoch: int, nbytes: int, seq: int | None = None) -> tuple[int, str]:
+    def ask(
+        self, epoch: int, nbytes: int, seq: int | None = None, *, is_awaited: bool = False
+    ) -> tuple[int, str]:
         """Offer a chunk; returns its number, and why it was denied."""
         name = (epoch, next(self.seqs) if seq is None else seq)
-        refusal = self.credit.refusal(name, nbytes, self.free)
+        refusal = self.credit.refusal(name, nbytes, self.free, is_awaited=is_awaited)
         if refusal:
-            self.credit.wait(name, nbytes)
+            self.credit.wait(name, nbytes, is_awaited=is_awaited)
         else:
             self.credit.take(name, nbytes)
             self.live[name] = nbytes
@@ -154,3 +156,37 @@ def test_eight_senders_of_unequal_speed_all_get_their_share(rng: SeededRandom) -
     assert set(served) == set(range(1, 9))
     assert max(served.values()) < 3 * min(served.values())
     assert max(longest_wait.values()) < 2_000
+
+
+def test_what_is_awaited_needs_no_share(memory: Memory) -> None:
+    fill(memory, 1)
+    assert memory.ask(1, 10)[1]
+    assert not memory.ask(1, memory.free, is_awaited=True)[1]
+
+
+def test_nothing_else_is_granted_while_what_is_awaited_was_denied(memory: Memory) -> None:
+    fill(memory, 1)
+    number, refusal = memory.ask(1, memory.free + 1, is_awaited=True)
+    assert refusal
+    assert "goes first" in memory.ask(2, 10)[1]
+    memory.end(next(iter(memory.live)))
+    assert not memory.ask(1, memory.free, number, is_awaited=True)[1]
+    memory.end((1, number))
+    assert not memory.ask(2, 10)[1]
+
+
+def test_what_is_awaited_and_not_offered_again_is_forgotten(memory: Memory) -> None:
+    memory.ask(1, TOTAL + 1, is_awaited=True)
+    assert memory.ask(2, 10)[1]
+    memory.now += SETTINGS.retry_seconds + 1
+    assert not memory.ask(2, 10)[1]
+    memory.ask(1, TOTAL + 1, is_awaited=True)
+    memory.credit.forget(1)
+    assert not memory.ask(2, 10)[1]
+
+
+def test_among_awaited_ones_a_sender_with_less_goes_first(memory: Memory) -> None:
+    for _ in range(8):
+        memory.ask(1, 1000, is_awaited=True)
+    assert memory.ask(2, memory.free + 1, is_awaited=True)[1]
+    assert "have less" in memory.ask(1, 500, is_awaited=True)[1]
