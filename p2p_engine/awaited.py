@@ -9,14 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
-
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError, PeerLost, PeerRefused, RemoteProtocolError
+from p2p_engine.holders import givers, keepers
 from p2p_engine.instances import Instances
 from p2p_engine.messages import CacheSpec, ContentKey, Release, TransferKey, Want
 from p2p_engine.peers import InstanceAddress, Link, Links, PeerAddress
-from p2p_engine.plan import counterpart, idle_sources, sources_of, unclaimed
 from p2p_engine.recent import Recent
 from p2p_engine.transfer import Transfer
 
@@ -30,6 +28,7 @@ class Asked:
     link: Link
     offered: bool = False
     resend_at: float = 0.0
+    num_wants: int = 0
 
 
 @dataclass(eq=False)
@@ -99,7 +98,8 @@ class Awaited:
         *,
         pull: bool,
     ) -> None:
-        """Watch the peer until the transfer has ended; with `pull`, ask it for the key."""
+        """Watch the peer until the transfer has ended; with `pull`, ask it for the key, without,
+        ask it when nothing has come for a while: it may hold what we take for pushed."""
         item = Expected(transfer, binding, pull)
         self._expected[transfer.key] = item
         if isinstance(peer, PeerAddress):
@@ -115,8 +115,8 @@ class Awaited:
 
         def found(answer: CacheSpec | P2pError) -> None:
             key, binding = content
-            sources = [(key, rank) for rank in self._sources(key, answer)]
-            for name, rank in [*sources, *self._idle(key, answer)]:
+            sources = [(key, rank) for rank in givers(self._spec, key, answer)]
+            for name, rank in [*sources, *keepers(self._spec, key, answer)]:
                 self._release((name, binding), peer.rank(rank))
 
         self._instances.ask(peer, found)
@@ -202,14 +202,17 @@ class Awaited:
             del self._expected[key]
             self._fail(key, answer)
             return
-        item.idle = [(name, peer.rank(rank)) for name, rank in self._idle(key, answer)]
-        sources = self._sources(key, answer)
+        item.idle = [(name, peer.rank(rank)) for name, rank in keepers(self._spec, key, answer)]
+        sources = givers(self._spec, key, answer)
         self._watch(item, [peer.rank(rank) for rank in sources])
         if not sources:
             self._fail(key, PeerRefused(f"peer {peer}: there are no such layers there"))
 
     def _watch(self, item: Expected, peers: list[PeerAddress]) -> None:
-        item.asked = [Asked(self._links.get(peer, data=False)) for peer in peers]
+        patient_until = 0.0 if item.pull else self._clock() + self._config.retry_seconds
+        item.asked = [
+            Asked(self._links.get(peer, data=False), resend_at=patient_until) for peer in peers
+        ]
         for asked in item.asked:
             self._meet(item, asked)
 
@@ -226,12 +229,10 @@ class Awaited:
             self._ask(item, asked, self._clock())
 
     def _let_go(self, content: ContentKey, item: Expected) -> None:
-        if not item.pull:
-            return
-        for key, peer in item.idle:
+        for key, peer in item.idle if item.pull else ():
             self._release((key, item.binding), peer)
         for asked in item.asked:
-            if item.transfer.error is not None and asked.link.ready:
+            if item.transfer.error is not None and asked.link.ready and asked.num_wants:
                 self._links.send(asked.link, Release, *content)
 
     def _release(self, content: ContentKey, peer: PeerAddress) -> None:
@@ -241,36 +242,21 @@ class Awaited:
         else:
             self._to_release.append((link, content))
 
-    def _sources(self, key: TransferKey, answer: CacheSpec | P2pError) -> list[int]:
-        if not isinstance(answer, CacheSpec) or self._spec is None:
-            return []
-        mine = self._spec.group(key.group)
-        theirs = counterpart(mine, answer)
-        return sources_of(theirs, mine, mine.rank) if theirs is not None else []
-
-    def _idle(
-        self, key: TransferKey, answer: CacheSpec | P2pError
-    ) -> list[tuple[TransferKey, int]]:
-        """What is to be released beside that which is asked for: the first group that this rank has
-        minds those that it has not."""
-        if not isinstance(answer, CacheSpec) or self._spec is None:
-            return []
-        mine = self._spec.group(key.group)
-        theirs = counterpart(mine, answer)
-        idle = idle_sources(theirs, mine, mine.rank) if theirs is not None else []
-        found = [(key, rank) for rank in idle]
-        own = (group.number for group in self._spec.groups if group.layers != ())
-        if mine.number == next(own, None):
-            for number, rank in unclaimed(answer, self._spec):
-                found.append((msgspec.structs.replace(key, group=number), rank))
-        return found
-
     def _take_releases(self, link: Link) -> list[tuple[Link, ContentKey]]:
         taken = [item for item in self._to_release if item[0] is link]
         self._to_release = [item for item in self._to_release if item[0] is not link]
         return taken
 
     def _ask(self, item: Expected, asked: Asked, now: float) -> None:
-        if item.pull and not asked.offered and asked.link.ready:
-            asked.resend_at = now + self._config.retry_seconds
-            self._links.send(asked.link, Want, item.transfer.key, item.binding)
+        if asked.offered or not asked.link.ready or now < asked.resend_at:
+            return
+        asked.resend_at = now + self._pause(item, asked)
+        asked.num_wants += 1
+        self._links.send(asked.link, Want, item.transfer.key, item.binding, not item.pull)
+
+    def _pause(self, item: Expected, asked: Asked) -> float:
+        """How soon to ask again; what is pushed comes by itself, so more and more seldom."""
+        pause = self._config.retry_seconds
+        if item.pull:
+            return pause
+        return max(pause, min(pause * 2.0**asked.num_wants, asked.link.lease / 4))

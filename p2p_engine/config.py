@@ -64,6 +64,7 @@ class EngineConfig:
     connect_timeout_seconds: float = 5.0
     transfer_timeout_seconds: float = 60.0
     lease_seconds: float = 60.0
+    max_renewal_seconds: float = 3600.0
     peer_timeout_seconds: float = 10.0
     retry_seconds: float = 1.0
 
@@ -285,6 +286,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "connect_timeout_seconds": _seconds,
     "transfer_timeout_seconds": _seconds,
     "lease_seconds": _seconds,
+    "max_renewal_seconds": _seconds,
     "peer_timeout_seconds": _seconds,
     "retry_seconds": _seconds,
 }

@@ -28,10 +28,12 @@ from p2p_engine.messages import (
     Ping,
     Pong,
     Release,
+    Renew,
     Want,
     shorten,
 )
 from p2p_engine.peers import Link, Links, PeerAddress
+from p2p_engine.renewals import Renewals
 from p2p_engine.sender import Sender
 from p2p_engine.sockets import Route
 from p2p_engine.store import Store
@@ -47,6 +49,7 @@ class Dispatch:
         instances: Instances,
         sender: Sender,
         awaited: Awaited,
+        renewals: Renewals,
         guests: Guests,
         holds: Holds,
         store: Store,
@@ -56,6 +59,7 @@ class Dispatch:
         self._instances = instances
         self._sender = sender
         self._awaited = awaited
+        self._renewals = renewals
         self._guests = guests
         self._holds = holds
         self._store = store
@@ -83,6 +87,7 @@ class Dispatch:
     def _on_answer(self, link: Link, message: AnyMessage) -> None:
         if isinstance(message, Gone):
             gone = TransferRejected(f"{link.target}: {message.reason}")
+            self._renewals.on_gone(link.target, message.key, gone)
             self._awaited.on_gone(message.key, link.epoch, gone)
         elif not tell_sender(self._sender, link, message) and not isinstance(
             message, Pong | Bye | Greet
@@ -109,6 +114,8 @@ class Dispatch:
             self._guests.reply(epoch, AbandonOk, (message.key,))
         elif isinstance(message, Want):
             self._on_want(guest, message)
+        elif isinstance(message, Renew):
+            self._on_renew(epoch, message)
         elif isinstance(message, Release):
             content = (message.key, message.binding)
             self._holds.on_release(content, PeerAddress(guest.address), guest.spec)
@@ -122,12 +129,22 @@ class Dispatch:
         self._awaited.on_offer(offer.key, epoch)
         self._store.on_offer(epoch, offer, transport)
 
+    def _on_renew(self, epoch: int, renew: Renew) -> None:
+        self._sender.on_renew(epoch, set(renew.contents))
+        for content in renew.contents:
+            reason = self._holds.on_renew(content)
+            if reason is not None:
+                self._guests.reply(epoch, Gone, (content[0], shorten(reason)))
+
     def _on_want(self, guest: Guest, want: Want) -> None:
         def gone(reason: str) -> None:
             self._guests.reply(want.source_epoch, Gone, (want.key, shorten(reason)))
 
         content = (want.key, want.binding)
-        self._holds.on_want(content, PeerAddress(guest.address), guest.spec, gone)
+        if want.is_pushed and self._sender.offer_now(want.source_epoch, content):
+            return
+        peer = PeerAddress(guest.address)
+        self._holds.on_want(content, peer, guest.spec, gone, is_pushed=want.is_pushed)
 
 
 def tell_sender(sender: Sender, link: Link, message: AnyMessage) -> bool:

@@ -57,6 +57,7 @@ from p2p_engine.messages import (
 )
 from p2p_engine.parts import Parts
 from p2p_engine.peers import InstanceAddress, Link, Links, PeerAddress
+from p2p_engine.renewals import Renewals
 from p2p_engine.sender import Sender
 from p2p_engine.sockets import Route
 from p2p_engine.stats import Counters
@@ -166,6 +167,11 @@ class P2pNcclEngine:
             config, self._changed, self._arena, self._mover, copier, self._counters,
             reply=self._guests.reply, clock=time.monotonic,
             is_from=lambda key, epoch: self._awaited.is_from(key, epoch),
+            is_kept=lambda content: self._renewals.is_kept(content),
+        )  # fmt: skip
+        self._renewals = Renewals(
+            config, self._links, self._instances, self._spec, time.monotonic,
+            fail=self._store.fail_key, is_here=self._store.has_any,
         )  # fmt: skip
         self._awaited = Awaited(
             config, self._links, self._instances, self._spec, time.monotonic,
@@ -173,7 +179,7 @@ class P2pNcclEngine:
             abandoned=self._store.on_abandon, introduced=self._store.sender_known,
         )  # fmt: skip
         self._dispatch = Dispatch(
-            self._links, self._instances, self._sender, self._awaited,
+            self._links, self._instances, self._sender, self._awaited, self._renewals,
             self._guests, self._holds, self._store, self._transports,
         )  # fmt: skip
         timed = (self._links, self._instances, self._sender, self._holds, self._store)
@@ -186,6 +192,7 @@ class P2pNcclEngine:
             "holds": self._holds.tick,
             "store": self._store.tick,
             "awaited": self._awaited.tick,
+            "renewals": self._renewals.tick,
             "guests": lambda now: self._guests.tick(),
             "watchdog": lambda now: self._watchdog.look(
                 self._running(), [name for part in timed for name in part.overdue(now)]
@@ -338,9 +345,10 @@ class P2pNcclEngine:
         """
         check_fits(AbandonOk(0, 0, key))
         with self._open():
+            self._holds.let_go(key, reason)  # whoever asks learns it, too
             if peer is None:
-                self._holds.let_go(key, reason)
-            elif isinstance(peer, InstanceAddress):
+                return
+            if isinstance(peer, InstanceAddress):
                 self._fanout.abandon(key, peer, reason)
             else:
                 self._sender.abandon(key, peer, reason)
@@ -409,6 +417,37 @@ class P2pNcclEngine:
             self._store.discard((key, binding), reason or "not wanted here")
             if pull and peer is not None:
                 self._awaited.release((key, binding), peer)
+
+    def keep(
+        self,
+        key: TransferKey,
+        *,
+        binding: bytes = b"",
+        peer: PeerAddress | InstanceAddress | None = None,
+    ) -> None:
+        """Say that a key will be asked for, later: until `drop` it outlives its leases, where it
+        has landed here, and where the peer holds it or was denied room for it; never blocks.
+
+        Nothing is kept for longer than max_renewal_seconds. A key that the peer will not give is
+        refused by `receive` at once.
+
+        Raises:
+            EngineClosed: the engine is closed.
+            LocalProtocolError: key or binding are more than a message can carry.
+            PeerUnreachable: the peer's address is not host:port.
+        """
+        check_fits(Want(0, 0, key, binding))
+        with self._open():
+            self._renewals.keep((key, binding), peer)
+
+    def drop(self, key: TransferKey, *, binding: bytes = b"") -> None:
+        """Keep a key no longer; idempotent. What is left of it ends by its leases.
+
+        Raises:
+            EngineClosed: the engine is closed.
+        """
+        with self._open():
+            self._renewals.drop((key, binding))
 
     def poll(self) -> None:
         """Make progress on this thread, completions included; never blocks. Call it in each step:
@@ -517,6 +556,7 @@ class P2pNcclEngine:
                 "nccl": self._gpu.stats() if self._gpu is not None else {},
                 "unclosed_channels": self._links.num_unclosed_channels(),
                 "guests": len(self._guests),
+                "kept": self._renewals.num_kept(),
                 "denied_offers": counters.denied,
                 "expired_leases": counters.expired,
                 "corrupted_chunks": counters.corrupted,
@@ -662,11 +702,13 @@ class P2pNcclEngine:
     def _link_ready(self, link: Link) -> None:
         self._sender.link_ready(link)
         self._awaited.link_ready(link)
+        self._renewals.link_ready(link)
 
     def _link_closed(self, link: Link) -> None:
         self._instances.forget(link.target.address)
         self._sender.link_closed(link)
         self._awaited.link_closed(link)
+        self._renewals.link_closed(link)
 
 
 def _wait_or_withdraw(transfer: Transfer, timeout: float) -> None:

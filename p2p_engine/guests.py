@@ -178,7 +178,8 @@ class Guests:
         self._guests[epoch] = Guest(route, hello.address, self._attention(), hello.spec)
         offers = {transport.name: transport.invite(epoch) for transport in self._transports}
         usable = {name: offer for name, offer in offers.items() if offer is not None}
-        wishes = (self._spec, usable, self._config.checksum, self._largest_landing)
+        lease = min(self._config.lease_seconds, self._config.transfer_timeout_seconds)
+        wishes = (self._spec, usable, self._config.checksum, self._largest_landing, lease)
         welcome = Welcome(self._epoch, epoch, PROTOCOL_VERSION, *wishes)
         self._control.send(route, encode(welcome))
 

@@ -45,6 +45,8 @@ class Hold:
     source: Source
     transfer: Transfer
     lease_ends_at: float
+    lease: float  # in seconds; RENEW gives it again, until
+    latest_end: float
     after: tuple[Moment, ...] = ()  # when the source is valid
     readers: frozenset[int] | None = None
     served: set[int] = field(default_factory=set)
@@ -111,8 +113,10 @@ class Holds:
         if content in self._holds:
             raise TransferError(f"{key} is held already")
         transfer = Transfer(key, source.manifest.nbytes, self._changed, self._cancel_transfer)
+        now = self._clock()
+        latest_end = now + max(lease, self._config.max_renewal_seconds)
         self._holds[content] = hold = Hold(
-            content, source, transfer, self._clock() + lease, moments
+            content, source, transfer, now + lease, lease, latest_end, moments
         )
         self._by_transfer[transfer] = hold
         self._gone.pop(key)
@@ -189,8 +193,11 @@ class Holds:
         peer: PeerAddress,
         spec: CacheSpec | None,
         refuse: Callable[[str], None],
+        *,
+        is_pushed: bool = False,
     ) -> None:
-        """Offer what is held, wait for what may be held soon, or `refuse` with a reason."""
+        """Offer what is held, wait for what may be held soon unless it `is_pushed`, or `refuse`
+        with a reason."""
         hold, reason = self._holds.get(content), self._gone.get(content[0])
         deadline = self._clock() + self._config.transfer_timeout_seconds
         if hold is not None:
@@ -199,11 +206,22 @@ class Holds:
             refuse(reason)
         elif any(key == content[0] for key, _ in self._holds):
             refuse("held for another content: the prompts differ")
+        elif is_pushed:
+            return  # it will come by itself
         elif (content, peer) in self._wishes:  # said again: before or after its restart
             deadline = self._wishes[content, peer].deadline
             self._wishes[content, peer] = Wish(spec, deadline, refuse)
         elif len(self._wishes) < MAX_WISHES:
             self._wishes[content, peer] = Wish(spec, deadline, refuse)
+
+    def on_renew(self, content: ContentKey) -> str | None:
+        """Give a held source another lease; returns why it will never be held, if that is known."""
+        hold = self._holds.get(content)
+        if hold is None:
+            return self._gone.get(content[0])
+        lease_ends_at = min(self._clock() + hold.lease, hold.latest_end)
+        hold.lease_ends_at = max(hold.lease_ends_at, lease_ends_at)
+        return None
 
     def on_release(self, content: ContentKey, peer: PeerAddress, spec: CacheSpec | None) -> None:
         """The peer wants nothing more of a held key."""

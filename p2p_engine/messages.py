@@ -17,6 +17,7 @@ MAX_LAYERS = 1 << 10
 MAX_REASON = 500  # characters that say why; fewer than a Text holds
 MAX_RANKS = 1 << 10
 MAX_GROUPS = 1 << 6
+MAX_RENEWED = 1 << 10  # contents in one RENEW; fewer when their names are long
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -214,13 +215,15 @@ class Hello(Message, tag="HELLO"):
 
 class Welcome(Message, tag="WELCOME"):
     """Answer to HELLO: what the receiver's transports offer, tokens included, whether it wants a
-    checksum of every chunk, and the most bytes that could ever land at once (0: no limit)."""
+    checksum of every chunk, the most bytes that could ever land at once (0: no limit), and how long
+    what it holds or offers lives without a RENEW."""
 
     version: Count
     spec: CacheSpec | None
     endpoints: Annotated[dict[Text, dict[Text, Text]], msgspec.Meta(max_length=8)]
     checksum: bool = False
     largest_landing: Bytes = 0
+    lease: Seconds = 60.0
 
 
 class Refuse(Message, tag="REFUSE"):
@@ -349,14 +352,27 @@ class AbandonOk(Message, tag="ABANDON_OK"):
 
 
 class Want(Message, tag="WANT"):
-    """GET: offer me this key. Sent again until OFFER or GONE comes."""
+    """Offer me this key now. Sent again until OFFER or GONE comes.
+
+    A key that is not known yet is remembered for GET; one that `is_pushed` will come by itself.
+    """
 
     key: TransferKey
     binding: Blob
+    is_pushed: bool = False
+
+
+class Renew(Message, tag="RENEW"):
+    """These contents will be asked for: keep what you hold or offer of them for another lease.
+
+    GONE answers for each key that will never come; nothing is said of the others.
+    """
+
+    contents: Annotated[list[tuple[TransferKey, Blob]], msgspec.Meta(max_length=MAX_RENEWED)]
 
 
 class Gone(Message, tag="GONE"):
-    """GET: this key is not, or no more, held here."""
+    """Answer to WANT and RENEW: this key will not come from here, or not again."""
 
     key: TransferKey
     reason: Text
@@ -371,7 +387,8 @@ class Release(Message, tag="RELEASE"):
 
 AnyMessage: TypeAlias = (
     Hello | Welcome | Refuse | Greet | Ping | Pong | Bye | Lookup | Location | Offer | Grant | Deny
-    | Done | Commit | Fail | Cancel | Cancelled | Abandon | AbandonOk | Want | Gone | Release
+    | Done | Commit | Fail | Cancel | Cancelled | Abandon | AbandonOk | Want | Renew | Gone
+    | Release
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -122,6 +122,7 @@ class Link:
     spec: CacheSpec | None = None
     checksum: bool = False  # the peer wants one of every chunk
     largest_landing: int = 0  # bytes that the peer could ever take at once; 0: any number
+    lease: float = 60.0  # how long the peer keeps what is not renewed
     connecting: bool = False
     connected: bool = False  # there has been a channel
     connect_at: float = 0.0  # not before
@@ -402,6 +403,7 @@ class Links:
             link.invited_at = self._clock()
             link.spec, link.checksum = message.spec, message.checksum
             link.largest_landing = message.largest_landing
+            link.lease = message.lease
             self._on_ready(link)
         if link.asking:
             link.endpoints = message.endpoints

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from p2p_engine.config import EngineConfig
@@ -37,6 +37,7 @@ from p2p_engine.messages import (
     Cancel,
     Cancelled,
     Commit,
+    ContentKey,
     Deny,
     Done,
     Fail,
@@ -116,9 +117,10 @@ class Sender:
         that is `ready` is valid after all `moments`."""
         transfer = Transfer(key, source.manifest.nbytes, self._changed, self._cancel_transfer)
         link = self._links.get(peer, data=True)
+        now, renewable = self._clock(), max(timeout, self._config.max_renewal_seconds)
         shipment = Shipment(
-            key, source, binding, link, transfer, self._clock() + timeout, ready, on_end, is_held,
-            moments,
+            key, source, binding, link, transfer, now + timeout, now + renewable, ready, on_end,
+            is_held, moments,
         )  # fmt: skip
         self._shipments[transfer] = shipment
         self._open(shipment, shipment.manifest)
@@ -218,6 +220,33 @@ class Sender:
         else:
             error = TransferRejected(f"peer {link.target} cancelled {chunk.key}")
             self.stop(chunk.shipment, error)
+
+    def offer_now(self, epoch: int, content: ContentKey) -> bool:
+        """The receiver waits for it: offer at once what it has denied. False: nothing of it is on
+        its way there."""
+        found = self._going(epoch, {content})
+        for shipment in found:
+            for chunk in shipment.chunks.values():
+                if chunk.state is ChunkState.OFFERED:
+                    self._schedule(chunk, 0.0)
+        return bool(found)
+
+    def on_renew(self, epoch: int, contents: Collection[ContentKey]) -> None:
+        """The receiver will ask for these: what it has not granted all memory for may take another
+        transfer_timeout_seconds."""
+        deadline = self._clock() + self._config.transfer_timeout_seconds
+        for shipment in self._going(epoch, contents):
+            if not shipment.is_granted:
+                latest = min(deadline, shipment.latest_deadline)
+                shipment.deadline = max(shipment.deadline, latest)
+
+    def _going(self, epoch: int, contents: Collection[ContentKey]) -> list[Shipment]:
+        """What is on its way to the engine of an epoch, of these contents."""
+        return [
+            shipment
+            for shipment in self._shipments.values()
+            if shipment.link.epoch == epoch and (shipment.key, shipment.binding) in contents
+        ]
 
     # What happens here
 

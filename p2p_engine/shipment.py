@@ -48,6 +48,7 @@ class Shipment:
     link: Link
     transfer: Transfer
     deadline: float
+    latest_deadline: float  # however often RENEW comes
     ready: bool
     on_end: Callable[[Shipment], None] | None = None
     is_held: bool = False  # its source outlives WRITTEN
@@ -97,6 +98,12 @@ class Shipment:
     def may_open(self) -> bool:
         """Whether one more chunk may be offered now."""
         return self.has_more and self.ending is None and len(self.chunks) < WINDOW
+
+    @property
+    def is_granted(self) -> bool:
+        """Whether its receiver has granted memory for all of it."""
+        waiting = (ChunkState.QUEUED, ChunkState.OFFERED)
+        return not self.has_more and all(c.state not in waiting for c in self.chunks.values())
 
     @property
     def is_written(self) -> bool:

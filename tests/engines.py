@@ -26,6 +26,7 @@ from tests.support import SeededRandom, eventually
 
 MIB = 1 << 20
 BLOCKS = 16  # of `patterned`
+START_SECONDS = 120.0  # of a first child: all that it needs is imported then, on whatever is left
 PAGE_BYTES = 1 << 17
 
 
@@ -127,7 +128,8 @@ class Peer:
         )
         self._process.start()
         theirs.close()
-        self.address: str = self.ask("address")
+        self.tell("address")
+        self.address: str = self.answer(START_SECONDS)
 
     @property
     def pid(self) -> int:
@@ -221,6 +223,11 @@ def _obey(engine: P2pNcclEngine, transfers: list[Any], command: str, arguments: 
         name, nbytes, peer, timeout = arguments
         tensor = engine.recv_tensor(TransferKey(name), peer, timeout=timeout)
         return bool(torch.equal(tensor, pattern(name, nbytes)))
+    if command == "keep":
+        names, peer = arguments
+        for name in names:
+            engine.keep(TransferKey(name), peer=PeerAddress(peer))
+        return None
     if command == "send_blocks":
         name, peer = arguments
         memory = patterned(name)

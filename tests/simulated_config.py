@@ -56,6 +56,7 @@ def make_config(
     max_model_len: int = 2048,
     pp_size: int = 1,
     dp_rank: int = 0,
+    max_num_seqs: int = 32,
 ) -> VllmConfig:
     """Configure vLLM for our connector."""
     model_config = ModelConfig(
@@ -66,7 +67,7 @@ def make_config(
         max_model_len=max_model_len,
     )
     scheduler_config = SchedulerConfig(
-        max_num_seqs=32,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_tokens_per_step,
         max_model_len=max_model_len,
         enable_chunked_prefill=True,

@@ -271,6 +271,7 @@ class SimulatedInstance:
         draft: str = "",
         num_speculative_tokens: int = 0,
         num_modules: int = 1,
+        max_num_seqs: int = 32,
         **extra: Any,
     ) -> None:
         """`kv_port` is its directory's; a data-parallel rank was configured with a lower one.
@@ -298,6 +299,7 @@ class SimulatedInstance:
             max_model_len=max_model_len,
             pp_size=pp_size,
             dp_rank=dp_rank,
+            max_num_seqs=max_num_seqs,
         )
         self.block_size = block_size
         self.num_modules = num_modules

@@ -196,8 +196,10 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM must step although there is no request: a rank is still to be found."""
-        return self._roll_call is not None and self._roll_call.is_open
+        """Whether vLLM must step although nothing runs: a rank is still to be found, or the workers
+        must be told what to keep."""
+        is_searching = self._roll_call is not None and self._roll_call.is_open
+        return is_searching or self._planner.has_orders_for_idle_workers()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Note what the workers reported."""

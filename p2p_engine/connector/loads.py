@@ -92,6 +92,25 @@ class Loads:
         self._names_lost_blocks = names_lost_blocks
         self._loading: dict[str, _Loading] = {}
 
+    def keep(self, parties: Iterable[Party]) -> None:
+        """Let KV outlive its leases, here and at its sender, while its request has no slot."""
+        for party in parties:
+            if self._group.is_draft and party.peer is None:
+                continue  # it is never loaded
+            key, peer = party.key_of(self._group.number), self._peer(party)
+            try:
+                self._engine.keep(key, binding=party.binding, peer=peer)
+            except P2pError as error:
+                logger.info("not kept: request=%s error=%s", party.request_id, error)
+
+    def drop(self, parties: Iterable[Party]) -> None:
+        """Keep it no longer: it was loaded, or will not be."""
+        for party in parties:
+            try:
+                self._engine.drop(party.key_of(self._group.number), binding=party.binding)
+            except P2pError as error:
+                logger.info("not dropped: request=%s error=%s", party.request_id, error)
+
     def start(self, loads: Iterable[Load]) -> None:
         """Give blocks to the engine, to be filled."""
         deadline = time.monotonic() + self._engine.config.transfer_timeout_seconds

@@ -85,4 +85,6 @@ class StepOrders:
     spills: list[str] = field(default_factory=list)  # held requests whose blocks vLLM needs
     cancelled_loads: list[str] = field(default_factory=list)
     unwanted: list[Party] = field(default_factory=list)  # KV that nobody here will load
+    kept: list[Party] = field(default_factory=list)  # KV that will be loaded, later
+    dropped: list[Party] = field(default_factory=list)  # that need be kept no longer
     is_reset: bool = False  # vLLM's caches were: what has landed and what is held are out of date

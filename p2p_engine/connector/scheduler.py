@@ -123,6 +123,7 @@ class SchedulerHalf:
         )
         if intent.direction is Direction.LOAD:
             self._loading[request_id] = _Loading(party)
+            self._next.kept.append(party)  # vLLM may not ask for it before a slot is free
         else:
             self._sending[request_id] = _Sending(party)
 
@@ -144,6 +145,7 @@ class SchedulerHalf:
         loading.is_decided = True
         if num_tokens == 0:
             self._next.unwanted.append(loading.party)
+            self._next.dropped.append(loading.party)
             return
         loading.is_open, party = True, loading.party
         end = self._num_loaded(party)
@@ -176,6 +178,9 @@ class SchedulerHalf:
             self._next.cancelled_loads.append(loading.party.request_id)
         elif not loading.is_decided:
             self._next.unwanted.append(loading.party)
+        else:
+            return
+        self._next.dropped.append(loading.party)
 
     def _response(self, party: Party, block_ids: Sequence[list[int]]) -> dict[str, Any]:
         """What a proxy hands to the decode side; a superset of NixlConnector's."""
@@ -269,8 +274,14 @@ class SchedulerHalf:
             self._pins.release(request_id)
         for request_id in output.finished_recving or ():
             loading = self._loading.get(request_id)
-            if loading is not None:
+            if loading is not None and loading.is_open:
                 loading.is_open = False
+                self._next.dropped.append(loading.party)
+
+    def has_orders_for_idle_workers(self) -> bool:
+        """Whether vLLM should step though it has nothing to run: while it is paused, requests come
+        and go, and the workers must know what to keep."""
+        return bool(self._next.kept or self._next.dropped)
 
     def can_wait_for_blocks(self) -> bool:
         """Whether vLLM, which lacks blocks for a running request, will have some soon."""

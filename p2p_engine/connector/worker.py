@@ -77,6 +77,8 @@ class WorkerHalf:
         """Before the forward: offer what it will complete."""
         if metadata.is_reset:
             self.engine.drop_landed()
+        for loads in self._loads:
+            loads.keep(metadata.kept)
         for sends in self._sends:
             sends.start_step(metadata.sends)
             sends.end(metadata.ended_sends)
@@ -90,6 +92,7 @@ class WorkerHalf:
             loads.start(metadata.loads)
             loads.cancel(metadata.cancelled_loads)
             loads.discard(metadata.unwanted)
+            loads.drop(metadata.dropped)
 
     def finish_step(self) -> None:
         """After the forward: what it computed may leave."""

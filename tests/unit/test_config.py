@@ -45,6 +45,7 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("connect_timeout_seconds", "5", 5.0),
     ("transfer_timeout_seconds", 60, 60.0),
     ("lease_seconds", "0.5", 0.5),
+    ("max_renewal_seconds", "600", 600.0),
     ("peer_timeout_seconds", 10, 10.0),
     ("retry_seconds", "1", 1.0),
     ("proxy_port", None, 0),
@@ -97,6 +98,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("http_port", -1),
     ("transfer_timeout_seconds", 0),
     ("lease_seconds", 1e9),
+    ("max_renewal_seconds", 0),
     ("retry_seconds", "soon"),
 ]
 

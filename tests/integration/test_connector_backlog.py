@@ -1,0 +1,141 @@
+"""A decode instance whose slots are all taken: what queues there outlives every lease, though vLLM
+asks for none of it and no step ends meanwhile. Simulated instances; leases of two seconds."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests import marks
+from tests.simulated_instance import BLOCK_SIZE
+from tests.simulated_pair import SEND_TYPES, MakePair, Pair, prompt_of
+from tests.support import eventually
+
+pytestmark = marks.simulated_vllm
+
+LEASE_SECONDS = 2.0
+NUM_SLOTS, NUM_QUEUED = 2, 6
+BUSY = [f"busy-{number}" for number in range(NUM_SLOTS)]
+
+
+def occupy(pair: Pair) -> None:
+    """Give each slot of D a long answer of its own."""
+    for name in BUSY:
+        pair.d.add(name, prompt_of(10), max_tokens=1900)
+    pair.run(until=lambda: len(pair.d.scheduler.running) == NUM_SLOTS)
+
+
+def wait_behind(pair: Pair, num_leases: float = 3) -> None:
+    """Let D take so many leases for one step, while P goes on."""
+    ends_at = time.monotonic() + num_leases * LEASE_SECONDS
+    pair.run(until=lambda: time.monotonic() >= ends_at, only=pair.p)
+
+
+def free_the_slots(pair: Pair) -> None:
+    """End the long answers."""
+    for name in BUSY:
+        pair.d.abort(name)
+
+
+def queue(pair: Pair, length: int = 4 * BLOCK_SIZE) -> list[str]:
+    """Ask for what D has no slot for; P computes it."""
+    names = [pair.ask(prompt_of(length, seed)) for seed in range(NUM_QUEUED)]
+    pair.run(until=lambda: set(pair.prefill_ids) <= set(pair.p.finished))
+    return names
+
+
+def kept(pair: Pair) -> list[int]:
+    """How many contents each rank of D keeps."""
+    return [rank.connector._worker.engine.stats()["kept"] for rank in pair.d.ranks]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+def test_what_queues_behind_long_answers_arrives(make_pair: MakePair, send_type: str) -> None:
+    pair = make_pair(
+        send_type=send_type, lease_seconds=LEASE_SECONDS, decode={"max_num_seqs": NUM_SLOTS}
+    )
+    occupy(pair)
+    names = queue(pair)
+    wait_behind(pair)
+    assert not set(names) & set(pair.d.finished)
+    free_the_slots(pair)
+    pair.run()
+    pair.check_answers(num_computed=1)
+    assert kept(pair) == [0]
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_ranks_that_are_not_alike_keep_their_parts(make_pair: MakePair, send_type: str) -> None:
+    pair = make_pair(
+        send_type=send_type,
+        lease_seconds=LEASE_SECONDS,
+        prefill={"tp_size": 2},
+        decode={"max_num_seqs": NUM_SLOTS, "block_size": 2 * BLOCK_SIZE},
+    )
+    occupy(pair)
+    queue(pair)
+    wait_behind(pair)
+    free_the_slots(pair)
+    pair.run()
+    pair.check_answers(num_computed=1)
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_what_is_aborted_in_the_queue_is_kept_no_longer(
+    make_pair: MakePair, send_type: str
+) -> None:
+    """P is told: it has its blocks back at once, and nothing lies on D."""
+    pair = make_pair(send_type=send_type, lease_seconds=20, decode={"max_num_seqs": NUM_SLOTS})
+    occupy(pair)
+    names = queue(pair)
+    eventually(lambda: kept(pair) == [NUM_QUEUED])
+    for name in names:
+        pair.d.abort(name)
+    free_the_slots(pair)
+    began_at = time.monotonic()
+    pair.run(timeout=15)
+    pair.check_finished()
+    pair.check_at_rest()
+    assert kept(pair) == [0]
+    assert time.monotonic() - began_at < 20, "a lease ended it"
+
+
+def test_requests_that_come_while_vllm_is_paused_are_kept(make_pair: MakePair) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    pair = make_pair(send_type="GET", lease_seconds=LEASE_SECONDS)
+    if not hasattr(pair.d.connector, "has_pending_push_work"):
+        pytest.skip("this release does not ask the connector whether to step")
+    pair.d.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    queue(pair)
+    pair.run(until=lambda: pair.d.is_idle)
+    wait_behind(pair)
+    pair.d.scheduler.set_pause_state(PauseState.UNPAUSED)
+    pair.run()
+    pair.check_answers(num_computed=1)
+    pair.check_at_rest()
+
+
+def test_the_head_of_the_queue_finds_room_beside_what_waits(make_pair: MakePair) -> None:
+    """D has blocks for one request at a time, and landing memory for three. Those that were sent
+    first are asked for last, so that the head's KV meets an arena that is full of the others'."""
+    pair = make_pair(
+        send_type="PUT_ASYNC",
+        transports="shm",
+        transfer_timeout_seconds=5,
+        lease_seconds=5,
+        decode={"num_blocks": 26, "kv_buffer_size": 800_000, "mem_pool_size_gb": 0},
+    )
+    for seed in range(NUM_QUEUED):
+        pair.ask(prompt_of(20 * BLOCK_SIZE, seed), order="prefill first")
+    pair.run(until=lambda: set(pair.prefill_ids) <= set(pair.p.finished))
+    pair._waiting.reverse()
+    pair.ask_waiting()
+    pair.run(timeout=60)
+    pair.check_answers(num_computed=1)
+    pair.check_at_rest()

@@ -1,0 +1,222 @@
+"""Leases that are renewed: between engines that live, die, are restarted, or cannot be heard for a
+while. Leases are short here; nobody waits for a set time but to let a lease end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from p2p_engine import P2pNcclEngine, SendMode, TransferKey
+from p2p_engine.addresses import split_address
+from p2p_engine.errors import TransferError, TransferTimeout
+from p2p_engine.layout import TensorSource
+from p2p_engine.peers import PeerAddress
+from tests.engines import MIB, Peer, assert_idle, engines, pattern, settings
+from tests.relay import Relay
+from tests.support import eventually
+
+KEY = TransferKey("request")
+LEASE = 2.0
+SHORT: dict[str, Any] = {"lease_seconds": LEASE, "retry_seconds": 0.1}
+
+
+def wait_leases(count: float = 2.5) -> None:
+    """Let so many leases go by."""
+    ends_at = time.monotonic() + count * LEASE
+    eventually(lambda: time.monotonic() >= ends_at, count * LEASE + 10)
+
+
+def hold(engine: P2pNcclEngine, nbytes: int = 1000) -> Any:
+    return engine.hold(KEY, TensorSource(pattern("request", nbytes)))
+
+
+def pull(engine: P2pNcclEngine, peer: str, nbytes: int = 1000) -> bool:
+    tensor = engine.recv_tensor(KEY, peer, timeout=10)
+    return torch.equal(tensor, pattern("request", nbytes))
+
+
+def test_what_has_landed_outlives_its_lease_while_it_is_kept() -> None:
+    with engines(2, **SHORT) as (sender, receiver):
+        receiver.keep(KEY)
+        tensor = pattern("request", 1000)
+        sender.send_tensor(KEY, tensor, receiver.zmq_address).wait(10)
+        wait_leases()
+        assert receiver.stats()["live_bytes"] > 0
+        assert torch.equal(receiver.recv_tensor(KEY, timeout=10), tensor)
+        receiver.drop(KEY)
+        assert receiver.stats()["kept"] == receiver.stats()["expired_leases"] == 0
+        assert_idle(sender, receiver)
+
+
+def test_what_is_kept_no_longer_ends_with_its_lease() -> None:
+    with engines(2, **SHORT) as (sender, receiver):
+        receiver.keep(KEY)
+        sender.send_tensor(KEY, pattern("request", 1000), receiver.zmq_address).wait(10)
+        receiver.drop(KEY)
+        assert_idle(sender, receiver)
+        assert receiver.stats()["expired_leases"] == 1
+
+
+def test_what_is_held_outlives_its_lease_while_a_peer_keeps_it() -> None:
+    with engines(2, **SHORT, send_type=SendMode.GET) as (holder, receiver):
+        receiver.keep(KEY, peer=PeerAddress(holder.zmq_address))
+        held = hold(holder)
+        wait_leases()
+        assert not held.done
+        assert pull(receiver, holder.zmq_address)
+        assert_idle(holder, receiver)
+
+
+def test_a_killed_peer_renews_nothing() -> None:
+    """The holder has its memory back within one lease."""
+    with engines(1, **SHORT) as (holder,), Peer(settings(**SHORT)) as peer:
+        peer.ask("keep", [KEY.transfer_id], holder.zmq_address)
+        held = hold(holder)
+        wait_leases()
+        assert not held.done
+        peer.kill()
+        with pytest.raises(TransferTimeout, match="lease"):
+            held.wait(LEASE + 10)
+        assert_idle(holder)
+
+
+def test_nobody_keeps_anything_for_longer_than_the_holder_allows() -> None:
+    """However often the peer renews it."""
+    with (
+        engines(1, **SHORT, max_renewal_seconds=LEASE) as (holder,),
+        P2pNcclEngine(settings(**SHORT)) as greedy,
+    ):
+        greedy.keep(KEY, peer=PeerAddress(holder.zmq_address))
+        held = hold(holder)
+        with pytest.raises(TransferTimeout, match="lease"):
+            held.wait(4 * LEASE + 10)
+        assert greedy.stats()["kept"] == 1
+
+
+def test_what_a_peer_will_never_give_is_refused_at_once() -> None:
+    with engines(2, lease_seconds=60, send_type=SendMode.GET) as (holder, receiver):
+        receiver.keep(KEY, peer=PeerAddress(holder.zmq_address))
+        eventually(lambda: receiver.stats()["links"].get("ready"))
+        holder.abandon(KEY, None, "the request was aborted")
+        with pytest.raises(TransferError, match="aborted"):
+            receiver.recv_tensor(KEY, holder.zmq_address, timeout=10)
+
+
+def test_what_was_given_up_before_it_is_kept_is_refused_at_once() -> None:
+    with engines(2, lease_seconds=60) as (sender, receiver):
+        sender.abandon(KEY, PeerAddress("127.0.0.1:1"), "the request was aborted")
+        receiver.keep(KEY, peer=PeerAddress(sender.zmq_address))
+        refused(lambda: receiver.recv_tensor(KEY, timeout=0.2), "aborted")
+
+
+def refused(receive: Callable[[], object], reason: str) -> None:
+    """Ask until it is refused for this reason."""
+
+    def is_refused() -> bool:
+        with pytest.raises(TransferError) as caught:
+            receive()
+        return reason in str(caught.value)
+
+    eventually(is_refused)
+
+
+def test_a_restarted_peer_has_nothing_of_what_was_kept() -> None:
+    with engines(1, **SHORT, peer_timeout_seconds=2) as (receiver,):
+        with P2pNcclEngine(settings(**SHORT, send_type=SendMode.GET)) as first:
+            port = split_address(first.zmq_address)[1]
+            receiver.keep(KEY, peer=PeerAddress(first.zmq_address))
+            hold(first)
+            wait_leases(0.5)
+        with P2pNcclEngine(settings(**SHORT, port=port)) as second:
+            eventually(
+                lambda: second.stats()["guests"] and receiver.stats()["links"].get("ready"), 30
+            )
+            with pytest.raises(TransferError, match="restarted"):
+                receiver.recv_tensor(KEY, timeout=10)
+            assert_idle(second)
+
+
+@pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "cut"])
+def test_renewals_may_be_lost_for_less_than_a_lease(is_silent: bool) -> None:
+    lease = 8.0
+    changes: dict[str, Any] = {
+        "lease_seconds": lease,
+        "retry_seconds": 0.1,
+        "peer_timeout_seconds": 1.0,
+    }
+    with (
+        engines(2, **changes, send_type=SendMode.GET) as (holder, receiver),
+        Relay(holder.zmq_address) as relay,
+    ):
+        receiver.keep(KEY, peer=PeerAddress(relay.address))
+        held = hold(holder)
+        eventually(lambda: holder.stats()["guests"] == 1)
+        began_at = time.monotonic()
+        if is_silent:
+            relay.mode = "hold"
+            eventually(lambda: not receiver.stats()["links"].get("ready"))
+            relay.mode = "pass"
+        relay.cut()
+        eventually(lambda: time.monotonic() - began_at > 1.5 * lease, 2 * lease)
+        assert not held.done
+        assert pull(receiver, holder.zmq_address)
+
+
+def test_what_is_denied_outlives_its_deadline_while_it_is_kept() -> None:
+    """And arrives as soon as there is room."""
+    changes = {**SHORT, "transfer_timeout_seconds": LEASE, "mem_pool_size_gb": 0}
+    with engines(2, **changes, kv_buffer_size=4 * MIB) as (sender, receiver):
+        keys, sent = (TransferKey("first"), TransferKey("second")), []
+        for key in keys:
+            receiver.keep(key, peer=PeerAddress(sender.zmq_address))
+            tensor = pattern(key.transfer_id, 5 * MIB // 2)
+            sent.append(sender.send_tensor(key, tensor, receiver.zmq_address))
+        eventually(lambda: sender.stats()["denied_offers"])
+        wait_leases()
+        assert not sent[1].done
+        for key in keys:
+            tensor = receiver.recv_tensor(key, sender.zmq_address, timeout=10)
+            assert torch.equal(tensor, pattern(key.transfer_id, 5 * MIB // 2))
+        sent[1].wait(10)
+
+
+def test_thousands_of_contents_cost_a_few_messages() -> None:
+    names = [TransferKey(f"request-{number}") for number in range(4000)]
+    with engines(2, lease_seconds=4, send_type=SendMode.GET) as (holder, receiver):
+        for key in names:
+            holder.hold(key, TensorSource(pattern("x", 16)))
+            receiver.keep(key, peer=PeerAddress(holder.zmq_address))
+        eventually(lambda: holder.stats()["guests"] == 1)
+        before = receiver.stats()["messages_sent"]
+        began_at = time.monotonic()
+        eventually(lambda: time.monotonic() - began_at > 10, 20)
+        num_said = receiver.stats()["messages_sent"] - before
+        assert holder.stats()["expired_leases"] == 0
+        assert num_said <= 10 * (time.monotonic() - began_at), "pings included"
+
+
+def test_what_is_held_comes_to_who_waits_for_a_push() -> None:
+    """Each side may have been told another mode."""
+    with engines(2, retry_seconds=0.1) as (holder, receiver):
+        hold(holder)
+        assert pull(receiver, holder.zmq_address)
+        assert_idle(holder, receiver)
+
+
+def test_a_push_that_was_given_up_is_not_waited_for() -> None:
+    with engines(2, retry_seconds=0.1) as (sender, receiver):
+        sender.abandon(KEY, None, "the request was aborted")
+        with pytest.raises(TransferError, match="aborted"):
+            receiver.recv_tensor(KEY, sender.zmq_address, timeout=19)
+
+
+def test_a_push_that_does_not_come_is_asked_for_more_and_more_seldom() -> None:
+    with engines(2, retry_seconds=0.05, lease_seconds=20) as (sender, receiver):
+        with pytest.raises(TransferTimeout):
+            receiver.recv_tensor(KEY, sender.zmq_address, timeout=3)
+        assert receiver.stats()["messages_sent"] < 20
+        assert sender.stats()["open_transfers"] == 0

@@ -1,0 +1,208 @@
+"""Renewals, with a clock of the test's own and links that only note what is said."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any, cast
+
+import pytest
+
+from p2p_engine.config import EngineConfig
+from p2p_engine.errors import P2pError, PeerLost, PeerUnreachable, TransferRejected
+from p2p_engine.messages import (
+    MAX_FRAME_BYTES,
+    ContentKey,
+    Renew,
+    TransferKey,
+    decode,
+    encode,
+)
+from p2p_engine.peers import Link, LinkState, PeerAddress
+from p2p_engine.renewals import Renewals, batches
+
+PEER, OTHER = PeerAddress("127.0.0.1:1"), PeerAddress("127.0.0.1:2")
+CONFIG = EngineConfig(lease_seconds=8, max_renewal_seconds=100)  # a round each 2 s
+
+
+def content(number: int) -> ContentKey:
+    return TransferKey(f"request-{number}"), b"binding"
+
+
+class FakeLinks:
+    """Links that are there at once; `said` are the contents of each RENEW."""
+
+    def __init__(self) -> None:
+        self.links: dict[PeerAddress, Link] = {}
+        self.is_ready = True
+        self.said: list[tuple[PeerAddress, list[ContentKey]]] = []
+
+    def get(self, target: PeerAddress, *, data: bool) -> Link:
+        assert not data
+        link = self.links.get(target)
+        if link is None:
+            state = LinkState.READY if self.is_ready else LinkState.GREETING
+            link = self.links[target] = Link(target, target.address, state, 0.0, epoch=5)
+        return link
+
+    def send(self, link: Link, kind: type[Renew], contents: list[ContentKey]) -> None:
+        message = decode(encode(kind(1, link.epoch, contents)))
+        assert isinstance(message, Renew)
+        self.said.append((link.target, message.contents))
+
+    def take(self) -> list[list[ContentKey]]:
+        """What was said since the last time."""
+        said, self.said = self.said, []
+        return [contents for _, contents in said]
+
+
+class World:
+    """A clock, links, and renewals that tell them."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.links = FakeLinks()
+        self.failed: list[tuple[TransferKey, P2pError]] = []
+        self.here: set[ContentKey] = set()
+        self.renewals = Renewals(
+            CONFIG, cast("Any", self.links), cast("Any", None), None, lambda: self.now,
+            fail=lambda key, error: self.failed.append((key, error)),
+            is_here=lambda name: name in self.here,
+        )  # fmt: skip
+
+    def advance(self, seconds: float) -> list[list[ContentKey]]:
+        """Let time pass tick by tick; returns what was said."""
+        for _ in range(round(seconds / 0.125)):
+            self.now += 0.125
+            self.renewals.tick(self.now)
+        return self.links.take()
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_new_contents_are_told_at_once_and_all_of_them_four_times_in_a_lease(world: World) -> None:
+    world.renewals.keep(content(1), PEER)
+    assert world.advance(0.125) == [[content(1)]]
+    world.renewals.keep(content(2), PEER)
+    assert world.advance(0.125) == [[content(2)]]
+    assert world.advance(8) == [[content(1), content(2)]] * 4
+
+
+def test_a_peer_with_a_shorter_lease_is_told_more_often(world: World) -> None:
+    world.renewals.keep(content(1), PEER)
+    world.links.get(PEER, data=False).lease = 2
+    assert len(world.advance(8)) == 16
+
+
+def test_what_is_dropped_is_told_no_more(world: World) -> None:
+    for number in (1, 2):
+        world.renewals.keep(content(number), PEER)
+    world.renewals.drop(content(1))
+    assert world.advance(0.125) == [[content(2)]]
+    world.renewals.drop(content(2))
+    assert world.advance(100) == []
+    assert world.renewals.num_kept() == 0
+    assert not world.renewals.is_kept(content(2))
+
+
+def test_what_has_no_peer_is_kept_here(world: World) -> None:
+    world.renewals.keep(content(1), None)
+    assert world.renewals.is_kept(content(1))
+    assert world.renewals.is_kept((content(1)[0], b""))
+    assert not world.renewals.is_kept((content(1)[0], b"another"))
+    assert world.advance(50) == []
+
+
+def test_nothing_is_kept_for_longer_than_max_renewal_seconds(world: World) -> None:
+    world.renewals.keep(content(1), PEER)
+    world.advance(60)
+    world.renewals.keep(content(2), PEER)
+    world.advance(41)
+    assert not world.renewals.is_kept(content(1))
+    assert world.renewals.is_kept(content(2))
+    world.advance(60)
+    assert world.advance(50) == []
+
+
+def test_who_is_not_connected_is_told_when_it_is(world: World) -> None:
+    world.links.is_ready = False
+    world.renewals.keep(content(1), PEER)
+    assert world.advance(5) == []
+    link = world.links.get(PEER, data=False)
+    link.state = LinkState.READY
+    world.renewals.link_ready(link)
+    assert world.advance(0.125) == [[content(1)]]
+
+
+def test_a_lost_link_is_dialled_again_long_before_a_lease_ends(world: World) -> None:
+    world.renewals.keep(content(1), PEER)
+    world.advance(0.125)
+    link = world.links.links.pop(PEER)
+    link.heard_at = world.now
+    world.renewals.link_closed(link)
+    world.advance(1)
+    assert PEER in world.links.links
+
+
+def test_what_a_peer_does_not_have_fails_once_and_is_remembered(world: World) -> None:
+    world.renewals.keep(content(1), PEER)
+    world.advance(1)
+    error = TransferRejected("it was aborted")
+    world.renewals.on_gone(OTHER, content(1)[0], error)
+    assert not world.failed
+    world.renewals.on_gone(PEER, content(1)[0], error)
+    world.renewals.on_gone(PEER, content(1)[0], error)
+    assert world.failed == [(content(1)[0], error)]
+    assert world.advance(50) == []
+    assert world.renewals.is_kept(content(1))  # so that its tombstone stands
+
+
+def test_a_restarted_peer_has_lost_what_its_last_start_had(world: World) -> None:
+    """But for what is here, and for what it may have been asked for since."""
+    world.here = {content(2)}
+    for number in (1, 2):
+        world.renewals.keep(content(number), PEER)
+    world.advance(1)
+    link = world.links.links.pop(PEER)
+    link.heard_at += 1
+    world.advance(1)
+    world.renewals.keep(content(3), PEER)
+    world.renewals.link_closed(link)
+    link = world.links.get(PEER, data=False)
+    link.epoch = 6
+    world.renewals.link_ready(link)
+    assert [key for key, error in world.failed if isinstance(error, PeerLost)] == [content(1)[0]]
+    assert world.advance(0.125) == [[content(2), content(3)]]
+
+
+def test_an_address_that_is_none_keeps_nothing(world: World) -> None:
+    with pytest.raises(PeerUnreachable):
+        world.renewals.keep(content(1), PeerAddress("nowhere"))
+    assert not world.renewals.is_kept(content(1))
+
+
+def test_thousands_of_contents_are_some_messages(world: World) -> None:
+    for number in range(10_000):
+        world.renewals.keep(content(number), PEER)
+    first = world.advance(0.125)
+    assert len(first) <= 20
+    assert [*chain(*first)] == [content(number) for number in range(10_000)]
+    assert len(world.advance(8)) <= 80
+
+
+def test_messages_are_as_many_as_long_names_need() -> None:
+    names = [(TransferKey("x" * 512, "y" * 512, group=number), b"z" * 64) for number in range(300)]
+    messages = list(batches(names))
+    assert [*chain(*messages)] == names
+    assert 4 < len(messages) < 10
+    for contents in messages:
+        assert len(encode(Renew((1 << 63) - 1, (1 << 63) - 1, contents))) <= MAX_FRAME_BYTES
+
+
+def test_a_round_costs_nothing_between_its_times(world: World) -> None:
+    world.renewals.keep(content(1), PEER)
+    world.advance(0.125)
+    world.renewals._duties = cast("Any", None)  # nobody looks at it before the round is due
+    world.renewals.tick(world.now + 1)
