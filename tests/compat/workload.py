@@ -70,7 +70,12 @@ def mixed_questions(model: str, seed: int) -> list[Question]:
     ]
 
 
-def ask(url: str, question: Question, headers: Mapping[str, str] | None = None) -> Answer:
+def ask(
+    url: str,
+    question: Question,
+    headers: Mapping[str, str] | None = None,
+    timeout: float = _REQUEST_SECONDS,
+) -> Answer:
     """Post one request and return the tokens of each of its choices; blocks for the answer.
 
     Raises:
@@ -81,7 +86,7 @@ def ask(url: str, question: Question, headers: Mapping[str, str] | None = None) 
         data=json.dumps(question.body).encode(),
         headers={"Content-Type": "application/json", **(headers or {})},
     )
-    with _direct.open(request, timeout=_REQUEST_SECONDS) as response:
+    with _direct.open(request, timeout=timeout) as response:
         text = response.read().decode()
     answer: Answer = {}
     for part in _parts(text) if question.body.get("stream") else [json.loads(text)]:
