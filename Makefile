@@ -41,8 +41,12 @@ restarts: setup  ## real vLLM instances end and start again under load: TURNS= o
 stalls: setup  ## real vLLM's first loads on busy cores, TURNS= times (50) beside BUSY= processes (16)
 	$(BIN)/python -m tests.vllm.stalls $(if $(TURNS),--turns $(TURNS)) $(if $(BUSY),--busy $(BUSY))
 
-model: setup  ## every state of KEYS= transfers with FAULTS= faults, one by one (2 and 1: more than half an hour)
-	$(BIN)/python -m tests.protocol_model --keys $(or $(KEYS),2) --faults $(or $(FAULTS),1)
+backlog: setup  ## real vLLM: requests queue on a decode instance for SECONDS= (300), and none may fail
+	$(if $(SECONDS),P2P_BACKLOG_SECONDS=$(SECONDS)) $(PYTEST) tests/vllm/test_backlog.py
+
+model: setup  ## every state of KEYS= transfers with FAULTS= faults (and RENEWALS=1), one by one (2 and 1: more than half an hour)
+	$(BIN)/python -m tests.protocol_model --keys $(or $(KEYS),2) --faults $(or $(FAULTS),1) \
+		--renewals $(or $(RENEWALS),0)
 
 tsan: setup  ## the C tests of everything with threads under ThreadSanitizer
 	P2P_SANITIZER=thread tests/c/run.sh test_arena test_channel test_crc32c test_lanes test_mover test_regions

@@ -31,7 +31,8 @@ from tests.simulation import MAX_BLOCKS, Receiving, Sending, World
 Move: TypeAlias = tuple[str, int]
 CHUNK = (2, MAX_BLOCKS - 2)  # small enough for several to have room
 FAULTS = ("lose", "double", "break", "cancel", "restart")
-BOUNDED = (*FAULTS, "advance")  # each at most once
+SAID_ONCE = ("renew", "want")  # by the receiver, for the first key
+BOUNDED = (*FAULTS, *SAID_ONCE, "advance")  # each at most once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Bounds:
 
     num_keys: int = 1
     num_faults: int = 1
+    num_renewals: int = 0  # 1: the receiver may renew, and ask for, what is pushed
 
 
 def begin(machine: TransferMachine, bounds: Bounds) -> None:
@@ -71,6 +73,7 @@ def moves_of(world: World, path: tuple[Move, ...], bounds: Bounds) -> list[Move]
                 moves += [(name, index) for index in range(bounds.num_keys)]
             else:
                 moves.append((name, 0))
+    moves += [(name, 0) for name in SAID_ONCE if bounds.num_renewals and not used[name]]
     if not used["advance"]:
         moves.append(("advance", 0))
     return moves
@@ -89,6 +92,11 @@ def make(machine: TransferMachine, move: Move, bounds: Bounds) -> None:
         world.deliver(index, keep=True)
     elif name == "lose":
         world.network.pop(index)
+    elif name == "renew":
+        world.keep((KEYS[0], b""))
+        world.renew()
+    elif name == "want":
+        world.want((KEYS[0], b""))
     elif name == "advance":
         world.advance(0.6)
     elif name == "break":
@@ -157,9 +165,10 @@ def parts_of(world: World) -> list[str]:
         link is not None and (link.state.name, link.channel is not None),
         len(world.breaking), sorted(world.transport.connected),
     )  # fmt: skip
+    kept = [("kept", str(key)) for key, _ in world.kept]
     abandoned = [("abandoned", str(key)) for key, _ in world.sender._abandoned]
     network = [("message", _message(to, frame)) for to, frame in world.network]
-    everything = [*chunks, *landings, *jobs, *streams, *ends, *abandoned, *network, rest]
+    everything = [*chunks, *landings, *jobs, *streams, *ends, *kept, *abandoned, *network, rest]
     return [repr(part) for part in everything]
 
 
@@ -249,9 +258,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keys", type=int, default=2)
     parser.add_argument("--faults", type=int, default=1)
+    parser.add_argument("--renewals", type=int, default=0)
     parser.add_argument("--limit", type=int, default=1_000_000)
     options = parser.parse_args()
-    bounds, kinds = Bounds(options.keys, options.faults), (SenderWrites, ReceiverWrites)
+    bounds, kinds = (
+        Bounds(options.keys, options.faults, options.renewals),
+        (SenderWrites, ReceiverWrites),
+    )
     with ProcessPoolExecutor(len(kinds)) as pool:
         runs = [pool.submit(explore, kind, bounds, options.limit, say) for kind in kinds]
         for kind, run in zip(kinds, runs, strict=True):

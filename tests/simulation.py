@@ -30,11 +30,14 @@ from p2p_engine.messages import (
     AbandonOk,
     AnyMessage,
     Cancelled,
+    ContentKey,
     Done,
     Greet,
     Message,
     Offer,
+    Renew,
     TransferKey,
+    Want,
     decode,
     encode,
 )
@@ -332,6 +335,7 @@ class World:
         self.num_corrupted = 0
         self.unclosed: list[SimChannel] = []
         self.guests: set[int] = set()
+        self.kept: set[ContentKey] = set()  # by the receiver's caller
         self.channels: dict[int, SimChannel] = {}
         self.sendings: list[Sending] = []
         self.receivings: list[Receiving] = []
@@ -341,7 +345,7 @@ class World:
         mover = cast("Mover", SimMover(self))
         self.store = Store(
             config, self.lock, self.arena, mover, mover, self.counters,
-            reply=self._reply, clock=lambda: self.now,
+            reply=self._reply, clock=lambda: self.now, is_kept=self.kept.__contains__,
         )  # fmt: skip
         self.epoch = 100
         self.start_sender()
@@ -539,7 +543,11 @@ class World:
             self._reply(epoch, AbandonOk, (message.key,))
 
     def _to_sender(self, link: Link, message: AnyMessage) -> None:
-        if not tell_sender(self.sender, link, message) and isinstance(message, Greet):
+        if isinstance(message, Renew):
+            self.sender.on_renew(STORE_EPOCH, set(message.contents))
+        elif isinstance(message, Want):
+            self.sender.offer_now(STORE_EPOCH, (message.key, message.binding))
+        elif not tell_sender(self.sender, link, message) and isinstance(message, Greet):
             link.state = LinkState.GREETING
 
     def _reply(self, epoch: int, kind: type[Message], fields: tuple[Any, ...]) -> None:
@@ -591,12 +599,30 @@ class World:
         self.receivings.append(Receiving(transfer, memory, key, binding, sink, first))
         self._note_ends()
 
+    def keep(self, content: ContentKey) -> None:
+        """Let the receiver's caller say that it will ask for a content, later."""
+        self.kept.add(content)
+
+    def renew(self) -> None:
+        """Let the receiver tell the sender what is kept."""
+        self.post("sender", Renew(STORE_EPOCH, self.epoch, sorted(self.kept, key=repr)))
+
+    def want(self, content: ContentKey) -> None:
+        """Let the receiver ask the sender for what should be pushed."""
+        self.post("sender", Want(STORE_EPOCH, self.epoch, *content, True))
+
     def advance(self, seconds: float) -> None:
-        """Let time pass and both control threads turn."""
+        """Let time pass and both control threads turn.
+
+        Raises:
+            AssertionError: what has landed and is kept has not outlived it.
+        """
         self.now += seconds
         self.store.poll()
         self.sender.tick(self.now)
+        waiting = [i for i in self.landings() if i.orphaned and i.content in self.kept]
         self.store.tick(self.now)
+        assert all(item in self.landings() for item in waiting)
         breaking, self.breaking = self.breaking, []
         for channel, error in breaking:
             if self.links.link is not None and self.links.link.channel is channel:
@@ -610,6 +636,7 @@ class World:
         Raises:
             AssertionError: something stays open for ever.
         """
+        self.kept.clear()  # every request ends
         for _ in range(400):
             self.connect()
             for job in list(self.jobs):

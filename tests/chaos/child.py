@@ -115,6 +115,7 @@ class Child:
         ranks = [RankAddress(0, self.engine.zmq_address, self.engine.epoch)]
         self.directory = Directory(config, ranks, kv_port=0, role="D")
         self._open: list[Open] = []
+        self._kept: list[str] = []
         self._spaces: list[Any] = []
         self._data_address = ""
         self._lay_out(self.engine)
@@ -261,6 +262,12 @@ class Child:
         """How many peers have welcomed this engine."""
         return int(self.engine.stats()["links"].get("ready", 0))
 
+    def keep(self, names: list[str], peer: str) -> None:
+        """Say that these will be received."""
+        for name in names:
+            self.engine.keep(TransferKey(name), peer=PeerAddress(peer))
+            self._kept.append(name)
+
     def mark_ready(self) -> None:
         """Let everything that waits move."""
         for item in self._open:
@@ -300,6 +307,8 @@ class Child:
             time.sleep(0.001)
         outcomes = [item.outcome() for item in self._open]
         self._open.clear()
+        while self._kept:
+            self.engine.drop(TransferKey(self._kept.pop()))
         self.leave()
         return outcomes
 
@@ -317,7 +326,7 @@ class Child:
         wanted = {
             "open_transfers": 0, "live_bytes": 0, "quarantined_bytes": 0, "control_errors": 0,
             "overdue_waits": 0, "guests": 0, "links": {}, "unclosed_channels": 0, "healthy": True,
-            "corrupted_chunks": 0,
+            "corrupted_chunks": 0, "kept": 0,
         }  # fmt: skip
         wrong = [f"{key}={stats[key]}" for key, value in wanted.items() if stats[key] != value]
         return wrong or sorted(map(_described, held_resources() - self._before))

@@ -17,6 +17,7 @@ from tests.chaos.steps import (
     FORGET,
     FULL,
     GONE,
+    KEEP,
     LEAVE,
     LOOKUP,
     PULL,
@@ -67,7 +68,9 @@ class Round:
         self, number: int, transport: str, fault: Fault, step: Step, survivor: Process, seed: int
     ) -> None:
         self._random = random.Random(f"{seed}/{number}")
-        mode = SendMode.GET if step.work in (PULL, GONE) else self._random.choice(list(SendMode))
+        mode = (
+            SendMode.GET if step.work in (PULL, KEEP, GONE) else self._random.choice(list(SendMode))
+        )
         if step.work in SHORT:
             mode = SendMode.PUT_ASYNC
         size = self._random.choice(SIZES)
@@ -138,6 +141,8 @@ class Round:
             (sender, "send", (self._names, nbytes, there, self._mode, is_ready)),
             (receiver, "receive", (self._names, nbytes, here, self._mode)),
         ]
+        if work == KEEP:
+            calls.insert(0, (receiver, "keep", (self._names, here)))
         if work == GONE:
             calls[0] = (sender, "let_go", (self._names,))
         if work not in SHORT and self._random.random() < 0.5:

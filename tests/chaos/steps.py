@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TRANSFER, PULL, ABORT, ABANDON, FULL = "transfer", "pull", "abort", "abandon", "full"
+KEEP = "keep"  # a pull, said before that it will come
 GONE = "gone"  # a pull of what will not be held
 LOOKUP = "lookup"  # the receiver is found by its directory
 REFUSED = "refused"  # the sender is an engine that the receiver cannot have to do with
@@ -41,6 +42,7 @@ STEPS = [
     Step(SENDER, "say PING"), Step(RECEIVER, "hear PING"), Step(SENDER, "hear PONG"),
     Step(RECEIVER, "say WANT", PULL), Step(SENDER, "hear WANT", PULL),
     Step(RECEIVER, "say RELEASE", PULL), Step(SENDER, "hear RELEASE", PULL),
+    Step(RECEIVER, "say RENEW", KEEP), Step(SENDER, "hear RENEW", KEEP),
     Step(SENDER, "say GONE", GONE), Step(RECEIVER, "hear GONE", GONE),
     Step(RECEIVER, "say CANCEL", ABORT), Step(SENDER, "hear CANCEL", ABORT),
     Step(SENDER, "say CANCELLED", ABORT), Step(RECEIVER, "hear CANCELLED", ABORT),

@@ -85,6 +85,17 @@ class TransferMachine(RuleBasedStateMachine):
         else:
             self.world.store.drop_landed()
 
+    @rule(key=keys, binding=bindings, kind=st.sampled_from(["keep", "drop", "renew", "want"]))
+    def keep(self, key: TransferKey, binding: bytes, kind: str) -> None:
+        if kind == "keep":
+            self.world.keep((key, binding))
+        elif kind == "drop":
+            self.world.kept.discard((key, binding))
+        elif kind == "renew":
+            self.world.renew()
+        else:
+            self.world.want((key, binding))
+
     # Time, memory, network
 
     @rule(seconds=st.sampled_from([0.3, 1.0, 7.0]))
@@ -342,8 +353,9 @@ TestReceiverWrites.settings = _steps
 
 # How often a walk does what: what makes progress more often than what destroys it.
 WEIGHTS = {
-    "send": 12, "receive": 10, "mark_ready": 5, "cancel": 4, "let_go": 2, "advance": 9, "move": 16,
-    "move_stream": 8, "drain": 8, "converse": 14, "one_message": 9, "meet_with_disaster": 3,
+    "send": 12, "receive": 10, "mark_ready": 5, "cancel": 4, "let_go": 2, "keep": 3, "advance": 9,
+    "move": 16, "move_stream": 8, "drain": 8, "converse": 14, "one_message": 9,
+    "meet_with_disaster": 3,
 }  # fmt: skip
 NEEDS = {
     "mark_ready": lambda world: world.sendings,
@@ -361,6 +373,7 @@ def _arguments(name: str, rng: SeededRandom) -> list[Any]:
         "send": [key, binding, rng.choice(CHUNKS), rng.random() < 0.7, rng.random() < 0.3],
         "receive": [key, binding, rng.choice([0, 0, 0, 1, 2, 3])],
         "let_go": [key, b"", rng.choice(["discard", "abandon", "drop landed"])],
+        "keep": [key, binding, rng.choice(["keep", "keep", "drop", "renew", "want"])],
         "advance": [rng.choice([0.3, 0.3, 1.0, 7.0])],
         "move": [which, rng.choice([512, 1 << 20])],
         "converse": [rng.choice([1, 2, 3])],
