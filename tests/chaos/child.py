@@ -126,7 +126,7 @@ class Child:
 
     def _lay_out_control(self, control: ControlPlane) -> None:
         reach = self.trap.reach
-        control.send = _after(control.send, lambda _, frame: reach(f"say {_kind(frame)}"))  # type: ignore[method-assign]
+        control.send = _after(control.send, lambda _, frame, *__: reach(f"say {_kind(frame)}"))  # type: ignore[method-assign]
         control._on_frame = _before(control._on_frame, lambda _, f: reach(f"hear {_kind(f)}"))
 
     def _lay_out(self, engine: P2pNcclEngine) -> None:
