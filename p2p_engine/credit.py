@@ -14,22 +14,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from p2p_engine.claims import Claims
 from p2p_engine.config import EngineConfig
 from p2p_engine.landing import LandingId
 
 SHARE = 8
 RETRY_AFTER_SECONDS = 0.02  # for each chunk of the same sender that waits: it asks at one pace
 MAX_WAITING = 4096  # chunks of one sender that are remembered
-
-
-@dataclass
-class Waiting:
-    """A chunk that was denied."""
-
-    nbytes: int
-    forgotten_at: float
 
 
 class Credit:
@@ -39,8 +31,8 @@ class Credit:
         self._config = config
         self._clock = clock
         self._held: Counter[int] = Counter()
-        self._waiting: dict[int, dict[int, Waiting]] = {}
-        self._awaited: dict[LandingId, float] = {}  # those of them that go first
+        self._waiting = Claims()
+        self._awaited = Claims()  # those of them that go first
 
     def refusal(
         self, landing_id: LandingId, nbytes: int, free: int, *, is_awaited: bool = False
@@ -49,81 +41,50 @@ class Credit:
         held = self._held[landing_id[0]]
         if nbytes > free:
             return "buffer and pool are full"
-        if not is_awaited and self._has_awaited():
+        if not is_awaited and self._awaited.has_any(self._clock()):
             return "what somebody waits for goes first"
         if not is_awaited and held and held + nbytes > SHARE * (free - nbytes):
             return "this sender has its share of buffer and pool"
-        if held and nbytes > free - self._claimed(landing_id[0], held, awaited=is_awaited):
+        if held and nbytes > free - self._claimed(held, awaited=is_awaited):
             return "senders that have less are waiting for buffer and pool"
         return ""
 
     def take(self, landing_id: LandingId, nbytes: int) -> None:
         """The bytes were granted."""
-        epoch, seq = landing_id
-        self._awaited.pop(landing_id, None)
-        self._held[epoch] += nbytes
-        waiting = self._waiting.get(epoch, {})
-        waiting.pop(seq, None)
-        if not waiting:
-            self._waiting.pop(epoch, None)
+        self._waiting.discard(landing_id)
+        self._awaited.discard(landing_id)
+        self._hold(landing_id[0], nbytes)
 
     def give_back(self, landing_id: LandingId, nbytes: int) -> None:
         """The bytes are free again."""
-        epoch = landing_id[0]
-        self._held[epoch] -= nbytes
-        if not self._held[epoch]:
-            del self._held[epoch]
+        self._hold(landing_id[0], -nbytes)
 
     def wait(self, landing_id: LandingId, nbytes: int, *, is_awaited: bool = False) -> float:
         """Remember a chunk that was denied; returns the seconds after which to offer it again."""
-        epoch, seq = landing_id
-        waiting = self._waiting.setdefault(epoch, {})
-        rivals = len(self._awaited) if is_awaited else len(waiting)
+        epoch = landing_id[0]
+        num_waiting = self._waiting.num_of(epoch)
+        rivals = len(self._awaited) if is_awaited else num_waiting
         pause = RETRY_AFTER_SECONDS * min(rivals + 1, MAX_WAITING)
         until = self._clock() + pause + self._config.retry_seconds
-        if seq in waiting or len(waiting) < MAX_WAITING:
-            waiting[seq] = Waiting(nbytes, until)
-            if is_awaited:
-                self._awaited[landing_id] = until
+        if landing_id in self._waiting or num_waiting < MAX_WAITING:
+            for claims in (self._waiting, self._awaited) if is_awaited else (self._waiting,):
+                claims.put(landing_id, nbytes, until, self._held[epoch])
         return min(pause, self._config.retry_seconds)
 
     def forget(self, epoch: int) -> None:
         """A sender is gone: it waits for nothing."""
-        self._waiting.pop(epoch, None)
-        for landing_id in [name for name in self._awaited if name[0] == epoch]:
-            del self._awaited[landing_id]
+        self._waiting.forget(epoch)
+        self._awaited.forget(epoch)
 
-    def _has_awaited(self) -> bool:
-        now = self._clock()
-        while self._awaited:
-            landing_id, until = next(iter(self._awaited.items()))
-            if until > now:
-                return True
-            del self._awaited[landing_id]
-        return False
-
-    def _claimed(self, asking: int, held: int, *, awaited: bool) -> int:
+    def _claimed(self, held: int, *, awaited: bool) -> int:
         """What is kept for senders that have less: of each, the chunk that waits longest."""
-        oldest = self._oldest_awaited if awaited else self._oldest
-        return sum(
-            oldest(epoch)
-            for epoch in list(self._waiting)
-            if epoch != asking and self._held[epoch] < held
-        )
+        claims = self._awaited if awaited else self._waiting
+        return claims.of_those_below(held, self._clock())
 
-    def _oldest(self, epoch: int) -> int:
-        now, waiting = self._clock(), self._waiting[epoch]
-        while waiting:
-            seq = next(iter(waiting))
-            if waiting[seq].forgotten_at > now:
-                return waiting[seq].nbytes
-            del waiting[seq]
-        del self._waiting[epoch]
-        return 0
-
-    def _oldest_awaited(self, epoch: int) -> int:
-        now, waiting = self._clock(), self._waiting[epoch]
-        for (other, seq), until in self._awaited.items():
-            if other == epoch and until > now and seq in waiting:
-                return waiting[seq].nbytes
-        return 0
+    def _hold(self, epoch: int, nbytes: int) -> None:
+        self._held[epoch] += nbytes
+        held = self._held[epoch]
+        if not held:
+            del self._held[epoch]
+        self._waiting.set_held(epoch, held)
+        self._awaited.set_held(epoch, held)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 
 import pytest
 
+from p2p_engine.claims import Claims
 from p2p_engine.credit import MAX_WAITING, RETRY_AFTER_SECONDS, SHARE, Credit
 from tests.simulation import SETTINGS
 from tests.support import SeededRandom
@@ -125,7 +127,7 @@ def test_one_that_waits_with_many_chunks_asks_at_one_pace(memory: Memory) -> Non
     assert pauses[0] == RETRY_AFTER_SECONDS
     assert pauses[9] == 10 * RETRY_AFTER_SECONDS
     assert pauses[-1] == SETTINGS.retry_seconds
-    assert len(memory.credit._waiting[1]) == MAX_WAITING
+    assert memory.credit._waiting.num_of(1) == MAX_WAITING
 
 
 def test_eight_senders_of_unequal_speed_all_get_their_share(rng: SeededRandom) -> None:
@@ -190,3 +192,66 @@ def test_among_awaited_ones_a_sender_with_less_goes_first(memory: Memory) -> Non
         memory.ask(1, 1000, is_awaited=True)
     assert memory.ask(2, memory.free + 1, is_awaited=True)[1]
     assert "have less" in memory.ask(1, 500, is_awaited=True)[1]
+
+
+class PlainClaims:
+    """What claims.py says of itself, by looking at everything."""
+
+    def __init__(self) -> None:
+        self.chunks: dict[int, dict[int, tuple[int, float]]] = {}
+
+    def of_those_below(self, held: Counter[int], limit: int, now: float) -> int:
+        """The sum of the oldest chunks of senders that hold less."""
+        total = 0
+        for epoch, chunks in self.chunks.items():
+            while chunks and next(iter(chunks.values()))[1] <= now:
+                del chunks[next(iter(chunks))]
+            if chunks and held[epoch] < limit:
+                total += next(iter(chunks.values()))[0]
+        return total
+
+
+def test_claims_are_those_of_a_look_at_everything(rng: SeededRandom) -> None:
+    claims, plain, held, now = Claims(), PlainClaims(), Counter[int](), 0.0
+    for _ in range(5_000):
+        now += rng.random()
+        name = (rng.randrange(40), rng.randrange(4))
+        step = rng.choice(["put", "put", "discard", "forget", "hold"])
+        mine = plain.chunks.setdefault(name[0], {})
+        if step == "put":
+            nbytes, until = rng.randrange(1, 100), now + rng.uniform(0, 60)
+            claims.put(name, nbytes, until, held[name[0]])
+            mine[name[1]] = (nbytes, until)
+        elif step == "discard":
+            claims.discard(name)
+            mine.pop(name[1], None)
+        elif step == "forget" and rng.random() < 0.1:
+            claims.forget(name[0])
+            mine.clear()
+        else:
+            held[name[0]] = rng.randrange(100)
+            claims.set_held(name[0], held[name[0]])
+        limit = rng.randrange(100)
+        assert claims.of_those_below(limit, now) == plain.of_those_below(held, limit, now)
+        assert len(claims) == sum(map(len, plain.chunks.values()))
+        assert claims.has_any(now) == bool(len(claims))
+
+
+def test_many_senders_that_wait_cost_no_more_than_a_few() -> None:
+    """Every offer asks what the others claim."""
+
+    def seconds(num_senders: int) -> float:
+        memory = Memory()
+        fill(memory, 1)
+        for epoch in range(2, num_senders + 2):
+            for seq in range(4):
+                memory.credit.wait((epoch, seq), 10, is_awaited=True)
+        best = float("inf")
+        for _ in range(5):
+            start = time.thread_time()
+            for _ in range(200):
+                memory.credit.refusal((1, 0), 10, 500, is_awaited=True)
+            best = min(best, time.thread_time() - start)
+        return best
+
+    assert seconds(4_000) < 8 * seconds(10)
