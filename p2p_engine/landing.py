@@ -17,6 +17,7 @@ from p2p_engine.errors import P2pError
 from p2p_engine.jobs import Job, Moment
 from p2p_engine.layout import Regions, Sink, ask, ask_regions
 from p2p_engine.messages import ContentKey, Manifest
+from p2p_engine.spans import Cover, Spans
 from p2p_engine.transfer import Transfer
 from p2p_engine.transports.base import Transport
 
@@ -83,10 +84,9 @@ class Landing:
         return self.state is LandingState.GRANTED or self.orphaned
 
     @property
-    def touches_blocks(self) -> bool:
-        """Whether final memory may be written while this lives."""
-        straight = self.space is None and self.nbytes > 0
-        return straight or self.state is LandingState.SCATTERING
+    def is_straight(self) -> bool:
+        """Whether it lands in final memory."""
+        return self.space is None and self.nbytes > 0
 
 
 @dataclass(eq=False)
@@ -99,7 +99,8 @@ class Receive:
     deadline: float
     after: tuple[Moment, ...] = ()  # when the sink may be written
     landings: set[Landing] = field(default_factory=set)
-    delivered: list[Manifest] = field(default_factory=list)
+    writers: Spans[Landing] = field(default_factory=Spans)  # of them, those that write to the sink
+    delivered: Cover = field(default_factory=Cover)
     senders: set[int] = field(default_factory=set)  # the epochs that have offered something
     bereft: P2pError | None = None  # its sender is gone: only what is here can complete it
     ending: P2pError | None = None
@@ -139,34 +140,41 @@ class Receive:
         Raises:
             P2pError: the sink failed.
         """
-        self._note(manifest.narrowed(first, num))
+        self.delivered.add(manifest.narrowed(first, num))
         return ask(lambda: self.sink.landed(manifest, first, num))
-
-    def _note(self, came: Manifest) -> None:
-        """Join it to its neighbour, so that the memory of many chunks stays short."""
-        for index, other in enumerate(self.delivered):
-            end = other.first_block + other.num_blocks
-            if other.part == came.part and end == came.first_block:
-                num = other.num_blocks + came.num_blocks
-                self.delivered[index] = other.narrowed(other.first_block, num)
-                return
-        self.delivered.append(came)
 
     def has_delivered(self, manifest: Manifest) -> bool:
         """Whether a block of this chunk is in place already."""
-        return any(manifest.overlaps(delivered) for delivered in self.delivered)
+        return self.delivered.overlaps(manifest)
 
     def writers_of(self, manifest: Manifest) -> set[Landing]:
         """Return the landings by which blocks of this chunk are being written."""
-        return {
-            landing
-            for landing in self.landings
-            if landing.touches_blocks and manifest.overlaps(landing.manifest)
-        }
+        return set(self.writers.overlapping(manifest))
+
+    def attach(self, landing: Landing) -> None:
+        """Note that a landing is on its way to the sink."""
+        landing.receive = self
+        self.landings.add(landing)
+        self.senders.add(landing.id[0])
+        if landing.is_straight:
+            self.writers.add(landing.manifest, landing)
+
+    def scatters(self, landing: Landing) -> None:
+        """Note that a landing is being copied to the sink."""
+        landing.state = LandingState.SCATTERING
+        self.writers.add(landing.manifest, landing)
+
+    def detach(self, landing: Landing) -> None:
+        """Note that a landing is over: it writes nothing any more."""
+        landing.receive = None
+        self.landings.discard(landing)
+        self.writers.discard(landing.manifest, landing)
 
     @property
     def hopeless(self) -> P2pError | None:
         """Why nothing can complete it any more: not its sender, nor what is on its way."""
+        if self.bereft is None:
+            return None
         nothing_comes = all(item.state is LandingState.QUARANTINED for item in self.landings)
         return self.bereft if nothing_comes else None
 
@@ -174,4 +182,4 @@ class Receive:
     def over(self) -> bool:
         """Whether the outcome is known and no byte can be written into its memory any more."""
         settled = self.complete or self.ending is not None
-        return settled and not any(landing.touches_blocks for landing in self.landings)
+        return settled and not self.writers

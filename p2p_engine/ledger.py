@@ -109,9 +109,7 @@ class Ledger:
 
     def attach(self, landing: Landing, receive: Receive) -> None:
         """Note that a landing is on its way to a receive."""
-        landing.receive = receive
-        receive.landings.add(landing)
-        receive.senders.add(landing.id[0])
+        receive.attach(landing)
         self._receives_of_sender.add(landing.id[0], receive)
 
     def receives_of_key(self, key: TransferKey) -> list[Receive]:

@@ -490,7 +490,7 @@ class Store:
                 **after(receive.after),
             )
         )
-        landing.state = LandingState.SCATTERING
+        receive.scatters(landing)
 
     def _scattered(
         self, landing: Landing, receive: Receive, job: Job, blocks: tuple[int, int]
@@ -586,9 +586,9 @@ class Store:
         self._late.pop(landing, None)
         self._held_up.pop(landing, None)
         self._places.give_back(landing)
-        receive, landing.receive = landing.receive, None
+        receive = landing.receive
         if receive is not None:
-            receive.landings.discard(landing)
+            receive.detach(landing)
             if receive.over:
                 self._end_receive(receive, receive.ending)
             elif receive.hopeless is not None:
