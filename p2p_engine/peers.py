@@ -30,6 +30,7 @@ from p2p_engine.errors import (
     PeerUnreachable,
     TransportError,
 )
+from p2p_engine.index import Index
 from p2p_engine.leftovers import Leftovers
 from p2p_engine.messages import (
     PROTOCOL_VERSION,
@@ -47,7 +48,9 @@ from p2p_engine.messages import (
     Welcome,
     encode,
 )
+from p2p_engine.parts import for_each
 from p2p_engine.sockets import Route
+from p2p_engine.timers import Timers
 from p2p_engine.transports.base import Channel, Endpoint, Transport
 from p2p_engine.transports.handshake import TOKEN_SECONDS
 
@@ -143,6 +146,21 @@ class Link:
         """Whether messages may be sent."""
         return self.state is LinkState.READY
 
+    @property
+    def contact(self) -> str:
+        """The address that is dialled: the peer's, or its directory's until that is known."""
+        return self.address or self.target.address
+
+    @property
+    def lacks_channel(self) -> bool:
+        """Whether it is wanted for bytes, and cannot move them."""
+        return self.data and self.channel is None
+
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether its deadline counts."""
+        return not self.ready or self.connecting
+
 
 LinkEvent: TypeAlias = Callable[[Link], None]
 ChannelLost: TypeAlias = Callable[[Link, P2pError], None]
@@ -184,6 +202,10 @@ class Links:
         self._on_channel_lost = on_channel_lost
         self._on_closed = on_closed
         self._links: dict[PeerAddress, Link] = {}
+        self._by_contact: Index[str, Link] = Index()
+        self._by_epoch: Index[int, Link] = Index()  # names of one engine
+        self._timers: Timers[Link] = Timers()
+        self._late: dict[Link, None] = {}  # past their deadlines, and not closed
         self._leftovers = Leftovers(clock)
 
     def get(self, target: PeerAddress, *, data: bool) -> Link:
@@ -205,9 +227,12 @@ class Links:
                 deadline=self._clock() + self._config.connect_timeout_seconds,
             )
             self._links[target] = link
+            self._by_contact.add(link.contact, link)
             self._ask(link)
+            self._look_soon(link)
         if data and not link.data:
             link.data = True
+            self._look_soon(link)
             self._later(lambda: self._open_channel(link))
         return link
 
@@ -235,7 +260,7 @@ class Links:
             self._control.send(route, encode(Pong(self._epoch, message.source_epoch)))
             return None
         known = None
-        for link in [item for item in self._links.values() if item.address == route.address]:
+        for link in self._reached_at(route.address):
             if isinstance(message, Welcome):
                 self._welcomed(link, message)
             elif isinstance(message, Refuse):
@@ -255,18 +280,37 @@ class Links:
     def tick(self, now: float) -> None:
         """Repeat what is unanswered, ask whether peers live, end what is overdue."""
         self.close_leftovers()
-        waited, attended = self._config.connect_timeout_seconds, self._attention()
-        for link in list(self._links.values()):
-            silence = attended - link.heard_at
-            if not link.ready and now >= link.deadline:
-                reason = f"peer {link.target} did not answer within {waited:g} s"
-                self.close_link(link, PeerUnreachable(f"{reason} ({link.state.name})"))
-            elif link.ready and silence >= self._config.peer_timeout_seconds:
-                self.close_link(link, PeerLost(f"peer {link.target} is silent for {silence:.1f} s"))
-            else:
-                self._tick_open(link, now)
+        attended = self._attention()
+        for_each(self._timers.take_due(now), lambda link: self._look(link, now, attended))
 
-    def _tick_open(self, link: Link, now: float) -> None:
+    def _look(self, link: Link, now: float, attended: float) -> None:
+        silence, patience = attended - link.heard_at, self._config.peer_timeout_seconds
+        if link.awaits_answer and now >= link.deadline:
+            self._late[link] = None
+        if not link.ready and now >= link.deadline:
+            waited = self._config.connect_timeout_seconds
+            reason = f"peer {link.target} did not answer within {waited:g} s"
+            self.close_link(link, PeerUnreachable(f"{reason} ({link.state.name})"))
+        elif link.ready and silence >= patience:
+            self.close_link(link, PeerLost(f"peer {link.target} is silent for {silence:.1f} s"))
+        else:
+            self._look_open(link, now)
+            # The attention's clock is never faster: no silence is long enough before that.
+            self._look_again(link, now, now + patience - silence)
+
+    def _look_again(self, link: Link, now: float, silent_at: float) -> None:
+        if link.state is LinkState.CLOSED:
+            return
+        if not link.ready:
+            self._timers.set(link, min(link.resend_at, link.deadline))
+        else:  # for a channel there are many conditions: a look in each tick
+            self._timers.set(link, now if link.lacks_channel else min(link.resend_at, silent_at))
+
+    def _look_soon(self, link: Link) -> None:
+        """Look at it in the next tick: when it is to be looked at has changed."""
+        self._timers.set(link, self._clock())
+
+    def _look_open(self, link: Link, now: float) -> None:
         if now >= link.resend_at:
             self._ask(link)
         if link.connecting and now >= link.deadline:
@@ -280,8 +324,7 @@ class Links:
 
     def overdue(self, now: float) -> list[str]:
         """Name the peers and channels that should have answered, or been closed."""
-        late = [link for link in self._links.values() if now >= link.deadline]
-        waiting = [link for link in late if not link.ready or link.connecting]
+        waiting = [link for link in self._late if link.awaits_answer and now >= link.deadline]
         names = [f"contact with {link.target}, {link.state.name}" for link in waiting]
         return names + [f"end of a channel's copies, {len(self._leftovers)}"] * bool(
             self._leftovers
@@ -292,28 +335,38 @@ class Links:
         if link.state is LinkState.CLOSED:
             return
         link.state, link.error, link.connecting = LinkState.CLOSED, error, False
-        self._links.pop(link.target, None)
+        self._forget(link)
         logger.info("link closed: peer=%s reason=%s", link.target, error)
         self._close_channel(link)
-        if link.address and not any(item.address == link.address for item in self._links.values()):
+        if link.address and not self._reached_at(link.address):
             self._control.hang_up(link.address)
         self._on_closed(link)
 
+    def _forget(self, link: Link) -> None:
+        self._links.pop(link.target, None)
+        self._by_contact.discard(link.contact, link)
+        self._by_epoch.discard(link.epoch, link)
+        self._timers.cancel(link)
+        self._late.pop(link, None)
+
+    def _reached_at(self, address: str) -> list[Link]:
+        """Return the links to the engine at an address."""
+        return [link for link in self._by_contact.get(address) if link.address == address]
+
     def refused(self, address: str, reason: str) -> None:
         """An address breaks its handshakes off: end what needs it. In callbacks only."""
-        for link in list(self._links.values()):
-            if (link.address or link.target.address) == address:
-                self.close_link(link, AuthenticationFailed(f"peer {link.target}: {reason}"))
+        for link in self._by_contact.get(address):
+            self.close_link(link, AuthenticationFailed(f"peer {link.target}: {reason}"))
 
     def unresolved(self, address: str, error: PeerUnreachable) -> None:
         """The name in an address stands for nothing: end what waits for it. In callbacks only."""
-        for link in list(self._links.values()):
-            if (link.address or link.target.address) == address and not link.ready:
+        for link in self._by_contact.get(address):
+            if not link.ready:
                 self.close_link(link, PeerUnreachable(f"peer {link.target}: {error}"))
 
     def close_epoch(self, epoch: int, error: P2pError) -> None:
         """End the links to an engine that is known to be over. In callbacks only."""
-        for link in [item for item in self._links.values() if item.epoch == epoch]:
+        for link in self._by_epoch.get(epoch):
             self.close_link(link, error)
 
     def break_channel(self, link: Link, error: TransportError) -> None:
@@ -346,7 +399,7 @@ class Links:
         """Close a link's channel, if it is no other link's, and call `then`: soon, if its copies
         have to stop first."""
         channel, link.channel, link.transport = link.channel, None, None
-        is_shared = any(other.channel is channel for other in self._links.values())
+        is_shared = any(other.channel is channel for other in self._twins(link))
         if channel is None or is_shared:
             then()
         else:
@@ -376,6 +429,7 @@ class Links:
             link.state = LinkState.GREETING
             link.deadline = self._clock() + self._config.connect_timeout_seconds
             self._ask(link)
+            self._look_soon(link)
 
     def _located(self, directory: str, message: Location) -> None:
         link = self._links.get(PeerAddress(directory, message.rank))
@@ -390,8 +444,11 @@ class Links:
         except PeerUnreachable as error:
             self.close_link(link, error)
             return
+        self._by_contact.discard(link.contact, link)
         link.address, link.state = message.address, LinkState.GREETING
+        self._by_contact.add(link.contact, link)
         self._ask(link)
+        self._look_soon(link)
 
     def _welcomed(self, link: Link, message: Welcome) -> None:
         if link.epoch not in (0, message.source_epoch):
@@ -399,6 +456,8 @@ class Links:
             return
         if link.state is LinkState.GREETING:
             link.epoch, link.heard_at = message.source_epoch, self._attention()
+            self._by_epoch.add(link.epoch, link)
+            self._look_soon(link)
             link.endpoints, link.state = message.endpoints, LinkState.READY
             link.invited_at = self._clock()
             link.spec, link.checksum = message.spec, message.checksum
@@ -435,8 +494,7 @@ class Links:
 
     def _twins(self, link: Link) -> list[Link]:
         """Return the links to the same engine by other names: one channel is for all of them."""
-        others = (other for other in self._links.values() if other is not link)
-        return [other for other in others if other.epoch == link.epoch]
+        return [other for other in self._by_epoch.get(link.epoch) if other is not link]
 
     def _dial(self, link: Link) -> None:
         link.invited_at, link.asking = None, False
@@ -492,7 +550,8 @@ class Links:
         self._lose_channel(link, TransportError(str(error)) if link.connected else error)
 
     def _channel_broken(self, channel: Channel | None, error: TransportError) -> None:
-        links = [link for link in self._links.values() if channel and link.channel is channel]
+        everybody = self._links.values() if channel is not None else ()
+        links = [link for link in everybody if link.channel is channel]
 
         def lose() -> None:
             for link in links:
