@@ -379,7 +379,8 @@ def serve(pipe: Connection, trap_pipe: Connection, config: EngineConfig) -> None
     os.setpgid(0, 0)  # the terminal's Ctrl-C is for the campaign
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)  # what is to be seen is in the record
-    gate.SILENCE_SECONDS = dialler.IDLE_SECONDS = 2
+    gate.SILENCE_SECONDS = 2
+    dialler.IDLE_SECONDS = max(2.0, config.peer_timeout_seconds)  # no link is closed between pings
     gc.freeze()  # what was imported before is nobody's leak, and every look for leaks is quick
     trap = Trap(trap_pipe)
     child = Child(config, trap)

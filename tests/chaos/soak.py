@@ -59,7 +59,7 @@ class Soak:
         if num_links:  # a ping to each every 2.5 s, as with the defaults
             config = dataclasses.replace(
                 config, peer_timeout_seconds=10.0, connect_timeout_seconds=5.0,
-                transfer_timeout_seconds=30.0, lease_seconds=30.0, retry_seconds=1.0,
+                transfer_timeout_seconds=4.0, lease_seconds=4.0, retry_seconds=0.5,
             )  # fmt: skip
         self._pair = (Process(transport, config=config), Process(transport, config=config))
         self._num_links = num_links
