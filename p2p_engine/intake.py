@@ -7,12 +7,15 @@ held against what was taken from it, and a connection that owes too much is cut.
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import logging
 import os
 import select
 import socket
 import struct
+import termios
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +33,9 @@ FRAME_BYTES = MAX_FRAME_BYTES + FRAME_OVERHEAD_BYTES
 MAX_UNREAD_BYTES = (RECEIVE_QUEUE_FRAMES + 2) * FRAME_BYTES + 2 * KERNEL_BUFFER_BYTES
 MAX_UNREAD_BYTES_IN_ALL = 1 << 26  # of those connections that owe more than LIGHT_BYTES
 LIGHT_BYTES = 1 << 14
+BATCH_BYTES = 1 << 13  # that libzmq reads at a time (in_batch_size)
+MAX_HELD_BYTES = FRAME_BYTES + BATCH_BYTES
+CHECKS_IN_A_ROUND = 100  # until each connection was looked at, whatever epoll says
 _RESET = struct.pack("ii", 1, 0)
 _RECEIVED = struct.Struct("=128xQ")  # tcpi_bytes_received in struct tcp_info, since Linux 4.1
 
@@ -40,7 +46,7 @@ class Account:
 
     peer: Any  # the address of the other end: whoever has another one is another connection
     taken_bytes: int
-    seen_bytes: int  # received by the look before
+    held_bytes: int = 0  # by libzmq, at the look before
     moved: bool = True  # something was taken since
 
 
@@ -53,6 +59,7 @@ class Intake:
         self.drained = False  # all whole messages were taken, at least once since the last check
         self._accounts: dict[int, Account] = {}
         self._heavy: dict[int, int] = {}  # what those owe that owe much
+        self._unseen: list[int] = []  # of this round
         self._epoll = select.epoll()
         self._warnings = RareWarnings(logger)
 
@@ -64,7 +71,7 @@ class Intake:
         """Watch a connection; what it has brought by now is not counted."""
         with contextlib.suppress(OSError), _borrowed(fd) as connection:
             received = _received_bytes(connection)
-            self._accounts[fd] = Account(connection.getpeername(), received, received)
+            self._accounts[fd] = Account(connection.getpeername(), received)
             self._heavy.pop(fd, None)
             with contextlib.suppress(FileExistsError):
                 self._epoll.register(fd, select.EPOLLIN | select.EPOLLET)
@@ -82,8 +89,12 @@ class Intake:
             account.moved = True
 
     def check(self) -> None:
-        """Cut the connections that owe too much; looks only at those that something came on."""
-        for fd in {fd for fd, _ in self._epoll.poll(0)} | self._heavy.keys():
+        """Cut the connections that owe too much.
+
+        It looks at those that something waits on, at those that owe much, and at a few others: what
+        comes slowly has been read by libzmq whenever we look, and epoll tells nothing of it.
+        """
+        for fd in {fd for fd, _ in self._epoll.poll(0)} | self._heavy.keys() | self._some():
             self._look(fd)
         self.drained = False
         while sum(self._heavy.values()) > MAX_UNREAD_BYTES_IN_ALL:
@@ -107,19 +118,30 @@ class Intake:
         """Watch nothing more; idempotent."""
         self._epoll.close()
 
+    def _some(self) -> set[int]:
+        """Return the next connections of a round, in which all have their turn."""
+        if not self._unseen:
+            self._unseen = list(self._accounts)
+        count = -(-len(self._accounts) // CHECKS_IN_A_ROUND)
+        taken, self._unseen = self._unseen[:count], self._unseen[count:]
+        return set(taken)
+
     def _look(self, fd: int) -> None:
-        account, received = self._accounts.get(fd), None
+        account, received, waiting = self._accounts.get(fd), None, 0
         if account is not None:
             with contextlib.suppress(OSError), _borrowed(fd) as connection:
                 if connection.getpeername() == account.peer:
                     received = _received_bytes(connection)
+                    waiting = _waiting_bytes(connection)  # what comes in between is not held
         if account is None or received is None:
             self.remove(fd)
             return
         account.taken_bytes = min(account.taken_bytes, received)
-        unread, stale = received - account.taken_bytes, account.seen_bytes - account.taken_bytes
-        is_stuck = self.drained and not account.moved and stale > FRAME_BYTES
-        account.seen_bytes, account.moved = received, False
+        unread = received - account.taken_bytes
+        # Once all whole messages are taken, libzmq holds one that is not whole, and what it reads
+        # at a time. What still waits in the kernel is its thread's delay, and nobody's fault.
+        is_stuck = self.drained and not account.moved and account.held_bytes > MAX_HELD_BYTES
+        account.held_bytes, account.moved = unread - waiting, False
         if unread > MAX_UNREAD_BYTES or is_stuck:
             self.end(fd, f"a message of several parts does not end: {unread} bytes")
         elif unread > LIGHT_BYTES:
@@ -154,6 +176,13 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
         yield connection
     finally:
         connection.detach()
+
+
+def _waiting_bytes(connection: socket.socket) -> int:
+    """What the kernel holds and libzmq has not read."""
+    count = array.array("i", [0])
+    fcntl.ioctl(connection.fileno(), termios.FIONREAD, count)
+    return count[0]
 
 
 def _received_bytes(connection: socket.socket) -> int:
