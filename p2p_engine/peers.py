@@ -48,7 +48,6 @@ from p2p_engine.messages import (
     Welcome,
     encode,
 )
-from p2p_engine.parts import for_each
 from p2p_engine.sockets import Route
 from p2p_engine.timers import Timers
 from p2p_engine.transports.base import Channel, Endpoint, Transport
@@ -281,7 +280,7 @@ class Links:
         """Repeat what is unanswered, ask whether peers live, end what is overdue."""
         self.close_leftovers()
         attended = self._attention()
-        for_each(self._timers.take_due(now), lambda link: self._look(link, now, attended))
+        self._timers.look(now, lambda link: self._look(link, now, attended))
 
     def _look(self, link: Link, now: float, attended: float) -> None:
         silence, patience = attended - link.heard_at, self._config.peer_timeout_seconds

@@ -47,7 +47,6 @@ from p2p_engine.messages import (
     TransferKey,
     shorten,
 )
-from p2p_engine.parts import for_each
 from p2p_engine.peers import Link, Links, LinkState, PeerAddress
 from p2p_engine.shipment import Chunk, ChunkState, Shipment
 from p2p_engine.stats import Counters
@@ -288,7 +287,7 @@ class Sender:
 
     def tick(self, now: float) -> None:
         """Repeat what is unanswered and end what is overdue."""
-        for_each(self._timers.take_due(now), lambda chunk: self._tick_chunk(chunk, now))
+        self._timers.look(now, lambda chunk: self._tick_chunk(chunk, now))
         for target, item in list(self._abandoned.items()):
             if now >= item.deadline:
                 del self._abandoned[target]

@@ -270,7 +270,7 @@ class Store:
 
     def tick(self, now: float) -> None:
         """End what is overdue; repeat what is unanswered; free what is proven safe."""
-        for_each(self._timers.take_due(now), lambda item: self._tick_one(item, now))
+        self._timers.look(now, lambda item: self._tick_one(item, now))
         for_each(self._ledger.quarantined_writers(), self._check_writer)
 
     def _tick_one(self, item: Landing | Receive, now: float) -> None:

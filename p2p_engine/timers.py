@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+from p2p_engine.parts import for_each
 
 T = TypeVar("T", bound=Hashable)
 
@@ -50,6 +52,13 @@ class Timers(Generic[T]):
         """Do not look at an entry any more; idempotent."""
         if self._times.pop(entry, None) is not None:
             self._items.pop(entry).entry = None
+
+    def look(self, now: float, step: Callable[[T], object]) -> None:
+        """Take the step for what is due, the oldest first, unless an earlier step has cancelled it.
+
+        Raises what a step raised first, once all were taken.
+        """
+        for_each(self.take_due(now), lambda entry: step(entry) if entry in self._times else None)
 
     def take_due(self, now: float) -> list[T]:
         """Return what is due, the oldest first; each is due again AGAIN_SECONDS later, unless it is

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from p2p_engine import P2pNcclEngine, TransferKey
-from p2p_engine.errors import PeerError, TransferTooLarge, TransportError
+from p2p_engine.errors import PeerError, TransferTimeout, TransferTooLarge, TransportError
 from p2p_engine.peers import PeerAddress
 from p2p_engine.shipment import WINDOW
 from tests import marks
@@ -177,4 +179,21 @@ def test_cancelled_in_the_middle_nothing_is_read_any_more(rng: SeededRandom) -> 
         sender.send(KEY, PeerAddress(receiver.zmq_address), again.source(ALL))
         receiver.receive(KEY, target.sink(ALL)).wait(20)
         assert (target.data == right).all()
+        assert_idle(sender, receiver)
+
+
+@marks.every_transport
+@pytest.mark.parametrize("ready", [True, False])
+def test_chunks_that_are_late_together_leave_nothing_behind(transport: str, ready: bool) -> None:
+    """All chunks of a shipment have one deadline: at the first look at one, all of them end."""
+    with engines(2, transport, **ROOM) as (sender, receiver):
+        target = PeerAddress(receiver.zmq_address)
+        memory = paged()
+        sending = sender.send(KEY, target, memory.source(ALL), ready=ready, timeout=1.0)
+        with pytest.raises(TransferTimeout):
+            sending.wait(10)
+        later = time.monotonic() + 10
+        with sender._changed:
+            assert sender._sender.overdue(later) == []
+        receiver.drop_landed()
         assert_idle(sender, receiver)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
+
 from p2p_engine.index import Index
 from p2p_engine.timers import AGAIN_SECONDS, MIN_STALE, Timers
 from tests.support import SeededRandom
@@ -42,6 +44,25 @@ def test_look_that_sets_nothing_comes_again() -> None:
     assert timers.take_due(1.0 + AGAIN_SECONDS) == ["a"]
     timers.cancel("a")
     assert timers.take_due(1e9) == []
+
+
+def test_what_an_earlier_look_has_ended_is_looked_at_no_more() -> None:
+    timers: Timers[str] = Timers()
+    looked_at: list[str] = []
+
+    def look(entry: str) -> None:
+        looked_at.append(entry)
+        for name in ("a", "b"):
+            timers.cancel(name)
+        if entry == "a":
+            raise ValueError(entry)
+
+    for entry, at in (("c", 3.0), ("b", 2.0), ("a", 1.0)):
+        timers.set(entry, at)
+    with pytest.raises(ValueError, match="a"):
+        timers.look(4.0, look)
+    assert looked_at == ["a", "c"]
+    assert timers.take_due(1e9) == ["c"]
 
 
 class Entry:
