@@ -37,6 +37,7 @@ from p2p_engine.messages import (
     Pong,
     Refuse,
     Release,
+    Renew,
     Welcome,
     encode,
 )
@@ -246,6 +247,18 @@ def test_release_names_the_content(scene: Scene) -> None:
     held = scene.engine.hold(KEY, TensorSource(scene.tensor))
     scene.request(Release, KEY, OTHER)
     assert not held.done
+    scene.request(Release, KEY, b"")
+    held.wait(9)
+
+
+def test_renew_names_the_content(scene: Scene) -> None:
+    held = scene.engine.hold(KEY, TensorSource(scene.tensor))
+    (hold,) = scene.engine._holds._holds.values()
+    ends_at = hold.lease_ends_at
+    scene.request(Renew, [(KEY, OTHER)])
+    assert hold.lease_ends_at == ends_at
+    scene.request(Renew, [(KEY, b"")])
+    assert hold.lease_ends_at > ends_at
     scene.request(Release, KEY, b"")
     held.wait(9)
 
