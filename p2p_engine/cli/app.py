@@ -189,10 +189,17 @@ def doctor(
     model: Annotated[str, typer.Option(help="A model's name or folder.")] = "",
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size.")] = 1,
     gpu_memory: Annotated[
-        float, typer.Option(metavar="GIB", help="Of each GPU; asked of the driver if there is one.")
+        float,
+        typer.Option(
+            min=0, metavar="GIB", help="Of each GPU; asked of the driver if there is one."
+        ),
     ] = 0.0,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="vLLM's setting.")] = 0.92,
-    kv_cache_memory_bytes: Annotated[int, typer.Option(help="vLLM's setting, or its figure.")] = 0,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(min=0.01, max=1, help="vLLM's setting.")
+    ] = 0.92,
+    kv_cache_memory_bytes: Annotated[
+        int, typer.Option(min=0, help="vLLM's setting, or its figure.")
+    ] = 0,
     rewrite: Annotated[
         str, typer.Option(metavar="TEXT", help="An old command line or --kv-transfer-config.")
     ] = "",

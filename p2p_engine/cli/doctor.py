@@ -19,7 +19,7 @@ from p2p_engine.cli.devices import GIB, visible_gpus
 from p2p_engine.cli.findings import Finding, change, note, ok, show
 from p2p_engine.cli.installation import check_installation
 from p2p_engine.cli.ports import is_port_free
-from p2p_engine.cli.rewrite import TOP_LEVEL_KEYS, config_problems, rewrite
+from p2p_engine.cli.rewrite import TOP_LEVEL_KEYS, config_problems, port_problem, rewrite
 from p2p_engine.config import DEFAULT_KV_PORT, TRANSPORT_NAMES, EngineConfig, SendMode
 from p2p_engine.device_memory import MIB, Room, device_memory
 from p2p_engine.errors import ConfigError
@@ -80,12 +80,15 @@ def check_config(config: Mapping[str, Any], tp_size: int) -> Iterator[Finding]:
     for problem in problems:
         yield change("configuration", problem, remedy)
     with contextlib.suppress(ConfigError):
-        extra = config.get(EXTRA) or {}
+        extra = _extra_of(config)
         settings = EngineConfig.from_extra_config(extra, num_local_ranks=tp_size)
         if not problems:
             yield ok("configuration", f"{config['kv_role']}, {settings.send_type.value}")
         yield check_key(settings, listens_on=settings.host if "host" in extra else "")
-        yield from _check_addresses(settings, int(config.get("kv_port", DEFAULT_KV_PORT)))
+        port = str(config.get("kv_port", DEFAULT_KV_PORT))
+        if port.isdecimal() and not port_problem(config):
+            yield check_kv_port(settings.host, int(port))
+        yield from _check_addresses(settings)
         yield check_memory(settings, str(config.get("kv_role")), tp_size, available_memory_bytes())
 
 
@@ -101,8 +104,18 @@ def check_key(settings: EngineConfig, *, listens_on: str) -> Finding:
     return note("key", "NONE: nothing is authenticated", warning) if warning else ok("key", "none")
 
 
-def _check_addresses(settings: EngineConfig, kv_port: int) -> Iterator[Finding]:
-    yield check_port(settings.host, kv_port, "kv_port")
+def _extra_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return our settings; none where they are no object, which is a problem of its own."""
+    extra = config.get(EXTRA)
+    return extra if isinstance(extra, Mapping) else {}
+
+
+def check_kv_port(host: str, port: int) -> Finding:
+    """Could the directory listen there?"""
+    return check_port(host, port, "kv_port") if port else ok("kv_port", "0: any free port")
+
+
+def _check_addresses(settings: EngineConfig) -> Iterator[Finding]:
     if settings.http_port:
         host = settings.http_host or settings.host
         yield check_port(host, settings.http_port, "http_port (vLLM's --port)")
@@ -160,7 +173,7 @@ def check_device_memory(config: Mapping[str, Any], room: Room | None) -> Iterato
     if room is None or config.get("kv_buffer_device") == "cpu":
         return
     with contextlib.suppress(ConfigError):
-        settings = EngineConfig.from_extra_config(config.get(EXTRA) or {}).on_device("cuda:0")
+        settings = EngineConfig.from_extra_config(_extra_of(config)).on_device("cuda:0")
         pushes = config.get("kv_role") == "kv_producer" and settings.send_type is not SendMode.GET
         needed = device_memory(settings, receives=not pushes)
         state = f"the engine takes {needed}, vLLM leaves {room.left_bytes / MIB:.0f} MiB"

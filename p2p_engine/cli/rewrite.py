@@ -27,6 +27,7 @@ TOP_LEVEL_KEYS = frozenset(
         "kv_role",
     }
 )
+MAX_PORT = 65535
 KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 _NEVER_USED = "this connector never used it, and vLLM refuses it since 0.32"
 _DROPPED_KEYS = {
@@ -93,7 +94,10 @@ def rewrite_config(old: Mapping[str, Any], result: Rewrite) -> dict[str, Any]:
     result.changes += [
         f"{key}: dropped; {_DROPPED_KEYS[key]}" for key in sorted(old.keys() - config)
     ]
-    extra = dict(config.pop(EXTRA, {}) or {})
+    given = config.pop(EXTRA, None) or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{EXTRA} is {given!r}, not a JSON object")
+    extra = dict(given)
     if "kv_buffer_size" in config:
         extra.setdefault("kv_buffer_size", config.pop("kv_buffer_size"))
         result.changes.append(f"kv_buffer_size: moved into {EXTRA}; vLLM refuses it since 0.32")
@@ -118,11 +122,23 @@ def config_problems(config: Mapping[str, Any]) -> list[str]:
         problems.append(f"kv_connector is {config.get('kv_connector')!r}; ours is {CONNECTOR!r}")
     if config.get("kv_role") not in KV_ROLES:
         problems.append(f"kv_role is {config.get('kv_role')!r}; allowed: {', '.join(KV_ROLES)}")
+    problems += filter(None, [port_problem(config)])
+    extra = config.get(EXTRA) or {}
+    if not isinstance(extra, Mapping):
+        return [*problems, f"{EXTRA} is {extra!r}; allowed: a JSON object"]
     try:
-        EngineConfig.from_extra_config(_without_variables(config.get(EXTRA) or {}))
+        EngineConfig.from_extra_config(_without_variables(extra))
     except ConfigError as error:
         problems.append(f"{EXTRA}: {error}")
     return problems
+
+
+def port_problem(config: Mapping[str, Any]) -> str | None:
+    """What is wrong with kv_port, if anything is."""
+    port = config.get("kv_port", 0)
+    if (re.fullmatch(r"[0-9]{1,5}", str(port)) and int(port) <= MAX_PORT) or _is_variable(port):
+        return None
+    return f"kv_port is {port!r}; allowed: 0 to {MAX_PORT}, 0 for any free port"
 
 
 def _without_variables(extra: Mapping[str, Any]) -> dict[str, Any]:

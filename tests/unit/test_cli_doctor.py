@@ -84,6 +84,22 @@ def test_a_port_in_use_must_change(listener: int) -> None:
     assert "in use" in finding.state
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"kv_port": port} for port in ("first", "$PORT", 65536, -1, None)]
+    + [{"kv_connector_extra_config": extra} for extra in (5, "{}", [1])],
+)
+def test_a_value_of_the_wrong_kind_is_a_finding_and_no_traceback(change: dict[str, object]) -> None:
+    config = {"kv_connector": "P2pNcclConnector", "kv_role": "kv_both", **change}
+    subjects = {finding.subject for finding in doctor.check_config(config, 1)}
+    assert "configuration" in subjects
+    assert ("kv_port" in subjects) == ("kv_port" not in change)
+
+
+def test_kv_port_0_is_any_free_port() -> None:
+    assert doctor.check_kv_port("127.0.0.1", 0).state == "0: any free port"
+
+
 def test_an_address_of_another_machine_must_change() -> None:
     finding = doctor.check_port("192.0.2.1", 0, "port")
     assert finding.level is Level.CHANGE

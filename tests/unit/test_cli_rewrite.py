@@ -134,6 +134,12 @@ def test_the_old_proxy_becomes_ours(old: str, new: str) -> None:
             "http_port is required",
         ),
         ({"kv_connector_extra_config": {"proxi_ip": "h"}}, "unknown key 'proxi_ip'"),
+        ({"kv_connector_extra_config": "{}"}, "is '{}'; allowed: a JSON object"),
+        ({"kv_port": 65536}, "kv_port is 65536; allowed: 0 to 65535"),
+        ({"kv_port": -1}, "kv_port is -1"),
+        ({"kv_port": 1.5}, "kv_port is 1.5"),
+        ({"kv_port": None}, "kv_port is None"),
+        ({"kv_port": "first"}, "kv_port is 'first'"),
     ],
 )
 def test_what_a_person_must_decide_is_a_problem(change: dict[str, object], problem: str) -> None:
