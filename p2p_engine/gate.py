@@ -9,10 +9,12 @@ of them. Nothing here blocks or has a thread: who owns the sockets calls `serve`
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import os
 import resource
+import secrets
 import socket
 import struct
 import time
@@ -275,6 +277,7 @@ def open_router(
     context: zmq.Context[zmq.Socket[bytes]], send_queue_frames: int
 ) -> zmq.Socket[bytes]:
     """Return a ROUTER whose queues, frames and kernel buffers are bounded, for each peer."""
+    _scatter_names()
     opened: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     opened.setsockopt(zmq.LINGER, 0)
     opened.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -290,6 +293,15 @@ def open_router(
     opened.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, SILENCE_SECONDS // 10))
     opened.setsockopt(zmq.TCP_MAXRT, SILENCE_SECONDS * 1000)
     return opened
+
+
+def _scatter_names() -> None:
+    """Let the next ROUTER begin anywhere with the names that it makes up for who has none.
+
+    It counts from rand(), which is the same in every process that nobody seeds. libzmq ends the
+    process when the next of these names is borne already, by a stranger who has chosen it.
+    """
+    ctypes.CDLL(None).srand(ctypes.c_uint(secrets.randbits(32)))
 
 
 def send(router: zmq.Socket[bytes], name: bytes, frame: bytes) -> None:

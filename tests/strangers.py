@@ -17,17 +17,18 @@ MORE = 1
 
 
 @contextlib.contextmanager
-def stranger(address: str) -> Iterator[socket.socket]:
-    """Connect to a ROUTER without keys and shake hands."""
+def stranger(address: str, name: bytes = b"") -> Iterator[socket.socket]:
+    """Connect to a ROUTER without keys and shake hands, under a name if there is one."""
     with socket.create_connection(split_address(address), timeout=10) as connection:
-        greet(connection)
+        greet(connection, name)
         yield connection
 
 
-def greet(connection: socket.socket) -> None:
+def greet(connection: socket.socket, name: bytes = b"") -> None:
     """Shake hands, on either side: until then libzmq takes every frame for a part of it."""
+    ready = _READY + (b"\x08Identity" + struct.pack(">I", len(name)) + name if name else b"")
     connection.sendall(_GREETING)
-    connection.sendall(b"\x04" + bytes([len(_READY)]) + _READY)
+    connection.sendall(b"\x04" + bytes([len(ready)]) + ready)
     header = _receive(connection, len(_GREETING) + 2)
     _receive(connection, header[-1])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,7 @@ from tests.support import eventually
 from tests.victim import KINDS, victim
 
 MIB = 1 << 20
+FIRST_RANDOM = 1804289383  # of glibc, where nobody seeds it
 PARTS = long_frame(MAX_FRAME_BYTES, MORE)
 
 
@@ -57,6 +59,20 @@ def test_who_does_not_read_costs_kilobytes(kind: str) -> None:
             flood(connection, short * 1000, 12_000 * len(short), seconds=1)
         assert resident_bytes(process) - before < num * 1024 * 1024
         assert ANSWER_QUEUE_FRAMES <= 500  # each at most as large as what is told of a cache
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_bears_the_name_of_who_comes_next(kind: str) -> None:
+    """libzmq ends the process when the name that it makes up is somebody's already."""
+    with victim(kind) as (address, process), contextlib.ExitStack() as strangers:
+        for number in range(32):
+            name = b"\0" + struct.pack(">I", FIRST_RANDOM + number)
+            strangers.enter_context(stranger(address, name)).sendall(long_frame(1))
+        for _ in range(32):
+            strangers.enter_context(stranger(address)).sendall(long_frame(1))
+        assert resident_bytes(process)  # a process that has ended has none
+        with stranger(address) as another:
+            another.sendall(long_frame(1))
 
 
 @pytest.fixture
