@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # So many probes in a row may go unanswered before an instance that was ready is not any more.
 PATIENCE = 3
+# So many that had a name before are remembered.
+MAX_REPLACED = 64
 # Instances come and go at other addresses; what came from so many is not remembered any more.
 MAX_SOURCES = 1024
 
@@ -82,8 +84,8 @@ class Instance:
     # prefill instance from which they came.
     kv_bytes_per_token: int = 0
     kv_bytes_from: Counter[str] = field(default_factory=Counter)
-    # Who had the name before it; one that beats again lives, and has no right to the name.
-    replaced: Identity | None = None
+    # Who had the name before it, the last first: who beats again lives, and has no right to it.
+    replaced: tuple[Identity, ...] = ()
     # When it was last chosen, in turns of the registry: breaks ties between equal loads.
     last_turn: int = 0
 

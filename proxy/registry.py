@@ -12,7 +12,7 @@ from p2p_engine.errors import P2pError, RemoteProtocolError
 from p2p_engine.messages import PROTOCOL_VERSION
 from proxy.addresses import AllowList, is_address
 from proxy.breaker import Breaker
-from proxy.instances import Identity, Instance, Leg, Role
+from proxy.instances import MAX_REPLACED, Identity, Instance, Leg, Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ class RegistryFull(P2pError):
 
 
 class AddressTaken(RemoteProtocolError):
-    """Two live instances claim one HTTP address; the message has both."""
+    """Several live instances claim one HTTP address; the message has two of them."""
 
 
 class Registry:
@@ -146,14 +146,15 @@ class Registry:
         """Add an incarnation; it may replace one, but not take turns with one that lives."""
         if instance is None:
             return self._add(identity, now)
-        if instance.replaced == identity and instance.is_alive(now):
+        if identity in instance.replaced and instance.is_alive(now):
             raise AddressTaken(
                 f"two instances say that {identity.name} is their HTTP server: KV address "
                 f"{instance.identity.zmq_address} is taken, {identity.zmq_address} is refused; "
                 "http_host and http_port must be those of each one's own server"
             )
         successor = self._add(identity, now)
-        successor.replaced = instance.identity
+        before = [item for item in instance.replaced if item != identity]
+        successor.replaced = (instance.identity, *before)[:MAX_REPLACED]
         return successor
 
     def _check_addresses(self, *addresses: str) -> None:

@@ -62,6 +62,18 @@ def test_two_that_claim_one_http_address_do_not_take_turns() -> None:
     assert registry.observe(first, 4.0 + LIFETIME + 0.01)[1]  # the second has gone
 
 
+def test_three_that_claim_one_http_address_do_not_take_turns() -> None:
+    """As instances on three hosts that were all told the same http_host."""
+    registry = Registry()
+    for epoch in (1, 2, 3):
+        kept = joined(registry, beat(epoch=epoch), now=float(epoch))
+    for epoch in (1, 2, 1):
+        with pytest.raises(AddressTaken):
+            registry.observe(beat(epoch=epoch), 4.0)
+    assert registry.observe(beat(epoch=3), 5.0) == (kept, False)
+    assert registry.observe(beat(epoch=1), 5.0 + LIFETIME + 0.01)[1]  # the third has gone
+
+
 def test_it_lives_for_three_missed_beats() -> None:
     instance = joined(Registry(), beat(), now=100.0)
     assert instance.is_routable(Role.PREFILL, 100.0 + LIFETIME - 0.01)
