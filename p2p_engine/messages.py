@@ -177,6 +177,11 @@ class CacheSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     is_draft: bool = False  # layers of a draft model, which its peers may lack
     more: Annotated[tuple[CacheSpec, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
 
+    def __post_init__(self) -> None:
+        """Refuse groups of groups: a group is a byte on the wire, and may be half a KiB here."""
+        if any(group.more for group in self.more):
+            raise ValueError("a group of layers has no groups of its own")
+
     @property
     def groups(self) -> tuple[CacheSpec, ...]:
         """All groups of the rank."""

@@ -11,8 +11,11 @@ from p2p_engine.errors import RemoteProtocolError
 from p2p_engine.messages import (
     MAX_FRAME_BYTES,
     MAX_LAYERS,
+    PROTOCOL_VERSION,
     AnyMessage,
+    CacheSpec,
     Heartbeat,
+    Hello,
     Manifest,
     Offer,
     PageShape,
@@ -97,6 +100,16 @@ def test_frame_that_is_too_long_is_refused() -> None:
 def test_deep_nesting_is_refused() -> None:
     with pytest.raises(RemoteProtocolError):
         decode(b"\x91" * 60_000)
+
+
+def test_groups_of_groups_are_refused() -> None:
+    """A frame of them would take a hundred times its length for as long as its sender is here."""
+    nested: dict[str, object] = {"more": [{"more": [{}] * 64}] * 64}
+    hello = msgpack.unpackb(encode(Hello(1, 0, PROTOCOL_VERSION, "h:1", CacheSpec(), {})))
+    assert isinstance(decode(msgpack.packb(hello)), Hello)
+    hello[hello.index({})] = nested
+    with pytest.raises(RemoteProtocolError, match="no groups of its own"):
+        decode(msgpack.packb(hello))
 
 
 def test_largest_offer_fits_a_frame() -> None:
