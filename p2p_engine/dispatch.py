@@ -87,7 +87,8 @@ class Dispatch:
     def _on_answer(self, link: Link, message: AnyMessage) -> None:
         if isinstance(message, Gone):
             gone = TransferRejected(f"{link.target}: {message.reason}")
-            self._renewals.on_gone(link.target, message.key, gone)
+            for peer in self._links.names(link):
+                self._renewals.on_gone(peer, message.key, gone)
             self._awaited.on_gone(message.key, link.epoch, gone)
         elif not tell_sender(self._sender, link, message) and not isinstance(
             message, Pong | Bye | Greet

@@ -242,6 +242,10 @@ class Links:
             counts[link.state.name.lower()] = counts.get(link.state.name.lower(), 0) + 1
         return counts
 
+    def names(self, link: Link) -> list[PeerAddress]:
+        """Return the names by which the engine of a link is known, the link's own first."""
+        return [link.target, *(twin.target for twin in self._twins(link))]
+
     def num_unclosed_channels(self) -> int:
         """How many channels could not be closed, because a copy does not stop."""
         return len(self._leftovers)

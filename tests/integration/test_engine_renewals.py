@@ -3,6 +3,7 @@ while. Leases are short here; nobody waits for a set time but to let a lease end
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 
 from p2p_engine import P2pNcclEngine, SendMode, TransferKey
 from p2p_engine.addresses import split_address
+from p2p_engine.directory import Directory, RankAddress
 from p2p_engine.errors import TransferError, TransferTimeout
-from p2p_engine.layout import TensorSource
+from p2p_engine.layout import TensorSink, TensorSource
 from p2p_engine.peers import PeerAddress
 from tests.engines import MIB, Peer, assert_idle, engines, pattern, settings
 from tests.relay import Relay
@@ -104,6 +106,23 @@ def test_what_a_peer_will_never_give_is_refused_at_once() -> None:
         holder.abandon(KEY, None, "the request was aborted")
         with pytest.raises(TransferError, match="aborted"):
             receiver.recv_tensor(KEY, holder.zmq_address, timeout=10)
+
+
+def test_who_has_two_names_is_heard_by_both() -> None:
+    """One engine is kept in touch with by its directory's name, and sent to by its own."""
+    with engines(2, **SHORT) as (holder, receiver):
+        rank = RankAddress(0, holder.zmq_address, holder.epoch)
+        with contextlib.closing(Directory(settings(), [rank], kv_port=0, role="P")) as directory:
+            receiver.keep(KEY, peer=PeerAddress(directory.address, 0))
+            eventually(lambda: receiver.stats()["links"] == {"ready": 1})
+            receiver.send_tensor(KEY, pattern("request", 9), holder.zmq_address)
+            eventually(lambda: receiver.stats()["links"] == {"ready": 2})
+            holder.abandon(KEY, None, "it was aborted")
+            eventually(lambda: not receiver._renewals._duties)
+            with pytest.raises(TransferError, match="it was aborted"):
+                receiver.receive(KEY, TensorSink())
+            holder.drop_landed()
+            assert_idle(holder, receiver)
 
 
 def test_what_was_given_up_before_it_is_kept_is_refused_at_once() -> None:
