@@ -596,6 +596,7 @@ def make_cache_config(
     """The groups that vLLM makes of the whole model's layers, with those of one stage."""
     num_heads = max(1, NUM_HEADS // config.parallel_config.tensor_parallel_size)
     common: dict[str, Any] = {"block_size": config.cache_config.block_size, "dtype": torch.int64}
+    num_retained = max(0, compat.num_lookahead_tokens(config) - 1)  # as vLLM's get_kv_cache_configs
     specs: dict[str, KVCacheSpec] = {}
     windows = [*MODELS[attention], *([0] if DRAFT in layers else [])]
     for name, window in zip(LAYER_NAMES, windows, strict=False):
@@ -605,8 +606,9 @@ def make_cache_config(
             )
         elif window:
             specs[name] = SlidingWindowSpec(
-                num_kv_heads=num_heads, head_size=SLOT_WIDTH // 2, sliding_window=window, **common
-            )
+                num_kv_heads=num_heads, head_size=SLOT_WIDTH // 2, sliding_window=window,
+                extra_retained_tokens=num_retained, **common,
+            )  # fmt: skip
         else:
             specs[name] = FullAttentionSpec(
                 num_kv_heads=num_heads, head_size=SLOT_WIDTH // 2, **common

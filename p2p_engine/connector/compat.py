@@ -39,8 +39,17 @@ def check_version() -> bool:
 
 
 def num_lookahead_tokens(vllm_config: Any) -> int:
-    """How many tokens behind a position a draft's layers have read when they compute it (0.31)."""
-    return int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0))
+    """How many tokens behind a position a draft's layers have read when they compute it.
+
+    Before 0.31 only vLLM's scheduler counts them; here it matters whether they are more than one.
+    """
+    known = getattr(vllm_config, "num_prefill_lookahead_tokens", None)
+    if known is not None:
+        return int(known)
+    speculation = vllm_config.speculative_config
+    if speculation is None or not speculation.use_multi_module_mtp():
+        return 0
+    return int(speculation.num_speculative_tokens)
 
 
 def has_random_request_ids() -> bool:

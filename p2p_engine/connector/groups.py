@@ -146,7 +146,11 @@ def _check_kind(spec: KVCacheSpec) -> None:
 
 
 def _window_of(spec: object) -> int:
-    """Tokens that vLLM keeps for the layers; more than they look at, where a draft needs them."""
+    """Tokens at the end of a prompt that decode's vLLM makes blocks for, the last one included.
+
+    With a draft of several modules it keeps `extra_retained_tokens` more than the layers look at,
+    counted from the first token that it computes itself. That one lies as many before the last.
+    """
     if not isinstance(spec, SlidingWindowSpec):
         return 0
-    return spec.sliding_window + spec.extra_retained_tokens
+    return spec.sliding_window + 2 * spec.extra_retained_tokens

@@ -167,6 +167,23 @@ def test_what_prefill_guessed_is_computed_again(
     assert not any(wrong.values())
 
 
+@pytest.mark.parametrize("attention", ["windows", "mixed"])
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_windows_beside_a_draft_of_several_modules(
+    make_pair: MakePair, attention: str, send_type: str
+) -> None:
+    """Each place in a block where the first window that decode computes may begin."""
+    pair = make_pair(
+        {}, {}, draft="mtp", num_modules=4, attention=attention, send_type=send_type,
+        num_blocks=300,
+    )  # fmt: skip
+    for length in range(96, 112):
+        pair.ask(prompt_of(length))
+    pair.run(timeout=40)
+    pair.check_answers(num_computed=4)
+    pair.check_at_rest()
+
+
 def test_a_prompt_that_the_draft_reads_over_is_not_loaded(make_pair: MakePair) -> None:
     pair = make_pair({}, {}, draft="mtp", num_modules=4)
     for length in (1, 3, 4):

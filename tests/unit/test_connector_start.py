@@ -235,3 +235,17 @@ def test_whole_graphs_may_be_replayed_because_layers_are_not_hooked() -> None:
     connector.save_kv_layer("layers.0", Mock(), None)
     assert connector._worker.mock_calls == []
     assert not P2pNcclConnector.requires_piecewise_for_cudagraph({})
+
+
+@pytest.mark.parametrize(
+    ("config", "num_tokens"),
+    [
+        (SimpleNamespace(num_prefill_lookahead_tokens=3), 3),
+        (SimpleNamespace(speculative_config=None), 0),
+        (SimpleNamespace(speculative_config=Mock(num_speculative_tokens=3)), 3),
+    ],
+)
+def test_how_far_a_draft_reads_ahead_is_known_of_every_release(
+    config: SimpleNamespace, num_tokens: int
+) -> None:
+    assert compat.num_lookahead_tokens(config) == num_tokens
