@@ -280,8 +280,8 @@ class SchedulerHalf:
 
     def has_orders_for_idle_workers(self) -> bool:
         """Whether vLLM should step though it has nothing to run: while it is paused, requests come
-        and go, and the workers must know what to keep."""
-        return bool(self._next.kept or self._next.dropped)
+        and go, and the workers must know what to keep; after a reset, what comes later is new."""
+        return bool(self._next.kept or self._next.dropped or self._next.is_reset)
 
     def can_wait_for_blocks(self) -> bool:
         """Whether vLLM, which lacks blocks for a running request, will have some soon."""

@@ -213,3 +213,15 @@ def play(pair: Pair, rng: SeededRandom) -> None:
             pair.ask_waiting()
         for _ in range(rng.randrange(4)):
             pair.step()
+
+
+def test_a_reset_while_decode_is_idle_takes_nothing_that_comes_later(make_pair: MakePair) -> None:
+    """The workers are told at once, not when the next request has its KV here already."""
+    pair = make_pair(policy="fail")
+    assert pair.d.scheduler.reset_prefix_cache(reset_connector=True)
+    pair.run()
+    pair.ask(prompt_of(100), order="prefill first")
+    pair.run(lambda: pair.landed_bytes() > 0 and pair.p.is_idle, only=pair.p)
+    pair.run()
+    pair.check_answers(num_computed=1)
+    pair.check_at_rest()
