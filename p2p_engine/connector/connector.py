@@ -21,9 +21,9 @@ from p2p_engine.connector.cache_spec import read_caches
 from p2p_engine.connector.device_room import check_room
 from p2p_engine.connector.groups import (
     attention_groups,
+    can_name_lost_blocks,
     is_draft_layer,
     layer_groups,
-    names_lost_blocks,
 )
 from p2p_engine.connector.host_buffer import HostBuffer
 from p2p_engine.connector.intent import Instance
@@ -307,7 +307,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
             spec,
             caches,
             can_fail_requests=compat.HAS_FAILED_REQUESTS,
-            names_lost_blocks=names_lost_blocks([item for item in groups if not item.is_draft]),
+            names_lost_blocks=can_name_lost_blocks(self._kv_cache_config, groups),
         )
         self._reporter = StatsReporter(rank)
 

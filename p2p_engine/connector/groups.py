@@ -91,6 +91,13 @@ def names_lost_blocks(groups: Sequence[LayerGroup]) -> bool:
     return len(groups) == 1 and not groups[0].window
 
 
+def can_name_lost_blocks(kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> bool:
+    """Whether vLLM takes the ids of lost blocks: it raises if there is a second table, also where
+    only a draft has that."""
+    own = [group for group in groups if not group.is_draft]
+    return names_lost_blocks(layer_groups(kv_cache_config)) and names_lost_blocks(own)
+
+
 def _split(
     tables: Sequence[KVCacheGroupSpec], is_wanted: Callable[[str], bool], first_number: int
 ) -> list[LayerGroup]:

@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
 
 from p2p_engine.connector import compat
 from p2p_engine.connector.cache_spec import read_cache, read_caches
-from p2p_engine.connector.groups import attention_groups, is_draft_layer
+from p2p_engine.connector.groups import attention_groups, can_name_lost_blocks, is_draft_layer
 from p2p_engine.connector.layer_group import GroupCache, LayerGroup
 from p2p_engine.errors import ConfigError
 from p2p_engine.messages import CacheSpec, Plane
@@ -341,8 +341,15 @@ DRAFT_SPEC = replace(SPEC, num_kv_heads=1)
 def with_draft(*specs: Any) -> list[LayerGroup]:
     """The groups of layers.0, .1 and a draft's .2; each spec is that of a table of its own."""
     names = [NAMES] if len(specs) == 1 else [["layers.0"], ["layers.1", "layers.2"]]
-    groups = [KVCacheGroupSpec(*item) for item in zip(names, specs, strict=True)]
-    config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+    return groups_of(tables_of(*zip(names, specs, strict=True)))
+
+
+def tables_of(*tables: tuple[list[str], Any]) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec(*item) for item in tables]
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def groups_of(config: KVCacheConfig) -> list[LayerGroup]:
     return attention_groups(config, partial(is_draft_layer, vllm_config(draft=DRAFT, num_layers=2)))
 
 
@@ -360,6 +367,15 @@ def test_a_draft_is_a_group_of_its_own_behind_the_models() -> None:
     kinds: dict[str, Any] = {"layers.0": SPEC, "layers.1": SPEC, "layers.2": DRAFT_SPEC}
     mixed = UniformTypeKVCacheSpecs(block_size=TOKENS, kv_cache_specs=kinds)
     assert [group.spec.num_kv_heads for group in with_draft(mixed)] == [HEADS, 1]
+
+
+@pytest.mark.parametrize("draft", [WINDOW, CHUNKED])
+def test_lost_blocks_are_not_named_where_a_draft_has_a_table_of_its_own(draft: Any) -> None:
+    """Also if it is not transferred: vLLM would raise in its scheduler."""
+    alone = tables_of((NAMES, SPEC))
+    assert can_name_lost_blocks(alone, groups_of(alone))
+    beside = tables_of((NAMES[:2], SPEC), (NAMES[2:], draft))
+    assert not can_name_lost_blocks(beside, groups_of(beside))
 
 
 def test_a_draft_of_a_kind_that_is_not_supported_is_left_out() -> None:
