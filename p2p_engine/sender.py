@@ -12,9 +12,9 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
+from p2p_engine.abandonments import Abandonments
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import (
     P2pError,
@@ -33,7 +33,6 @@ from p2p_engine.index import Index
 from p2p_engine.jobs import Job, Moment
 from p2p_engine.layout import Source, ask, ask_regions
 from p2p_engine.messages import (
-    Abandon,
     Cancel,
     Cancelled,
     Commit,
@@ -45,8 +44,8 @@ from p2p_engine.messages import (
     Manifest,
     Offer,
     TransferKey,
-    shorten,
 )
+from p2p_engine.parts import for_each
 from p2p_engine.peers import Link, Links, LinkState, PeerAddress
 from p2p_engine.shipment import Chunk, ChunkState, Shipment
 from p2p_engine.stats import Counters
@@ -61,16 +60,6 @@ _REFUSALS = {
     for kind in (TransferTooLarge, TransferTimeout, TransferCancelled, TransferCorrupted, PeerLost)
 }  # what a FAIL may name beside the usual TransferRejected
 MAX_ATTEMPTS = 3  # data connections that may break under one chunk
-
-
-@dataclass(eq=False)
-class Abandonment:
-    """A key that a peer must be told will never be completed."""
-
-    link: Link
-    reason: str
-    deadline: float
-    resend_at: float = 0.0
 
 
 class Sender:
@@ -95,7 +84,8 @@ class Sender:
         self._timers: Timers[Chunk] = Timers()
         self._late: dict[Chunk, None] = {}  # past their deadlines, and not over
         self._shipments: dict[Transfer, Shipment] = {}
-        self._abandoned: dict[tuple[TransferKey, PeerAddress], Abandonment] = {}
+        self._going: Index[ContentKey, Shipment] = Index()
+        self._abandoned = Abandonments(config, links, clock)
 
     # What the caller asks for
 
@@ -122,6 +112,7 @@ class Sender:
             is_held, moments,
         )  # fmt: skip
         self._shipments[transfer] = shipment
+        self._going.add(shipment.content, shipment)
         self._open(shipment, shipment.manifest)
         return shipment
 
@@ -135,10 +126,7 @@ class Sender:
 
     def abandon(self, key: TransferKey, peer: PeerAddress, reason: str) -> None:
         """Tell the peer, until it has heard, that this key will not be completed."""
-        deadline = self._clock() + self._config.transfer_timeout_seconds
-        abandonment = Abandonment(self._links.get(peer, data=False), reason, deadline)
-        self._abandoned[key, peer] = abandonment
-        self._tell_abandoned(key, abandonment)
+        self._abandoned.add(key, peer, reason)
 
     def stop(self, shipment: Shipment, error: P2pError) -> None:
         """End a shipment as soon as nothing of it is written any more."""
@@ -160,9 +148,7 @@ class Sender:
 
     def on_abandon_ok(self, link: Link, key: TransferKey) -> None:
         """The peer has heard."""
-        for name, abandonment in list(self._abandoned.items()):
-            if name[0] == key and abandonment.link.epoch == link.epoch:
-                del self._abandoned[name]
+        self._abandoned.on_heard(link, key)
 
     def on_grant(self, link: Link, message: Grant) -> None:
         """Start to write, when the source is ready."""
@@ -223,29 +209,25 @@ class Sender:
     def offer_now(self, epoch: int, content: ContentKey) -> bool:
         """The receiver waits for it: offer at once what it has denied. False: nothing of it is on
         its way there."""
-        found = self._going(epoch, {content})
+        found = self._going_to(epoch, content)
         for shipment in found:
             for chunk in shipment.chunks.values():
                 if chunk.state is ChunkState.OFFERED:
                     self._schedule(chunk, 0.0)
         return bool(found)
 
-    def on_renew(self, epoch: int, contents: Collection[ContentKey]) -> None:
+    def on_renew(self, epoch: int, contents: Iterable[ContentKey]) -> None:
         """The receiver will ask for these: what it has not granted all memory for may take another
         transfer_timeout_seconds."""
         deadline = self._clock() + self._config.transfer_timeout_seconds
-        for shipment in self._going(epoch, contents):
+        for shipment in [item for name in contents for item in self._going_to(epoch, name)]:
             if not shipment.is_granted:
                 latest = min(deadline, shipment.latest_deadline)
                 shipment.deadline = max(shipment.deadline, latest)
 
-    def _going(self, epoch: int, contents: Collection[ContentKey]) -> list[Shipment]:
-        """What is on its way to the engine of an epoch, of these contents."""
-        return [
-            shipment
-            for shipment in self._shipments.values()
-            if shipment.link.epoch == epoch and (shipment.key, shipment.binding) in contents
-        ]
+    def _going_to(self, epoch: int, content: ContentKey) -> list[Shipment]:
+        """What is on its way to the engine of an epoch, of this content."""
+        return [item for item in self._going.get(content) if item.link.epoch == epoch]
 
     # What happens here
 
@@ -259,9 +241,7 @@ class Sender:
         """Tell the peer what will not come, and again what it has forgotten."""
         for chunk in self._on_link(link):
             self._repeat(chunk)
-        for (key, _), abandonment in self._abandoned.items():
-            if abandonment.link is link:
-                self._tell_abandoned(key, abandonment)
+        self._abandoned.link_ready(link)
 
     def channel_lost(self, link: Link, error: P2pError) -> None:
         """Try again over another channel; what was written is the peer's to say."""
@@ -280,19 +260,17 @@ class Sender:
 
     def link_closed(self, link: Link) -> None:
         """End what was on its way."""
-        for chunk in self._on_link(link):
-            self._end_when_read(chunk, _as_lost(link, chunk))
-        for name in [k for k, item in self._abandoned.items() if item.link is link]:
-            del self._abandoned[name]
+        self._abandoned.link_closed(link)
+        for_each(
+            self._on_link(link), lambda chunk: self._end_when_read(chunk, _as_lost(link, chunk))
+        )
 
     def tick(self, now: float) -> None:
         """Repeat what is unanswered and end what is overdue."""
-        self._timers.look(now, lambda chunk: self._tick_chunk(chunk, now))
-        for target, item in list(self._abandoned.items()):
-            if now >= item.deadline:
-                del self._abandoned[target]
-            elif now >= item.resend_at:
-                self._tell_abandoned(target[0], item)
+        try:
+            self._timers.look(now, lambda chunk: self._tick_chunk(chunk, now))
+        finally:
+            self._abandoned.tick(now)
 
     def _tick_chunk(self, chunk: Chunk, now: float) -> None:
         """Look at what is due; it is due again soon, until it is over."""
@@ -475,6 +453,7 @@ class Sender:
         """Nothing of it is open; the last of its chunks may be told of that more than once."""
         if self._shipments.pop(shipment.transfer, None) is None:
             return
+        self._going.discard(shipment.content, shipment)
         error = None if shipment.has_arrived else shipment.ending
         self._counters.count("sent", error)
         if error is not None:
@@ -489,11 +468,6 @@ class Sender:
             shipment = self._shipments.get(transfer)
             if shipment is not None:
                 self.stop(shipment, as_withdrawn(transfer, reason))
-
-    def _tell_abandoned(self, key: TransferKey, abandonment: Abandonment) -> None:
-        if abandonment.link.ready:
-            abandonment.resend_at = self._clock() + self._config.retry_seconds
-            self._links.send(abandonment.link, Abandon, key, shorten(abandonment.reason))
 
     def _current(self, link: Link, message: Grant | Deny | Commit | Fail | Cancel) -> Chunk | None:
         """The chunk that a peer speaks of, if this attempt is still the last.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from p2p_engine.errors import P2pError
 from p2p_engine.jobs import Job, Moment
 from p2p_engine.layout import Source, ask
-from p2p_engine.messages import Grant, Manifest, TransferKey
+from p2p_engine.messages import ContentKey, Grant, Manifest, TransferKey
 from p2p_engine.peers import Link
 from p2p_engine.transfer import Transfer
 from p2p_engine.transports.base import Channel
@@ -76,6 +76,11 @@ class Shipment:
         if self.link.largest_landing:
             chunk_bytes = min(chunk_bytes, self.link.largest_landing // SHARE_OF_LANDING)
         self.max_blocks = max(1, chunk_bytes // max(1, self.manifest.block_bytes))
+
+    @property
+    def content(self) -> ContentKey:
+        """What it brings."""
+        return self.key, self.binding
 
     @property
     def has_source(self) -> bool:

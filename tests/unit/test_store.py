@@ -412,6 +412,19 @@ def test_overdue_receive_is_a_timeout_that_names_the_key(world: World) -> None:
     assert str(KEY) in str(error)
 
 
+def test_overdue_send_of_many_chunks_leaves_nothing_overdue() -> None:
+    """One of its chunks ends all of them, while the others are still to be looked at."""
+    settings = dataclasses.replace(SETTINGS, chunk_bytes=1)
+    world = World(receiver_writes=False, config=settings)
+    world.send(KEY, b"", *ALL, ready=False)
+    converse(world)
+    assert len(world.sender._chunks) > 1
+    world.advance(SETTINGS.transfer_timeout_seconds)
+    assert isinstance(world.sendings[0].transfer.error, TransferTimeout)
+    assert world.sender.overdue(world.now) == []
+    world.close()
+
+
 def test_overdue_send_is_a_timeout_that_names_its_state(world: World) -> None:
     world.send(KEY, b"", *ALL, ready=False)
     converse(world)
