@@ -13,6 +13,7 @@ import numpy as np
 from p2p_engine.arena import BUFFER, POOL, LandingArena, Space
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError, TransferCancelled, TransferError, TransferTimeout
+from p2p_engine.index import Index
 from p2p_engine.jobs import Copier, Job, Moment, after
 from p2p_engine.layout import Int64s, Source, ask, ask_regions, pair
 from p2p_engine.messages import CacheSpec, ContentKey, Manifest, TransferKey
@@ -22,18 +23,9 @@ from p2p_engine.recent import Recent
 from p2p_engine.sender import Sender, as_withdrawn
 from p2p_engine.shipment import Shipment
 from p2p_engine.stats import Counters
+from p2p_engine.timers import Timers
 from p2p_engine.transfer import Transfer, lane_of
-
-MAX_WISHES = 4096
-
-
-@dataclass(frozen=True)
-class Wish:
-    """A WANT that is not served yet."""
-
-    spec: CacheSpec | None
-    deadline: float
-    refuse: Callable[[str], None]
+from p2p_engine.wishes import Wish, Wishes
 
 
 @dataclass(eq=False)
@@ -90,8 +82,11 @@ class Holds:
         self._clock = clock
         self._spec = spec
         self._holds: dict[ContentKey, Hold] = {}
+        self._of_key: Index[TransferKey, Hold] = Index()
         self._by_transfer: dict[Transfer, Hold] = {}
-        self._wishes: dict[tuple[ContentKey, PeerAddress], Wish] = {}
+        self._wishes = Wishes()
+        self._timers: Timers[Hold] = Timers()
+        self._late: dict[Hold, None] = {}  # past their leases, and not over
         self._released: Recent[ContentKey, tuple[frozenset[int], frozenset[int]]] = Recent()
         self._gone: Recent[TransferKey, str] = Recent()
         self._ending: set[Hold] = set()  # until their copies have stopped
@@ -118,10 +113,12 @@ class Holds:
         self._holds[content] = hold = Hold(
             content, source, transfer, now + lease, lease, latest_end, moments
         )
+        self._of_key.add(key, hold)
         self._by_transfer[transfer] = hold
+        self._timers.set(hold, hold.lease_ends_at)
         self._gone.pop(key)
-        for name in [name for name in self._wishes if name[0] == content]:
-            self._serve(hold, name[1], self._wishes.pop(name))
+        for peer, wish in self._wishes.take(content):
+            self._serve(hold, peer, wish)
         early = self._released.pop(content)
         if early is not None:
             hold.readers, served = early
@@ -184,8 +181,7 @@ class Holds:
     def let_go(self, key: TransferKey, reason: str) -> None:
         """Tell whoever wants this key, now or later, that it will not be held."""
         self._gone.put(key, reason)
-        for name in [name for name in self._wishes if name[0][0] == key]:
-            self._wishes.pop(name).refuse(reason)
+        self._wishes.refuse_key(key, reason)
 
     def on_want(
         self,
@@ -199,20 +195,15 @@ class Holds:
         """Offer what is held, wait for what may be held soon unless it `is_pushed`, or `refuse`
         with a reason."""
         hold, reason = self._holds.get(content), self._gone.get(content[0])
-        deadline = self._clock() + self._config.transfer_timeout_seconds
+        wish = Wish(spec, self._clock() + self._config.transfer_timeout_seconds, refuse)
         if hold is not None:
-            self._serve(hold, peer, Wish(spec, deadline, refuse))
+            self._serve(hold, peer, wish)
         elif reason is not None:
             refuse(reason)
-        elif any(key == content[0] for key, _ in self._holds):
+        elif self._of_key.count(content[0]):
             refuse("held for another content: the prompts differ")
-        elif is_pushed:
-            return  # it will come by itself
-        elif (content, peer) in self._wishes:  # said again: before or after its restart
-            deadline = self._wishes[content, peer].deadline
-            self._wishes[content, peer] = Wish(spec, deadline, refuse)
-        elif len(self._wishes) < MAX_WISHES:
-            self._wishes[content, peer] = Wish(spec, deadline, refuse)
+        elif not is_pushed:  # what is pushed comes by itself
+            self._wishes.put(content, peer, wish)
 
     def on_renew(self, content: ContentKey) -> str | None:
         """Give a held source another lease; returns why it will never be held, if that is known."""
@@ -225,7 +216,7 @@ class Holds:
 
     def on_release(self, content: ContentKey, peer: PeerAddress, spec: CacheSpec | None) -> None:
         """The peer wants nothing more of a held key."""
-        self._wishes.pop((content, peer), None)
+        self._wishes.discard(content, peer)
         hold = self._holds.get(content)
         if hold is not None:
             hold.readers = self._readers(content, spec)
@@ -237,21 +228,26 @@ class Holds:
 
     def tick(self, now: float) -> None:
         """End what is overdue."""
-        for hold in list(self._holds.values()):
-            if not hold.shipments and now >= hold.lease_ends_at:
-                self._counters.expired += 1
-                error = TransferTimeout(f"nobody wanted {hold.content[0]} during its lease")
-                self._end(hold, error, "its lease has ended")
-        for name, wish in list(self._wishes.items()):
-            if now >= wish.deadline:
-                del self._wishes[name]
-                wish.refuse("it was never held here")
+        try:
+            self._timers.look(now, lambda hold: self._tick_hold(hold, now))
+        finally:
+            self._wishes.tick(now)
+
+    def _tick_hold(self, hold: Hold, now: float) -> None:
+        if hold.shipments:
+            return  # it is looked at again soon, until nobody is pulling it
+        if now < hold.lease_ends_at:
+            self._timers.set(hold, hold.lease_ends_at)
+        else:
+            self._late[hold] = None
+            self._counters.expired += 1
+            error = TransferTimeout(f"nobody wanted {hold.content[0]} during its lease")
+            self._end(hold, error, "its lease has ended")
 
     def overdue(self, now: float) -> list[str]:
         """Name what is held past its lease, though nobody is pulling it, and cannot be let go."""
-        late = [item for item in self._holds.values() if now >= item.lease_ends_at]
-        late = [item for item in late if not item.shipments] + list(self._ending)
-        return [f"hold {item.content[0]}" for item in late]
+        late = [hold for hold in self._late if now >= hold.lease_ends_at and not hold.shipments]
+        return [f"hold {item.content[0]}" for item in (*late, *self._ending)]
 
     def close(self, error: P2pError) -> None:
         """End everything; the mover is stopped and the sender closed."""
@@ -303,6 +299,8 @@ class Holds:
     ) -> None:
         hold.shipments.pop(peer, None)  # after a failure it may be wanted again during its lease
         hold.wishes.pop(peer, None)
+        if not hold.shipments and self._holds.get(hold.content) is hold:
+            self._timers.set(hold, hold.lease_ends_at)
         if shipment.transfer.error is None:
             self._served(hold, spec, "it was pulled already")
 
@@ -328,6 +326,9 @@ class Holds:
     def _stop(self, hold: Hold, error: P2pError | None, reason: str) -> None:
         """Its transfer ends as soon as nothing reads its source or writes its space."""
         del self._holds[hold.content], self._by_transfer[hold.transfer]
+        self._of_key.discard(hold.content[0], hold)
+        self._timers.cancel(hold)
+        self._late.pop(hold, None)
         hold.error = error
         if hold.copying is not None:
             self._ending.add(hold)
@@ -360,7 +361,8 @@ class Holds:
             hold = self._held_as(transfer)
             if hold is not None:
                 # Withdrawn is not gone: after a preemption it is held again, unless it is let go.
-                self._wishes |= {(hold.content, peer): w for peer, w in hold.wishes.items()}
+                for peer, wish in hold.wishes.items():
+                    self._wishes.put(hold.content, peer, wish)
                 error = as_withdrawn(transfer, reason)
                 self._stop(hold, error, str(error))
 
