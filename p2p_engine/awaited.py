@@ -12,10 +12,13 @@ from functools import partial
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError, PeerLost, PeerRefused, RemoteProtocolError
 from p2p_engine.holders import givers, keepers
+from p2p_engine.index import Index
 from p2p_engine.instances import Instances
 from p2p_engine.messages import CacheSpec, ContentKey, Release, TransferKey, Want
+from p2p_engine.parts import for_each
 from p2p_engine.peers import InstanceAddress, Link, Links, PeerAddress
 from p2p_engine.recent import Recent
+from p2p_engine.timers import Timers
 from p2p_engine.transfer import Transfer
 
 MAX_ACCUSATIONS = 4096
@@ -87,7 +90,9 @@ class Awaited:
         self._abandoned = abandoned
         self._introduced = introduced
         self._expected: dict[TransferKey, Expected] = {}
-        self._to_release: list[tuple[Link, ContentKey]] = []
+        self._of_link: Index[Link, Expected] = Index()
+        self._timers: Timers[Expected] = Timers()  # of those to ask for, or that ended
+        self._to_release: Index[Link, ContentKey] = Index()
         self._accused: Recent[tuple[TransferKey, int], Accusation] = Recent(MAX_ACCUSATIONS)
 
     def add(
@@ -100,8 +105,11 @@ class Awaited:
     ) -> None:
         """Watch the peer until the transfer has ended; with `pull`, ask it for the key, without,
         ask it when nothing has come for a while: it may hold what we take for pushed."""
-        item = Expected(transfer, binding, pull)
-        self._expected[transfer.key] = item
+        previous = self._expected.get(transfer.key)
+        if previous is not None:  # no RELEASE for it: it would end what is asked for now
+            self._remove(previous)
+        item = self._expected[transfer.key] = Expected(transfer, binding, pull)
+        transfer.on_end = partial(self._ended, item)
         if isinstance(peer, PeerAddress):
             self._watch(item, [peer])
         else:
@@ -143,9 +151,9 @@ class Awaited:
             return  # it has ended by now
         if epoch not in item.epochs:
             raise RemoteProtocolError(f"GONE of {key} from {epoch:x}, which was not asked for it")
-        del self._expected[key]
+        self._remove(item)
         self._fail(key, error)
-        self._let_go((key, item.binding), item)
+        self._let_go(item)
 
     def on_abandon(self, key: TransferKey, epoch: int, error: P2pError) -> None:
         """A peer will not complete a key. It is believed if the key is awaited from it, or from
@@ -167,39 +175,70 @@ class Awaited:
 
     def link_ready(self, link: Link) -> None:
         """Ask what could not be asked before."""
-        for item in self._expected.values():
-            for asked in item.asked:
-                if asked.link is link:
-                    self._meet(item, asked)
-        for _, content in self._take_releases(link):
-            self._links.send(link, Release, *content)
+        try:
+            for_each(self._of_link.get(link), lambda item: self._meet_by(item, link))
+        finally:
+            for content in self._to_release.pop(link):
+                self._links.send(link, Release, *content)
 
     def link_closed(self, link: Link) -> None:
         """Nothing will come from there any more."""
-        self._take_releases(link)
-        for key, item in list(self._expected.items()):
-            if any(asked.link is link for asked in item.asked):
-                del self._expected[key]
-                if not item.transfer.done:
-                    self._bereave(key, link.error or PeerLost(f"peer {link.target} is gone"))
+        self._to_release.pop(link)
+        error = link.error or PeerLost(f"peer {link.target} is gone")
+        for_each(self._of_link.get(link), lambda item: self._lose(item, error))
 
     def tick(self, now: float) -> None:
         """Ask again; let go of what has ended."""
-        for key, item in list(self._expected.items()):
-            if item.transfer.done:
-                del self._expected[key]
-                self._let_go((key, item.binding), item)
-                continue
-            for asked in item.asked:
-                if now >= asked.resend_at:
-                    self._ask(item, asked, now)
+        self._timers.look(now, lambda item: self._tick_one(item, now))
+
+    def _tick_one(self, item: Expected, now: float) -> None:
+        if item.transfer.done:
+            self._remove(item)
+            self._let_go(item)
+            return
+        for asked in item.asked:
+            self._ask(item, asked, now)
+        self._schedule(item)
+
+    def _schedule(self, item: Expected) -> None:
+        """Look at it when somebody has to be asked; a link that is not ready tells when it is, but
+        that may be lost."""
+        if item.transfer.done:
+            return  # it is due already
+        later = self._clock() + self._config.retry_seconds
+        times = [
+            asked.resend_at if asked.link.ready else max(later, asked.resend_at)
+            for asked in item.asked
+            if not asked.offered
+        ]
+        if times:
+            self._timers.set(item, min(times))
+        else:
+            self._timers.cancel(item)
+
+    def _ended(self, item: Expected) -> None:
+        """Its transfer is over: the next tick lets go of it."""
+        if self._expected.get(item.transfer.key) is item:
+            self._timers.set(item, 0.0)
+
+    def _remove(self, item: Expected) -> None:
+        del self._expected[item.transfer.key]
+        item.transfer.on_end = None
+        for asked in item.asked:
+            self._of_link.discard(asked.link, item)
+        self._timers.cancel(item)
+
+    def _lose(self, item: Expected, error: P2pError) -> None:
+        self._remove(item)
+        if not item.transfer.done:
+            self._bereave(item.transfer.key, error)
 
     def _found(self, item: Expected, peer: InstanceAddress, answer: CacheSpec | P2pError) -> None:
         key = item.transfer.key
         if self._expected.get(key) is not item or item.transfer.done:
             return
         if isinstance(answer, P2pError):
-            del self._expected[key]
+            self._remove(item)
             self._fail(key, answer)
             return
         item.idle = [(name, peer.rank(rank)) for name, rank in keepers(self._spec, key, answer)]
@@ -214,7 +253,16 @@ class Awaited:
             Asked(self._links.get(peer, data=False), resend_at=patient_until) for peer in peers
         ]
         for asked in item.asked:
+            self._of_link.add(asked.link, item)
+        for asked in item.asked:
             self._meet(item, asked)
+        self._schedule(item)
+
+    def _meet_by(self, item: Expected, link: Link) -> None:
+        for asked in item.asked:
+            if asked.link is link:
+                self._meet(item, asked)
+        self._schedule(item)
 
     def _meet(self, item: Expected, asked: Asked) -> None:
         """Ask one who sends it, if it is there; and hear what it has said before it was known."""
@@ -228,7 +276,8 @@ class Awaited:
         else:
             self._ask(item, asked, self._clock())
 
-    def _let_go(self, content: ContentKey, item: Expected) -> None:
+    def _let_go(self, item: Expected) -> None:
+        content = (item.transfer.key, item.binding)
         for key, peer in item.idle if item.pull else ():
             self._release((key, item.binding), peer)
         for asked in item.asked:
@@ -240,12 +289,7 @@ class Awaited:
         if link.ready:
             self._links.send(link, Release, *content)
         else:
-            self._to_release.append((link, content))
-
-    def _take_releases(self, link: Link) -> list[tuple[Link, ContentKey]]:
-        taken = [item for item in self._to_release if item[0] is link]
-        self._to_release = [item for item in self._to_release if item[0] is not link]
-        return taken
+            self._to_release.add(link, content)
 
     def _ask(self, item: Expected, asked: Asked, now: float) -> None:
         if asked.offered or not asked.link.ready or now < asked.resend_at:

@@ -31,6 +31,10 @@ class Index(Generic[K, V]):
         """Return the values of a name; a copy."""
         return list(self._values.get(name, ()))
 
+    def pop(self, name: K) -> list[V]:
+        """Take all values of a name away, and return them."""
+        return list(self._values.pop(name, ()))
+
     def count(self, name: K) -> int:
         """How many values a name has."""
         return len(self._values.get(name, ()))

@@ -37,6 +37,7 @@ class Transfer:
         self.done = False
         self.denied = False  # once: the receiver had no room for a chunk of it, and may not soon
         self.group: TransferGroup | None = None
+        self.on_end: Callable[[], None] | None = None  # engine only; called once, under its lock
         self._changed = changed
         self._cancel = cancel
 
@@ -86,6 +87,8 @@ class Transfer:
             self.error = error
             self.done = self.released = True
             self._tell()
+            if self.on_end is not None:
+                self.on_end()
 
     def _tell(self) -> None:
         self._changed.notify_all()
