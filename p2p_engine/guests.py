@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from p2p_engine.config import EngineConfig
 from p2p_engine.control import ControlPlane
 from p2p_engine.errors import PeerLost, PeerUnreachable
+from p2p_engine.index import Index
 from p2p_engine.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -38,6 +39,7 @@ from p2p_engine.peers import PeerAddress
 from p2p_engine.plan import obstacles
 from p2p_engine.rare import RareWarnings
 from p2p_engine.sockets import Route
+from p2p_engine.timers import Timers
 from p2p_engine.transports.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -89,6 +91,9 @@ class Guests:
         self._on_lost = on_lost
         self._on_over = on_over
         self._guests: dict[int, Guest] = {}
+        self._of_route: Index[Route, int] = Index()
+        self._of_address: Index[str, int] = Index()
+        self._timers: Timers[int] = Timers()  # by the attention's clock
         self._warnings = RareWarnings(logger, clock)
 
     def __len__(self) -> int:
@@ -124,10 +129,15 @@ class Guests:
 
     def tick(self) -> None:
         """Let go of who is silent."""
-        silence, now = self._config.peer_timeout_seconds, self._attention()
-        for epoch, guest in list(self._guests.items()):
-            if now - guest.heard_at >= silence:
-                self._lose(epoch, f"sender {guest.address} is silent for {silence:g} s")
+        now = self._attention()
+        self._timers.look(now, lambda epoch: self._tick_guest(epoch, now))
+
+    def _tick_guest(self, epoch: int, now: float) -> None:
+        guest, silence = self._guests[epoch], self._config.peer_timeout_seconds
+        if now - guest.heard_at >= silence:
+            self._lose(epoch, f"sender {guest.address} is silent for {silence:g} s")
+        else:
+            self._timers.set(epoch, guest.heard_at + silence)
 
     def say_goodbye(self) -> None:
         """Tell everybody that this engine is closing."""
@@ -139,12 +149,11 @@ class Guests:
         if refusal:
             self._refuse(route, hello, refusal)
             return
-        others = [(name, guest) for name, guest in self._guests.items() if name != epoch]
-        for other, guest in others:
-            if guest.route == route:
-                self._end(other, f"sender {guest.address} was restarted")
-        rivals = [(name, guest) for name, guest in others if guest.address == hello.address]
-        rivals = [(name, guest) for name, guest in rivals if guest.route != route]
+        for other in self._of_route.get(route):
+            if other != epoch:
+                self._end(other, f"sender {self._guests[other].address} was restarted")
+        rivals = [(name, self._guests[name]) for name in self._of_address.get(hello.address)]
+        rivals = [(n, guest) for n, guest in rivals if n != epoch and guest.route != route]
         for other, guest in rivals:
             self._challenge(other, guest, route, hello)
         if not rivals:
@@ -175,7 +184,12 @@ class Guests:
 
     def _admit(self, route: Route, hello: Hello) -> None:
         epoch = hello.source_epoch
-        self._guests[epoch] = Guest(route, hello.address, self._attention(), hello.spec)
+        self._remove(epoch)
+        now = self._attention()
+        self._guests[epoch] = Guest(route, hello.address, now, hello.spec)
+        self._of_route.add(route, epoch)
+        self._of_address.add(hello.address, epoch)
+        self._timers.set(epoch, now + self._config.peer_timeout_seconds)
         offers = {transport.name: transport.invite(epoch) for transport in self._transports}
         usable = {name: offer for name, offer in offers.items() if offer is not None}
         lease = min(self._config.lease_seconds, self._config.transfer_timeout_seconds)
@@ -196,10 +210,17 @@ class Guests:
         return "; ".join(obstacles(self._spec, hello.spec))
 
     def _lose(self, epoch: int, reason: str) -> None:
-        del self._guests[epoch]
+        self._remove(epoch)
         self._on_lost(epoch, PeerLost(reason))
         for transport in self._transports:
             transport.forget(epoch)
+
+    def _remove(self, epoch: int) -> None:
+        guest = self._guests.pop(epoch, None)
+        if guest is not None:
+            self._of_route.discard(guest.route, epoch)
+            self._of_address.discard(guest.address, epoch)
+            self._timers.cancel(epoch)
 
     def _end(self, epoch: int, reason: str) -> None:
         self._lose(epoch, reason)
