@@ -24,6 +24,7 @@ class Ledger:
         self._of_content: Index[ContentKey, Landing] = Index()
         self._of_key: Index[TransferKey, Landing] = Index()
         self._of_sender: Index[int, Landing] = Index()
+        self._num_empty: Counter[int] = Counter()  # of each sender
         self._quarantined: Index[Writer, Landing] = Index()
         self._quarantined_bytes: Counter[int] = Counter()
         self._receives_of_key: Index[TransferKey, Receive] = Index()
@@ -38,6 +39,8 @@ class Ledger:
         self._of_content.add(landing.content, landing)
         self._of_key.add(landing.content[0], landing)
         self._of_sender.add(landing.id[0], landing)
+        if not landing.nbytes:
+            self._num_empty[landing.id[0]] += 1
 
     def remove(self, landing: Landing) -> bool:
         """Forget a landing; False: it was forgotten before."""
@@ -47,6 +50,8 @@ class Ledger:
         self._of_content.discard(landing.content, landing)
         self._of_key.discard(landing.content[0], landing)
         self._of_sender.discard(landing.id[0], landing)
+        if not landing.nbytes:
+            self._num_empty -= Counter({landing.id[0]: 1})  # a sender without any is not kept
         if landing.state is LandingState.QUARANTINED:
             self._count_quarantined(landing, -1)
             self._quarantined.discard((landing.transport, landing.id[0]), landing)
@@ -74,6 +79,10 @@ class Ledger:
     def num_from(self, epoch: int) -> int:
         """How many landings a sender has."""
         return self._of_sender.count(epoch)
+
+    def num_empty(self, epoch: int | None = None) -> int:
+        """How many landings without bytes one sender has, or all."""
+        return self._num_empty[epoch] if epoch is not None else sum(self._num_empty.values())
 
     def quarantined_from(self, writer: Writer) -> list[Landing]:
         """Return the landings in quarantine that a sender might write by a transport."""

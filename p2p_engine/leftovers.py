@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from p2p_engine.parts import for_each
 from p2p_engine.transports.base import Channel
 
 logger = logging.getLogger(__name__)
@@ -46,14 +47,15 @@ class Leftovers:
 
     def try_again(self) -> None:
         """Close what can be closed by now."""
-        items, now = self._items, self._clock()
+        items = self._items
         self._items = [item for item in items if not item.channel.close(0.0)]
-        for item in items:
-            is_closed = item not in self._items
-            if not item.is_told and (is_closed or now >= item.patience_ends_at):
-                item.is_told = True
-                if not is_closed:
-                    logger.error(
-                        "channel to %s: its copies do not stop; their memory is kept", item.peer
-                    )
-                item.then()
+        left = set(map(id, self._items))
+        for_each(items, lambda item: self._tell(item, is_closed=id(item) not in left))
+
+    def _tell(self, item: Leftover, *, is_closed: bool) -> None:
+        if item.is_told or not (is_closed or self._clock() >= item.patience_ends_at):
+            return
+        item.is_told = True
+        if not is_closed:
+            logger.error("channel to %s: its copies do not stop; their memory is kept", item.peer)
+        item.then()

@@ -42,7 +42,9 @@ from p2p_engine.transports.base import Transport
 logger = logging.getLogger(__name__)
 
 MISMATCH_GRACE_SECONDS = 1.0
-MAX_LANDINGS = 1 << 16  # of one sender: those without bytes take no memory but ours
+MAX_LANDINGS = 1 << 16  # of one sender
+# Without bytes: no landing memory bounds them, and each may take 100 KiB of our own.
+MAX_EMPTY_LANDINGS, MAX_EMPTY_LANDINGS_IN_ALL = 256, 1024
 MAX_STRANGERS = 64  # that are remembered of one receive
 
 
@@ -383,6 +385,11 @@ class Store:
         epoch = landing.id[0]
         if self._ledger.num_from(epoch) >= MAX_LANDINGS:
             return f"{MAX_LANDINGS} chunks of this sender are open here"
+        if not landing.nbytes and (
+            self._ledger.num_empty(epoch) >= MAX_EMPTY_LANDINGS
+            or self._ledger.num_empty() >= MAX_EMPTY_LANDINGS_IN_ALL
+        ):
+            return "too many chunks without bytes are open here"
         hoarded = self._ledger.quarantined_bytes(epoch)
         return self._places.place(
             landing, receive, hoarded, lambda job: self._received(landing, job)

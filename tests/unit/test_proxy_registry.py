@@ -65,8 +65,7 @@ def test_two_that_claim_one_http_address_do_not_take_turns() -> None:
 def test_three_that_claim_one_http_address_do_not_take_turns() -> None:
     """As instances on three hosts that were all told the same http_host."""
     registry = Registry()
-    for epoch in (1, 2, 3):
-        kept = joined(registry, beat(epoch=epoch), now=float(epoch))
+    _, _, kept = (joined(registry, beat(epoch=epoch), now=float(epoch)) for epoch in (1, 2, 3))
     for epoch in (1, 2, 1):
         with pytest.raises(AddressTaken):
             registry.observe(beat(epoch=epoch), 4.0)

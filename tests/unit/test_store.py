@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
@@ -17,7 +18,9 @@ from p2p_engine.errors import (
     TransportError,
 )
 from p2p_engine.landing import LandingState
-from p2p_engine.messages import Cancelled, TransferKey, decode
+from p2p_engine.messages import Cancelled, Manifest, Offer, TransferKey, decode
+from p2p_engine.store import MAX_EMPTY_LANDINGS, MAX_EMPTY_LANDINGS_IN_ALL
+from p2p_engine.transports.base import Transport
 from tests.simulation import MAX_BLOCKS, PEER, SETTINGS, SimJob, World, right_block
 
 KEY = TransferKey("request-1")
@@ -605,3 +608,27 @@ def test_transport_without_checksums_is_not_waited_for(world: World) -> None:
     world.settle()
     assert world.receivings[0].is_right()
     assert world.receivings[0].transfer.error is None
+
+
+def test_chunks_without_bytes_are_bounded_for_a_sender_and_in_all(shm: World) -> None:
+    """No landing memory bounds them, and a manifest may take a hundred kilobytes of ours."""
+    numbers, transport = iter(range(10_000)), cast("Transport", shm.transport)
+
+    def offer(epoch: int, count: int) -> None:
+        for _ in range(count):
+            number = next(numbers)
+            key = TransferKey(f"request-{number}")
+            manifest = Manifest(0, 0, [1], 0)
+            shm.store.on_offer(
+                epoch, Offer(epoch, 0, number, 1, key, manifest, b"", "sim"), transport
+            )
+
+    offer(1, 2 * MAX_EMPTY_LANDINGS)
+    assert shm.store.num_open() == MAX_EMPTY_LANDINGS
+    for epoch in range(2, 20):
+        offer(epoch, MAX_EMPTY_LANDINGS)
+    assert shm.store.num_open() == MAX_EMPTY_LANDINGS_IN_ALL
+    shm.store.sender_lost(1, PeerLost("it is gone"))
+    assert shm.store.num_open() == MAX_EMPTY_LANDINGS_IN_ALL - MAX_EMPTY_LANDINGS
+    offer(20, MAX_EMPTY_LANDINGS)
+    assert shm.store.num_open() == MAX_EMPTY_LANDINGS_IN_ALL
