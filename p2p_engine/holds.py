@@ -28,6 +28,14 @@ from p2p_engine.transfer import Transfer, lane_of
 from p2p_engine.wishes import Wish, Wishes
 
 
+@dataclass(frozen=True)
+class Ending:
+    """Why a key is held no more; `is_served`: all who read it have got it, or have released it."""
+
+    reason: str
+    is_served: bool
+
+
 @dataclass(eq=False)
 class Hold:
     """A source that waits, until its lease ends, to be wanted by all `readers`: ranks of the peer,
@@ -88,7 +96,7 @@ class Holds:
         self._timers: Timers[Hold] = Timers()
         self._late: dict[Hold, None] = {}  # past their leases, and not over
         self._released: Recent[ContentKey, tuple[frozenset[int], frozenset[int]]] = Recent()
-        self._gone: Recent[TransferKey, str] = Recent()
+        self._gone: Recent[TransferKey, Ending] = Recent()
         self._ending: set[Hold] = set()  # until their copies have stopped
 
     def hold(
@@ -180,7 +188,7 @@ class Holds:
 
     def let_go(self, key: TransferKey, reason: str) -> None:
         """Tell whoever wants this key, now or later, that it will not be held."""
-        self._gone.put(key, reason)
+        self._gone.put(key, Ending(reason, is_served=False))
         self._wishes.refuse_key(key, reason)
 
     def on_want(
@@ -194,22 +202,26 @@ class Holds:
     ) -> None:
         """Offer what is held, wait for what may be held soon unless it `is_pushed`, or `refuse`
         with a reason."""
-        hold, reason = self._holds.get(content), self._gone.get(content[0])
+        hold, gone = self._holds.get(content), self._gone.get(content[0])
         wish = Wish(spec, self._clock() + self._config.transfer_timeout_seconds, refuse)
         if hold is not None:
             self._serve(hold, peer, wish)
-        elif reason is not None:
-            refuse(reason)
+        elif gone is not None:
+            refuse(gone.reason)
         elif self._of_key.count(content[0]):
             refuse("held for another content: the prompts differ")
         elif not is_pushed:  # what is pushed comes by itself
             self._wishes.put(content, peer, wish)
 
     def on_renew(self, content: ContentKey) -> str | None:
-        """Give a held source another lease; returns why it will never be held, if that is known."""
+        """Give a held source another lease; returns why its peer will not get it, if that is known.
+
+        A peer that has got it from here goes on renewing while other ranks send theirs.
+        """
         hold = self._holds.get(content)
         if hold is None:
-            return self._gone.get(content[0])
+            gone = self._gone.get(content[0])
+            return gone.reason if gone is not None and not gone.is_served else None
         lease_ends_at = min(self._clock() + hold.lease, hold.latest_end)
         hold.lease_ends_at = max(hold.lease_ends_at, lease_ends_at)
         return None
@@ -320,7 +332,7 @@ class Holds:
 
     def _end(self, hold: Hold, error: P2pError | None, reason: str) -> None:
         """Forget it, and tell so whoever still asks for it."""
-        self._gone.put(hold.content[0], reason)
+        self._gone.put(hold.content[0], Ending(reason, is_served=error is None))
         self._stop(hold, error, reason)
 
     def _stop(self, hold: Hold, error: P2pError | None, reason: str) -> None:

@@ -108,6 +108,20 @@ def test_what_a_peer_will_never_give_is_refused_at_once() -> None:
             receiver.recv_tensor(KEY, holder.zmq_address, timeout=10)
 
 
+def test_what_a_peer_has_got_it_may_go_on_renewing() -> None:
+    """Its other ranks may still send theirs: to be told that this one has no more would end all."""
+    with engines(2, **SHORT, send_type=SendMode.GET) as (holder, receiver):
+        peer = PeerAddress(holder.zmq_address)
+        receiver.keep(KEY, peer=peer)
+        held = hold(holder)
+        assert pull(receiver, holder.zmq_address)
+        eventually(lambda: held.done)
+        wait_leases(1)  # four renewals
+        hold(holder)  # computed again; what was refused could not be received any more
+        assert pull(receiver, holder.zmq_address)
+        receiver.drop(KEY)
+
+
 def test_who_has_two_names_is_heard_by_both() -> None:
     """One engine is kept in touch with by its directory's name, and sent to by its own."""
     with engines(2, **SHORT) as (holder, receiver):

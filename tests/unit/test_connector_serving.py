@@ -210,16 +210,29 @@ def test_a_supervised_rank_is_registered_at_the_port_that_vllm_gives_it(
         assert num_local_ranks(parallel) == 4  # at most
 
 
-def test_the_port_is_the_one_on_which_the_process_that_started_us_listens(free_port: int) -> None:
+def neighbour_of_a_free_port() -> socket.socket:
+    """Listen on a port of which the third next is free."""
+    while True:
+        neighbour = socket.create_server(("127.0.0.1", 0))
+        try:
+            socket.create_server(("127.0.0.1", neighbour.getsockname()[1] + 3)).close()
+        except OSError:
+            neighbour.close()
+        else:
+            return neighbour
+
+
+def test_the_port_is_the_one_on_which_the_process_that_started_us_listens() -> None:
     """A neighbour's, which is in the range too, is not."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    ports = [free_port, free_port + 3]
     name = "APIServer_DPRank_5"
-    parent = context.Process(target=supervised.serve, args=(ports, results), name=name)
-    with socket.create_server(("127.0.0.1", free_port)):
+    with neighbour_of_a_free_port() as neighbour:
+        port = neighbour.getsockname()[1]
+        arguments = ([port, port + 3], results)
+        parent = context.Process(target=supervised.serve, args=arguments, name=name)
         parent.start()
-        assert results.get(timeout=supervised.SECONDS) == (5, "", f"h:{free_port + 3}")
+        assert results.get(timeout=supervised.SECONDS) == (5, "", f"h:{port + 3}")
         parent.join(supervised.SECONDS)
 
 
