@@ -197,11 +197,17 @@ class Campaign:
         for name, question in (("control", encode(Ping(9, 9))), ("directory", lookup(9))):
             for mouth in self._mouths[name]:
                 mouth.drain()
-                mouth.socket.send(question)
-                self._until_answered(mouth)
+                self._until_answered(mouth, question)
 
-    def _until_answered(self, mouth: Mouth) -> None:
+    def _until_answered(self, mouth: Mouth, question: bytes) -> None:
+        """Say it again where a connection was cut for what was said before: it was lost with it."""
+        say_at = 0.0
+
         def is_answered() -> bool:
+            nonlocal say_at
+            if time.monotonic() >= say_at:
+                say_at = time.monotonic() + 3.0
+                mouth.socket.send(question)
             return any(_is_for(9, frame) for frame in mouth.drain())
 
         eventually(is_answered, 60, "the last word is heard")
