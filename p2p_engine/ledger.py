@@ -40,7 +40,7 @@ class Ledger:
         self._of_key.add(landing.content[0], landing)
         self._of_sender.add(landing.id[0], landing)
         if not landing.nbytes:
-            self._num_empty[landing.id[0]] += 1
+            _count(self._num_empty, landing.id[0], 1)
 
     def remove(self, landing: Landing) -> bool:
         """Forget a landing; False: it was forgotten before."""
@@ -51,16 +51,16 @@ class Ledger:
         self._of_key.discard(landing.content[0], landing)
         self._of_sender.discard(landing.id[0], landing)
         if not landing.nbytes:
-            self._num_empty -= Counter({landing.id[0]: 1})  # a sender without any is not kept
+            _count(self._num_empty, landing.id[0], -1)
         if landing.state is LandingState.QUARANTINED:
-            self._count_quarantined(landing, -1)
+            _count(self._quarantined_bytes, landing.id[0], -landing.reserved_bytes)
             self._quarantined.discard((landing.transport, landing.id[0]), landing)
         return True
 
     def quarantine(self, landing: Landing) -> None:
         """Set a landing's state: nobody wants it, and its sender may still write."""
         if landing.state is not LandingState.QUARANTINED and landing.id in self.landings:
-            self._count_quarantined(landing, 1)
+            _count(self._quarantined_bytes, landing.id[0], landing.reserved_bytes)
             self._quarantined.add((landing.transport, landing.id[0]), landing)
         landing.state = LandingState.QUARANTINED
 
@@ -133,8 +133,9 @@ class Ledger:
         """Return the receive that a caller's handle stands for."""
         return self._by_transfer.get(transfer)
 
-    def _count_quarantined(self, landing: Landing, sign: int) -> None:
-        epoch = landing.id[0]
-        self._quarantined_bytes[epoch] += sign * landing.reserved_bytes
-        if not self._quarantined_bytes[epoch]:
-            del self._quarantined_bytes[epoch]
+
+def _count(counts: Counter[int], epoch: int, change: int) -> None:
+    """Change what is counted of a sender; one of whom nothing is left is not kept."""
+    counts[epoch] += change
+    if not counts[epoch]:
+        del counts[epoch]
