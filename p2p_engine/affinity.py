@@ -19,7 +19,7 @@ def cores_to_take_back() -> set[int]:
         allowed = os.sched_getaffinity(os.getppid())
         return allowed if allowed > os.sched_getaffinity(0) else set()
     except OSError as error:
-        logger.debug("the parent process's cores are unknown: %s", error)
+        logger.debug("the parent process's cores are unknown: %s", str(error))
         return set()
 
 

@@ -162,7 +162,7 @@ class Directory:
                 raise RemoteProtocolError(f"{type(message).__name__} sent to a directory")
         except RemoteProtocolError as error:
             self.wrong_messages += 1
-            logger.debug("message dropped: %s", error)
+            logger.debug("message dropped: %s", str(error))
             return
         addresses = self._addresses
         if not addresses:

@@ -683,7 +683,7 @@ class P2pNcclEngine:
                 self._dispatch.on_message(route, decode(frame))
             except RemoteProtocolError as error:
                 self._counters.wrong_messages += 1
-                logger.debug("message dropped: %s", error)
+                logger.debug("message dropped: %s", str(error))
 
     def _on_refused(self, address: str, reason: str) -> None:
         with self._changed:

@@ -83,7 +83,7 @@ def compile_kernel(device: int) -> Launch | None:
         logger.info("cupy is not installed: small regions are packed by torch's index operations")
         return None
     except Exception as error:  # noqa: BLE001  # cupy has many, none of them is fatal here
-        logger.warning("no pack kernel: %s; small regions are packed by torch", error)
+        logger.warning("no pack kernel: %s; small regions are packed by torch", str(error))
         return None
     return lambda tiles, num_tiles, stream: _launch(cupy, kernel, device, tiles, num_tiles, stream)
 

@@ -339,7 +339,7 @@ class Links:
             return
         link.state, link.error, link.connecting = LinkState.CLOSED, error, False
         self._forget(link)
-        logger.info("link closed: peer=%s reason=%s", link.target, error)
+        logger.info("link closed: peer=%s reason=%s", link.target, str(error))
         self._close_channel(link)
         if link.address and not self._reached_at(link.address):
             self._control.hang_up(link.address)
@@ -563,7 +563,7 @@ class Links:
                     self._lose_channel(link, error)
 
         for link in links:
-            logger.info("channel broken: peer=%s reason=%s", link.target, error)
+            logger.info("channel broken: peer=%s reason=%s", link.target, str(error))
             link.is_losing = True
             self._close_channel(link, lose if link is links[-1] else lambda: None)
 

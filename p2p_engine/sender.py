@@ -458,7 +458,7 @@ class Sender:
         self._counters.count("sent", error)
         if error is not None:
             target = shipment.link.target
-            logger.info("send ended: key=%s peer=%s error=%s", shipment.key, target, error)
+            logger.info("send ended: key=%s peer=%s error=%s", shipment.key, target, str(error))
         shipment.transfer.end(error)
         if shipment.on_end is not None:
             shipment.on_end(shipment)

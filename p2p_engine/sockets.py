@@ -109,7 +109,7 @@ class Sockets:
             self.frames_sent += 1
         except zmq.ZMQError as error:
             self.dropped_frames += 1
-            logger.debug("frame to %s dropped: %s", route, error)
+            logger.debug("frame to %s dropped: %s", route, str(error))
             return bool(route.address) or error.errno != zmq.EHOSTUNREACH
         return True
 

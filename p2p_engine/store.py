@@ -426,7 +426,9 @@ class Store:
     def _corrupted(self, landing: Landing, reason: str) -> None:
         self._counters.corrupted += 1
         error = TransferCorrupted(f"{landing.content[0]}: {reason}, {landing.nbytes} bytes")
-        logger.error("a chunk arrived with wrong bytes: sender=%x error=%s", landing.id[0], error)
+        logger.error(
+            "a chunk arrived with wrong bytes: sender=%x error=%s", landing.id[0], str(error)
+        )
         self._answers.fail(landing.id, landing.attempt, error)
         self._ledger.quarantine(landing)  # for no longer than this
         if landing.receive is not None:
@@ -556,7 +558,7 @@ class Store:
                 self._free(landing)
         if error is not None:
             self.discard(receive.content, str(error))
-            logger.info("receive ended: key=%s error=%s", receive.content[0], error)
+            logger.info("receive ended: key=%s error=%s", receive.content[0], str(error))
         self._counters.count("received", error)
         receive.transfer.end(error)
 

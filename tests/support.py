@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import TypeVar
 
 import numpy as np
+import pytest
 
 from tests.gpu_double import GpuDouble
 
@@ -44,6 +47,11 @@ class SeededRandom(random.Random):
     def __repr__(self) -> str:
         """Say how to run the same again."""
         return f"SeededRandom(P2P_TEST_SEED={self.initial_seed})"
+
+
+def records_of(module: ModuleType, caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """Return what one module has logged: threads of an earlier test may still say their last."""
+    return [record for record in caplog.records if record.name == module.__name__]
 
 
 def held_resources() -> set[str]:

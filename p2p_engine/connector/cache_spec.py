@@ -69,7 +69,7 @@ def read_caches(
             raise ConfigError("their heads are shared out unlike the model's, or scattered")
         found += drafts
     except ConfigError as error:
-        logger.info("the draft's layers are not transferred: %s", error)
+        logger.info("the draft's layers are not transferred: %s", str(error))
     (first, _), *more = found
     spec = msgspec.structs.replace(first, more=tuple(spec for spec, _ in more))
     return spec, [cache for _, cache in found if cache is not None]

@@ -63,7 +63,7 @@ def attention_groups(
     try:
         drafts = _split(tables, is_draft, first_number=len(groups))
     except ConfigError as error:
-        logger.info("the draft's layers are not transferred: %s", error)
+        logger.info("the draft's layers are not transferred: %s", str(error))
         return groups
     return groups + [replace(group, is_draft=True) for group in drafts]
 

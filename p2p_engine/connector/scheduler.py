@@ -110,7 +110,7 @@ class SchedulerHalf:
                 return
             self._refuse_unsupported(request)
         except InvalidParams as error:
-            logger.warning("computed locally: request=%s reason=%s", request_id, error)
+            logger.warning("computed locally: request=%s reason=%s", request_id, str(error))
             return
         binding = binding_of(request, self._model)
         party = Party(

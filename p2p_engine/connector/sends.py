@@ -202,7 +202,7 @@ class Sends:
             except P2pError as error:
                 self._to_spill.remove(sending)
                 name = sending.party.request_id
-                logger.warning("not spilled: request=%s error=%s", name, error)
+                logger.warning("not spilled: request=%s error=%s", name, str(error))
 
     def take_released(self) -> set[str]:
         """Return the held requests whose blocks are free now; each exactly once."""
@@ -354,7 +354,7 @@ class Sends:
         try:
             self._engine.abandon(party.key_of(self._group.number), peer, reason)
         except P2pError as failure:
-            logger.info("peer not told: request=%s error=%s", party.request_id, failure)
+            logger.info("peer not told: request=%s error=%s", party.request_id, str(failure))
 
 
 def _take_back(sending: _Sending) -> list[_Chunk]:

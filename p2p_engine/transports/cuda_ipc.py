@@ -83,7 +83,7 @@ class Mapping:
                     self._device.cuda.register(self.arena.address, self.arena.nbytes)
                     self._is_registered = True
                 except TransportError as error:  # copies into the pool are slower then
-                    logger.warning("the peer's pool is not registered here: %s", error)
+                    logger.warning("the peer's pool is not registered here: %s", str(error))
         self.pool_is_ready.happen()
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class Mapping:
                 if self._is_opened:
                     cuda.close(self.buffer)
             except TransportError as error:
-                logger.warning("a mapping of a peer's memory is left behind: %s", error)
+                logger.warning("a mapping of a peer's memory is left behind: %s", str(error))
             cuda.forget_host(self.arena.address)
             self.arena.close()
 

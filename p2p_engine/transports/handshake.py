@@ -147,7 +147,7 @@ class Door:
         except (BlockingIOError, ConnectionError):
             return
         except OSError as error:  # no descriptor, or no memory
-            logger.error("no data connection can be taken for %g s: %s", REST_SECONDS, error)
+            logger.error("no data connection can be taken for %g s: %s", REST_SECONDS, str(error))
             self._control.unwatch(self._listener.fileno())
             self._rest_until = time.monotonic() + REST_SECONDS
             return

@@ -29,6 +29,7 @@ from p2p_engine.config import EngineConfig
 from p2p_engine.connector import serving
 from p2p_engine.connector.support import num_local_ranks
 from tests import supervised
+from tests.support import records_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
@@ -243,5 +244,5 @@ def test_a_supervised_rank_whose_server_is_not_found_says_so(
         monkeypatch.setattr(serving, "_listening_ports", lambda listening=listening: listening)
         server = serving.SupervisedServer("h", 8000, 1)
         assert {server.address() for _ in range(100)} == {""}
-    assert len(caplog.records) == 2
+    assert len(records_of(serving, caplog)) == 2
     assert "not registered: of the ports 8000 to 8001" in caplog.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +13,14 @@ from p2p_engine.cli.devices import find_room
 from p2p_engine.cli.doctor import check_device_memory
 from p2p_engine.cli.findings import Level
 from p2p_engine.config import EngineConfig
+from p2p_engine.connector import device_room
 from p2p_engine.connector.device_room import check_room
 from p2p_engine.cuda import Cuda
 from p2p_engine.device_memory import MIB, DeviceMemory, Room, device_memory
 from p2p_engine.errors import ConfigError
 from tests.engines import settings
 from tests.gpu_double import GpuDouble
+from tests.support import records_of
 
 DOUBLE = GpuDouble()
 GIB = 1 << 30
@@ -84,7 +85,7 @@ def test_with_room_the_worker_says_so(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="p2p_engine")
     check_room(settings("cuda_ipc"), cache_config(0.5), two_views(), receives=True)
     assert "GPU memory: the engine takes 8 MiB" in caplog.text
-    assert {record.levelno for record in caplog.records} == {logging.INFO}
+    assert {record.levelname for record in records_of(device_room, caplog)} == {"INFO"}
 
 
 def test_without_room_for_groups_the_worker_warns(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from p2p_engine import keys
 from p2p_engine.errors import ConfigError
 from p2p_engine.keys import derive, is_loopback, read_key_file, warn_if_exposed, write_key_file
+from tests.support import records_of
 
 SECRET = "5a" * 32
 
@@ -100,5 +102,5 @@ def test_the_warning_comes_once_for_each_open_address(caplog: pytest.LogCaptureF
             warn_if_exposed("192.0.2.1", ())
             warn_if_exposed("192.0.2.2", (b"a secret",))
             warn_if_exposed("127.0.0.1", ())
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert [record.levelname for record in records_of(keys, caplog)] == ["WARNING"]
     assert "NOT AUTHENTICATED: whoever reaches 192.0.2.1" in caplog.text

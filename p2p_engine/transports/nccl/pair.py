@@ -102,7 +102,7 @@ class Pair(abc.ABC):
         if self.is_broken:
             return
         self.error = error
-        logger.info("nccl pair ended: rank=%d reason=%s", self.rank, error)
+        logger.info("nccl pair ended: rank=%d reason=%s", self.rank, str(error))
         self._wire.close()
         self.end_group(is_idle=False)
         self.broken()

@@ -69,7 +69,7 @@ class Reaper:
             try:  # one that fails keeps none of the others from being done
                 step()
             except TransportError as error:
-                logger.warning("a communicator could not be ended cleanly: %s", error)
+                logger.warning("a communicator could not be ended cleanly: %s", str(error))
         self._device.post(ended)  # before anybody who waits closes the device
         with self._changed:
             del self._since[comm]
