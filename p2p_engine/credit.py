@@ -41,13 +41,17 @@ class Credit:
         held = self._held[landing_id[0]]
         if nbytes > free:
             return "buffer and pool are full"
-        if not is_awaited and self._awaited.has_any(self._clock()):
+        if not is_awaited and self.is_awaited():
             return "what somebody waits for goes first"
         if not is_awaited and held and held + nbytes > SHARE * (free - nbytes):
             return "this sender has its share of buffer and pool"
         if held and nbytes > free - self._claimed(held, awaited=is_awaited):
             return "senders that have less are waiting for buffer and pool"
         return ""
+
+    def is_awaited(self) -> bool:
+        """Whether a chunk was denied that somebody waits for: nothing else is granted meanwhile."""
+        return self._awaited.has_any(self._clock())
 
     def take(self, landing_id: LandingId, nbytes: int) -> None:
         """The bytes were granted."""

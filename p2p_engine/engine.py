@@ -57,6 +57,7 @@ from p2p_engine.messages import (
 )
 from p2p_engine.parts import Parts
 from p2p_engine.peers import InstanceAddress, Link, Links, PeerAddress
+from p2p_engine.places import Places
 from p2p_engine.renewals import Renewals
 from p2p_engine.sender import Sender
 from p2p_engine.sockets import Route
@@ -78,12 +79,18 @@ class P2pNcclEngine:
     """Moves tensors and blocks of KV cache, point to point, with any number of peers."""
 
     def __init__(
-        self, config: EngineConfig, *, spec: CacheSpec | None = None, receives: bool = True
+        self,
+        config: EngineConfig,
+        *,
+        spec: CacheSpec | None = None,
+        receives: bool = True,
+        spills: bool | None = None,
     ) -> None:
         """Bind the control port and start both threads.
 
-        `spec` is what peers must agree on; `receives=False` makes no landing memory (a prefill
-        instance that only pushes: what is held can be spilled into it).
+        `spec` is what peers must agree on. Buffer and pool are made where the engine `receives`, or
+        `spills` what it holds (default: where it receives); where it receives, a part of them is
+        kept for what it waits for.
 
         Raises:
             ConfigError: no port can be bound, or the key file cannot be used.
@@ -105,14 +112,14 @@ class P2pNcclEngine:
         self._closed = self._closing = False
         self._open_parts: list[Callable[[], Any]] = []
         try:
-            self._make_parts(receives)
+            self._make_parts(receives, receives if spills is None else spills)
         except BaseException:
             self._close_parts()
             raise
         warn_if_exposed(config.host, self._secrets)
         self._control.start()
 
-    def _make_parts(self, receives: bool) -> None:
+    def _make_parts(self, receives: bool, spills: bool) -> None:
         config = self.config
         self._gpu = Gpu(config) if config.device != "cpu" else None
         if self._gpu is not None:
@@ -120,7 +127,7 @@ class P2pNcclEngine:
             self._open_parts.append(lambda: device.close(2.0))
         self._arena: LandingArena | None = None
         self._device_landing: DeviceLanding | None = None
-        if receives and config.kv_buffer_size + config.pool_bytes > 0:
+        if (receives or spills) and config.kv_buffer_size + config.pool_bytes > 0:
             self._arena = self._make_landing()
             self._open_parts.append(self._arena.close)
         first, last = config.kv_port_range or (config.port, config.port)
@@ -155,8 +162,9 @@ class P2pNcclEngine:
             largest_landing=self._arena.largest_bytes if self._arena is not None else 0,
         )  # fmt: skip
         self._sender = Sender(config, self._changed, self._links, self._counters, time.monotonic)
+        places = Places(config, self._arena, self._mover, time.monotonic, receives=receives)
         self._holds = Holds(
-            config, self._changed, self._sender, self._arena, copier, self._counters,
+            config, self._changed, self._sender, places, copier, self._counters,
             time.monotonic, self._spec,
         )  # fmt: skip
         self._instances = Instances(config, self._control, self.epoch, self._spec, time.monotonic)
@@ -164,7 +172,7 @@ class P2pNcclEngine:
             self._changed, self._instances, self._sender, self._spec, time.monotonic
         )
         self._store = Store(
-            config, self._changed, self._arena, self._mover, copier, self._counters,
+            config, self._changed, places, copier, self._counters,
             reply=self._guests.reply, clock=time.monotonic,
             is_from=lambda key, epoch: self._awaited.is_from(key, epoch),
             is_kept=lambda content: self._renewals.is_kept(content),

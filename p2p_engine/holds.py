@@ -18,6 +18,7 @@ from p2p_engine.jobs import Copier, Job, Moment, after
 from p2p_engine.layout import Int64s, Source, ask, ask_regions, pair
 from p2p_engine.messages import CacheSpec, ContentKey, Manifest, TransferKey
 from p2p_engine.peers import PeerAddress
+from p2p_engine.places import Places
 from p2p_engine.plan import counterpart, targets_of
 from p2p_engine.recent import Recent
 from p2p_engine.sender import Sender, as_withdrawn
@@ -75,7 +76,7 @@ class Holds:
         config: EngineConfig,
         changed: threading.Condition,
         sender: Sender,
-        arena: LandingArena | None,
+        places: Places,
         copier: Copier,
         counters: Counters,
         clock: Callable[[], float],
@@ -84,7 +85,7 @@ class Holds:
         self._config = config
         self._changed = changed
         self._sender = sender
-        self._arena = arena
+        self._places = places
         self._copier = copier
         self._counters = counters
         self._clock = clock
@@ -140,8 +141,8 @@ class Holds:
 
         False: it stays where it is, because there is no room, or it is on its way already.
         """
-        hold = self._held_as(transfer)
-        if hold is None or not hold.is_waiting or hold.spaces or self._arena is None:
+        hold, arena = self._held_as(transfer), self._places.arena
+        if hold is None or not hold.is_waiting or hold.spaces or arena is None:
             return False
         manifest = hold.source.manifest
         if not manifest.nbytes:
@@ -152,7 +153,7 @@ class Holds:
         spaces = self._reserve(manifest, most)
         if not spaces:
             return False
-        starts = _starts_in(self._arena, spaces, manifest, most)
+        starts = _starts_in(arena, spaces, manifest, most)
         hold.spaces = spaces
         try:
             spilled = ask(lambda: hold.source.packed(starts))
@@ -161,30 +162,22 @@ class Holds:
                     *pair(regions, spilled.regions(*whole)),
                     lane=lane_of(transfer.key),
                     tag=lambda job: self._copied(hold, spilled, job),
-                    keep=(hold.source, self._arena),
+                    keep=(hold.source, arena),
                     **after(hold.after),
                 )
             )
         except P2pError:
-            self._release(spaces)
+            self._places.take_back(spaces)
             raise
         return True
 
     def _reserve(self, manifest: Manifest, most: int) -> list[Space]:
         """Reserve room for all of it in one place, for `most` blocks at a time; none if there is
         not enough."""
-        for place in (POOL, BUFFER):  # of which one may be on a GPU
-            spaces: list[Space] = []
-            for done in range(0, manifest.num_blocks, most):
-                nbytes = min(most, manifest.num_blocks - done) * manifest.block_bytes
-                space = self._arena.reserve(nbytes, (place,)) if self._arena is not None else None
-                if space is None:
-                    self._release(spaces)
-                    break
-                spaces.append(space)
-            else:
-                return spaces
-        return []
+        counts = range(manifest.num_blocks, 0, -most)
+        sizes = [min(most, count) * manifest.block_bytes for count in counts]
+        # Of these one may be on a GPU.
+        return self._places.spare(sizes, POOL) or self._places.spare(sizes, BUFFER)
 
     def let_go(self, key: TransferKey, reason: str) -> None:
         """Tell whoever wants this key, now or later, that it will not be held."""
@@ -283,7 +276,7 @@ class Holds:
             self._counters.spilled_bytes += hold.source.manifest.nbytes
             hold.transfer.release()
         else:
-            self._release(hold.spaces)
+            self._places.take_back(hold.spaces)
         for peer, wish in list(hold.wishes.items()):
             self._serve(hold, peer, wish)
 
@@ -358,12 +351,8 @@ class Holds:
             self._finish(hold)
 
     def _finish(self, hold: Hold) -> None:
-        self._release(hold.spaces)
+        self._places.take_back(hold.spaces)
         hold.transfer.end(hold.error)
-
-    def _release(self, spaces: list[Space]) -> None:
-        while spaces and self._arena is not None:
-            self._arena.release(spaces.pop())
 
     def _held_as(self, transfer: Transfer) -> Hold | None:
         return self._by_transfer.get(transfer)

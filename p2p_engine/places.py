@@ -1,16 +1,18 @@
 """Places: where a granted chunk's bytes land, from the reservation until the memory is given back.
 
 Straight in the sink's final memory where our own process writes and nothing has arrived yet; else
-in the arena, where a sender that writes by itself says so in a last word. The engine's lock guards
-everything here.
+in the arena, where a sender that writes by itself says so in a last word. What is held and spilled
+lies in the arena, too, and leaves the reserve alone like any chunk that nobody waits for. The
+engine's lock guards everything here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mempool import Mover
-from p2p_engine.arena import LandingArena, round_up
+from p2p_engine.arena import LandingArena, Space, round_up
+from p2p_engine.config import EngineConfig
 from p2p_engine.credit import Credit
 from p2p_engine.errors import P2pError, TransferTooLarge, TransportError
 from p2p_engine.jobs import Job
@@ -24,12 +26,21 @@ JobEnded = Callable[[Job], None]
 
 
 class Places:
-    """The memory of all landings of one engine, accounted exactly."""
+    """The memory of all landings and spills of one engine, accounted exactly."""
 
-    def __init__(self, arena: LandingArena | None, mover: Mover, credit: Credit) -> None:
-        self._arena = arena
-        self._reserve = Reserve(arena) if arena is not None else None
-        self._credit = credit
+    def __init__(
+        self,
+        config: EngineConfig,
+        arena: LandingArena | None,
+        mover: Mover,
+        clock: Callable[[], float],
+        *,
+        receives: bool = True,
+    ) -> None:
+        """Unless the engine `receives`, nothing is kept for what somebody waits for."""
+        self.arena = self._arena = arena
+        self.credit = self._credit = Credit(config, clock)
+        self._reserve = Reserve(arena) if arena is not None and receives else None
         self._mover = mover
         self._live_block_bytes = 0
 
@@ -62,13 +73,41 @@ class Places:
         """Free a landing's memory: nobody can write into it any more."""
         if landing.word is not None and self._arena is not None:
             self._arena.words.give_back(landing.word)
-        if landing.space is not None and self._arena is not None:
-            self._arena.release(landing.space)
+        if landing.space is not None:
+            self._release(landing.space)
             self._credit.give_back(landing.id, landing.space.nbytes)
-            if self._reserve is not None:
-                self._reserve.relax()
         else:
             self._live_block_bytes -= landing.nbytes
+
+    def spare(self, sizes: Sequence[int], place: str) -> list[Space]:
+        """Reserve a space of each size in one place for a spill; none when there is not room for
+        all of them beside what is kept for chunks that somebody waits for."""
+        spaces: list[Space] = []
+        for nbytes in sizes:
+            space = self._spare(nbytes, place)
+            if space is None:
+                self.take_back(spaces)
+                return []
+            spaces.append(space)
+        return spaces
+
+    def take_back(self, spaces: list[Space]) -> None:
+        """Free the spaces of a spill, and empty the list: nobody reads or writes them any more."""
+        while spaces:
+            self._release(spaces.pop())
+
+    def _spare(self, nbytes: int, place: str) -> Space | None:
+        if self._arena is None or self._credit.is_awaited():
+            return None
+        if self._reserve is not None and not self._reserve.can_spare(nbytes):
+            return None
+        return self._arena.reserve(nbytes, (place,))
+
+    def _release(self, space: Space) -> None:
+        if self._arena is not None:
+            self._arena.release(space)
+        if self._reserve is not None:
+            self._reserve.relax()
 
     def is_whole(self, landing: Landing) -> bool:
         """Whether every byte is there."""

@@ -1,10 +1,10 @@
 """Reserve: landing memory that only chunks get which somebody waits for.
 
-What nobody waits for yet stays until its request has a slot, however long it queues. If that could
-fill the arena, the request at the head of the queue would find no room, and nothing would move. So
-RESERVED_PART of the arena, in one piece, is kept free of it: taken as soon as the arena is half
-full, lent to what is waited for, and taken again before anything else is granted. The engine's lock
-guards everything here.
+What nobody waits for yet stays until its request has a slot, however long it queues, and a spill
+until its peer pulls it. If these could fill the arena, the request at the head of the queue would
+find no room, and nothing would move. So RESERVED_PART of the arena, in one piece, is kept free of
+it: taken as soon as the arena is half full, lent to what is waited for, and taken again before
+anything else is granted. The engine's lock guards everything here.
 """
 
 from __future__ import annotations

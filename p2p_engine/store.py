@@ -10,11 +10,8 @@ import secrets
 import threading
 from collections.abc import Callable
 
-from mempool import Mover
 from p2p_engine.answers import Answers, Reply
-from p2p_engine.arena import LandingArena
 from p2p_engine.config import EngineConfig
-from p2p_engine.credit import Credit
 from p2p_engine.errors import (
     P2pError,
     PeerLost,
@@ -55,8 +52,7 @@ class Store:
         self,
         config: EngineConfig,
         changed: threading.Condition,
-        arena: LandingArena | None,
-        mover: Mover,
+        places: Places,
         copier: Copier,
         counters: Counters,
         *,
@@ -70,13 +66,12 @@ class Store:
         ask for a content: then its lease does not end."""
         self._config = config
         self._changed = changed
-        self._arena = arena
         self._copier = copier
         self._counters = counters
         self._clock = clock
         self._is_from = is_from
-        self._credit = Credit(config, clock)
-        self._places = Places(arena, mover, self._credit)
+        self._places = places
+        self._credit = places.credit
         self._answers = Answers(config, reply, clock, is_kept)
         self._is_kept = is_kept
         self._ledger = Ledger()
@@ -495,7 +490,7 @@ class Store:
                 *pair(packed, receive.regions(landing.manifest, *blocks)),
                 lane=lane_of(receive.content[0]),
                 tag=lambda job: self._scattered(landing, receive, job, blocks),
-                keep=(receive, self._arena),
+                keep=(receive, self._places.arena),
                 **after(receive.after),
             )
         )

@@ -43,6 +43,7 @@ from p2p_engine.messages import (
 )
 from p2p_engine.paged import PagedCache, PagedSink, PagedSource
 from p2p_engine.peers import Link, Links, LinkState, PeerAddress
+from p2p_engine.places import Places
 from p2p_engine.sender import Sender
 from p2p_engine.stats import Counters
 from p2p_engine.store import Store
@@ -343,8 +344,9 @@ class World:
         self.arena = Memory(config.kv_buffer_size, config.pool_bytes)
         self.counters = Counters()
         mover = cast("Mover", SimMover(self))
+        places = Places(config, self.arena, mover, lambda: self.now)
         self.store = Store(
-            config, self.lock, self.arena, mover, mover, self.counters,
+            config, self.lock, places, mover, self.counters,
             reply=self._reply, clock=lambda: self.now, is_kept=self.kept.__contains__,
         )  # fmt: skip
         self.epoch = 100

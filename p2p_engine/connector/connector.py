@@ -298,10 +298,12 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         devices = {tensor.device for tensor in kv_caches.values() if tensor.is_cuda}
         if devices and not self._host_buffers:
             config = config.on_device(f"cuda:{devices.pop().index}")
-        receives = self._kv_transfer_config.is_kv_consumer or config.send_type is SendMode.GET
+        receives = self._kv_transfer_config.is_kv_consumer
+        spills = config.send_type is SendMode.GET
         if config.device != "cpu":
-            check_room(config, self._vllm_config.cache_config, kv_caches, receives=receives)
-        engine = P2pNcclEngine(config, spec=spec, receives=receives)
+            cache_config, lands = self._vllm_config.cache_config, receives or spills
+            check_room(config, cache_config, kv_caches, receives=lands)
+        engine = P2pNcclEngine(config, spec=spec, receives=receives, spills=spills)
         self._worker = WorkerHalf(
             engine,
             spec,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -100,12 +102,12 @@ def test_what_cannot_be_spilled_stays_where_it_is(rng: SeededRandom) -> None:
         held = engine.hold(KEY, TensorSource(tensor))
         assert not engine.spill(held)  # there is no pool
         assert not held.released
-    with engines(2, "tcp", kv_buffer_size=2 * MIB, mem_pool_size_gb=0) as (sender, receiver):
+    with engines(2, "tcp", kv_buffer_size=3 * MIB, mem_pool_size_gb=0) as (sender, receiver):
         transfers = [
             sender.hold(TransferKey(f"{i}"), TensorSource(random_tensor(rng, MIB)))
             for i in range(3)
         ]
-        assert [sender.spill(item) for item in transfers] == [True, True, False]  # it is full
+        assert [sender.spill(item) for item in transfers] == [True, True, False]  # a reserve is left
         assert not sender.spill(transfers[0])  # twice
         offered = sender.send(KEY, PeerAddress(receiver.zmq_address), TensorSource(tensor))
         assert not sender.spill(offered)  # not held
@@ -123,3 +125,26 @@ def test_pull_that_has_begun_needs_no_spill(rng: SeededRandom) -> None:
         waiting.wait(10)
         held.wait(10)
         assert_idle(sender, receiver)
+
+
+@marks.every_transport
+def test_two_full_engines_pull_from_each_other(transport: str, rng: SeededRandom) -> None:
+    """Each spills what it holds until it finds no room; what the other one gives must land."""
+    tensors = {TransferKey(f"{number}"): random_tensor(rng, MIB) for number in range(40)}
+    changes = {"kv_buffer_size": 4 * MIB, "mem_pool_size_gb": 4 * MIB / (1 << 30)}
+    with engines(2, transport, **changes, chunk_bytes=MIB // 2) as both:
+        pairs = dict(zip(tensors, itertools.cycle([both, both[::-1]])))  # holder, reader
+        held = {key: pairs[key][0].hold(key, TensorSource(tensors[key])) for key in tensors}
+        is_spilled = [pairs[key][0].spill(transfer) for key, transfer in held.items()]
+        assert 8 < is_spilled.count(True) <= 16  # of sixteen that buffers and pools could take
+        sinks = {key: TensorSink() for key in tensors}
+        waiting = [
+            reader.receive(key, sinks[key], peer=PeerAddress(holder.zmq_address), pull=True)
+            for key, (holder, reader) in pairs.items()
+        ]
+        for item in waiting:
+            item.wait(30)
+        for key, sink in sinks.items():
+            assert sink.tensor is not None
+            assert torch.equal(sink.tensor, tensors[key])
+        assert_idle(*both)
