@@ -107,7 +107,7 @@ def test_what_cannot_be_spilled_stays_where_it_is(rng: SeededRandom) -> None:
             sender.hold(TransferKey(f"{i}"), TensorSource(random_tensor(rng, MIB)))
             for i in range(3)
         ]
-        assert [sender.spill(item) for item in transfers] == [True, True, False]  # a reserve is left
+        assert [sender.spill(item) for item in transfers] == [True, True, False]  # a reserve stays
         assert not sender.spill(transfers[0])  # twice
         offered = sender.send(KEY, PeerAddress(receiver.zmq_address), TensorSource(tensor))
         assert not sender.spill(offered)  # not held
