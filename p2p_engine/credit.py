@@ -38,6 +38,7 @@ class Credit:
         self, landing_id: LandingId, nbytes: int, free: int, *, is_awaited: bool = False
     ) -> str:
         """Why a sender may not have so many of the free bytes now, or ""."""
+        self._forget_old()
         held = self._held[landing_id[0]]
         if nbytes > free:
             return "buffer and pool are full"
@@ -51,12 +52,12 @@ class Credit:
 
     def is_awaited(self) -> bool:
         """Whether a chunk was denied that somebody waits for: nothing else is granted meanwhile."""
-        return self._awaited.has_any(self._clock())
+        self._forget_old()
+        return len(self._awaited) > 0
 
     def take(self, landing_id: LandingId, nbytes: int) -> None:
         """The bytes were granted."""
-        self._waiting.discard(landing_id)
-        self._awaited.discard(landing_id)
+        self.discard(landing_id)
         self._hold(landing_id[0], nbytes)
 
     def give_back(self, landing_id: LandingId, nbytes: int) -> None:
@@ -65,15 +66,23 @@ class Credit:
 
     def wait(self, landing_id: LandingId, nbytes: int, *, is_awaited: bool = False) -> float:
         """Remember a chunk that was denied; returns the seconds after which to offer it again."""
+        self._forget_old()
         epoch = landing_id[0]
         num_waiting = self._waiting.num_of(epoch)
         rivals = len(self._awaited) if is_awaited else num_waiting
-        pause = RETRY_AFTER_SECONDS * min(rivals + 1, MAX_WAITING)
+        pause = min(RETRY_AFTER_SECONDS * (rivals + 1), self._config.retry_seconds)
         until = self._clock() + pause + self._config.retry_seconds
+        if not is_awaited:
+            self._awaited.discard(landing_id)
         if landing_id in self._waiting or num_waiting < MAX_WAITING:
             for claims in (self._waiting, self._awaited) if is_awaited else (self._waiting,):
                 claims.put(landing_id, nbytes, until, self._held[epoch])
-        return min(pause, self._config.retry_seconds)
+        return pause
+
+    def discard(self, landing_id: LandingId) -> None:
+        """A chunk that was denied will not be offered again; idempotent."""
+        self._waiting.discard(landing_id)
+        self._awaited.discard(landing_id)
 
     def forget(self, epoch: int) -> None:
         """A sender is gone: it waits for nothing."""
@@ -83,7 +92,12 @@ class Credit:
     def _claimed(self, held: int, *, awaited: bool) -> int:
         """What is kept for senders that have less: of each, the chunk that waits longest."""
         claims = self._awaited if awaited else self._waiting
-        return claims.of_those_below(held, self._clock())
+        return claims.of_those_below(held)
+
+    def _forget_old(self) -> None:
+        now = self._clock()
+        self._waiting.forget_old(now)
+        self._awaited.forget_old(now)
 
     def _hold(self, epoch: int, nbytes: int) -> None:
         self._held[epoch] += nbytes

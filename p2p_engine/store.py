@@ -179,13 +179,13 @@ class Store:
         grave = self._answers.exhume(content)
         if grave is not None and grave.concerns(epoch):
             self._answers.bury(content, grave.reason, refused=True, said_by=grave.said_by)
-            self._answers.fail(landing_id, offer.attempt, TransferRejected(grave.reason))
+            self._refuse(landing_id, offer.attempt, TransferRejected(grave.reason))
             return
         receive = self._ledger.receives.get(content)
         if receive is None:
             self._note_mismatch(offer.key, epoch)
         elif receive.ending is not None:
-            self._answers.fail(landing_id, offer.attempt, receive.ending)
+            self._refuse(landing_id, offer.attempt, receive.ending)
             return
         try:
             self._grant(landing_id, offer, transport, receive)
@@ -193,7 +193,7 @@ class Store:
             self._answers.fail(landing_id, offer.attempt, error)
         except P2pError as error:
             refusal = _as_refusal(offer.key, error)
-            self._answers.fail(landing_id, offer.attempt, refusal)
+            self._refuse(landing_id, offer.attempt, refusal)
             if receive is not None:
                 if self._may_end(receive, epoch):
                     self._stop_receive(receive, refusal)
@@ -212,7 +212,8 @@ class Store:
             self._answers.fail((epoch, seq), attempt, unknown)
 
     def on_cancelled(self, epoch: int, seq: int, attempt: int) -> None:
-        """The sender will not write any more."""
+        """The sender will not write any more, or not offer again what was denied."""
+        self._credit.discard((epoch, seq))
         landing = self._ledger.landings.get((epoch, seq))
         if landing is None or landing.attempt > attempt:
             return
@@ -374,6 +375,11 @@ class Store:
         if receive is not None:
             self._ledger.attach(landing, receive)
         self._answers.grant(landing, self._places.word_offset(landing))
+
+    def _refuse(self, landing_id: LandingId, attempt: int, error: P2pError) -> None:
+        """A chunk will never be granted memory: what it claimed, if it was denied, is over."""
+        self._credit.discard(landing_id)
+        self._answers.fail(landing_id, attempt, error)
 
     def _place(self, landing: Landing, receive: Receive | None) -> str:
         """Find memory for a landing; says why there is none now, or ""."""

@@ -130,6 +130,37 @@ def test_one_that_waits_with_many_chunks_asks_at_one_pace(memory: Memory) -> Non
     assert memory.credit._waiting.num_of(1) == MAX_WAITING
 
 
+def test_a_chunk_is_forgotten_at_its_deadline_though_an_older_one_comes_again(
+    memory: Memory,
+) -> None:
+    for seq in range(MAX_WAITING):
+        memory.credit.wait((1, seq), 10)
+    for _ in range(4):
+        memory.now += SETTINGS.retry_seconds
+        assert memory.credit.wait((1, 0), 10) <= SETTINGS.retry_seconds
+    assert memory.credit._waiting.num_of(1) == 1
+    assert memory.credit.wait((1, MAX_WAITING), 10) == 2 * RETRY_AFTER_SECONDS
+
+
+def test_one_of_many_that_were_denied_claims_no_longer_than_until_it_should_come_again(
+    memory: Memory,
+) -> None:
+    for seq in range(1_000):
+        memory.credit.wait((1, seq), 10, is_awaited=True)
+    memory.now += 2 * SETTINGS.retry_seconds
+    assert not memory.credit.is_awaited()
+    assert memory.ask(2, 10)[1] == ""
+
+
+def test_a_chunk_that_will_not_come_again_claims_nothing(memory: Memory) -> None:
+    fill(memory, 1)
+    seq, denied = memory.ask(2, TOTAL, is_awaited=True)
+    assert denied
+    memory.credit.discard((2, seq))
+    memory.end(next(iter(memory.live)))
+    assert memory.ask(1, 10)[1] == ""
+
+
 def test_eight_senders_of_unequal_speed_all_get_their_share(rng: SeededRandom) -> None:
     """Sender n asks n times as often, with chunks of any size; memory empties at random. Nobody is
     served less than a slow sender alone would be, and nobody has much more than the others."""
@@ -204,8 +235,8 @@ class PlainClaims:
         """The sum of the oldest chunks of senders that hold less."""
         total = 0
         for epoch, chunks in self.chunks.items():
-            while chunks and next(iter(chunks.values()))[1] <= now:
-                del chunks[next(iter(chunks))]
+            for seq in [seq for seq, chunk in chunks.items() if chunk[1] <= now]:
+                del chunks[seq]
             if chunks and held[epoch] < limit:
                 total += next(iter(chunks.values()))[0]
         return total
@@ -232,9 +263,10 @@ def test_claims_are_those_of_a_look_at_everything(rng: SeededRandom) -> None:
             held[name[0]] = rng.randrange(100)
             claims.set_held(name[0], held[name[0]])
         limit = rng.randrange(100)
-        assert claims.of_those_below(limit, now) == plain.of_those_below(held, limit, now)
+        claims.forget_old(now)
+        assert claims.of_those_below(limit) == plain.of_those_below(held, limit, now)
         assert len(claims) == sum(map(len, plain.chunks.values()))
-        assert claims.has_any(now) == bool(len(claims))
+        assert claims.num_of(name[0]) == len(mine)
 
 
 def test_many_senders_that_wait_cost_no_more_than_a_few() -> None:

@@ -170,6 +170,21 @@ def test_full_store_denies_until_there_is_room(shm: World) -> None:
     assert shm.receivings[0].is_right()
 
 
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+def test_a_denied_chunk_that_nobody_wants_any_more_claims_no_memory(shm: World, who: str) -> None:
+    for name in ("a", "b", "c", "denied"):
+        shm.send(TransferKey(name), b"", 0, 2, ready=True)
+    converse(shm, 2)
+    assert len(shm.store._credit._waiting) == 1
+    if who == "sender":
+        shm.sendings[-1].transfer.cancel("its request was aborted")
+    else:
+        shm.store.discard((TransferKey("denied"), b""), "its request was aborted")
+        shm.advance(0.1)
+    converse(shm, 1)
+    assert len(shm.store._credit._waiting) == 0
+
+
 def test_chunk_that_can_never_fit_is_a_named_error() -> None:
     small = World(receiver_writes=False, config=SETTINGS_OF_4_KIB)
     small.send(KEY, b"", *ALL, ready=True)
