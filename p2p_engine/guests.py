@@ -4,8 +4,12 @@ A guest is known by its epoch; what it says is answered over the route that it c
 belongs to one guest at a time. Who greets with the address of another one is a restarted engine, or
 a rival behind the same address: the guest that is here is asked (PING). If its connection has ended
 it is over, and the newcomer is a guest. If it answers, the newcomer is refused. Otherwise the
-newcomer waits until the guest answers, or is silent for too long. The engine's lock guards
-everything here.
+newcomer waits until the guest answers, or is silent for too long.
+
+Who greets with the epoch of a guest over another connection is that engine, by a new connection or
+by another of our addresses, or somebody who has read the epoch. The guest is asked in the same way.
+If its connection has ended, or it answers that it said this HELLO, it has moved, and nothing of it
+ends. The engine's lock guards everything here.
 """
 
 from __future__ import annotations
@@ -115,8 +119,8 @@ class Guests:
             self._control.send(route, encode(Greet(self._epoch, epoch)))
             return None
         guest.heard_at = self._attention()
-        if isinstance(message, Pong) and guest.challenger is not None:
-            self._refuse_challenger(guest)
+        if isinstance(message, Pong):
+            self._answer_challenger(guest, message)
         if isinstance(message, Bye):
             self._end(epoch, f"sender {guest.address} is closing")
         return guest
@@ -152,30 +156,44 @@ class Guests:
         for other in self._of_route.get(route):
             if other != epoch:
                 self._end(other, f"sender {self._guests[other].address} was restarted")
-        rivals = [(name, self._guests[name]) for name in self._of_address.get(hello.address)]
-        rivals = [(n, guest) for n, guest in rivals if n != epoch and guest.route != route]
-        for other, guest in rivals:
+        claimed = dict.fromkeys([epoch, *self._of_address.get(hello.address)])
+        rivals = {name: self._guests[name] for name in claimed if name in self._guests}
+        rivals = {name: guest for name, guest in rivals.items() if guest.route != route}
+        for other, guest in rivals.items():
             self._challenge(other, guest, route, hello)
         if not rivals:
             self._admit(route, hello)
 
     def _challenge(self, epoch: int, guest: Guest, route: Route, hello: Hello) -> None:
-        """Ask a guest whether it lives: another engine claims its address."""
+        """Ask a guest whether it lives: another connection claims its address, or its epoch."""
         guest.challenger = route, hello
 
         def over() -> None:
             with self._lock:
                 if self._guests.get(epoch) is guest:
-                    self._end(epoch, f"sender {guest.address} was restarted")
+                    self._make_way(epoch, guest, hello)
                     self._greet(route, hello)
 
-        self._control.send(guest.route, encode(Ping(self._epoch, epoch)), over)
+        self._control.send(guest.route, encode(Ping(self._epoch, epoch, hello.number)), over)
 
-    def _refuse_challenger(self, guest: Guest) -> None:
-        challenger, guest.challenger = guest.challenger, None
-        if challenger is not None:
+    def _make_way(self, epoch: int, guest: Guest, hello: Hello) -> None:
+        if hello.source_epoch == epoch:
+            self._remove(epoch)  # it comes back at once, by its new connection
+        else:
+            self._end(epoch, f"sender {guest.address} was restarted")
+
+    def _answer_challenger(self, guest: Guest, message: Pong) -> None:
+        if guest.challenger is None:
+            return
+        (route, hello), guest.challenger = guest.challenger, None
+        is_its_own = hello.source_epoch == message.source_epoch and message.number != 0
+        if is_its_own and message.number == hello.number:
+            self._make_way(message.source_epoch, guest, hello)
+            self._greet(route, hello)
+        else:
             text = f"{guest.address} is the address of another engine, which lives"
-            self._refuse(*challenger, f"{text}; give each engine a host or a port of its own")
+            reason = f"{text}; give each engine a host or a port of its own"
+            self._refuse(route, hello, reason)
 
     def _refuse(self, route: Route, hello: Hello, reason: str) -> None:
         self._warnings.warn("peer refused: address=%r reason=%s", hello.address, reason)

@@ -210,12 +210,14 @@ class Message(msgspec.Struct, array_like=True, tag_field="type"):
 
 
 class Hello(Message, tag="HELLO"):
-    """First words of a link; `endpoints` are what each transport of the sender offers."""
+    """First words of a link; `endpoints` are what each transport of the sender offers. The `number`
+    is known to nobody else: by it the sender recognises its own HELLO (0: it has none)."""
 
     version: Count
     address: Text
     spec: CacheSpec | None
     endpoints: Annotated[dict[Text, dict[Text, Text]], msgspec.Meta(max_length=8)]
+    number: U64 = 0
 
 
 class Welcome(Message, tag="WELCOME"):
@@ -243,11 +245,15 @@ class Greet(Message, tag="GREET"):
 
 
 class Ping(Message, tag="PING"):
-    """Are you there? Answered by PONG."""
+    """Are you there? Answered by PONG. With a `number`: did you say the HELLO that has it?"""
+
+    number: U64 = 0
 
 
 class Pong(Message, tag="PONG"):
-    """Yes."""
+    """Yes. The `number` of PING comes back if that HELLO was said here."""
+
+    number: U64 = 0
 
 
 class Bye(Message, tag="BYE"):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -135,6 +136,7 @@ class Link:
     invited_at: float | None = None  # when the endpoints came; they are good for one attempt
     asking: bool = False  # for new ones
     hello_at: float = 0.0  # when to ask again
+    number: int = 0  # of the HELLO that is not answered yet
     untried: list[Transport] = field(default_factory=list)
     is_losing: bool = False  # its broken channel is being closed
     heard_at: float = 0.0  # by the attention's clock
@@ -203,6 +205,7 @@ class Links:
         self._links: dict[PeerAddress, Link] = {}
         self._by_contact: Index[str, Link] = Index()
         self._by_epoch: Index[int, Link] = Index()  # names of one engine
+        self._numbers: set[int] = set()  # of what was said in HELLO and is not answered
         self._timers: Timers[Link] = Timers()
         self._late: dict[Link, None] = {}  # past their deadlines, and not closed
         self._leftovers = Leftovers(clock)
@@ -260,7 +263,8 @@ class Links:
             self._located(route.address, message)
             return None
         if isinstance(message, Ping):
-            self._control.send(route, encode(Pong(self._epoch, message.source_epoch)))
+            number = message.number if message.number in self._numbers else 0
+            self._control.send(route, encode(Pong(self._epoch, message.source_epoch, number)))
             return None
         known = None
         for link in self._reached_at(route.address):
@@ -351,6 +355,7 @@ class Links:
         self._by_epoch.discard(link.epoch, link)
         self._timers.cancel(link)
         self._late.pop(link, None)
+        self._numbers.discard(link.number)
 
     def _reached_at(self, address: str) -> list[Link]:
         """Return the links to the engine at an address."""
@@ -422,7 +427,10 @@ class Links:
 
     def _greet(self, link: Link) -> None:
         link.hello_at = self._clock() + self._config.retry_seconds
-        hello = Hello(self._epoch, 0, PROTOCOL_VERSION, self._control.address, self._spec, {})
+        link.number = link.number or secrets.randbits(63) | 1
+        self._numbers.add(link.number)
+        address, spec = self._control.address, self._spec
+        hello = Hello(self._epoch, 0, PROTOCOL_VERSION, address, spec, {}, link.number)
         self._control.send(Route(link.address), encode(hello))
 
     def _greet_again(self, link: Link) -> None:
@@ -457,6 +465,8 @@ class Links:
         if link.epoch not in (0, message.source_epoch):
             self.close_link(link, PeerLost(f"peer {link.target} was restarted"))
             return
+        self._numbers.discard(link.number)
+        link.number = 0
         if link.state is LinkState.GREETING:
             link.epoch, link.heard_at = message.source_epoch, self._attention()
             self._by_epoch.add(link.epoch, link)

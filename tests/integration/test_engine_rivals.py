@@ -7,12 +7,24 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import zmq
 
 from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.errors import PeerRefused, PeerUnreachable
 from p2p_engine.layout import TensorSource
+from p2p_engine.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Bye,
+    Greet,
+    Hello,
+    Refuse,
+    decode,
+    encode,
+)
 from p2p_engine.peers import PeerAddress
 from tests.engines import MIB, Peer, engines, pattern, settings, start, start_fork_server
+from tests.relay import Relay
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -46,6 +58,46 @@ def test_the_second_is_refused_by_name_while_the_first_lives() -> None:
         assert receiver.stats()["guests"] == 1
         first.close()
         send(second, receiver, "second at last")
+
+
+def test_who_greets_under_a_living_guest_s_epoch_is_refused_and_the_guest_goes_on() -> None:
+    """Its epoch and its address are on the wire for whoever reads it."""
+    with engines(2, "tcp") as (guest, receiver):
+        send(guest, receiver, "before")
+        unready = guest.send(
+            TransferKey("open"), PeerAddress(receiver.zmq_address), TensorSource(torch.arange(9)),
+            ready=False,
+        )  # fmt: skip
+        hello = Hello(guest.epoch, 0, PROTOCOL_VERSION, guest.zmq_address, None, {})
+        context = zmq.Context()
+        with context.socket(zmq.DEALER) as stranger:
+            stranger.connect(f"tcp://{receiver.zmq_address}")
+            for frame in (encode(hello), encode(Bye(guest.epoch, receiver.epoch))):
+                stranger.send(frame)
+            heard: list[type[AnyMessage]] = []
+            while Refuse not in heard:
+                assert stranger.poll(20_000), heard
+                heard.append(type(decode(stranger.recv())))
+            assert heard == [Greet, Refuse] or heard == [Refuse]
+        context.term()
+        guest.mark_ready(unready)
+        unready.wait(20)
+        send(guest, receiver, "after")
+        assert receiver.stats()["guests"] == 1
+
+
+def test_one_engine_by_two_addresses_of_the_same_peer() -> None:
+    """As with one that is dialled directly and through a forwarded port: the sender greets over two
+    connections, and says that both are its own."""
+    with (
+        engines(2, "tcp") as (sender, receiver),
+        contextlib.closing(Relay(receiver.zmq_address)) as relay,
+    ):
+        for number in range(4):
+            target = PeerAddress([receiver.zmq_address, relay.address][number % 2])
+            source = TensorSource(torch.arange(9))
+            sender.send(TransferKey(f"{number}"), target, source).wait(20)
+        assert receiver.stats()["guests"] == 1
 
 
 def test_a_killed_engine_makes_room_at_once() -> None:

@@ -53,7 +53,7 @@ def test_what_is_no_heartbeat_is_refused(value: object) -> None:
 
 
 def test_message_is_a_tagged_array() -> None:
-    assert msgpack.unpackb(encode(Ping(1, 2))) == ["PING", 1, 2]
+    assert msgpack.unpackb(encode(Ping(1, 2, 3))) == ["PING", 1, 2, 3]
 
 
 def test_tags_are_unique() -> None:

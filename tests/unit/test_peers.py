@@ -427,6 +427,21 @@ def test_peer_that_forgot_us_and_was_restarted_ends_its_link(scene: Scene) -> No
     ended_with(link, PeerLost, "restarted")
 
 
+def test_hello_is_recognised_until_it_is_answered(scene: Scene) -> None:
+    """The peer asks the guest that it has whether it greets by another connection, too."""
+    scene.links.get(PEER, data=False)
+    number = scene.last(Hello).number
+    assert number
+    scene.pass_time(1.0)
+    assert scene.last(Hello).number == number  # said again
+    for asked, told in ((number, number), (number ^ 2, 0), (0, 0)):
+        scene.hear(Ping(THEM, US, asked), "127.0.0.1:6")
+        assert scene.last(Pong) == Pong(US, THEM, told)
+    scene.hear(Welcome(THEM, US, 1, None, {}))
+    scene.hear(Ping(THEM, US, number), "127.0.0.1:6")
+    assert scene.last(Pong) == Pong(US, THEM, 0)
+
+
 def test_close_says_bye_after_the_channel_is_joined(scene: Scene) -> None:
     link, channel = scene.welcomed(), FakeChannel()
     scene.transports[0].dialled[0][1](cast("Channel", channel))

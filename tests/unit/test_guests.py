@@ -1,0 +1,150 @@
+"""Guests: who may take the place of one, with a clock and a wire of the test's own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+
+from p2p_engine.config import EngineConfig
+from p2p_engine.control import ControlPlane
+from p2p_engine.errors import PeerLost
+from p2p_engine.guests import Guests
+from p2p_engine.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Greet,
+    Hello,
+    Ping,
+    Pong,
+    Refuse,
+    Welcome,
+    decode,
+)
+from p2p_engine.sockets import Route
+
+US, GUEST, OTHER = 1, 2, 3
+ADDRESS = "127.0.0.1:5"
+HERE, THERE = Route(identity=b"here"), Route(identity=b"there")
+CONFIG = EngineConfig(peer_timeout_seconds=8)
+
+
+class FakeControl:
+    """Keeps what is sent; a connection in `ended` takes nothing any more."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Route, AnyMessage]] = []
+        self.ended: set[Route] = set()
+
+    def send(self, route: Route, frame: bytes, over: Callable[[], None] = lambda: None) -> None:
+        if route in self.ended:
+            over()
+        else:
+            self.sent.append((route, decode(frame)))
+
+
+class Scene:
+    """Guests with one guest, which came over HERE."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.control = FakeControl()
+        self.lost: list[int] = []
+        self.over: list[int] = []
+        self.guests = Guests(
+            CONFIG, cast("ControlPlane", self.control), US, None, [], lock=threading.RLock(),
+            clock=lambda: self.now, attention=lambda: self.now,
+            on_lost=self._lost, on_over=lambda epoch, error: self.over.append(epoch),
+        )  # fmt: skip
+        self.greet(HERE, GUEST)
+        self.control.sent.clear()
+
+    def _lost(self, epoch: int, error: PeerLost) -> None:
+        self.lost.append(epoch)
+
+    def greet(self, route: Route, epoch: int, address: str = ADDRESS, number: int = 7) -> None:
+        self.hear(route, Hello(epoch, 0, PROTOCOL_VERSION, address, None, {}, number))
+
+    def hear(self, route: Route, message: AnyMessage) -> object:
+        return self.guests.on_message(route, message)
+
+    def said(self) -> list[tuple[Route, type[AnyMessage]]]:
+        """What was said since it was asked last, to whom."""
+        sent, self.control.sent = self.control.sent, []
+        return [(route, type(message)) for route, message in sent]
+
+    def is_guest(self, route: Route, epoch: int) -> bool:
+        is_heard = self.hear(route, Pong(epoch, US)) is not None
+        self.control.sent.clear()
+        return is_heard
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+@pytest.mark.parametrize("address", [ADDRESS, "127.0.0.1:6"])
+def test_an_epoch_that_somebody_has_read_takes_no_living_guest_s_place(
+    scene: Scene, address: str
+) -> None:
+    scene.greet(THERE, GUEST, address)
+    assert scene.said() == [(HERE, Ping)]
+    assert scene.is_guest(HERE, GUEST)  # its PONG says that the HELLO was not its own
+    scene.greet(THERE, GUEST, address)
+    scene.said()
+    scene.hear(HERE, Pong(GUEST, US))
+    assert scene.said() == [(THERE, Refuse)]
+    assert not scene.is_guest(THERE, GUEST)
+    assert scene.lost == scene.over == []
+
+
+def test_a_guest_that_greets_by_another_connection_too_says_so_and_moves(scene: Scene) -> None:
+    """It dials us by two of our addresses; nothing that is open with it ends."""
+    scene.greet(THERE, GUEST, number=8)
+    ((_, ping),) = scene.control.sent
+    assert ping == Ping(US, GUEST, 8)
+    scene.said()
+    scene.hear(HERE, Pong(GUEST, US, 8))
+    assert scene.said() == [(THERE, Welcome)]
+    assert scene.is_guest(THERE, GUEST)
+    assert scene.hear(HERE, Pong(GUEST, US)) is None
+    assert scene.said() == [(HERE, Greet)]
+    assert scene.lost == scene.over == []
+
+
+def test_a_guest_whose_connection_has_ended_comes_back_at_once(scene: Scene) -> None:
+    scene.control.ended.add(HERE)
+    scene.greet(THERE, GUEST)
+    assert scene.said() == [(THERE, Welcome)]
+    assert scene.is_guest(THERE, GUEST)
+    assert scene.lost == scene.over == []
+
+
+def test_a_hello_without_a_number_is_nobody_s_own(scene: Scene) -> None:
+    scene.greet(THERE, GUEST, number=0)
+    scene.said()
+    scene.hear(HERE, Pong(GUEST, US, 0))
+    assert scene.said() == [(THERE, Refuse)]
+
+
+def test_a_guest_does_not_vouch_for_another_engine(scene: Scene) -> None:
+    scene.greet(THERE, OTHER, number=9)
+    assert scene.said() == [(HERE, Ping)]
+    scene.hear(HERE, Pong(GUEST, US, 9))
+    assert scene.said() == [(THERE, Refuse)]
+    assert scene.is_guest(HERE, GUEST)
+
+
+def test_who_greets_under_the_epoch_of_a_silent_guest_waits_until_that_is_forgotten(
+    scene: Scene,
+) -> None:
+    scene.greet(THERE, GUEST)
+    scene.now += CONFIG.peer_timeout_seconds
+    scene.guests.tick()
+    assert scene.lost == [GUEST]
+    scene.said()
+    scene.greet(THERE, GUEST)
+    assert scene.said() == [(THERE, Welcome)]
