@@ -1,14 +1,18 @@
 """Names: which addresses a host name stands for, found out in threads of their own.
 
 `getaddrinfo` blocks for 10 s and more where no name server answers, and cannot be stopped. So each
-look-up has a thread, and there are few of them. A name is looked up once at a time, however many
-ask for it. Whoever asks waits until a deadline. A stranger may name many hosts that nobody knows:
-their look-ups leave some threads to names that have been resolved before.
+look-up has a thread. A name is looked up once at a time, however many ask for it. Whoever asks
+waits until a deadline, or is told the last answer if there was one and none comes soon.
+
+A stranger may name many hosts that nobody knows, and names that were good may begin to hang. So
+there are three kinds of names, and each has threads of its own. A look-up that hangs passes to the
+kind SLOW with its thread, so that the others of its kind go on.
 """
 
 from __future__ import annotations
 
 import collections
+import enum
 import ipaddress
 import socket
 import threading
@@ -22,23 +26,44 @@ from p2p_engine.affinity import restore_affinity
 from p2p_engine.errors import PeerUnreachable
 from p2p_engine.recent import Recent
 
-MAX_LOOKUPS = 16  # threads at a time
-RESERVED_LOOKUPS = 4  # of these, for names that have been resolved before
 MAX_NAMES = 1024  # that are being looked up, or wait for a thread; and that are remembered
+MAX_THREADS = 64  # in all: only if many names begin to hang at the same time
+SLOW_SECONDS = 1.0  # for a new answer, before the last one is told
 FRESH_SECONDS = 2.0  # an answer is good for so long
 FAILURE_SECONDS = 5.0  # and a failure
 
-Answer: TypeAlias = tuple[str, ...] | PeerUnreachable
+Addresses: TypeAlias = tuple[str, ...]
+Answer: TypeAlias = Addresses | PeerUnreachable
 Told: TypeAlias = Callable[[Answer], None]
+
+
+class Kind(enum.Enum):
+    """What the look-ups of a name were like."""
+
+    SWIFT = enum.auto()  # the last one brought an answer soon
+    NEW = enum.auto()  # none has ever brought one
+    SLOW = enum.auto()  # one has, but the last one took long
+
+
+MAX_LOOKUPS = {Kind.SWIFT: 16, Kind.NEW: 12, Kind.SLOW: 4}  # threads at a time
 
 
 @dataclass(eq=False)
 class Lookup:
     """A name that is being looked up, or waits for a thread; and who is told, until when."""
 
-    is_known: bool  # it has been resolved before
-    has_thread: bool = False
+    kind: Kind
+    asked_at: float
+    started_at: float | None = None  # when it got its thread
     told: list[tuple[float, Told]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A name that was resolved: its last addresses, and how long it took to look it up last."""
+
+    addresses: Addresses
+    kind: Kind
 
 
 class Names:
@@ -55,11 +80,11 @@ class Names:
         self._post = post
         self._clock = clock
         self._lookups: dict[str, Lookup] = {}
-        self._waiting: collections.deque[str] = collections.deque()  # for a thread
-        self._waiting_known: collections.deque[str] = collections.deque()
-        self._num_threads = 0
-        self._num_strangers = 0  # threads that look up what was never resolved
-        self._known: Recent[str, None] = Recent(MAX_NAMES)
+        self._waiting: dict[Kind, collections.deque[str]] = {  # for a thread
+            kind: collections.deque() for kind in Kind
+        }
+        self._num_threads: collections.Counter[Kind] = collections.Counter()
+        self._known: Recent[str, Known] = Recent(MAX_NAMES)
         self._answers: Recent[str, tuple[Answer, float]] = Recent(MAX_NAMES)  # good until
         self._is_closed = False
         self._closing = threading.Lock()  # guards _is_closed against posting after it
@@ -75,30 +100,60 @@ class Names:
         if now < until:
             told(answer)
             return
-        lookup = self._lookups.get(host)
+        lookup, known = self._lookups.get(host), self._known.get(host)
         if lookup is None:
             if len(self._lookups) >= MAX_NAMES:
                 told(PeerUnreachable(f"name {host!r}: {MAX_NAMES} others are being resolved"))
                 return
-            lookup = self._lookups[host] = Lookup(host in self._known)
-            (self._waiting_known if lookup.is_known else self._waiting).append(host)
+            kind = known.kind if known is not None else Kind.NEW
+            lookup = self._lookups[host] = Lookup(kind, now)
+            self._waiting[kind].append(host)
+        if known is not None and now - lookup.asked_at >= SLOW_SECONDS:
+            told(known.addresses)
+            return
         lookup.told.append((now + self._timeout, told))
         self._start()
 
     def tick(self, now: float) -> None:
         """Tell who has waited for too long."""
         for host, lookup in list(self._lookups.items()):
-            late = [told for deadline, told in lookup.told if now >= deadline]
-            if not late:
-                continue
-            lookup.told = [item for item in lookup.told if now < item[0]]
-            if not lookup.has_thread and not lookup.told:
-                del self._lookups[host]
-                (self._waiting_known if lookup.is_known else self._waiting).remove(host)
-            error = PeerUnreachable(f"name {host!r} was not resolved within {self._timeout:g} s")
-            self._answers.put(host, (error, now + FAILURE_SECONDS))
-            for told in late:
-                told(error)
+            known = self._known.get(host)
+            if known is not None and now - lookup.asked_at >= SLOW_SECONDS:
+                self._call_slow(host, lookup, known, now)
+            else:
+                self._tell_late(host, lookup, now)
+
+    def _call_slow(self, host: str, lookup: Lookup, known: Known, now: float) -> None:
+        """The last answer has to do; a look-up that hangs makes room for others of its kind."""
+        hangs = lookup.started_at is not None and now - lookup.started_at >= SLOW_SECONDS
+        if hangs and lookup.kind is not Kind.SLOW:
+            self._num_threads[lookup.kind] -= 1
+            self._num_threads[Kind.SLOW] += 1
+            lookup.kind = Kind.SLOW
+            self._start()
+        told, lookup.told = lookup.told, []
+        self._let_go(host, lookup)
+        if told:
+            self._answers.put(host, (known.addresses, now + FAILURE_SECONDS))
+        for _, tell in told:
+            tell(known.addresses)
+
+    def _tell_late(self, host: str, lookup: Lookup, now: float) -> None:
+        late = [told for deadline, told in lookup.told if now >= deadline]
+        if not late:
+            return
+        lookup.told = [item for item in lookup.told if now < item[0]]
+        self._let_go(host, lookup)
+        error = PeerUnreachable(f"name {host!r} was not resolved within {self._timeout:g} s")
+        self._answers.put(host, (error, now + FAILURE_SECONDS))
+        for told in late:
+            told(error)
+
+    def _let_go(self, host: str, lookup: Lookup) -> None:
+        """Forget a look-up that nobody waits for, unless it has its thread."""
+        if lookup.started_at is None and not lookup.told:
+            del self._lookups[host]
+            self._waiting[lookup.kind].remove(host)
 
     def close(self) -> None:
         """Tell nobody any more; a thread that hangs in the resolver ends with it, or with the
@@ -107,22 +162,22 @@ class Names:
             self._is_closed = True
 
     def _start(self) -> None:
-        while self._num_threads < MAX_LOOKUPS:
-            is_full = self._num_strangers >= MAX_LOOKUPS - RESERVED_LOOKUPS
-            if self._waiting_known:
-                host = self._waiting_known.popleft()
-            elif self._waiting and not is_full:
-                host = self._waiting.popleft()
-                self._num_strangers += 1
-            else:
-                return
-            self._lookups[host].has_thread = True
-            self._num_threads += 1
-            work = partial(self._work, host)
-            try:
-                threading.Thread(target=work, name="p2p-name", daemon=True).start()
-            except RuntimeError as error:  # the process may have no more threads
-                self._post(partial(self._found, host, PeerUnreachable(f"name {host!r}: {error}")))
+        for kind, limit in MAX_LOOKUPS.items():
+            while (
+                self._waiting[kind]
+                and self._num_threads[kind] < limit
+                and self._num_threads.total() < MAX_THREADS
+            ):
+                self._num_threads[kind] += 1
+                self._start_one(self._waiting[kind].popleft())
+
+    def _start_one(self, host: str) -> None:
+        self._lookups[host].started_at = self._clock()
+        work = partial(self._work, host)
+        try:
+            threading.Thread(target=work, name="p2p-name", daemon=True).start()
+        except RuntimeError as error:  # the process may have no more threads
+            self._post(partial(self._found, host, PeerUnreachable(f"name {host!r}: {error}")))
 
     def _work(self, host: str) -> None:
         restore_affinity()
@@ -132,14 +187,16 @@ class Names:
                 self._post(lambda: self._found(host, answer))
 
     def _found(self, host: str, answer: Answer) -> None:
-        lookup = self._lookups.pop(host)
-        self._num_threads -= 1
-        self._num_strangers -= not lookup.is_known
-        is_good = not isinstance(answer, PeerUnreachable)
-        good_for = FRESH_SECONDS if is_good else FAILURE_SECONDS
-        self._answers.put(host, (answer, self._clock() + good_for))
-        if is_good:
-            self._known.put(host, None)
+        lookup, known, now = self._lookups.pop(host), self._known.get(host), self._clock()
+        self._num_threads[lookup.kind] -= 1
+        is_slow = lookup.started_at is not None and now - lookup.started_at >= SLOW_SECONDS
+        good_for = FAILURE_SECONDS if isinstance(answer, PeerUnreachable) else FRESH_SECONDS
+        addresses = () if isinstance(answer, PeerUnreachable) else answer
+        if known is not None and is_slow and not addresses:
+            answer = addresses = known.addresses  # no server has said that there is no such name
+        if addresses:
+            self._known.put(host, Known(addresses, Kind.SLOW if is_slow else Kind.SWIFT))
+        self._answers.put(host, (answer, now + good_for))
         self._start()
         for _, told in lookup.told:
             told(answer)

@@ -15,8 +15,10 @@ from p2p_engine.names import (
     FRESH_SECONDS,
     MAX_LOOKUPS,
     MAX_NAMES,
-    RESERVED_LOOKUPS,
+    MAX_THREADS,
+    SLOW_SECONDS,
     Answer,
+    Kind,
     Names,
     look_up,
 )
@@ -131,7 +133,7 @@ def test_who_waits_too_long_is_told_so_and_the_thread_goes_on(resolver: Resolver
 
 
 def test_bad_names_leave_threads_to_names_that_were_resolved_before(resolver: Resolver) -> None:
-    known = [f"known {number}" for number in range(RESERVED_LOOKUPS)]
+    known = [f"known {number}" for number in range(4)]
     for name in known:
         resolver.ask(name)
         resolver.answer(name, ("10.0.0.1",))
@@ -139,11 +141,11 @@ def test_bad_names_leave_threads_to_names_that_were_resolved_before(resolver: Re
     strangers = [f"bad {number}" for number in range(MAX_NAMES - len(known))]
     for name in strangers:
         resolver.ask(name)
-    eventually(lambda: len(resolver.asked) == MAX_LOOKUPS - RESERVED_LOOKUPS)
+    eventually(lambda: len(resolver.asked) == MAX_LOOKUPS[Kind.NEW])
     resolver.told.clear()
     for name in known:
         resolver.ask(name)
-    eventually(lambda: len(resolver.asked) == MAX_LOOKUPS)
+    eventually(lambda: len(resolver.asked) == MAX_LOOKUPS[Kind.NEW] + len(known))
     resolver.ask("one too many")
     assert isinstance(resolver.told[-1][1], PeerUnreachable)
     for name in known:
@@ -154,11 +156,94 @@ def test_bad_names_leave_threads_to_names_that_were_resolved_before(resolver: Re
         sum(isinstance(answer, PeerUnreachable) for _, answer in resolver.told)
         == len(strangers) + 1
     )
-    assert len(resolver.names._lookups) == MAX_LOOKUPS - RESERVED_LOOKUPS  # that hang
+    assert len(resolver.names._lookups) == MAX_LOOKUPS[Kind.NEW]  # that hang
     resolver.ask("after the flood")
     resolver.answer(resolver.asked[0], ())
     resolver.answer("after the flood", ("10.0.0.3",))
     assert resolver.told[-1] == ("after the flood", ("10.0.0.3",))
+
+
+def resolved(resolver: Resolver, prefix: str, num: int) -> list[str]:
+    """Names that were resolved, and whose answers are not good any more."""
+    names = [f"{prefix} {number}" for number in range(num)]
+    for name in names:
+        resolver.ask(name)
+        resolver.answer(name, ("10.0.0.1",))
+    resolver.pass_time(FAILURE_SECONDS)
+    resolver.told.clear()
+    return names
+
+
+def test_a_known_name_that_hangs_is_told_by_its_last_answer(resolver: Resolver) -> None:
+    resolved(resolver, "a", 1)
+    resolver.ask("a 0")
+    resolver.pass_time(SLOW_SECONDS * 0.9)
+    assert resolver.told == []
+    resolver.pass_time(SLOW_SECONDS * 0.1)
+    assert resolver.told == [("a 0", ("10.0.0.1",))]
+    for _ in range(3):
+        resolver.pass_time(FAILURE_SECONDS)
+        resolver.ask("a 0")  # it hangs still, and has one thread
+    assert resolver.told == [("a 0", ("10.0.0.1",))] * 4
+    assert resolver.asked == ["a 0"]
+    resolver.answer("a 0", PeerUnreachable("no server"))
+    resolver.ask("a 0")
+    assert resolver.told[-1] == ("a 0", ("10.0.0.1",))
+    resolver.pass_time(FAILURE_SECONDS)
+    resolver.ask("a 0")
+    resolver.answer("a 0", PeerUnreachable("there is no such name"))
+    assert isinstance(resolver.told[-1][1], PeerUnreachable)  # a server has said so
+
+
+def test_known_names_that_hang_leave_threads_to_all_others(resolver: Resolver) -> None:
+    """More of them than any kind of name has threads."""
+    bad = resolved(resolver, "bad", 2 * MAX_LOOKUPS[Kind.SWIFT])
+    (good,) = resolved(resolver, "good", 1)
+    for name in bad:
+        resolver.ask(name)
+    for _ in range(2):  # each time, those that hang make room
+        eventually(lambda: len(resolver.asked) % MAX_LOOKUPS[Kind.SWIFT] == 0)
+        resolver.pass_time(SLOW_SECONDS)
+    resolver.ask(good)
+    resolver.answer(good, ("10.0.0.2",))
+    assert resolver.told[-1] == (good, ("10.0.0.2",))
+    resolver.ask("new")
+    resolver.answer("new", ("10.0.0.3",))
+    assert resolver.told[-1] == ("new", ("10.0.0.3",))
+    assert {name for name, _ in resolver.told[:-2]} == set(bad)
+    assert {answer for _, answer in resolver.told[:-2]} == {("10.0.0.1",)}
+
+
+def test_names_that_were_slow_the_last_time_have_few_threads(resolver: Resolver) -> None:
+    slow = resolved(resolver, "slow", MAX_LOOKUPS[Kind.SWIFT])
+    for name in slow:
+        resolver.ask(name)
+    eventually(lambda: len(resolver.asked) == len(slow))
+    resolver.pass_time(SLOW_SECONDS)
+    for name in slow:
+        resolver.answer(name, ("10.0.0.1",))
+    resolver.pass_time(FAILURE_SECONDS)
+    resolver.told.clear()
+    for name in slow:
+        resolver.ask(name)
+    resolver.pass_time(SLOW_SECONDS)
+    assert [name for name, _ in resolver.told] == slow
+    eventually(lambda: len(resolver.asked) == MAX_LOOKUPS[Kind.SLOW])
+    assert len(resolver.names._lookups) == MAX_LOOKUPS[Kind.SLOW]
+    for name in list(resolver.asked):
+        resolver.answer(name, ("10.0.0.1",))
+        assert resolver.names._known.get(name) is not None
+
+
+def test_there_are_never_more_threads_than_a_bound(resolver: Resolver) -> None:
+    names = resolved(resolver, "bad", 2 * MAX_THREADS)
+    for start in range(0, len(names), MAX_LOOKUPS[Kind.SWIFT]):
+        for name in names[start : start + MAX_LOOKUPS[Kind.SWIFT]]:
+            resolver.ask(name)
+        resolver.pass_time(SLOW_SECONDS)
+    eventually(lambda: len(resolver.asked) == MAX_THREADS)
+    assert len(resolver.names._lookups) == MAX_THREADS
+    assert len(resolver.told) == len(names)
 
 
 def test_a_thread_that_cannot_be_had_is_a_failure(
