@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import logging
 import os
 import random
 import socket
@@ -22,7 +23,9 @@ from tests.support import SeededRandom, eventually, held_resources
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marks."""
+    """Register the marks; log what we log under vLLM, whether or not a test has imported it."""
+    for package in ("p2p_engine", "proxy"):
+        logging.getLogger(package).setLevel(logging.INFO)
     for name, meaning in marks.MEANINGS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
 

@@ -125,7 +125,8 @@ class MockVllm:
         app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", port).start()
+        # uvicorn, which serves vLLM, lets as many wait
+        await web.TCPSite(self._runner, "127.0.0.1", port, backlog=2048).start()
         host, port = self._runner.addresses[0][:2]
         self.http_address = f"{host}:{port}"
         self.zmq_address = self.zmq_address or f"{host}:{port + 1 if port < 65535 else 1024}"

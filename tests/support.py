@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import TypeVar
 
 import numpy as np
@@ -49,9 +48,9 @@ class SeededRandom(random.Random):
         return f"SeededRandom(P2P_TEST_SEED={self.initial_seed})"
 
 
-def records_of(module: ModuleType, caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """Return what one module has logged: threads of an earlier test may still say their last."""
-    return [record for record in caplog.records if record.name == module.__name__]
+def records_of(logger: logging.Logger, caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """Return what came from one logger: threads of an earlier test may still say their last."""
+    return [record for record in caplog.records if record.name == logger.name]
 
 
 def held_resources() -> set[str]:

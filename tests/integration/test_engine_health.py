@@ -95,7 +95,7 @@ def test_watchdog_reports_once_and_takes_it_back(caplog: pytest.LogCaptureFixtur
     assert dog.num_reported == 1
     dog.look(3.0, [])
     assert dog.overdue == []
-    said = records_of(watchdog, caplog)
+    said = records_of(watchdog.logger, caplog)
     assert [record.levelname for record in said] == ["ERROR", "WARNING"]
 
 

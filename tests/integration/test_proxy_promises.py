@@ -38,6 +38,7 @@ import pytest
 
 from p2p_engine.request_ids import ProxyId
 from p2p_engine.simulate.answers import completion, events
+from proxy import journey
 from proxy.instances import Role
 from proxy.prefix_tree import PrefixTree
 from proxy.prompt import BLOCK_BYTES, Prompt
@@ -45,6 +46,7 @@ from proxy.upstream import Upstream
 from tests.mock_vllm import Behaviour, MockVllm
 from tests.proxy_fleet import ASKED, STREAMED, RunningProxy, fleet, running_proxy, until
 from tests.routing_fleet import Fleet
+from tests.support import records_of
 
 if TYPE_CHECKING:
     from tests.support import SeededRandom
@@ -83,7 +85,8 @@ async def test_02_no_kv_is_left_behind(rng: SeededRandom, caplog: pytest.LogCapt
         )
 
         def lines_of_all() -> list[Any]:
-            texts = [line for record in caplog.records for line in record.message.splitlines()]
+            told = records_of(journey.logger, caplog)
+            texts = [line for record in told for line in record.message.splitlines()]
             return [json.loads(text) for text in texts] if len(texts) == ended else []
 
         lines = await until(lines_of_all, "every request has its line in the log")

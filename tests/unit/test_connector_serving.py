@@ -244,5 +244,5 @@ def test_a_supervised_rank_whose_server_is_not_found_says_so(
         monkeypatch.setattr(serving, "_listening_ports", lambda listening=listening: listening)
         server = serving.SupervisedServer("h", 8000, 1)
         assert {server.address() for _ in range(100)} == {""}
-    assert len(records_of(serving, caplog)) == 2
+    assert len(records_of(serving.logger, caplog)) == 2
     assert "not registered: of the ports 8000 to 8001" in caplog.text

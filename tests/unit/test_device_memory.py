@@ -85,7 +85,7 @@ def test_with_room_the_worker_says_so(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="p2p_engine")
     check_room(settings("cuda_ipc"), cache_config(0.5), two_views(), receives=True)
     assert "GPU memory: the engine takes 8 MiB" in caplog.text
-    assert {record.levelname for record in records_of(device_room, caplog)} == {"INFO"}
+    assert {record.levelname for record in records_of(device_room.logger, caplog)} == {"INFO"}
 
 
 def test_without_room_for_groups_the_worker_warns(caplog: pytest.LogCaptureFixture) -> None:
