@@ -103,6 +103,12 @@ class Answers:
         until = self._clock() + self._config.lease_seconds
         self._tombstones.put(content, Tombstone(shorten(reason), until, refused, said_by))
 
+    def revive(self, content: ContentKey) -> None:
+        """Take what comes of a content again, unless something of it was refused already."""
+        grave = self._tombstones.get(content)
+        if grave is not None and not grave.refused:
+            self._tombstones.pop(content)
+
     def exhume(self, content: ContentKey) -> Tombstone | None:
         """Take the tombstone of a content, or of its whole key, when it still stands."""
         for name in (content, (content[0], b"")):

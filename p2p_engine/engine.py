@@ -437,7 +437,7 @@ class P2pNcclEngine:
         has landed here, and where the peer holds it or was denied room for it; never blocks.
 
         Nothing is kept for longer than max_renewal_seconds. A key that the peer will not give is
-        refused by `receive` at once.
+        refused by `receive` at once. What was discarded before, and not offered since, may come.
 
         Raises:
             EngineClosed: the engine is closed.
@@ -447,6 +447,7 @@ class P2pNcclEngine:
         check_fits(Want(0, 0, key, binding))
         with self._open():
             self._renewals.keep((key, binding), peer)
+            self._store.revive((key, binding))
 
     def drop(self, key: TransferKey, *, binding: bytes = b"") -> None:
         """Keep a key no longer; idempotent. What is left of it ends by its leases.

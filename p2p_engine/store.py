@@ -122,6 +122,11 @@ class Store:
         self._answers.bury(content, reason)
         self._drop(content)
 
+    def revive(self, content: ContentKey) -> None:
+        """Somebody will ask for it after all: take what comes, as if it had not been discarded.
+        What was refused meanwhile stays refused: its sender has given it up."""
+        self._answers.revive(content)
+
     def fail_key(self, key: TransferKey, error: P2pError) -> None:
         """The sender will not complete this key: whoever waits for it, or will, learns why."""
         contents = {item.content for item in self._ledger.receives_of_key(key)}

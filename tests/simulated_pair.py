@@ -229,6 +229,8 @@ def check_scheduler_empty(instance: SimulatedInstance) -> None:
     assert half is not None
     assert not half._sending
     assert not half._loading
+    assert not half._sent
+    assert not half._wanted
 
 
 def check_rank_empty(worker: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2p_engine.config import SendMode
-from p2p_engine.messages import TransferKey
+from p2p_engine.messages import ContentKey, TransferKey
 
 Int64s = npt.NDArray[np.int64]
 
@@ -28,6 +28,11 @@ class Party:
     binding: bytes
     send_type: SendMode
     num_tokens: int  # of the prompt
+
+    @property
+    def content(self) -> ContentKey:
+        """What it is about, over all groups."""
+        return self.key, self.binding
 
     def key_of(self, group: int) -> TransferKey:
         """What the KV of one group is called."""
@@ -64,7 +69,8 @@ class SendStep:
 
 @dataclass(frozen=True)
 class EndedSend:
-    """The request has finished. With `failure`, its KV will not be completed: the peer is told.
+    """The request has finished. With `failure`, its KV will not be completed: the peer is told,
+    unless the same content `is_sent_again` by another request.
 
     If `is_held`, vLLM keeps its blocks until every rank has reported it, exactly once.
     """
@@ -72,6 +78,7 @@ class EndedSend:
     party: Party
     failure: str | None
     is_held: bool
+    is_sent_again: bool = False
 
 
 @dataclass

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ from p2p_engine.connector.metadata import P2pConnectorMetadata
 from p2p_engine.connector.orders import BlockRange, EndedSend, Int64s, Load, Party, SendStep
 from p2p_engine.connector.pins import Pins
 from p2p_engine.connector.pressure import Pressure
+from p2p_engine.connector.wanted import Wanted
+from p2p_engine.messages import ContentKey
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -81,7 +84,9 @@ class SchedulerHalf:
         self._tp_size = tp_size
         self._num_lookahead_tokens = num_lookahead_tokens
         self._sending: dict[str, _Sending] = {}
+        self._sent: Counter[ContentKey] = Counter()  # by how many of them
         self._loading: dict[str, _Loading] = {}
+        self._wanted = Wanted()
         self._next = P2pConnectorMetadata()
         self._asked: dict[str, int] = {}  # requests that want blocks in this step, and how many
         self._pressure = Pressure()
@@ -123,9 +128,10 @@ class SchedulerHalf:
         )
         if intent.direction is Direction.LOAD:
             self._loading[request_id] = _Loading(party)
-            self._next.kept.append(party)  # vLLM may not ask for it before a slot is free
+            self._wanted.add(party)  # vLLM may not ask for it before a slot is free
         else:
             self._sending[request_id] = _Sending(party)
+            self._sent[party.content] += 1
 
     def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """How many tokens beyond the computed ones will come from the other instance."""
@@ -144,8 +150,7 @@ class SchedulerHalf:
             return
         loading.is_decided = True
         if num_tokens == 0:
-            self._next.unwanted.append(loading.party)
-            self._next.dropped.append(loading.party)
+            self._wanted.remove(loading.party, was_ordered=False)
             return
         loading.is_open, party = True, loading.party
         end = self._num_loaded(party)
@@ -165,6 +170,9 @@ class SchedulerHalf:
         sending = self._sending.pop(request.request_id, None)
         if sending is None:
             return False, None
+        self._sent[sending.party.content] -= 1
+        if not self._sent[sending.party.content]:
+            del self._sent[sending.party.content]
         is_complete = sending.is_planned and request.status not in GIVEN_UP
         failure = None if is_complete else f"the request ended as {request.status.name}"
         self._next.ended_sends.append(EndedSend(sending.party, failure, sending.has_steps))
@@ -176,11 +184,8 @@ class SchedulerHalf:
     def _end_load(self, loading: _Loading) -> None:
         if loading.is_open:
             self._next.cancelled_loads.append(loading.party.request_id)
-        elif not loading.is_decided:
-            self._next.unwanted.append(loading.party)
-        else:
-            return
-        self._next.dropped.append(loading.party)
+        if loading.is_open or not loading.is_decided:
+            self._wanted.remove(loading.party, was_ordered=loading.is_open)
 
     def _response(self, party: Party, block_ids: Sequence[list[int]]) -> dict[str, Any]:
         """What a proxy hands to the decode side; a superset of NixlConnector's."""
@@ -203,6 +208,11 @@ class SchedulerHalf:
     def build_metadata(self, output: SchedulerOutput) -> P2pConnectorMetadata:
         """Order one step: everything said since the last one, and what this step computes."""
         metadata, self._next = self._next, P2pConnectorMetadata()
+        self._wanted.take_orders(metadata)
+        metadata.ended_sends = [
+            dataclasses.replace(item, is_sent_again=item.party.content in self._sent)
+            for item in metadata.ended_sends
+        ]
         for num_blocks in self._asked.values():  # vLLM did not have them
             self._pressure.want(num_blocks)
         self._asked.clear()
@@ -276,12 +286,12 @@ class SchedulerHalf:
             loading = self._loading.get(request_id)
             if loading is not None and loading.is_open:
                 loading.is_open = False
-                self._next.dropped.append(loading.party)
+                self._wanted.remove(loading.party, was_ordered=True)
 
     def has_orders_for_idle_workers(self) -> bool:
         """Whether vLLM should step though it has nothing to run: while it is paused, requests come
         and go, and the workers must know what to keep; after a reset, what comes later is new."""
-        return bool(self._next.kept or self._next.dropped or self._next.is_reset)
+        return self._wanted.has_orders or self._next.is_reset
 
     def can_wait_for_blocks(self) -> bool:
         """Whether vLLM, which lacks blocks for a running request, will have some soon."""

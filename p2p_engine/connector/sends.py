@@ -181,7 +181,7 @@ class Sends:
             party = item.party
             sending = self._sendings.pop(party.request_id, None) or self._new(party)
             if item.failure is not None:
-                self._give_up(sending, item.failure)
+                self._give_up(sending, item.failure, tells=not item.is_sent_again)
             if item.is_held:
                 self._held[party.request_id] = sending
 
@@ -340,7 +340,7 @@ class Sends:
         logger.warning("send failed: request=%s reason=%s", sending.party.request_id, reason)
         self._give_up(sending, reason)
 
-    def _give_up(self, sending: _Sending, reason: str) -> None:
+    def _give_up(self, sending: _Sending, reason: str, *, tells: bool = True) -> None:
         """Let nothing more of a request leave, and tell the peer."""
         party, error = sending.party, sending.error
         has_told, sending.failed = sending.failed, True
@@ -348,7 +348,7 @@ class Sends:
         for chunk in sending.chunks:
             if not chunk.transfer.released:
                 chunk.transfer.cancel(reason)
-        if has_told or isinstance(error, KNOWN_TO_PEER):
+        if has_told or not tells or isinstance(error, KNOWN_TO_PEER):
             return
         peer = InstanceAddress(party.peer) if party.peer is not None else None
         try:

@@ -80,19 +80,22 @@ class WorkerHalf:
         for loads in self._loads:
             loads.keep(metadata.kept)
         for sends in self._sends:
+            sends.end(metadata.ended_sends)  # before this step: its id may be a new request's now
             sends.start_step(metadata.sends)
-            sends.end(metadata.ended_sends)
             if metadata.is_reset:
                 sends.give_up_held("vLLM has reset its caches")
             sends.spill(metadata.spills)
 
     def start_loads(self, metadata: StepOrders) -> None:
         """After the forward, which may still have zeroed the blocks to be filled."""
+        ordered = {load.party.request_id for load in metadata.loads}
+        cancelled = set(metadata.cancelled_loads)
         for loads in self._loads:
-            loads.start(metadata.loads)
-            loads.cancel(metadata.cancelled_loads)
+            loads.cancel(cancelled - ordered)  # first: a new request may load the same content
             loads.discard(metadata.unwanted)
             loads.drop(metadata.dropped)
+            loads.start(metadata.loads)
+            loads.cancel(cancelled & ordered)  # 0.33 may tell of a load when it is over
 
     def finish_step(self) -> None:
         """After the forward: what it computed may leave."""

@@ -105,6 +105,43 @@ def test_what_is_aborted_in_the_queue_is_kept_no_longer(
     assert time.monotonic() - began_at < 20, "a lease ended it"
 
 
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+def test_what_is_aborted_and_asked_for_again_in_one_step_arrives(
+    make_pair: MakePair, send_type: str
+) -> None:
+    """The client has lost its connection, and asks again under the same name."""
+    pair = make_pair(
+        send_type=send_type, lease_seconds=LEASE_SECONDS, decode={"max_num_seqs": NUM_SLOTS}
+    )
+    occupy(pair)
+    names = queue(pair)
+    eventually(lambda: kept(pair) == [NUM_QUEUED])
+    for seed, name in enumerate(names):
+        pair.d.abort(name)
+        pair.d.add(name, prompt_of(4 * BLOCK_SIZE, seed))
+    wait_behind(pair)
+    assert kept(pair) == [NUM_QUEUED]
+    free_the_slots(pair)
+    pair.run()
+    pair.check_answers(num_computed=1)
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+def test_a_prompt_that_is_aborted_and_sent_again_in_one_step_arrives(
+    make_pair: MakePair, send_type: str
+) -> None:
+    """Prefill has not begun with it: vLLM has nothing to hold back, so the name may come again."""
+    pair = make_pair(send_type=send_type)
+    pair.ask(prompt_of(4 * BLOCK_SIZE))
+    (name,) = pair.prefill_ids
+    pair.p.abort(name)
+    pair.p.add(name, prompt_of(4 * BLOCK_SIZE), max_tokens=1)
+    pair.run()
+    pair.check_answers(num_computed=1)
+    pair.check_at_rest()
+
+
 def test_requests_that_come_while_vllm_is_paused_are_kept(make_pair: MakePair) -> None:
     from vllm.v1.core.sched.interface import PauseState
 

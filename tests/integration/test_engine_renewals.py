@@ -146,6 +146,26 @@ def test_what_was_given_up_before_it_is_kept_is_refused_at_once() -> None:
         refused(lambda: receiver.recv_tensor(KEY, timeout=0.2), "aborted")
 
 
+def test_what_was_discarded_and_is_kept_again_may_come() -> None:
+    with engines(2, lease_seconds=60) as (sender, receiver):
+        receiver.discard(KEY)
+        receiver.keep(KEY)
+        sender.send_tensor(KEY, pattern("request", 1000), receiver.zmq_address).wait(10)
+        tensor = receiver.recv_tensor(KEY, timeout=10)
+        assert torch.equal(tensor, pattern("request", 1000))
+
+
+def test_what_was_refused_meanwhile_stays_refused() -> None:
+    """Its sender was told no, and has given it up: nobody waits for it."""
+    with engines(2, lease_seconds=60) as (sender, receiver):
+        receiver.discard(KEY)
+        with pytest.raises(TransferError, match="not wanted"):
+            sender.send_tensor(KEY, pattern("request", 9), receiver.zmq_address).wait(10)
+        receiver.keep(KEY)
+        with pytest.raises(TransferError, match="not wanted"):
+            receiver.recv_tensor(KEY, timeout=10)
+
+
 def refused(receive: Callable[[], object], reason: str) -> None:
     """Ask until it is refused for this reason."""
 

@@ -265,6 +265,66 @@ def test_a_request_that_ends_says_what_becomes_of_its_load(half: SchedulerHalf, 
     assert metadata.cancelled_loads == ["r"] * (state == "open")
 
 
+def told(metadata: P2pConnectorMetadata) -> tuple[list[str], ...]:
+    """Who is to be kept, dropped, discarded."""
+    lists = (metadata.kept, metadata.dropped, metadata.unwanted)
+    return tuple([party.request_id for party in parties] for parties in lists)
+
+
+def test_what_is_aborted_and_asked_for_again_in_one_step_is_kept(half: SchedulerHalf) -> None:
+    request = make_request(LOAD)
+    half.on_new_request(request)
+    assert told(half.build_metadata(make_output())) == (["r"], [], [])
+    for _ in range(2):
+        finish(half, request, RequestStatus.FINISHED_ABORTED)
+        half.on_new_request(request)
+    assert told(half.build_metadata(make_output())) == (["r"], [], [])
+    finish(half, request, RequestStatus.FINISHED_ABORTED)
+    assert told(half.build_metadata(make_output())) == ([], ["r"], ["r"])
+
+
+def test_what_comes_and_is_aborted_in_one_step_is_discarded(half: SchedulerHalf) -> None:
+    for request in [make_request(LOAD)] * 2:
+        half.on_new_request(request)
+        finish(half, request, RequestStatus.FINISHED_ABORTED)
+    assert told(half.build_metadata(make_output())) == ([], ["r"], ["r"])
+
+
+@pytest.mark.parametrize("is_one_step", [True, False])
+@pytest.mark.parametrize("state", ["waiting", "open", "reported"])
+def test_what_another_request_asks_for_is_not_dropped(
+    half: SchedulerHalf, state: str, is_one_step: bool
+) -> None:
+    """A client has sent its request again before the first one was aborted, or was loaded."""
+    first, second = make_request(LOAD), make_request(LOAD, request_id="again")
+    half.on_new_request(first)
+    if state != "waiting":
+        half.blocks_allocated(first, allocated(1, 2, 3), 40)
+    half.build_metadata(make_output())
+    half.on_new_request(second)
+    if not is_one_step:
+        assert told(half.build_metadata(make_output())) == (["again"], [], [])
+    if state == "reported":
+        half.workers_reported(KVConnectorOutput(finished_recving={"r"}))
+    finish(half, first, RequestStatus.FINISHED_ABORTED)
+    kept, dropped, unwanted = told(half.build_metadata(make_output()))
+    assert (kept, dropped, unwanted) == (["again"] * is_one_step, [], [])
+    finish(half, second, RequestStatus.FINISHED_ABORTED)
+    assert told(half.build_metadata(make_output())) == ([], ["again"], ["again"])
+
+
+def test_peers_are_not_told_that_a_content_ended_that_is_sent_again(half: SchedulerHalf) -> None:
+    request = make_request(SEND)
+    half.on_new_request(request)
+    finish(half, request, RequestStatus.FINISHED_ABORTED)
+    half.on_new_request(request)
+    (ended,) = half.build_metadata(make_output()).ended_sends
+    assert ended.is_sent_again
+    finish(half, request, RequestStatus.FINISHED_ABORTED)
+    (ended,) = half.build_metadata(make_output()).ended_sends
+    assert not ended.is_sent_again
+
+
 def test_a_load_told_of_late_is_ordered_and_cancelled_together(half: SchedulerHalf) -> None:
     """0.33 may allocate between two schedules."""
     request = make_request(LOAD)

@@ -448,7 +448,8 @@ def test_after_a_reset_nothing_that_is_held_leaves(engine: FakeEngine, worker: W
     """Of one that is still computed the new blocks are told apart by vLLM: it starts over."""
     engine.on_cancel = lambda transfer: end(transfer, TransferCancelled("x"))
     steps = [SendStep(party(name, mode=SendMode.GET), (blocks(10, 7),), 100) for name in "ab"]
-    run(worker, sends=steps, ended_sends=[EndedSend(party("a"), None, is_held=True)])
+    run(worker, sends=steps)
+    run(worker, ended_sends=[EndedSend(party("a"), None, is_held=True)])
     results = run(worker, is_reset=True)
     assert engine.cancelled == [engine.sent[0].transfer]
     assert results.finished_sending == {"a"}
