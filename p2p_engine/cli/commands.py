@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from p2p_engine.errors import ConfigError
+from p2p_engine.transfer_config import CONNECTOR, EXTRA, merge_configs, with_role
 
-CONNECTOR = "P2pNcclConnector"
-EXTRA = "kv_connector_extra_config"
 # vLLM's own default is to kill its engine at once, and then the connector can take leave of nobody.
 # Less than a fleet's grace period, after which nobody is asked any more.
 _SHUTDOWN_SECONDS = 12
@@ -86,12 +85,6 @@ def data_parallel_size(arguments: Sequence[str]) -> int:
     return int(value)
 
 
-def merge_configs(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Join two --kv-transfer-config values; `overrides` win, key by key on both levels."""
-    extra = {**config.get(EXTRA, {}), **overrides.get(EXTRA, {})}
-    return {**config, **overrides, EXTRA: extra}
-
-
 def transfer_config(plan: InstancePlan) -> dict[str, Any]:
     """The --kv-transfer-config that an instance needs."""
     extra = {"host": plan.host, "http_port": plan.http_port, "send_type": plan.send_type}
@@ -116,6 +109,7 @@ def vllm_command(plan: InstancePlan, overrides: Mapping[str, Any]) -> list[str]:
     command += ["--shutdown-timeout", str(_SHUTDOWN_SECONDS), *plan.vllm_args]
     if plan.role is not Role.SINGLE:
         config = merge_configs(transfer_config(plan), overrides)
+        config = with_role(config, _KV_ROLES[plan.role])
         command += ["--kv-transfer-config", json.dumps(config)]
     return command
 

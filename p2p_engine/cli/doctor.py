@@ -14,25 +14,26 @@ from typing import Any
 
 from rich.console import Console
 
-from p2p_engine.cli.commands import EXTRA
+from p2p_engine.cli.config_check import config_problems, has_old_keys, port_problem
 from p2p_engine.cli.devices import GIB, visible_gpus
 from p2p_engine.cli.findings import Finding, change, note, ok, show
 from p2p_engine.cli.installation import check_installation
 from p2p_engine.cli.ports import is_port_free
-from p2p_engine.cli.rewrite import TOP_LEVEL_KEYS, config_problems, port_problem, rewrite
+from p2p_engine.cli.rewrite import rewrite
 from p2p_engine.config import DEFAULT_KV_PORT, TRANSPORT_NAMES, EngineConfig, SendMode
 from p2p_engine.device_memory import MIB, Room, device_memory
 from p2p_engine.errors import ConfigError
 from p2p_engine.gate import MAX_CONNECTIONS
 from p2p_engine.keys import exposure, read_key_file
 from p2p_engine.memory import available_memory_bytes, memory_bytes
+from p2p_engine.transfer_config import TransferConfig, extra_of, is_multi, our_config
 
 PROXY_PORTS = (10001, 30001)
 _CONNECT_SECONDS = 2.0
 
 
 def run_doctor(
-    config: Mapping[str, Any] | None,
+    config: TransferConfig | None,
     model: str,
     tp_size: int,
     console: Console,
@@ -72,24 +73,29 @@ def check_descriptors(limit: int) -> Finding:
     return note("descriptors", state, f"for large fleets: ulimit -n {4 * MAX_CONNECTIONS}")
 
 
-def check_config(config: Mapping[str, Any], tp_size: int) -> Iterator[Finding]:
+def check_config(config: TransferConfig, tp_size: int) -> Iterator[Finding]:
     """Look at one instance's --kv-transfer-config and at what it needs of this machine."""
     problems = config_problems(config)
-    old = config.keys() - TOP_LEVEL_KEYS
+    old = has_old_keys(config)
     remedy = "p2p-engine doctor --rewrite does it" if old else "see the README's table of settings"
     for problem in problems:
         yield change("configuration", problem, remedy)
     with contextlib.suppress(ConfigError):
-        extra = _extra_of(config)
-        settings = EngineConfig.from_extra_config(extra, num_local_ranks=tp_size)
+        ours = our_config(config)
+        settings = EngineConfig.from_extra_config(_settings_of(ours), num_local_ranks=tp_size)
         if not problems:
-            yield ok("configuration", f"{config['kv_role']}, {settings.send_type.value}")
-        yield check_key(settings, listens_on=settings.host if "host" in extra else "")
-        port = str(config.get("kv_port", DEFAULT_KV_PORT))
-        if port.isdecimal() and not port_problem(config):
-            yield check_kv_port(settings.host, int(port))
-        yield from _check_addresses(settings)
-        yield check_memory(settings, str(config.get("kv_role")), tp_size, available_memory_bytes())
+            where = ", in a MultiConnector" if is_multi(config) else ""
+            yield ok("configuration", f"{ours['kv_role']}, {settings.send_type.value}{where}")
+        yield from _check_needs(ours, settings, tp_size)
+
+
+def _check_needs(ours: TransferConfig, settings: EngineConfig, tp_size: int) -> Iterator[Finding]:
+    yield check_key(settings, listens_on=settings.host if "host" in _settings_of(ours) else "")
+    port = str(ours.get("kv_port", DEFAULT_KV_PORT))
+    if port.isdecimal() and not port_problem(ours):
+        yield check_kv_port(settings.host, int(port))
+    yield from _check_addresses(settings)
+    yield check_memory(settings, str(ours.get("kv_role")), tp_size, available_memory_bytes())
 
 
 def check_key(settings: EngineConfig, *, listens_on: str) -> Finding:
@@ -104,10 +110,11 @@ def check_key(settings: EngineConfig, *, listens_on: str) -> Finding:
     return note("key", "NONE: nothing is authenticated", warning) if warning else ok("key", "none")
 
 
-def _extra_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _settings_of(ours: TransferConfig) -> Mapping[str, Any]:
     """Return our settings; none where they are no object, which is a problem of its own."""
-    extra = config.get(EXTRA)
-    return extra if isinstance(extra, Mapping) else {}
+    with contextlib.suppress(ConfigError):
+        return extra_of(ours)
+    return {}
 
 
 def check_kv_port(host: str, port: int) -> Finding:
@@ -168,13 +175,14 @@ def check_memory(
     return ok("memory", f"buffer and pool need {needed}")
 
 
-def check_device_memory(config: Mapping[str, Any], room: Room | None) -> Iterator[Finding]:
+def check_device_memory(config: TransferConfig, room: Room | None) -> Iterator[Finding]:
     """Does vLLM leave on each GPU what the engine takes there, which vLLM does not count?"""
-    if room is None or config.get("kv_buffer_device") == "cpu":
-        return
     with contextlib.suppress(ConfigError):
-        settings = EngineConfig.from_extra_config(_extra_of(config)).on_device("cuda:0")
-        pushes = config.get("kv_role") == "kv_producer" and settings.send_type is not SendMode.GET
+        ours = our_config(config)
+        if room is None or ours.get("kv_buffer_device") == "cpu":
+            return
+        settings = EngineConfig.from_extra_config(_settings_of(ours)).on_device("cuda:0")
+        pushes = ours.get("kv_role") == "kv_producer" and settings.send_type is not SendMode.GET
         needed = device_memory(settings, receives=not pushes)
         state = f"the engine takes {needed}, vLLM leaves {room.left_bytes / MIB:.0f} MiB"
         if room.lacking(needed):

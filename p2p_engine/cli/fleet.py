@@ -19,6 +19,7 @@ from p2p_engine.cli.members import Member, MemberLost, fetch_text
 from p2p_engine.cli.ports import PortPlan
 from p2p_engine.cli.processes import ChildProcess, stop_all
 from p2p_engine.errors import P2pError
+from p2p_engine.transfer_config import merge_configs
 
 FleetT = TypeVar("FleetT", bound="Fleet")
 
@@ -114,7 +115,7 @@ class Fleet:
         """
         predecessor = successor_of.plan if successor_of is not None else None
         plan = self._plan(Role(role), name, vllm_args, predecessor)
-        overrides = commands.merge_configs(self._transfer_config, transfer_config or {})
+        overrides = merge_configs(self._transfer_config, transfer_config or {})
         slot = self._free_slot()
         given = {**self._devices.environment(slot), **self._env, **(env or {})}
         settings = {**commands.vllm_environment(plan), **given}

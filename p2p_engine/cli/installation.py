@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 
-from p2p_engine.cli.commands import CONNECTOR
 from p2p_engine.cli.devices import is_cpu_vllm, vllm_version
 from p2p_engine.cli.findings import Finding, change, note, ok
+from p2p_engine.transfer_config import CONNECTOR
 
 SUPPORTED_PYTHON = ((3, 10), (3, 13))
 SUPPORTED_VLLM = ((0, 29), (0, 33))

@@ -17,13 +17,22 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from p2p_engine.cli.commands import EXTRA, Role, data_parallel_size
+from p2p_engine.cli.commands import Role, data_parallel_size
+from p2p_engine.cli.config_check import config_problems
 from p2p_engine.cli.display import StartDisplay
 from p2p_engine.cli.fleet import Fleet, FleetInterrupted
 from p2p_engine.cli.members import MemberLost
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import ConfigError
 from p2p_engine.keys import read_key_file, warn_if_exposed
+from p2p_engine.transfer_config import (
+    CONNECTOR,
+    EXTRA,
+    extra_of,
+    merge_configs,
+    our_config,
+    with_role,
+)
 
 # vLLM's options that the launcher itself gives to each instance, and how to set them instead.
 _OURS = {
@@ -91,9 +100,16 @@ class LaunchOptions:
                 raise ConfigError(f"{name} among the vLLM arguments: use {_OURS[name]}")
         data_parallel_size((*self.vllm_args, *self.prefill_args, *self.decode_args))
         read_key_file(self.key_file)
-        # The ports stand in for those that each instance is given.
-        extra = {"http_port": 1, "send_type": self.send_type, **self.transfer_config.get(EXTRA, {})}
-        EngineConfig.from_extra_config(extra)
+        self._check_transfer_config()
+
+    def _check_transfer_config(self) -> None:
+        """Look at what instances will be given; port and role stand in for those of each."""
+        extra = {"http_port": 1, "send_type": self.send_type}
+        config = merge_configs({"kv_connector": CONNECTOR, EXTRA: extra}, self.transfer_config)
+        for problem in config_problems(with_role(config, "kv_both")):
+            raise ConfigError(problem)
+        # Once more as it is: here no shell puts something else in the place of a variable.
+        EngineConfig.from_extra_config(extra_of(our_config(config)))
 
     def roles(self) -> list[tuple[Role, tuple[str, ...]]]:
         """Each instance to start, with the vLLM arguments of its role."""
@@ -198,6 +214,9 @@ def _explain(fleet: Fleet, options: LaunchOptions, console: Console) -> None:
 def _join_command(fleet: Fleet, options: LaunchOptions) -> list[str]:
     command = ["p2p-engine", "launch", "--model", options.model, "--prefill", "0", "--decode", "1"]
     command += ["--tp", str(options.tp_size), "--join", fleet.registration_address]
+    command += ["--send-type", options.send_type]
     command += ["--key-file", fleet.key_file] if fleet.key_file else []
+    if options.transfer_config:
+        command += ["--kv-transfer-config", json.dumps(options.transfer_config)]
     arguments = [*options.vllm_args, *options.decode_args]
     return [*command, "--", *arguments] if arguments else command

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from p2p_engine.cli.commands import CONNECTOR, EXTRA
-from p2p_engine.config import EngineConfig
+from p2p_engine.cli.config_check import config_problems
 from p2p_engine.errors import ConfigError
-
-# All fields of vLLM's KVTransferConfig, which refuses any other key.
-TOP_LEVEL_KEYS = frozenset(
-    {
-        "enable_permute_local_kv",
-        "engine_id",
-        "kv_buffer_device",
-        "kv_connector",
-        "kv_connector_extra_config",
-        "kv_connector_module_path",
-        "kv_load_failure_policy",
-        "kv_port",
-        "kv_role",
-    }
+from p2p_engine.transfer_config import (
+    CHILDREN,
+    CONNECTOR,
+    EXTRA,
+    TransferConfig,
+    children,
+    extra_of,
+    is_multi,
+    our_config,
 )
-MAX_PORT = 65535
-KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
+
 _NEVER_USED = "this connector never used it, and vLLM refuses it since 0.32"
 _DROPPED_KEYS = {
     "kv_ip": f"{_NEVER_USED} (an instance's own address is `host` in {EXTRA})",
@@ -88,16 +81,37 @@ def rewrite(text: str) -> Rewrite:
     return result
 
 
-def rewrite_config(old: Mapping[str, Any], result: Rewrite) -> dict[str, Any]:
-    """Return the configuration as vLLM 0.29 to 0.33 take it; note changes in `result`."""
+def rewrite_config(old: TransferConfig, result: Rewrite) -> dict[str, Any]:
+    """Return the configuration as vLLM 0.29 to 0.33 take it; note changes in `result`.
+
+    Raises:
+        ConfigError: what must be a JSON object is not.
+    """
+    config = _rewrite_any(old, result)
+    result.problems += config_problems(config)
+    return config
+
+
+def _rewrite_any(old: TransferConfig, result: Rewrite) -> dict[str, Any]:
+    """Drop what nobody reads; change the rest in what is ours, alone or in a MultiConnector."""
     config = {key: value for key, value in old.items() if key not in _DROPPED_KEYS}
     result.changes += [
         f"{key}: dropped; {_DROPPED_KEYS[key]}" for key in sorted(old.keys() - config)
     ]
-    given = config.pop(EXTRA, None) or {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{EXTRA} is {given!r}, not a JSON object")
-    extra = dict(given)
+    if is_multi(config):
+        entries = [_rewrite_entry(child, result) for child in children(config)]
+        return {**config, EXTRA: {**extra_of(config), CHILDREN: entries}}
+    return _rewrite_ours(config, result)
+
+
+def _rewrite_entry(old: TransferConfig, result: Rewrite) -> dict[str, Any]:
+    is_anothers = not is_multi(old) and old.get("kv_connector") != CONNECTOR
+    return dict(old) if is_anothers else _rewrite_any(old, result)
+
+
+def _rewrite_ours(config: dict[str, Any], result: Rewrite) -> dict[str, Any]:
+    extra = dict(extra_of(config))
+    config.pop(EXTRA, None)
     if "kv_buffer_size" in config:
         extra.setdefault("kv_buffer_size", config.pop("kv_buffer_size"))
         result.changes.append(f"kv_buffer_size: moved into {EXTRA}; vLLM refuses it since 0.32")
@@ -107,48 +121,7 @@ def rewrite_config(old: Mapping[str, Any], result: Rewrite) -> dict[str, Any]:
         result.changes.append(f"kv_port: {port!r} is now the number {port}")
     if extra:
         config[EXTRA] = extra
-    result.problems += config_problems(config)
     return config
-
-
-def config_problems(config: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a --kv-transfer-config, each with what would be right."""
-    allowed = ", ".join(sorted(TOP_LEVEL_KEYS))
-    problems = [
-        f"{key}: vLLM refuses this key; allowed: {allowed}"
-        for key in sorted(config.keys() - TOP_LEVEL_KEYS)
-    ]
-    if config.get("kv_connector") != CONNECTOR:
-        problems.append(f"kv_connector is {config.get('kv_connector')!r}; ours is {CONNECTOR!r}")
-    if config.get("kv_role") not in KV_ROLES:
-        problems.append(f"kv_role is {config.get('kv_role')!r}; allowed: {', '.join(KV_ROLES)}")
-    problems += filter(None, [port_problem(config)])
-    extra = config.get(EXTRA) or {}
-    if not isinstance(extra, Mapping):
-        return [*problems, f"{EXTRA} is {extra!r}; allowed: a JSON object"]
-    try:
-        EngineConfig.from_extra_config(_without_variables(extra))
-    except ConfigError as error:
-        problems.append(f"{EXTRA}: {error}")
-    return problems
-
-
-def port_problem(config: Mapping[str, Any]) -> str | None:
-    """What is wrong with kv_port, if anything is."""
-    port = config.get("kv_port", 0)
-    if (re.fullmatch(r"[0-9]{1,5}", str(port)) and int(port) <= MAX_PORT) or _is_variable(port):
-        return None
-    return f"kv_port is {port!r}; allowed: 0 to {MAX_PORT}, 0 for any free port"
-
-
-def _without_variables(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What can be judged: a shell variable is taken to be right; a key that is None, as absent."""
-    right = {"http_port": 1, "proxy_ip": "proxy", "proxy_port": 1}
-    return {key: right.get(key) if _is_variable(value) else value for key, value in extra.items()}
-
-
-def _is_variable(value: object) -> bool:
-    return isinstance(value, str) and "$" in value
 
 
 def _load(text: str) -> dict[str, Any]:
@@ -211,10 +184,13 @@ class _CommandRewrite:
         self._keep(number, f"{_OPTION}={new}" if equals else new)
         return number + 1
 
-    def _compare_ports(self, config: Mapping[str, Any]) -> None:
+    def _compare_ports(self, config: TransferConfig) -> None:
         words = [word.group() for word in self._words]
-        if "--port" in words[:-1] and "http_port" in config.get(EXTRA, {}):
-            port, told = _unquote(words[words.index("--port") + 1]), config[EXTRA]["http_port"]
+        with contextlib.suppress(ConfigError):
+            config = our_config(config)
+        told = extra_of(config).get("http_port")
+        if "--port" in words[:-1] and told is not None:
+            port = _unquote(words[words.index("--port") + 1])
             if str(told) != port:
                 self._result.problems.append(f"http_port is {told} but --port is {port}")
 

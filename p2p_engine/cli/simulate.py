@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from p2p_engine.cli import commands
-from p2p_engine.cli.commands import EXTRA, InstancePlan, Role
+from p2p_engine.cli.commands import InstancePlan, Role
 from p2p_engine.cli.fleet import Fleet, FleetInterrupted
 from p2p_engine.cli.launch import LaunchOptions, start_members, stopping_on_signals
 from p2p_engine.cli.members import Member, MemberLost, post_json
+from p2p_engine.transfer_config import EXTRA, merge_configs
 
 _POLL_SECONDS = 0.25
 _READY_SECONDS = 60.0
@@ -37,7 +38,7 @@ class SimulatedFleet(Fleet):
 
     def __init__(self, *, transfer_config: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Plan a fleet; nothing is started yet. Arguments as for Fleet."""
-        config = commands.merge_configs(_SMALL, transfer_config or {})
+        config = merge_configs(_SMALL, transfer_config or {})
         super().__init__(more.pop("model", "simulated"), transfer_config=config, **more)
         self._admin_key = secrets.token_hex(16)
 
@@ -77,7 +78,7 @@ class SimulatedFleet(Fleet):
         return str(answer["message"])
 
     def _instance_command(self, plan: InstancePlan, overrides: Mapping[str, Any]) -> list[str]:
-        config = commands.merge_configs(commands.transfer_config(plan), overrides)
+        config = merge_configs(commands.transfer_config(plan), overrides)
         command = [sys.executable, "-m", "p2p_engine.simulate", "--model", plan.model]
         command += ["--host", plan.host, "--port", str(plan.http_port), *plan.vllm_args]
         return [*command, "--kv-transfer-config", json.dumps(config)]

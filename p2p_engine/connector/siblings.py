@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.config.kv_transfer import KVTransferConfig
@@ -11,15 +11,10 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from p2p_engine.errors import ConfigError
+from p2p_engine.transfer_config import CLASHING, EXTRA, MULTI, TransferConfig, single_connectors
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBaseType
-
-MULTI = "MultiConnector"
-# What they answer when a request finishes has keys that ours has too (remote_host and others), and
-# then MultiConnector raises in the scheduler. All others, of 0.29 to 0.33, answer with keys of
-# their own or with none. Names of classes; what is derived from them counts.
-CLASHING = frozenset({"MoRIIOConnector", "NixlBaseConnector", "P2pNcclConnector"})
 
 
 def siblings(ours: KVTransferConfig) -> dict[str, type[KVConnectorBaseType]]:
@@ -32,11 +27,12 @@ def siblings(ours: KVTransferConfig) -> dict[str, type[KVConnectorBaseType]]:
     transfer = whole.kv_transfer_config if whole is not None else None
     if transfer is None or transfer.kv_connector != MULTI:
         return {}
-    children = list(_children(transfer.kv_connector_extra_config))
-    names = [child["kv_connector"] for child in children]
+    whole_config = {"kv_connector": MULTI, EXTRA: transfer.kv_connector_extra_config}
+    entries = list(single_connectors(whole_config))
+    names = [entry["kv_connector"] for entry in entries]
     if ours.kv_connector in names:
-        del children[names.index(ours.kv_connector)]
-    return {child["kv_connector"]: _class_of(child) for child in children}
+        del entries[names.index(ours.kv_connector)]
+    return {entry["kv_connector"]: _class_of(entry) for entry in entries}
 
 
 def check_siblings(classes: Mapping[str, type[KVConnectorBaseType]]) -> None:
@@ -59,15 +55,5 @@ def has_handshake(sibling: type[KVConnectorBaseType]) -> bool:
     return theirs is not KVConnectorBase_V1.get_handshake_metadata
 
 
-def _children(extra: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the settings of all children, those of children that are such connectors too."""
-    connectors: Sequence[Mapping[str, Any]] = extra.get("connectors", ())
-    for child in connectors:
-        if child.get("kv_connector") == MULTI:
-            yield from _children(child.get("kv_connector_extra_config", {}))
-        else:
-            yield child
-
-
-def _class_of(child: Mapping[str, Any]) -> type[KVConnectorBaseType]:
-    return KVConnectorFactory.get_connector_class(KVTransferConfig(**child))
+def _class_of(entry: TransferConfig) -> type[KVConnectorBaseType]:
+    return KVConnectorFactory.get_connector_class(KVTransferConfig(**entry))

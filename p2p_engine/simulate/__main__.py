@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import signal
-from typing import Any
 
 import uvloop
 
@@ -14,6 +13,7 @@ from p2p_engine.config import EngineConfig
 from p2p_engine.simulate.cost import CostModel
 from p2p_engine.simulate.instance import StandIn
 from p2p_engine.simulate.prompts import MadeUpModel
+from p2p_engine.transfer_config import extra_of, our_config
 
 ROLES = {"kv_producer": "P", "kv_consumer": "D", "kv_both": "PD"}
 _MILLISECOND = 0.001
@@ -46,8 +46,8 @@ def parser() -> argparse.ArgumentParser:
 
 async def serve(options: argparse.Namespace) -> None:
     """Serve until told to stop, then leave in good order."""
-    transfer_config: dict[str, Any] = options.kv_transfer_config
-    config = EngineConfig.from_extra_config(transfer_config["kv_connector_extra_config"])
+    transfer_config = our_config(options.kv_transfer_config)
+    config = EngineConfig.from_extra_config(extra_of(transfer_config))
     instance = StandIn(
         config,
         ROLES[transfer_config["kv_role"]],

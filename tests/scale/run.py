@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from p2p_engine.cli.commands import EXTRA, Role
+from p2p_engine.cli.commands import Role
 from p2p_engine.cli.members import Member, fetch_text
 from p2p_engine.cli.simulate import SimulatedFleet
+from p2p_engine.transfer_config import EXTRA
 from tests.scale.load import Load, Outcomes
 
 RATE = 300.0

@@ -7,7 +7,8 @@ import shlex
 
 import pytest
 
-from p2p_engine.cli.rewrite import Rewrite, config_problems, rewrite, rewrite_config
+from p2p_engine.cli.config_check import config_problems
+from p2p_engine.cli.rewrite import Rewrite, rewrite, rewrite_config
 
 OLD_CONFIG = {
     "kv_connector": "P2pNcclConnector",

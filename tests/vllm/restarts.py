@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import machine, versions
-from p2p_engine.cli.commands import EXTRA, Role
+from p2p_engine.cli.commands import Role
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.members import Member
+from p2p_engine.transfer_config import EXTRA
 from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
 from tests.compat.workload import Answer, Question
 from tests.support import eventually

@@ -5,9 +5,9 @@ OffloadingConnector is not here: it needs a GPU.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +15,30 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.engine import FinishReason
 
-from p2p_engine.cli import commands
-from p2p_engine.cli.commands import InstancePlan, Role
+from p2p_engine.cli.commands import Role
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.ports import PortPlan
 from p2p_engine.cli.tiny_model import ensure_tiny_model
 from p2p_engine.errors import ConfigError
+from p2p_engine.transfer_config import CHILDREN, CLASHING, CONNECTOR, EXTRA, MULTI
 from tests import marks
 from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
 from tests.compat.workload import Answer, Question, ask_all
 from tests.support import SeededRandom
 from tests.vllm import sibling_connector
-from tests.vllm.instance import HOST, Instance, distributed_environment, multi_connector
+from tests.vllm.instance import HOST, Instance, distributed_environment
 from tests.vllm.load import CONCURRENCY, ENVIRONMENT, check_nothing_held, check_transferred
 
 PLACES = pytest.mark.parametrize("is_first", [True, False], ids=["ours first", "ours last"])
 KINDS = pytest.mark.parametrize("kind", ["HandshakingConnector", "SilentConnector"])
 
 
-def sibling(kind: str, kv_role: str) -> dict[str, Any]:
+def sibling(kind: str, **more: str) -> dict[str, Any]:
     """The settings of a connector beside ours."""
-    module = sibling_connector.MODULE
-    return {"kv_connector": kind, "kv_role": kv_role, "kv_connector_module_path": module}
+    return {"kv_connector": kind, "kv_connector_module_path": sibling_connector.MODULE, **more}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def instance(kv_role: str, kv_port: int, kind: str, *, is_first: bool) -> Instance:
-    beside = [sibling(kind, kv_role)]
+    beside = [sibling(kind, kv_role=kv_role)]
     return Instance(ensure_tiny_model(), kv_role, kv_port, beside=beside, is_first=is_first)
 
 
@@ -96,26 +96,19 @@ def test_kv_moves_whoever_is_first(kind: str, is_first: bool, rng: SeededRandom)
 def test_one_that_answers_with_our_keys_is_refused(
     kind: str, is_first: bool, free_port: int
 ) -> None:
-    beside = sibling(kind, "kv_both")
+    beside = sibling(kind, kv_role="kv_both")
     if kind == "P2pNcclConnector":
         beside["kv_connector_module_path"] = "tests.vllm.cli_corrupting_connector"
     with pytest.raises(ConfigError, match=f"{kind} beside P2pNcclConnector"):
         Instance(ensure_tiny_model(), "kv_both", free_port, beside=[beside], is_first=is_first)
 
 
-class MultiFleet(Fleet):
-    """Our launcher, with a sibling beside our connector in each instance."""
-
-    is_first = True
-
-    def _instance_command(self, plan: InstancePlan, overrides: Mapping[str, Any]) -> list[str]:
-        command = commands.vllm_command(plan, overrides)
-        if plan.role is not Role.SINGLE:
-            ours = json.loads(command.pop())
-            beside = sibling("HandshakingConnector", ours["kv_role"])
-            children = [ours, beside] if self.is_first else [beside, ours]
-            command.append(json.dumps(multi_connector(ours["kv_role"], children)))
-        return command
+def test_those_that_are_refused_are_known_by_their_names() -> None:
+    """So that `doctor` knows without loading them."""
+    for name, load_class in KVConnectorFactory._registry.items():
+        with contextlib.suppress(ImportError):
+            bases = {base.__name__ for base in load_class().__mro__}
+            assert (name in CLASHING) == bool(bases & CLASHING), name
 
 
 @marks.vllm
@@ -128,10 +121,17 @@ def test_real_instances_say_what_one_alone_says(
     answers_alone: Callable[..., list[Answer]],
     tmp_path: Path,
 ) -> None:
+    """The launcher gives our entry what it would give to us alone."""
     questions = load[:40]
-    fleet = MultiFleet(ensure_tiny_model(), vllm_args=VLLM_ARGS, env=ENVIRONMENT, log_dir=tmp_path)
-    fleet.is_first = is_first
-    with fleet:
+    entries = [{"kv_connector": CONNECTOR}, sibling("HandshakingConnector")]
+    config = {"kv_connector": MULTI, EXTRA: {CHILDREN: entries if is_first else entries[::-1]}}
+    with Fleet(
+        ensure_tiny_model(),
+        vllm_args=VLLM_ARGS,
+        transfer_config=config,
+        env=ENVIRONMENT,
+        log_dir=tmp_path,
+    ) as fleet:
         fleet.start_proxy()
         for role in (Role.PREFILL, Role.DECODE):
             fleet.start(role)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from p2p_engine.cli.commands import EXTRA, Role
+from p2p_engine.cli.commands import Role
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.members import Member
 from p2p_engine.cli.tiny_model import ensure_tiny_model
+from p2p_engine.transfer_config import EXTRA
 from tests import marks
 from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
 from tests.compat.workload import Answer, Question, ask

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from p2p_engine.cli.commands import EXTRA, Role
+from p2p_engine.cli.commands import Role
 from p2p_engine.cli.fleet import Fleet
+from p2p_engine.transfer_config import EXTRA
 from tests import marks
 from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
 from tests.compat.workload import Answer, ask_all

@@ -1,0 +1,137 @@
+"""What is wrong with a --kv-transfer-config, each with what would be right."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from p2p_engine.config import EXTRA_KEYS, EngineConfig
+from p2p_engine.errors import ConfigError
+from p2p_engine.transfer_config import (
+    CHILDREN,
+    CLASHING,
+    CONNECTOR,
+    EXTRA,
+    MULTI,
+    WHOLE_KEYS,
+    TransferConfig,
+    children,
+    extra_of,
+    is_multi,
+    our_config,
+    single_connectors,
+)
+
+# All fields of vLLM's KVTransferConfig, which refuses any other key.
+TOP_LEVEL_KEYS = frozenset(
+    {
+        "enable_permute_local_kv",
+        "engine_id",
+        "kv_buffer_device",
+        "kv_connector",
+        EXTRA,
+        "kv_connector_module_path",
+        "kv_load_failure_policy",
+        "kv_port",
+        "kv_role",
+    }
+)
+MAX_PORT = 65535
+KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
+
+
+def config_problems(config: TransferConfig) -> list[str]:
+    """Say what vLLM or our connector would refuse, or would silently not read."""
+    problems = [*_of_any(config), *(_of_multi(config) if is_multi(config) else _of_ours(config))]
+    if not is_multi(config) or problems:
+        return problems
+    try:
+        our_config(config)
+    except ConfigError as error:
+        return [str(error)]
+    return [*_of_siblings(config)]
+
+
+def has_old_keys(config: TransferConfig) -> bool:
+    """Whether the whole or an entry has a key that vLLM refuses."""
+    try:
+        below = children(config)
+    except ConfigError:
+        below = []
+    return not config.keys() <= TOP_LEVEL_KEYS or any(map(has_old_keys, below))
+
+
+def port_problem(config: TransferConfig) -> str | None:
+    """What is wrong with kv_port, if anything is."""
+    port = config.get("kv_port", 0)
+    if (re.fullmatch(r"[0-9]{1,5}", str(port)) and int(port) <= MAX_PORT) or is_variable(port):
+        return None
+    return f"kv_port is {port!r}; allowed: 0 to {MAX_PORT}, 0 for any free port"
+
+
+def is_variable(value: object) -> bool:
+    """Whether the shell will put something else there."""
+    return isinstance(value, str) and "$" in value
+
+
+def _of_any(config: TransferConfig) -> Iterator[str]:
+    allowed = ", ".join(sorted(TOP_LEVEL_KEYS))
+    for key in sorted(config.keys() - TOP_LEVEL_KEYS):
+        yield f"{key}: vLLM refuses this key; allowed: {allowed}"
+    if config.get("kv_role") not in KV_ROLES:
+        yield f"kv_role is {config.get('kv_role')!r}; allowed: {', '.join(KV_ROLES)}"
+
+
+def _of_ours(config: TransferConfig) -> Iterator[str]:
+    if config.get("kv_connector") != CONNECTOR:
+        yield f"kv_connector is {config.get('kv_connector')!r}; ours is {CONNECTOR!r}"
+    yield from filter(None, [port_problem(config)])
+    try:
+        extra = extra_of(config)
+    except ConfigError as error:
+        yield str(error)
+        return
+    try:
+        EngineConfig.from_extra_config(_without_variables(extra))
+    except ConfigError as error:
+        yield f"{EXTRA}: {error}"
+
+
+def _of_multi(config: TransferConfig) -> Iterator[str]:
+    try:
+        entries = children(config)
+    except ConfigError as error:
+        yield str(error)
+        return
+    for key in sorted(EXTRA_KEYS & extra_of(config).keys()):
+        yield f"{key}: {MULTI} does not read it; it belongs into the {EXTRA} of our entry"
+    for number, entry in enumerate(entries):
+        for problem in _of_entry(entry):
+            yield f"{CHILDREN}[{number}]: {problem}"
+
+
+def _of_entry(entry: TransferConfig) -> Iterator[str]:
+    yield from _of_any(entry)
+    for key in sorted(WHOLE_KEYS & entry.keys()):
+        yield f"{key}: not read from an entry; it belongs beside {EXTRA} of {MULTI}"
+    if is_multi(entry):
+        yield from _of_multi(entry)
+    elif entry.get("kv_connector") == CONNECTOR:
+        yield from _of_ours(entry)
+    elif not isinstance(entry.get("kv_connector"), str):
+        yield f"kv_connector is {entry.get('kv_connector')!r}; allowed: a connector's name"
+
+
+def _of_siblings(config: TransferConfig) -> Iterator[str]:
+    """Those known by name; a class of another module is looked at when the connector is made."""
+    for entry in single_connectors(config):
+        name = entry["kv_connector"]
+        if name in CLASHING - {CONNECTOR}:
+            yield f"{name} beside {CONNECTOR} is refused: both answer requests with the same keys"
+
+
+def _without_variables(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What can be judged: a shell variable is taken to be right; a key that is None, as absent."""
+    right = {"http_port": 1, "proxy_ip": "proxy", "proxy_port": 1}
+    return {key: right.get(key) if is_variable(value) else value for key, value in extra.items()}
