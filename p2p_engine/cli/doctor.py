@@ -254,8 +254,23 @@ def check_model(model: str, tp_size: int) -> Finding:
         config = json.loads((path / "config.json").read_text())
     except (OSError, ValueError) as error:
         return change("model", str(error), "a model's folder has a config.json")
-    heads = config.get("num_key_value_heads") or config.get("num_attention_heads") or tp_size
+    if not isinstance(config, dict):
+        return change("model", f"{path.name}: config.json is not a JSON object", "copy it again")
+    heads = _num_kv_heads(config)
+    if heads is None:
+        return note("model", f"{path.name}: config.json does not say how many KV heads it has")
     if heads % tp_size and tp_size % heads:
         remedy = f"--tp must divide {heads}, or be a multiple of it"
         return change("model", f"{heads} KV heads over {tp_size} ranks", remedy)
     return ok("model", f"{path.name}: {heads} KV heads over {tp_size} ranks")
+
+
+def _num_kv_heads(config: Mapping[str, Any]) -> int | None:
+    """As config.json says it, for the language model of several; None: not in a way we know."""
+    text = config.get("text_config")
+    for part in (text if isinstance(text, dict) else {}, config):
+        for key in ("num_key_value_heads", "num_attention_heads"):
+            heads = part.get(key)
+            if isinstance(heads, int) and heads > 0:
+                return heads
+    return None

@@ -203,6 +203,21 @@ def test_kv_heads_over_ranks(tmp_path: Path, heads: int, tp_size: int, level: Le
     assert doctor.check_model(str(tmp_path), tp_size).level is level
 
 
+@pytest.mark.parametrize(
+    ("config", "level"),
+    [
+        ([], Level.CHANGE),
+        ({"num_key_value_heads": "8"}, Level.NOTE),
+        ({"num_key_value_heads": 0}, Level.NOTE),
+        ({"text_config": {"num_key_value_heads": 8}}, Level.CHANGE),
+        ({"text_config": {"num_key_value_heads": 6}, "num_attention_heads": 8}, Level.OK),
+    ],
+)
+def test_heads_are_found_or_not_known(tmp_path: Path, config: object, level: Level) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert doctor.check_model(str(tmp_path), 3).level is level
+
+
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     assert doctor.check_model(str(tmp_path), 1).level is Level.CHANGE
 
