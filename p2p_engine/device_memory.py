@@ -67,15 +67,29 @@ class Room:
         return max(0, needed.at_most - self.left_bytes)
 
     def advice(self, needed: DeviceMemory) -> str:
-        """Say which of vLLM's settings leaves room: the largest value of each."""
+        """Say which of vLLM's settings leaves room: the largest value of each, never 0, which vLLM
+        refuses or takes for no setting. If there is none, say what does not fit."""
         ways = []
         if self.utilization is not None:
             lower = self.utilization - self.lacking(needed) / max(1, self.total_bytes)
-            ways.append(f"--gpu-memory-utilization {_hundredths(lower):.2f}")
-        if self.cache_bytes is not None:
-            lower_bytes = max(0, self.cache_bytes - self.lacking(needed))
-            ways.append(f"--kv-cache-memory-bytes {lower_bytes}")
-        return " or ".join(ways)
+            if _hundredths(lower) > 0:
+                ways.append(f"--gpu-memory-utilization {_hundredths(lower):.2f}")
+        if self.cache_bytes is not None and self.cache_bytes > self.lacking(needed):
+            ways.append(f"--kv-cache-memory-bytes {self.cache_bytes - self.lacking(needed)}")
+        return f"use {' or '.join(ways)}" if ways else self._refusal(needed)
+
+    def _refusal(self, needed: DeviceMemory) -> str:
+        most = self.total_bytes
+        if self.free_bytes is not None:
+            most = self.free_bytes + (self.cache_bytes or 0)
+        what, nbytes, remedy = "buffer and slabs", needed.at_start, "kv_buffer_size"
+        if needed.at_start < most:
+            what, nbytes = "buffer, slabs and groups", needed.at_most
+            remedy += " or nccl_max_groups"
+        return (
+            f"lower {remedy}: the engine's {what} do not fit; they need {nbytes / MIB:.0f} MiB, "
+            f"and vLLM can leave less than {most / MIB:.0f} MiB"
+        )
 
 
 def device_memory(config: EngineConfig, *, receives: bool = True) -> DeviceMemory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+MAX_GPU_GIB = 1 << 20
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -38,6 +40,13 @@ def _json_object(text: str) -> dict[str, Any]:
         raise typer.BadParameter(f"not JSON: {error}") from error
     if not isinstance(value, dict):
         raise typer.BadParameter("not a JSON object")
+    return value
+
+
+def _number(value: float) -> float:
+    """Refuse NaN, which is inside every range."""
+    if math.isnan(value):
+        raise typer.BadParameter("nan is not a number")
     return value
 
 
@@ -191,14 +200,18 @@ def doctor(
     gpu_memory: Annotated[
         float,
         typer.Option(
-            min=0, metavar="GIB", help="Of each GPU; asked of the driver if there is one."
+            min=0,
+            max=MAX_GPU_GIB,
+            callback=_number,
+            metavar="GIB",
+            help="Of each GPU; 0: asked of the driver if there is one.",
         ),
     ] = 0.0,
     gpu_memory_utilization: Annotated[
-        float, typer.Option(min=0.01, max=1, help="vLLM's setting.")
+        float, typer.Option(min=0.01, max=1, callback=_number, help="vLLM's setting.")
     ] = 0.92,
     kv_cache_memory_bytes: Annotated[
-        int, typer.Option(min=0, help="vLLM's setting, or its figure.")
+        int, typer.Option(min=0, help="vLLM's setting, or its figure; 0: not set, as in vLLM.")
     ] = 0,
     rewrite: Annotated[
         str, typer.Option(metavar="TEXT", help="An old command line or --kv-transfer-config.")

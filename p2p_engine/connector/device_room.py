@@ -42,9 +42,9 @@ def check_room(
     if not room.lacking(needed):
         logger.info("%s", text)
     elif needed.at_start > free:
-        raise ConfigError(f"{text}: the engine cannot start; use {room.advice(needed)}")
+        raise ConfigError(f"{text}: the engine cannot start; {room.advice(needed)}")
     else:
-        logger.warning("%s, which may not do for groups; use %s", text, room.advice(needed))
+        logger.warning("%s, which may not do for groups; %s", text, room.advice(needed))
 
 
 def _nbytes(kv_caches: dict[str, torch.Tensor]) -> int:

@@ -59,6 +59,13 @@ def test_each_command_explains_itself(command: str) -> None:
         (("demo", "--modes", "PUSH"), "all, or some of PUT,PUT_ASYNC,GET"),
         (("demo", "--requests", "0"), "--requests"),
         (("doctor", "--rewrite", "{]"), "not JSON"),
+        (("doctor", "--gpu-memory", "-1"), "--gpu-memory"),
+        (("doctor", "--gpu-memory", "nan"), "--gpu-memory"),
+        (("doctor", "--gpu-memory", "inf"), "--gpu-memory"),
+        (("doctor", "--gpu-memory-utilization", "nan"), "utilization"),
+        (("doctor", "--gpu-memory-utilization", "1.01"), "--gpu-memory-utilization"),
+        (("doctor", "--gpu-memory-utilization", "0"), "--gpu-memory-utilization"),
+        (("doctor", "--kv-cache-memory-bytes", "-1"), "--kv-cache-memory-bytes"),
         (("bench", "nothing"), "benchmark 'nothing'"),
     ],
 )

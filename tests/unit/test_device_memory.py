@@ -56,7 +56,7 @@ def test_what_is_advised_leaves_room(gib: int, utilization: float) -> None:
     """And a hundredth more would not, unless there was room already."""
     room = Room(gib * GIB, utilization, 4 * GIB)
     words = room.advice(NEEDED).split()
-    advised, cache_bytes = float(words[1]), int(words[-1])
+    advised, cache_bytes = float(words[2]), int(words[-1])
     assert not Room(gib * GIB, advised).lacking(NEEDED)
     assert 4 * GIB - cache_bytes == room.lacking(NEEDED)
     if room.lacking(NEEDED):
@@ -68,7 +68,27 @@ def test_what_is_advised_leaves_room(gib: int, utilization: float) -> None:
 def test_what_others_took_is_not_left() -> None:
     room = Room(80 * GIB, 0.9, free_bytes=500 * MIB)
     assert room.lacking(NEEDED) == 500 * MIB
-    assert room.advice(NEEDED) == "--gpu-memory-utilization 0.89"
+    assert room.advice(NEEDED) == "use --gpu-memory-utilization 0.89"
+
+
+@pytest.mark.parametrize(
+    ("room", "needs", "remedy"),
+    [
+        (Room(GIB // 2, 0.92), "buffer and slabs do not fit; they need 700 MiB", "kv_buffer_size:"),
+        (Room(900 * MIB, 0.92), "and groups do not fit; they need 1000 MiB", "nccl_max_groups:"),
+        (Room(1005 * MIB, 1.0), "and groups do not fit; they need 1000 MiB", "nccl_max_groups:"),
+        (Room(9 * GIB, None, 1 * MIB, 5 * MIB), "slabs do not fit; they need 700", "less than 6 "),
+        (Room(9 * GIB, None, 10 * MIB, 990 * MIB), "they need 1000 MiB", "less than 1000 MiB"),
+    ],
+)
+def test_where_no_setting_leaves_room_it_says_what_does_not_fit(
+    room: Room, needs: str, remedy: str
+) -> None:
+    """vLLM refuses a utilization of 0, and takes a cache of 0 bytes for one that is not set."""
+    advice = room.advice(NEEDED)
+    assert needs in advice
+    assert remedy in advice
+    assert "--" not in advice
 
 
 def cache_config(utilization: float, chosen: int | None = None) -> Any:
@@ -94,16 +114,15 @@ def test_without_room_for_groups_the_worker_warns(caplog: pytest.LogCaptureFixtu
     total = Cuda(DOUBLE.path).memory()[1]
     room = Room(total, 0.99)
     lower = 40 * MIB - room.lacking(device_memory(settings("nccl")))
-    assert f"--kv-cache-memory-bytes {max(0, lower)}" in caplog.text
+    assert (f"--kv-cache-memory-bytes {lower}" in caplog.text) == (lower > 0)
 
 
 @pytest.mark.parametrize("chosen", [None, 30 * MIB])
-def test_without_room_to_start_the_worker_refuses_with_the_setting(chosen: int | None) -> None:
+def test_without_room_to_start_the_worker_refuses(chosen: int | None) -> None:
     config = settings("cuda_ipc", kv_buffer_size=1 << 45)
-    with pytest.raises(ConfigError, match="the engine cannot start; use") as raised:
+    with pytest.raises(ConfigError, match="cannot start; lower kv_buffer_size") as raised:
         check_room(config, cache_config(0.9, chosen), two_views(), receives=True)
-    assert ("--gpu-memory-utilization" in str(raised.value)) == (chosen is None)
-    assert "--kv-cache-memory-bytes 0" in str(raised.value)
+    assert f"they need {(1 << 45) // MIB} MiB" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +144,7 @@ def test_the_doctor_computes_both_settings(
     [finding] = check_device_memory({**CONFIG, **changes}, find_room(gib, 0.92, 10 * GIB))
     assert finding.level is level
     if level is Level.CHANGE:
-        assert finding.remedy.startswith("--gpu-memory-utilization 0.")
+        assert finding.remedy.startswith("use --gpu-memory-utilization 0.")
         assert " or --kv-cache-memory-bytes " in finding.remedy
 
 
