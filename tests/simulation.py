@@ -35,6 +35,7 @@ from p2p_engine.messages import (
     Greet,
     Message,
     Offer,
+    Ping,
     Renew,
     TransferKey,
     Want,
@@ -390,6 +391,11 @@ class World:
             link.transport = cast("Transport", self.transport)
             self.sender.channel_ready(link)
 
+    def ping(self) -> None:
+        """Let the sender's link ask whether it is known; links do, if nothing else is said."""
+        if self.links.link is not None:
+            self._to_store(Ping(self.epoch, STORE_EPOCH))
+
     def close_link(self, error: P2pError) -> None:
         """End the sender's link as Links does: the channel is joined first."""
         link = self.links.link
@@ -640,6 +646,7 @@ class World:
         """
         self.kept.clear()  # every request ends
         for _ in range(400):
+            self.ping()
             self.connect()
             for job in list(self.jobs):
                 self.move(job, 1 << 20)
