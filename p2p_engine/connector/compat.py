@@ -71,5 +71,6 @@ def show_logs() -> None:
     ours, theirs = logging.getLogger("p2p_engine"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.setLevel(theirs.level)
+        ours.propagate = theirs.propagate  # else each line comes twice where the root logger writes
         for handler in theirs.handlers:
             ours.addHandler(handler)
