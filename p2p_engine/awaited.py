@@ -22,6 +22,8 @@ from p2p_engine.timers import Timers
 from p2p_engine.transfer import Transfer
 
 MAX_ACCUSATIONS = 4096
+WANTS_IN_A_LEASE = 4
+MAX_DOUBLINGS = 16
 
 
 @dataclass(eq=False)
@@ -261,6 +263,8 @@ class Awaited:
     def _meet_by(self, item: Expected, link: Link) -> None:
         for asked in item.asked:
             if asked.link is link:
+                if item.pull:  # what it was asked before may be lost
+                    asked.resend_at = 0.0
                 self._meet(item, asked)
         self._schedule(item)
 
@@ -294,13 +298,13 @@ class Awaited:
     def _ask(self, item: Expected, asked: Asked, now: float) -> None:
         if asked.offered or not asked.link.ready or now < asked.resend_at:
             return
-        asked.resend_at = now + self._pause(item, asked)
+        asked.resend_at = now + self._pause(asked)
         asked.num_wants += 1
         self._links.send(asked.link, Want, item.transfer.key, item.binding, not item.pull)
 
-    def _pause(self, item: Expected, asked: Asked) -> float:
-        """How soon to ask again; what is pushed comes by itself, so more and more seldom."""
+    def _pause(self, asked: Asked) -> float:
+        """How soon to ask again: more and more seldom, and four times in the peer's lease at least.
+        It remembers what it was asked, and what is pushed comes by itself."""
         pause = self._config.retry_seconds
-        if item.pull:
-            return pause
-        return max(pause, min(pause * 2.0**asked.num_wants, asked.link.lease / 4))
+        doubled = pause * 2.0 ** min(asked.num_wants, MAX_DOUBLINGS)
+        return max(pause, min(doubled, asked.link.lease / WANTS_IN_A_LEASE))

@@ -1,0 +1,76 @@
+"""Awaited, with a clock of the test's own and one link that only notes what is said."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any, cast
+
+import pytest
+
+from p2p_engine.awaited import WANTS_IN_A_LEASE, Awaited
+from p2p_engine.config import EngineConfig
+from p2p_engine.messages import TransferKey, Want
+from p2p_engine.peers import Link, LinkState, PeerAddress
+from p2p_engine.transfer import Transfer
+
+PEER = PeerAddress("127.0.0.1:1")
+LEASE = 60.0
+NUM_KEYS = 2_000
+
+
+class World:
+    """A peer that answers nothing, and many keys that are awaited from it."""
+
+    def __init__(self, *, pull: bool) -> None:
+        self.now = 0.0
+        self.said: Counter[TransferKey] = Counter()
+        self.link = Link(PEER, PEER.address, LinkState.READY, 0.0, epoch=5)
+        nothing: Any = lambda *_: None  # noqa: E731
+        self.awaited = Awaited(
+            EngineConfig(), cast("Any", self), cast("Any", None), None, lambda: self.now,
+            fail=nothing, bereave=nothing, abandoned=nothing, introduced=nothing,
+        )  # fmt: skip
+        changed = threading.Condition()
+        for number in range(NUM_KEYS):
+            transfer = Transfer(TransferKey(f"{number}"), 0, changed, nothing)
+            self.awaited.add(transfer, PEER, b"", pull=pull)
+
+    def get(self, peer: PeerAddress, *, data: bool) -> Link:
+        """Stand in for Links."""
+        return self.link
+
+    def send(self, link: Link, kind: type[Want], key: TransferKey, *_: object) -> None:
+        """Stand in for Links."""
+        assert kind is Want
+        self.said[key] += 1
+
+    def run(self, seconds: float) -> Counter[TransferKey]:
+        """Let time go by in ticks; returns what was said meanwhile."""
+        self.said.clear()
+        ends_at = self.now + seconds
+        while self.now < ends_at:
+            self.now += 0.25
+            self.awaited.tick(self.now)
+        return self.said.copy()
+
+
+@pytest.mark.parametrize("pull", [True, False])
+def test_what_is_not_answered_is_asked_for_four_times_in_a_lease(pull: bool) -> None:
+    world = World(pull=pull)
+    assert world.said.total() == NUM_KEYS * pull
+    assert world.run(LEASE).total() <= 8 * NUM_KEYS
+    for _ in range(4):  # so often at least: what was lost is said again long before a lease ends
+        said = world.run(LEASE)
+        assert set(said.values()) == {WANTS_IN_A_LEASE}
+        assert len(said) == NUM_KEYS
+
+
+def test_a_peer_that_is_met_again_is_asked_at_once() -> None:
+    world = World(pull=True)
+    world.run(LEASE)
+    world.said.clear()
+    world.awaited.link_ready(world.link)
+    assert set(world.said.values()) == {1}
+    assert len(world.said) == NUM_KEYS
+    assert set(world.run(LEASE).values()) == {WANTS_IN_A_LEASE}
