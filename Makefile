@@ -6,6 +6,13 @@ PYTEST := $(BIN)/pytest
 C_FILES = $(wildcard csrc/*.[ch] tests/c/*.[ch] tests/double/*.[ch])
 BENCHMARKS = $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
+# Where bytecode may not be written, each process compiles what it imports again: torch for 2 s, vLLM for
+# 10 s of a core. Then .venv keeps it, and no folder of the sources.
+ifdef PYTHONDONTWRITEBYTECODE
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.venv/pycache
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-c tsan asan chaos soak restarts stalls backlog model scale fuzz fuzz-c bench test-vllm test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage wheel clean
 
