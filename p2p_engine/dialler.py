@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -58,7 +59,7 @@ class Dialler:
         self._curve = curve
         self._on_refused = on_refused
         self._turns: Recent[str, int] = Recent(1024)  # by address, while secrets are replaced
-        self._dialled: dict[str, Dialled] = {}
+        self._dialled: OrderedDict[str, Dialled] = OrderedDict()  # the longest unspoken to first
         self._by_name: dict[bytes, Dialled] = {}
         self._by_endpoint: dict[str, Dialled] = {}
         self._num_dials = 0
@@ -86,6 +87,7 @@ class Dialler:
             self._dial(address, self._turns.get(address) or 0, Handshakes(len(self._curve)))
         dialled = self._dialled[address]
         dialled.said_at = time.monotonic()
+        self._dialled.move_to_end(address)
         try:
             send(self.socket, dialled.name, frame)
         except zmq.ZMQError as error:
@@ -108,9 +110,11 @@ class Dialler:
 
     def close_idle(self, now: float) -> None:
         """Close the connections that nothing was said on for long: who they led to may be gone."""
-        for dialled in list(self._dialled.values()):
-            if now - dialled.said_at >= IDLE_SECONDS:
-                self.hang_up(dialled.address)
+        while self._dialled:
+            oldest = next(iter(self._dialled.values()))
+            if now - oldest.said_at < IDLE_SECONDS:
+                break
+            self.hang_up(oldest.address)
 
     def serve(self) -> None:
         """Take in how handshakes have ended, and which connections there are.
