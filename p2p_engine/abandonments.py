@@ -44,6 +44,10 @@ class Abandonments:
         """Name their keys; one that several peers must be told comes several times."""
         return (key for key, _ in self._items)
 
+    def uses(self, link: Link) -> bool:
+        """Whether a peer is to be told something over a link."""
+        return self._of_link.count(link) > 0
+
     def add(self, key: TransferKey, peer: PeerAddress, reason: str) -> None:
         """Tell the peer, until it has heard, at most for transfer_timeout_seconds.
 

@@ -131,6 +131,10 @@ class Awaited:
 
         self._instances.ask(peer, found)
 
+    def uses(self, link: Link) -> bool:
+        """Whether anything is awaited over a link, or to be said."""
+        return self._of_link.count(link) + self._to_release.count(link) > 0
+
     def on_offer(self, key: TransferKey, epoch: int) -> None:
         """A peer has answered."""
         item = self._expected.get(key)

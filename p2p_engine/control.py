@@ -18,7 +18,7 @@ from p2p_engine.dialler import Refused
 from p2p_engine.keys import Secrets
 from p2p_engine.names import Names, Told
 from p2p_engine.reach import Reach, Unresolved
-from p2p_engine.sockets import Handler, Route, Sockets
+from p2p_engine.sockets import Ended, Handler, Route, Sockets
 from p2p_engine.watches import Watches
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class ControlPlane:
         name: str,
         on_refused: Refused = lambda address, reason: None,
         on_unresolved: Unresolved = lambda address, error: None,
+        on_ended: Ended = lambda route: None,
         secrets: Secrets = (),
         connect_seconds: float = 5.0,
         refresh_seconds: float = 60.0,
@@ -52,8 +53,9 @@ class ControlPlane:
         """Bind the first free port of `ports` (0: any); with `secrets`, for who has one of them.
 
         `on_refused` is told which address breaks its handshakes off, and why; `on_unresolved`,
-        which one has a name that was not resolved in nine tenths of `connect_seconds`. A name in
-        use is looked up again after `refresh_seconds`.
+        which one has a name that was not resolved in nine tenths of `connect_seconds`; `on_ended`,
+        on which route a connection has ended that we did not hang up. A name in use is looked up
+        again after `refresh_seconds`.
 
         Raises:
             ConfigError: none of the ports can be bound.
@@ -73,11 +75,13 @@ class ControlPlane:
             self._names, refresh_seconds, time.monotonic, self._hear,
             lambda address, reason: self._guard(lambda: on_refused(address, reason)),
             lambda address, error: self._guard(lambda: on_unresolved(address, error)),
+            lambda route: self._guard(lambda: on_ended(route)),
         )  # fmt: skip
         try:
             self.sockets = self._reach.sockets = Sockets(
-                host, ports, self._watches.epoll, self._reach.hear, self._reach.refused, secrets
-            )
+                host, ports, self._watches.epoll, self._reach.hear, self._reach.refused, secrets,
+                on_ended=self._reach.ended,
+            )  # fmt: skip
         except BaseException:
             self._watches.close()
             raise

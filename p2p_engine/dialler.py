@@ -33,6 +33,7 @@ SEND_QUEUE_FRAMES = 10_000  # for one address: what is asked of us, offered to o
 IDLE_SECONDS = 60.0  # without a word of ours: a dialled connection is closed
 MAX_RECONNECT_MILLISECONDS = 1_000
 Refused: TypeAlias = Callable[[str, str], None]
+Ended: TypeAlias = Callable[[str], None]
 
 
 @dataclass(eq=False)
@@ -52,12 +53,18 @@ class Dialler:
     """Whoever holds the lock of the sockets calls everything here; nothing blocks."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], curve: Curve, on_refused: Refused
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        curve: Curve,
+        on_refused: Refused,
+        on_ended: Ended,
     ) -> None:
-        """`on_refused` is told which address breaks its handshakes off, and why."""
+        """`on_refused` is told which address breaks its handshakes off, and why; `on_ended`, whose
+        connection has ended, not by us: it is being dialled again."""
         self.intake = Intake()
         self._curve = curve
         self._on_refused = on_refused
+        self._on_ended = on_ended
         self._turns: Recent[str, int] = Recent(1024)  # by address, while secrets are replaced
         self._dialled: OrderedDict[str, Dialled] = OrderedDict()  # the longest unspoken to first
         self._by_name: dict[bytes, Dialled] = {}
@@ -125,12 +132,15 @@ class Dialler:
         for event, value, endpoint in read_events(self.monitor):
             if event == zmq.EVENT_CONNECTED:
                 self.intake.add(value)
-            elif event == zmq.EVENT_DISCONNECTED:
+                continue
+            dialled = self._by_endpoint.get(endpoint)
+            is_current = dialled is not None and dialled.number <= num_dials
+            if event == zmq.EVENT_DISCONNECTED:
                 self.intake.remove(value)
-            else:
-                dialled = self._by_endpoint.get(endpoint)
-                if dialled is not None and dialled.number <= num_dials:
-                    self._shaken(dialled, event, value)
+                if dialled is not None and is_current:
+                    self._on_ended(dialled.address)
+            elif dialled is not None and is_current:
+                self._shaken(dialled, event, value)
 
     def close(self, linger_milliseconds: int) -> None:
         """Close every connection, after what is queued has left or so long; idempotent."""

@@ -135,7 +135,7 @@ class P2pNcclEngine:
             config.host, range(first, last + 1),
             on_frame=self._on_frame, on_tick=self._on_tick, name="p2p-control",
             on_refused=self._on_refused, on_unresolved=self._on_unresolved, secrets=self._secrets,
-            connect_seconds=config.connect_timeout_seconds,
+            connect_seconds=config.connect_timeout_seconds, on_ended=self._on_ended,
         )  # fmt: skip
         self._open_parts.append(lambda: self._control.close(2.0))
         self._mover = Mover()
@@ -153,12 +153,16 @@ class P2pNcclEngine:
             on_channel=lambda link: self._sender.channel_ready(link),
             on_channel_lost=lambda link, error: self._sender.channel_lost(link, error),
             on_closed=self._link_closed,
+            is_used=lambda link: any(
+                part.uses(link) for part in (self._sender, self._awaited, self._renewals)
+            ),
         )  # fmt: skip
         self._guests = Guests(
             config, self._control, self.epoch, self._spec, list(self._transports.values()),
             lock=self._changed, clock=time.monotonic, attention=self._attention,
             on_lost=lambda epoch, error: self._store.sender_lost(epoch, error),
             on_over=self._links.close_epoch,
+            is_used=lambda epoch: self._store.has_open(epoch),
             largest_landing=self._arena.largest_bytes if self._arena is not None else 0,
         )  # fmt: skip
         self._sender = Sender(config, self._changed, self._links, self._counters, time.monotonic)
@@ -703,6 +707,13 @@ class P2pNcclEngine:
         with self._changed:
             self._links.unresolved(address, error)
             self._instances.unresolved(address, error)
+
+    def _on_ended(self, route: Route) -> None:
+        with self._changed:
+            if route.address:
+                self._links.connection_ended(route.address)
+            else:
+                self._guests.connection_ended(route)
 
     def _on_tick(self, now: float) -> None:
         with self._changed:

@@ -159,8 +159,10 @@ class Gate:
         listener: Listener,
         curve: Curve,
         clock: Callable[[], float] = time.monotonic,
+        on_ended: Callable[[int], None] = lambda fd: None,
     ) -> None:
-        """Guard a router that is not bound yet, and bind it; the context must be its own."""
+        """Guard a router that is not bound yet, and bind it; the context must be its own.
+        `on_ended` is told the descriptor of a connection that has ended."""
         self.refused = 0  # connections that proved nothing, or were too many
         self.connections = Connections(min(MAX_CONNECTIONS, _most_files() // 4))
         if _most_files() < 4 * MAX_CONNECTIONS:
@@ -170,6 +172,7 @@ class Gate:
         self._listener = listener
         self._curve = curve
         self._clock = clock
+        self._on_ended = on_ended
         self._warnings = RareWarnings(logger, clock)
         self._router = router
         self._zap: zmq.Socket[bytes] | None = None
@@ -216,6 +219,7 @@ class Gate:
         elif event == zmq.EVENT_DISCONNECTED:
             self.connections.remove(fd)
             self.intake.remove(fd)
+            self._on_ended(fd)
         elif self._curve:
             self._refuse("no key of this fleet; the old connector has none and cannot join it")
         else:

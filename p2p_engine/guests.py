@@ -9,7 +9,12 @@ newcomer waits until the guest answers, or is silent for too long.
 Who greets with the epoch of a guest over another connection is that engine, by a new connection or
 by another of our addresses, or somebody who has read the epoch. The guest is asked in the same way.
 If its connection has ended, or it answers that it said this HELLO, it has moved, and nothing of it
-ends. The engine's lock guards everything here.
+ends.
+
+A guest that rests, because nothing of it is open, is heard seldom (peers.py). It is watched while
+something of it is open here, when its connection has ended, when another one claims its place, and
+when its rest was too long. Who is watched and is silent is asked (PING), and lost in the end. The
+engine's lock guards everything here.
 """
 
 from __future__ import annotations
@@ -49,6 +54,7 @@ from p2p_engine.transports.base import Transport
 logger = logging.getLogger(__name__)
 
 MAX_GUESTS = 4096
+GUEST_REST_SECONDS = 60.0  # of silence, where nothing is open; more than peers.py:REST_SECONDS
 GuestLost: TypeAlias = Callable[[int, PeerLost], None]
 
 
@@ -61,6 +67,8 @@ class Guest:
     heard_at: float  # by the attention's clock
     spec: CacheSpec | None
     challenger: tuple[Route, Hello] | None = None  # who else claims its address
+    watched_since: float | None = None  # by that clock: silence before it does not count
+    has_gone: bool = False  # its connection has ended
 
 
 class Guests:
@@ -79,11 +87,12 @@ class Guests:
         attention: Callable[[], float],
         on_lost: GuestLost,
         on_over: GuestLost,
+        is_used: Callable[[int], bool],
         largest_landing: int = 0,
     ) -> None:
         """`on_lost` is told when nothing more will be heard of a guest; `on_over`, after it, when
         its engine is known to have ended. `attention` counts the seconds in which a guest could
-        have been heard."""
+        have been heard; `is_used` says whether anything of a guest is open."""
         self._config = config
         self._control = control
         self._epoch = epoch
@@ -92,8 +101,10 @@ class Guests:
         self._transports = transports
         self._lock = lock
         self._attention = attention
+        self._step = config.peer_timeout_seconds / 4
         self._on_lost = on_lost
         self._on_over = on_over
+        self._is_used = is_used
         self._guests: dict[int, Guest] = {}
         self._of_route: Index[Route, int] = Index()
         self._of_address: Index[str, int] = Index()
@@ -118,7 +129,9 @@ class Guests:
         if guest is None or guest.route != route:
             self._control.send(route, encode(Greet(self._epoch, epoch)))
             return None
-        guest.heard_at = self._attention()
+        guest.heard_at, guest.has_gone = self._attention(), False
+        if guest.watched_since is None and not isinstance(message, Ping | Pong):
+            self._timers.set(epoch, guest.heard_at + self._step)  # it may have opened something
         if isinstance(message, Pong):
             self._answer_challenger(guest, message)
         if isinstance(message, Bye):
@@ -137,11 +150,36 @@ class Guests:
         self._timers.look(now, lambda epoch: self._tick_guest(epoch, now))
 
     def _tick_guest(self, epoch: int, now: float) -> None:
-        guest, silence = self._guests[epoch], self._config.peer_timeout_seconds
-        if now - guest.heard_at >= silence:
-            self._lose(epoch, f"sender {guest.address} is silent for {silence:g} s")
-        else:
-            self._timers.set(epoch, guest.heard_at + silence)
+        guest, patience = self._guests[epoch], self._config.peer_timeout_seconds
+        rested_at = guest.heard_at + GUEST_REST_SECONDS
+        if not self._needs_watch(epoch, guest) and now < rested_at:
+            guest.watched_since = None
+            self._timers.set(epoch, rested_at)
+            return
+        if guest.watched_since is None:
+            guest.watched_since = guest.heard_at if now < rested_at else now
+        silence = now - max(guest.heard_at, guest.watched_since)
+        if silence >= patience:
+            self._lose(epoch, f"sender {guest.address} is silent for {silence:.1f} s")
+            return
+        if now - guest.heard_at >= 2 * self._step and not guest.has_gone:
+            number = guest.challenger[1].number if guest.challenger is not None else 0
+            self.reply(epoch, Ping, (number,))
+        self._timers.set(epoch, now + min(self._step, patience - silence))
+
+    def _needs_watch(self, epoch: int, guest: Guest) -> bool:
+        return guest.has_gone or guest.challenger is not None or self._is_used(epoch)
+
+    def _watch(self, epoch: int, guest: Guest) -> None:
+        if guest.watched_since is None:
+            guest.watched_since = self._attention()
+            self._timers.set(epoch, guest.watched_since + self._step)
+
+    def connection_ended(self, route: Route) -> None:
+        """The connection of a guest has ended: it comes back by another one, or it is over."""
+        for epoch in self._of_route.get(route):
+            self._guests[epoch].has_gone = True
+            self._watch(epoch, self._guests[epoch])
 
     def say_goodbye(self) -> None:
         """Tell everybody that this engine is closing."""
@@ -167,6 +205,7 @@ class Guests:
     def _challenge(self, epoch: int, guest: Guest, route: Route, hello: Hello) -> None:
         """Ask a guest whether it lives: another connection claims its address, or its epoch."""
         guest.challenger = route, hello
+        self._watch(epoch, guest)
 
         def over() -> None:
             with self._lock:
@@ -207,7 +246,7 @@ class Guests:
         self._guests[epoch] = Guest(route, hello.address, now, hello.spec)
         self._of_route.add(route, epoch)
         self._of_address.add(hello.address, epoch)
-        self._timers.set(epoch, now + self._config.peer_timeout_seconds)
+        self._timers.set(epoch, now + self._step)
         offers = {transport.name: transport.invite(epoch) for transport in self._transports}
         usable = {name: offer for name, offer in offers.items() if offer is not None}
         lease = min(self._config.lease_seconds, self._config.transfer_timeout_seconds)

@@ -2,9 +2,14 @@
 
 LOCATING → ask the instance's directory where the rank is      (only when a rank is given)
 GREETING → HELLO is out; WELCOME or REFUSE is awaited
-READY    → messages may be sent; PING keeps asking whether the peer lives; a peer that has
-           forgotten us, because it did not hear us for long, says GREET: back to GREETING
+READY    → messages may be sent; PING keeps asking whether the peer lives, while somebody here
+           uses the link; else it rests. A peer that has forgotten us, because it did not hear
+           us for long, says GREET: back to GREETING
 CLOSED   → the end; `error` says why. The next use of the same target makes a new link.
+A link rests when nothing is open over it and the last PING was answered. Nobody waits for its peer
+then, and the kernel tells when its connection ends, because the peer or its host is gone. That, its
+next use, or REST_SECONDS end the rest with a PING, and the peer's silence counts from there.
+
 Who wants to send bytes asks for a channel too: transport after transport is tried, best first. The
 end of a channel is not the end of its link: whoever needs another one asks again.
 """
@@ -55,6 +60,8 @@ from p2p_engine.transports.base import Channel, Endpoint, Transport
 from p2p_engine.transports.handshake import TOKEN_SECONDS
 
 logger = logging.getLogger(__name__)
+
+REST_SECONDS = 30.0  # between two PINGs where nothing is open; less than dialler.IDLE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -140,6 +147,9 @@ class Link:
     untried: list[Transport] = field(default_factory=list)
     is_losing: bool = False  # its broken channel is being closed
     heard_at: float = 0.0  # by the attention's clock
+    watched_since: float = 0.0  # by that clock: silence before it does not count
+    is_resting: bool = False
+    is_answered: bool = True  # the last PING
     resend_at: float = 0.0
 
     @property
@@ -185,10 +195,12 @@ class Links:
         on_channel: LinkEvent,
         on_channel_lost: ChannelLost,
         on_closed: LinkEvent,
+        is_used: Callable[[Link], bool],
     ) -> None:
         """`on_channel_lost` follows a request for a channel, or `on_channel`, when none is left.
 
-        `attention` counts the seconds in which a peer could have been heard.
+        `attention` counts the seconds in which a peer could have been heard; `is_used` says whether
+        anything is open over a link.
         """
         self._config = config
         self._control = control
@@ -202,6 +214,7 @@ class Links:
         self._on_channel = on_channel
         self._on_channel_lost = on_channel_lost
         self._on_closed = on_closed
+        self._is_used = is_used
         self._links: dict[PeerAddress, Link] = {}
         self._by_contact: Index[str, Link] = Index()
         self._by_epoch: Index[int, Link] = Index()  # names of one engine
@@ -231,6 +244,8 @@ class Links:
             self._links[target] = link
             self._by_contact.add(link.contact, link)
             self._ask(link)
+            self._look_soon(link)
+        elif link.is_resting:
             self._look_soon(link)
         if data and not link.data:
             link.data = True
@@ -276,7 +291,7 @@ class Links:
                 if isinstance(message, Pong) and link.epoch:
                     self.close_link(link, PeerLost(f"peer {link.target} was restarted"))
             else:
-                link.heard_at = self._attention()
+                link.heard_at, link.is_answered = self._attention(), True
                 known = link
                 if isinstance(message, Bye):
                     self.close_link(link, PeerLost(f"peer {link.target} is closing"))
@@ -291,7 +306,11 @@ class Links:
         self._timers.look(now, lambda link: self._look(link, now, attended))
 
     def _look(self, link: Link, now: float, attended: float) -> None:
-        silence, patience = attended - link.heard_at, self._config.peer_timeout_seconds
+        if link.is_resting:  # no more: PING is said at once, and its answer awaited
+            link.is_resting, link.is_answered = False, False
+            link.watched_since, link.resend_at = attended, now
+        silence = attended - max(link.heard_at, link.watched_since)
+        patience = self._config.peer_timeout_seconds
         if link.awaits_answer and now >= link.deadline:
             self._late[link] = None
         if not link.ready and now >= link.deadline:
@@ -310,6 +329,8 @@ class Links:
             return
         if not link.ready:
             self._timers.set(link, min(link.resend_at, link.deadline))
+        elif link.is_resting:
+            self._timers.set(link, link.resend_at)
         else:  # for a channel there are many conditions: a look in each tick
             self._timers.set(link, now if link.lacks_channel else min(link.resend_at, silent_at))
 
@@ -319,7 +340,10 @@ class Links:
 
     def _look_open(self, link: Link, now: float) -> None:
         if now >= link.resend_at:
-            self._ask(link)
+            if self._may_rest(link):
+                link.is_resting, link.resend_at = True, now + REST_SECONDS
+            else:
+                self._ask(link)
         if link.connecting and now >= link.deadline:
             waited = self._config.connect_timeout_seconds
             reason = f"peer {link.target} answered no data connection within {waited:g} s"
@@ -328,6 +352,16 @@ class Links:
             self._greet(link)
         else:
             self._open_channel(link)
+
+    def _may_rest(self, link: Link) -> bool:
+        is_asking = link.awaits_answer or link.asking or link.lacks_channel
+        return link.is_answered and not is_asking and not self._is_used(link)
+
+    def connection_ended(self, address: str) -> None:
+        """The connection to an address has ended: ask again who is there."""
+        for link in self._by_contact.get(address):
+            if link.is_resting:
+                self._look_soon(link)
 
     def overdue(self, now: float) -> list[str]:
         """Name the peers and channels that should have answered, or been closed."""
@@ -421,6 +455,7 @@ class Links:
         elif link.state is LinkState.GREETING:
             self._greet(link)
         elif link.ready:
+            link.is_answered = False
             self.send(link, Ping)
             interval = self._config.peer_timeout_seconds / 4
         link.resend_at = self._clock() + interval
@@ -437,7 +472,7 @@ class Links:
         """The peer lives, and knows us no more: what is open goes on when it does."""
         if link.ready:
             logger.info("link greets again: peer=%s", link.target)
-            link.state = LinkState.GREETING
+            link.state, link.is_resting = LinkState.GREETING, False
             link.deadline = self._clock() + self._config.connect_timeout_seconds
             self._ask(link)
             self._look_soon(link)
@@ -469,6 +504,7 @@ class Links:
         link.number = 0
         if link.state is LinkState.GREETING:
             link.epoch, link.heard_at = message.source_epoch, self._attention()
+            link.is_answered = True
             self._by_epoch.add(link.epoch, link)
             self._look_soon(link)
             link.endpoints, link.state = message.endpoints, LinkState.READY

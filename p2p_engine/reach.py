@@ -15,7 +15,7 @@ from p2p_engine.addresses import join_address, split_address
 from p2p_engine.dialler import Refused
 from p2p_engine.errors import PeerUnreachable
 from p2p_engine.names import Answer, Names, is_numeric
-from p2p_engine.sockets import Handler, Route, Sockets
+from p2p_engine.sockets import Ended, Handler, Route, Sockets
 
 IDLE_SECONDS = 60.0  # without a word of ours, a name is forgotten
 MAX_FRAMES = 8  # that wait for one name; what is more is dropped: senders say it again
@@ -45,6 +45,7 @@ class Reach:
         on_frame: Handler,
         on_refused: Refused,
         on_unresolved: Unresolved,
+        on_ended: Ended = lambda route: None,
     ) -> None:
         """`on_unresolved` is told which address has a name that stands for nothing, and why. Give
         it its `sockets` before the first frame."""
@@ -55,6 +56,7 @@ class Reach:
         self._on_frame = on_frame
         self._on_refused = on_refused
         self._on_unresolved = on_unresolved
+        self._on_ended = on_ended
         self._tick_at = 0.0
         self._leads: dict[str, Lead] = {}
         self._by_numeric: dict[str, set[str]] = {}
@@ -105,6 +107,12 @@ class Reach:
         """A connection's handshakes are broken off."""
         for name in [*self._by_numeric.get(address, ()), address]:
             self._on_refused(name, reason)
+
+    def ended(self, route: Route) -> None:
+        """A connection has ended, and not by us."""
+        for name in list(self._by_numeric.get(route.address, ())):
+            self._on_ended(Route(name))
+        self._on_ended(route)
 
     def _ask(self, address: str, lead: Lead) -> None:
         if lead.is_asking:

@@ -119,6 +119,10 @@ class Renewals:
         """Whether a content, or anything of a key without a binding, is kept."""
         return content in self._kept or (not content[1] and content[0] in self._keys)
 
+    def uses(self, link: Link) -> bool:
+        """Whether a peer is asked to keep anything."""
+        return link.target in self._duties
+
     def on_gone(self, peer: PeerAddress, key: TransferKey, error: P2pError) -> None:
         """A peer will not give a key, or not again."""
         duty = self._duties.get(peer)

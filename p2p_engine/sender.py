@@ -295,6 +295,10 @@ class Sender:
         late = [chunk for chunk in self._late if now >= chunk.shipment.deadline]
         return [f"send {item.key} to {item.link.target}, {item.state.name}" for item in late]
 
+    def uses(self, link: Link) -> bool:
+        """Whether anything is open over a link."""
+        return self._by_link.count(link) > 0 or self._abandoned.uses(link)
+
     def close(self, error: P2pError) -> None:
         """End everything; the mover is stopped, so that nothing is read or written any more."""
         for chunk in list(self._chunks.values()):

@@ -35,6 +35,7 @@ class Route:
 
 
 Handler: TypeAlias = Callable[[Route, bytes], None]
+Ended: TypeAlias = Callable[[Route], None]
 
 
 class Sockets:
@@ -50,11 +51,13 @@ class Sockets:
         secrets: Secrets = (),
         *,
         named: bool = False,
+        on_ended: Ended = lambda route: None,
     ) -> None:
         """Bind the first free port of `ports` (0: any); `epoll` tells when to call `receive`.
 
         With `secrets` all is encrypted, and only who has one of them is talked to. `on_refused` is
-        told which address breaks its handshakes off, and why. Where who dials us is `named`, by
+        told which address breaks its handshakes off, and why; `on_ended`, on which route somebody
+        has gone, if he had said something or we had dialled him. Where who dials us is `named`, by
         itself, it comes back under its name while its last connection is not known to have ended;
         our own sockets have none: libzmq keeps a connection so replaced for ever, when data follow
         on it (its #4407).
@@ -67,6 +70,8 @@ class Sockets:
         self.frames_received = 0
         self._epoll = epoll
         self._on_frame = on_frame
+        self._on_ended = on_ended
+        self._names: dict[int, bytes] = {}  # of who dialled us, by descriptor
         self._served: dict[int, Callable[[], None]] = {}  # by descriptor
         self._suspects: set[zmq.Socket[bytes]] = set()  # may hold frames unannounced
         self._is_closed = False
@@ -153,8 +158,12 @@ class Sockets:
             self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, core)
         self._router = open_router(self._context, ANSWER_QUEUE_FRAMES)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, int(named))
-        self._gate = Gate(self._context, self._router, self._listener, curve)
-        self._dialler = Dialler(self._context, curve, on_refused)
+        self._gate = Gate(
+            self._context, self._router, self._listener, curve, on_ended=self._guest_ended
+        )
+        self._dialler = Dialler(
+            self._context, curve, on_refused, lambda address: self._on_ended(Route(address))
+        )
         self._intakes = {
             self._router: self._gate.intake,
             self._dialler.socket: self._dialler.intake,
@@ -181,6 +190,11 @@ class Sockets:
             self._take(source, name, source.recv(zmq.NOBLOCK, copy=False))
         self._suspects.add(source)
 
+    def _guest_ended(self, fd: int) -> None:
+        name = self._names.pop(fd, None)
+        if name is not None:
+            self._on_ended(Route(identity=name))
+
     def _serve_events(self) -> None:
         self._gate.serve()
         self._dialler.serve()
@@ -198,6 +212,7 @@ class Sockets:
         intake.take(fd, len(frame))
         if source is self._router:
             self._gate.connections.prove(fd)
+            self._names[fd] = name
             self._on_frame(Route(identity=name), frame.bytes)
         elif address := self._dialler.address_of(name):
             self._on_frame(Route(address), frame.bytes)

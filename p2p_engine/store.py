@@ -336,6 +336,10 @@ class Store:
         """Bytes that no one may use because a sender (this one, or any) might still write there."""
         return self._ledger.quarantined_bytes(epoch)
 
+    def has_open(self, epoch: int) -> bool:
+        """Whether anything has come from a sender, or is to come, that has not ended."""
+        return self._ledger.num_from(epoch) > 0 or bool(self._ledger.receives_from(epoch))
+
     def num_open(self) -> int:
         """How many landings and receives have not ended."""
         return len(self._ledger.landings) + len(self._ledger.receives)

@@ -127,6 +127,33 @@ def is_writing(engine: P2pNcclEngine) -> bool:
     return bool(engine.stats()["live_bytes"])
 
 
+def resting(engine: P2pNcclEngine) -> bool:
+    """Whether all its links rest."""
+    return all(link.is_resting for link in engine._links._links.values())
+
+
+def test_killed_peer_of_a_resting_link_is_noticed_before_its_rest_is_over() -> None:
+    with here_and_there("tcp") as (engine, peer):
+        exchange(engine, peer, "before")
+        eventually(lambda: resting(engine), what="nothing is open")
+        assert (engine.stats()["links"], engine.stats()["guests"]) == ({"ready": 1}, 1)
+        peer.kill()
+        eventually(lambda: engine.stats()["links"] == {}, timeout=20)
+        eventually(lambda: engine.stats()["guests"] == 0, timeout=20)
+
+
+def test_stopped_peer_of_a_resting_link_is_noticed_from_its_next_use_on() -> None:
+    with here_and_there("tcp") as (engine, peer):
+        exchange(engine, peer, "before")
+        eventually(lambda: resting(engine), what="nothing is open")
+        peer.stop()
+        sent = engine.send(KEY, PeerAddress(peer.address), TensorSource(torch.ones(9)))
+        with pytest.raises(PeerLost, match="is silent for"):
+            sent.wait(20)
+        peer.wake()
+        exchange(engine, peer, "after")
+
+
 @marks.between_processes
 def test_stopped_sender_that_wakes_up_harms_nobody(transport: str) -> None:
     """It may write into its region whenever it wakes up: until then the region is nobody else's."""

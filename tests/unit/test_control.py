@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,11 +24,14 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 class Party:
     """A control plane that keeps what it hears; a frame b"raise" is one that it chokes on."""
 
-    def __init__(self, ports: range = range(1)) -> None:
+    def __init__(
+        self, ports: range = range(1), on_ended: Callable[[Route], None] = lambda route: None
+    ) -> None:
         self.heard: list[tuple[Route, bytes]] = []
         self.control = ControlPlane(
-            "127.0.0.1", ports, on_frame=self._hear, on_tick=lambda now: None, name="p2p-test"
-        )
+            "127.0.0.1", ports, on_frame=self._hear, on_tick=lambda now: None, name="p2p-test",
+            on_ended=on_ended,
+        )  # fmt: skip
         self.control.start()
 
     def _hear(self, route: Route, frame: bytes) -> None:
@@ -244,3 +247,23 @@ def test_connection_of_a_host_that_vanished_is_noticed(parties: tuple[Party, Par
     eventually(lambda: other.heard)
     port = split_address(other.control.address)[1]
     eventually(lambda: timers_of(port) == ["02"])
+
+
+def test_the_end_of_a_connection_is_told_to_both_sides_unless_it_was_their_own() -> None:
+    ended: list[list[Route]] = [[], []]
+    one, other = (Party(on_ended=heard.append) for heard in ended)
+    with Relay(other.control.address) as relay:
+        one.control.send(Route(relay.address), b"a")
+        eventually(lambda: other.heard)
+        relay.cut()
+        eventually(lambda: all(ended))
+        assert ended[0][0] == Route(relay.address)
+        assert ended[1][0] == other.heard[0][0]
+        one.control.send(Route(relay.address), b"b")
+        eventually(lambda: len(other.heard) == 2)
+        num_told = len(ended[0])
+        one.control.hang_up(relay.address)
+        eventually(lambda: other.heard[1][0] in ended[1])
+        assert len(ended[0]) == num_told
+    for party in (one, other):
+        party.control.close(5)

@@ -11,7 +11,7 @@ import pytest
 from p2p_engine.config import EngineConfig
 from p2p_engine.control import ControlPlane
 from p2p_engine.errors import PeerLost
-from p2p_engine.guests import Guests
+from p2p_engine.guests import GUEST_REST_SECONDS, Guests
 from p2p_engine.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -20,6 +20,8 @@ from p2p_engine.messages import (
     Ping,
     Pong,
     Refuse,
+    TransferKey,
+    Want,
     Welcome,
     decode,
 )
@@ -53,10 +55,12 @@ class Scene:
         self.control = FakeControl()
         self.lost: list[int] = []
         self.over: list[int] = []
+        self.used: set[int] = set()
         self.guests = Guests(
             CONFIG, cast("ControlPlane", self.control), US, None, [], lock=threading.RLock(),
             clock=lambda: self.now, attention=lambda: self.now,
             on_lost=self._lost, on_over=lambda epoch, error: self.over.append(epoch),
+            is_used=lambda epoch: epoch in self.used,
         )  # fmt: skip
         self.greet(HERE, GUEST)
         self.control.sent.clear()
@@ -148,3 +152,74 @@ def test_who_greets_under_the_epoch_of_a_silent_guest_waits_until_that_is_forgot
     scene.said()
     scene.greet(THERE, GUEST)
     assert scene.said() == [(THERE, Welcome)]
+
+
+# Rest
+
+
+def pass_time(scene: Scene, seconds: float) -> None:
+    scene.now += seconds
+    scene.guests.tick()
+
+
+def test_a_guest_of_which_nothing_is_open_may_be_silent_for_long(scene: Scene) -> None:
+    for _ in range(5):
+        for _ in range(int(GUEST_REST_SECONDS) // 2 - 1):
+            pass_time(scene, 2.0)
+        assert scene.said() == []
+        scene.hear(HERE, Ping(GUEST, US))
+        assert scene.said() == [(HERE, Pong)]
+    pass_time(scene, GUEST_REST_SECONDS)
+    assert scene.said() == [(HERE, Ping)]
+    for _ in range(3):
+        pass_time(scene, 2.0)
+    assert (scene.said(), scene.lost) == ([(HERE, Ping)] * 3, [])
+    pass_time(scene, 2.0)
+    assert scene.lost == [GUEST]
+
+
+def test_a_guest_of_which_something_is_open_is_asked_and_lost_in_time(scene: Scene) -> None:
+    pass_time(scene, 30.0)
+    scene.hear(HERE, Want(GUEST, US, TransferKey("a"), b""))
+    scene.used.add(GUEST)
+    for _ in range(3):
+        pass_time(scene, 2.0)
+    assert (HERE, Ping) in scene.said()
+    scene.hear(HERE, Pong(GUEST, US))
+    for _ in range(3):
+        pass_time(scene, 2.0)
+        assert scene.lost == []
+    pass_time(scene, 2.0)
+    assert scene.lost == [GUEST]
+
+
+def test_a_guest_whose_connection_has_ended_is_lost_in_time_and_not_spoken_to(
+    scene: Scene,
+) -> None:
+    pass_time(scene, 30.0)
+    scene.guests.connection_ended(HERE)
+    for _ in range(3):
+        pass_time(scene, 2.0)
+    assert (scene.lost, scene.said()) == ([], [])
+    pass_time(scene, 2.0)
+    assert scene.lost == [GUEST]
+
+
+def test_a_guest_that_comes_back_by_another_connection_is_no_lost_one(scene: Scene) -> None:
+    scene.guests.connection_ended(HERE)
+    scene.control.ended.add(HERE)
+    pass_time(scene, 2.0)
+    scene.greet(THERE, GUEST)
+    for _ in range(10):
+        pass_time(scene, 2.0)
+    assert (scene.lost, scene.said()) == ([], [(THERE, Welcome)])
+
+
+def test_a_resting_guest_that_is_challenged_has_its_time_to_answer(scene: Scene) -> None:
+    pass_time(scene, 50.0)
+    scene.greet(THERE, OTHER)
+    for _ in range(3):
+        pass_time(scene, 2.0)
+    assert scene.lost == []
+    pass_time(scene, 2.0)
+    assert scene.lost == [GUEST]

@@ -25,7 +25,7 @@ from p2p_engine.messages import (
     Welcome,
     decode,
 )
-from p2p_engine.peers import Link, Links, LinkState, PeerAddress
+from p2p_engine.peers import REST_SECONDS, Link, Links, LinkState, PeerAddress
 from p2p_engine.sockets import Route
 from p2p_engine.transports.base import Channel, Connected, Endpoint, Transport
 
@@ -97,13 +97,14 @@ class Scene:
         self.control = FakeControl()
         self.transports = [FakeTransport("shm"), FakeTransport("tcp")]
         self.events: list[str] = []
+        self.is_used = True
         self.links = Links(
             CONFIG, cast("ControlPlane", self.control), US, None,
             cast("list[Transport]", self.transports), lock=threading.RLock(),
             clock=lambda: self.now, attention=lambda: self.now,
             on_ready=lambda link: self.events.append("ready"),
             on_channel=lambda link: self.events.append("channel"), on_channel_lost=self._lost,
-            on_closed=lambda link: self.events.append("closed"),
+            on_closed=lambda link: self.events.append("closed"), is_used=lambda link: self.is_used,
         )  # fmt: skip
 
     def _lost(self, link: Link, error: P2pError) -> None:
@@ -123,6 +124,11 @@ class Scene:
         message = self.control.sent[-1][1]
         assert isinstance(message, kind)
         return message
+
+    def said(self, kind: type[AnyMessage]) -> int:
+        """How often it was said since the last question."""
+        sent, self.control.sent = self.control.sent, []
+        return sum(isinstance(message, kind) for _, message in sent)
 
     def welcomed(self, *, data: bool = True) -> Link:
         link = self.links.get(PEER, data=data)
@@ -364,6 +370,76 @@ def test_silence_ends_a_link(scene: Scene) -> None:
         scene.hear(Pong(THEM, US))
     scene.pass_time(8.0)
     ended_with(link, PeerLost, "silent for 8.0 s")
+
+
+def rested(scene: Scene) -> Link:
+    """A link that nobody uses, some time after the last PING."""
+    link = scene.welcomed(data=False)
+    scene.is_used = False
+    scene.pass_time(2.0)
+    scene.pass_time(2.0)
+    assert (link.is_resting, scene.said(Ping)) == (True, 0)
+    return link
+
+
+def test_link_that_nobody_uses_rests_and_is_asked_seldom(scene: Scene) -> None:
+    link = rested(scene)
+    for _ in range(10):
+        scene.pass_time(REST_SECONDS)
+        assert scene.said(Ping) == 1
+        scene.hear(Pong(THEM, US))
+        scene.pass_time(2.0)
+        assert scene.said(Ping) == 0
+    scene.pass_time(REST_SECONDS)
+    for _ in range(3):
+        scene.pass_time(2.0)
+    assert scene.said(Ping) == 4
+    assert link.ready
+    scene.pass_time(2.0)
+    ended_with(link, PeerLost, "silent for 8.0 s")
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_rest_ends_when_the_link_is_used_or_its_connection_ends(
+    scene: Scene, is_used: bool
+) -> None:
+    """The silence of the rest does not count, that after it does."""
+    link = rested(scene)
+    scene.pass_time(20.0)
+    assert scene.said(Ping) == 0
+    if is_used:
+        assert scene.links.get(PEER, data=False) is link
+        scene.is_used = True
+    else:
+        scene.links.connection_ended(ADDRESS)
+    scene.pass_time(0.02)
+    assert scene.said(Ping) == 1
+    for _ in range(3):
+        scene.pass_time(2.0)
+    assert link.ready
+    scene.pass_time(2.5)
+    ended_with(link, PeerLost, "silent for 8.5 s")
+
+
+def test_link_does_not_rest_while_a_ping_is_unanswered_or_it_is_used(scene: Scene) -> None:
+    link = scene.welcomed(data=False)
+    scene.pass_time(2.0)
+    scene.is_used = False
+    scene.pass_time(2.0)
+    assert scene.said(Ping) == 2
+    scene.hear(Pong(THEM, US))
+    scene.pass_time(2.0)
+    assert link.is_resting
+
+
+def test_restarted_peer_of_a_resting_link_is_noticed_when_its_connection_has_ended(
+    scene: Scene,
+) -> None:
+    link = rested(scene)
+    scene.links.connection_ended(ADDRESS)
+    scene.pass_time(0.02)
+    scene.hear(Pong(NEW, US))
+    ended_with(link, PeerLost, "restarted")
 
 
 @pytest.mark.parametrize("message", [Pong(NEW, US), Welcome(NEW, US, 1, None, {})])
