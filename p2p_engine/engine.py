@@ -330,6 +330,16 @@ class P2pNcclEngine:
             seconds = self.config.lease_seconds if lease is None else lease
             return self._holds.hold(key, source, binding, seconds, self._now(stream))
 
+    def is_renewed(self, key: TransferKey, *, binding: bytes = b"") -> bool:
+        """Whether a peer has said, within the last lease, that it will ask for a key that is not
+        held here yet; never blocks.
+
+        Raises:
+            EngineClosed: the engine is closed.
+        """
+        with self._open():
+            return self._holds.is_renewed((key, binding))
+
     def spill(self, transfer: Transfer) -> bool:
         """Copy what is held into landing memory, so that its caller has its own back; never blocks.
 

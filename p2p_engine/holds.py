@@ -98,6 +98,7 @@ class Holds:
         self._late: dict[Hold, None] = {}  # past their leases, and not over
         self._released: Recent[ContentKey, tuple[frozenset[int], frozenset[int]]] = Recent()
         self._gone: Recent[TransferKey, Ending] = Recent()
+        self._renewed: Recent[ContentKey, float] = Recent()  # what is not held, and until when
         self._ending: set[Hold] = set()  # until their copies have stopped
 
     def hold(
@@ -213,15 +214,22 @@ class Holds:
         """
         hold = self._holds.get(content)
         if hold is None:
+            self._renewed.put(content, self._clock() + self._config.lease_seconds)
             gone = self._gone.get(content[0])
             return gone.reason if gone is not None and not gone.is_served else None
         lease_ends_at = min(self._clock() + hold.lease, hold.latest_end)
         hold.lease_ends_at = max(hold.lease_ends_at, lease_ends_at)
         return None
 
+    def is_renewed(self, content: ContentKey) -> bool:
+        """Whether a peer has renewed, within the last lease, what is not held here yet."""
+        until = self._renewed.get(content)
+        return until is not None and self._clock() < until
+
     def on_release(self, content: ContentKey, peer: PeerAddress, spec: CacheSpec | None) -> None:
         """The peer wants nothing more of a held key."""
         self._wishes.discard(content, peer)
+        self._renewed.pop(content)
         hold = self._holds.get(content)
         if hold is not None:
             hold.readers = self._readers(content, spec)

@@ -102,10 +102,12 @@ class _Due:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A step whose blocks found no room in the host buffer."""
+    """A step whose blocks found no room in the host buffer. It fails at its deadline, or, while its
+    peer renews it, at the latest end."""
 
     step: SendStep
     deadline: float
+    latest_end: float
 
 
 class Sends:
@@ -152,10 +154,7 @@ class Sends:
                 continue
             if not self._waiting and self._start(sending, step):
                 continue
-            seconds = self._engine.config.transfer_timeout_seconds
-            known = self._waiting.get(sending)
-            deadline = known.deadline if known is not None else time.monotonic() + seconds
-            self._waiting[sending] = _Waiting(step, deadline)
+            self._wait(sending, step)
 
     def finish_step(self) -> None:
         """After the forward: let the bytes move. PUT waits until they have left, or go on as with
@@ -242,15 +241,35 @@ class Sends:
             else:
                 self._lent.append((transfer, places))
 
+    def _wait(self, sending: _Sending, step: SendStep) -> None:
+        known, config, now = self._waiting.get(sending), self._engine.config, time.monotonic()
+        deadline = now + config.transfer_timeout_seconds
+        latest_end = max(deadline, now + config.max_renewal_seconds)
+        if known is not None:
+            deadline, latest_end = known.deadline, known.latest_end
+        self._waiting[sending] = _Waiting(step, deadline, latest_end)
+
     def _resume(self) -> None:
         """Start what has waited for room, the longest first."""
+        is_full = False
         for sending, waiting in list(self._waiting.items()):
-            if time.monotonic() >= waiting.deadline:
+            if self._is_overdue(sending, waiting):
                 self._fail(sending, "the host buffer was full for too long")
-            elif not self._is_usable(sending) or self._start(sending, waiting.step):
+            elif not self._is_usable(sending) or (
+                not is_full and self._start(sending, waiting.step)
+            ):
                 self._waiting.pop(sending, None)
             else:
-                return
+                is_full = True
+
+    def _is_overdue(self, sending: _Sending, waiting: _Waiting) -> bool:
+        """Whether it has waited for too long: the engine, which follows the leases of all that it
+        was given, does not know of it yet."""
+        party, now = sending.party, time.monotonic()
+        if now < waiting.deadline:
+            return False
+        key = party.key_of(self._group.number)
+        return now >= waiting.latest_end or not self._engine.is_renewed(key, binding=party.binding)
 
     def _start(self, sending: _Sending, step: SendStep) -> bool:
         """Prepare what a step completes; False: there is no room in the host buffer now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -94,17 +95,56 @@ def test_more_than_the_buffer_holds_waits_for_room(make_pair: MakePair, send_typ
 def test_what_waits_for_room_too_long_fails_by_name(
     make_pair: MakePair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody pulls the first prompt, so that the second one finds no room before its deadline."""
+    """Nobody pulls the first prompt, so that the second one finds no room before its deadline, and
+    decode has not asked for that one, either."""
     pair = make_pair(
         send_type="GET", num_blocks=100, policy="recompute", max_model_len=310,
         prefill={"mem_pool_size_gb": SMALL, "transfer_timeout_seconds": 0.5},
     )  # fmt: skip
     pair.ask(prompt_of(300), order="prefill first")
     pair.drop_waiting()
-    pair.ask(prompt_of(300, seed=1), order="together")
-    pair.run(lambda: "the host buffer was full for too long" in caplog.text)
+    pair.ask(prompt_of(300, seed=1), order="prefill first")
+    pair.run(lambda: "the host buffer was full for too long" in caplog.text, only=pair.p)
+    pair.ask_waiting()
     pair.run(lambda: pair.d.is_idle)
     assert pair.d.answers[pair.decode_ids[1]] == continuation(prompt_of(300, seed=1), 4)
+
+
+def queue_behind_one_answer(make_pair: MakePair, send_type: str, **limits: float) -> Pair:
+    """Let three prompts wait for decode's only slot; prefill's host buffer has room for one."""
+    prefill = {"transfer_timeout_seconds": 2.0, "lease_seconds": 4.0, "mem_pool_size_gb": SMALL}
+    pair = make_pair(
+        send_type=send_type, num_blocks=100, max_model_len=310, prefill={**prefill, **limits},
+        decode={"max_num_seqs": 1, "lease_seconds": 4.0, "mem_pool_size_gb": 2 * SMALL},
+    )  # fmt: skip
+    pair.d.add("busy", prompt_of(10), max_tokens=290)
+    pair.run(until=lambda: len(pair.d.scheduler.running) == 1)
+    for seed in range(3):
+        pair.ask(prompt_of(300, seed), order="together")
+    pair.d.step()  # its workers hear what to keep
+    return pair
+
+
+def test_what_is_renewed_for_too_long_fails_by_name(
+    make_pair: MakePair, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = queue_behind_one_answer(make_pair, "GET", max_renewal_seconds=2.0)
+    pair.run(lambda: "the host buffer was full for too long" in caplog.text, only=pair.p)
+
+
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_what_waits_for_room_is_not_lost_while_decode_renews_it(
+    make_pair: MakePair, send_type: str
+) -> None:
+    """All of decode's slots are taken for longer than prefill waits by itself, and prefill's host
+    buffer holds one prompt of three."""
+    pair = queue_behind_one_answer(make_pair, send_type)
+    ends_at = time.monotonic() + 8.0
+    pair.run(until=lambda: time.monotonic() >= ends_at, only=pair.p)
+    pair.d.abort("busy")
+    pair.run(timeout=60)
+    pair.check_answers(num_computed=1)
+    pair.check_at_rest()
 
 
 @pytest.mark.parametrize("send_type", SEND_TYPES)

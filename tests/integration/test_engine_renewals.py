@@ -73,6 +73,17 @@ def test_what_is_held_outlives_its_lease_while_a_peer_keeps_it() -> None:
         assert_idle(holder, receiver)
 
 
+def test_who_holds_nothing_yet_knows_that_it_is_renewed() -> None:
+    with engines(2, **SHORT) as (holder, receiver):
+        receiver.keep(KEY, peer=PeerAddress(holder.zmq_address))
+        eventually(lambda: holder.is_renewed(KEY))
+        wait_leases()
+        assert holder.is_renewed(KEY)
+        assert not holder.is_renewed(KEY, binding=b"another prompt")
+        receiver.drop(KEY)
+        eventually(lambda: not holder.is_renewed(KEY))
+
+
 def test_a_killed_peer_renews_nothing() -> None:
     """The holder has its memory back within one lease."""
     with engines(1, **SHORT) as (holder,), Peer(settings(**SHORT)) as peer:
