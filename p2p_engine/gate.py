@@ -282,9 +282,22 @@ def open_router(
 ) -> zmq.Socket[bytes]:
     """Return a ROUTER whose queues, frames and kernel buffers are bounded, for each peer."""
     _scatter_names()
-    opened: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-    opened.setsockopt(zmq.LINGER, 0)
+    opened = _open(context, zmq.ROUTER, send_queue_frames)
     opened.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    return opened
+
+
+def open_dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """Return a DEALER that only hears, with the same bounds. It asks nobody for a name, so nobody
+    can come under the name of somebody else, or of who comes next."""
+    return _open(context, zmq.DEALER, 1)
+
+
+def _open(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, send_queue_frames: int
+) -> zmq.Socket[bytes]:
+    opened: zmq.Socket[bytes] = context.socket(kind)
+    opened.setsockopt(zmq.LINGER, 0)
     opened.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     opened.setsockopt(zmq.SNDHWM, send_queue_frames)
     opened.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_FRAMES)

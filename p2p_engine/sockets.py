@@ -17,7 +17,7 @@ import zmq
 from p2p_engine.addresses import join_address
 from p2p_engine.affinity import cores_to_take_back
 from p2p_engine.dialler import Dialler, Refused
-from p2p_engine.gate import ANSWER_QUEUE_FRAMES, Curve, Gate, open_router, send
+from p2p_engine.gate import ANSWER_QUEUE_FRAMES, Curve, Gate, open_dealer, open_router, send
 from p2p_engine.keys import Secrets
 from p2p_engine.listener import Listener
 
@@ -39,7 +39,7 @@ Ended: TypeAlias = Callable[[Route], None]
 
 
 class Sockets:
-    """One ROUTER that is dialled, and one that dials."""
+    """One socket that is dialled, a ROUTER if it answers, and one ROUTER that dials."""
 
     def __init__(
         self,
@@ -50,17 +50,19 @@ class Sockets:
         on_refused: Refused,
         secrets: Secrets = (),
         *,
-        named: bool = False,
+        answers: bool = True,
         on_ended: Ended = lambda route: None,
     ) -> None:
         """Bind the first free port of `ports` (0: any); `epoll` tells when to call `receive`.
 
         With `secrets` all is encrypted, and only who has one of them is talked to. `on_refused` is
         told which address breaks its handshakes off, and why; `on_ended`, on which route somebody
-        has gone, if he had said something or we had dialled him. Where who dials us is `named`, by
-        itself, it comes back under its name while its last connection is not known to have ended;
-        our own sockets have none: libzmq keeps a connection so replaced for ever, when data follow
-        on it (its #4407).
+        has gone, if he had said something or we had dialled him.
+
+        Without `answers`, who dials us is only heard: its routes lead nowhere, and any name will
+        do. The old connectors choose theirs, and come back under it while their last connection is
+        not known to have ended. A ROUTER would be deaf to them then; or, if it lets the newer one
+        take over, libzmq keeps the older one for ever, when data follow on it (its #4407).
 
         Raises:
             ConfigError: none of the ports can be bound, or there are too few descriptors.
@@ -74,12 +76,13 @@ class Sockets:
         self._names: dict[int, bytes] = {}  # of who dialled us, by descriptor
         self._served: dict[int, Callable[[], None]] = {}  # by descriptor
         self._suspects: set[zmq.Socket[bytes]] = set()  # may hold frames unannounced
+        self._answers = answers
         self._is_closed = False
         self._listener = Listener(host, ports)
         self.address = join_address(host, self._listener.port)
         self._context = zmq.Context(io_threads=1)
         try:
-            self._open(Curve(secrets), on_refused, named)
+            self._open(Curve(secrets), on_refused)
         except BaseException:
             self._context.destroy(linger=0)
             self._listener.close()
@@ -153,11 +156,14 @@ class Sockets:
         self._context.term()  # bounded: every socket's linger is
         self._listener.close()
 
-    def _open(self, curve: Curve, on_refused: Refused, named: bool) -> None:
+    def _open(self, curve: Curve, on_refused: Refused) -> None:
         for core in cores_to_take_back():
             self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, core)
-        self._router = open_router(self._context, ANSWER_QUEUE_FRAMES)
-        self._router.setsockopt(zmq.ROUTER_HANDOVER, int(named))
+        self._router = (
+            open_router(self._context, ANSWER_QUEUE_FRAMES)
+            if self._answers
+            else open_dealer(self._context)
+        )
         self._gate = Gate(
             self._context, self._router, self._listener, curve, on_ended=self._guest_ended
         )
@@ -180,14 +186,16 @@ class Sockets:
         self._epoll.register(fd, select.EPOLLIN)
 
     def _receive(self, source: zmq.Socket[bytes]) -> None:
+        has_names = self._answers or source is not self._router
         for _ in range(FRAMES_PER_TURN):
             try:
-                name = source.recv(zmq.NOBLOCK)
+                name = source.recv(zmq.NOBLOCK) if has_names else b""
+                frame = source.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 self._suspects.discard(source)
                 self._intakes[source].drained = True
                 return
-            self._take(source, name, source.recv(zmq.NOBLOCK, copy=False))
+            self._take(source, name, frame)
         self._suspects.add(source)
 
     def _guest_ended(self, fd: int) -> None:

@@ -112,7 +112,7 @@ class Discovery:
         try:
             self._sockets = reach.sockets = Sockets(
                 host, range(port, port + 1), self._epoll, reach.hear, reach.refused, self._secrets,
-                named=not self._secrets,  # the old connectors, which have no keys
+                answers=False,
             )  # fmt: skip
         except BaseException:
             self._epoll.close()

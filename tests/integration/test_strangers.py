@@ -6,6 +6,7 @@ import contextlib
 import socket
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +74,20 @@ def test_nobody_bears_the_name_of_who_comes_next(kind: str) -> None:
         assert resident_bytes(process)  # a process that has ended has none
         with stranger(address) as another:
             another.sendall(long_frame(1))
+
+
+def test_connections_that_choose_one_name_leave_no_descriptor_behind() -> None:
+    """As old connectors do when they come back to a proxy; what is on its way in the older one
+    comes afterwards."""
+    with victim("proxy") as (address, process):
+        descriptors = Path(f"/proc/{process}/fd")
+        before = len(list(descriptors.iterdir()))
+        with contextlib.ExitStack() as strangers:
+            for _ in range(20):
+                older, newer = [strangers.enter_context(stranger(address, b"one")) for _ in "12"]
+                for connection in (older, newer, older):
+                    connection.sendall(long_frame(1))
+        eventually(lambda: len(list(descriptors.iterdir())) <= before)
 
 
 @pytest.fixture
