@@ -28,8 +28,9 @@ def occupy(pair: Pair) -> None:
     pair.run(until=lambda: len(pair.d.scheduler.running) == NUM_SLOTS)
 
 
-def wait_behind(pair: Pair, num_leases: float = 3) -> None:
-    """Let D take so many leases for one step, while P goes on."""
+def wait_behind(pair: Pair, num_leases: float = 1.5) -> None:
+    """Let D take so many leases for one step, while P goes on. The first renewal comes after a
+    quarter of one, and lasts for one: what is not renewed again has ended by then."""
     ends_at = time.monotonic() + num_leases * LEASE_SECONDS
     pair.run(until=lambda: time.monotonic() >= ends_at, only=pair.p)
 

@@ -26,8 +26,9 @@ LEASE = 2.0
 SHORT: dict[str, Any] = {"lease_seconds": LEASE, "retry_seconds": 0.1}
 
 
-def wait_leases(count: float = 2.5) -> None:
-    """Let so many leases go by."""
+def wait_leases(count: float = 1.5) -> None:
+    """Let so many leases go by. The first renewal comes after a quarter of one, and lasts for one:
+    what is not renewed again has ended by then."""
     ends_at = time.monotonic() + count * LEASE
     eventually(lambda: time.monotonic() >= ends_at, count * LEASE + 10)
 
@@ -204,8 +205,8 @@ def test_a_restarted_peer_has_nothing_of_what_was_kept() -> None:
             assert_idle(second)
 
 
-@pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "cut"])
-def test_renewals_may_be_lost_for_less_than_a_lease(is_silent: bool) -> None:
+def test_renewals_may_be_lost_for_less_than_a_lease() -> None:
+    """One pair cannot hear each other for a while, both lose their connection; all wait once."""
     lease = 8.0
     changes: dict[str, Any] = {
         "lease_seconds": lease,
@@ -213,21 +214,25 @@ def test_renewals_may_be_lost_for_less_than_a_lease(is_silent: bool) -> None:
         "peer_timeout_seconds": 1.0,
     }
     with (
-        engines(2, **changes, send_type=SendMode.GET) as (holder, receiver),
-        Relay(holder.zmq_address) as relay,
+        engines(2, **changes, send_type=SendMode.GET) as holders,
+        engines(2, **changes, send_type=SendMode.GET) as (deaf, receiver),
+        Relay(holders[0].zmq_address) as silent,
+        Relay(holders[1].zmq_address) as relay,
     ):
+        deaf.keep(KEY, peer=PeerAddress(silent.address))
         receiver.keep(KEY, peer=PeerAddress(relay.address))
-        held = hold(holder)
-        eventually(lambda: holder.stats()["guests"] == 1)
+        held = [hold(holder) for holder in holders]
+        eventually(lambda: all(holder.stats()["guests"] == 1 for holder in holders))
         began_at = time.monotonic()
-        if is_silent:
-            relay.mode = "hold"
-            eventually(lambda: not receiver.stats()["links"].get("ready"))
-            relay.mode = "pass"
         relay.cut()
+        silent.mode = "hold"
+        eventually(lambda: not deaf.stats()["links"].get("ready"))
+        silent.mode = "pass"
+        silent.cut()
         eventually(lambda: time.monotonic() - began_at > 1.5 * lease, 2 * lease)
-        assert not held.done
-        assert pull(receiver, holder.zmq_address)
+        assert not any(transfer.done for transfer in held)
+        assert pull(deaf, holders[0].zmq_address)
+        assert pull(receiver, holders[1].zmq_address)
 
 
 def test_what_is_denied_outlives_its_deadline_while_it_is_kept() -> None:
@@ -257,7 +262,7 @@ def test_thousands_of_contents_cost_a_few_messages() -> None:
         eventually(lambda: holder.stats()["guests"] == 1)
         before = receiver.stats()["messages_sent"]
         began_at = time.monotonic()
-        eventually(lambda: time.monotonic() - began_at > 10, 20)
+        eventually(lambda: time.monotonic() - began_at > 6, 20)
         num_said = receiver.stats()["messages_sent"] - before
         assert holder.stats()["expired_leases"] == 0
         assert num_said <= 10 * (time.monotonic() - began_at), "pings included"
