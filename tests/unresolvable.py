@@ -53,11 +53,6 @@ def try_engines() -> None:
         behind = sender.receive(TransferKey("behind"), TensorSink(), peer=InstanceAddress(BAD))
         endings = {exchange(sender, target, f"beside {number}") for number in range(20)}
         say("healthy pair", endings)
-        for name, transfer in (("bad peer", bad), ("bad rank", ranked), ("bad instance", behind)):
-            try:
-                transfer.wait(PATIENCE)
-            except P2pError as error:
-                say(name, f"{type(error).__name__} {error}")
         crowd = [
             sender.send(
                 TransferKey(f"crowd {number}"),
@@ -68,6 +63,11 @@ def try_engines() -> None:
         ]
         say("beside a crowd", exchange(sender, target, "beside a crowd"))
         say("known name beside a crowd", exchange(sender, by_name(late), "by name again"))
+        for name, transfer in (("bad peer", bad), ("bad rank", ranked), ("bad instance", behind)):
+            try:
+                transfer.wait(PATIENCE)
+            except P2pError as error:
+                say(name, f"{type(error).__name__} {error}")
         ends = set()
         for transfer in crowd:
             try:
