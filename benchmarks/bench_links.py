@@ -28,11 +28,11 @@ from p2p_engine.messages import (
     decode,
     encode,
 )
-from p2p_engine.peers import PeerAddress
+from p2p_engine.peers import REST_SECONDS, PeerAddress
 from p2p_engine.transfer import Transfer
 
 SECONDS = 300.0
-SETTLE_SECONDS = 10.0
+SETTLE_SECONDS = 2 * REST_SECONDS  # so that each link that rests is asked twice
 EPOCH = 1 << 40
 ROUND_TRIPS = 200
 AT_ONCE = 50
@@ -87,7 +87,7 @@ class Crowd:
                 self._greet(come)
                 come += 1
             if time.monotonic() >= ping_at:
-                ping_at = time.monotonic() + 2.0
+                ping_at = time.monotonic() + REST_SECONDS
                 for name in list(self._welcomed):
                     self._dialling.send_multipart([name, encode(Ping(self._epoch(name), 0))])
 
