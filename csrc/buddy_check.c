@@ -1,3 +1,5 @@
+#include "buddy.h"
+
 #include "buddy_internal.h"
 
 #include <stdlib.h>

@@ -2,7 +2,6 @@
 #ifndef P2P_BUDDY_INTERNAL_H
 #define P2P_BUDDY_INTERNAL_H
 
-#include "buddy.h"
 #include "space.h"
 
 /* A live run, or a free slot (num_units == 0) in the list of free slots. */
