@@ -1,13 +1,31 @@
-/* One connected stream socket of the mover, and the jobs that use it in both directions. */
+/* One connected stream socket of the mover, and the jobs that use it: what both directions need. */
 #ifndef P2P_CHANNEL_H
 #define P2P_CHANNEL_H
 
-#include "job.h"
+#include "completions.h"
+#include "expects.h"
 #include "segment.h"
 
 #include <sys/types.h>
 
-enum { CHANNEL_MAX_VECTORS = 256 };
+enum { CHANNEL_MAX_VECTORS = 256, CHANNEL_SCRATCH_BYTES = 64 << 10 };
+
+/* What all channels of a mover share. `lock` guards everything below it, and the queues of each
+ * channel. */
+typedef struct {
+    size_t slice_bytes;
+    char scratch[CHANNEL_SCRATCH_BYTES]; /* the thread's: receives what nobody wants */
+
+    pthread_mutex_t* lock;      /* the mover's */
+    completions_t* completions; /* the mover's */
+    int epoll_fd;
+    expects_t expects; /* of all channels */
+    uint64_t bytes_sent;
+    uint64_t bytes_received;
+    uint64_t bytes_dropped;
+    uint64_t num_channels;
+    uint64_t protocol_errors;
+} channel_shared_t;
 
 /* One direction: the segment in progress. Touched by the mover's thread only. */
 typedef struct {
@@ -20,6 +38,7 @@ typedef struct {
 } half_t;
 
 typedef struct channel {
+    channel_shared_t* shared;
     uint64_t id;
     int fd;            /* -1: broken */
     unsigned interest; /* epoll events asked for */
@@ -34,25 +53,16 @@ typedef struct channel {
 /* What one attempt to move bytes came to. */
 typedef enum { PUMP_MOVED, PUMP_WOULD_BLOCK, PUMP_IDLE, PUMP_BROKEN } pump_t;
 
-/* Move up to about one slice; called by the mover's thread without its lock. False: the channel
- * must be broken, and its error says why. */
-bool channel_receive(mover_t* mover, channel_t* channel);
-bool channel_send(mover_t* mover, channel_t* channel);
+/* The descriptor is dup'ed. NULL: see errno. */
+channel_t* channel_create(channel_shared_t* shared, uint64_t id, int fd);
+
+/* It has no jobs. Leaves errno as it is. */
+void channel_free(channel_t* channel);
+
+/* Says why the channel must be broken. Returns PUMP_BROKEN. */
+pump_t channel_fail(channel_t* channel, const char* error);
 
 /* What the result of `call` means; sets the channel's error. */
 pump_t channel_io_result(channel_t* channel, const char* call, ssize_t result);
-
-/* With the mover's lock held: */
-
-bool channel_has_output(const channel_t* channel);
-
-/* Ends one of its jobs that has not ended. An expected payload goes on by being dropped, a segment
- * on its way goes on with zeros and is followed by an abort. */
-void channel_cancel(mover_t* mover, channel_t* channel, job_t* job);
-void channel_cancel_expect(mover_t* mover, channel_t* channel, job_t* job);
-void channel_cancel_send(mover_t* mover, channel_t* channel, job_t* job);
-
-/* Closes the socket and ends all jobs in this state, for the channel's error. */
-void channel_break(mover_t* mover, channel_t* channel, job_state_t state);
 
 #endif

@@ -1,17 +1,16 @@
-#include "mover_internal.h"
+#include "channel_send.h"
 
 #include <sys/socket.h>
 
 static void
-segment_begin(mover_t* mover, channel_t* channel, job_t* job) {
+segment_begin(channel_t* channel, job_t* job) {
     half_t* half = &channel->sending;
-    uint64_t left = job->regions.nbytes - job->moved_bytes;
+    uint64_t left = job->is_aborting ? 0 : job->regions.nbytes - job->moved_bytes;
+    uint64_t slice = channel->shared->slice_bytes;
     half->segment = (segment_t){
         .seq = job->seq,
         .offset = job->moved_bytes,
-        .nbytes = job->is_aborting            ? 0
-                  : left < mover->slice_bytes ? left
-                                              : mover->slice_bytes,
+        .nbytes = left < slice ? left : slice,
     };
     if (half->segment.nbytes == 0) {
         half->segment.flags = job->is_aborting ? SEGMENT_LAST | SEGMENT_ABORTED : SEGMENT_LAST;
@@ -28,7 +27,7 @@ segment_begin(mover_t* mover, channel_t* channel, job_t* job) {
 
 /* The segment is with the kernel: the next one is the next job's. */
 static void
-segment_sent(mover_t* mover, channel_t* channel) {
+segment_sent(channel_t* channel) {
     half_t* half = &channel->sending;
     job_t* job = half->job;
     half->is_active = false;
@@ -42,18 +41,18 @@ segment_sent(mover_t* mover, channel_t* channel) {
     } else if (job->is_aborting) {
         job_release(job);
     } else {
-        mover_end_job(mover, job, JOB_DONE, "");
+        completions_add(channel->shared->completions, job, JOB_DONE, "");
     }
 }
 
 static bool
-next_segment(mover_t* mover, channel_t* channel) {
-    pthread_mutex_lock(&mover->lock);
+next_segment(channel_t* channel) {
+    pthread_mutex_lock(channel->shared->lock);
     job_t* job = channel->sends.head;
     if (job != NULL) {
-        segment_begin(mover, channel, job);
+        segment_begin(channel, job);
     }
-    pthread_mutex_unlock(&mover->lock);
+    pthread_mutex_unlock(channel->shared->lock);
     return job != NULL;
 }
 
@@ -88,9 +87,9 @@ send_vectors(channel_t* channel) {
 }
 
 static pump_t
-send_some(mover_t* mover, channel_t* channel, size_t* moved) {
+send_some(channel_t* channel, size_t* moved) {
     half_t* half = &channel->sending;
-    if (!half->is_active && !next_segment(mover, channel)) {
+    if (!half->is_active && !next_segment(channel)) {
         return PUMP_IDLE;
     }
     ssize_t sent = send_vectors(channel);
@@ -107,33 +106,38 @@ send_some(mover_t* mover, channel_t* channel, size_t* moved) {
     if (half->job != NULL) {
         job_check(half->job, REGIONS_SOURCE, payload);
     }
-    pthread_mutex_lock(&mover->lock);
+    pthread_mutex_lock(channel->shared->lock);
     if (half->job != NULL && payload > 0) {
         regions_advance(&half->job->regions, &half->job->cursor, payload);
         half->job->moved_bytes += payload;
-        mover->stats.bytes_sent += payload;
+        channel->shared->bytes_sent += payload;
     }
     if (half->payload_left == 0 && half->header_bytes == SEGMENT_HEADER_BYTES) {
-        segment_sent(mover, channel);
+        segment_sent(channel);
     }
-    pthread_mutex_unlock(&mover->lock);
+    pthread_mutex_unlock(channel->shared->lock);
     return PUMP_MOVED;
 }
 
 bool
-channel_send(mover_t* mover, channel_t* channel) {
+channel_send(channel_t* channel) {
     pump_t pump = PUMP_MOVED;
-    for (size_t total = 0; pump == PUMP_MOVED && total < mover->slice_bytes;) {
+    for (size_t total = 0; pump == PUMP_MOVED && total < channel->shared->slice_bytes;) {
         size_t moved = 0;
-        pump = send_some(mover, channel, &moved);
+        pump = send_some(channel, &moved);
         total += moved;
     }
     return pump != PUMP_BROKEN;
 }
 
+bool
+channel_has_output(const channel_t* channel) {
+    return channel->sending.is_active || channel->sends.head != NULL;
+}
+
 /* A job whose last segment is on its way needs no abort: all its bytes have left. */
 void
-channel_cancel_send(mover_t* mover, channel_t* channel, job_t* job) {
+channel_cancel_send(channel_t* channel, job_t* job) {
     half_t* half = &channel->sending;
     bool is_in_progress = half->is_active && half->job == job;
     if (is_in_progress) {
@@ -146,5 +150,5 @@ channel_cancel_send(mover_t* mover, channel_t* channel, job_t* job) {
         job->is_aborting = true;
         job_retain(job);
     }
-    mover_end_job(mover, job, JOB_CANCELLED, "cancelled");
+    completions_add(channel->shared->completions, job, JOB_CANCELLED, "cancelled");
 }

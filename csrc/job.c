@@ -1,7 +1,5 @@
 #include "job.h"
 
-#include "mover.h"
-
 #include <stdlib.h>
 
 job_t*
@@ -32,7 +30,7 @@ job_release(job_t* job) {
         return;
     }
     if (job->mover != NULL) {
-        mover_release(job->mover);
+        job->release_mover(job->mover);
     }
     regions_destroy(&job->regions);
     free(job);

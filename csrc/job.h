@@ -18,7 +18,7 @@ enum { JOB_ERROR_BYTES = 160 };
 typedef enum { JOB_COPY, JOB_CHECK, JOB_SEND, JOB_EXPECT } job_kind_t;
 typedef enum { JOB_QUEUED, JOB_RUNNING, JOB_DONE, JOB_FAILED, JOB_CANCELLED } job_state_t;
 
-typedef struct mover mover_t;
+typedef struct mover mover_t; /* known here by name only */
 
 typedef struct job {
     job_kind_t kind;
@@ -35,7 +35,8 @@ typedef struct job {
     char error[JOB_ERROR_BYTES]; /* written before the state that tells of it */
 
     /* The mover's. */
-    mover_t* mover;
+    mover_t* mover; /* lives at least as long as the job; NULL: none yet */
+    void (*release_mover)(mover_t* mover);
     atomic_uint num_references;
     cursor_t cursor;
     uint64_t moved_bytes;

@@ -1,10 +1,9 @@
-#include "mover_internal.h"
+#include "mover_thread.h"
 
 #include "copy.h"
 
-#include <stdio.h>
-#include <stdlib.h>
 #include <sys/epoll.h>
+#include <sys/eventfd.h>
 
 enum {
     MAX_EVENTS = 64,
@@ -15,13 +14,13 @@ static void
 copy_end(mover_t* mover, job_t* job) {
     lanes_remove(&mover->copies, job);
     if (job->is_cancel_requested) {
-        mover_end_job(mover, job, JOB_CANCELLED, "cancelled");
+        completions_add(&mover->completions, job, JOB_CANCELLED, "cancelled");
         return;
     }
     if (job->word != NULL) {
         __atomic_store_n(job->word, job->word_value, __ATOMIC_RELEASE);
     }
-    mover_end_job(mover, job, JOB_DONE, "");
+    completions_add(&mover->completions, job, JOB_DONE, "");
 }
 
 /* Copies, or only looks at, up to `limit` bytes. Returns how many. */
@@ -51,7 +50,7 @@ copy_slice(mover_t* mover, job_t* job) {
     copy_publish();
     pthread_mutex_lock(&mover->lock);
     job->moved_bytes += copied;
-    mover->stats.bytes_copied += job->kind == JOB_COPY ? copied : 0;
+    mover->bytes_copied += job->kind == JOB_COPY ? copied : 0;
     lanes_turn(&mover->copies);
     if (job->is_cancel_requested || job->moved_bytes == job->regions.nbytes) {
         copy_end(mover, job);
@@ -59,17 +58,15 @@ copy_slice(mover_t* mover, job_t* job) {
     pthread_mutex_unlock(&mover->lock);
 }
 
-/* A job that has not ended is in a lane, or in a channel that is attached: `serve_detached` ended
- * those of all others. */
+/* A job that has not ended is in a lane, or in a channel that is attached: `channels_free_detached`
+ * ended those of all others. */
 static void
 serve_cancel(mover_t* mover, job_t* job) {
     if (job->kind == JOB_COPY || job->kind == JOB_CHECK) {
         copy_end(mover, job);
         return;
     }
-    channel_t* channel = *mover_find_channel(mover, job->channel);
-    channel_cancel(mover, channel, job);
-    mover_update_interest(mover, channel);
+    channel_cancel(channels_find(&mover->channels, job->channel), job);
 }
 
 static void
@@ -84,29 +81,11 @@ serve_cancels(mover_t* mover) {
     }
 }
 
-static void
-free_channel(mover_t* mover, channel_t* channel, job_state_t state, const char* reason) {
-    if (channel->fd >= 0) {
-        snprintf(channel->error, sizeof channel->error, "%s", reason);
-        channel_break(mover, channel, state);
-    }
-    free(channel);
-}
-
-static void
-serve_detached(mover_t* mover) {
-    while (mover->detached != NULL) {
-        channel_t* channel = mover->detached;
-        mover->detached = channel->next;
-        free_channel(mover, channel, JOB_FAILED, "the channel was detached");
-    }
-}
-
 /* What the callers asked for. Returns the next copy, if any. */
 static job_t*
 serve_callers(mover_t* mover, bool* is_closing) {
     pthread_mutex_lock(&mover->lock);
-    serve_detached(mover);
+    channels_free_detached(&mover->channels);
     serve_cancels(mover);
     job_t* job = lanes_current(&mover->copies);
     if (job != NULL) {
@@ -119,35 +98,15 @@ serve_callers(mover_t* mover, bool* is_closing) {
 }
 
 static void
-serve_channel(mover_t* mover, channel_t* channel, unsigned events) {
-    if (channel->fd < 0) {
-        return; /* an earlier event of this round broke it */
-    }
-    bool is_whole = true;
-    if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) {
-        is_whole = channel_receive(mover, channel);
-    }
-    if (is_whole && (events & EPOLLOUT) != 0) {
-        is_whole = channel_send(mover, channel);
-    }
-    pthread_mutex_lock(&mover->lock);
-    if (is_whole) {
-        mover_update_interest(mover, channel);
-    } else {
-        channel_break(mover, channel, JOB_FAILED);
-    }
-    pthread_mutex_unlock(&mover->lock);
-}
-
-static void
 serve_sockets(mover_t* mover, int timeout) {
     struct epoll_event events[MAX_EVENTS];
-    int count = epoll_wait(mover->epoll_fd, events, MAX_EVENTS, timeout);
+    int count = epoll_wait(mover->channels.shared.epoll_fd, events, MAX_EVENTS, timeout);
     for (int i = 0; i < count; i++) {
         if (events[i].data.ptr == NULL) {
-            mover_clear_eventfd(mover->wake_fd);
+            eventfd_t wakes = 0;
+            eventfd_read(mover->wake_fd, &wakes);
         } else {
-            serve_channel(mover, events[i].data.ptr, events[i].events);
+            channel_serve(events[i].data.ptr, events[i].events);
         }
     }
 }
@@ -156,21 +115,15 @@ serve_sockets(mover_t* mover, int timeout) {
 static void
 thread_exit(mover_t* mover) {
     pthread_mutex_lock(&mover->lock);
-    serve_detached(mover);
+    channels_free_detached(&mover->channels);
     serve_cancels(mover);
     for (job_t* job = NULL; (job = lanes_current(&mover->copies)) != NULL;) {
         lanes_remove(&mover->copies, job);
-        mover_end_job(mover, job, JOB_CANCELLED, "the mover was closed");
+        completions_add(&mover->completions, job, JOB_CANCELLED, "the mover was closed");
     }
-    for (size_t i = 0; i < MOVER_CHANNEL_BUCKETS; i++) {
-        while (mover->channels[i] != NULL) {
-            channel_t* channel = mover->channels[i];
-            mover->channels[i] = channel->next;
-            free_channel(mover, channel, JOB_CANCELLED, "the mover was closed");
-        }
-    }
+    channels_free_attached(&mover->channels, "the mover was closed");
     mover->has_exited = true;
-    pthread_cond_broadcast(&mover->changed);
+    pthread_cond_broadcast(&mover->completions.changed);
     pthread_mutex_unlock(&mover->lock);
 }
 
@@ -190,4 +143,24 @@ mover_main(void* argument) {
         }
         serve_sockets(mover, job != NULL ? 0 : -1);
     }
+}
+
+void
+mover_wake(mover_t* mover) {
+    if (mover->is_asleep) {
+        mover->is_asleep = false;
+        eventfd_write(mover->wake_fd, 1);
+    }
+}
+
+void
+mover_list_cancelled(mover_t* mover, job_t* job) {
+    if (job_has_ended(job) || job->is_cancel_requested) {
+        return;
+    }
+    job->is_cancel_requested = true;
+    job_retain(job);
+    job->next_cancelled = mover->cancelled;
+    mover->cancelled = job;
+    mover_wake(mover);
 }

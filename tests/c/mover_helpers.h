@@ -3,9 +3,11 @@
 #define P2P_TESTS_MOVER_HELPERS_H
 
 #include "check.h"
-#include "mover_internal.h"
+#include "mover.h"
+#include "mover_thread.h"
 
 #include <string.h>
+#include <sys/eventfd.h>
 
 static const double LONG_SECONDS = 30.0; /* nobody waits that long unless something is broken */
 
@@ -57,6 +59,23 @@ static inline job_t*
 submit(mover_t* mover, job_t* job) {
     CHECK(mover_submit(mover, job) == MOVER_OK);
     return job;
+}
+
+/* Queues a copy while the caller holds the lock, so that the thread cannot start. */
+static inline job_t*
+queue_locked(mover_t* mover, job_t* job) {
+    job_retain(job);
+    mover_retain(mover);
+    job->mover = mover;
+    job->release_mover = mover_release;
+    CHECK(lanes_push(&mover->copies, job));
+    return job;
+}
+
+static inline void
+wake_and_unlock(mover_t* mover) {
+    CHECK(eventfd_write(mover->wake_fd, 1) == 0);
+    pthread_mutex_unlock(&mover->lock);
 }
 
 /* Waits, checks how it ended, and lets it go. */

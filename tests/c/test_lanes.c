@@ -4,8 +4,6 @@
 
 #include "expects.h"
 
-#include <unistd.h>
-
 enum { NUM_JOBS = 400, NUM_STEPS = 20000, NUM_LANES = 7, SLICE = 4096 };
 
 /* The model: jobs in the order of turns, as one list. */
@@ -155,18 +153,13 @@ what_is_cancelled_among_thousands_ends_and_nothing_else(void) {
     for (uint64_t i = 0; i < NUM; i++) {
         jobs[i] = make_job(JOB_COPY, 0, i, from, to[i], sizeof from);
         jobs[i]->lane = i % 50;
-        job_retain(jobs[i]);
-        mover_retain(mover);
-        jobs[i]->mover = mover;
-        CHECK(lanes_push(&mover->copies, jobs[i]));
+        queue_locked(mover, jobs[i]);
     }
     for (uint64_t i = 0; i < NUM; i += 3) {
         mover_list_cancelled(mover, jobs[i]);
         mover_list_cancelled(mover, jobs[i]);
     }
-    uint64_t one = 1;
-    CHECK(write(mover->wake_fd, &one, sizeof one) == sizeof one);
-    pthread_mutex_unlock(&mover->lock);
+    wake_and_unlock(mover);
     for (uint64_t i = 0; i < NUM; i++) {
         CHECK(mover_wait(jobs[i], LONG_SECONDS));
         CHECK(job_state(jobs[i]) == (i % 3 == 0 ? JOB_CANCELLED : JOB_DONE));

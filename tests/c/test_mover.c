@@ -63,23 +63,6 @@ each_ended_job_is_drained_exactly_once(void) {
     end_mover(mover);
 }
 
-/* Queues a copy while the caller holds the lock, so that the thread cannot start. */
-static job_t*
-queue_locked(mover_t* mover, job_t* job) {
-    job_retain(job);
-    mover_retain(mover);
-    job->mover = mover;
-    CHECK(lanes_push(&mover->copies, job));
-    return job;
-}
-
-static void
-wake_and_unlock(mover_t* mover) {
-    uint64_t one = 1;
-    CHECK(write(mover->wake_fd, &one, sizeof one) == sizeof one);
-    pthread_mutex_unlock(&mover->lock);
-}
-
 static void
 copies_take_turns_slice_by_slice(void) {
     static char from[5 * SLICE];
