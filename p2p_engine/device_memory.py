@@ -82,6 +82,8 @@ class Room:
         most = self.total_bytes
         if self.free_bytes is not None:
             most = self.free_bytes + (self.cache_bytes or 0)
+        if self.utilization is not None:
+            most = min(most, self.total_bytes * 99 // 100)  # it is no less than a hundredth
         what, nbytes, remedy = "buffer and slabs", needed.at_start, "kv_buffer_size"
         if needed.at_start < most:
             what, nbytes = "buffer, slabs and groups", needed.at_most

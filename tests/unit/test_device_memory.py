@@ -76,7 +76,7 @@ def test_what_others_took_is_not_left() -> None:
     [
         (Room(GIB // 2, 0.92), "buffer and slabs do not fit; they need 700 MiB", "kv_buffer_size:"),
         (Room(900 * MIB, 0.92), "and groups do not fit; they need 1000 MiB", "nccl_max_groups:"),
-        (Room(1005 * MIB, 1.0), "and groups do not fit; they need 1000 MiB", "nccl_max_groups:"),
+        (Room(1005 * MIB, 1.0), "need 1000 MiB, and vLLM can leave less than 995", "nccl_max"),
         (Room(9 * GIB, None, 1 * MIB, 5 * MIB), "slabs do not fit; they need 700", "less than 6 "),
         (Room(9 * GIB, None, 10 * MIB, 990 * MIB), "they need 1000 MiB", "less than 1000 MiB"),
     ],
@@ -117,8 +117,19 @@ def test_without_room_for_groups_the_worker_warns(caplog: pytest.LogCaptureFixtu
     assert (f"--kv-cache-memory-bytes {lower}" in caplog.text) == (lower > 0)
 
 
+def test_without_room_to_start_the_worker_refuses_with_the_setting() -> None:
+    free = Cuda(DOUBLE.path).memory()[0]
+    config = settings("cuda_ipc", kv_buffer_size=free + MIB)
+    lacking = device_memory(config).at_most - free
+    with pytest.raises(ConfigError, match="the engine cannot start; use") as raised:
+        check_room(config, cache_config(0.9, 30 * MIB), two_views(), receives=True)
+    assert f"--kv-cache-memory-bytes {30 * MIB - lacking}" in str(raised.value)
+
+
 @pytest.mark.parametrize("chosen", [None, 30 * MIB])
-def test_without_room_to_start_the_worker_refuses(chosen: int | None) -> None:
+def test_where_no_setting_leaves_room_the_worker_says_what_does_not_fit(
+    chosen: int | None,
+) -> None:
     config = settings("cuda_ipc", kv_buffer_size=1 << 45)
     with pytest.raises(ConfigError, match="cannot start; lower kv_buffer_size") as raised:
         check_room(config, cache_config(0.9, chosen), two_views(), receives=True)
