@@ -18,8 +18,8 @@ from benchmarks.harness import Row, alternate, arguments, progress, ratio, recor
 from benchmarks.memory import HostCache, ordinary_memory, random_memory, scattered
 from benchmarks.processes import Remote
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
-from p2p_engine.paged import PagedSink, PagedSource
-from p2p_engine.peers import PeerAddress
+from p2p_engine.memory.paged import PagedSink, PagedSource
+from p2p_engine.peers.links import PeerAddress
 from p2p_engine.transfer import Transfer
 
 CONTENDERS = [(name, checked) for name in ("shm", "tcp") for checked in (False, True)]

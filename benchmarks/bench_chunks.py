@@ -22,8 +22,8 @@ from benchmarks.harness import Row, alternate, arguments, progress, ratio, recor
 from benchmarks.memory import HostCache, Int64s, ordinary_memory, random_memory, scattered
 from benchmarks.processes import Remote
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
-from p2p_engine.paged import PagedCache, PagedSink, PagedSource
-from p2p_engine.peers import PeerAddress
+from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
+from p2p_engine.peers.links import PeerAddress
 from p2p_engine.transfer import Transfer
 
 TRANSPORTS = ("shm", "tcp")

@@ -15,11 +15,11 @@ import torch
 from benchmarks.harness import Row, alternate, arguments, progress, ratio, record, spread
 from benchmarks.processes import Remote
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
-from p2p_engine.control import ControlPlane
-from p2p_engine.directory import Directory, RankAddress
-from p2p_engine.keys import read_key_file, write_key_file
-from p2p_engine.messages import Lookup, encode
-from p2p_engine.sockets import Route
+from p2p_engine.control.fleet_key import read_key_file, write_key_file
+from p2p_engine.control.plane import ControlPlane
+from p2p_engine.control.sockets import Route
+from p2p_engine.peers.directory import Directory, RankAddress
+from p2p_engine.wire.messages import Lookup, encode
 
 SECONDS = 60.0
 ROUND_TRIPS = 500

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Row, arguments, progress, record
-from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey, store
+from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.config import GIB
-from p2p_engine.credit import RETRY_AFTER_SECONDS, Credit
-from p2p_engine.landing import LandingId
-from p2p_engine.layout import TensorSink, TensorSource
-from p2p_engine.peers import PeerAddress
+from p2p_engine.memory.layout import TensorSink, TensorSource
+from p2p_engine.peers.links import PeerAddress
+from p2p_engine.receive import store
+from p2p_engine.receive.credit import RETRY_AFTER_SECONDS, Credit
+from p2p_engine.receive.landing import LandingId
 from p2p_engine.transfer import Transfer
 
 MIB = 1 << 20

@@ -22,11 +22,11 @@ import torch
 
 from benchmarks.harness import Row, alternate, arguments, progress, record, spread
 from mempool import Arena
-from p2p_engine.cuda import Cuda
-from p2p_engine.device import Device
-from p2p_engine.layout import Int64s
-from p2p_engine.pack import tabulate
-from p2p_engine.pack_kernel import compile_kernel
+from p2p_engine.gpu.cuda import Cuda
+from p2p_engine.gpu.device import Device
+from p2p_engine.gpu.pack import tabulate
+from p2p_engine.gpu.pack_kernel import compile_kernel
+from p2p_engine.memory.layout import Int64s
 from tests.gpu import checks
 from tests.gpu.machine import Machine
 from tests.gpu.peer import Processes, together

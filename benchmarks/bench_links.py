@@ -18,8 +18,10 @@ import zmq
 from benchmarks.harness import Row, arguments, progress, record, spread
 from benchmarks.processes import Remote
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
-from p2p_engine.layout import TensorSink
-from p2p_engine.messages import (
+from p2p_engine.memory.layout import TensorSink
+from p2p_engine.peers.links import REST_SECONDS, PeerAddress
+from p2p_engine.transfer import Transfer
+from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,
     Hello,
     Ping,
@@ -28,8 +30,6 @@ from p2p_engine.messages import (
     decode,
     encode,
 )
-from p2p_engine.peers import REST_SECONDS, PeerAddress
-from p2p_engine.transfer import Transfer
 
 SECONDS = 300.0
 SETTLE_SECONDS = 2 * REST_SECONDS  # so that each link that rests is asked twice

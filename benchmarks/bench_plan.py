@@ -16,10 +16,10 @@ import numpy as np
 from benchmarks.harness import Row, alternate, arguments, progress, ratio, record, spread
 from benchmarks.memory import address_of, ordinary_memory, scattered
 from mempool import Mover
-from p2p_engine.layout import Int64s, Regions, one_region, packed_pages, pair
-from p2p_engine.messages import CacheSpec, PageShape, Plane
-from p2p_engine.paged import PagedCache, PagedSink, PagedSource
-from p2p_engine.plan import extent_of
+from p2p_engine.memory.layout import Int64s, Regions, one_region, packed_pages, pair
+from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
+from p2p_engine.memory.plan import extent_of
+from p2p_engine.wire.messages import CacheSpec, PageShape, Plane
 
 NUM_TOKENS = 10_000
 IN_A_ROW = 10

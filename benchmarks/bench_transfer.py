@@ -25,8 +25,8 @@ from benchmarks.nixl_peer import NixlInitiator, NixlTarget, installed
 from benchmarks.processes import Remote, RemoteError
 from mempool import Arena, copy_now
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
-from p2p_engine.paged import PagedSink, PagedSource
-from p2p_engine.peers import PeerAddress
+from p2p_engine.memory.paged import PagedSink, PagedSource
+from p2p_engine.peers.links import PeerAddress
 
 TRANSPORTS = ("shm", "tcp")
 SECONDS = 60.0

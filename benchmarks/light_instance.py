@@ -16,7 +16,7 @@ import httptools
 import uvloop
 import zmq
 
-from p2p_engine.messages import PROTOCOL_VERSION, Heartbeat, encode_heartbeat
+from p2p_engine.wire.messages import PROTOCOL_VERSION, Heartbeat, encode_heartbeat
 
 HOST = "127.0.0.1"
 MODEL = "light"

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from p2p_engine.paged import PagedCache
+from p2p_engine.memory.paged import PagedCache
 
 Bytes = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from p2p_engine.config import EngineConfig, SendMode
     from p2p_engine.engine import P2pNcclEngine
-    from p2p_engine.messages import TransferKey
     from p2p_engine.transfer import Transfer
+    from p2p_engine.wire.messages import TransferKey
 
 __all__ = ["EngineConfig", "P2pNcclEngine", "SendMode", "Transfer", "TransferKey"]
 
@@ -18,7 +18,7 @@ _MODULES = {
     "P2pNcclEngine": "p2p_engine.engine",
     "SendMode": "p2p_engine.config",
     "Transfer": "p2p_engine.transfer",
-    "TransferKey": "p2p_engine.messages",
+    "TransferKey": "p2p_engine.wire.messages",
 }
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from p2p_engine.addresses import is_any_address
 from p2p_engine.errors import ConfigError
-from p2p_engine.memory import memory_bytes
+from p2p_engine.memory.host import memory_bytes
+from p2p_engine.wire.addresses import is_any_address
 
 HOST_TRANSPORTS = ("inproc", "shm", "tcp")
 GPU_TRANSPORTS = ("cuda_ipc", "nccl")

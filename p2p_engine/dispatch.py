@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from p2p_engine.awaited import Awaited
+from p2p_engine.control.sockets import Route
 from p2p_engine.errors import RemoteProtocolError, TransferRejected
-from p2p_engine.guests import Guest, Guests
-from p2p_engine.holds import Holds
-from p2p_engine.instances import Instances
-from p2p_engine.messages import (
+from p2p_engine.peers.links import Link, Links, PeerAddress
+from p2p_engine.peers.locator import Instances
+from p2p_engine.peers.sessions import Guest, Guests
+from p2p_engine.receive.pulls import Awaited
+from p2p_engine.receive.renewals import Renewals
+from p2p_engine.receive.store import Store
+from p2p_engine.send.holds import Holds
+from p2p_engine.send.sender import Sender
+from p2p_engine.transports.base import Transport
+from p2p_engine.wire.messages import (
     Abandon,
     AbandonOk,
     AnyMessage,
@@ -32,12 +38,6 @@ from p2p_engine.messages import (
     Want,
     shorten,
 )
-from p2p_engine.peers import Link, Links, PeerAddress
-from p2p_engine.renewals import Renewals
-from p2p_engine.sender import Sender
-from p2p_engine.sockets import Route
-from p2p_engine.store import Store
-from p2p_engine.transports.base import Transport
 
 
 class Dispatch:

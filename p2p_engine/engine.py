@@ -21,12 +21,13 @@ from typing import Any
 import torch
 
 from mempool import Mover
-from p2p_engine.arena import LandingArena
-from p2p_engine.attention import Attention
-from p2p_engine.awaited import Awaited
+from p2p_engine.assembly import Gpu
 from p2p_engine.config import EngineConfig, SendMode
-from p2p_engine.control import ControlPlane
-from p2p_engine.device_landing import DeviceLanding
+from p2p_engine.control.attention import Attention
+from p2p_engine.control.fleet_key import read_key_file, warn_if_exposed
+from p2p_engine.control.parts import Parts
+from p2p_engine.control.plane import ControlPlane
+from p2p_engine.control.sockets import Route
 from p2p_engine.dispatch import Dispatch
 from p2p_engine.errors import (
     EngineClosed,
@@ -35,16 +36,29 @@ from p2p_engine.errors import (
     RemoteProtocolError,
     TransferTimeout,
 )
-from p2p_engine.fanout import Fanout
-from p2p_engine.gpu import Gpu
-from p2p_engine.guests import Guests
-from p2p_engine.holds import Holds
-from p2p_engine.instances import Instances
-from p2p_engine.jobs import Copier, Job, Moment
-from p2p_engine.keys import read_key_file, warn_if_exposed
-from p2p_engine.layout import Sink, Source, TensorSink, TensorSource, check_reachable
-from p2p_engine.leftovers import CLOSE_SECONDS
-from p2p_engine.messages import (
+from p2p_engine.gpu.landing import DeviceLanding
+from p2p_engine.memory.arena import LandingArena
+from p2p_engine.memory.jobs import Copier, Job, Moment
+from p2p_engine.memory.layout import Sink, Source, TensorSink, TensorSource, check_reachable
+from p2p_engine.peers.leftovers import CLOSE_SECONDS
+from p2p_engine.peers.links import InstanceAddress, Link, Links, PeerAddress
+from p2p_engine.peers.locator import Instances
+from p2p_engine.peers.sessions import Guests
+from p2p_engine.receive.placement import Places
+from p2p_engine.receive.pulls import Awaited
+from p2p_engine.receive.renewals import Renewals
+from p2p_engine.receive.store import Store
+from p2p_engine.send.fanout import Fanout
+from p2p_engine.send.holds import Holds
+from p2p_engine.send.sender import Sender
+from p2p_engine.stats import Counters
+from p2p_engine.transfer import Transfer, TransferGroup
+from p2p_engine.transports.base import Transport
+from p2p_engine.transports.inproc import InprocTransport
+from p2p_engine.transports.shm import ShmTransport
+from p2p_engine.transports.tcp import TcpTransport
+from p2p_engine.watchdog import OVERDUE_SECONDS, Watchdog
+from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,
     AbandonOk,
     CacheSpec,
@@ -55,20 +69,6 @@ from p2p_engine.messages import (
     check_fits,
     decode,
 )
-from p2p_engine.parts import Parts
-from p2p_engine.peers import InstanceAddress, Link, Links, PeerAddress
-from p2p_engine.places import Places
-from p2p_engine.renewals import Renewals
-from p2p_engine.sender import Sender
-from p2p_engine.sockets import Route
-from p2p_engine.stats import Counters
-from p2p_engine.store import Store
-from p2p_engine.transfer import Transfer, TransferGroup
-from p2p_engine.transports.base import Transport
-from p2p_engine.transports.inproc import InprocTransport
-from p2p_engine.transports.shm import ShmTransport
-from p2p_engine.transports.tcp import TcpTransport
-from p2p_engine.watchdog import OVERDUE_SECONDS, Watchdog
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from p2p_engine.errors import P2pError, TransferError, TransferTimeout
-from p2p_engine.messages import TransferKey
+from p2p_engine.wire.messages import TransferKey
 
 
 def lane_of(key: TransferKey) -> int:

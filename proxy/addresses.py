@@ -6,7 +6,7 @@ import ipaddress
 from ipaddress import IPv4Network, IPv6Network
 
 from p2p_engine.errors import ConfigError
-from p2p_engine.request_ids import ProxyId, parse_proxy_id
+from p2p_engine.wire.request_ids import ProxyId, parse_proxy_id
 
 
 def is_address(text: str) -> bool:

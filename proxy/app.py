@@ -14,24 +14,24 @@ from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException
 
 from proxy.addresses import AllowList, parse_static
-from proxy.admin import Admin
-from proxy.admission import Admission
-from proxy.deadlines import Deadlines
-from proxy.discovery import Discovery
 from proxy.errors import ProxyError
-from proxy.forward import COMPLETION_PATHS, ERRAND_PATHS, Forwarder
-from proxy.instances import Role
-from proxy.lifetime import QuartConnection, serve_directly
-from proxy.metrics import Metrics
-from proxy.models import PATH as MODELS_PATH
-from proxy.models import list_models
-from proxy.presence import Presence
-from proxy.readiness import Readiness
-from proxy.registry import Registry
-from proxy.release import Releases
-from proxy.routing import Router
+from proxy.fleet.admin import Admin
+from proxy.fleet.discovery import Discovery
+from proxy.fleet.instances import Role
+from proxy.fleet.readiness import Readiness
+from proxy.fleet.registry import Registry
+from proxy.fleet.upstream import Upstream
+from proxy.http.asgi import QuartConnection, serve_directly
+from proxy.http.deadlines import Deadlines
+from proxy.http.stall import Presence
+from proxy.observe.metrics import Metrics
+from proxy.request.forward import COMPLETION_PATHS, ERRAND_PATHS, Forwarder
+from proxy.request.models import PATH as MODELS_PATH
+from proxy.request.models import list_models
+from proxy.request.release import Releases
+from proxy.routing.admission import Admission
+from proxy.routing.router import Router
 from proxy.status import Status
-from proxy.upstream import Upstream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, HTTPScope, Scope
 
     from proxy.config import ProxyConfig
-    from proxy.lifetime import Answer, ProxyRequest
+    from proxy.http.asgi import Answer, ProxyRequest
 
 DIRECT_PATHS = (*COMPLETION_PATHS, *ERRAND_PATHS)
 

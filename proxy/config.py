@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from p2p_engine.errors import ConfigError
 from proxy.addresses import is_address, parse_static
-from proxy.policies import POLICIES
+from proxy.routing.policies import POLICIES
 
 SEQUENTIAL = "sequential"
 CONCURRENT = "concurrent"

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from p2p_engine.errors import P2pError
-from proxy.lifetime import Answer
+from proxy.http.asgi import Answer
 
 RETRY_AFTER_SECONDS = 3
 

@@ -11,15 +11,15 @@ import msgspec
 from quart import Response
 
 from proxy.errors import ProxyError
-from proxy.instances import Instance, Role
+from proxy.fleet.instances import Instance, Role
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from proxy.admission import Admission
-    from proxy.discovery import Discovery
-    from proxy.forward import Forwarder
-    from proxy.registry import Registry
+    from proxy.fleet.discovery import Discovery
+    from proxy.fleet.registry import Registry
+    from proxy.request.forward import Forwarder
+    from proxy.routing.admission import Admission
 
 INTERVAL_SECONDS = 1.0
 MAX_VIEWERS = 32

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from p2p_engine.messages import CacheSpec, PageShape, Plane
-from p2p_engine.paged import PagedCache, PagedSink, PagedSource
-from p2p_engine.plan import extent_of
+from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
+from p2p_engine.memory.plan import extent_of
+from p2p_engine.wire.messages import CacheSpec, PageShape, Plane
 
 Array = np.ndarray[Any, Any]
 DTYPE = np.dtype(np.int16)

@@ -20,8 +20,8 @@ import zmq.asyncio
 from aiohttp import web
 from multidict import CIMultiDict
 
-from p2p_engine.messages import PROTOCOL_VERSION
 from p2p_engine.simulate.answers import completion, events
+from p2p_engine.wire.messages import PROTOCOL_VERSION
 
 PREFILL, DECODE, BOTH = "P", "D", "PD"
 INTERVAL_SECONDS = 3.0

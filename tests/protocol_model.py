@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeAlias
 
 from p2p_engine.errors import TransferError, TransportError
-from p2p_engine.messages import Grant, decode
+from p2p_engine.wire.messages import Grant, decode
 from tests.property.test_store_simulation import (
     KEYS,
     ReceiverWrites,

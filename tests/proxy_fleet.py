@@ -12,7 +12,7 @@ import aiohttp
 import uvicorn
 from multidict import CIMultiDictProxy
 
-from p2p_engine.messages import PROTOCOL_VERSION
+from p2p_engine.wire.messages import PROTOCOL_VERSION
 from proxy.config import ProxyConfig
 from proxy.main import server_config
 from tests.mock_vllm import DECODE, PREFILL, MockVllm

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 
-from p2p_engine.addresses import join_address, split_address
+from p2p_engine.wire.addresses import join_address, split_address
 
 PIECE_BYTES = 1 << 16
 TRICKLE_BYTES, TRICKLE_SECONDS = 512, 0.01

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from p2p_engine.messages import PROTOCOL_VERSION, Heartbeat
+from p2p_engine.wire.messages import PROTOCOL_VERSION, Heartbeat
 from proxy.config import ProxyConfig
-from proxy.instances import Instance, Role
-from proxy.prompt import Prompt
-from proxy.registry import Registry
-from proxy.routing import NoInstance, Pair, Router
+from proxy.fleet.instances import Instance, Role
+from proxy.fleet.registry import Registry
+from proxy.openai.prompt import Prompt
+from proxy.routing.router import NoInstance, Pair, Router
 
 NOW = 1.0
 

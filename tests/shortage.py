@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from p2p_engine.control import ControlPlane
+from p2p_engine.control.listener import START_FILES
+from p2p_engine.control.plane import ControlPlane
+from p2p_engine.control.sockets import Route
 from p2p_engine.errors import ConfigError
-from p2p_engine.listener import START_FILES
-from p2p_engine.sockets import Route
 from tests.support import eventually
 
 _WAITER = """

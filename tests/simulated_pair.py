@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from vllm.v1.request import RequestStatus
 
 from p2p_engine.cli.ports import PortPlan
-from p2p_engine.request_ids import ProxyId, new_transfer_id
+from p2p_engine.wire.request_ids import ProxyId, new_transfer_id
 from tests.simulated_instance import NUM_LAYERS, SimulatedInstance, continuation
 
 HOST = "127.0.0.1"

@@ -20,12 +20,20 @@ import numpy as np
 import numpy.typing as npt
 
 from mempool import Mover, write_word
-from p2p_engine.arena import LandingArena
 from p2p_engine.config import EngineConfig
 from p2p_engine.dispatch import tell_sender
 from p2p_engine.errors import P2pError, PeerLost, RemoteProtocolError, TransportError
-from p2p_engine.layout import Regions
-from p2p_engine.messages import (
+from p2p_engine.memory.arena import LandingArena
+from p2p_engine.memory.layout import Regions
+from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
+from p2p_engine.peers.links import Link, Links, LinkState, PeerAddress
+from p2p_engine.receive.placement import Places
+from p2p_engine.receive.store import Store
+from p2p_engine.send.sender import Sender
+from p2p_engine.stats import Counters
+from p2p_engine.transfer import Transfer
+from p2p_engine.transports.base import Arrival, Order, Transport
+from p2p_engine.wire.messages import (
     Abandon,
     AbandonOk,
     AnyMessage,
@@ -42,14 +50,6 @@ from p2p_engine.messages import (
     decode,
     encode,
 )
-from p2p_engine.paged import PagedCache, PagedSink, PagedSource
-from p2p_engine.peers import Link, Links, LinkState, PeerAddress
-from p2p_engine.places import Places
-from p2p_engine.sender import Sender
-from p2p_engine.stats import Counters
-from p2p_engine.store import Store
-from p2p_engine.transfer import Transfer
-from p2p_engine.transports.base import Arrival, Order, Transport
 
 PAGES = [1024, 512]  # bytes of one block of each layer
 NUM_TOKENS = 64

@@ -11,15 +11,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mempool import Mover
-from p2p_engine.arena import LandingArena, Space
-from p2p_engine.control import ControlPlane
-from p2p_engine.cuda import Cuda
-from p2p_engine.device import Device
+from p2p_engine.control.plane import ControlPlane
+from p2p_engine.control.sockets import Route
 from p2p_engine.errors import TransportError
-from p2p_engine.jobs import Job
-from p2p_engine.layout import Regions, one_region
-from p2p_engine.messages import Grant
-from p2p_engine.sockets import Route
+from p2p_engine.gpu.cuda import Cuda
+from p2p_engine.gpu.device import Device
+from p2p_engine.memory.arena import LandingArena, Space
+from p2p_engine.memory.jobs import Job
+from p2p_engine.memory.layout import Regions, one_region
 from p2p_engine.transports.base import (
     Arrival,
     Channel,
@@ -32,6 +31,7 @@ from p2p_engine.transports.nccl.library import Nccl
 from p2p_engine.transports.nccl.transport import NcclTransport
 from p2p_engine.transports.shm import ShmTransport
 from p2p_engine.transports.tcp import TcpTransport
+from p2p_engine.wire.messages import Grant
 from tests.gpu_double import GpuDouble
 from tests.support import SeededRandom
 

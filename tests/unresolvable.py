@@ -12,11 +12,11 @@ import torch
 import zmq
 
 from p2p_engine import P2pNcclEngine, TransferKey
-from p2p_engine.directory import Directory, RankAddress
 from p2p_engine.errors import P2pError
-from p2p_engine.layout import TensorSink, TensorSource
-from p2p_engine.messages import decode_heartbeat
-from p2p_engine.peers import InstanceAddress, PeerAddress
+from p2p_engine.memory.layout import TensorSink, TensorSource
+from p2p_engine.peers.directory import Directory, RankAddress
+from p2p_engine.peers.links import InstanceAddress, PeerAddress
+from p2p_engine.wire.messages import decode_heartbeat
 from tests.engines import engines, settings, start
 
 BAD = "prefill-7.nodns:4567"

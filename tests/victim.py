@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from p2p_engine.messages import CacheSpec
+from p2p_engine.wire.messages import CacheSpec
 
 KINDS = ("engine", "directory", "proxy")
 LAYERS = 80
@@ -46,7 +46,7 @@ def serve_engine() -> None:
 def serve_directory() -> None:
     """Run a directory that has much to tell."""
     from p2p_engine.config import EngineConfig
-    from p2p_engine.directory import Directory, RankAddress
+    from p2p_engine.peers.directory import Directory, RankAddress
 
     spec = CacheSpec(
         model="model", dtype="bfloat16", block_size=16, num_kv_heads=8, head_size=128,

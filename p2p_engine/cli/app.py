@@ -161,7 +161,7 @@ def keygen(
     path: Annotated[Path, typer.Argument(help="The file to write; never an existing one.")],
 ) -> None:
     """Make a key for a fleet: whoever has the file belongs to it (docs/security.md)."""
-    from p2p_engine.keys import write_key_file
+    from p2p_engine.control.fleet_key import write_key_file
 
     try:
         write_key_file(path)

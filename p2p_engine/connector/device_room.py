@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from p2p_engine.cuda import Cuda
-from p2p_engine.device_memory import MIB, Room, device_memory
 from p2p_engine.errors import ConfigError
+from p2p_engine.gpu.cuda import Cuda
+from p2p_engine.sizing import MIB, Room, device_memory
 
 if TYPE_CHECKING:
     import torch

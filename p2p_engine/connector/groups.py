@@ -25,7 +25,7 @@ from p2p_engine.connector import compat
 from p2p_engine.connector.layer_group import LayerGroup
 from p2p_engine.connector.spec_fields import check_fields, kind_of
 from p2p_engine.errors import ConfigError
-from p2p_engine.messages import MAX_GROUPS
+from p2p_engine.wire.messages import MAX_GROUPS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

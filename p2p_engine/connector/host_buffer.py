@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from p2p_engine.errors import ConfigError, TransportError
-from p2p_engine.layout import Int64s
+from p2p_engine.memory.layout import Int64s
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2p_engine.config import SendMode
-from p2p_engine.messages import TransferKey
-from p2p_engine.request_ids import EngineId, ProxyId, parse_engine_id, parse_proxy_id
+from p2p_engine.wire.messages import TransferKey
+from p2p_engine.wire.request_ids import EngineId, ProxyId, parse_engine_id, parse_proxy_id
 
 MAX_TRANSFER_ID_LENGTH = 256
 _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})")

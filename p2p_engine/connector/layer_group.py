@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from p2p_engine.connector.host_buffer import Staging
-from p2p_engine.paged import PagedCache
+from p2p_engine.memory.paged import PagedCache
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec  # noqa: TC004  # nobody evaluates it

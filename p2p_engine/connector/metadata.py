@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from p2p_engine.connector.orders import StepOrders
-from p2p_engine.directory import RankAddress
+from p2p_engine.peers.directory import RankAddress
 
 
 @dataclass(frozen=True)

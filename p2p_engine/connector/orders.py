@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2p_engine.config import SendMode
-from p2p_engine.messages import ContentKey, TransferKey
+from p2p_engine.wire.messages import ContentKey, TransferKey
 
 Int64s = npt.NDArray[np.int64]
 

@@ -16,7 +16,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 
-from p2p_engine.messages import PageShape, Plane
+from p2p_engine.wire.messages import PageShape, Plane
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

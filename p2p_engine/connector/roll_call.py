@@ -14,7 +14,7 @@ from p2p_engine.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from p2p_engine.directory import RankAddress
+    from p2p_engine.peers.directory import RankAddress
 
 # An order and its answer are one step, or as many as there are pipeline stages, apart.
 MAX_STEPS = 1000

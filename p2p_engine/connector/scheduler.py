@@ -24,7 +24,7 @@ from p2p_engine.connector.orders import BlockRange, EndedSend, Int64s, Load, Par
 from p2p_engine.connector.pins import Pins
 from p2p_engine.connector.pressure import Pressure
 from p2p_engine.connector.wanted import Wanted
-from p2p_engine.messages import ContentKey
+from p2p_engine.wire.messages import ContentKey
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]  # vLLM requires it
 
-from p2p_engine.addresses import join_address
-from p2p_engine.directory import Server
+from p2p_engine.peers.directory import Server
+from p2p_engine.wire.addresses import join_address
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ParallelConfig

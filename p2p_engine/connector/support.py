@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.utils.network_utils import get_ip
 
-from p2p_engine.addresses import is_any_address, route_from
 from p2p_engine.config import EngineConfig
 from p2p_engine.connector.serving import supervised_rank
+from p2p_engine.control.fleet_key import read_key_file
 from p2p_engine.errors import ConfigError
-from p2p_engine.keys import read_key_file
+from p2p_engine.wire.addresses import is_any_address, route_from
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 
 from p2p_engine.connector.orders import Party, StepOrders
-from p2p_engine.messages import ContentKey
+from p2p_engine.wire.messages import ContentKey
 
 
 class Wanted:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from p2p_engine.connector.loads import Loads
 from p2p_engine.connector.orders import StepOrders
 from p2p_engine.connector.sends import Sends
-from p2p_engine.directory import RankAddress
+from p2p_engine.peers.directory import RankAddress
 
 if TYPE_CHECKING:
     from p2p_engine.connector.layer_group import GroupCache
     from p2p_engine.engine import P2pNcclEngine
-    from p2p_engine.messages import CacheSpec
+    from p2p_engine.wire.messages import CacheSpec
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,17 @@ from typing import Any
 
 from aiohttp import web
 
-from p2p_engine.addresses import join_address
 from p2p_engine.config import EngineConfig, SendMode
-from p2p_engine.directory import Directory, RankAddress
 from p2p_engine.engine import P2pNcclEngine
 from p2p_engine.errors import P2pError
-from p2p_engine.messages import TransferKey
-from p2p_engine.request_ids import parse_proxy_id
+from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.simulate import answers
 from p2p_engine.simulate.cost import CostModel
 from p2p_engine.simulate.prompts import MadeUpModel, Prompt, read_prompts
 from p2p_engine.simulate.transfers import Outgoing, Transfers
+from p2p_engine.wire.addresses import join_address
+from p2p_engine.wire.messages import TransferKey
+from p2p_engine.wire.request_ids import parse_proxy_id
 
 MAX_BODY_BYTES = 64 << 20
 # Once it has said goodbye, requests may still be on their way to it.

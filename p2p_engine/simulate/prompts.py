@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from p2p_engine.messages import CacheSpec
-from p2p_engine.paged import PagedCache
+from p2p_engine.memory.paged import PagedCache
+from p2p_engine.wire.messages import CacheSpec
 
 Words = npt.NDArray[np.uint64]
 

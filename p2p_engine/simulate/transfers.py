@@ -11,11 +11,11 @@ import numpy as np
 
 from p2p_engine.engine import P2pNcclEngine
 from p2p_engine.errors import P2pError
-from p2p_engine.messages import TransferKey
-from p2p_engine.paged import PagedSink, PagedSource
-from p2p_engine.peers import InstanceAddress
+from p2p_engine.memory.paged import PagedSink, PagedSource
+from p2p_engine.peers.links import InstanceAddress
 from p2p_engine.simulate.prompts import MadeUpModel, Prompt, Words
 from p2p_engine.transfer import Transfer
+from p2p_engine.wire.messages import TransferKey
 
 # How often the engine is polled while something is under way: a step of a quick model.
 STEP_SECONDS = 0.002

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from mempool import Mover
-from p2p_engine.arena import HEADER_BYTES
 from p2p_engine.errors import TransportError
-from p2p_engine.jobs import Job, Moment, still_running
-from p2p_engine.layout import Regions
-from p2p_engine.messages import Grant
+from p2p_engine.memory.arena import HEADER_BYTES
+from p2p_engine.memory.jobs import Job, Moment, still_running
+from p2p_engine.memory.layout import Regions
+from p2p_engine.wire.messages import Grant
 
 Endpoint: TypeAlias = dict[str, str]
 Broken: TypeAlias = Callable[[TransportError], None]

@@ -16,18 +16,18 @@ import socket
 import threading
 
 from mempool import Arena, Mover
-from p2p_engine.affinity import restore_affinity
-from p2p_engine.arena import HEADER_BYTES
-from p2p_engine.control import ControlPlane
-from p2p_engine.cuda import IPC_HANDLE_BYTES
-from p2p_engine.device import Device, DeviceJob
-from p2p_engine.device_landing import DEVICE_OFFSET, DeviceLanding
+from p2p_engine.control.affinity import restore_affinity
+from p2p_engine.control.plane import ControlPlane
 from p2p_engine.errors import TransportError
-from p2p_engine.jobs import Job, still_running
-from p2p_engine.layout import Int64s, Regions
-from p2p_engine.messages import Grant
+from p2p_engine.gpu.cuda import IPC_HANDLE_BYTES
+from p2p_engine.gpu.device import Device, DeviceJob
+from p2p_engine.gpu.landing import DEVICE_OFFSET, DeviceLanding
+from p2p_engine.memory.arena import HEADER_BYTES
+from p2p_engine.memory.jobs import Job, still_running
+from p2p_engine.memory.layout import Int64s, Regions
 from p2p_engine.transports.base import Broken, Connected, Endpoint, Order, check_word
 from p2p_engine.transports.shm import ShmTransport
+from p2p_engine.wire.messages import Grant
 
 logger = logging.getLogger(__name__)
 

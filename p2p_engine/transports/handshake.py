@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from p2p_engine.addresses import family_of
-from p2p_engine.control import ControlPlane
+from p2p_engine.control.plane import ControlPlane
+from p2p_engine.control.resolver import Answer
 from p2p_engine.errors import PeerUnreachable, TransportError
-from p2p_engine.names import Answer
 from p2p_engine.rare import RareWarnings
+from p2p_engine.wire.addresses import family_of
 
 logger = logging.getLogger(__name__)
 

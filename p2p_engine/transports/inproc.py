@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 
 from mempool import Arena, Mover
-from p2p_engine.arena import LandingArena
 from p2p_engine.errors import TransportError
+from p2p_engine.memory.arena import LandingArena
 from p2p_engine.transports.base import ArenaChannel, Connected, Endpoint, SenderWrites
 
 _arenas: dict[str, LandingArena] = {}  # secret name → the receiver that gave it out

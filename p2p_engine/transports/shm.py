@@ -16,10 +16,10 @@ import socket
 import time
 
 from mempool import Arena, Mover, read_word
-from p2p_engine.arena import PREFAULT_BYTES, LandingArena
-from p2p_engine.control import ControlPlane
+from p2p_engine.control.plane import ControlPlane
 from p2p_engine.errors import TransportError
-from p2p_engine.jobs import Job
+from p2p_engine.memory.arena import PREFAULT_BYTES, LandingArena
+from p2p_engine.memory.jobs import Job
 from p2p_engine.transports.base import (
     ArenaChannel,
     Broken,

@@ -8,10 +8,9 @@ import socket
 import numpy as np
 
 from mempool import Mover
-from p2p_engine.addresses import family_of, join_address, split_address
-from p2p_engine.control import ControlPlane
+from p2p_engine.control.plane import ControlPlane
 from p2p_engine.errors import TransportError
-from p2p_engine.jobs import Job, still_running
+from p2p_engine.memory.jobs import Job, still_running
 from p2p_engine.transports.base import Arrival, Broken, Connected, Endpoint, Order
 from p2p_engine.transports.handshake import (
     ACCEPTED,
@@ -22,6 +21,7 @@ from p2p_engine.transports.handshake import (
     dial,
     listen,
 )
+from p2p_engine.wire.addresses import family_of, join_address, split_address
 
 WATCH_SEQ = (1 << 63) - 1
 MAX_SILENCE_SECONDS = 3600.0  # more than that no kernel need be asked for

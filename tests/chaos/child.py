@@ -29,17 +29,19 @@ import numpy.random  # now, not when the descriptors have run out
 import torch
 
 from mempool import Arena
-from p2p_engine import EngineConfig, P2pNcclEngine, SendMode, TransferKey, dialler, gate
-from p2p_engine.control import ControlPlane
-from p2p_engine.directory import Directory, RankAddress
+from p2p_engine import EngineConfig, P2pNcclEngine, SendMode, TransferKey
+from p2p_engine.control import auth as gate
+from p2p_engine.control import dialler
+from p2p_engine.control.plane import ControlPlane
 from p2p_engine.errors import P2pError, RemoteProtocolError
-from p2p_engine.layout import TensorSink, TensorSource
-from p2p_engine.messages import CacheSpec, decode
-from p2p_engine.peers import PeerAddress
+from p2p_engine.memory.layout import TensorSink, TensorSource
+from p2p_engine.peers.directory import Directory, RankAddress
+from p2p_engine.peers.links import PeerAddress
 from p2p_engine.transfer import Transfer
 from p2p_engine.transports import shm
 from p2p_engine.transports.base import ArenaChannel
 from p2p_engine.transports.tcp import TcpChannel, TcpTransport
+from p2p_engine.wire.messages import CacheSpec, decode
 from tests.support import eventually, held_resources
 
 REAL_CLOCK = time.monotonic

@@ -19,9 +19,18 @@ from typing import Any
 
 import zmq
 
-from p2p_engine.addresses import split_address
 from p2p_engine.errors import RemoteProtocolError
-from p2p_engine.messages import PROTOCOL_VERSION, Hello, Lookup, Ping, Pong, Welcome, decode, encode
+from p2p_engine.wire.addresses import split_address
+from p2p_engine.wire.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    Lookup,
+    Ping,
+    Pong,
+    Welcome,
+    decode,
+    encode,
+)
 
 NUM_MUTE = 20
 UNRESOLVABLE = [f"prefill-{number}.invalid:4567" for number in range(20)]

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from p2p_engine.cuda import Cuda
 from p2p_engine.errors import ConfigError, TransportError
-from p2p_engine.layout import one_region
+from p2p_engine.gpu.cuda import Cuda
+from p2p_engine.memory.layout import one_region
 from p2p_engine.transports.base import Channel, Order
 from p2p_engine.transports.handshake import ACCEPTED
 from p2p_engine.transports.nccl.memory import MIB, Side, estimated_bytes

@@ -13,13 +13,13 @@ import google_crc32c
 import numpy as np
 import pytest
 
-from p2p_engine.addresses import split_address
-from p2p_engine.arena import HEADER_BYTES
 from p2p_engine.errors import TransportError
-from p2p_engine.layout import Regions, one_region
-from p2p_engine.messages import Grant
+from p2p_engine.memory.arena import HEADER_BYTES
+from p2p_engine.memory.layout import Regions, one_region
 from p2p_engine.transports.base import Arrival, Channel, Endpoint, Order
 from p2p_engine.transports.handshake import PREAMBLE
+from p2p_engine.wire.addresses import split_address
+from p2p_engine.wire.messages import Grant
 from tests.gpu_double import GpuDouble
 from tests.support import SeededRandom, eventually
 from tests.transport_pair import MIB, NAMES, TRAILER, Pair, random_memory, write

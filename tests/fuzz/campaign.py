@@ -25,10 +25,10 @@ from typing import Any
 import zmq
 
 from benchmarks.harness import machine, versions
-from p2p_engine.addresses import split_address
-from p2p_engine.gate import Curve
-from p2p_engine.keys import read_key_file, write_key_file
-from p2p_engine.messages import Ping, Welcome, decode, encode
+from p2p_engine.control.auth import Curve
+from p2p_engine.control.fleet_key import read_key_file, write_key_file
+from p2p_engine.wire.addresses import split_address
+from p2p_engine.wire.messages import Ping, Welcome, decode, encode
 from tests.fuzz.frames import Frames, lookup
 from tests.fuzz.victims import EngineVictim, Process, ProxyVictim
 from tests.support import eventually

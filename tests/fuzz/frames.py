@@ -9,7 +9,8 @@ from typing import Any, get_args
 import msgpack  # type: ignore[import-untyped]
 import msgspec
 
-from p2p_engine.messages import (
+from p2p_engine.transports.handshake import PREAMBLE
+from p2p_engine.wire.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     AnyMessage,
@@ -24,7 +25,6 @@ from p2p_engine.messages import (
     TransferKey,
     encode_heartbeat,
 )
-from p2p_engine.transports.handshake import PREAMBLE
 
 KINDS: Sequence[type] = get_args(AnyMessage)
 EDGES = (0, 1, 2, 255, 1 << 15, 1 << 31, (1 << 31) + 1, 1 << 48, (1 << 63) - 1, (1 << 64) - 1, -1)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
-from p2p_engine.directory import Directory, RankAddress
+from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.transports.shm import ShmTransport
 from p2p_engine.transports.tcp import TcpTransport
 from tests.engines import pattern, settings, start_fork_server

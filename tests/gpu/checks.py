@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from p2p_engine.cuda import Cuda
-from p2p_engine.device import Device
-from p2p_engine.layout import one_region
+from p2p_engine.gpu.cuda import Cuda
+from p2p_engine.gpu.device import Device
+from p2p_engine.memory.layout import one_region
 from p2p_engine.transports.nccl.memory import Side, estimated_bytes
 from tests.gpu.machine import Machine
 from tests.gpu.peer import GpuPeer, Processes, together

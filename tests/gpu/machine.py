@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from p2p_engine.cuda import Cuda
+from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.transports.nccl.library import Nccl, show_version
 
 # Two ranks on one GPU: NCCL takes them for two hosts, and they meet over the loopback ...

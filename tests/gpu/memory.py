@@ -8,8 +8,8 @@ import random
 import numpy as np
 
 from mempool import Arena
-from p2p_engine.cuda import Cuda
-from p2p_engine.paged import PagedCache, PagedSink, PagedSource
+from p2p_engine.gpu.cuda import Cuda
+from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
 
 SEED = 7
 ONE_BLOCK = np.zeros(1, np.int64)

@@ -6,11 +6,11 @@ import secrets
 from concurrent.futures import Future
 from typing import Any
 
-from p2p_engine.control import ControlPlane
-from p2p_engine.cuda import Cuda
-from p2p_engine.device import Device
+from p2p_engine.control.plane import ControlPlane
+from p2p_engine.control.sockets import Route
 from p2p_engine.errors import TransportError
-from p2p_engine.sockets import Route
+from p2p_engine.gpu.cuda import Cuda
+from p2p_engine.gpu.device import Device
 from p2p_engine.transports.base import Channel
 from p2p_engine.transports.nccl.library import Nccl
 from p2p_engine.transports.nccl.transport import NcclTransport

@@ -20,10 +20,10 @@ from p2p_engine.connector.host_buffer import InPlace
 from p2p_engine.connector.layer_group import GroupCache, LayerGroup
 from p2p_engine.connector.orders import BlockRange, EndedSend, Load, Party, SendStep, StepOrders
 from p2p_engine.connector.worker import StepResults, WorkerHalf
-from p2p_engine.cuda import Cuda
-from p2p_engine.directory import Directory
-from p2p_engine.messages import CacheSpec
-from p2p_engine.paged import PagedCache
+from p2p_engine.gpu.cuda import Cuda
+from p2p_engine.memory.paged import PagedCache
+from p2p_engine.peers.directory import Directory
+from p2p_engine.wire.messages import CacheSpec
 from tests.gpu.recorded import EMPTY_STEPS, FORWARD, HOOKS, LAYERS, STEPS
 from tests.support import eventually
 

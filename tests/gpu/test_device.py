@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
-from p2p_engine.cuda import Cuda
-from p2p_engine.device import Device
-from p2p_engine.layout import one_region
+from p2p_engine.gpu.cuda import Cuda
+from p2p_engine.gpu.device import Device
+from p2p_engine.memory.layout import one_region
 from p2p_engine.transports.nccl.library import Nccl
 from tests import marks
 from tests.gpu import checks

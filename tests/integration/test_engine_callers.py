@@ -20,9 +20,9 @@ from p2p_engine.errors import (
     TransferRejected,
     TransferTimeout,
 )
-from p2p_engine.layout import Int64s, Regions, TensorSink, TensorSource
-from p2p_engine.messages import CacheSpec, Manifest
-from p2p_engine.peers import PeerAddress
+from p2p_engine.memory.layout import Int64s, Regions, TensorSink, TensorSource
+from p2p_engine.peers.links import PeerAddress
+from p2p_engine.wire.messages import CacheSpec, Manifest
 from tests import marks
 from tests.engines import assert_idle, engines, random_tensor
 from tests.support import SeededRandom, eventually

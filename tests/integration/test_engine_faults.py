@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from p2p_engine import P2pNcclEngine, TransferKey, parts
+from p2p_engine import P2pNcclEngine, TransferKey
+from p2p_engine.control import parts
 from p2p_engine.errors import P2pError
-from p2p_engine.layout import Regions, Sink, Source, TensorSink, TensorSource
-from p2p_engine.peers import PeerAddress
+from p2p_engine.memory.layout import Regions, Sink, Source, TensorSink, TensorSource
+from p2p_engine.peers.links import PeerAddress
 from p2p_engine.transfer import Transfer
 from p2p_engine.transports.base import Channel
 from tests.engines import engines, settings, start
@@ -51,7 +52,10 @@ def parts_of(engine: P2pNcclEngine) -> Iterator[tuple[str, object]]:
         if type(part).__module__.startswith("p2p_engine."):
             yield name, part
             for inner, below in vars(part).items():
-                if type(below).__module__ in ("p2p_engine.answers", "p2p_engine.places"):
+                if type(below).__module__ in (
+                    "p2p_engine.receive.replies",
+                    "p2p_engine.receive.placement",
+                ):
                     yield f"{name}.{inner}", below
 
 

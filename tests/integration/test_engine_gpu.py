@@ -12,11 +12,11 @@ import torch
 
 from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.config import GPU_TRANSPORTS
-from p2p_engine.cuda import Cuda
-from p2p_engine.device_landing import DeviceLanding
 from p2p_engine.errors import ConfigError, P2pError, PeerRefused, TransferRejected, TransportError
-from p2p_engine.layout import TensorSink, TensorSource
-from p2p_engine.peers import PeerAddress
+from p2p_engine.gpu.cuda import Cuda
+from p2p_engine.gpu.landing import DeviceLanding
+from p2p_engine.memory.layout import TensorSink, TensorSource
+from p2p_engine.peers.links import PeerAddress
 from p2p_engine.transports.nccl.group import GroupState
 from p2p_engine.transports.nccl.memory import estimated_bytes
 from p2p_engine.transports.nccl.transport import NcclTransport

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from p2p_engine import P2pNcclEngine, TransferKey, watchdog
-from p2p_engine.attention import Attention
+from p2p_engine.control.attention import Attention
 from p2p_engine.errors import EngineClosed, TransferTimeout
-from p2p_engine.layout import TensorSink, TensorSource
-from p2p_engine.peers import PeerAddress
+from p2p_engine.memory.layout import TensorSink, TensorSource
+from p2p_engine.peers.links import PeerAddress
 from p2p_engine.watchdog import OVERDUE_SECONDS, Watchdog
 from tests import marks
 from tests.engines import assert_idle, engines, random_tensor, settings

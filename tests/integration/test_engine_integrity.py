@@ -10,10 +10,10 @@ import torch
 
 from p2p_engine import P2pNcclEngine, SendMode, TransferKey
 from p2p_engine.errors import TransferCorrupted
-from p2p_engine.landing import Landing
-from p2p_engine.layout import TensorSink, TensorSource
-from p2p_engine.peers import PeerAddress
-from p2p_engine.places import Places
+from p2p_engine.memory.layout import TensorSink, TensorSource
+from p2p_engine.peers.links import PeerAddress
+from p2p_engine.receive.landing import Landing
+from p2p_engine.receive.placement import Places
 from p2p_engine.transports.tcp import TcpTransport
 from tests import marks
 from tests.engines import MIB, assert_idle, engines, random_tensor, settings

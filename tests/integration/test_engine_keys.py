@@ -12,14 +12,16 @@ import pytest
 import torch
 import zmq
 
-from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey, guests
-from p2p_engine.addresses import split_address
-from p2p_engine.directory import Directory, RankAddress
+from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
+from p2p_engine.control.auth import MAX_YOUNG, Curve
+from p2p_engine.control.fleet_key import read_key_file, write_key_file
 from p2p_engine.errors import AuthenticationFailed, ConfigError
-from p2p_engine.gate import MAX_YOUNG, Curve
-from p2p_engine.keys import read_key_file, write_key_file
-from p2p_engine.layout import TensorSink
-from p2p_engine.messages import (
+from p2p_engine.memory.layout import TensorSink
+from p2p_engine.peers import sessions as guests
+from p2p_engine.peers.directory import Directory, RankAddress
+from p2p_engine.peers.links import InstanceAddress, PeerAddress
+from p2p_engine.wire.addresses import split_address
+from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,
     Hello,
     Lookup,
@@ -29,7 +31,6 @@ from p2p_engine.messages import (
     decode,
     encode,
 )
-from p2p_engine.peers import InstanceAddress, PeerAddress
 from tests import marks
 from tests.engines import MIB, assert_idle, random_tensor, settings, start
 from tests.support import SeededRandom, eventually

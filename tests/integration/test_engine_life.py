@@ -15,8 +15,6 @@ import zmq
 
 from mempool import Mover
 from p2p_engine import P2pNcclEngine, TransferKey
-from p2p_engine.addresses import split_address
-from p2p_engine.directory import Directory, RankAddress
 from p2p_engine.errors import (
     ConfigError,
     EngineClosed,
@@ -26,8 +24,11 @@ from p2p_engine.errors import (
     PeerUnreachable,
     TransferRejected,
 )
-from p2p_engine.layout import TensorSink, TensorSource
-from p2p_engine.messages import (
+from p2p_engine.memory.layout import TensorSink, TensorSource
+from p2p_engine.peers.directory import Directory, RankAddress
+from p2p_engine.peers.links import PeerAddress
+from p2p_engine.wire.addresses import split_address
+from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
     Fail,
@@ -42,7 +43,6 @@ from p2p_engine.messages import (
     decode,
     encode,
 )
-from p2p_engine.peers import PeerAddress
 from tests import marks
 from tests.engines import MIB, assert_idle, engines, random_tensor, settings, start
 from tests.support import SeededRandom, eventually

@@ -11,8 +11,9 @@ import zmq
 
 from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.errors import PeerRefused, PeerUnreachable
-from p2p_engine.layout import TensorSource
-from p2p_engine.messages import (
+from p2p_engine.memory.layout import TensorSource
+from p2p_engine.peers.links import PeerAddress
+from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
     Bye,
@@ -22,7 +23,6 @@ from p2p_engine.messages import (
     decode,
     encode,
 )
-from p2p_engine.peers import PeerAddress
 from tests.engines import MIB, Peer, engines, pattern, settings, start, start_fork_server
 from tests.relay import Relay
 

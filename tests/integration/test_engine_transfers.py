@@ -22,9 +22,9 @@ from p2p_engine.errors import (
     TransferTimeout,
     TransferTooLarge,
 )
-from p2p_engine.layout import TensorSink, TensorSource
-from p2p_engine.messages import CacheSpec
-from p2p_engine.peers import PeerAddress
+from p2p_engine.memory.layout import TensorSink, TensorSource
+from p2p_engine.peers.links import PeerAddress
+from p2p_engine.wire.messages import CacheSpec
 from tests import marks
 from tests.engines import (
     MIB,

@@ -15,9 +15,12 @@ import pytest
 import torch
 
 from p2p_engine import P2pNcclEngine, TransferKey
+from p2p_engine.control.sockets import Route
 from p2p_engine.errors import TransferRejected
-from p2p_engine.layout import TensorSink, TensorSource
-from p2p_engine.messages import (
+from p2p_engine.memory.layout import TensorSink, TensorSource
+from p2p_engine.peers.links import PeerAddress
+from p2p_engine.transfer import Transfer
+from p2p_engine.wire.messages import (
     Abandon,
     AbandonOk,
     AnyMessage,
@@ -41,9 +44,6 @@ from p2p_engine.messages import (
     Welcome,
     encode,
 )
-from p2p_engine.peers import PeerAddress
-from p2p_engine.sockets import Route
-from p2p_engine.transfer import Transfer
 from tests.engines import assert_idle, engines, random_tensor
 from tests.support import SeededRandom, eventually
 

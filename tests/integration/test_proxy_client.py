@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from p2p_engine import names
-from proxy.client import (
+from p2p_engine.control import resolver as names
+from proxy.http.client import (
     HIGH_WATER_BYTES,
     MAX_HEADER_BYTES,
     Broken,
@@ -25,7 +25,7 @@ from proxy.client import (
     _Connection,
     request_bytes,
 )
-from proxy.deadlines import TICK_SECONDS, Deadlines
+from proxy.http.deadlines import TICK_SECONDS, Deadlines
 from tests.proxy_fleet import until
 
 LIMITS = Limits(5.0, silence=20.0)

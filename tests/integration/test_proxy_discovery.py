@@ -14,8 +14,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from p2p_engine.request_ids import parse_proxy_id
 from p2p_engine.simulate.answers import events
+from p2p_engine.wire.request_ids import parse_proxy_id
 from tests.mock_vllm import Behaviour, MockVllm
 from tests.proxy_fleet import STREAMED, RunningProxy, fleet, running_proxy, until
 

@@ -104,7 +104,7 @@ async def test_an_idle_connection_that_closes_as_we_write_is_no_failure() -> Non
     async with fleet() as (proxy, [prefill], [decode]):
         for mock in (prefill, decode):
             mock.behaviour = Behaviour(reset_reused=True)
-        with patch("proxy.upstream.RACE_SECONDS", 20.0):
+        with patch("proxy.fleet.upstream.RACE_SECONDS", 20.0):
             for _ in range(10):
                 status, _, _ = await proxy.ask()
                 assert status == 200
@@ -120,7 +120,7 @@ async def test_a_connection_that_breaks_while_it_is_worked_on_is_no_such_case() 
         decode.behaviour = Behaviour(hang=True)
         answer = asyncio.ensure_future(proxy.ask())
         await until(lambda: len(decode.received) == 2, "decode is at work")
-        with patch("proxy.upstream.RACE_SECONDS", 0.0):
+        with patch("proxy.fleet.upstream.RACE_SECONDS", 0.0):
             decode.break_connections()
             assert (await answer)[0] == 502
         assert len(decode.received) == 2

@@ -11,10 +11,10 @@ import zmq
 import zmq.asyncio
 
 from p2p_engine.config import EngineConfig
-from p2p_engine.directory import Directory, RankAddress
+from p2p_engine.control.auth import Curve
+from p2p_engine.control.fleet_key import read_key_file, write_key_file
 from p2p_engine.errors import ConfigError
-from p2p_engine.gate import Curve
-from p2p_engine.keys import read_key_file, write_key_file
+from p2p_engine.peers.directory import Directory, RankAddress
 from proxy.config import ProxyConfig
 from proxy.main import server_config
 from tests.mock_vllm import MockVllm

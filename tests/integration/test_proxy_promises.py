@@ -36,13 +36,13 @@ from unittest.mock import patch
 
 import pytest
 
-from p2p_engine.request_ids import ProxyId
 from p2p_engine.simulate.answers import completion, events
-from proxy import journey
-from proxy.instances import Role
-from proxy.prefix_tree import PrefixTree
-from proxy.prompt import BLOCK_BYTES, Prompt
-from proxy.upstream import Upstream
+from p2p_engine.wire.request_ids import ProxyId
+from proxy.fleet.instances import Role
+from proxy.fleet.upstream import Upstream
+from proxy.observe import request_log as journey
+from proxy.openai.prompt import BLOCK_BYTES, Prompt
+from proxy.routing.prefix_tree import PrefixTree
 from tests.mock_vllm import Behaviour, MockVllm
 from tests.proxy_fleet import ASKED, STREAMED, RunningProxy, fleet, running_proxy, until
 from tests.routing_fleet import Fleet
@@ -303,7 +303,7 @@ async def test_14_idle_connections_that_all_close_fail_no_request() -> None:
         release.set()
         assert [(await answer)[0] for answer in first] == [200] * 100
         decode.behaviour = prefill.behaviour = Behaviour(reset_reused=True)
-        with patch("proxy.upstream.RACE_SECONDS", 20.0):
+        with patch("proxy.fleet.upstream.RACE_SECONDS", 20.0):
             answers = await asyncio.gather(*(proxy.ask() for _ in range(100)))
         assert [status for status, _, _ in answers] == [200] * 100
 

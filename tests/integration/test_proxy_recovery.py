@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from p2p_engine.messages import PROTOCOL_VERSION
 from p2p_engine.simulate.answers import completion, events
+from p2p_engine.wire.messages import PROTOCOL_VERSION
 from tests.mock_vllm import Behaviour, MockVllm
 from tests.proxy_fleet import ASKED, STREAMED, RunningProxy, fleet, until
 

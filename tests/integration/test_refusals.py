@@ -13,13 +13,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from p2p_engine import P2pNcclEngine, TransferKey, peers
+from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.cli.ports import PortPlan
-from p2p_engine.directory import Directory, RankAddress
 from p2p_engine.errors import ConfigError, PeerRefused
-from p2p_engine.messages import PROTOCOL_VERSION, CacheSpec, PageShape, Plane
-from p2p_engine.peers import InstanceAddress, PeerAddress
-from p2p_engine.plan import obstacles
+from p2p_engine.memory.plan import obstacles
+from p2p_engine.peers import links as peers
+from p2p_engine.peers.directory import Directory, RankAddress
+from p2p_engine.peers.links import InstanceAddress, PeerAddress
+from p2p_engine.wire.messages import PROTOCOL_VERSION, CacheSpec, PageShape, Plane
 from tests.caches import Model, RankCache, Side
 from tests.engines import assert_idle, settings
 

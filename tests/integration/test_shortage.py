@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from p2p_engine.listener import START_FILES
+from p2p_engine.control.listener import START_FILES
 
 
 def seen(scenario: str) -> dict[str, Any]:

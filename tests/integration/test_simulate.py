@@ -19,12 +19,12 @@ import pytest
 
 from p2p_engine.cli.ports import PortPlan
 from p2p_engine.config import EngineConfig
-from p2p_engine.keys import write_key_file
-from p2p_engine.request_ids import ProxyId, new_transfer_id
+from p2p_engine.control.fleet_key import write_key_file
 from p2p_engine.simulate.answers import tokens
 from p2p_engine.simulate.cost import CostModel
 from p2p_engine.simulate.instance import StandIn
 from p2p_engine.simulate.prompts import MadeUpModel, Prompt, read_prompts
+from p2p_engine.wire.request_ids import ProxyId, new_transfer_id
 from tests.proxy_fleet import CHAT, COMPLETIONS, RunningProxy, running_proxy, until
 from tests.support import eventually
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from p2p_engine.control import ControlPlane
-from p2p_engine.gate import ANSWER_QUEUE_FRAMES
-from p2p_engine.messages import MAX_FRAME_BYTES, Lookup, encode
-from p2p_engine.sockets import Route
+from p2p_engine.control.auth import ANSWER_QUEUE_FRAMES
+from p2p_engine.control.plane import ControlPlane
+from p2p_engine.control.sockets import Route
+from p2p_engine.wire.messages import MAX_FRAME_BYTES, Lookup, encode
 from tests.strangers import MORE, flood, greet, long_frame, resident_bytes, stranger
 from tests.support import eventually
 from tests.victim import KINDS, victim

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 
 from p2p_engine.errors import LocalProtocolError, RemoteProtocolError
-from p2p_engine.layout import Regions, packed_pages, pair
-from p2p_engine.messages import Manifest
-from p2p_engine.paged import PagedCache, PagedSink, PagedSource
+from p2p_engine.memory.layout import Regions, packed_pages, pair
+from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
+from p2p_engine.wire.messages import Manifest
 
 NUM_BLOCKS = 6
 quick = settings(max_examples=150, deadline=None)

@@ -11,7 +11,7 @@ import msgspec
 from hypothesis import given, settings
 
 from p2p_engine.errors import RemoteProtocolError
-from p2p_engine.messages import (
+from p2p_engine.wire.messages import (
     AnyMessage,
     CacheSpec,
     Done,

@@ -15,8 +15,17 @@ import pytest
 from hypothesis import given, settings
 
 from p2p_engine.errors import PeerRefused, RemoteProtocolError
-from p2p_engine.layout import pair
-from p2p_engine.messages import (
+from p2p_engine.memory.layout import pair
+from p2p_engine.memory.plan import (
+    counterpart,
+    idle_sources,
+    obstacles,
+    part_between,
+    sources_of,
+    targets_of,
+    unclaimed,
+)
+from p2p_engine.wire.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     CacheSpec,
@@ -26,15 +35,6 @@ from p2p_engine.messages import (
     Plane,
     decode,
     encode,
-)
-from p2p_engine.plan import (
-    counterpart,
-    idle_sources,
-    obstacles,
-    part_between,
-    sources_of,
-    targets_of,
-    unclaimed,
 )
 from tests.caches import UNTOUCHED, Array, Model, RankCache, Side
 

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from proxy.prefix_tree import LOW_WATER, PrefixTree
+from proxy.routing.prefix_tree import LOW_WATER, PrefixTree
 
 MAX_BLOCKS = 24
 

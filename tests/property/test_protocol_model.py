@@ -18,6 +18,6 @@ def test_every_state_keeps_the_promises_and_has_an_end(kind: type[TransferMachin
 @pytest.mark.timeout(400)
 def test_a_broken_promise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search itself: a store that takes a doubled OFFER for a new one loses a region."""
-    monkeypatch.setattr("p2p_engine.store.Store._answer_again", lambda *_: False)
+    monkeypatch.setattr("p2p_engine.receive.store.Store._answer_again", lambda *_: False)
     with pytest.raises(AssertionError, match="double"):
         explore(SenderWrites, Bounds(num_keys=1, num_faults=1), limit=20_000)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from mempool import read_word
-from p2p_engine.arena import HEADER_BYTES, LandingArena, Space, round_up
+from p2p_engine.memory.arena import HEADER_BYTES, LandingArena, Space, round_up
 from tests.support import SeededRandom
 
 KIB = 1024

@@ -9,10 +9,10 @@ import pytest
 
 from mempool import Arena, Mover
 from p2p_engine.errors import TransportError
-from p2p_engine.layout import one_region
-from p2p_engine.messages import Grant
+from p2p_engine.memory.layout import one_region
 from p2p_engine.transports.base import Order
 from p2p_engine.transports.inproc import InprocChannel
+from p2p_engine.wire.messages import Grant
 
 
 class StuckJob:

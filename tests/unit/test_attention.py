@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2p_engine.attention import NUM_STEPS, Attention
+from p2p_engine.control.attention import NUM_STEPS, Attention
 
 PATIENCE = 2.0
 

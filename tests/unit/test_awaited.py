@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from p2p_engine.awaited import WANTS_IN_A_LEASE, Awaited
 from p2p_engine.config import EngineConfig
-from p2p_engine.messages import TransferKey, Want
-from p2p_engine.peers import Link, LinkState, PeerAddress
+from p2p_engine.peers.links import Link, LinkState, PeerAddress
+from p2p_engine.receive.pulls import WANTS_IN_A_LEASE, Awaited
 from p2p_engine.transfer import Transfer
+from p2p_engine.wire.messages import TransferKey, Want
 
 PEER = PeerAddress("127.0.0.1:1")
 LEASE = 60.0

@@ -13,7 +13,7 @@ from rich.console import Console
 from p2p_engine.cli import doctor, installation
 from p2p_engine.cli.findings import Finding, Level, change, note, ok, show
 from p2p_engine.config import EngineConfig
-from p2p_engine.keys import write_key_file
+from p2p_engine.control.fleet_key import write_key_file
 
 GIB = 1 << 30
 

@@ -33,9 +33,9 @@ from p2p_engine.connector.cache_spec import read_cache, read_caches
 from p2p_engine.connector.groups import attention_groups, can_name_lost_blocks, is_draft_layer
 from p2p_engine.connector.layer_group import GroupCache, LayerGroup
 from p2p_engine.errors import ConfigError
-from p2p_engine.messages import CacheSpec, Plane
-from p2p_engine.paged import PagedCache
-from p2p_engine.plan import obstacles, sources_of
+from p2p_engine.memory.paged import PagedCache
+from p2p_engine.memory.plan import obstacles, sources_of
+from p2p_engine.wire.messages import CacheSpec, Plane
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 

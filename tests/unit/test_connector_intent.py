@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from p2p_engine.config import SendMode
 from p2p_engine.connector.intent import Direction, Instance, Intent, InvalidParams, read_intent
-from p2p_engine.messages import TransferKey
-from p2p_engine.request_ids import ProxyId
+from p2p_engine.wire.messages import TransferKey
+from p2p_engine.wire.request_ids import ProxyId
 
 P, D = "10.0.1.2:21001", "10.0.1.3:22001"
 TRANSFER_ID = "93923d63113b4b338973f24d19d4bf11"

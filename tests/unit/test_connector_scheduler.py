@@ -25,7 +25,7 @@ from p2p_engine.connector.intent import Instance
 from p2p_engine.connector.layer_group import LayerGroup
 from p2p_engine.connector.metadata import P2pConnectorMetadata
 from p2p_engine.connector.scheduler import SchedulerHalf
-from p2p_engine.messages import TransferKey
+from p2p_engine.wire.messages import TransferKey
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 

@@ -38,8 +38,8 @@ from p2p_engine.connector.layer_group import LayerGroup
 from p2p_engine.connector.page_shape import ROWS, shape_of
 from p2p_engine.connector.spec_fields import ONLY, PLACED, TOLD, UNSEEN, check_fields, kind_of
 from p2p_engine.errors import ConfigError
-from p2p_engine.messages import CacheSpec
-from p2p_engine.plan import obstacles
+from p2p_engine.memory.plan import obstacles
+from p2p_engine.wire.messages import CacheSpec
 from tests.unit.test_connector_cache_spec import config_of, vllm_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own

@@ -31,10 +31,10 @@ from p2p_engine.errors import (
     TransferRejected,
     TransferTimeout,
 )
-from p2p_engine.messages import CacheSpec, Manifest, TransferKey
-from p2p_engine.paged import PagedCache, PagedSink, PagedSource
-from p2p_engine.peers import InstanceAddress
+from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
+from p2p_engine.peers.links import InstanceAddress
 from p2p_engine.transfer import Transfer
+from p2p_engine.wire.messages import CacheSpec, Manifest, TransferKey
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from p2p_engine import dialler
-from p2p_engine.addresses import join_address, split_address
-from p2p_engine.control import ControlPlane
+from p2p_engine.control import dialler
+from p2p_engine.control.plane import ControlPlane
+from p2p_engine.control.sockets import Route
 from p2p_engine.errors import ConfigError
-from p2p_engine.messages import MAX_FRAME_BYTES
-from p2p_engine.sockets import Route
+from p2p_engine.wire.addresses import join_address, split_address
+from p2p_engine.wire.messages import MAX_FRAME_BYTES
 from tests.relay import Relay
 from tests.support import eventually
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from p2p_engine.cuda import IPC_HANDLE_BYTES, Cuda
 from p2p_engine.errors import ConfigError, TransportError
+from p2p_engine.gpu.cuda import IPC_HANDLE_BYTES, Cuda
 from tests.gpu_double import GpuDouble, build
 from tests.support import eventually
 
@@ -97,7 +97,7 @@ def test_an_event_stands_for_what_it_was_recorded_behind_last(cuda: Cuda) -> Non
 
 OPEN_IN_CHILD = """
 import ctypes, sys
-from p2p_engine.cuda import Cuda
+from p2p_engine.gpu.cuda import Cuda
 cuda = Cuda(sys.argv[1])
 cuda.use(0)
 address = cuda.open(bytes.fromhex(sys.argv[2]))

@@ -15,9 +15,9 @@ from p2p_engine.cli.findings import Level
 from p2p_engine.config import EngineConfig
 from p2p_engine.connector import device_room
 from p2p_engine.connector.device_room import check_room
-from p2p_engine.cuda import Cuda
-from p2p_engine.device_memory import MIB, DeviceMemory, Room, device_memory
 from p2p_engine.errors import ConfigError
+from p2p_engine.gpu.cuda import Cuda
+from p2p_engine.sizing import MIB, DeviceMemory, Room, device_memory
 from tests.engines import settings
 from tests.gpu_double import GpuDouble
 from tests.support import records_of

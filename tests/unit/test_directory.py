@@ -9,11 +9,11 @@ import msgpack  # type: ignore[import-untyped]
 import pytest
 import zmq
 
-from p2p_engine.addresses import split_address
 from p2p_engine.config import EngineConfig
-from p2p_engine.directory import Directory, RankAddress
 from p2p_engine.errors import ConfigError
-from p2p_engine.messages import PROTOCOL_VERSION, Location, Lookup, Ping, decode, encode
+from p2p_engine.peers.directory import Directory, RankAddress
+from p2p_engine.wire.addresses import split_address
+from p2p_engine.wire.messages import PROTOCOL_VERSION, Location, Lookup, Ping, decode, encode
 from tests.support import eventually
 
 RANKS = [RankAddress(0, "10.0.0.1:1", 5), RankAddress(1, "10.0.0.2:2", 6)]

@@ -10,8 +10,15 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from p2p_engine.gate import HANDSHAKE_SECONDS, MAX_YOUNG, Connections, Curve, Gate, Handshakes
-from p2p_engine.listener import Listener
+from p2p_engine.control.auth import (
+    HANDSHAKE_SECONDS,
+    MAX_YOUNG,
+    Connections,
+    Curve,
+    Gate,
+    Handshakes,
+)
+from p2p_engine.control.listener import Listener
 
 
 def test_young_connections_of_one_address_are_few() -> None:

@@ -9,10 +9,11 @@ from typing import cast
 import pytest
 
 from p2p_engine.config import EngineConfig
-from p2p_engine.control import ControlPlane
+from p2p_engine.control.plane import ControlPlane
+from p2p_engine.control.sockets import Route
 from p2p_engine.errors import PeerLost
-from p2p_engine.guests import GUEST_REST_SECONDS, Guests
-from p2p_engine.messages import (
+from p2p_engine.peers.sessions import GUEST_REST_SECONDS, Guests
+from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
     Greet,
@@ -25,7 +26,6 @@ from p2p_engine.messages import (
     Welcome,
     decode,
 )
-from p2p_engine.sockets import Route
 
 US, GUEST, OTHER = 1, 2, 3
 ADDRESS = "127.0.0.1:5"

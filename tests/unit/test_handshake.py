@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from p2p_engine.control import ControlPlane
+from p2p_engine.control.plane import ControlPlane
 from p2p_engine.errors import TransportError
 from p2p_engine.transports import handshake
 from p2p_engine.transports.handshake import (

@@ -19,7 +19,7 @@ def packages_loaded_by(module: str) -> set[str]:
     return set(listing.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["proxy", "proxy.app", "p2p_engine.messages"])
+@pytest.mark.parametrize("module", ["proxy", "proxy.app", "p2p_engine.wire.messages"])
 def test_the_proxy_starts_without_torch_and_without_the_engine(module: str) -> None:
     loaded = packages_loaded_by(module)
     assert not loaded & (HEAVY | {"mempool", "p2p_engine.engine", "torch"})

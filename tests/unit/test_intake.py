@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from p2p_engine.intake import MAX_HELD_BYTES, MAX_UNREAD_BYTES, Intake
+from p2p_engine.control.intake import MAX_HELD_BYTES, MAX_UNREAD_BYTES, Intake
 
 MUCH = MAX_HELD_BYTES + 8192
 

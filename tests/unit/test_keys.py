@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from p2p_engine import keys
+from p2p_engine.control import fleet_key as keys
+from p2p_engine.control.fleet_key import (
+    derive,
+    is_loopback,
+    read_key_file,
+    warn_if_exposed,
+    write_key_file,
+)
 from p2p_engine.errors import ConfigError
-from p2p_engine.keys import derive, is_loopback, read_key_file, warn_if_exposed, write_key_file
 from tests.support import records_of
 
 SECRET = "5a" * 32

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from p2p_engine.errors import LocalProtocolError, RemoteProtocolError
-from p2p_engine.layout import Regions, TensorSink, TensorSource
-from p2p_engine.messages import Manifest
+from p2p_engine.memory.layout import Regions, TensorSink, TensorSource
+from p2p_engine.wire.messages import Manifest
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from p2p_engine.leftovers import Leftovers
+from p2p_engine.peers.leftovers import Leftovers
 
 
 class SlowChannel:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from p2p_engine import memory
+from p2p_engine.memory import host as memory
 
 GIB = 1 << 30
 

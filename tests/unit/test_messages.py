@@ -8,7 +8,7 @@ import msgpack  # type: ignore[import-untyped]
 import pytest
 
 from p2p_engine.errors import RemoteProtocolError
-from p2p_engine.messages import (
+from p2p_engine.wire.messages import (
     MAX_FRAME_BYTES,
     MAX_LAYERS,
     PROTOCOL_VERSION,

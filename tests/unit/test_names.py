@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from p2p_engine import names
-from p2p_engine.errors import PeerUnreachable
-from p2p_engine.names import (
+from p2p_engine.control import resolver as names
+from p2p_engine.control.resolver import (
     FAILURE_SECONDS,
     FRESH_SECONDS,
     MAX_LOOKUPS,
@@ -22,6 +21,7 @@ from p2p_engine.names import (
     Names,
     look_up,
 )
+from p2p_engine.errors import PeerUnreachable
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from p2p_engine.cuda import Cuda
 from p2p_engine.errors import ConfigError, TransportError
+from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.transports.nccl import library
 from p2p_engine.transports.nccl.library import Config, Nccl, UniqueId, show_version
 from p2p_engine.transports.nccl.memory import MIB, Side, estimated_bytes

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from p2p_engine.cuda import Cuda
 from p2p_engine.errors import TransportError
-from p2p_engine.layout import Int64s
-from p2p_engine.pack import ENGINE_BYTES, Pack, copy_rows, tabulate
-from p2p_engine.pack_kernel import KERNEL, TILE_BYTES
+from p2p_engine.gpu.cuda import Cuda
+from p2p_engine.gpu.pack import ENGINE_BYTES, Pack, copy_rows, tabulate
+from p2p_engine.gpu.pack_kernel import KERNEL, TILE_BYTES
+from p2p_engine.memory.layout import Int64s
 from tests.gpu_double import GpuDouble
 from tests.support import SeededRandom, eventually
 

@@ -9,10 +9,13 @@ from typing import TypeVar, cast
 import pytest
 
 from p2p_engine.config import EngineConfig
-from p2p_engine.control import ControlPlane
+from p2p_engine.control.plane import ControlPlane
+from p2p_engine.control.sockets import Route
 from p2p_engine.errors import P2pError, PeerLost, PeerRefused, PeerUnreachable, TransportError
-from p2p_engine.leftovers import CLOSE_SECONDS
-from p2p_engine.messages import (
+from p2p_engine.peers.leftovers import CLOSE_SECONDS
+from p2p_engine.peers.links import REST_SECONDS, Link, Links, LinkState, PeerAddress
+from p2p_engine.transports.base import Channel, Connected, Endpoint, Transport
+from p2p_engine.wire.messages import (
     AnyMessage,
     Bye,
     Greet,
@@ -25,9 +28,6 @@ from p2p_engine.messages import (
     Welcome,
     decode,
 )
-from p2p_engine.peers import REST_SECONDS, Link, Links, LinkState, PeerAddress
-from p2p_engine.sockets import Route
-from p2p_engine.transports.base import Channel, Connected, Endpoint, Transport
 
 M = TypeVar("M")
 US, THEM, NEW = 1, 2, 3

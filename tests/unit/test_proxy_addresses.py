@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from p2p_engine.errors import RemoteProtocolError
-from p2p_engine.messages import Heartbeat
+from p2p_engine.wire.messages import Heartbeat
 from proxy.addresses import AllowList, parse_static
-from proxy.registry import Registry
+from proxy.fleet.registry import Registry
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 
-from proxy.admission import Admission
 from proxy.errors import ProxyError
-from proxy.lifetime import Ends
-from proxy.routing import Busy, NoInstance
+from proxy.http.asgi import Ends
+from proxy.routing.admission import Admission
+from proxy.routing.router import Busy, NoInstance
 
 
 class Room:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from proxy.breaker import Breaker
-from proxy.instances import Role
+from proxy.fleet.breaker import Breaker
+from proxy.fleet.instances import Role
 from tests.routing_fleet import NOW, Fleet
 
 

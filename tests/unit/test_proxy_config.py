@@ -97,7 +97,15 @@ def test_a_wrong_option_ends_the_command_with_its_name(capsys: pytest.CaptureFix
 
 
 def test_the_proxy_loads_neither_torch_nor_the_engine() -> None:
-    heavy = ["torch", "numpy", "vllm", "cupy", "mempool", "p2p_engine.engine", "p2p_engine.control"]
+    heavy = [
+        "torch",
+        "numpy",
+        "vllm",
+        "cupy",
+        "mempool",
+        "p2p_engine.engine",
+        "p2p_engine.control.plane",
+    ]
     code = f"import proxy, proxy.main, sys; print([m for m in {heavy} if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from proxy.journey import Journey
-from proxy.metrics import Metrics
+from proxy.observe.metrics import Metrics
+from proxy.observe.request_log import Journey
 from tests.routing_fleet import NOW, Fleet
 
 # One a line: name, type, labels.

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2p_engine.request_ids import ProxyId, parse_proxy_id
-from proxy import payload
+from p2p_engine.wire.request_ids import ProxyId, parse_proxy_id
 from proxy.errors import ProxyError
+from proxy.openai import payload
 
 PROXY_ID = ProxyId("10.0.0.1:21001", "[fe80::2]:22001", "0123456789abcdef" * 2)
 PARAMS = {"do_remote_prefill": True, "remote_host": "h"}

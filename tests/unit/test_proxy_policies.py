@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy import payload
-from proxy.instances import Instance, Role
-from proxy.policies import POLICIES, Policy
-from proxy.prefix_tree import PrefixTree
-from proxy.prompt import BLOCK_BYTES, Prompt, read_prompt
+from proxy.fleet.instances import Instance, Role
+from proxy.openai import payload
+from proxy.openai.prompt import BLOCK_BYTES, Prompt, read_prompt
+from proxy.routing.policies import POLICIES, Policy
+from proxy.routing.prefix_tree import PrefixTree
 from tests.routing_fleet import Fleet
 from tests.support import SeededRandom
 
@@ -222,7 +222,7 @@ def test_the_exercise_in_the_book_works(monkeypatch: pytest.MonkeyPatch) -> None
     """CONTRIBUTING.md adds a policy in ten lines; here it is added and used."""
     (exercise,) = re.findall(r"```python\n(.*?)```", CONTRIBUTING.read_text(), re.DOTALL)
     assert sum(bool(line.strip()) for line in exercise.splitlines()) <= 10
-    monkeypatch.setattr("proxy.policies.POLICIES", dict(POLICIES))
+    monkeypatch.setattr("proxy.routing.policies.POLICIES", dict(POLICIES))
     space: dict[str, Any] = {}
     exec(compile(exercise, "CONTRIBUTING.md", "exec"), space)
     added = next(c for c in space.values() if isinstance(c, type) and c.__base__ is Policy)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from proxy.deadlines import Deadlines
-from proxy.presence import Presence
+from proxy.http.deadlines import Deadlines
+from proxy.http.stall import Presence
 from tests.proxy_fleet import until
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from p2p_engine.errors import RemoteProtocolError
-from p2p_engine.messages import Heartbeat
-from proxy.instances import PATIENCE, Instance, Role
-from proxy.registry import AddressTaken, Registry, RegistryFull
+from p2p_engine.wire.messages import Heartbeat
+from proxy.fleet.instances import PATIENCE, Instance, Role
+from proxy.fleet.registry import AddressTaken, Registry, RegistryFull
 
 LIFETIME = 10.0  # three beats of 3 s, and a third of one in which the last may be late
 

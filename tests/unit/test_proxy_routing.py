@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from p2p_engine.messages import PROTOCOL_VERSION
-from proxy.instances import Instance, Role
-from proxy.prompt import Prompt
+from p2p_engine.wire.messages import PROTOCOL_VERSION
+from proxy.fleet.instances import Instance, Role
+from proxy.openai.prompt import Prompt
 from tests.routing_fleet import NOW, Fleet
 from tests.support import SeededRandom
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from p2p_engine.messages import Heartbeat
-from proxy.client import Broken, ClientError, ConnectTimedOut, TimedOut, Unreachable
-from proxy.instances import Instance, Role
-from proxy.registry import Registry
-from proxy.upstream import leg_failed
+from p2p_engine.wire.messages import Heartbeat
+from proxy.fleet.instances import Instance, Role
+from proxy.fleet.registry import Registry
+from proxy.fleet.upstream import leg_failed
+from proxy.http.client import Broken, ClientError, ConnectTimedOut, TimedOut, Unreachable
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.usage import CachedTokens
+from proxy.openai.usage import CachedTokens
 
 USAGE = b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":%d},"total":1}}'
 

@@ -6,10 +6,10 @@ from typing import cast
 
 import pytest
 
+from p2p_engine.control.reach import IDLE_SECONDS, MAX_FRAMES, Reach
+from p2p_engine.control.resolver import Answer, Names, Told
+from p2p_engine.control.sockets import Route, Sockets
 from p2p_engine.errors import PeerUnreachable
-from p2p_engine.names import Answer, Names, Told
-from p2p_engine.reach import IDLE_SECONDS, MAX_FRAMES, Reach
-from p2p_engine.sockets import Route, Sockets
 
 REFRESH_SECONDS = 30.0
 

@@ -9,7 +9,9 @@ import pytest
 
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError, PeerLost, PeerUnreachable, TransferRejected
-from p2p_engine.messages import (
+from p2p_engine.peers.links import Link, LinkState, PeerAddress
+from p2p_engine.receive.renewals import Renewals, batches
+from p2p_engine.wire.messages import (
     MAX_FRAME_BYTES,
     ContentKey,
     Renew,
@@ -17,8 +19,6 @@ from p2p_engine.messages import (
     decode,
     encode,
 )
-from p2p_engine.peers import Link, LinkState, PeerAddress
-from p2p_engine.renewals import Renewals, batches
 
 PEER, OTHER = PeerAddress("127.0.0.1:1"), PeerAddress("127.0.0.1:2")
 CONFIG = EngineConfig(lease_seconds=8, max_renewal_seconds=100)  # a round each 2 s

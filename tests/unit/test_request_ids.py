@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2p_engine.request_ids import (
+from p2p_engine.wire.request_ids import (
     EngineId,
     ProxyId,
     new_transfer_id,

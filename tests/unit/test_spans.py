@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from p2p_engine.landing import Landing, LandingState, Receive
-from p2p_engine.messages import Manifest, PageShape, Part, Plane, TransferKey
-from p2p_engine.spans import Cover, Spans
+from p2p_engine.memory.spans import Cover, Spans
+from p2p_engine.receive.landing import Landing, LandingState, Receive
+from p2p_engine.wire.messages import Manifest, PageShape, Part, Plane, TransferKey
 from tests.support import SeededRandom
 
 SHAPE = PageShape(1, 0, (Plane(0, 8, 8),))

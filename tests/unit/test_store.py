@@ -17,10 +17,10 @@ from p2p_engine.errors import (
     TransferTooLarge,
     TransportError,
 )
-from p2p_engine.landing import LandingState
-from p2p_engine.messages import Cancelled, Manifest, Offer, TransferKey, decode
-from p2p_engine.store import MAX_EMPTY_LANDINGS, MAX_EMPTY_LANDINGS_IN_ALL
+from p2p_engine.receive.landing import LandingState
+from p2p_engine.receive.store import MAX_EMPTY_LANDINGS, MAX_EMPTY_LANDINGS_IN_ALL
 from p2p_engine.transports.base import Transport
+from p2p_engine.wire.messages import Cancelled, Manifest, Offer, TransferKey, decode
 from tests.simulation import MAX_BLOCKS, PEER, SETTINGS, SimJob, World, right_block
 
 KEY = TransferKey("request-1")

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from p2p_engine.errors import PeerLost, TransferTimeout
-from p2p_engine.messages import TransferKey
 from p2p_engine.transfer import Transfer
+from p2p_engine.wire.messages import TransferKey
 
 
 def make(asked: list[str] | None = None) -> Transfer:

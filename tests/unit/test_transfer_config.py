@@ -13,8 +13,8 @@ from p2p_engine.cli.config_check import config_problems
 from p2p_engine.cli.findings import Level
 from p2p_engine.cli.launch import LaunchOptions
 from p2p_engine.cli.rewrite import rewrite
-from p2p_engine.device_memory import Room
 from p2p_engine.errors import ConfigError
+from p2p_engine.sizing import Room
 from p2p_engine.transfer_config import CHILDREN, EXTRA, merge_configs, our_config
 
 OURS: dict[str, Any] = {

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from p2p_engine.watches import Watches
+from p2p_engine.control.poller import Watches
 
 
 def test_a_wake_after_the_end_is_nothing() -> None:

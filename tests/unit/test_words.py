@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from mempool import Arena, write_word
-from p2p_engine.words import Words
+from p2p_engine.memory.words import Words
 from tests.support import SeededRandom
 
 NUM = 50

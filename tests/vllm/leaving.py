@@ -11,7 +11,7 @@ from typing import Any
 
 from p2p_engine.cli.members import Member
 from p2p_engine.cli.tiny_model import ensure_tiny_model
-from p2p_engine.request_ids import ProxyId, new_transfer_id
+from p2p_engine.wire.request_ids import ProxyId, new_transfer_id
 from tests.compat.workload import Question
 from tests.support import eventually
 from tests.vllm.load import check_nothing_held, decodes

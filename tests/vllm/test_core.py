@@ -18,8 +18,8 @@ from p2p_engine.cli.commands import Role
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.members import Member
 from p2p_engine.cli.tiny_model import ensure_tiny_model
-from p2p_engine.request_ids import ProxyId, new_transfer_id
 from p2p_engine.transfer_config import EXTRA
+from p2p_engine.wire.request_ids import ProxyId, new_transfer_id
 from tests import marks
 from tests.compat.fleet import VLLM_ARGS
 from tests.compat.workload import Answer, Question, ask, ask_all, mixed_questions

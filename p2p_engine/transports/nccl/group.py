@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-from p2p_engine.device import Device
 from p2p_engine.errors import TransportError
+from p2p_engine.gpu.device import Device
 from p2p_engine.transports.nccl.library import Nccl
 from p2p_engine.transports.nccl.memory import Side, estimated_bytes
 from p2p_engine.transports.nccl.reaper import Reaper

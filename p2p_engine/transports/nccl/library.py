@@ -11,7 +11,7 @@ import ctypes
 from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 
 from p2p_engine.errors import ConfigError, TransportError
-from p2p_engine.shared_library import bind, load_library
+from p2p_engine.gpu.shared_library import bind, load_library
 
 SONAMES = ("libnccl.so.2",)
 WHEELS = ("nvidia.nccl",)

@@ -13,8 +13,8 @@ import socket
 import time
 from dataclasses import dataclass
 
-from p2p_engine.device import Device
 from p2p_engine.errors import TransportError
+from p2p_engine.gpu.device import Device
 from p2p_engine.transports.nccl.group import Group, GroupState, Memory, describe_overdue
 from p2p_engine.transports.nccl.library import Nccl
 from p2p_engine.transports.nccl.reaper import Reaper

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from p2p_engine.affinity import restore_affinity
-from p2p_engine.device import Device
+from p2p_engine.control.affinity import restore_affinity
 from p2p_engine.errors import TransportError
+from p2p_engine.gpu.device import Device
 from p2p_engine.transports.nccl.library import Nccl
 
 logger = logging.getLogger(__name__)

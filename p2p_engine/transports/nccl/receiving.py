@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from p2p_engine.device import DeviceJob
 from p2p_engine.errors import TransportError
+from p2p_engine.gpu.device import DeviceJob
 from p2p_engine.transports.nccl.group import GroupState
 from p2p_engine.transports.nccl.pair import FIRST, Pair, Resources
 from p2p_engine.transports.nccl.rendezvous import Piece, ReceivingHalf

@@ -11,10 +11,10 @@ import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from p2p_engine.device import DeviceJob
 from p2p_engine.errors import TransportError
-from p2p_engine.jobs import Moment
-from p2p_engine.layout import Regions
+from p2p_engine.gpu.device import DeviceJob
+from p2p_engine.memory.jobs import Moment
+from p2p_engine.memory.layout import Regions
 from p2p_engine.transports.nccl.group import Group, GroupState
 from p2p_engine.transports.nccl.groups import Groups
 from p2p_engine.transports.nccl.pair import FIRST, Pair, Resources

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from p2p_engine.layout import Int64s, Regions
+from p2p_engine.memory.layout import Int64s, Regions
 from p2p_engine.transports.nccl.rendezvous import Slots, Wish
 
 SLAB_BYTES = 16 << 20  # 0.8 ms at 20 GB/s: a control round trip hides behind the piece before it

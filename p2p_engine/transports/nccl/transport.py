@@ -12,11 +12,10 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from p2p_engine.addresses import family_of, join_address, split_address
-from p2p_engine.control import ControlPlane
-from p2p_engine.device import Device, DeviceJob
+from p2p_engine.control.plane import ControlPlane
 from p2p_engine.errors import ConfigError, TransportError
-from p2p_engine.jobs import Job, still_running
+from p2p_engine.gpu.device import Device, DeviceJob
+from p2p_engine.memory.jobs import Job, still_running
 from p2p_engine.transports.base import Arrival, Broken, Channel, Connected, Endpoint, Order
 from p2p_engine.transports.handshake import (
     ACCEPTED,
@@ -36,6 +35,7 @@ from p2p_engine.transports.nccl.receiving import ReceivingPair
 from p2p_engine.transports.nccl.rendezvous import Slots
 from p2p_engine.transports.nccl.sending import SendingPair
 from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS, NUM_SLABS, SLAB_BYTES, Slabs
+from p2p_engine.wire.addresses import family_of, join_address, split_address
 
 logger = logging.getLogger(__name__)
 

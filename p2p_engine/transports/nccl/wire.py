@@ -19,8 +19,8 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from p2p_engine.device import Device
 from p2p_engine.errors import TransportError
+from p2p_engine.gpu.device import Device
 from p2p_engine.transports.nccl.library import UNIQUE_ID_BYTES
 
 _FRAME = struct.Struct("<BxxxIQQQQ")

@@ -1,0 +1,1 @@
+"""Threads, timers and ZMQ sockets. Nothing here knows what a transfer is."""

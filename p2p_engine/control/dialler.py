@@ -1,0 +1,185 @@
+"""Dialler: every address that we dial, behind one ZMQ socket.
+
+A ROUTER may connect to many addresses, under a name that we give each connection. On the wire it
+is what a DEALER is. A DEALER for each address, with the two sockets that tell its events, would
+cost three sockets and four descriptors, and libzmq has 1,023 sockets in all.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import zmq
+
+from p2p_engine.control.auth import (
+    Curve,
+    Handshakes,
+    close_monitor,
+    open_monitor,
+    open_router,
+    read_events,
+    send,
+)
+from p2p_engine.control.intake import Intake
+from p2p_engine.recent import Recent
+from p2p_engine.wire.addresses import join_address, split_address
+
+SEND_QUEUE_FRAMES = 10_000  # for one address: what is asked of us, offered to one peer at once
+IDLE_SECONDS = 60.0  # without a word of ours: a dialled connection is closed
+MAX_RECONNECT_MILLISECONDS = 1_000
+Refused: TypeAlias = Callable[[str, str], None]
+Ended: TypeAlias = Callable[[str], None]
+
+
+@dataclass(eq=False)
+class Dialled:
+    """An address, the name of its connection, and how its handshakes end."""
+
+    number: int  # of the dial
+    address: str
+    name: bytes
+    endpoint: str
+    handshakes: Handshakes
+    turn: int  # which of our keys it uses
+    said_at: float  # the last time
+
+
+class Dialler:
+    """Whoever holds the lock of the sockets calls everything here; nothing blocks."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        curve: Curve,
+        on_refused: Refused,
+        on_ended: Ended,
+    ) -> None:
+        """`on_refused` is told which address breaks its handshakes off, and why; `on_ended`, whose
+        connection has ended, not by us: it is being dialled again."""
+        self.intake = Intake()
+        self._curve = curve
+        self._on_refused = on_refused
+        self._on_ended = on_ended
+        self._turns: Recent[str, int] = Recent(1024)  # by address, while secrets are replaced
+        self._dialled: OrderedDict[str, Dialled] = OrderedDict()  # the longest unspoken to first
+        self._by_name: dict[bytes, Dialled] = {}
+        self._by_endpoint: dict[str, Dialled] = {}
+        self._num_dials = 0
+        self.socket = open_router(context, SEND_QUEUE_FRAMES)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MILLISECONDS)
+        events = Handshakes.EVENTS | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
+        try:
+            self.monitor = open_monitor(context, self.socket, events)
+        except BaseException:
+            self.socket.close()
+            raise
+
+    def address_of(self, name: bytes) -> str:
+        """Return whom a name stands for; "" when it was hung up."""
+        dialled = self._by_name.get(name)
+        return dialled.address if dialled is not None else ""
+
+    def send(self, address: str, frame: bytes) -> None:
+        """Send a frame, dialling the address if need be.
+
+        Raises:
+            zmq.ZMQError: the address is none, or too much waits for it.
+        """
+        if address not in self._dialled:
+            self._dial(address, self._turns.get(address) or 0, Handshakes(len(self._curve)))
+        dialled = self._dialled[address]
+        dialled.said_at = time.monotonic()
+        self._dialled.move_to_end(address)
+        try:
+            send(self.socket, dialled.name, frame)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            # libzmq dials no more after a breach of the protocol.
+            self.hang_up(address, linger_milliseconds=0)
+            self._dial(address, dialled.turn, dialled.handshakes)
+            send(self.socket, self._dialled[address].name, frame)
+
+    def hang_up(self, address: str, *, linger_milliseconds: int = 100) -> None:
+        """Close the connection to an address, when what waits for it has left or the time is over;
+        the next frame dials afresh."""
+        dialled = self._dialled.pop(address, None)
+        if dialled is not None:
+            del self._by_name[dialled.name]
+            self._by_endpoint.pop(dialled.endpoint, None)
+            self.socket.setsockopt(zmq.LINGER, linger_milliseconds)
+            self.socket.disconnect(dialled.endpoint)
+
+    def close_idle(self, now: float) -> None:
+        """Close the connections that nothing was said on for long: who they led to may be gone."""
+        while self._dialled:
+            oldest = next(iter(self._dialled.values()))
+            if now - oldest.said_at < IDLE_SECONDS:
+                break
+            self.hang_up(oldest.address)
+
+    def serve(self) -> None:
+        """Take in how handshakes have ended, and which connections there are.
+
+        What is dialled meanwhile has no events yet: those are of the connection before it.
+        """
+        num_dials = self._num_dials
+        for event, value, endpoint in read_events(self.monitor):
+            if event == zmq.EVENT_CONNECTED:
+                self.intake.add(value)
+                continue
+            dialled = self._by_endpoint.get(endpoint)
+            is_current = dialled is not None and dialled.number <= num_dials
+            if event == zmq.EVENT_DISCONNECTED:
+                self.intake.remove(value)
+                if dialled is not None and is_current:
+                    self._on_ended(dialled.address)
+            elif dialled is not None and is_current:
+                self._shaken(dialled, event, value)
+
+    def close(self, linger_milliseconds: int) -> None:
+        """Close every connection, after what is queued has left or so long; idempotent."""
+        close_monitor(self.socket, self.monitor)
+        self.socket.close(linger=linger_milliseconds)
+        self.intake.close()
+
+    def _dial(self, address: str, turn: int, handshakes: Handshakes) -> None:
+        self._num_dials += 1
+        name = f"{self._num_dials} {address}".encode()[:255]  # libzmq ends the process over twins
+        endpoint, is_ipv4 = _endpoint(address)
+        self._curve.dial(self.socket, turn)  # what is set counts for what is dialled next
+        self.socket.setsockopt(zmq.IPV6, int(not is_ipv4))  # else its events name ::ffff:10.0.0.1
+        self.socket.setsockopt(zmq.CONNECT_ROUTING_ID, name)
+        self.socket.connect(endpoint)
+        said_at = time.monotonic()
+        dialled = Dialled(self._num_dials, address, name, endpoint, handshakes, turn, said_at)
+        self._dialled[address] = self._by_name[name] = self._by_endpoint[endpoint] = dialled
+
+    def _shaken(self, dialled: Dialled, event: int, value: int) -> None:
+        """A handshake has ended, well or not."""
+        address, handshakes = dialled.address, dialled.handshakes
+        reason = handshakes.take(event, value)
+        if reason:
+            self.hang_up(address, linger_milliseconds=0)
+            self._turns.pop(address)
+            self._on_refused(address, reason)
+        elif handshakes.failures and len(self._curve) > 1:  # it may serve with another of our keys
+            self.hang_up(address, linger_milliseconds=0)
+            self._dial(address, dialled.turn + 1, handshakes)
+        elif not handshakes.failures and dialled.turn:
+            self._turns.put(address, dialled.turn)
+
+
+def _endpoint(address: str) -> tuple[str, bool]:
+    """Return what libzmq calls an address in its events, and whether that is one of IPv4."""
+    try:
+        host, port = split_address(address)
+        ip = ipaddress.ip_address(host)
+    except ValueError:  # a name
+        return f"tcp://{address}", False
+    return f"tcp://{join_address(str(ip), port)}", ip.version == 4

@@ -1,0 +1,190 @@
+"""Intake: bounds what a connection has brought and nobody has taken yet.
+
+libzmq bounds the whole messages that wait and the bytes of one part. It takes in the parts of a
+message that does not end without a bound. So the kernel's count of what came in on a connection is
+held against what was taken from it, and a connection that owes too much is cut.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import logging
+import os
+import select
+import socket
+import struct
+import termios
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from p2p_engine.rare import RareWarnings
+from p2p_engine.wire.messages import MAX_FRAME_BYTES
+
+logger = logging.getLogger(__name__)
+
+RECEIVE_QUEUE_FRAMES = 8  # whole ones that libzmq may hold for one connection
+KERNEL_BUFFER_BYTES = 1 << 16  # asked for in each direction; Linux takes twice that
+FRAME_OVERHEAD_BYTES = 64  # ZMTP's header with CURVE's nonce and tag are 42
+FRAME_BYTES = MAX_FRAME_BYTES + FRAME_OVERHEAD_BYTES
+# The whole ones, one that is being read, one that waits for room, and what the kernel holds.
+MAX_UNREAD_BYTES = (RECEIVE_QUEUE_FRAMES + 2) * FRAME_BYTES + 2 * KERNEL_BUFFER_BYTES
+MAX_UNREAD_BYTES_IN_ALL = 1 << 26  # of those connections that owe more than LIGHT_BYTES
+LIGHT_BYTES = 1 << 14
+BATCH_BYTES = 1 << 13  # that libzmq reads at a time (in_batch_size)
+MAX_HELD_BYTES = FRAME_BYTES + BATCH_BYTES
+CHECKS_IN_A_ROUND = 100  # until each connection was looked at, whatever epoll says
+_RESET = struct.pack("ii", 1, 0)
+_RECEIVED = struct.Struct("=128xQ")  # tcpi_bytes_received in struct tcp_info, since Linux 4.1
+
+
+@dataclass(eq=False)
+class Account:
+    """One connection. Its descriptor is libzmq's: it may be closed, and given away, at any time."""
+
+    peer: Any  # the address of the other end: whoever has another one is another connection
+    taken_bytes: int
+    held_bytes: int = 0  # by libzmq, at the look before
+    moved: bool = True  # something was taken since
+
+
+class Intake:
+    """The connections of one ZMQ socket. Whoever owns that socket calls everything here."""
+
+    def __init__(self) -> None:
+        """There are none yet; `close` gives a descriptor back."""
+        self.num_cut = 0  # connections that owed too much
+        self.drained = False  # all whole messages were taken, at least once since the last check
+        self._accounts: dict[int, Account] = {}
+        self._heavy: dict[int, int] = {}  # what those owe that owe much
+        self._unseen: list[int] = []  # of this round
+        self._epoll = select.epoll()
+        self._warnings = RareWarnings(logger)
+
+    def __len__(self) -> int:
+        """How many connections are watched."""
+        return len(self._accounts)
+
+    def add(self, fd: int) -> None:
+        """Watch a connection; what it has brought by now is not counted."""
+        with contextlib.suppress(OSError), _borrowed(fd) as connection:
+            received = _received_bytes(connection)
+            self._accounts[fd] = Account(connection.getpeername(), received)
+            self._heavy.pop(fd, None)
+            with contextlib.suppress(FileExistsError):
+                self._epoll.register(fd, select.EPOLLIN | select.EPOLLET)
+
+    def remove(self, fd: int) -> None:
+        """Forget a connection that has ended; idempotent."""
+        self._accounts.pop(fd, None)
+        self._heavy.pop(fd, None)
+
+    def take(self, fd: int, num_bytes: int) -> None:
+        """Count a whole message that was taken from a connection."""
+        account = self._accounts.get(fd)
+        if account is not None:
+            account.taken_bytes += num_bytes + FRAME_OVERHEAD_BYTES
+            account.moved = True
+
+    def check(self) -> None:
+        """Cut the connections that owe too much.
+
+        It looks at those that something waits on, at those that owe much, and at a few others: what
+        comes slowly has been read by libzmq whenever we look, and epoll tells nothing of it.
+        """
+        for fd in {fd for fd, _ in self._epoll.poll(0)} | self._heavy.keys() | self._some():
+            self._look(fd)
+        self.drained = False
+        while sum(self._heavy.values()) > MAX_UNREAD_BYTES_IN_ALL:
+            self.end(max(self._heavy, key=self._heavy.__getitem__), "all owe too much")
+
+    def end(self, fd: int, reason: str) -> None:
+        """Cut a connection, if it still is the one that it was."""
+        account = self._accounts.get(fd)
+        self.remove(fd)
+        if account is None:
+            return
+        with contextlib.suppress(OSError), duplicate(fd) as connection:
+            if connection.getpeername() == account.peer:
+                # A reset when libzmq closes it: whoever is blocked in writing hears of it.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                connection.shutdown(socket.SHUT_RDWR)
+                self.num_cut += 1
+                self._warnings.warn("cut: connection of %s: %s", account.peer[0], reason)
+
+    def close(self) -> None:
+        """Watch nothing more; idempotent."""
+        self._epoll.close()
+
+    def _some(self) -> set[int]:
+        """Return the next connections of a round, in which all have their turn."""
+        if not self._unseen:
+            self._unseen = list(self._accounts)
+        count = -(-len(self._accounts) // CHECKS_IN_A_ROUND)
+        taken, self._unseen = self._unseen[:count], self._unseen[count:]
+        return set(taken)
+
+    def _look(self, fd: int) -> None:
+        account, received, waiting = self._accounts.get(fd), None, 0
+        if account is not None:
+            with contextlib.suppress(OSError), _borrowed(fd) as connection:
+                if connection.getpeername() == account.peer:
+                    received = _received_bytes(connection)
+                    waiting = _waiting_bytes(connection)  # what comes in between is not held
+        if account is None or received is None:
+            self.remove(fd)
+            return
+        account.taken_bytes = min(account.taken_bytes, received)
+        unread = received - account.taken_bytes
+        # Once all whole messages are taken, libzmq holds one that is not whole, and what it reads
+        # at a time. What still waits in the kernel is its thread's delay, and nobody's fault.
+        is_stuck = self.drained and not account.moved and account.held_bytes > MAX_HELD_BYTES
+        account.held_bytes, account.moved = unread - waiting, False
+        if unread > MAX_UNREAD_BYTES or is_stuck:
+            self.end(fd, f"a message of several parts does not end: {unread} bytes")
+        elif unread > LIGHT_BYTES:
+            self._heavy[fd] = unread
+        else:
+            self._heavy.pop(fd, None)
+
+
+def duplicate(fd: int) -> socket.socket:
+    """Return what a descriptor is now; the duplicate cannot become something else.
+
+    Raises:
+        OSError: it is closed by now, or no socket, or there is no descriptor left.
+    """
+    copy = os.dup(fd)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+
+
+@contextlib.contextmanager
+def _borrowed(fd: int) -> Iterator[socket.socket]:
+    """Lend a descriptor of somebody else's, to be read from only: it may change at any time.
+
+    Raises:
+        OSError: it is closed by now, or no socket.
+    """
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=fd)
+    try:
+        yield connection
+    finally:
+        connection.detach()
+
+
+def _waiting_bytes(connection: socket.socket) -> int:
+    """What the kernel holds and libzmq has not read."""
+    count = array.array("i", [0])
+    fcntl.ioctl(connection.fileno(), termios.FIONREAD, count)
+    return count[0]
+
+
+def _received_bytes(connection: socket.socket) -> int:
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size)
+    return int(_RECEIVED.unpack(info)[0]) if len(info) == _RECEIVED.size else 0

@@ -1,0 +1,178 @@
+"""Loop: one thread that runs what others post, watches descriptors, and looks whether moments that
+it cannot be told of are over. It never waits for one of them alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TypeVar
+
+from p2p_engine.control.affinity import restore_affinity
+from p2p_engine.control.poller import Watches
+from p2p_engine.errors import TransportError
+from p2p_engine.memory.jobs import Moment
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+TICK_SECONDS = 0.02
+LOOK_SECONDS = 0.0001  # between two looks at moments
+
+
+class Loop:
+    """The thread and what waits for it."""
+
+    def __init__(self, name: str) -> None:
+        """Start the thread, of this name."""
+        self._name = name
+        self._calls: collections.deque[Callable[[], None]] = collections.deque()
+        self._waiting: list[tuple[list[Moment], Callable[[], None]]] = []
+        self._ticks: list[Callable[[float], None]] = []
+        self._tick_at = 0.0
+        self._is_stopping = self._has_failed = False
+        self._watches = Watches()
+        self._start_thread()
+
+    # For any thread
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Run `call` in the thread, soon."""
+        self._calls.append(call)
+        self._watches.wake()
+
+    def run(self, call: Callable[[], T], timeout: float) -> T:
+        """Run `call` in the thread and return what it returns.
+
+        Raises:
+            TransportError: it did not end within `timeout` seconds, or the thread is dead.
+        """
+        if not self.alive:
+            raise TransportError(f"the thread {self._name} has ended")
+        future: Future[T] = Future()
+
+        def answer() -> None:
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001  # it is the caller's
+                future.set_exception(error)
+
+        self.post(answer)
+        try:
+            return future.result(timeout)
+        except FutureTimeoutError:  # before Python 3.11 it is no TimeoutError
+            raise TransportError(
+                f"the thread {self._name} did not answer in {timeout:g} s"
+            ) from None
+
+    def close(self, timeout: float) -> bool:
+        """Stop the thread, at most `timeout` seconds; idempotent. False: it did not stop."""
+        if self._watches.is_closed:
+            return True
+        self._is_stopping = True
+        self.post(lambda: None)
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            return False
+        self._watches.close()
+        return True
+
+    # For the thread itself
+
+    def when(self, moments: Iterable[Moment], done: Callable[[], None]) -> None:
+        """Call `done` when all moments are over, perhaps at once."""
+        pending = [moment for moment in moments if not moment.is_complete()]
+        if pending:
+            self.later(pending, done)
+        else:
+            done()
+
+    def later(self, moments: Iterable[Moment], done: Callable[[], None]) -> None:
+        """Call `done` when all moments are over, not at once."""
+        self._waiting.append((list(moments), done))
+
+    def on_tick(self, call: Callable[[float], None]) -> None:
+        """Call every TICK_SECONDS with the monotonic time."""
+        self._ticks.append(call)
+
+    def watch(self, fd: int, callback: Callable[[], None], *, writable: bool = False) -> None:
+        """Call back when `fd` is readable (with `writable`: or writable) or hung up."""
+        self._watches.watch(fd, callback, writable=writable)
+
+    def unwatch(self, fd: int) -> None:
+        """Stop watching; idempotent. Call it before the fd is closed."""
+        self._watches.unwatch(fd)
+
+    def run_posted(self) -> None:
+        """Run what others have posted until now."""
+        for _ in range(len(self._calls)):
+            self.guard(self._calls.popleft())
+
+    def guard(self, call: Callable[[], object]) -> None:
+        """Call; a bug in one callback must not cost the others theirs."""
+        try:
+            call()
+        except Exception:
+            logger.exception("error in the thread %s, which goes on", self._name)
+
+    # Inside
+
+    def _give_back(self) -> None:
+        """The last that the thread does."""
+
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        restore_affinity()
+        while not self._is_stopping:
+            self._turn()
+        self.run_posted()
+        self._waiting.clear()
+        self.guard(self._give_back)
+
+    def _turn(self) -> None:
+        ready = self._watches.ready(0.0 if self._waiting or self._calls else TICK_SECONDS)
+        self.run_posted()
+        for fd in ready:
+            if (callback := self._watches.callback(fd)) is not None:
+                self.guard(callback)
+        has_ended = self._look()
+        now = time.monotonic()
+        if now >= self._tick_at:
+            self._tick_at = now + TICK_SECONDS
+            for call in self._ticks:
+                self.guard(lambda call=call: call(now))  # type: ignore[misc]
+        if self._waiting and not (ready or has_ended or self._calls):
+            time.sleep(LOOK_SECONDS)
+
+    def _look(self) -> bool:
+        """Call whoever waits for moments that are over by now; whether there was one."""
+        waiting, self._waiting = self._waiting, []
+        complete = []
+        for moments, done in waiting:
+            try:
+                pending = [moment for moment in moments if not moment.is_complete()]
+            except TransportError:
+                if not self._has_failed:
+                    logger.exception("what the thread %s waits for has failed", self._name)
+                self._has_failed = True
+                pending = moments  # for ever: what it may still touch stays reserved
+            if pending:
+                self._waiting.append((pending, done))
+            else:
+                complete.append(done)
+        for done in complete:
+            self.guard(done)
+        return bool(complete)

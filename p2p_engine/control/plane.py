@@ -1,0 +1,230 @@
+"""ControlPlane: the thread, the timers and the event loop of an engine.
+
+It moves frames and calls back; it knows neither messages nor transfers. The sockets belong to
+whoever holds the I/O lock: the control thread, or a caller of `pump` that has the interpreter
+anyway and would make the control thread wait 5 ms for each of its turns.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from p2p_engine.control.affinity import restore_affinity
+from p2p_engine.control.dialler import Refused
+from p2p_engine.control.fleet_key import Secrets
+from p2p_engine.control.poller import Watches
+from p2p_engine.control.reach import Reach, Unresolved
+from p2p_engine.control.resolver import Names, Told
+from p2p_engine.control.sockets import Ended, Handler, Route, Sockets
+
+logger = logging.getLogger(__name__)
+
+TICK_MILLISECONDS = 20  # how late a timer may be
+RESOLVE_SHARE = 0.9  # of the time for a first contact: then the name is to blame, not the peer
+
+
+class ControlPlane:
+    """The loop around the ZMQ sockets, the handshake sockets and the timer.
+
+    All callbacks run with the I/O lock held, `on_tick` in the control thread; an exception in them
+    is logged, counted and survived. `send`, `call_soon`, `pump` and `close` may be called from any
+    thread.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        ports: range,
+        *,
+        on_frame: Handler,
+        on_tick: Callable[[float], None],
+        name: str,
+        on_refused: Refused = lambda address, reason: None,
+        on_unresolved: Unresolved = lambda address, error: None,
+        on_ended: Ended = lambda route: None,
+        secrets: Secrets = (),
+        connect_seconds: float = 5.0,
+        refresh_seconds: float = 60.0,
+    ) -> None:
+        """Bind the first free port of `ports` (0: any); with `secrets`, for who has one of them.
+
+        `on_refused` is told which address breaks its handshakes off, and why; `on_unresolved`,
+        which one has a name that was not resolved in nine tenths of `connect_seconds`; `on_ended`,
+        on which route a connection has ended that we did not hang up. A name in use is looked up
+        again after `refresh_seconds`.
+
+        Raises:
+            ConfigError: none of the ports can be bound.
+        """
+        self.errors = 0
+        self._on_frame = on_frame
+        self._on_tick = on_tick
+        self._calls: collections.deque[Callable[[], None]] = collections.deque()
+        self._clocks: set[Callable[[float], None]] = set()
+        self._io = threading.Lock()
+        self._server = 0  # the thread that serves the sockets now and will see what is queued
+        self._tick_at = 0.0
+        self._stopping = threading.Event()
+        self._watches = Watches()
+        self._names = Names(connect_seconds * RESOLVE_SHARE, self.call_soon)
+        self._reach = Reach(
+            self._names, refresh_seconds, time.monotonic, self._hear,
+            lambda address, reason: self._guard(lambda: on_refused(address, reason)),
+            lambda address, error: self._guard(lambda: on_unresolved(address, error)),
+            lambda route: self._guard(lambda: on_ended(route)),
+        )  # fmt: skip
+        try:
+            self.sockets = self._reach.sockets = Sockets(
+                host, ports, self._watches.epoll, self._reach.hear, self._reach.refused, secrets,
+                on_ended=self._reach.ended,
+            )  # fmt: skip
+        except BaseException:
+            self._watches.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def address(self) -> str:
+        """The address that peers dial."""
+        return self.sockets.address
+
+    def start(self) -> None:
+        """Start the thread; callbacks may come from now on."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs; when it has died, `pump` still serves the sockets."""
+        return self._thread.is_alive()
+
+    def send(self, route: Route, frame: bytes, over: Callable[[], None] = lambda: None) -> None:
+        """Queue a frame; what cannot be delivered is dropped and counted: senders say it again.
+        `over` is called if the connection that the route leads back over has ended."""
+
+        def send() -> None:
+            if not self._reach.send(route, frame):
+                over()
+
+        self.call_soon(send)
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Run `call` in the next turn, with the I/O lock held."""
+        self._calls.append(call)
+        if self._server != threading.get_ident():
+            self._watches.wake()
+
+    def pump(self) -> None:
+        """Send and receive what is ready, on the calling thread; never blocks."""
+        if self._io.acquire(blocking=False):
+            try:
+                if not self._stopping.is_set():
+                    self._serve()
+            finally:
+                self._io.release()
+
+    def hang_up(self, address: str) -> None:
+        """Close the DEALER to an address; the next frame dials afresh."""
+        self.call_soon(lambda: self._reach.hang_up(address))
+
+    def resolve(self, host: str, told: Told) -> None:
+        """Call `told` once, in a callback, with a host's addresses or why there are none: at once
+        if that is known. In callbacks only; never blocks."""
+        self._names.resolve(host, told)
+
+    def watch(self, fd: int, callback: Callable[[], None], *, writable: bool = False) -> None:
+        """As in `Watches`.
+
+        In callbacks only, or before start.
+        """
+        self._watches.watch(fd, callback, writable=writable)
+
+    def unwatch(self, fd: int) -> None:
+        """Stop watching; idempotent; in callbacks only. Call it before the fd is closed."""
+        self._watches.unwatch(fd)
+
+    def watch_time(self, callback: Callable[[float], None]) -> None:
+        """Call back with the time in every tick; in callbacks only, or before start."""
+        self._clocks.add(callback)
+
+    def unwatch_time(self, callback: Callable[[float], None]) -> None:
+        """Stop that; idempotent."""
+        self._clocks.discard(callback)
+
+    def stop(self, timeout: float) -> bool:
+        """Stop and join the thread; idempotent; False if it did not stop in time."""
+        self._stopping.set()
+        self._names.close()
+        if self._thread.ident is not None and self._thread.is_alive():
+            self._watches.wake()
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def close(self, timeout: float, linger_seconds: float = 0.2) -> bool:
+        """Stop, then close every socket, after what is queued has left or `linger_seconds`.
+
+        Idempotent; False if the thread did not stop, and then everything is left as it is.
+        """
+        stopped = self.stop(timeout)
+        if stopped:
+            with self._io:
+                if not self._watches.is_closed:
+                    self.sockets.close(linger_seconds)
+                    self._watches.close()
+        return stopped
+
+    def _run(self) -> None:
+        restore_affinity()
+        try:
+            while not self._stopping.is_set():
+                self._guard(self._turn)
+            with self._io:
+                self._guard(self._run_calls)
+        except BaseException:
+            logger.critical("%s has died", self._thread.name, exc_info=True)
+
+    def _turn(self) -> None:
+        self._watches.wait(TICK_MILLISECONDS / 1000)
+        with self._io:
+            self._serve()
+            now = time.monotonic()
+            if now >= self._tick_at:
+                self._tick_at = now + TICK_MILLISECONDS / 1000
+                own = (self._names.tick, self._reach.tick, self.sockets.tick)
+                for tell in (self._on_tick, *own, *self._clocks):
+                    self._guard(lambda tell=tell: tell(now))  # type: ignore[misc]
+
+    def _serve(self) -> None:
+        """Serve what is ready and run what is queued, once; what is left over wakes the thread."""
+        self._server = threading.get_ident()
+        self._guard(self._serve_ready)
+        self._server = 0
+        if self._calls or self.sockets.has_more:
+            self._watches.wake()
+
+    def _serve_ready(self) -> None:
+        for fd in self._watches.ready():
+            if fd in self.sockets:
+                self.sockets.receive(fd)
+            elif (callback := self._watches.callback(fd)) is not None:
+                self._guard(callback)
+        self._run_calls()
+        self.sockets.receive_more()
+
+    def _hear(self, route: Route, frame: bytes) -> None:
+        self._guard(lambda: self._on_frame(route, frame))
+
+    def _run_calls(self) -> None:
+        for _ in range(len(self._calls)):
+            self._guard(self._calls.popleft())
+
+    def _guard(self, call: Callable[[], None]) -> None:
+        """Whatever a peer or a bug does, the thread lives on."""
+        try:
+            call()
+        except Exception:
+            self.errors += 1
+            logger.exception("error in the control thread, which goes on")

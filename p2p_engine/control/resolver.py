@@ -1,0 +1,221 @@
+"""Names: which addresses a host name stands for, found out in threads of their own.
+
+`getaddrinfo` blocks for 10 s and more where no name server answers, and cannot be stopped. So each
+look-up has a thread. A name is looked up once at a time, however many ask for it. Whoever asks
+waits until a deadline, or is told the last answer if there was one and none comes soon.
+
+A stranger may name many hosts that nobody knows, and names that were good may begin to hang. So
+there are three kinds of names, and each has threads of its own. A look-up that hangs passes to the
+kind SLOW with its thread, so that the others of its kind go on.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+from p2p_engine.control.affinity import restore_affinity
+from p2p_engine.errors import PeerUnreachable
+from p2p_engine.recent import Recent
+
+MAX_NAMES = 1024  # that are being looked up, or wait for a thread; and that are remembered
+MAX_THREADS = 64  # in all: only if many names begin to hang at the same time
+SLOW_SECONDS = 1.0  # for a new answer, before the last one is told
+FRESH_SECONDS = 2.0  # an answer is good for so long
+FAILURE_SECONDS = 5.0  # and a failure
+
+Addresses: TypeAlias = tuple[str, ...]
+Answer: TypeAlias = Addresses | PeerUnreachable
+Told: TypeAlias = Callable[[Answer], None]
+
+
+class Kind(enum.Enum):
+    """What the look-ups of a name were like."""
+
+    SWIFT = enum.auto()  # the last one brought an answer soon
+    NEW = enum.auto()  # none has ever brought one
+    SLOW = enum.auto()  # one has, but the last one took long
+
+
+MAX_LOOKUPS = {Kind.SWIFT: 16, Kind.NEW: 12, Kind.SLOW: 4}  # threads at a time
+
+
+@dataclass(eq=False)
+class Lookup:
+    """A name that is being looked up, or waits for a thread; and who is told, until when."""
+
+    kind: Kind
+    asked_at: float
+    started_at: float | None = None  # when it got its thread
+    told: list[tuple[float, Told]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A name that was resolved: its last addresses, and how long it took to look it up last."""
+
+    addresses: Addresses
+    kind: Kind
+
+
+class Names:
+    """The names that one event loop asks for. Everything but `_work` runs in that loop."""
+
+    def __init__(
+        self,
+        timeout_seconds: float,
+        post: Callable[[Callable[[], None]], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`post` runs a call in the loop, from any thread; whoever asks waits `timeout_seconds`."""
+        self._timeout = timeout_seconds
+        self._post = post
+        self._clock = clock
+        self._lookups: dict[str, Lookup] = {}
+        self._waiting: dict[Kind, collections.deque[str]] = {  # for a thread
+            kind: collections.deque() for kind in Kind
+        }
+        self._num_threads: collections.Counter[Kind] = collections.Counter()
+        self._known: Recent[str, Known] = Recent(MAX_NAMES)
+        self._answers: Recent[str, tuple[Answer, float]] = Recent(MAX_NAMES)  # good until
+        self._is_closed = False
+        self._closing = threading.Lock()  # guards _is_closed against posting after it
+
+    def resolve(self, host: str, told: Told) -> None:
+        """Call `told` once with a host's addresses, the best first, or why there are none: at once
+        where that is known, else soon. Never blocks."""
+        if is_numeric(host):
+            told((host,))
+            return
+        now = self._clock()
+        answer, until = self._answers.get(host) or ((), 0.0)
+        if now < until:
+            told(answer)
+            return
+        lookup, known = self._lookups.get(host), self._known.get(host)
+        if lookup is None:
+            if len(self._lookups) >= MAX_NAMES:
+                told(PeerUnreachable(f"name {host!r}: {MAX_NAMES} others are being resolved"))
+                return
+            kind = known.kind if known is not None else Kind.NEW
+            lookup = self._lookups[host] = Lookup(kind, now)
+            self._waiting[kind].append(host)
+        if known is not None and now - lookup.asked_at >= SLOW_SECONDS:
+            told(known.addresses)
+            return
+        lookup.told.append((now + self._timeout, told))
+        self._start()
+
+    def tick(self, now: float) -> None:
+        """Tell who has waited for too long."""
+        for host, lookup in list(self._lookups.items()):
+            known = self._known.get(host)
+            if known is not None and now - lookup.asked_at >= SLOW_SECONDS:
+                self._call_slow(host, lookup, known, now)
+            else:
+                self._tell_late(host, lookup, now)
+
+    def _call_slow(self, host: str, lookup: Lookup, known: Known, now: float) -> None:
+        """The last answer has to do; a look-up that hangs makes room for others of its kind."""
+        hangs = lookup.started_at is not None and now - lookup.started_at >= SLOW_SECONDS
+        if hangs and lookup.kind is not Kind.SLOW:
+            self._num_threads[lookup.kind] -= 1
+            self._num_threads[Kind.SLOW] += 1
+            lookup.kind = Kind.SLOW
+            self._start()
+        told, lookup.told = lookup.told, []
+        self._let_go(host, lookup)
+        if told:
+            self._answers.put(host, (known.addresses, now + FAILURE_SECONDS))
+        for _, tell in told:
+            tell(known.addresses)
+
+    def _tell_late(self, host: str, lookup: Lookup, now: float) -> None:
+        late = [told for deadline, told in lookup.told if now >= deadline]
+        if not late:
+            return
+        lookup.told = [item for item in lookup.told if now < item[0]]
+        self._let_go(host, lookup)
+        error = PeerUnreachable(f"name {host!r} was not resolved within {self._timeout:g} s")
+        self._answers.put(host, (error, now + FAILURE_SECONDS))
+        for told in late:
+            told(error)
+
+    def _let_go(self, host: str, lookup: Lookup) -> None:
+        """Forget a look-up that nobody waits for, unless it has its thread."""
+        if lookup.started_at is None and not lookup.told:
+            del self._lookups[host]
+            self._waiting[lookup.kind].remove(host)
+
+    def close(self) -> None:
+        """Tell nobody any more; a thread that hangs in the resolver ends with it, or with the
+        process. Idempotent, from any thread."""
+        with self._closing:
+            self._is_closed = True
+
+    def _start(self) -> None:
+        for kind, limit in MAX_LOOKUPS.items():
+            while (
+                self._waiting[kind]
+                and self._num_threads[kind] < limit
+                and self._num_threads.total() < MAX_THREADS
+            ):
+                self._num_threads[kind] += 1
+                self._start_one(self._waiting[kind].popleft())
+
+    def _start_one(self, host: str) -> None:
+        self._lookups[host].started_at = self._clock()
+        work = partial(self._work, host)
+        try:
+            threading.Thread(target=work, name="p2p-name", daemon=True).start()
+        except RuntimeError as error:  # the process may have no more threads
+            self._post(partial(self._found, host, PeerUnreachable(f"name {host!r}: {error}")))
+
+    def _work(self, host: str) -> None:
+        restore_affinity()
+        answer = look_up(host)
+        with self._closing:
+            if not self._is_closed:
+                self._post(lambda: self._found(host, answer))
+
+    def _found(self, host: str, answer: Answer) -> None:
+        lookup, known, now = self._lookups.pop(host), self._known.get(host), self._clock()
+        self._num_threads[lookup.kind] -= 1
+        is_slow = lookup.started_at is not None and now - lookup.started_at >= SLOW_SECONDS
+        good_for = FAILURE_SECONDS if isinstance(answer, PeerUnreachable) else FRESH_SECONDS
+        addresses = () if isinstance(answer, PeerUnreachable) else answer
+        if known is not None and is_slow and not addresses:
+            answer = addresses = known.addresses  # no server has said that there is no such name
+        if addresses:
+            self._known.put(host, Known(addresses, Kind.SLOW if is_slow else Kind.SWIFT))
+        self._answers.put(host, (answer, now + good_for))
+        self._start()
+        for _, told in lookup.told:
+            told(answer)
+
+
+def look_up(host: str) -> Answer:
+    """Return a name's addresses, those of IPv4 first, or why there are none; blocks."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:  # a UnicodeError where no host can have such a name
+        return PeerUnreachable(f"name {host!r}: {error}")
+    ordered = sorted(found, key=lambda item: item[0] is not socket.AF_INET)
+    return tuple(dict.fromkeys(str(item[4][0]) for item in ordered))
+
+
+def is_numeric(host: str) -> bool:
+    """Whether a host is an address, without brackets, and no name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

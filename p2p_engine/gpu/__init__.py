@@ -1,0 +1,1 @@
+"""What works with a GPU: CUDA by ctypes, the device thread, copies and landing memory."""

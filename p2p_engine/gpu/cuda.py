@@ -1,0 +1,226 @@
+"""The small part of the CUDA runtime that the engine uses, by ctypes: no build needs CUDA.
+
+Streams, events and addresses are plain integers. Every call names itself in its error. A thread
+calls `use` once before anything else; which calls wait for the whole device is said with each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
+
+from p2p_engine.errors import TransportError
+from p2p_engine.gpu.shared_library import bind, load_library
+
+SONAMES = ("libcudart.so.13", "libcudart.so.12")
+WHEELS = ("nvidia.cu13", "nvidia.cuda_runtime")
+IPC_HANDLE_BYTES = 64
+
+_NOT_READY = 600
+_DISABLE_TIMING = 2
+_NON_BLOCKING = 1
+_PORTABLE_AND_MAPPED = 3
+_LAZY_PEER_ACCESS = 1
+_DEFAULT_DIRECTION = 4
+_CAPTURE_RELAXED = 2
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = [("reserved", c_char * IPC_HANDLE_BYTES)]
+
+
+_FUNCTIONS: dict[str, tuple[object, ...]] = {
+    "cudaGetDeviceCount": (c_void_p,),
+    "cudaSetDevice": (c_int,),
+    "cudaGetDevice": (c_void_p,),
+    "cudaThreadExchangeStreamCaptureMode": (c_void_p,),
+    "cudaRuntimeGetVersion": (c_void_p,),
+    "cudaDriverGetVersion": (c_void_p,),
+    "cudaMalloc": (c_void_p, c_size_t),
+    "cudaFree": (c_void_p,),
+    "cudaMemGetInfo": (c_void_p, c_void_p),
+    "cudaMemcpyAsync": (c_void_p, c_void_p, c_size_t, c_int, c_void_p),
+    "cudaMemsetAsync": (c_void_p, c_int, c_size_t, c_void_p),
+    "cudaStreamCreateWithFlags": (c_void_p, c_uint),
+    "cudaStreamDestroy": (c_void_p,),
+    "cudaStreamSynchronize": (c_void_p,),
+    "cudaStreamWaitEvent": (c_void_p, c_void_p, c_uint),
+    "cudaEventCreateWithFlags": (c_void_p, c_uint),
+    "cudaEventDestroy": (c_void_p,),
+    "cudaEventRecord": (c_void_p, c_void_p),
+    "cudaEventQuery": (c_void_p,),
+    "cudaHostRegister": (c_void_p, c_size_t, c_uint),
+    "cudaHostUnregister": (c_void_p,),
+    "cudaIpcGetMemHandle": (c_void_p, c_void_p),
+    "cudaIpcOpenMemHandle": (c_void_p, _IpcHandle, c_uint),
+    "cudaIpcCloseMemHandle": (c_void_p,),
+    "cudaGetLastError": (),
+}
+
+
+class Cuda:
+    """One process's CUDA runtime."""
+
+    def __init__(self, path: str = "") -> None:
+        """Load it from `path`, or where torch, its wheels or the system have it.
+
+        Raises:
+            ConfigError: there is none, or it lacks a function.
+        """
+        self.library = load_library(path, SONAMES, WHEELS)
+        bind(self.library, c_int, _FUNCTIONS)
+        bind(self.library, c_char_p, {"cudaGetErrorString": (c_int,)})
+        self.host_ranges: dict[int, int] = {}  # host memory that is copied: bytes by address
+
+    def device_count(self) -> int:
+        """How many devices there are; 0 without a driver."""
+        count = c_int()
+        code = self.library.cudaGetDeviceCount(byref(count))
+        return 0 if code else count.value
+
+    def use(self, device: int) -> None:
+        """Make a device the calling thread's, which is ours: it may go on while another thread
+        captures a graph, and does not spoil that."""
+        self._call("cudaSetDevice", device)
+        mode = c_int(_CAPTURE_RELAXED)
+        self._call("cudaThreadExchangeStreamCaptureMode", byref(mode))
+
+    @contextlib.contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """Make a device the calling thread's for a moment; the thread may be anybody's."""
+        before = c_int()
+        self._call("cudaGetDevice", byref(before))
+        if before.value == device:
+            yield
+            return
+        self._call("cudaSetDevice", device)
+        try:
+            yield
+        finally:
+            self._call("cudaSetDevice", before.value)
+
+    def versions(self) -> tuple[int, int]:
+        """The runtime's and the driver's, such as 13000."""
+        runtime, driver = c_int(), c_int()
+        self._call("cudaRuntimeGetVersion", byref(runtime))
+        self._call("cudaDriverGetVersion", byref(driver))
+        return runtime.value, driver.value
+
+    def allocate(self, nbytes: int) -> int:
+        """Reserve device memory of the thread's device; may wait for the whole device."""
+        address = c_void_p()
+        self._call("cudaMalloc", byref(address), nbytes)
+        return address.value or 0
+
+    def free(self, address: int) -> None:
+        """Give device memory back; waits for the whole device."""
+        self._call("cudaFree", address)
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes of the thread's device."""
+        free, total = c_size_t(), c_size_t()
+        self._call("cudaMemGetInfo", byref(free), byref(total))
+        return free.value, total.value
+
+    def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        """Enqueue a copy between any two of device, registered and peer memory."""
+        self._call("cudaMemcpyAsync", destination, source, nbytes, _DEFAULT_DIRECTION, stream)
+
+    def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
+        """Enqueue setting bytes to a value."""
+        self._call("cudaMemsetAsync", address, value, nbytes, stream)
+
+    def create_stream(self) -> int:
+        """Make a stream that does not wait for the default stream."""
+        stream = c_void_p()
+        self._call("cudaStreamCreateWithFlags", byref(stream), _NON_BLOCKING)
+        return stream.value or 0
+
+    def destroy_stream(self, stream: int) -> None:
+        """Let a stream go when its work is done; returns at once."""
+        self._call("cudaStreamDestroy", stream)
+
+    def synchronize(self, stream: int) -> None:
+        """Block until a stream is idle: for tests and benchmarks."""
+        self._call("cudaStreamSynchronize", stream)
+
+    def create_event(self) -> int:
+        """Make an event of the thread's device, without timing; complete until it is recorded."""
+        event = c_void_p()
+        self._call("cudaEventCreateWithFlags", byref(event), _DISABLE_TIMING)
+        return event.value or 0
+
+    def destroy_event(self, event: int) -> None:
+        """Let an event go; returns at once."""
+        self._call("cudaEventDestroy", event)
+
+    def record(self, event: int, stream: int) -> None:
+        """Let the event stand for all that is in the stream now."""
+        self._call("cudaEventRecord", event, stream)
+
+    def is_complete(self, event: int) -> bool:
+        """Whether all that the event stands for is done; never blocks."""
+        code = self.library.cudaEventQuery(event)
+        if code == _NOT_READY:
+            self.library.cudaGetLastError()  # else the next launch of anybody's would report it
+            return False
+        self._check("cudaEventQuery", code)
+        return True
+
+    def wait_for(self, stream: int, event: int) -> None:
+        """Let what comes into the stream wait for an event; the caller does not."""
+        self._call("cudaStreamWaitEvent", stream, event, 0)
+
+    def note_host(self, address: int, nbytes: int) -> None:
+        """Say that this is host memory: copies of it go by the copy engines, registered or not."""
+        self.host_ranges = {**self.host_ranges, address: nbytes}  # others may be reading it
+
+    def forget_host(self, address: int) -> None:
+        """The memory is there no more; idempotent."""
+        self.host_ranges = {key: n for key, n in self.host_ranges.items() if key != address}
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Page-lock host memory for all devices; touches all of it, may wait for the device."""
+        self._call("cudaHostRegister", address, nbytes, _PORTABLE_AND_MAPPED)
+        self.note_host(address, nbytes)
+
+    def unregister(self, address: int) -> None:
+        """Undo a registration; waits for the whole device."""
+        self._call("cudaHostUnregister", address)
+        self.forget_host(address)
+
+    def is_host(self, address: int) -> bool:
+        """Whether an address lies in host memory that was noted or registered."""
+        return any(start <= address < start + n for start, n in self.host_ranges.items())
+
+    def export(self, address: int) -> bytes:
+        """Return the handle by which other processes can open an allocation."""
+        handle = _IpcHandle()
+        self._call("cudaIpcGetMemHandle", byref(handle), address)
+        return bytes(memoryview(handle))
+
+    def open(self, handle: bytes) -> int:
+        """Map another process's allocation; returns its address here.
+
+        Raises:
+            TransportError: it is this process's own, or not there (any more).
+        """
+        address = c_void_p()
+        opaque = _IpcHandle.from_buffer_copy(handle)
+        self._call("cudaIpcOpenMemHandle", byref(address), opaque, _LAZY_PEER_ACCESS)
+        return address.value or 0
+
+    def close(self, address: int) -> None:
+        """Unmap another process's allocation."""
+        self._call("cudaIpcCloseMemHandle", address)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        self._check(name, getattr(self.library, name)(*arguments))
+
+    def _check(self, name: str, code: int) -> None:
+        if code:
+            text = self.library.cudaGetErrorString(code).decode()
+            self.library.cudaGetLastError()
+            raise TransportError(f"{name}: {text} ({code})")

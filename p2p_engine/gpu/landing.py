@@ -1,0 +1,115 @@
+"""DeviceLanding: landing memory of an engine whose caches are on a GPU.
+
+The receive buffer is device memory, allocated once; the pool is registered host memory, so that a
+full buffer costs no device memory at all. Completion words are always in host memory. To peers an
+offset below DEVICE_OFFSET is the host arena's, any other the buffer's.
+"""
+
+from __future__ import annotations
+
+from mempool import Buddy
+from p2p_engine.gpu.device import Device
+from p2p_engine.memory.arena import BUFFER, MIN_BLOCK_BYTES, POOL, LandingArena, Space
+
+DEVICE_OFFSET = 1 << 47
+IPC_BYTES = 2 << 20  # CUDA shares whole pages of this size: nothing else may lie in them
+REGISTER_SECONDS = 600.0  # for the pool, page by page
+
+
+class DeviceLanding(LandingArena):
+    """Buffer on the device, pool and words on the host. The engine's lock guards it."""
+
+    def __init__(
+        self, device: Device, buffer_bytes: int, pool_bytes: int, *, page_lock: bool = False
+    ) -> None:
+        """Allocate the buffer, map and register the pool.
+
+        Raises:
+            OSError: the host memory cannot be mapped.
+            TransportError: the device has too little memory, or the pool cannot be registered.
+        """
+        super().__init__(buffer_bytes, pool_bytes, page_lock=page_lock, has_buffer=False)
+        self._device = device
+        self.device_bytes = -(-max(buffer_bytes, 1) // IPC_BYTES) * IPC_BYTES
+        self._device_buddy = Buddy(self.device_bytes, MIN_BLOCK_BYTES)
+        self._on_device: set[Space] = set()
+        self._is_closed = self._is_kept = False
+        cuda = device.cuda
+        try:
+            self.device_address = device.run(lambda: cuda.allocate(self.device_bytes), 60.0)
+            try:
+                device.run(self._register, REGISTER_SECONDS)
+            except BaseException:
+                device.run(lambda: cuda.free(self.device_address), 10.0)
+                raise
+        except BaseException:
+            super().close()
+            raise
+
+    def reserve_in(self, place: str, nbytes: int) -> Space | None:
+        """Reserve nbytes of the device or of the arena; None when its pieces are too small."""
+        return (
+            self._reserve_on_device(nbytes) if place == BUFFER else super().reserve_in(POOL, nbytes)
+        )
+
+    def release(self, space: Space) -> None:
+        """Give a space back.
+
+        Raises:
+            ValueError: it is not live.
+        """
+        if space.place != BUFFER:
+            super().release(space)
+            return
+        self._device_buddy.free(space.handle)
+        self._on_device.discard(space)
+        self.live_bytes[BUFFER] -= space.nbytes
+
+    def address(self, space: Space) -> int:
+        """Where the space lies for this process and its device."""
+        if space.place == BUFFER:
+            return self.device_address + space.offset - DEVICE_OFFSET
+        return super().address(space)
+
+    def check(self) -> None:
+        """Walk the invariants.
+
+        Raises:
+            RuntimeError: names the one that is broken.
+        """
+        self._buddy.check()
+        self._device_buddy.check()
+        self.check_nonce()
+        live = sum(space.nbytes for space in self._on_device)
+        if live != self.live_bytes[BUFFER]:
+            raise RuntimeError(f"accounted {self.live_bytes[BUFFER]}, live {live} device bytes")
+
+    def keep_buffer(self) -> None:
+        """Leave the device's memory as it is: somebody may write there, and CUDA keeps it for
+        nobody who has mapped it."""
+        self._is_kept = True
+
+    def close(self) -> None:
+        """Give everything back; idempotent. Nothing may be written any more."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        host, cuda = self.arena, self._device.cuda
+        if not self._is_kept:
+            self._device.run(lambda: cuda.free(self.device_address), 10.0)
+        self._device.run(lambda: cuda.unregister(host.address), 10.0)
+        super().close()
+
+    def _register(self) -> None:
+        self._device.cuda.register(self.arena.address, self.arena.nbytes)
+
+    def _reserve_on_device(self, nbytes: int) -> Space | None:
+        try:
+            handle = self._device_buddy.alloc(nbytes)
+        except MemoryError:  # in pieces too small
+            return None
+        offset = DEVICE_OFFSET + self._device_buddy.offset(handle)
+        space = Space(handle, offset, nbytes, BUFFER)
+        self._on_device.add(space)
+        self.live_bytes[BUFFER] += nbytes
+        return space

@@ -1,0 +1,161 @@
+"""LandingArena: the memory in which bytes land that have no final place yet, accounted exactly.
+
+One arena, two budgets: the receive buffer first, the tensor memory pool when that is full.
+Invariant: live_bytes[place] == the sum of the sizes of its live spaces, at every moment.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from mempool import Arena, Buddy, read_word, write_word
+from p2p_engine.memory.words import WORD_BYTES, Words
+
+MIN_BLOCK_BYTES = 4096
+HEADER_BYTES = MIN_BLOCK_BYTES  # at offset 0: the nonce; no landing is ever granted there
+MAX_WORDS = 1 << 16  # landings at a time that senders write by themselves
+PREFAULT_BYTES = 256 << 20  # touched ahead of what was ever used
+BUFFER, POOL = "buffer", "pool"
+
+
+@dataclass(frozen=True)
+class Space:
+    """A reserved piece of the arena, in whole blocks; owned by exactly one landing."""
+
+    handle: int
+    offset: int
+    nbytes: int
+    place: str
+
+
+class LandingArena:
+    """Anonymous shared memory that peers on this host may write into. Not thread-safe: the engine's
+    lock guards it."""
+
+    def __init__(
+        self,
+        buffer_bytes: int,
+        pool_bytes: int,
+        *,
+        page_lock: bool = False,
+        has_buffer: bool = True,
+    ) -> None:
+        """Map the arena; pages are touched in the background, ahead of use. Without `has_buffer`
+        the buffer is elsewhere, and only its completion words are here.
+
+        Raises:
+            OSError: the memory cannot be mapped.
+        """
+        self.budgets = {BUFFER: round_up(buffer_bytes), POOL: round_up(pool_bytes)}
+        self.live_bytes = {BUFFER: 0, POOL: 0}
+        landing_bytes = sum(self.budgets.values())
+        num_words = min(landing_bytes // MIN_BLOCK_BYTES + 1, MAX_WORDS)
+        capacity = landing_bytes if has_buffer else self.budgets[POOL]
+        capacity += HEADER_BYTES + round_up(num_words * WORD_BYTES)
+        self.arena = Arena(capacity, page_lock=page_lock)
+        self._buddy = Buddy(capacity, MIN_BLOCK_BYTES)
+        self._prefaulted_bytes = 0
+        self._live: dict[int, Space] = {}
+        nonce_block = self._buddy.alloc(8)
+        self.nonce_offset = self._buddy.offset(nonce_block)
+        self.nonce = secrets.randbits(63) | 1
+        write_word(self.arena.address + self.nonce_offset, self.nonce)
+        table = self._buddy.offset(self._buddy.alloc(num_words * WORD_BYTES))
+        self.words: Words[Any] = Words(self.arena, table, num_words)
+        self._prefault()
+
+    def reserve(self, nbytes: int, places: Iterable[str] = (BUFFER, POOL)) -> Space | None:
+        """Reserve nbytes in the first of these places that has room; None when none has.
+
+        What is reserved and accounted is what that takes: a multiple of MIN_BLOCK_BYTES.
+        """
+        nbytes = round_up(nbytes)
+        for place in places:
+            if self.live_bytes[place] + nbytes <= self.budgets[place]:
+                space = self.reserve_in(place, nbytes)
+                if space is not None:
+                    return space
+        return None
+
+    def reserve_in(self, place: str, nbytes: int) -> Space | None:
+        """Reserve nbytes of the arena, accounted to a place; None when its pieces are too small."""
+        try:
+            handle = self._buddy.alloc(nbytes)
+        except MemoryError:
+            return None
+        space = Space(handle, self._buddy.offset(handle), nbytes, place)
+        self._live[handle] = space
+        self.live_bytes[place] += nbytes
+        self._prefault()
+        return space
+
+    @property
+    def free_bytes(self) -> int:
+        """What is not reserved, of both budgets."""
+        return sum(self.budgets.values()) - sum(self.live_bytes.values())
+
+    @property
+    def largest_bytes(self) -> int:
+        """The most that could ever be reserved at once."""
+        return max(self.budgets.values())
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether so many bytes could ever be reserved."""
+        return round_up(nbytes) <= self.largest_bytes
+
+    def release(self, space: Space) -> None:
+        """Give a space back.
+
+        Raises:
+            ValueError: it is not live.
+        """
+        self._buddy.free(space.handle)
+        del self._live[space.handle]
+        self.live_bytes[space.place] -= space.nbytes
+
+    def address(self, space: Space) -> int:
+        """Where the space lies in this process."""
+        return self.arena.address + space.offset
+
+    def check(self) -> None:
+        """Walk the invariants.
+
+        Raises:
+            RuntimeError: names the one that is broken.
+        """
+        self._buddy.check()
+        self.check_nonce()
+        for place in self.budgets:
+            live = sum(space.nbytes for space in self._live.values() if space.place == place)
+            if live != self.live_bytes[place]:
+                raise RuntimeError(
+                    f"{place}: accounted {self.live_bytes[place]}, live {live} bytes"
+                )
+
+    def check_nonce(self) -> None:
+        """Check the nonce, without which no new sender believes that this memory is ours.
+
+        Raises:
+            RuntimeError: it was overwritten.
+        """
+        if read_word(self.arena.address + self.nonce_offset) != self.nonce:
+            raise RuntimeError("the arena's nonce was overwritten")
+
+    def close(self) -> None:
+        """Unmap the arena; idempotent."""
+        self.words.close()
+        self.arena.close()
+
+    def _prefault(self) -> None:
+        wanted = self._buddy.stats()["high_water_bytes"] + PREFAULT_BYTES
+        if wanted > self._prefaulted_bytes:
+            self._prefaulted_bytes = min(self.arena.nbytes, wanted + PREFAULT_BYTES)
+            self.arena.prefault(self._prefaulted_bytes)
+
+
+def round_up(nbytes: int) -> int:
+    """Return the next multiple of the smallest block."""
+    return -(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES

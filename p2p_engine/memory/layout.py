@@ -1,0 +1,339 @@
+"""Where bytes lie: regions of memory, sources and sinks, tensors. Pure; nothing here moves a byte.
+
+A chunk's byte stream is layer-major: for each layer, for each block, that block's page. Both sides
+derive it from the manifest, so that gather and scatter need no list of blocks on the wire.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from p2p_engine.errors import LocalProtocolError, P2pError, RemoteProtocolError
+from p2p_engine.wire.messages import CacheSpec, Manifest
+
+T = TypeVar("T")
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Regions:
+    """Pieces of memory in stream order: `addresses` and `lengths` (bytes) are int64[n]."""
+
+    addresses: Int64s
+    lengths: Int64s
+    is_joined: bool = False  # nothing is left to coalesce, or not worth the look
+    each: int = 0  # the length of every one of them, where that is known to be the same
+
+    @classmethod
+    def repeated(cls, one: Regions, firsts: Int64s) -> Regions:
+        """Return `one`'s regions, which are joined, once for each address that they start from."""
+        addresses = (firsts[:, None] + one.addresses).ravel()
+        each = one.each or (int(one.lengths[0]) if len(one.lengths) else 0)
+        if one.each or (one.lengths == each).all():
+            return cls(addresses, equal_lengths(each, len(addresses)), is_joined=True, each=each)
+        return cls(addresses, np.tile(one.lengths, len(firsts)), is_joined=True)
+
+    @property
+    def nbytes(self) -> int:
+        """The sum of the lengths."""
+        return len(self.lengths) * self.each or int(self.lengths.sum())
+
+    @property
+    def starts(self) -> Int64s:
+        """Where each begins in the stream; may be shared and read-only."""
+        if self.each:
+            num = len(self.lengths)
+            return _multiples(self.each, _capacity(num))[:num]
+        starts: Int64s = np.cumsum(self.lengths)
+        starts -= self.lengths  # in place: they may be many, and fresh memory costs page faults
+        return starts
+
+    def coalesced(self) -> Regions:
+        """Join neighbours that touch, drop empty ones."""
+        if self.is_joined:
+            return self
+        if self.each and not (self.addresses[1:] == self.addresses[:-1] + self.each).any():
+            return replace(self, is_joined=True)
+        kept = self.lengths > 0
+        addresses, lengths = self.addresses[kept], self.lengths[kept]
+        if len(addresses) < 2:
+            return Regions(addresses, lengths, is_joined=True)
+        starts = np.flatnonzero(np.r_[True, addresses[1:] != addresses[:-1] + lengths[:-1]])
+        return Regions(addresses[starts], np.add.reduceat(lengths, starts), is_joined=True)
+
+
+def equal_lengths(each: int, num: int) -> Int64s:
+    """Return `num` times the same length; shared by all who ask, and read-only."""
+    return _copies(each, _capacity(num))[:num]
+
+
+def _capacity(num: int) -> int:
+    """Powers of two, so that few tables serve chunks of all sizes."""
+    return 1 << max(0, num - 1).bit_length()
+
+
+@lru_cache(maxsize=4)
+def _copies(each: int, capacity: int) -> Int64s:
+    table = np.full(capacity, each, np.int64)
+    table.setflags(write=False)
+    return table
+
+
+@lru_cache(maxsize=4)
+def _multiples(each: int, capacity: int) -> Int64s:
+    table = np.arange(0, each * capacity, each, dtype=np.int64)
+    table.setflags(write=False)
+    return table
+
+
+def one_region(address: int, nbytes: int) -> Regions:
+    """Return a single piece."""
+    return Regions(np.array([address], np.int64), np.array([nbytes], np.int64))
+
+
+def pair(source: Regions, destination: Regions) -> tuple[Int64s, Int64s, Int64s]:
+    """Cut both sides at each other's boundaries: (sources, destinations, lengths) to copy.
+
+    Raises:
+        LocalProtocolError: the two sides differ in bytes.
+    """
+    source, destination = source.coalesced(), destination.coalesced()
+    if source.nbytes != destination.nbytes:
+        raise LocalProtocolError(f"{source.nbytes} bytes do not fit {destination.nbytes} bytes")
+    if len(source.lengths) >= len(destination.lengths):
+        found = _places_in(destination, source)
+        if found is not None:
+            return source.addresses, found, source.lengths
+    else:
+        found = _places_in(source, destination)
+        if found is not None:
+            return found, destination.addresses, destination.lengths
+    source_ends, destination_ends = np.cumsum(source.lengths), np.cumsum(destination.lengths)
+    ends = np.concatenate((source_ends, destination_ends))
+    ends.sort(kind="stable")  # merges two sorted runs, in time proportional to their length
+    lengths = np.diff(ends, prepend=np.int64(0))
+    cuts = lengths > 0
+    starts, lengths = (ends - lengths)[cuts], lengths[cuts]
+    return (
+        _at(source, source_ends, starts),
+        _at(destination, destination_ends, starts),
+        lengths,
+    )
+
+
+def _places_in(coarse: Regions, fine: Regions) -> Int64s | None:
+    """Where each of the fine regions begins in the coarse ones; None: one lies over an edge."""
+    starts = fine.starts
+    if len(coarse.lengths) == 1:
+        places: Int64s = starts + coarse.addresses[0]
+        return places
+    edges = coarse.starts
+    index = np.searchsorted(starts, edges)
+    if not np.array_equal(starts.take(index, mode="clip"), edges):
+        return None
+    places = np.repeat(coarse.addresses - edges, np.diff(index, append=len(starts)))
+    places += starts
+    return places
+
+
+def _at(regions: Regions, ends: Int64s, positions: Int64s) -> Int64s:
+    index = np.searchsorted(ends, positions, side="right")
+    return regions.addresses[index] + positions - (ends - regions.lengths)[index]
+
+
+def ask(call: Callable[[], T]) -> T:
+    """Call a source or sink, which are our caller's: what they raise ends their transfer only.
+
+    Raises:
+        P2pError: theirs.
+        LocalProtocolError: in place of any other error.
+    """
+    try:
+        return call()
+    except P2pError:
+        raise
+    except Exception as error:  # anything may come from code that is not ours
+        raise LocalProtocolError(f"the caller's source or sink failed: {error!r}") from error
+
+
+def ask_regions(call: Callable[[], Regions], nbytes: int) -> Regions:
+    """Ask a source or sink where `nbytes` bytes lie; its neighbours' bytes are not ours to touch.
+
+    Raises:
+        P2pError: as for ask; LocalProtocolError: they are not so many bytes.
+    """
+    regions = ask(lambda: call().coalesced())
+    if regions.nbytes != nbytes:
+        raise LocalProtocolError(f"the caller's regions have {regions.nbytes} bytes, not {nbytes}")
+    return regions
+
+
+def packed_pages(address: int, packed: Manifest, first_block: int, num_blocks: int) -> Regions:
+    """Where blocks [first_block, +num_blocks) lie in a chunk that is packed at `address`."""
+    if num_blocks == packed.num_blocks:
+        return one_region(address, packed.nbytes).coalesced()
+    pages = np.asarray(packed.page_bytes, np.int64)
+    layer_starts = (np.cumsum(pages) - pages) * packed.num_blocks
+    skipped = (first_block - packed.first_block) * pages
+    return Regions(address + layer_starts + skipped, pages * num_blocks).coalesced()
+
+
+class Source(Protocol):
+    """What a sender reads; its memory must stay valid and unchanged until released."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The geometry of the whole of it."""
+        ...
+
+    def regions(self, first_block: int, num_blocks: int) -> Regions:
+        """Return where these blocks of the manifest lie, in stream order."""
+        ...
+
+    def towards(self, peer: CacheSpec | None) -> Source:
+        """Return what of it goes to a peer.
+
+        Raises:
+            PeerRefused: nothing, or it cannot be mapped.
+        """
+        ...
+
+    def packed(self, starts: Int64s) -> Source:
+        """Return the same as it will lie elsewhere: each block, all its layers together, from one
+        of these addresses on."""
+        ...
+
+
+class Sink(Protocol):
+    """What a receiver fills."""
+
+    def wanted(self, manifest: Manifest) -> tuple[int, int]:
+        """Return (first block, number of blocks) of this chunk that is still wanted."""
+        ...
+
+    def regions(self, manifest: Manifest, first_block: int, num_blocks: int) -> Regions:
+        """Return where these blocks are to lie, in stream order."""
+        ...
+
+    def landed(self, manifest: Manifest, first_block: int, num_blocks: int) -> bool:
+        """Note that these blocks are in place; True when nothing is missing any more."""
+        ...
+
+
+def check_reachable(tensor: torch.Tensor, device: str = "cpu") -> None:
+    """Check that an engine of this device can reach the bytes of a tensor.
+
+    Raises:
+        LocalProtocolError: the tensor is elsewhere, or not dense.
+    """
+    kind = torch.device(device).type
+    if tensor.device.type != kind or tensor.layout != torch.strided:
+        raise LocalProtocolError(f"not a dense {kind} tensor: {tensor.device} {tensor.layout}")
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """One whole tensor; one that is not contiguous, or lazily conjugated, is copied first.
+
+    Raises:
+        LocalProtocolError: the tensor is not on the engine's device, or not dense.
+    """
+
+    tensor: torch.Tensor
+    manifest: Manifest = field(init=False)
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        check_reachable(self.tensor, self.device)
+        plain = self.tensor.detach().resolve_conj().resolve_neg().contiguous()
+        object.__setattr__(self, "tensor", plain)
+        dtype, shape = str(self.tensor.dtype).removeprefix("torch."), list(self.tensor.shape)
+        manifest = Manifest(0, 1, [self.tensor.nbytes], dtype=dtype, shape=shape)
+        object.__setattr__(self, "manifest", manifest)
+
+    def regions(self, first_block: int, num_blocks: int) -> Regions:
+        """Return where the tensor lies."""
+        return one_region(self.tensor.data_ptr(), self.tensor.nbytes)
+
+    def towards(self, peer: CacheSpec | None) -> TensorSource:
+        """Return the whole of it: a tensor is the same everywhere."""
+        return self
+
+    def packed(self, starts: Int64s) -> PackedTensor:
+        """Return the same as it lies at another address."""
+        return PackedTensor(self.manifest, int(starts[0]))
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A tensor's bytes at `address`."""
+
+    manifest: Manifest
+    address: int
+
+    def regions(self, first_block: int, num_blocks: int) -> Regions:
+        """Return where the tensor lies."""
+        return one_region(self.address, self.manifest.nbytes)
+
+    def towards(self, peer: CacheSpec | None) -> PackedTensor:
+        """Return the whole of it."""
+        return self
+
+    def packed(self, starts: Int64s) -> PackedTensor:
+        """Return the same as it lies at another address."""
+        return PackedTensor(self.manifest, int(starts[0]))
+
+
+@dataclass
+class TensorSink:
+    """A tensor that is made, or checked against `tensor`, when its manifest is known."""
+
+    tensor: torch.Tensor | None = None
+    allocate: Callable[..., torch.Tensor] = torch.empty
+
+    def wanted(self, manifest: Manifest) -> tuple[int, int]:
+        """Want the whole of it.
+
+        Raises:
+            RemoteProtocolError: the manifest does not describe a tensor, or not this tensor.
+        """
+        dtype = getattr(torch, manifest.dtype, None)
+        is_whole = (manifest.first_block, manifest.num_blocks) == (0, 1)
+        if not isinstance(dtype, torch.dtype) or not is_whole:
+            raise RemoteProtocolError(f"not a whole tensor: dtype {manifest.dtype!r}")
+        expected = math.prod(manifest.shape) * dtype.itemsize
+        if expected != manifest.nbytes:
+            raise RemoteProtocolError(f"{manifest.nbytes} bytes for a tensor of {expected} bytes")
+        if self.tensor is None:
+            self.tensor = self._make(manifest, dtype)
+        if self.tensor.dtype != dtype or list(self.tensor.shape) != manifest.shape:
+            raise RemoteProtocolError(
+                f"a {manifest.dtype} tensor of shape {manifest.shape} came for a "
+                f"{self.tensor.dtype} tensor of shape {list(self.tensor.shape)}"
+            )
+        return 0, 1
+
+    def _make(self, manifest: Manifest, dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return self.allocate(manifest.shape, dtype=dtype)
+        except (RuntimeError, MemoryError) as error:
+            text = f"no {manifest.dtype} tensor of shape {manifest.shape}: {error}"
+            raise LocalProtocolError(text) from error
+
+    def regions(self, manifest: Manifest, first_block: int, num_blocks: int) -> Regions:
+        """Return where the tensor lies."""
+        if self.tensor is None or not self.tensor.is_contiguous():
+            raise LocalProtocolError("the receiving tensor must exist and be contiguous")
+        return one_region(self.tensor.data_ptr(), self.tensor.nbytes)
+
+    def landed(self, manifest: Manifest, first_block: int, num_blocks: int) -> bool:
+        """Note that the tensor is in place."""
+        return True

@@ -1,0 +1,203 @@
+"""Directory: the one known address of an instance. It tells where each rank's engine listens, and
+sends the instance's heartbeats to the proxy. It lives in vLLM's scheduler process."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from p2p_engine.config import EngineConfig
+from p2p_engine.control.fleet_key import read_key_file, warn_if_exposed
+from p2p_engine.control.plane import ControlPlane
+from p2p_engine.control.sockets import Route
+from p2p_engine.errors import RemoteProtocolError
+from p2p_engine.wire.addresses import join_address
+from p2p_engine.wire.messages import (
+    PROTOCOL_VERSION,
+    CacheSpec,
+    Heartbeat,
+    Location,
+    Lookup,
+    decode,
+    encode,
+    encode_heartbeat,
+)
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 3.0  # as the old connector
+
+
+@dataclass(frozen=True)
+class RankAddress:
+    """Where one rank's engine listens, and what its cache looks like."""
+
+    rank: int
+    address: str
+    epoch: int
+    spec: CacheSpec | None = None
+
+
+@dataclass(frozen=True)
+class Server:
+    """An instance's HTTP server; `rank` is which of several behind its address the instance is."""
+
+    address: Callable[[], str]  # "host:port"; empty while it is not known; must not block
+    rank: int | None = None
+
+
+class Directory:
+    """Answers LOOKUP at host:kv_port and sends heartbeats; one thread.
+
+    Without ranks it only has its address: it answers nobody, and nobody hears of it.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        ranks: Sequence[RankAddress],
+        *,
+        kv_port: int,
+        role: str,
+        model: str = "",
+        tp_size: int = 1,
+        server: Server | None = None,
+    ) -> None:
+        """Bind and start. `role` is "P", "D" or "PD": one heartbeat for each letter. They begin
+        when the address of the HTTP `server` is known; by default it is `http_host:http_port`.
+
+        Raises:
+            ConfigError: the port is taken, or the key file cannot be used.
+        """
+        self.wrong_messages = 0
+        self._addresses: dict[int, str] = {}
+        self._spec: CacheSpec | None = None
+        self._epoch = secrets.randbits(62) | 1
+        self._secrets = read_key_file(config.key_file)
+        self._proxies = [
+            Route(join_address(host, config.proxy_port)) for host in config.proxy_hosts
+        ]
+        self._beat_at = 0.0
+        self._refusals: dict[str, str] = {}  # each proxy's last one
+        self._control = ControlPlane(
+            config.host,
+            range(kv_port, kv_port + 1),
+            on_frame=self._answer,
+            on_tick=self._beat,
+            name="p2p-directory",
+            on_refused=self._refused,
+            on_unresolved=lambda address, error: self._refused(address, str(error)),
+            secrets=self._secrets,
+            connect_seconds=config.connect_timeout_seconds,
+            refresh_seconds=HEARTBEAT_SECONDS,
+        )
+        self._server = server or Server(
+            lambda: join_address(config.http_host or config.host, config.http_port)
+        )
+        self._heartbeats = [
+            Heartbeat(
+                letter,
+                http_address="",
+                zmq_address=self.address,
+                protocol=PROTOCOL_VERSION,
+                epoch=self._epoch,
+                model=model,
+                tp_size=tp_size,
+                send_type=config.send_type.value,
+                interval=HEARTBEAT_SECONDS,
+                dp_rank=self._server.rank,
+            )
+            for letter in role
+        ]
+        warn_if_exposed(config.host, self._secrets)
+        self.publish(ranks)
+        self._control.start()
+
+    def publish(self, ranks: Sequence[RankAddress]) -> None:
+        """Answer for these ranks from now on, and register; may be called from any thread."""
+        self._spec = next((item.spec for item in ranks), None)
+        for heartbeat in self._heartbeats:
+            heartbeat.kv_bytes_per_token = _kv_bytes_per_token(self._spec)
+        self._addresses = {item.rank: item.address for item in ranks}  # last: now it shows
+
+    @property
+    def address(self) -> str:
+        """Where the instance can be asked, "host:port"."""
+        return self._control.address
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the thread lives."""
+        return self._control.alive
+
+    def close(self, timeout: float = 2.0) -> None:
+        """Tell the proxy that the instance is leaving, and stop; idempotent, bounded."""
+        if self._control.alive:
+            for heartbeat in self._heartbeats:
+                heartbeat.leaving = True
+            self._send_heartbeats()
+        if not self._control.close(timeout):
+            logger.warning("directory %s did not stop within %g s", self.address, timeout)
+
+    def __enter__(self) -> Directory:
+        """Return the directory itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the directory."""
+        self.close()
+
+    def _answer(self, route: Route, frame: bytes) -> None:
+        try:
+            message = decode(frame)
+            if not isinstance(message, Lookup):
+                raise RemoteProtocolError(f"{type(message).__name__} sent to a directory")
+        except RemoteProtocolError as error:
+            self.wrong_messages += 1
+            logger.debug("message dropped: %s", str(error))
+            return
+        addresses = self._addresses
+        if not addresses:
+            return  # who asks will ask again
+        address, num_ranks = addresses.get(message.rank, ""), len(addresses)
+        answer = Location(
+            self._epoch, message.source_epoch, message.rank, address, num_ranks, self._spec
+        )
+        self._control.send(route, encode(answer))
+
+    def _beat(self, now: float) -> None:
+        if now >= self._beat_at:
+            self._beat_at = now + HEARTBEAT_SECONDS
+            self._send_heartbeats()
+
+    def _refused(self, address: str, reason: str) -> None:
+        """The proxy's port does not take us, or its name stands for nothing; it is dialled again
+        with the next heartbeat."""
+        is_known = self._refusals.get(address) == reason
+        level = logging.DEBUG if is_known else logging.ERROR
+        logger.log(level, "not registered: proxy %s: %s", address, reason)
+        self._refusals[address] = reason
+
+    def _send_heartbeats(self) -> None:
+        if not self._proxies or not self._addresses:
+            return
+        http_address = self._server.address()
+        for heartbeat in self._heartbeats if http_address else ():
+            heartbeat.http_address = http_address
+            for proxy in self._proxies:
+                self._control.send(proxy, encode_heartbeat(heartbeat))
+
+
+def _kv_bytes_per_token(spec: CacheSpec | None) -> int:
+    """What one token's KV takes in all ranks together, where one rank's blocks tell."""
+    if spec is None or not spec.block_size:
+        return 0
+    return sum(spec.page_bytes) // spec.block_size * spec.num_ranks

@@ -1,0 +1,61 @@
+"""Leftovers: channels that are to be closed, and whose copies have not stopped yet. Closing one
+never waits: the engine's lock is held meanwhile, which guards everything here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from p2p_engine.control.parts import for_each
+from p2p_engine.transports.base import Channel
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 1.0  # for a channel's copies to stop, before others go on without it
+
+
+@dataclass(eq=False)
+class Leftover:
+    """A channel to `peer`; `then` is called once it is closed, or when patience ends."""
+
+    channel: Channel
+    peer: str
+    patience_ends_at: float
+    then: Callable[[], None]
+    is_told: bool = False
+
+
+class Leftovers:
+    """All of them; what never stops stays, and keeps its memory."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._items: list[Leftover] = []
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._items)
+
+    def close(self, channel: Channel, peer: str, then: Callable[[], None]) -> None:
+        """Close a channel and call `then`: now, or when its copies have stopped."""
+        if channel.close(0.0):
+            then()
+        else:
+            until = self._clock() + CLOSE_SECONDS
+            self._items.append(Leftover(channel, peer, until, then))
+
+    def try_again(self) -> None:
+        """Close what can be closed by now."""
+        items = self._items
+        self._items = [item for item in items if not item.channel.close(0.0)]
+        left = set(map(id, self._items))
+        for_each(items, lambda item: self._tell(item, is_closed=id(item) not in left))
+
+    def _tell(self, item: Leftover, *, is_closed: bool) -> None:
+        if item.is_told or not (is_closed or self._clock() >= item.patience_ends_at):
+            return
+        item.is_told = True
+        if not is_closed:
+            logger.error("channel to %s: its copies do not stop; their memory is kept", item.peer)
+        item.then()

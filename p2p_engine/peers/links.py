@@ -1,0 +1,625 @@
+"""Links: the peers that this engine dials, from the first look-up to READY and to their end.
+
+LOCATING → ask the instance's directory where the rank is      (only when a rank is given)
+GREETING → HELLO is out; WELCOME or REFUSE is awaited
+READY    → messages may be sent; PING keeps asking whether the peer lives, while somebody here
+           uses the link; else it rests. A peer that has forgotten us, because it did not hear
+           us for long, says GREET: back to GREETING
+CLOSED   → the end; `error` says why. The next use of the same target makes a new link.
+A link rests when nothing is open over it and the last PING was answered. Nobody waits for its peer
+then, and the kernel tells when its connection ends, because the peer or its host is gone. That, its
+next use, or REST_SECONDS end the rest with a PING, and the peer's silence counts from there.
+
+Who wants to send bytes asks for a channel too: transport after transport is tried, best first. The
+end of a channel is not the end of its link: whoever needs another one asks again.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import secrets
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from p2p_engine.config import GPU_TRANSPORTS, EngineConfig
+from p2p_engine.control.plane import ControlPlane
+from p2p_engine.control.sockets import Route
+from p2p_engine.control.timers import Timers
+from p2p_engine.errors import (
+    AuthenticationFailed,
+    P2pError,
+    PeerError,
+    PeerLost,
+    PeerRefused,
+    PeerUnreachable,
+    TransportError,
+)
+from p2p_engine.index import Index
+from p2p_engine.peers.leftovers import Leftovers
+from p2p_engine.transports.base import Channel, Endpoint, Transport
+from p2p_engine.transports.handshake import TOKEN_SECONDS
+from p2p_engine.wire.addresses import split_address
+from p2p_engine.wire.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Bye,
+    CacheSpec,
+    Greet,
+    Hello,
+    Location,
+    Lookup,
+    Message,
+    Ping,
+    Pong,
+    Refuse,
+    Welcome,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+REST_SECONDS = 30.0  # between two PINGs where nothing is open; less than dialler.IDLE_SECONDS
+
+
+@dataclass(frozen=True)
+class PeerAddress:
+    """Whom to reach: an engine, or one rank of the instance whose directory is at `address`."""
+
+    address: str
+    rank: int | None = None
+
+    def check(self) -> None:
+        """Check that it can be dialled.
+
+        Raises:
+            PeerUnreachable: the address is not host:port.
+        """
+        try:
+            split_address(self.address)
+        except ValueError as error:
+            raise PeerUnreachable(f"peer {self}: {error}") from None
+
+    def __str__(self) -> str:
+        """Show the address as in log lines."""
+        return self.address if self.rank is None else f"{self.address} rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class InstanceAddress:
+    """Those ranks of an instance that concern us, found by its directory."""
+
+    address: str
+
+    def check(self) -> None:
+        """Check that it can be dialled.
+
+        Raises:
+            PeerUnreachable: the address is not host:port.
+        """
+        PeerAddress(self.address).check()
+
+    def rank(self, rank: int) -> PeerAddress:
+        """Return the address of one of them."""
+        return PeerAddress(self.address, rank)
+
+    def __str__(self) -> str:
+        """Show the address as in log lines."""
+        return self.address
+
+
+class LinkState(enum.Enum):
+    """See the module's docstring."""
+
+    LOCATING = enum.auto()
+    GREETING = enum.auto()
+    READY = enum.auto()
+    CLOSED = enum.auto()
+
+
+@dataclass(eq=False)
+class Link:
+    """One dialled peer."""
+
+    target: PeerAddress
+    address: str
+    state: LinkState
+    deadline: float
+    epoch: int = 0
+    data: bool = False  # a channel is wanted
+    spec: CacheSpec | None = None
+    checksum: bool = False  # the peer wants one of every chunk
+    largest_landing: int = 0  # bytes that the peer could ever take at once; 0: any number
+    lease: float = 60.0  # how long the peer keeps what is not renewed
+    connecting: bool = False
+    connected: bool = False  # there has been a channel
+    connect_at: float = 0.0  # not before
+    channel: Channel | None = None
+    transport: Transport | None = None
+    error: P2pError | None = None
+    endpoints: dict[str, Endpoint] = field(default_factory=dict)
+    invited_at: float | None = None  # when the endpoints came; they are good for one attempt
+    asking: bool = False  # for new ones
+    hello_at: float = 0.0  # when to ask again
+    number: int = 0  # of the HELLO that is not answered yet
+    untried: list[Transport] = field(default_factory=list)
+    is_losing: bool = False  # its broken channel is being closed
+    heard_at: float = 0.0  # by the attention's clock
+    watched_since: float = 0.0  # by that clock: silence before it does not count
+    is_resting: bool = False
+    is_answered: bool = True  # the last PING
+    resend_at: float = 0.0
+
+    @property
+    def ready(self) -> bool:
+        """Whether messages may be sent."""
+        return self.state is LinkState.READY
+
+    @property
+    def contact(self) -> str:
+        """The address that is dialled: the peer's, or its directory's until that is known."""
+        return self.address or self.target.address
+
+    @property
+    def lacks_channel(self) -> bool:
+        """Whether it is wanted for bytes, and cannot move them."""
+        return self.data and self.channel is None
+
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether its deadline counts."""
+        return not self.ready or self.connecting
+
+
+LinkEvent: TypeAlias = Callable[[Link], None]
+ChannelLost: TypeAlias = Callable[[Link, P2pError], None]
+
+
+class Links:
+    """All dialled peers of one engine. The engine's lock guards it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        control: ControlPlane,
+        epoch: int,
+        spec: CacheSpec | None,
+        transports: list[Transport],
+        *,
+        lock: AbstractContextManager[Any],
+        clock: Callable[[], float],
+        attention: Callable[[], float],
+        on_ready: LinkEvent,
+        on_channel: LinkEvent,
+        on_channel_lost: ChannelLost,
+        on_closed: LinkEvent,
+        is_used: Callable[[Link], bool],
+    ) -> None:
+        """`on_channel_lost` follows a request for a channel, or `on_channel`, when none is left.
+
+        `attention` counts the seconds in which a peer could have been heard; `is_used` says whether
+        anything is open over a link.
+        """
+        self._config = config
+        self._control = control
+        self._epoch = epoch
+        self._spec = spec
+        self._transports = transports
+        self._lock = lock
+        self._clock = clock
+        self._attention = attention
+        self._on_ready = on_ready
+        self._on_channel = on_channel
+        self._on_channel_lost = on_channel_lost
+        self._on_closed = on_closed
+        self._is_used = is_used
+        self._links: dict[PeerAddress, Link] = {}
+        self._by_contact: Index[str, Link] = Index()
+        self._by_epoch: Index[int, Link] = Index()  # names of one engine
+        self._numbers: set[int] = set()  # of what was said in HELLO and is not answered
+        self._timers: Timers[Link] = Timers()
+        self._late: dict[Link, None] = {}  # past their deadlines, and not closed
+        self._leftovers = Leftovers(clock)
+
+    def get(self, target: PeerAddress, *, data: bool) -> Link:
+        """Return the link to a peer, dialling it when there is none; never blocks.
+
+        With `data` it gets a channel too, soon.
+
+        Raises:
+            PeerUnreachable: the address is not host:port.
+        """
+        link = self._links.get(target)
+        if link is None:
+            target.check()
+            located = target.rank is None
+            link = Link(
+                target,
+                target.address if located else "",
+                LinkState.GREETING if located else LinkState.LOCATING,
+                deadline=self._clock() + self._config.connect_timeout_seconds,
+            )
+            self._links[target] = link
+            self._by_contact.add(link.contact, link)
+            self._ask(link)
+            self._look_soon(link)
+        elif link.is_resting:
+            self._look_soon(link)
+        if data and not link.data:
+            link.data = True
+            self._look_soon(link)
+            self._later(lambda: self._open_channel(link))
+        return link
+
+    def count(self) -> dict[str, int]:
+        """How many links there are in each state."""
+        counts: dict[str, int] = {}
+        for link in self._links.values():
+            counts[link.state.name.lower()] = counts.get(link.state.name.lower(), 0) + 1
+        return counts
+
+    def names(self, link: Link) -> list[PeerAddress]:
+        """Return the names by which the engine of a link is known, the link's own first."""
+        return [link.target, *(twin.target for twin in self._twins(link))]
+
+    def num_unclosed_channels(self) -> int:
+        """How many channels could not be closed, because a copy does not stop."""
+        return len(self._leftovers)
+
+    def send(self, link: Link, kind: type[Message], *fields: Any) -> None:
+        """Send a message over a link that has been welcomed."""
+        self._control.send(Route(link.address), encode(kind(self._epoch, link.epoch, *fields)))  # type: ignore[arg-type]
+
+    def on_message(self, route: Route, message: AnyMessage) -> Link | None:
+        """Take a message from a link; returns the link if its peer is who it should be."""
+        if isinstance(message, Location):
+            self._located(route.address, message)
+            return None
+        if isinstance(message, Ping):
+            number = message.number if message.number in self._numbers else 0
+            self._control.send(route, encode(Pong(self._epoch, message.source_epoch, number)))
+            return None
+        known = None
+        for link in self._reached_at(route.address):
+            if isinstance(message, Welcome):
+                self._welcomed(link, message)
+            elif isinstance(message, Refuse):
+                self.close_link(link, PeerRefused(f"peer {link.target} refused: {message.reason}"))
+            elif link.epoch != message.source_epoch:
+                if isinstance(message, Pong) and link.epoch:
+                    self.close_link(link, PeerLost(f"peer {link.target} was restarted"))
+            else:
+                link.heard_at, link.is_answered = self._attention(), True
+                known = link
+                if isinstance(message, Bye):
+                    self.close_link(link, PeerLost(f"peer {link.target} is closing"))
+                elif isinstance(message, Greet):
+                    self._greet_again(link)
+        return known
+
+    def tick(self, now: float) -> None:
+        """Repeat what is unanswered, ask whether peers live, end what is overdue."""
+        self.close_leftovers()
+        attended = self._attention()
+        self._timers.look(now, lambda link: self._look(link, now, attended))
+
+    def _look(self, link: Link, now: float, attended: float) -> None:
+        if link.is_resting:  # no more: PING is said at once, and its answer awaited
+            link.is_resting, link.is_answered = False, False
+            link.watched_since, link.resend_at = attended, now
+        silence = attended - max(link.heard_at, link.watched_since)
+        patience = self._config.peer_timeout_seconds
+        if link.awaits_answer and now >= link.deadline:
+            self._late[link] = None
+        if not link.ready and now >= link.deadline:
+            waited = self._config.connect_timeout_seconds
+            reason = f"peer {link.target} did not answer within {waited:g} s"
+            self.close_link(link, PeerUnreachable(f"{reason} ({link.state.name})"))
+        elif link.ready and silence >= patience:
+            self.close_link(link, PeerLost(f"peer {link.target} is silent for {silence:.1f} s"))
+        else:
+            self._look_open(link, now)
+            # The attention's clock is never faster: no silence is long enough before that.
+            self._look_again(link, now, now + patience - silence)
+
+    def _look_again(self, link: Link, now: float, silent_at: float) -> None:
+        if link.state is LinkState.CLOSED:
+            return
+        if not link.ready:
+            self._timers.set(link, min(link.resend_at, link.deadline))
+        elif link.is_resting:
+            self._timers.set(link, link.resend_at)
+        else:  # for a channel there are many conditions: a look in each tick
+            self._timers.set(link, now if link.lacks_channel else min(link.resend_at, silent_at))
+
+    def _look_soon(self, link: Link) -> None:
+        """Look at it in the next tick: when it is to be looked at has changed."""
+        self._timers.set(link, self._clock())
+
+    def _look_open(self, link: Link, now: float) -> None:
+        if now >= link.resend_at:
+            if self._may_rest(link):
+                link.is_resting, link.resend_at = True, now + REST_SECONDS
+            else:
+                self._ask(link)
+        if link.connecting and now >= link.deadline:
+            waited = self._config.connect_timeout_seconds
+            reason = f"peer {link.target} answered no data connection within {waited:g} s"
+            self._not_connected(link, PeerUnreachable(reason))
+        elif link.asking and now >= link.hello_at:
+            self._greet(link)
+        else:
+            self._open_channel(link)
+
+    def _may_rest(self, link: Link) -> bool:
+        is_asking = link.awaits_answer or link.asking or link.lacks_channel
+        return link.is_answered and not is_asking and not self._is_used(link)
+
+    def connection_ended(self, address: str) -> None:
+        """The connection to an address has ended: ask again who is there."""
+        for link in self._by_contact.get(address):
+            if link.is_resting:
+                self._look_soon(link)
+
+    def overdue(self, now: float) -> list[str]:
+        """Name the peers and channels that should have answered, or been closed."""
+        waiting = [link for link in self._late if link.awaits_answer and now >= link.deadline]
+        names = [f"contact with {link.target}, {link.state.name}" for link in waiting]
+        return names + [f"end of a channel's copies, {len(self._leftovers)}"] * bool(
+            self._leftovers
+        )
+
+    def close_link(self, link: Link, error: P2pError) -> None:
+        """End a link, and begin to close its channel. In callbacks only."""
+        if link.state is LinkState.CLOSED:
+            return
+        link.state, link.error, link.connecting = LinkState.CLOSED, error, False
+        self._forget(link)
+        logger.info("link closed: peer=%s reason=%s", link.target, str(error))
+        self._close_channel(link)
+        if link.address and not self._reached_at(link.address):
+            self._control.hang_up(link.address)
+        self._on_closed(link)
+
+    def _forget(self, link: Link) -> None:
+        self._links.pop(link.target, None)
+        self._by_contact.discard(link.contact, link)
+        self._by_epoch.discard(link.epoch, link)
+        self._timers.cancel(link)
+        self._late.pop(link, None)
+        self._numbers.discard(link.number)
+
+    def _reached_at(self, address: str) -> list[Link]:
+        """Return the links to the engine at an address."""
+        return [link for link in self._by_contact.get(address) if link.address == address]
+
+    def refused(self, address: str, reason: str) -> None:
+        """An address breaks its handshakes off: end what needs it. In callbacks only."""
+        for link in self._by_contact.get(address):
+            self.close_link(link, AuthenticationFailed(f"peer {link.target}: {reason}"))
+
+    def unresolved(self, address: str, error: PeerUnreachable) -> None:
+        """The name in an address stands for nothing: end what waits for it. In callbacks only."""
+        for link in self._by_contact.get(address):
+            if not link.ready:
+                self.close_link(link, PeerUnreachable(f"peer {link.target}: {error}"))
+
+    def close_epoch(self, epoch: int, error: P2pError) -> None:
+        """End the links to an engine that is known to be over. In callbacks only."""
+        for link in self._by_epoch.get(epoch):
+            self.close_link(link, error)
+
+    def break_channel(self, link: Link, error: TransportError) -> None:
+        """End a link's channel from any thread, soon; the links that have it live on."""
+        channel = link.channel
+        self._later(lambda: self._channel_broken(channel, error))
+
+    def lose_channel(self, link: Link, error: TransportError) -> None:
+        """End a link's channel at once. In callbacks only."""
+        self._channel_broken(link.channel, error)
+
+    def close_channels(self) -> None:
+        """Begin to close every channel, for good. In callbacks only."""
+        for link in self._links.values():
+            link.data = False
+            self._close_channel(link)
+
+    def close(self, error: P2pError) -> None:
+        """End every link. Where its channel is closed by now, BYE says that nothing follows."""
+        for link in list(self._links.values()):
+            if link.epoch:
+                self.send(link, Bye)
+            self.close_link(link, error)
+
+    def close_leftovers(self) -> None:
+        """Close what could not be closed before; in callbacks, or after the control thread."""
+        self._leftovers.try_again()
+
+    def _close_channel(self, link: Link, then: Callable[[], None] = lambda: None) -> None:
+        """Close a link's channel, if it is no other link's, and call `then`: soon, if its copies
+        have to stop first."""
+        channel, link.channel, link.transport = link.channel, None, None
+        is_shared = any(other.channel is channel for other in self._twins(link))
+        if channel is None or is_shared:
+            then()
+        else:
+            self._leftovers.close(channel, str(link.target), then)
+
+    def _ask(self, link: Link) -> None:
+        interval = self._config.retry_seconds
+        if link.state is LinkState.LOCATING:
+            message: AnyMessage = Lookup(self._epoch, 0, link.target.rank or 0)
+            self._control.send(Route(link.target.address), encode(message))
+        elif link.state is LinkState.GREETING:
+            self._greet(link)
+        elif link.ready:
+            link.is_answered = False
+            self.send(link, Ping)
+            interval = self._config.peer_timeout_seconds / 4
+        link.resend_at = self._clock() + interval
+
+    def _greet(self, link: Link) -> None:
+        link.hello_at = self._clock() + self._config.retry_seconds
+        link.number = link.number or secrets.randbits(63) | 1
+        self._numbers.add(link.number)
+        address, spec = self._control.address, self._spec
+        hello = Hello(self._epoch, 0, PROTOCOL_VERSION, address, spec, {}, link.number)
+        self._control.send(Route(link.address), encode(hello))
+
+    def _greet_again(self, link: Link) -> None:
+        """The peer lives, and knows us no more: what is open goes on when it does."""
+        if link.ready:
+            logger.info("link greets again: peer=%s", link.target)
+            link.state, link.is_resting = LinkState.GREETING, False
+            link.deadline = self._clock() + self._config.connect_timeout_seconds
+            self._ask(link)
+            self._look_soon(link)
+
+    def _located(self, directory: str, message: Location) -> None:
+        link = self._links.get(PeerAddress(directory, message.rank))
+        if link is None or link.state is not LinkState.LOCATING:
+            return
+        if not message.address:
+            reason = f"{directory} has {message.num_ranks} ranks, no rank {message.rank}"
+            self.close_link(link, PeerRefused(reason))
+            return
+        try:
+            PeerAddress(message.address).check()
+        except PeerUnreachable as error:
+            self.close_link(link, error)
+            return
+        self._by_contact.discard(link.contact, link)
+        link.address, link.state = message.address, LinkState.GREETING
+        self._by_contact.add(link.contact, link)
+        self._ask(link)
+        self._look_soon(link)
+
+    def _welcomed(self, link: Link, message: Welcome) -> None:
+        if link.epoch not in (0, message.source_epoch):
+            self.close_link(link, PeerLost(f"peer {link.target} was restarted"))
+            return
+        self._numbers.discard(link.number)
+        link.number = 0
+        if link.state is LinkState.GREETING:
+            link.epoch, link.heard_at = message.source_epoch, self._attention()
+            link.is_answered = True
+            self._by_epoch.add(link.epoch, link)
+            self._look_soon(link)
+            link.endpoints, link.state = message.endpoints, LinkState.READY
+            link.invited_at = self._clock()
+            link.spec, link.checksum = message.spec, message.checksum
+            link.largest_landing = message.largest_landing
+            link.lease = message.lease
+            self._on_ready(link)
+        if link.asking:
+            link.endpoints = message.endpoints
+            self._dial(link)
+        else:
+            self._open_channel(link)
+
+    def _open_channel(self, link: Link) -> None:
+        if not link.ready or not link.data or link.connecting or link.channel is not None:
+            return
+        if link.is_losing:
+            return  # the old one's copies have to stop first
+        for twin in self._twins(link):
+            if twin.channel is not None:
+                link.channel, link.transport, link.connected = twin.channel, twin.transport, True
+                self._on_channel(link)
+                return
+            if twin.connecting:
+                return  # we shall have its channel
+        now = self._clock()
+        if now < link.connect_at:
+            return
+        link.deadline, link.connecting = now + self._config.connect_timeout_seconds, True
+        if link.invited_at is not None and now - link.invited_at < TOKEN_SECONDS / 2:
+            self._dial(link)
+        else:  # a token is good for one connection, and not for long
+            link.asking = True
+            self._greet(link)
+
+    def _twins(self, link: Link) -> list[Link]:
+        """Return the links to the same engine by other names: one channel is for all of them."""
+        return [other for other in self._by_epoch.get(link.epoch) if other is not link]
+
+    def _dial(self, link: Link) -> None:
+        link.invited_at, link.asking = None, False
+        link.untried = [item for item in self._transports if item.name in link.endpoints]
+        self._connect(link, link.untried, "")
+
+    def _no_transport(self, link: Link, refusal: str) -> PeerRefused:
+        ours, theirs = [item.name for item in self._transports], list(link.endpoints)
+        here, there = ", ".join(ours), ", ".join(theirs) or "nothing"
+        text = f"peer {link.target}: no transport works ({here} here, {there} there)"
+        text += f": {refusal}" if refusal else ""
+        if set(GPU_TRANSPORTS) & {*ours, *theirs}:
+            text += '; by way of host memory: "kv_buffer_device": "cpu" on both sides'
+        return PeerRefused(text)
+
+    def _connect(self, link: Link, untried: list[Transport], refusal: str) -> None:
+        if not untried:
+            self._not_connected(link, self._no_transport(link, refusal))
+            return
+        transport = untried.pop(0)
+
+        def connected(outcome: Channel | TransportError) -> None:
+            with self._lock:  # this is called when a socket is readable, without it
+                if link.connecting and link.untried is untried:
+                    self._connected(link, transport, outcome)
+                elif not isinstance(outcome, TransportError):
+                    outcome.close()  # the answer to a question that was given up
+
+        try:
+            transport.connect(link.endpoints[transport.name], connected)
+        except Exception as error:  # what a peer says of itself must not make us wait
+            logger.exception("peer=%s transport=%s cannot be dialled", link.target, transport.name)
+            connected(TransportError(f"{transport.name}: {error!r}"))
+
+    def _connected(
+        self, link: Link, transport: Transport, outcome: Channel | TransportError
+    ) -> None:
+        if isinstance(outcome, TransportError):
+            logger.info("peer=%s transport=%s not usable: %s", link.target, transport.name, outcome)
+            self._connect(link, link.untried, str(outcome))
+            return
+        link.channel, link.transport, link.connecting = outcome, transport, False
+        link.connected, link.connect_at = True, self._clock() + self._config.retry_seconds
+        outcome.watch(lambda error: self._later(lambda: self._channel_broken(outcome, error)))
+        logger.info("link ready: peer=%s transport=%s", link.target, transport.name)
+        self._on_channel(link)
+        for twin in self._twins(link):
+            self._open_channel(twin)
+
+    def _not_connected(self, link: Link, error: PeerError) -> None:
+        """What worked before may work again: only a first failure is about the two peers."""
+        link.connect_at = self._clock() + self._config.retry_seconds
+        self._lose_channel(link, TransportError(str(error)) if link.connected else error)
+
+    def _channel_broken(self, channel: Channel | None, error: TransportError) -> None:
+        everybody = self._links.values() if channel is not None else ()
+        links = [link for link in everybody if link.channel is channel]
+
+        def lose() -> None:
+            for link in links:
+                link.is_losing = False
+                if link.state is not LinkState.CLOSED:
+                    self._lose_channel(link, error)
+
+        for link in links:
+            logger.info("channel broken: peer=%s reason=%s", link.target, str(error))
+            link.is_losing = True
+            self._close_channel(link, lose if link is links[-1] else lambda: None)
+
+    def _lose_channel(self, link: Link, error: P2pError) -> None:
+        link.data = link.connecting = link.asking = False
+        self._on_channel_lost(link, error)
+
+    def _later(self, step: Callable[[], None]) -> None:
+        def locked() -> None:
+            with self._lock:
+                step()
+
+        self._control.call_soon(locked)

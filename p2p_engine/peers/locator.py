@@ -1,0 +1,121 @@
+"""Instances: what other instances look like, asked of their directories, and remembered until a
+link to one of their ranks ends. The engine's lock guards everything here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from p2p_engine.config import EngineConfig
+from p2p_engine.control.plane import ControlPlane
+from p2p_engine.control.sockets import Route
+from p2p_engine.errors import AuthenticationFailed, P2pError, PeerRefused, PeerUnreachable
+from p2p_engine.memory.plan import obstacles
+from p2p_engine.peers.links import InstanceAddress
+from p2p_engine.wire.messages import CacheSpec, Location, Lookup, encode
+
+
+@dataclass(eq=False)
+class Inquiry:
+    """One instance that has not answered; `told` are called with its spec, or why there is none."""
+
+    deadline: float
+    told: list[Callable[[CacheSpec | P2pError], None]] = field(default_factory=list)
+    resend_at: float = 0.0
+
+
+class Instances:
+    """All instances that this engine has asked for."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        control: ControlPlane,
+        epoch: int,
+        spec: CacheSpec | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._control = control
+        self._epoch = epoch
+        self._spec = spec
+        self._clock = clock
+        self._known: dict[InstanceAddress, CacheSpec] = {}
+        self._inquiries: dict[InstanceAddress, Inquiry] = {}
+
+    def ask(self, instance: InstanceAddress, told: Callable[[CacheSpec | P2pError], None]) -> None:
+        """Call `told` with one rank's spec of an instance: now if it is known, else soon.
+
+        Raises:
+            PeerUnreachable: the address is not host:port.
+        """
+        known = self._known.get(instance)
+        if known is not None:
+            told(known)
+            return
+        inquiry = self._inquiries.get(instance)
+        if inquiry is None:
+            instance.check()
+            inquiry = Inquiry(self._clock() + self._config.connect_timeout_seconds)
+            self._inquiries[instance] = inquiry
+            self._repeat(instance, inquiry)
+        inquiry.told.append(told)
+
+    def on_location(self, address: str, message: Location) -> None:
+        """A directory has answered; also what a link asked it."""
+        instance = InstanceAddress(address)
+        inquiry = self._inquiries.get(instance)
+        if inquiry is None:
+            return
+        here, there = self._spec, message.spec
+        found = obstacles(here, there)
+        if here and there and not found and here.has_ranks and there.has_ranks:
+            self._known[instance] = there
+            self._answer(instance, there)
+        else:
+            text = "; ".join(found) or "neither says how its ranks share a model"
+            self._answer(instance, PeerRefused(f"peer {instance}: {text}"))
+
+    def refused(self, address: str, reason: str) -> None:
+        """A directory breaks its handshakes off."""
+        instance = InstanceAddress(address)
+        if instance in self._inquiries:
+            self._answer(instance, AuthenticationFailed(f"peer {instance}: {reason}"))
+
+    def unresolved(self, address: str, error: PeerUnreachable) -> None:
+        """The name in a directory's address stands for nothing."""
+        instance = InstanceAddress(address)
+        if instance in self._inquiries:
+            self._answer(instance, PeerUnreachable(f"peer {instance}: {error}"))
+
+    def forget(self, address: str) -> None:
+        """A link to it has ended: it may be another one when it comes back."""
+        self._known.pop(InstanceAddress(address), None)
+
+    def tick(self, now: float) -> None:
+        """Repeat what is unanswered; end what is overdue."""
+        for instance, inquiry in list(self._inquiries.items()):
+            if now >= inquiry.deadline:
+                waited = self._config.connect_timeout_seconds
+                reason = f"peer {instance} did not answer within {waited:g} s (LOCATING)"
+                self._answer(instance, PeerUnreachable(reason))
+            elif now >= inquiry.resend_at:
+                self._repeat(instance, inquiry)
+
+    def overdue(self, now: float) -> list[str]:
+        """Name the directories that should have answered."""
+        late = [address for address, item in self._inquiries.items() if now >= item.deadline]
+        return [f"answer of the directory {address}" for address in late]
+
+    def close(self, error: P2pError) -> None:
+        """Answer everybody."""
+        for instance in list(self._inquiries):
+            self._answer(instance, error)
+
+    def _repeat(self, instance: InstanceAddress, inquiry: Inquiry) -> None:
+        inquiry.resend_at = self._clock() + self._config.retry_seconds
+        self._control.send(Route(instance.address), encode(Lookup(self._epoch, 0, 0)))
+
+    def _answer(self, instance: InstanceAddress, answer: CacheSpec | P2pError) -> None:
+        for told in self._inquiries.pop(instance).told:
+            told(answer)

@@ -1,0 +1,1 @@
+"""What arrives: from OFFER until the bytes are where they belong."""

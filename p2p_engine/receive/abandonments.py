@@ -1,0 +1,101 @@
+"""Abandonments: keys that peers must be told will never be completed. Each is told again until its
+peer has heard. The engine's lock guards everything here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from p2p_engine.config import EngineConfig
+from p2p_engine.control.parts import for_each
+from p2p_engine.control.timers import Timers
+from p2p_engine.index import Index
+from p2p_engine.peers.links import Link, Links, PeerAddress
+from p2p_engine.wire.messages import Abandon, TransferKey, shorten
+
+
+@dataclass(eq=False)
+class Abandonment:
+    """A key that a peer must be told will never be completed."""
+
+    key: TransferKey
+    link: Link
+    reason: str
+    deadline: float
+
+
+class Abandonments:
+    """All of them; nothing here is found by a scan."""
+
+    def __init__(self, config: EngineConfig, links: Links, clock: Callable[[], float]) -> None:
+        self._config = config
+        self._links = links
+        self._clock = clock
+        self._items: dict[tuple[TransferKey, PeerAddress], Abandonment] = {}
+        self._of_key: Index[TransferKey, Abandonment] = Index()
+        self._of_link: Index[Link, Abandonment] = Index()
+        self._timers: Timers[Abandonment] = Timers()
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[TransferKey]:
+        """Name their keys; one that several peers must be told comes several times."""
+        return (key for key, _ in self._items)
+
+    def uses(self, link: Link) -> bool:
+        """Whether a peer is to be told something over a link."""
+        return self._of_link.count(link) > 0
+
+    def add(self, key: TransferKey, peer: PeerAddress, reason: str) -> None:
+        """Tell the peer, until it has heard, at most for transfer_timeout_seconds.
+
+        Raises:
+            PeerUnreachable: the peer's address is not host:port.
+        """
+        link = self._links.get(peer, data=False)
+        if (key, peer) in self._items:
+            self._remove(self._items[key, peer])
+        deadline = self._clock() + self._config.transfer_timeout_seconds
+        item = self._items[key, peer] = Abandonment(key, link, reason, deadline)
+        self._of_key.add(key, item)
+        self._of_link.add(link, item)
+        self._tell(item)
+
+    def on_heard(self, link: Link, key: TransferKey) -> None:
+        """A peer has heard."""
+        for item in self._of_key.get(key):
+            if item.link.epoch == link.epoch:
+                self._remove(item)
+
+    def link_ready(self, link: Link) -> None:
+        """Tell a peer what could not be told before."""
+        for_each(self._of_link.get(link), self._tell)
+
+    def link_closed(self, link: Link) -> None:
+        """Nobody is there to be told."""
+        for item in self._of_link.get(link):
+            self._remove(item)
+
+    def tick(self, now: float) -> None:
+        """Tell again what is unanswered; forget what is overdue."""
+        self._timers.look(now, lambda item: self._tick_one(item, now))
+
+    def _tick_one(self, item: Abandonment, now: float) -> None:
+        if now >= item.deadline:
+            self._remove(item)
+        else:
+            self._tell(item)
+
+    def _tell(self, item: Abandonment) -> None:
+        soon = self._clock() + self._config.retry_seconds
+        self._timers.set(item, min(item.deadline, soon))
+        if item.link.ready:
+            self._links.send(item.link, Abandon, item.key, shorten(item.reason))
+
+    def _remove(self, item: Abandonment) -> None:
+        del self._items[item.key, item.link.target]
+        self._of_key.discard(item.key, item)
+        self._of_link.discard(item.link, item)
+        self._timers.cancel(item)

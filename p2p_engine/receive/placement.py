@@ -1,0 +1,222 @@
+"""Places: where a granted chunk's bytes land, from the reservation until the memory is given back.
+
+Straight in the sink's final memory where our own process writes and nothing has arrived yet; else
+in the arena, where a sender that writes by itself says so in a last word. What is held and spilled
+lies in the arena, too, and leaves the reserve alone like any chunk that nobody waits for. The
+engine's lock guards everything here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mempool import Mover
+from p2p_engine.config import EngineConfig
+from p2p_engine.errors import P2pError, TransferTooLarge, TransportError
+from p2p_engine.memory.arena import LandingArena, Space, round_up
+from p2p_engine.memory.jobs import Job
+from p2p_engine.memory.layout import Regions, ask, one_region, packed_pages
+from p2p_engine.receive.credit import Credit
+from p2p_engine.receive.landing import BLOCKS, Landing, Receive
+from p2p_engine.receive.reserve import Reserve
+from p2p_engine.transfer import lane_of
+from p2p_engine.transports.base import Arrival
+
+JobEnded = Callable[[Job], None]
+
+
+class Places:
+    """The memory of all landings and spills of one engine, accounted exactly."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        arena: LandingArena | None,
+        mover: Mover,
+        clock: Callable[[], float],
+        *,
+        receives: bool = True,
+    ) -> None:
+        """Unless the engine `receives`, nothing is kept for what somebody waits for."""
+        self.arena = self._arena = arena
+        self.credit = self._credit = Credit(config, clock)
+        self._reserve = Reserve(arena) if arena is not None and receives else None
+        self._mover = mover
+        self._live_block_bytes = 0
+
+    def place(
+        self, landing: Landing, receive: Receive | None, hoarded_bytes: int, ended: JobEnded
+    ) -> str:
+        """Reserve memory for a landing; `ended` is told of our own I/O into it.
+
+        Returns why there is none now, or "". `hoarded_bytes` are those that no one may use because
+        the same sender might still write there.
+
+        Raises:
+            TransportError: the sender has no data connection.
+            TransferTooLarge: there never will be room.
+            P2pError: the sink failed.
+        """
+        if not landing.nbytes:
+            return ""  # nothing is written, so there is no place, and DONE says that it is whole
+        if not landing.transport.receiver_writes and landing.transport.is_gone(landing.id[0]):
+            raise TransportError("the sender has no data connection")
+        if receive is None or not _may_go_straight(landing, receive):
+            return self._place_in_arena(landing, receive, hoarded_bytes, ended)
+        manifest = landing.manifest
+        regions = receive.regions(manifest, manifest.first_block, manifest.num_blocks)
+        _expect(landing, regions, ended, keep=receive)
+        self._live_block_bytes += landing.nbytes
+        return ""
+
+    def give_back(self, landing: Landing) -> None:
+        """Free a landing's memory: nobody can write into it any more."""
+        if landing.word is not None and self._arena is not None:
+            self._arena.words.give_back(landing.word)
+        if landing.space is not None:
+            self._release(landing.space)
+            self._credit.give_back(landing.id, landing.space.nbytes)
+        else:
+            self._live_block_bytes -= landing.nbytes
+
+    def spare(self, sizes: Sequence[int], place: str) -> list[Space]:
+        """Reserve a space of each size in one place for a spill; none when there is not room for
+        all of them beside what is kept for chunks that somebody waits for."""
+        spaces: list[Space] = []
+        for nbytes in sizes:
+            space = self._spare(nbytes, place)
+            if space is None:
+                self.take_back(spaces)
+                return []
+            spaces.append(space)
+        return spaces
+
+    def take_back(self, spaces: list[Space]) -> None:
+        """Free the spaces of a spill, and empty the list: nobody reads or writes them any more."""
+        while spaces:
+            self._release(spaces.pop())
+
+    def _spare(self, nbytes: int, place: str) -> Space | None:
+        if self._arena is None or self._credit.is_awaited():
+            return None
+        if self._reserve is not None and not self._reserve.can_spare(nbytes):
+            return None
+        return self._arena.reserve(nbytes, (place,))
+
+    def _release(self, space: Space) -> None:
+        if self._arena is not None:
+            self._arena.release(space)
+        if self._reserve is not None:
+            self._reserve.relax()
+
+    def is_whole(self, landing: Landing) -> bool:
+        """Whether every byte is there."""
+        if not landing.nbytes:
+            return landing.done_heard
+        if landing.transport.receiver_writes:
+            return landing.job is not None and landing.job.state == "done"
+        if self._arena is None or landing.word is None:
+            return False
+        return self._arena.words.is_published(landing.word)
+
+    def take_written(self) -> list[Landing]:
+        """Return the landings whose senders have published that they are whole; each once."""
+        return self._arena.words.take_published() if self._arena is not None else []
+
+    def checksum(self, landing: Landing, ended: JobEnded) -> int | None:
+        """The CRC-32C of a landing that is whole; None: `ended` is told when to ask again."""
+        if landing.transport.receiver_writes or landing.space is None or self._arena is None:
+            return landing.job.checksum if landing.job is not None else None
+        if landing.checking is None:
+            regions = one_region(self._arena.address(landing.space), landing.nbytes)
+            landing.checking = self._mover.check(
+                regions.addresses,
+                regions.lengths,
+                lane=lane_of(landing.content[0]),
+                tag=ended,
+                keep=self._arena,
+            )
+        return landing.checking.checksum
+
+    def packed(self, landing: Landing, first: int, num: int) -> Regions | None:
+        """Where these blocks lie in the arena; None: where they belong already."""
+        if landing.space is None or self._arena is None:
+            return None
+        base = self._arena.address(landing.space)
+        return packed_pages(base, landing.manifest, first, num)
+
+    def word_offset(self, landing: Landing) -> int:
+        """Where the sender is to write the completion word; 0: it writes none."""
+        if landing.word is None or self._arena is None:
+            return 0
+        return self._arena.words.offset(landing.word)
+
+    def live_bytes(self) -> dict[str, int]:
+        """Bytes that are reserved now, by place."""
+        arena = dict(self._arena.live_bytes) if self._arena is not None else {}
+        if self._reserve is not None and self._reserve.place is not None:
+            arena[self._reserve.place] -= self._reserve.nbytes  # it is set aside, and empty
+        return {BLOCKS: self._live_block_bytes, **arena}
+
+    def _take_space(
+        self, arena: LandingArena, landing: Landing, size: int, *, is_awaited: bool
+    ) -> str:
+        """Reserve a landing's space; returns why it may have none, or "". What nobody waits for
+        leaves the reserve to what somebody does."""
+        reserve = self._reserve
+        spare = reserve.nbytes if reserve is not None and is_awaited else 0
+        refusal = self._credit.refusal(
+            landing.id, size, arena.free_bytes + spare, is_awaited=is_awaited
+        )
+        if refusal or reserve is None:
+            return refusal
+        if is_awaited:
+            landing.space = reserve.reserve(size)
+        elif not reserve.can_spare(size):
+            return "what is left of buffer and pool is kept for what somebody waits for"
+        else:
+            landing.space = arena.reserve(size)
+        return ""
+
+    def _place_in_arena(
+        self, landing: Landing, receive: Receive | None, hoarded_bytes: int, ended: JobEnded
+    ) -> str:
+        arena, size = self._arena, round_up(landing.nbytes)
+        needs_it = not landing.transport.scatters or (
+            receive is not None and receive.has_delivered(landing.manifest)
+        )
+        if needs_it and (arena is None or not arena.fits(size)):
+            text = f"a chunk of {landing.nbytes} bytes fits neither the buffer nor the pool"
+            raise TransferTooLarge(text)
+        if arena is None or hoarded_bytes > sum(arena.budgets.values()) / 4:
+            return "no landing memory, or too much of it is in quarantine"
+        refusal = self._take_space(arena, landing, size, is_awaited=receive is not None)
+        if landing.space is None:
+            return refusal or "buffer and pool are full"
+        if not landing.transport.receiver_writes:
+            landing.word = arena.words.take(landing, landing.trailer)
+            if landing.word is None:
+                arena.release(landing.space)
+                return "all completion words are lent"
+            self._credit.take(landing.id, size)
+            return ""
+        regions = one_region(arena.address(landing.space), landing.nbytes)
+        try:
+            _expect(landing, regions, ended, keep=arena)
+        except P2pError:
+            arena.release(landing.space)
+            raise
+        self._credit.take(landing.id, size)
+        return ""
+
+
+def _may_go_straight(landing: Landing, receive: Receive) -> bool:
+    """Whether the bytes may land in final memory: a stream that is cut off ends in zeros, so only
+    where nothing has arrived yet and nobody else writes."""
+    touched = receive.has_delivered(landing.manifest) or receive.writers_of(landing.manifest)
+    return landing.transport.scatters and not touched
+
+
+def _expect(landing: Landing, regions: Regions, ended: JobEnded, *, keep: object) -> None:
+    arrival = Arrival(*landing.id, regions.coalesced(), landing.checked, tag=ended, keep=keep)
+    landing.job = ask(lambda: landing.transport.expect(arrival))

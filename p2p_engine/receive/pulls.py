@@ -1,0 +1,314 @@
+"""Awaited: what this engine waits for from a named peer. It pulls (GET), and it notices that the
+peer is gone, refuses, or no longer has it. The engine's lock guards everything here.
+
+A peer is an engine, or those ranks of an instance that the plan names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from p2p_engine.config import EngineConfig
+from p2p_engine.control.parts import for_each
+from p2p_engine.control.timers import Timers
+from p2p_engine.errors import P2pError, PeerLost, PeerRefused, RemoteProtocolError
+from p2p_engine.index import Index
+from p2p_engine.peers.links import InstanceAddress, Link, Links, PeerAddress
+from p2p_engine.peers.locator import Instances
+from p2p_engine.receive.holders import givers, keepers
+from p2p_engine.recent import Recent
+from p2p_engine.transfer import Transfer
+from p2p_engine.wire.messages import CacheSpec, ContentKey, Release, TransferKey, Want
+
+MAX_ACCUSATIONS = 4096
+WANTS_IN_A_LEASE = 4
+MAX_DOUBLINGS = 16
+
+
+@dataclass(eq=False)
+class Asked:
+    """One rank that sends what is expected."""
+
+    link: Link
+    offered: bool = False
+    resend_at: float = 0.0
+    num_wants: int = 0
+
+
+@dataclass(eq=False)
+class Expected:
+    """One receive whose sender is known; `asked` follows when its directory has answered.
+
+    So do the `idle` ranks there, which hold it too, or what we have no place for, for nobody.
+    """
+
+    transfer: Transfer
+    binding: bytes
+    pull: bool
+    asked: list[Asked] = field(default_factory=list)
+    idle: list[tuple[TransferKey, PeerAddress]] = field(default_factory=list)
+
+    @property
+    def epochs(self) -> set[int]:
+        """Of those who send it; 0: of one that has not been met yet."""
+        return {asked.link.epoch for asked in self.asked}
+
+
+@dataclass(frozen=True)
+class Accusation:
+    """An ABANDON that counts if its speaker turns out to be who sends the key."""
+
+    error: P2pError
+    until: float
+
+
+class Awaited:
+    """All receives whose sender is known."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        links: Links,
+        instances: Instances,
+        spec: CacheSpec | None,
+        clock: Callable[[], float],
+        *,
+        fail: Callable[[TransferKey, P2pError], None],
+        bereave: Callable[[TransferKey, P2pError], None],
+        abandoned: Callable[[TransferKey, int, P2pError], None],
+        introduced: Callable[[TransferKey], None],
+    ) -> None:
+        """`fail(key, error)` ends the receives of a key, `bereave` unless all of it is here.
+        `abandoned(key, epoch, error)` takes an ABANDON of a key that is awaited from no named peer;
+        `introduced(key)` is told when the epoch of such a peer becomes known."""
+        self._config = config
+        self._links = links
+        self._instances = instances
+        self._spec = spec
+        self._clock = clock
+        self._fail = fail
+        self._bereave = bereave
+        self._abandoned = abandoned
+        self._introduced = introduced
+        self._expected: dict[TransferKey, Expected] = {}
+        self._of_link: Index[Link, Expected] = Index()
+        self._timers: Timers[Expected] = Timers()  # of those to ask for, or that ended
+        self._to_release: Index[Link, ContentKey] = Index()
+        self._accused: Recent[tuple[TransferKey, int], Accusation] = Recent(MAX_ACCUSATIONS)
+
+    def add(
+        self,
+        transfer: Transfer,
+        peer: PeerAddress | InstanceAddress,
+        binding: bytes,
+        *,
+        pull: bool,
+    ) -> None:
+        """Watch the peer until the transfer has ended; with `pull`, ask it for the key, without,
+        ask it when nothing has come for a while: it may hold what we take for pushed."""
+        previous = self._expected.get(transfer.key)
+        if previous is not None:  # no RELEASE for it: it would end what is asked for now
+            self._remove(previous)
+        item = self._expected[transfer.key] = Expected(transfer, binding, pull)
+        transfer.on_end = partial(self._ended, item)
+        if isinstance(peer, PeerAddress):
+            self._watch(item, [peer])
+        else:
+            self._instances.ask(peer, partial(self._found, item, peer))
+
+    def release(self, content: ContentKey, peer: PeerAddress | InstanceAddress) -> None:
+        """Tell the holders once, soon, that nothing is wanted; a lease covers a lost message."""
+        if isinstance(peer, PeerAddress):
+            self._release(content, peer)
+            return
+
+        def found(answer: CacheSpec | P2pError) -> None:
+            key, binding = content
+            sources = [(key, rank) for rank in givers(self._spec, key, answer)]
+            for name, rank in [*sources, *keepers(self._spec, key, answer)]:
+                self._release((name, binding), peer.rank(rank))
+
+        self._instances.ask(peer, found)
+
+    def uses(self, link: Link) -> bool:
+        """Whether anything is awaited over a link, or to be said."""
+        return self._of_link.count(link) + self._to_release.count(link) > 0
+
+    def on_offer(self, key: TransferKey, epoch: int) -> None:
+        """A peer has answered."""
+        item = self._expected.get(key)
+        for asked in item.asked if item is not None else ():
+            asked.offered = asked.offered or asked.link.epoch == epoch
+
+    def is_from(self, key: TransferKey, epoch: int) -> bool:
+        """Whether a key is awaited from the engine of this epoch."""
+        item = self._expected.get(key)
+        return item is not None and epoch in item.epochs
+
+    def on_gone(self, key: TransferKey, epoch: int, error: P2pError) -> None:
+        """A peer does not have it.
+
+        Raises:
+            RemoteProtocolError: it was not asked for it.
+        """
+        item = self._expected.get(key)
+        if item is None:
+            return  # it has ended by now
+        if epoch not in item.epochs:
+            raise RemoteProtocolError(f"GONE of {key} from {epoch:x}, which was not asked for it")
+        self._remove(item)
+        self._fail(key, error)
+        self._let_go(item)
+
+    def on_abandon(self, key: TransferKey, epoch: int, error: P2pError) -> None:
+        """A peer will not complete a key. It is believed if the key is awaited from it, or from
+        nobody by name. Until it is known who that is, it is remembered.
+
+        Raises:
+            RemoteProtocolError: the key is awaited from another peer, or another one sends it.
+        """
+        item = self._expected.get(key)
+        if item is None:
+            self._abandoned(key, epoch, error)
+        elif epoch in item.epochs:
+            self._fail(key, error)
+            return
+        elif item.epochs and 0 not in item.epochs:
+            raise RemoteProtocolError(f"ABANDON of {key} from {epoch:x}, which does not send it")
+        until = self._clock() + self._config.lease_seconds
+        self._accused.put((key, epoch), Accusation(error, until))
+
+    def link_ready(self, link: Link) -> None:
+        """Ask what could not be asked before."""
+        try:
+            for_each(self._of_link.get(link), lambda item: self._meet_by(item, link))
+        finally:
+            for content in self._to_release.pop(link):
+                self._links.send(link, Release, *content)
+
+    def link_closed(self, link: Link) -> None:
+        """Nothing will come from there any more."""
+        self._to_release.pop(link)
+        error = link.error or PeerLost(f"peer {link.target} is gone")
+        for_each(self._of_link.get(link), lambda item: self._lose(item, error))
+
+    def tick(self, now: float) -> None:
+        """Ask again; let go of what has ended."""
+        self._timers.look(now, lambda item: self._tick_one(item, now))
+
+    def _tick_one(self, item: Expected, now: float) -> None:
+        if item.transfer.done:
+            self._remove(item)
+            self._let_go(item)
+            return
+        for asked in item.asked:
+            self._ask(item, asked, now)
+        self._schedule(item)
+
+    def _schedule(self, item: Expected) -> None:
+        """Look at it when somebody has to be asked; a link that is not ready tells when it is, but
+        that may be lost."""
+        if item.transfer.done:
+            return  # it is due already
+        later = self._clock() + self._config.retry_seconds
+        times = [
+            asked.resend_at if asked.link.ready else max(later, asked.resend_at)
+            for asked in item.asked
+            if not asked.offered
+        ]
+        if times:
+            self._timers.set(item, min(times))
+        else:
+            self._timers.cancel(item)
+
+    def _ended(self, item: Expected) -> None:
+        """Its transfer is over: the next tick lets go of it."""
+        if self._expected.get(item.transfer.key) is item:
+            self._timers.set(item, 0.0)
+
+    def _remove(self, item: Expected) -> None:
+        del self._expected[item.transfer.key]
+        item.transfer.on_end = None
+        for asked in item.asked:
+            self._of_link.discard(asked.link, item)
+        self._timers.cancel(item)
+
+    def _lose(self, item: Expected, error: P2pError) -> None:
+        self._remove(item)
+        if not item.transfer.done:
+            self._bereave(item.transfer.key, error)
+
+    def _found(self, item: Expected, peer: InstanceAddress, answer: CacheSpec | P2pError) -> None:
+        key = item.transfer.key
+        if self._expected.get(key) is not item or item.transfer.done:
+            return
+        if isinstance(answer, P2pError):
+            self._remove(item)
+            self._fail(key, answer)
+            return
+        item.idle = [(name, peer.rank(rank)) for name, rank in keepers(self._spec, key, answer)]
+        sources = givers(self._spec, key, answer)
+        self._watch(item, [peer.rank(rank) for rank in sources])
+        if not sources:
+            self._fail(key, PeerRefused(f"peer {peer}: there are no such layers there"))
+
+    def _watch(self, item: Expected, peers: list[PeerAddress]) -> None:
+        patient_until = 0.0 if item.pull else self._clock() + self._config.retry_seconds
+        item.asked = [
+            Asked(self._links.get(peer, data=False), resend_at=patient_until) for peer in peers
+        ]
+        for asked in item.asked:
+            self._of_link.add(asked.link, item)
+        for asked in item.asked:
+            self._meet(item, asked)
+        self._schedule(item)
+
+    def _meet_by(self, item: Expected, link: Link) -> None:
+        for asked in item.asked:
+            if asked.link is link:
+                if item.pull:  # what it was asked before may be lost
+                    asked.resend_at = 0.0
+                self._meet(item, asked)
+        self._schedule(item)
+
+    def _meet(self, item: Expected, asked: Asked) -> None:
+        """Ask one who sends it, if it is there; and hear what it has said before it was known."""
+        if not asked.link.ready:
+            return
+        key = item.transfer.key
+        self._introduced(key)
+        accusation = self._accused.pop((key, asked.link.epoch))
+        if accusation is not None and accusation.until > self._clock():
+            self._fail(key, accusation.error)
+        else:
+            self._ask(item, asked, self._clock())
+
+    def _let_go(self, item: Expected) -> None:
+        content = (item.transfer.key, item.binding)
+        for key, peer in item.idle if item.pull else ():
+            self._release((key, item.binding), peer)
+        for asked in item.asked:
+            if item.transfer.error is not None and asked.link.ready and asked.num_wants:
+                self._links.send(asked.link, Release, *content)
+
+    def _release(self, content: ContentKey, peer: PeerAddress) -> None:
+        link = self._links.get(peer, data=False)
+        if link.ready:
+            self._links.send(link, Release, *content)
+        else:
+            self._to_release.add(link, content)
+
+    def _ask(self, item: Expected, asked: Asked, now: float) -> None:
+        if asked.offered or not asked.link.ready or now < asked.resend_at:
+            return
+        asked.resend_at = now + self._pause(asked)
+        asked.num_wants += 1
+        self._links.send(asked.link, Want, item.transfer.key, item.binding, not item.pull)
+
+    def _pause(self, asked: Asked) -> float:
+        """How soon to ask again: more and more seldom, and four times in the peer's lease at least.
+        It remembers what it was asked, and what is pushed comes by itself."""
+        pause = self._config.retry_seconds
+        doubled = pause * 2.0 ** min(asked.num_wants, MAX_DOUBLINGS)
+        return max(pause, min(doubled, asked.link.lease / WANTS_IN_A_LEASE))

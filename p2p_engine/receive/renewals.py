@@ -1,0 +1,290 @@
+"""Renewals: what somebody here will ask for, later. Until then it must not end: neither here, where
+it may have landed, nor at the peer that holds it (GET) or was denied room for it (PUT).
+
+What has landed here outlives its lease while its content is kept (`is_kept`); that costs nothing.
+A peer is told RENEW, for all its contents together: at once for those that are new, then four times
+in a lease, its own or ours, whichever is shorter. Nothing is kept for longer than
+`max_renewal_seconds`, on either side: a caller that never says `drop` cannot pin memory for ever.
+The engine's lock guards everything here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+from p2p_engine.config import EngineConfig
+from p2p_engine.errors import P2pError, PeerLost
+from p2p_engine.peers.links import InstanceAddress, Link, Links, PeerAddress
+from p2p_engine.peers.locator import Instances
+from p2p_engine.receive.holders import givers, keepers
+from p2p_engine.wire.messages import (
+    MAX_FRAME_BYTES,
+    MAX_RENEWED,
+    CacheSpec,
+    ContentKey,
+    Renew,
+    TransferKey,
+)
+
+logger = logging.getLogger(__name__)
+
+ROUNDS_IN_A_LEASE = 4  # so that three may be lost
+_OVERHEAD_BYTES = 64  # of a frame, and of the numbers in one content
+
+
+@dataclass(eq=False)
+class Kept:
+    """A content that will be asked for; `told` are the names under which ranks of its peer have it,
+    those of `sources` among them give it to this rank."""
+
+    content: ContentKey
+    began_at: float
+    sources: frozenset[PeerAddress] = frozenset()
+    told: list[tuple[PeerAddress, ContentKey]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Duty:
+    """What one rank of a peer is asked to keep; `fresh` are those that it was not told yet."""
+
+    due_at: float
+    contents: dict[ContentKey, Kept] = field(default_factory=dict)
+    fresh: dict[ContentKey, None] = field(default_factory=dict)
+    epoch: int = 0  # of the engine that was told
+    told_at: dict[ContentKey, float] = field(default_factory=dict)  # its link's heard_at then
+    heard_at: float = 0.0  # of its last link, which has ended
+
+
+class Renewals:
+    """All contents that this engine keeps alive."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        links: Links,
+        instances: Instances,
+        spec: CacheSpec | None,
+        clock: Callable[[], float],
+        *,
+        fail: Callable[[TransferKey, P2pError], None],
+        is_here: Callable[[ContentKey], bool],
+    ) -> None:
+        """`fail(key, error)` says that a key will not come; `is_here` whether any of a content has
+        landed, or is waited for."""
+        self._config = config
+        self._links = links
+        self._instances = instances
+        self._spec = spec
+        self._clock = clock
+        self._fail = fail
+        self._is_here = is_here
+        self._kept: dict[ContentKey, Kept] = {}  # oldest first
+        self._keys: Counter[TransferKey] = Counter()
+        self._duties: dict[PeerAddress, Duty] = {}
+        self._unplanned: dict[InstanceAddress, set[ContentKey]] = {}  # its directory did not answer
+        self._look_at = math.inf  # when something is to be done at the earliest
+
+    def keep(self, content: ContentKey, peer: PeerAddress | InstanceAddress | None) -> None:
+        """Keep a content alive until `drop`, here and, when it is known, at the peer.
+
+        Raises:
+            PeerUnreachable: the address is not host:port.
+        """
+        if peer is not None:
+            peer.check()
+        self.drop(content)
+        self._kept[content] = kept = Kept(content, self._clock())
+        self._keys[content[0]] += 1
+        self._look_at = min(self._look_at, self._end_of(kept))
+        if isinstance(peer, PeerAddress):
+            self._plan(kept, [peer], [])
+        elif peer is not None:
+            self._ask(peer, kept)
+
+    def drop(self, content: ContentKey) -> None:
+        """Keep a content no longer; idempotent. Leases end what is left of it."""
+        kept = self._kept.pop(content, None)
+        if kept is not None:
+            self._keys[content[0]] -= 1
+            if not self._keys[content[0]]:
+                del self._keys[content[0]]
+            self._stop_telling(kept)
+
+    def is_kept(self, content: ContentKey) -> bool:
+        """Whether a content, or anything of a key without a binding, is kept."""
+        return content in self._kept or (not content[1] and content[0] in self._keys)
+
+    def uses(self, link: Link) -> bool:
+        """Whether a peer is asked to keep anything."""
+        return link.target in self._duties
+
+    def on_gone(self, peer: PeerAddress, key: TransferKey, error: P2pError) -> None:
+        """A peer will not give a key, or not again."""
+        duty = self._duties.get(peer)
+        found = list(duty.contents.items()) if duty is not None else []
+        for name, kept in found:
+            if name[0] != key:
+                continue
+            if peer in kept.sources:
+                self._lose(kept, error)
+            else:
+                self._forget(peer, name)
+
+    def link_ready(self, link: Link) -> None:
+        """Tell a peer what it was not told; one that was restarted has nothing any more."""
+        duty = self._duties.get(link.target)
+        if duty is None:
+            return
+        if duty.epoch not in (0, link.epoch):
+            self._lose_all(link, duty)
+        duty.due_at = self._look_at = self._clock()
+
+    def link_closed(self, link: Link) -> None:
+        """A peer is silent, or over: it is dialled again before its leases can end."""
+        duty = self._duties.get(link.target)
+        if duty is not None:
+            duty.heard_at = link.heard_at
+            soon = self._clock() + self._interval(link) / ROUNDS_IN_A_LEASE
+            duty.due_at = min(duty.due_at, soon)
+            self._look_at = min(self._look_at, duty.due_at)
+
+    def tick(self, now: float) -> None:
+        """Tell what is due; let go of what was kept for too long."""
+        if now < self._look_at:
+            return
+        for kept in self._overaged(now):
+            logger.warning(
+                "renewed no more: key=%s seconds=%g",
+                kept.content[0], self._config.max_renewal_seconds,
+            )  # fmt: skip
+            self.drop(kept.content)
+        unplanned, self._unplanned = self._unplanned, {}
+        for instance, contents in unplanned.items():
+            for content in contents & self._kept.keys():
+                self._ask(instance, self._kept[content])
+        for peer, duty in list(self._duties.items()):
+            if now >= duty.due_at or duty.fresh:
+                self._tell(peer, duty, now)
+        self._look_at = self._next_look(now)
+
+    def num_kept(self) -> int:
+        """How many contents are kept."""
+        return len(self._kept)
+
+    def _interval(self, link: Link | None = None) -> float:
+        lease = self._config.lease_seconds
+        if link is not None:  # whatever it says, it is not told at every tick
+            lease = min(lease, max(link.lease, self._config.retry_seconds))
+        return lease / ROUNDS_IN_A_LEASE
+
+    def _next_look(self, now: float) -> float:
+        times = [duty.due_at for duty in self._duties.values()]
+        times += [self._end_of(kept) for kept in islice(self._kept.values(), 1)]
+        times += [now + self._interval()] * bool(self._unplanned)
+        return min(times, default=math.inf)
+
+    def _overaged(self, now: float) -> list[Kept]:
+        overaged = []
+        for kept in self._kept.values():
+            if now < self._end_of(kept):
+                break
+            overaged.append(kept)
+        return overaged
+
+    def _end_of(self, kept: Kept) -> float:
+        return kept.began_at + self._config.max_renewal_seconds
+
+    def _ask(self, instance: InstanceAddress, kept: Kept) -> None:
+        self._instances.ask(instance, lambda answer: self._found(instance, kept, answer))
+
+    def _found(self, instance: InstanceAddress, kept: Kept, answer: CacheSpec | P2pError) -> None:
+        key, binding = kept.content
+        if self._kept.get(kept.content) is not kept:
+            return
+        if isinstance(answer, P2pError):
+            self._unplanned.setdefault(instance, set()).add(kept.content)
+            self._look_at = min(self._look_at, self._clock() + self._interval())
+            return
+        sources = [instance.rank(rank) for rank in givers(self._spec, key, answer)]
+        idle = [
+            (instance.rank(rank), (name, binding))
+            for name, rank in keepers(self._spec, key, answer)
+        ]
+        self._plan(kept, sources, idle)
+
+    def _plan(
+        self, kept: Kept, sources: list[PeerAddress], idle: list[tuple[PeerAddress, ContentKey]]
+    ) -> None:
+        kept.sources = frozenset(sources)
+        kept.told = [(peer, kept.content) for peer in sources] + idle
+        for peer, name in kept.told:
+            duty = self._duties.get(peer)
+            if duty is None:
+                duty = self._duties[peer] = Duty(self._clock())
+            duty.contents[name] = kept
+            duty.fresh[name] = None
+            self._look_at = 0.0
+
+    def _lose_all(self, link: Link, duty: Duty) -> None:
+        """The peer was restarted. What its last start was told, and lived on, is lost if none of it
+        is here; the rest may be the new one's."""
+        error = PeerLost(f"peer {link.target} was restarted")
+        for kept in list(duty.contents.values()):
+            was_told = duty.told_at.get(kept.content, duty.heard_at) < duty.heard_at
+            if link.target in kept.sources and was_told and not self._is_here(kept.content):
+                self._lose(kept, error)
+        duty.told_at.clear()
+
+    def _lose(self, kept: Kept, error: P2pError) -> None:
+        """It is remembered as failed for as long as it is kept."""
+        self._stop_telling(kept)
+        self._fail(kept.content[0], error)
+
+    def _stop_telling(self, kept: Kept) -> None:
+        told, kept.told = kept.told, []
+        for peer, name in told:
+            self._forget(peer, name)
+
+    def _forget(self, peer: PeerAddress, name: ContentKey) -> None:
+        duty = self._duties.get(peer)
+        if duty is not None:
+            duty.contents.pop(name, None)
+            duty.fresh.pop(name, None)
+            duty.told_at.pop(name, None)
+            if not duty.contents:
+                del self._duties[peer]
+
+    def _tell(self, peer: PeerAddress, duty: Duty, now: float) -> None:
+        """Say what is new, or everything; what is not said now is said when the link is ready."""
+        link = self._links.get(peer, data=False)
+        is_round = now >= duty.due_at
+        if is_round:
+            duty.due_at = now + self._interval(link)
+        if link.ready:
+            for contents in batches(duty.contents if is_round else duty.fresh):
+                self._links.send(link, Renew, contents)
+                for name in contents:
+                    duty.told_at.setdefault(name, link.heard_at)
+            duty.epoch = link.epoch
+        duty.fresh.clear()
+
+
+def batches(contents: Iterable[ContentKey]) -> Iterator[list[ContentKey]]:
+    """Share contents out over as few messages as can carry them."""
+    batch: list[ContentKey] = []
+    room = MAX_FRAME_BYTES - _OVERHEAD_BYTES
+    for key, binding in contents:
+        texts = len(key.transfer_id.encode()) + len(key.layer.encode())
+        nbytes = texts + len(binding) + _OVERHEAD_BYTES
+        if len(batch) == MAX_RENEWED or nbytes > room:
+            yield batch
+            batch, room = [], MAX_FRAME_BYTES - _OVERHEAD_BYTES
+        batch.append((key, binding))
+        room -= nbytes
+    if batch:
+        yield batch

@@ -1,0 +1,122 @@
+"""Answers: what this engine tells senders about their chunks, and the last words that it remembers,
+so that what is asked again is answered alike. The engine's lock guards everything here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from p2p_engine.config import EngineConfig
+from p2p_engine.errors import P2pError
+from p2p_engine.receive.landing import Landing, LandingId
+from p2p_engine.recent import Recent
+from p2p_engine.wire.messages import Cancel, Commit, ContentKey, Deny, Fail, Grant, Message, shorten
+
+Reply: TypeAlias = Callable[[int, type[Message], tuple[Any, ...]], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The last word on a chunk, said again whenever its sender asks."""
+
+    attempt: int
+    kind: type[Message]
+    fields: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Tombstone:
+    """A content that ended here without success; `refused` when an offer has met it. One that was
+    abandoned by its sender (`said_by`, an epoch) holds for what that sender says."""
+
+    reason: str
+    until: float
+    refused: bool = False
+    said_by: int = 0
+
+    def concerns(self, epoch: int) -> bool:
+        """Whether it holds for an offer of this epoch."""
+        return self.said_by in (0, epoch)
+
+
+class Answers:
+    """All that is said, and both bounded memories."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        reply: Reply,
+        clock: Callable[[], float],
+        is_kept: Callable[[ContentKey], bool] = lambda content: False,
+    ) -> None:
+        """`reply(epoch, kind, fields)` sends a message to a sender; a tombstone stands for longer
+        than its lease while `is_kept` says that somebody will ask for its content."""
+        self._config = config
+        self._reply = reply
+        self._clock = clock
+        self._is_kept = is_kept
+        self._tombstones: Recent[ContentKey, Tombstone] = Recent()
+        self._outcomes: Recent[LandingId, Outcome] = Recent()
+
+    def grant(self, landing: Landing, word_offset: int = 0) -> None:
+        """The region is reserved; the sender publishes its end at `word_offset`. Of a chunk without
+        bytes no block is granted: the sender writes nothing, no completion word either."""
+        offset = landing.space.offset if landing.space is not None else 0
+        first = landing.manifest.first_block
+        num = landing.manifest.num_blocks if landing.nbytes else 0
+        fields = (landing.id[1], landing.attempt, first, num, offset, landing.trailer, word_offset)
+        self._reply(landing.id[0], Grant, fields)
+
+    def deny(self, landing_id: LandingId, attempt: int, reason: str, retry_after: float) -> None:
+        """Not now: to be offered again, after so many seconds."""
+        epoch, seq = landing_id
+        self._reply(epoch, Deny, (seq, attempt, shorten(reason), retry_after))
+
+    def cancel(self, landing: Landing) -> None:
+        """The sender shall stop; this is due again after retry_seconds."""
+        landing.resend_at = self._clock() + self._config.retry_seconds
+        self._reply(landing.id[0], Cancel, (landing.id[1], landing.attempt))
+
+    def fail(self, landing_id: LandingId, attempt: int, error: P2pError) -> None:
+        """This attempt is over, for the error's reason; say so now."""
+        self.conclude(landing_id, attempt, error)
+        self.repeat(landing_id)
+
+    def conclude(self, landing_id: LandingId, attempt: int, error: P2pError | None) -> None:
+        """Remember the last word on a chunk (None: it has landed), to be said when it is asked."""
+        kind, fields = (Commit, ()) if error is None else (Fail, _as_fields(error))
+        self._outcomes.put(landing_id, Outcome(attempt, kind, (landing_id[1], attempt, *fields)))
+
+    def repeat(self, landing_id: LandingId, *, attempt: int = 0) -> bool:
+        """Say the last word on a chunk; False: there is none on this attempt, or a later one."""
+        outcome = self._outcomes.get(landing_id)
+        if outcome is None or outcome.attempt < attempt:
+            return False
+        self._reply(landing_id[0], outcome.kind, outcome.fields)
+        return True
+
+    def bury(
+        self, content: ContentKey, reason: str, *, refused: bool = False, said_by: int = 0
+    ) -> None:
+        """Refuse what comes of a content, for one lease."""
+        until = self._clock() + self._config.lease_seconds
+        self._tombstones.put(content, Tombstone(shorten(reason), until, refused, said_by))
+
+    def revive(self, content: ContentKey) -> None:
+        """Take what comes of a content again, unless something of it was refused already."""
+        grave = self._tombstones.get(content)
+        if grave is not None and not grave.refused:
+            self._tombstones.pop(content)
+
+    def exhume(self, content: ContentKey) -> Tombstone | None:
+        """Take the tombstone of a content, or of its whole key, when it still stands."""
+        for name in (content, (content[0], b"")):
+            grave = self._tombstones.pop(name)
+            if grave is not None and (grave.until > self._clock() or self._is_kept(content)):
+                return grave
+        return None
+
+
+def _as_fields(error: P2pError) -> tuple[str, str]:
+    return type(error).__name__, shorten(str(error))

@@ -1,0 +1,664 @@
+"""Store: everything that arrives, from OFFER until its bytes are where they belong.
+
+It alone decides that KV has arrived. The states are in landing.py; the engine's lock guards all.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+
+from p2p_engine.config import EngineConfig
+from p2p_engine.control.parts import for_each
+from p2p_engine.control.timers import Timers
+from p2p_engine.errors import (
+    P2pError,
+    PeerLost,
+    RemoteProtocolError,
+    TransferCancelled,
+    TransferCorrupted,
+    TransferError,
+    TransferRejected,
+    TransferTimeout,
+    TransferTooLarge,
+    TransportError,
+)
+from p2p_engine.memory.jobs import Copier, Job, Moment, after
+from p2p_engine.memory.layout import Regions, Sink, ask, pair
+from p2p_engine.receive.landing import Landing, LandingId, LandingState, Receive
+from p2p_engine.receive.ledger import Ledger, Writer
+from p2p_engine.receive.placement import Places
+from p2p_engine.receive.replies import Answers, Reply
+from p2p_engine.stats import Counters
+from p2p_engine.transfer import Transfer, lane_of
+from p2p_engine.transports.base import Transport
+from p2p_engine.wire.messages import ContentKey, Offer, TransferKey
+
+logger = logging.getLogger(__name__)
+
+MISMATCH_GRACE_SECONDS = 1.0
+MAX_LANDINGS = 1 << 16  # of one sender
+# Without bytes: no landing memory bounds them, and each may take 100 KiB of our own.
+MAX_EMPTY_LANDINGS, MAX_EMPTY_LANDINGS_IN_ALL = 256, 1024
+MAX_STRANGERS = 64  # that are remembered of one receive
+
+
+class Store:
+    """All incoming transfers of one engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        changed: threading.Condition,
+        places: Places,
+        copier: Copier,
+        counters: Counters,
+        *,
+        reply: Reply,
+        clock: Callable[[], float],
+        is_from: Callable[[TransferKey, int], bool] = lambda key, epoch: False,
+        is_kept: Callable[[ContentKey], bool] = lambda content: False,
+    ) -> None:
+        """`reply(epoch, kind, fields)` sends a message to a sender. `is_from(key, epoch)` says
+        whether a key is awaited from the engine of an epoch, `is_kept` whether somebody will
+        ask for a content: then its lease does not end."""
+        self._config = config
+        self._changed = changed
+        self._copier = copier
+        self._counters = counters
+        self._clock = clock
+        self._is_from = is_from
+        self._places = places
+        self._credit = places.credit
+        self._answers = Answers(config, reply, clock, is_kept)
+        self._is_kept = is_kept
+        self._ledger = Ledger()
+        self._timers: Timers[Landing | Receive] = Timers()
+        self._late: dict[Landing | Receive, None] = {}  # past their deadlines, and not over
+        self._held_up: dict[Landing, None] = {}  # landed where somebody else still writes
+
+    # What the caller asks for
+
+    def receive(
+        self,
+        key: TransferKey,
+        sink: Sink,
+        binding: bytes,
+        timeout: float,
+        moments: tuple[Moment, ...] = (),
+        *,
+        is_named: bool = False,
+    ) -> Transfer:
+        """Wait for a content; what has landed already is taken at once. The sink is written after
+        all `moments`. Where the sender `is_named`, no other peer can end the wait.
+
+        Raises:
+            TransferError: the same content is being waited for.
+            TransferRejected: it was refused here, or given up by its sender, before.
+        """
+        content = (key, binding)
+        if content in self._ledger.receives:
+            raise TransferError(f"{key} is being received already")
+        grave = self._answers.exhume(content)
+        if grave is not None and grave.refused and not (is_named and grave.said_by):
+            raise TransferRejected(f"{key}: {grave.reason}")
+        transfer = Transfer(key, 0, self._changed, self._cancel_transfer)
+        deadline = self._clock() + timeout
+        receive = Receive(content, sink, transfer, deadline, moments, is_named=is_named)
+        self._ledger.open(receive)
+        self._timers.set(receive, deadline)
+        for landing in self._ledger.of_content(content):
+            if landing.state in (LandingState.GRANTED, LandingState.LANDED):
+                self._claim(landing, receive)
+        for item in self._ledger.of_key(key):
+            if item.content != content:
+                self._note_mismatch(key, item.id[0])
+        return transfer
+
+    def discard(self, content: ContentKey, reason: str) -> None:
+        """Nobody here will ask for this content: free what came, refuse what comes."""
+        self._answers.bury(content, reason)
+        self._drop(content)
+
+    def revive(self, content: ContentKey) -> None:
+        """Somebody will ask for it after all: take what comes, as if it had not been discarded.
+        What was refused meanwhile stays refused: its sender has given it up."""
+        self._answers.revive(content)
+
+    def fail_key(self, key: TransferKey, error: P2pError) -> None:
+        """The sender will not complete this key: whoever waits for it, or will, learns why."""
+        contents = {item.content for item in self._ledger.receives_of_key(key)}
+        contents |= {item.content for item in self._ledger.of_key(key)}
+        for content in contents or {(key, b"")}:
+            receive = self._ledger.receives.get(content)
+            if receive is not None:
+                self._stop_receive(receive, error)
+            else:
+                self._answers.bury(content, str(error), refused=True)
+            self._drop(content)
+
+    def on_abandon(self, key: TransferKey, epoch: int, error: P2pError) -> None:
+        """A sender will not complete a key, and nobody knows by name who sends it: the one that has
+        offered it is believed; if there is none, anybody.
+
+        Raises:
+            RemoteProtocolError: another one sends it.
+        """
+        waiting, coming = self._ledger.receives_of_key(key), self._ledger.of_key(key)
+        senders = {item.id[0] for item in coming}.union(*(item.senders for item in waiting))
+        if senders and epoch not in senders:
+            raise RemoteProtocolError(f"ABANDON of {key} from {epoch:x}, which does not send it")
+        for receive in waiting:
+            if not receive.senders or epoch in receive.senders:
+                self._stop_receive(receive, error)
+        contents = {item.content for item in coming if item.id[0] == epoch}
+        waited = {item.content for item in waiting}
+        for content in contents or ({(key, b"")} if not waited else set()):
+            if content not in waited:
+                self._answers.bury(content, str(error), refused=True, said_by=epoch)
+            self._drop(content, epoch)
+
+    def sender_known(self, key: TransferKey) -> None:
+        """It has become known who sends a key: what it offered before counts now."""
+        for receive in self._ledger.receives_of_key(key):
+            self._judge_mismatch(receive)
+
+    def drop_landed(self) -> int:
+        """Forget what nobody has claimed, on its way or landed; returns how many bytes had."""
+        unclaimed = [item for item in self._ledger.landings.values() if item.receive is None]
+        landed = [item for item in unclaimed if item.orphaned]
+        for content in {item.content for item in unclaimed}:
+            self._answers.bury(content, "what had landed was dropped", refused=True)
+            self._drop(content)
+        return sum(landing.nbytes for landing in landed)
+
+    # What the sender says
+
+    def on_offer(self, epoch: int, offer: Offer, transport: Transport) -> None:
+        """Reserve a region, or say why not."""
+        landing_id, content = (epoch, offer.seq), (offer.key, offer.binding)
+        if self._answer_again(landing_id, offer.attempt):
+            return
+        grave = self._answers.exhume(content)
+        if grave is not None and grave.concerns(epoch):
+            self._answers.bury(content, grave.reason, refused=True, said_by=grave.said_by)
+            self._refuse(landing_id, offer.attempt, TransferRejected(grave.reason))
+            return
+        receive = self._ledger.receives.get(content)
+        if receive is None:
+            self._note_mismatch(offer.key, epoch)
+        elif receive.ending is not None:
+            self._refuse(landing_id, offer.attempt, receive.ending)
+            return
+        try:
+            self._grant(landing_id, offer, transport, receive)
+        except TransportError as error:  # the sender may never notice that it must connect again
+            self._answers.fail(landing_id, offer.attempt, error)
+        except P2pError as error:
+            refusal = _as_refusal(offer.key, error)
+            self._refuse(landing_id, offer.attempt, refusal)
+            if receive is not None:
+                if self._may_end(receive, epoch):
+                    self._stop_receive(receive, refusal)
+            else:  # the sender is told and says no more: who asks for it later must not wait
+                self._answers.bury(content, str(refusal), refused=True)
+                self._drop(content)
+
+    def on_done(self, epoch: int, seq: int, attempt: int, checksum: int) -> None:
+        """The sender has written everything: COMMIT is said as soon as it has landed."""
+        landing = self._ledger.landings.get((epoch, seq))
+        if landing is not None and landing.attempt == attempt:
+            landing.done_heard, landing.checksum = True, checksum
+            self._check_landed(landing)
+        elif not self._answers.repeat((epoch, seq)):
+            unknown = TransferRejected("nothing is known of this chunk")
+            self._answers.fail((epoch, seq), attempt, unknown)
+
+    def on_cancelled(self, epoch: int, seq: int, attempt: int) -> None:
+        """The sender will not write any more, or not offer again what was denied."""
+        self._credit.discard((epoch, seq))
+        landing = self._ledger.landings.get((epoch, seq))
+        if landing is None or landing.attempt > attempt:
+            return
+        if landing.state is LandingState.GRANTED:
+            self._give_up(landing, proven=True)
+        elif landing.state is LandingState.QUARANTINED and not landing.transport.receiver_writes:
+            self._free(landing)
+
+    def sender_lost(self, epoch: int, error: PeerLost) -> None:
+        """A sender is silent, restarted or closing: end what only it could have completed."""
+        self._credit.forget(epoch)
+        bereft = self._ledger.receives_from(epoch)
+        for receive in bereft:
+            receive.bereft = error
+        for landing in self._ledger.of_sender(epoch):
+            if landing.state is LandingState.GRANTED:
+                self._check_landed(landing)
+                if landing.state is LandingState.GRANTED:
+                    self._give_up(landing, proven=False)
+        self._end_bereft(bereft)
+
+    def bereave(self, key: TransferKey, error: P2pError) -> None:
+        """Nothing more of a key will come; what has come may complete its receives."""
+        bereft = self._ledger.receives_of_key(key)
+        for receive in bereft:
+            receive.bereft = error
+        self._end_bereft(bereft)
+
+    # What happens here
+
+    def poll(self) -> None:
+        """See what has landed; deliver what had to wait for others to stop writing.
+
+        A fault here is the end of the receive that it is about; it is raised after all others.
+        """
+        held_up, self._held_up = self._held_up, {}
+        for_each([*self._places.take_written(), *held_up], self._look)
+
+    def _look(self, landing: Landing) -> None:
+        try:
+            if landing.state is LandingState.GRANTED:
+                self._check_landed(landing)
+            elif landing.state is LandingState.QUARANTINED:
+                self._check_quarantined(landing)
+            elif landing.state is LandingState.LANDED and landing.receive is not None:
+                self._deliver(landing, landing.receive)
+        except Exception as error:
+            if landing.receive is not None:
+                reason = f"{landing.content[0]}: it cannot be taken in: {error!r}"
+                self._stop_receive(landing.receive, TransferCancelled(reason))
+            raise
+
+    def tick(self, now: float) -> None:
+        """End what is overdue; repeat what is unanswered; free what is proven safe."""
+        self._timers.look(now, lambda item: self._tick_one(item, now))
+        for_each(self._ledger.quarantined_writers(), self._check_writer)
+
+    def _tick_one(self, item: Landing | Receive, now: float) -> None:
+        """Look at what is due; it is due again soon, until it is over."""
+        if isinstance(item, Landing) and item.state is LandingState.QUARANTINED:
+            self._check_quarantined(item)
+            if item.id in self._ledger.landings:
+                self._cancel(item)
+        elif now < item.deadline:
+            self._timers.set(item, item.deadline)
+        elif isinstance(item, Receive):
+            self._late[item] = None
+            self._stop_receive(item, self._overdue(item))
+        elif item.state is LandingState.GRANTED:
+            self._late[item] = None
+            self._give_up(item, proven=False)
+        elif item.orphaned and self._is_kept(item.content):
+            item.deadline = now + self._config.lease_seconds
+            self._timers.set(item, item.deadline)
+        elif item.orphaned:
+            self._late[item] = None
+            self._counters.expired += 1
+            reason = "its lease ended before anybody asked for it"
+            self._answers.bury(item.content, reason, refused=True)
+            self._free(item)
+
+    def _check_writer(self, writer: Writer) -> None:
+        """A sender is proven unable to write: what it left in quarantine is free."""
+        transport, epoch = writer
+        if not transport.receiver_writes and transport.is_gone(epoch):
+            for landing in self._ledger.quarantined_from(writer):
+                self._free(landing)
+
+    def overdue(self, now: float) -> list[str]:
+        """Name the receives, and the regions that are not in quarantine, past their deadline."""
+        return [
+            f"receive {item.content[0]}"
+            if isinstance(item, Receive)
+            else f"landing {item.content[0]} from {item.id[0]:x}"
+            for item in self._late
+            if now >= item.deadline and (isinstance(item, Receive) or item.is_owed)
+        ]
+
+    def close(self, error: P2pError) -> None:
+        """End everything; the mover is stopped, so that our own I/O is over."""
+        for receive in list(self._ledger.receives.values()):
+            self._end_receive(receive, receive.ending or error)
+        for landing in list(self._ledger.landings.values()):
+            self._free(landing)
+
+    def has_any(self, content: ContentKey) -> bool:
+        """Whether any of a content has landed or is on its way, or somebody waits for it."""
+        return content in self._ledger.receives or bool(self._ledger.of_content(content))
+
+    def live_bytes(self) -> dict[str, int]:
+        """Bytes that are reserved now, by place."""
+        return self._places.live_bytes()
+
+    def quarantined_bytes(self, epoch: int | None = None) -> int:
+        """Bytes that no one may use because a sender (this one, or any) might still write there."""
+        return self._ledger.quarantined_bytes(epoch)
+
+    def has_open(self, epoch: int) -> bool:
+        """Whether anything has come from a sender, or is to come, that has not ended."""
+        return self._ledger.num_from(epoch) > 0 or bool(self._ledger.receives_from(epoch))
+
+    def num_open(self) -> int:
+        """How many landings and receives have not ended."""
+        return len(self._ledger.landings) + len(self._ledger.receives)
+
+    # Granting
+
+    def _answer_again(self, landing_id: LandingId, attempt: int) -> bool:
+        """Answer an offer that is said again; a higher attempt says that the older one is over."""
+        landing = self._ledger.landings.get(landing_id)
+        if landing is not None and landing.attempt < attempt:
+            if landing.state in (LandingState.GRANTED, LandingState.QUARANTINED):
+                self._give_up(landing, proven=True)
+            return (
+                landing_id in self._ledger.landings
+            )  # until our own I/O is joined: it is offered again
+        if landing is not None:
+            if landing.attempt == attempt and landing.state is not LandingState.QUARANTINED:
+                self._answers.grant(landing, self._places.word_offset(landing))
+            return True
+        return self._answers.repeat(landing_id, attempt=attempt)
+
+    def _grant(
+        self, landing_id: LandingId, offer: Offer, transport: Transport, receive: Receive | None
+    ) -> None:
+        landing = Landing(
+            landing_id,
+            offer.attempt,
+            (offer.key, offer.binding),
+            receive.narrowed(offer.manifest) if receive is not None else offer.manifest,
+            transport,
+            trailer=secrets.randbits(62) | 1,
+            deadline=self._clock() + self._config.transfer_timeout_seconds,
+            checked=transport.checks and (offer.checksum or self._config.checksum),
+        )
+        denial = self._place(landing, receive)
+        if denial:
+            pause = self._credit.wait(landing_id, landing.nbytes, is_awaited=receive is not None)
+            self._answers.deny(landing_id, offer.attempt, denial, pause)
+            return
+        self._ledger.add(landing)
+        self._timers.set(landing, landing.deadline)
+        if receive is not None:
+            self._ledger.attach(landing, receive)
+        self._answers.grant(landing, self._places.word_offset(landing))
+
+    def _refuse(self, landing_id: LandingId, attempt: int, error: P2pError) -> None:
+        """A chunk will never be granted memory: what it claimed, if it was denied, is over."""
+        self._credit.discard(landing_id)
+        self._answers.fail(landing_id, attempt, error)
+
+    def _place(self, landing: Landing, receive: Receive | None) -> str:
+        """Find memory for a landing; says why there is none now, or ""."""
+        epoch = landing.id[0]
+        if self._ledger.num_from(epoch) >= MAX_LANDINGS:
+            return f"{MAX_LANDINGS} chunks of this sender are open here"
+        if not landing.nbytes and (
+            self._ledger.num_empty(epoch) >= MAX_EMPTY_LANDINGS
+            or self._ledger.num_empty() >= MAX_EMPTY_LANDINGS_IN_ALL
+        ):
+            return "too many chunks without bytes are open here"
+        hoarded = self._ledger.quarantined_bytes(epoch)
+        return self._places.place(
+            landing, receive, hoarded, lambda job: self._received(landing, job)
+        )
+
+    # Landing
+
+    def _check_landed(self, landing: Landing) -> None:
+        is_whole = landing.state is LandingState.GRANTED and self._places.is_whole(landing)
+        if is_whole and self._is_intact(landing):
+            landing.state = LandingState.LANDED
+            landing.deadline = self._clock() + self._config.lease_seconds
+            self._timers.set(landing, landing.deadline)
+            self._counters.landed_bytes_by_place[landing.place] += landing.nbytes
+            self._answers.conclude(landing.id, landing.attempt, None)
+            if landing.receive is not None:
+                self._deliver(landing, landing.receive)
+            elif landing.is_spare:
+                self._free(landing)
+        if landing.done_heard and landing.state is not LandingState.GRANTED:
+            landing.done_heard = not self._answers.repeat(landing.id)
+
+    def _is_intact(self, landing: Landing) -> bool:
+        """Whether its checksum, if one was agreed, is right; a wrong one is the chunk's end."""
+        if not landing.checked or not landing.nbytes:
+            return True
+        checksum = self._places.checksum(landing, lambda _: self._check_landed(landing))
+        if checksum is None or not landing.done_heard:
+            return False
+        if checksum != landing.checksum:
+            self._corrupted(landing, f"checksum {checksum:08x} here, {landing.checksum:08x} there")
+        return checksum == landing.checksum
+
+    def _corrupted(self, landing: Landing, reason: str) -> None:
+        self._counters.corrupted += 1
+        error = TransferCorrupted(f"{landing.content[0]}: {reason}, {landing.nbytes} bytes")
+        logger.error(
+            "a chunk arrived with wrong bytes: sender=%x error=%s", landing.id[0], str(error)
+        )
+        self._answers.fail(landing.id, landing.attempt, error)
+        self._ledger.quarantine(landing)  # for no longer than this
+        if landing.receive is not None:
+            self._stop_receive(landing.receive, error)
+        else:
+            self._answers.bury(landing.content, str(error), refused=True)
+        self._free(landing)
+
+    def _received(self, landing: Landing, job: Job) -> None:
+        """Our mover has ended its part: whole, or never."""
+        if job is not landing.job:
+            return
+        if landing.state is LandingState.GRANTED and job.state == "done":
+            self._check_landed(landing)
+        elif landing.state is LandingState.GRANTED:
+            reason = f"the data connection broke: {job.error or job.state}"
+            self._answers.fail(landing.id, landing.attempt, TransportError(reason))
+            self._free(landing)
+        elif landing.state is LandingState.QUARANTINED:
+            self._free(landing)
+
+    def _claim(self, landing: Landing, receive: Receive) -> None:
+        """A receive meets a landing that came first."""
+        try:
+            receive.wanted(landing.manifest)
+        except P2pError as error:
+            self._stop_receive(receive, _as_refusal(receive.content[0], error))
+            return
+        self._ledger.attach(landing, receive)
+        if landing.state is LandingState.LANDED:
+            self._deliver(landing, receive)
+
+    def _deliver(self, landing: Landing, receive: Receive) -> None:
+        """Bring landed bytes to where they belong, once nobody else writes there."""
+        rivals = receive.writers_of(landing.manifest) - {landing}
+        for rival in rivals:
+            if rival.state is LandingState.GRANTED:  # the first that is whole wins
+                self._give_up(rival, proven=False)
+        if receive.ending is not None:
+            self._free(landing)
+        elif rivals:
+            self._held_up[landing] = None  # poll comes back to it
+        else:
+            self._bring(landing, receive)
+
+    def _bring(self, landing: Landing, receive: Receive) -> None:
+        blocks = landing.manifest.first_block, landing.manifest.num_blocks
+        try:
+            if landing.space is not None or not landing.nbytes:
+                blocks = receive.wanted(landing.manifest)
+            packed = self._places.packed(landing, *blocks)
+            if packed is None or not packed.nbytes:
+                self._delivered(landing, receive, *blocks)
+            else:
+                self._scatter(landing, receive, packed, blocks)
+        except P2pError as error:  # the sink's, or another chunk has changed what it wants
+            self._stop_receive(receive, _as_refusal(receive.content[0], error))
+
+    def _scatter(
+        self, landing: Landing, receive: Receive, packed: Regions, blocks: tuple[int, int]
+    ) -> None:
+        landing.job = ask(
+            lambda: self._copier.copy(
+                *pair(packed, receive.regions(landing.manifest, *blocks)),
+                lane=lane_of(receive.content[0]),
+                tag=lambda job: self._scattered(landing, receive, job, blocks),
+                keep=(receive, self._places.arena),
+                **after(receive.after),
+            )
+        )
+        receive.scatters(landing)
+
+    def _scattered(
+        self, landing: Landing, receive: Receive, job: Job, blocks: tuple[int, int]
+    ) -> None:
+        if job is not landing.job:
+            return
+        if job.state == "done":
+            self._delivered(landing, receive, *blocks)
+        else:
+            self._free(landing)
+            reason = f"{receive.content[0]}: scatter {job.state} {job.error or ''}"
+            self._stop_receive(receive, TransferCancelled(reason))
+
+    def _delivered(self, landing: Landing, receive: Receive, first: int, num: int) -> None:
+        receive.transfer.nbytes += landing.nbytes
+        if receive.ending is None:
+            try:
+                if receive.landed(landing.manifest, first, num):
+                    receive.complete = True
+            except P2pError as error:
+                self._stop_receive(receive, error)
+        self._free(landing)
+
+    # Ending
+
+    def _stop_receive(self, receive: Receive, error: P2pError) -> None:
+        """End a receive as soon as no byte can be written into its memory any more."""
+        if receive.ending is not None or receive.complete:
+            return
+        receive.ending = error
+        for landing in list(receive.landings):
+            if landing.state is LandingState.GRANTED:
+                self._give_up(landing, proven=False)
+            elif landing.state is LandingState.SCATTERING and landing.job is not None:
+                if landing.job.done:  # and its news was lost, or is on its way
+                    self._free(landing)
+                else:
+                    landing.job.cancel()
+        if receive.over:
+            self._end_receive(receive, error)
+
+    def _end_bereft(self, receives: list[Receive]) -> None:
+        for receive in receives:
+            if receive.hopeless is not None:
+                self._stop_receive(receive, receive.hopeless)
+
+    def _end_receive(self, receive: Receive, error: P2pError | None) -> None:
+        if not self._ledger.close(receive):
+            return
+        self._timers.cancel(receive)
+        self._late.pop(receive, None)
+        landings, receive.landings = receive.landings, set()
+        for landing in landings:
+            landing.receive, landing.is_spare = None, error is None
+            if landing.orphaned:  # it came twice
+                self._free(landing)
+        if error is not None:
+            self.discard(receive.content, str(error))
+            logger.info("receive ended: key=%s error=%s", receive.content[0], str(error))
+        self._counters.count("received", error)
+        receive.transfer.end(error)
+
+    def _give_up(self, landing: Landing, *, proven: bool) -> None:
+        """Nobody wants a granted region any more; it is freed once nobody can write into it."""
+        error = TransferRejected("the receiver gave the chunk up")
+        self._answers.conclude(landing.id, landing.attempt, error)
+        self._ledger.quarantine(landing)
+        receiving = landing.job is not None and not landing.job.done
+        if landing.job is not None and receiving:
+            landing.job.cancel()
+        elif proven or landing.transport.receiver_writes or not landing.nbytes:
+            self._free(landing)
+        if not proven:
+            self._cancel(landing)
+
+    def _cancel(self, landing: Landing) -> None:
+        """Tell the sender to stop, now and again until it has."""
+        self._answers.cancel(landing)
+        if landing.id in self._ledger.landings:
+            self._timers.set(landing, self._clock() + self._config.retry_seconds)
+
+    def _check_quarantined(self, landing: Landing) -> None:
+        if landing.transport.receiver_writes:
+            if landing.job is None or landing.job.done:
+                self._free(landing)
+        elif self._places.is_whole(landing):
+            self._free(landing)
+
+    def _free(self, landing: Landing) -> None:
+        if not self._ledger.remove(landing):
+            return  # freed already
+        self._timers.cancel(landing)
+        self._late.pop(landing, None)
+        self._held_up.pop(landing, None)
+        self._places.give_back(landing)
+        receive = landing.receive
+        if receive is not None:
+            receive.detach(landing)
+            if receive.over:
+                self._end_receive(receive, receive.ending)
+            elif receive.hopeless is not None:
+                self._stop_receive(receive, receive.hopeless)
+
+    def _drop(self, content: ContentKey, epoch: int = 0) -> None:
+        """Free what has come of a content and nobody has claimed, of one sender or (0) of all."""
+        for landing in self._ledger.of_content(content):
+            if epoch not in (0, landing.id[0]):
+                continue
+            if landing.orphaned:
+                self._free(landing)
+            elif landing.state is LandingState.GRANTED and landing.receive is None:
+                self._give_up(landing, proven=False)
+
+    def _cancel_transfer(self, transfer: Transfer, reason: str) -> None:
+        with self._changed:
+            receive = self._ledger.receive_of(transfer)
+            if receive is not None:
+                text = f"{transfer.key} was withdrawn: {reason or 'no reason given'}"
+                self._stop_receive(receive, TransferCancelled(text))
+
+    def _note_mismatch(self, key: TransferKey, epoch: int) -> None:
+        """Another content came under a name that is waited for."""
+        for receive in self._ledger.receives_of_key(key):
+            if len(receive.strangers) < MAX_STRANGERS:
+                receive.strangers.add(epoch)
+                self._judge_mismatch(receive)
+
+    def _judge_mismatch(self, receive: Receive) -> None:
+        """It was offered by who sends what is waited for: cut the wait short, not off."""
+        is_theirs = any(self._may_end(receive, epoch) for epoch in receive.strangers)
+        if is_theirs and not receive.mismatched:
+            receive.mismatched = True
+            soon = self._clock() + MISMATCH_GRACE_SECONDS
+            receive.deadline = min(receive.deadline, soon)
+            self._timers.set(receive, receive.deadline)
+
+    def _may_end(self, receive: Receive, epoch: int) -> bool:
+        """Whether what a sender offers can end a receive; any can where none is named."""
+        return not receive.is_named or self._is_from(receive.content[0], epoch)
+
+    def _overdue(self, receive: Receive) -> P2pError:
+        key = receive.content[0]
+        if receive.mismatched:
+            text = f"{key}: the peer's content is another one (prompt, LoRA, salt or model)"
+            return TransferRejected(text)
+        return TransferTimeout(f"{key}: KV did not arrive by its deadline")
+
+
+def _as_refusal(key: TransferKey, error: P2pError) -> P2pError:
+    """What both sides are told when a chunk does not fit what is wanted, or the store."""
+    kind = TransferTooLarge if isinstance(error, TransferTooLarge) else TransferRejected
+    return kind(f"{key}: {error}")

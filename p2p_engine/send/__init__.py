@@ -1,0 +1,1 @@
+"""What leaves this engine: shipments, their chunks, and what is held to be pulled."""

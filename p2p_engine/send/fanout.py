@@ -1,0 +1,140 @@
+"""Fan-out: what goes to an instance becomes a shipment to each rank of it that the plan names.
+
+Nothing leaves before the instance's directory has answered. The engine's lock guards everything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from p2p_engine.errors import P2pError, TransferCancelled
+from p2p_engine.memory.jobs import Moment
+from p2p_engine.memory.layout import Source
+from p2p_engine.memory.plan import counterpart, targets_of
+from p2p_engine.peers.links import InstanceAddress
+from p2p_engine.peers.locator import Instances
+from p2p_engine.send.sender import Sender
+from p2p_engine.transfer import Transfer, TransferGroup
+from p2p_engine.wire.messages import CacheSpec, TransferKey
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One source on its way to an instance."""
+
+    key: TransferKey
+    instance: InstanceAddress
+    source: Source
+    binding: bytes
+    deadline: float
+    transfer: TransferGroup
+
+
+class Fanout:
+    """All that goes to instances, on top of the sender."""
+
+    def __init__(
+        self,
+        changed: threading.Condition,
+        instances: Instances,
+        sender: Sender,
+        spec: CacheSpec | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._changed = changed
+        self._instances = instances
+        self._sender = sender
+        self._spec = spec
+        self._clock = clock
+        self._ready: dict[
+            TransferGroup, tuple[bool, tuple[Moment, ...]]
+        ] = {}  # of those whose members are not known
+
+    def send(
+        self,
+        key: TransferKey,
+        instance: InstanceAddress,
+        source: Source,
+        binding: bytes,
+        timeout: float,
+        *,
+        ready: bool,
+        moments: tuple[Moment, ...] = (),
+    ) -> TransferGroup:
+        """Queue a shipment to each rank that it concerns.
+
+        Raises:
+            PeerUnreachable: the address is not host:port.
+        """
+        transfer = TransferGroup(key, 0, self._changed, self._cancel)
+        delivery = Delivery(key, instance, source, binding, self._clock() + timeout, transfer)
+        self._ready[transfer] = (ready, moments)
+        try:
+            self._instances.ask(instance, lambda answer: self._dispatch(delivery, answer))
+        except P2pError:
+            del self._ready[transfer]
+            raise
+        return transfer
+
+    def mark_ready(self, transfer: TransferGroup, moments: tuple[Moment, ...] = ()) -> None:
+        """Let the bytes move: the source is valid from now on, or after all `moments`."""
+        if transfer in self._ready:
+            self._ready[transfer] = (True, moments)
+        for member in transfer.members or ():
+            self._sender.mark_ready(member, moments)
+
+    def abandon(self, key: TransferKey, instance: InstanceAddress, reason: str) -> None:
+        """Tell each rank that it concerns that this key will not be completed."""
+
+        def tell(answer: CacheSpec | P2pError) -> None:
+            if isinstance(answer, CacheSpec):
+                for rank in self._targets(key, answer):
+                    self._sender.abandon(key, instance.rank(rank), reason)
+
+        self._instances.ask(instance, tell)
+
+    def num_open(self) -> int:
+        """How many wait for a directory."""
+        return len(self._ready)
+
+    def _dispatch(self, delivery: Delivery, answer: CacheSpec | P2pError) -> None:
+        transfer = delivery.transfer
+        state = self._ready.pop(transfer, None)
+        if state is None:
+            return  # withdrawn meanwhile
+        if isinstance(answer, P2pError):
+            transfer.end(answer)
+            return
+        timeout = delivery.deadline - self._clock()
+        shipments = [
+            self._sender.send(
+                delivery.key,
+                delivery.instance.rank(rank),
+                delivery.source,
+                delivery.binding,
+                timeout,
+                ready=state[0],
+                moments=state[1],
+            )
+            for rank in self._targets(delivery.key, answer)
+        ]
+        transfer.join([shipment.transfer for shipment in shipments])
+
+    def _targets(self, key: TransferKey, peer: CacheSpec) -> list[int]:
+        if self._spec is None:
+            return []
+        mine = self._spec.group(key.group)
+        theirs = counterpart(mine, peer)
+        return targets_of(mine, mine.rank, theirs) if theirs is not None else []
+
+    def _cancel(self, transfer: Transfer, reason: str) -> None:
+        with self._changed:
+            if not isinstance(transfer, TransferGroup):
+                return
+            if self._ready.pop(transfer, None) is not None:
+                text = f"{transfer.key} was withdrawn: {reason or 'no reason given'}"
+                transfer.end(TransferCancelled(text))
+            for member in transfer.members or ():
+                member.cancel(reason)

@@ -1,0 +1,156 @@
+"""Shipment: what one `send`, or one pull, brings to one rank; it leaves as chunks of bounded size.
+
+A chunk is a range of blocks, over all layers. So what arrived of a shipment that fails is whole
+blocks, which the receiver keeps. A few chunks are open at a time: while one is gathered, another
+one flies and a third is scattered, and a long prompt costs its peer no more memory or messages at
+a time than a short one. The engine's lock guards everything here.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from p2p_engine.errors import P2pError
+from p2p_engine.memory.jobs import Job, Moment
+from p2p_engine.memory.layout import Source, ask
+from p2p_engine.peers.links import Link
+from p2p_engine.transfer import Transfer
+from p2p_engine.transports.base import Channel
+from p2p_engine.wire.messages import ContentKey, Grant, Manifest, TransferKey
+
+WINDOW = 4  # chunks of one shipment that are open at a time
+SHARE_OF_LANDING = 2 * WINDOW  # a chunk is at most this part of what its receiver can ever take
+
+
+class ChunkState(enum.Enum):
+    """See sender.py."""
+
+    QUEUED = enum.auto()
+    OFFERED = enum.auto()
+    GRANTED = enum.auto()
+    WRITING = enum.auto()
+    WRITTEN = enum.auto()
+    ENDED = enum.auto()
+
+
+@dataclass(eq=False)
+class Shipment:
+    """A source on its way to one peer; chunks may read it until the transfer is released.
+
+    Until it is cut for its peer, which has to be known for that, it has one chunk: all of it.
+    """
+
+    key: TransferKey
+    source: Source
+    binding: bytes
+    link: Link
+    transfer: Transfer
+    deadline: float
+    latest_deadline: float  # however often RENEW comes
+    ready: bool
+    on_end: Callable[[Shipment], None] | None = None
+    is_held: bool = False  # its source outlives WRITTEN
+    after: tuple[Moment, ...] = ()  # when its source is valid, once it is ready
+    is_cut: bool = False
+    max_blocks: int = 0  # of a chunk
+    num_taken: int = 0  # blocks of the source that chunks were made of, from the first one on
+    num_arrived: int = 0  # blocks of chunks that ended well
+    chunks: dict[int, Chunk] = field(default_factory=dict)  # that are open, by number
+    ending: P2pError | None = None
+
+    def __post_init__(self) -> None:
+        """Take the geometry of the source as it is here."""
+        self.manifest = self.source.manifest
+
+    def cut(self, chunk_bytes: int) -> None:
+        """Keep what goes to this peer, in chunks of at most so many bytes, or of one block.
+
+        Raises:
+            P2pError: nothing goes there, or it cannot be mapped, or the source failed.
+        """
+        self.source = ask(lambda: self.source.towards(self.link.spec))
+        self.manifest, self.is_cut = ask(lambda: self.source.manifest), True
+        self.transfer.nbytes = self.manifest.nbytes
+        if self.link.largest_landing:
+            chunk_bytes = min(chunk_bytes, self.link.largest_landing // SHARE_OF_LANDING)
+        self.max_blocks = max(1, chunk_bytes // max(1, self.manifest.block_bytes))
+
+    @property
+    def content(self) -> ContentKey:
+        """What it brings."""
+        return self.key, self.binding
+
+    @property
+    def has_source(self) -> bool:
+        """Whether what was written may be read once more."""
+        return self.is_held or not self.transfer.released
+
+    def next_range(self) -> Manifest:
+        """Take the blocks of the next chunk."""
+        first = self.manifest.first_block + self.num_taken
+        num = min(self.max_blocks, self.manifest.num_blocks - self.num_taken)
+        self.num_taken += num
+        return self.manifest.narrowed(first, num)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are blocks that no chunk has."""
+        return self.is_cut and self.num_taken < self.manifest.num_blocks
+
+    @property
+    def may_open(self) -> bool:
+        """Whether one more chunk may be offered now."""
+        return self.has_more and self.ending is None and len(self.chunks) < WINDOW
+
+    @property
+    def is_granted(self) -> bool:
+        """Whether its receiver has granted memory for all of it."""
+        waiting = (ChunkState.QUEUED, ChunkState.OFFERED)
+        return not self.has_more and all(c.state not in waiting for c in self.chunks.values())
+
+    @property
+    def is_written(self) -> bool:
+        """Whether nothing of it has to be read any more."""
+        states = (chunk.state for chunk in self.chunks.values())
+        return not self.has_more and all(state is ChunkState.WRITTEN for state in states)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether all of it has landed, once nothing is open; a cancel may have come too late to
+        change that."""
+        return self.ending is None or 0 < self.manifest.num_blocks == self.num_arrived
+
+
+@dataclass(eq=False)
+class Chunk:
+    """One chunk of a shipment on its way out."""
+
+    seq: int
+    shipment: Shipment
+    manifest: Manifest
+    state: ChunkState = ChunkState.QUEUED
+    attempt: int = 0
+    grant: Grant | None = None
+    job: Job | None = None
+    channel: Channel | None = None  # over which it was written last
+    checksum: int = 0  # of what was written, if the peer or we want one
+    ending: P2pError | None = None
+    writing_since: float = 0.0
+    resend_at: float = 0.0
+
+    @property
+    def key(self) -> TransferKey:
+        """The shipment's."""
+        return self.shipment.key
+
+    @property
+    def link(self) -> Link:
+        """The shipment's."""
+        return self.shipment.link
+
+    @property
+    def is_being_read(self) -> bool:
+        """Whether the mover may read its source still."""
+        return self.job is not None and not self.job.done

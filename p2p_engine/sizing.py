@@ -1,0 +1,117 @@
+"""DeviceMemory: what an engine takes on its GPU, and what vLLM must leave for it. Pure arithmetic.
+
+vLLM measures the GPU and sizes its cache before it makes the connector, so nothing of ours is in
+its figures: we have what `--gpu-memory-utilization` leaves of the whole, or, where
+`--kv-cache-memory-bytes` is set, what is free behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from p2p_engine.config import EngineConfig
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes on one GPU: the first two at start, those of groups as peers come, at most."""
+
+    buffer_bytes: int
+    slab_bytes: int
+    group_bytes: int
+
+    @property
+    def at_start(self) -> int:
+        """What must be free when the engine starts."""
+        return self.buffer_bytes + self.slab_bytes
+
+    @property
+    def at_most(self) -> int:
+        """What must be left to the engine."""
+        return self.at_start + self.group_bytes
+
+    def __str__(self) -> str:
+        """Say what it is for."""
+        return (
+            f"{self.at_most / MIB:.0f} MiB (buffer {self.buffer_bytes / MIB:.0f}, slabs "
+            f"{self.slab_bytes / MIB:.0f}, groups up to {self.group_bytes / MIB:.0f})"
+        )
+
+
+@dataclass(frozen=True)
+class Room:
+    """What vLLM leaves on a GPU of `total_bytes`, of which it uses the part `utilization`.
+
+    None: its cache was given a size, and it measures nothing. `free_bytes` are there now, beside
+    its cache of `cache_bytes`: others may have taken some.
+    """
+
+    total_bytes: int
+    utilization: float | None
+    cache_bytes: int | None = None
+    free_bytes: int | None = None
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that vLLM does not count on, and nobody else has."""
+        left = self.total_bytes - math.ceil(self.total_bytes * (self.utilization or 0.0))
+        return left if self.free_bytes is None else min(left, self.free_bytes)
+
+    def lacking(self, needed: DeviceMemory) -> int:
+        """Bytes by which too little is left; 0: there is room."""
+        return max(0, needed.at_most - self.left_bytes)
+
+    def advice(self, needed: DeviceMemory) -> str:
+        """Say which of vLLM's settings leaves room: the largest value of each, never 0, which vLLM
+        refuses or takes for no setting. If there is none, say what does not fit."""
+        ways = []
+        if self.utilization is not None:
+            lower = self.utilization - self.lacking(needed) / max(1, self.total_bytes)
+            if _hundredths(lower) > 0:
+                ways.append(f"--gpu-memory-utilization {_hundredths(lower):.2f}")
+        if self.cache_bytes is not None and self.cache_bytes > self.lacking(needed):
+            ways.append(f"--kv-cache-memory-bytes {self.cache_bytes - self.lacking(needed)}")
+        return f"use {' or '.join(ways)}" if ways else self._refusal(needed)
+
+    def _refusal(self, needed: DeviceMemory) -> str:
+        most = self.total_bytes
+        if self.free_bytes is not None:
+            most = self.free_bytes + (self.cache_bytes or 0)
+        if self.utilization is not None:
+            most = min(most, self.total_bytes * 99 // 100)  # it is no less than a hundredth
+        what, nbytes, remedy = "buffer and slabs", needed.at_start, "kv_buffer_size"
+        if needed.at_start < most:
+            what, nbytes = "buffer, slabs and groups", needed.at_most
+            remedy += " or nccl_max_groups"
+        return (
+            f"lower {remedy}: the engine's {what} do not fit; they need {nbytes / MIB:.0f} MiB, "
+            f"and vLLM can leave less than {most / MIB:.0f} MiB"
+        )
+
+
+def device_memory(config: EngineConfig, *, receives: bool = True) -> DeviceMemory:
+    """Compute it for the engine of one rank, whose `config` is that of a GPU (`on_device`)."""
+    # These load torch, which the command line does without until it is asked for this.
+    from p2p_engine.gpu.landing import IPC_BYTES
+    from p2p_engine.transports.nccl.memory import Side, estimated_bytes
+    from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS, NUM_SLABS, SLAB_BYTES, Slabs
+
+    lands = receives and config.kv_buffer_size + config.pool_bytes > 0
+    buffer = -(-max(config.kv_buffer_size, 1) // IPC_BYTES) * IPC_BYTES if lands else 0
+    if "nccl" not in config.transports:
+        return DeviceMemory(buffer, 0, 0)
+    num_recv_slabs = NUM_RECV_SLABS if lands and config.pool_bytes else 0
+    slabs = sum(Slabs.total_bytes(SLAB_BYTES, count) for count in (NUM_SLABS, num_recv_slabs))
+    side = Side.RECEIVER if lands else Side.SENDER
+    groups = config.nccl_max_groups * estimated_bytes(config.nccl_num_channels, side)
+    return DeviceMemory(buffer, slabs, groups)
+
+
+def _hundredths(part: float) -> float:
+    """No more than this, and not less than nothing."""
+    return max(0, math.floor(part * 100 + 1e-9)) / 100

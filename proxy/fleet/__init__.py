@@ -1,0 +1,1 @@
+"""Which instances there are, and what each is doing."""

@@ -1,0 +1,163 @@
+"""Admin: adds, drains and removes instances by hand, for whoever has the key."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from p2p_engine.errors import ConfigError, RemoteProtocolError
+from proxy.errors import ProxyError
+from proxy.fleet.instances import Instance, Role
+from proxy.fleet.registry import RegistryFull
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from werkzeug.datastructures import Headers
+
+    from proxy.config import ProxyConfig
+    from proxy.fleet.registry import Registry
+
+_ROLES = {
+    "prefill": [Role.PREFILL], "decode": [Role.DECODE], "both": list(Role),
+    "P": [Role.PREFILL], "D": [Role.DECODE], "PD": list(Role),
+}  # fmt: skip
+
+
+class _Named(msgspec.Struct):
+    """Either key is in use elsewhere: one address, or one or several."""
+
+    instance: str = ""
+    instances: str | list[str] = []
+
+    def addresses(self) -> list[str]:
+        several = [self.instances] if isinstance(self.instances, str) else self.instances
+        addresses = [address for address in (self.instance, *several) if address]
+        if not addresses:
+            raise ProxyError(400, "invalid_request", "`instance` is missing: host:port")
+        return addresses
+
+
+class _Addition(_Named):
+    type: str = ""
+    zmq_address: str = ""
+    model: str = ""
+
+
+class _Removal(_Named):
+    drain: bool = True
+    timeout_seconds: float | None = None
+
+
+class Admin:
+    """Off without a key file. The key itself is not kept, and compared in constant time."""
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        registry: Registry,
+        on_instance: Callable[[Instance], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._registry = registry
+        self._on_instance = on_instance
+        self._clock = clock
+        self._drain_timeout_seconds = config.drain_timeout_seconds
+        self._key_hash = _read_key(config.admin_key_file)
+
+    def authorize(self, headers: Headers) -> None:
+        """Let only the holder of the key pass.
+
+        Raises:
+            ProxyError: 403 when there is no key at all, 401 when it is not this one.
+        """
+        if self._key_hash is None:
+            raise ProxyError(
+                403, "admin_disabled", "this proxy was started without --admin-key-file"
+            )
+        bearer = headers.get("Authorization", "").removeprefix("Bearer ")
+        given = headers.get("X-Api-Key", "") or bearer
+        if not hmac.compare_digest(_hash(given), self._key_hash):
+            raise ProxyError(401, "unauthorized", "the admin key is missing or wrong")
+
+    def add(self, body: bytes) -> dict[str, Any]:
+        """Add instances that send no heartbeats, or resume some that drain.
+
+        Raises:
+            ProxyError: 400, the body or an address cannot be; 409, there are too many.
+        """
+        asked = _decode(body, _Addition)
+        addresses = asked.addresses()
+        roles = _ROLES.get(asked.type)
+        known = [self._registry.find(address) for address in addresses]
+        if roles is None and None in known:
+            raise ProxyError(400, "invalid_request", f"`type` is none of {', '.join(_ROLES)}")
+        try:
+            added = [self._add(address, roles or [], asked) for address in addresses]
+        except RemoteProtocolError as error:
+            raise ProxyError(400, "invalid_address", str(error)) from error
+        except RegistryFull as error:
+            raise ProxyError(409, "registry_full", str(error)) from error
+        kind = f" to {asked.type}_instances" if asked.type else ""
+        return self._answer(f"Added {', '.join(addresses)}{kind}.", added)
+
+    def remove(self, body: bytes) -> dict[str, Any]:
+        """Drain instances: they get nothing new, and are gone when their own work has ended.
+
+        Raises:
+            ProxyError: 400, the body cannot be; 404, one is not known.
+        """
+        asked = _decode(body, _Removal)
+        found = {address: self._registry.find(address) for address in asked.addresses()}
+        unknown = [address for address, instance in found.items() if instance is None]
+        if unknown:
+            raise ProxyError(404, "unknown_instance", f"{', '.join(unknown)} is not registered")
+        seconds = asked.timeout_seconds
+        if seconds is None:
+            seconds = self._drain_timeout_seconds
+        now, removed = self._clock(), [i for i in found.values() if i is not None]
+        for instance in removed:
+            instance.drains_until = now + (seconds if asked.drain else 0.0)
+        answer = self._answer(f"Removing {', '.join(found)}.", removed)
+        self._registry.sweep(now)
+        return answer
+
+    def _add(self, address: str, roles: list[Role], asked: _Addition) -> Instance:
+        instance, is_new = self._registry.add(
+            address, roles, self._clock(), asked.zmq_address, asked.model
+        )
+        if is_new:
+            self._on_instance(instance)
+        return instance
+
+    def _answer(self, message: str, instances: list[Instance]) -> dict[str, Any]:
+        now = self._clock()
+        shown = [{"instance": i.identity.name, "state": i.state(now)} for i in instances]
+        return {"message": message, "instances": shown}
+
+
+def _decode(body: bytes, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProxyError(400, "invalid_request", str(error)) from error
+
+
+def _read_key(path: str) -> bytes | None:
+    if not path:
+        return None
+    try:
+        key = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"admin_key_file {path!r} cannot be read: {error}") from error
+    if not key:
+        raise ConfigError(f"admin_key_file {path!r} is empty")
+    return _hash(key)
+
+
+def _hash(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="replace")).digest()

@@ -1,0 +1,213 @@
+"""Discovery: listens for heartbeats and feeds the registry. Whatever is no heartbeat is counted
+and dropped. With a key, only members of the fleet are heard, other proxies among them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import select
+from typing import TYPE_CHECKING
+
+from p2p_engine.control.fleet_key import exposure, read_key_file, warn_if_exposed
+from p2p_engine.control.reach import Reach
+from p2p_engine.control.resolver import Names
+from p2p_engine.control.sockets import Route, Sockets
+from p2p_engine.errors import RemoteProtocolError
+from p2p_engine.rare import RareWarnings
+from p2p_engine.wire.messages import decode_heartbeat, encode_heartbeat
+from proxy.fleet.registry import AddressTaken, RegistryFull
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from p2p_engine.wire.messages import Heartbeat
+    from proxy.config import ProxyConfig
+    from proxy.fleet.instances import Instance
+    from proxy.fleet.registry import Registry
+    from proxy.observe.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+NAME_SECONDS = 4.5  # for the name of another proxy to be resolved
+REFRESH_SECONDS = 3.0  # then it is looked up again
+TICK_SECONDS = 0.02  # between two looks at what connections cost
+
+_OLD_FORM = (
+    "a heartbeat of the old form: those and authentication exclude each other. Run the proxy "
+    "without key_file, or the instance with this connector and the key"
+)
+
+
+class Discovery:
+    """The registration port. Bind it inside the event loop that runs it."""
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        registry: Registry,
+        metrics: Metrics,
+        on_instance: Callable[[Instance], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """Read the key file, if one is named; nothing is bound yet.
+
+        Raises:
+            ConfigError: the key file cannot be used.
+        """
+        self._config = config
+        self._registry = registry
+        self._metrics = metrics
+        self._on_instance = on_instance
+        self._clock = clock
+        self._secrets = read_key_file(config.key_file)
+        self._warnings = RareWarnings(logger, clock)
+        self._refusals: dict[str, str] = {}  # of other proxies, the last of each
+        self._epoll: select.epoll | None = None
+        self._sockets: Sockets | None = None
+        self._names: Names | None = None
+        self._reach: Reach | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.address = ""
+
+    @property
+    def is_running(self) -> bool:
+        """Tell whether heartbeats are being read."""
+        return self._sockets is not None
+
+    @property
+    def exposure(self) -> str:
+        """Say what is wrong with listening there without a key, or ""."""
+        return exposure(self._config.registration_host, self._secrets)
+
+    @property
+    def is_authenticated(self) -> bool:
+        """Tell whether only members of the fleet are heard."""
+        return bool(self._secrets)
+
+    @property
+    def refused_connections(self) -> int:
+        """Count the connections that proved nothing, or were too many."""
+        return self._sockets.refused_connections if self._sockets is not None else 0
+
+    @property
+    def dropped_frames(self) -> int:
+        """Count the messages that had too many frames or could not be sent."""
+        return self._sockets.dropped_frames if self._sockets is not None else 0
+
+    def start(self) -> None:
+        """Bind the port and read from it until closed.
+
+        Raises:
+            ConfigError: the port cannot be bound.
+        """
+        host, port = self._config.registration_host, self._config.registration_port
+        warn_if_exposed(host, self._secrets)
+        loop = asyncio.get_running_loop()
+        self._names = Names(NAME_SECONDS, loop.call_soon_threadsafe, loop.time)
+        self._reach = reach = Reach(
+            self._names, REFRESH_SECONDS, loop.time, self._take, self._refused,
+            lambda address, error: self._refused(address, str(error)),
+        )  # fmt: skip
+        self._epoll = select.epoll()
+        try:
+            self._sockets = reach.sockets = Sockets(
+                host, range(port, port + 1), self._epoll, reach.hear, reach.refused, self._secrets,
+                answers=False,
+            )  # fmt: skip
+        except BaseException:
+            self._epoll.close()
+            raise
+        self.address = self._sockets.address
+        loop.add_reader(self._epoll.fileno(), self._serve)
+        self._timer = loop.call_later(TICK_SECONDS, self._tick)
+        logger.info("registration address=%s authenticated=%s", self.address, self.is_authenticated)
+
+    def close(self) -> None:
+        """Stop reading and give the port back; idempotent."""
+        if self._sockets is not None and self._epoll is not None:
+            asyncio.get_running_loop().remove_reader(self._epoll.fileno())
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._names is not None:
+                self._names.close()
+            self._sockets.close()
+            self._epoll.close()
+            self._sockets = None
+
+    def _tick(self) -> None:
+        """Tell whose name was not resolved in time, and cut who costs too much."""
+        if self._names is not None and self._reach is not None and self._sockets is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(TICK_SECONDS, self._tick)
+            for tick in (self._names.tick, self._reach.tick, self._sockets.tick):
+                tick(loop.time())
+
+    def _serve(self) -> None:
+        """Read what is there, but not all of a flood: the requests have their turns between."""
+        if self._sockets is None or self._epoll is None:
+            return
+        for fd, _ in self._epoll.poll(0):
+            if fd in self._sockets:
+                self._sockets.receive(fd)
+        self._sockets.receive_more()
+        if self._sockets.has_more:
+            asyncio.get_running_loop().call_soon(self._serve)
+
+    def _take(self, route: Route, frame: bytes) -> None:
+        """Handle one message and count what became of it."""
+        if route.address:
+            return  # another proxy has nothing to answer
+        try:
+            result = self._observe(frame)
+        except Exception:
+            logger.exception("error over a heartbeat, the next one is taken")
+            result = "error"
+        self._metrics.heartbeats.labels(result).inc()
+
+    def _observe(self, frame: bytes) -> str:
+        try:
+            beat = decode_heartbeat(frame)
+            if self._secrets and beat.protocol is None:
+                self._warnings.warn("%r refused: %s", beat.http_address, _OLD_FORM)
+                return "old_form"
+            instance, is_new = self._registry.observe(beat, self._clock())
+        except AddressTaken as error:
+            self._warnings.warn("heartbeat refused: %s", error)
+            return "address_taken"
+        except RemoteProtocolError as error:
+            logger.debug("heartbeat refused: %s", error)
+            return "malformed"
+        except RegistryFull as error:
+            logger.debug("heartbeat refused: %s", error)
+            return "registry_full"
+        if is_new:
+            self._greet(instance)
+        self._relay(beat)
+        return "accepted"
+
+    def _relay(self, beat: Heartbeat) -> None:
+        """Pass a heartbeat on to the other proxies, unless it comes from one."""
+        if beat.relayed or self._reach is None or self._sockets is None:
+            return
+        beat.relayed = True
+        for peer in self._config.peer_addresses:
+            self._reach.send(Route(peer), encode_heartbeat(beat))
+
+    def _refused(self, address: str, reason: str) -> None:
+        """Another proxy does not take us, or its name stands for nothing; it is dialled again with
+        the next heartbeat."""
+        if self._refusals.get(address) != reason:
+            logger.error("heartbeats are not passed on: proxy %s: %s", address, reason)
+        self._refusals[address] = reason
+
+    def _greet(self, instance: Instance) -> None:
+        identity = instance.identity
+        logger.info(
+            "instance joined http=%s zmq=%s protocol=%s epoch=%d model=%r",
+            identity.name,
+            identity.zmq_address,
+            identity.protocol,
+            identity.epoch,
+            identity.model,
+        )
+        self._on_instance(instance)

@@ -1,0 +1,86 @@
+"""Readiness: asks every registered instance again and again whether its HTTP server works.
+
+A heartbeat says only that the engine's process lives: it starts before the server listens, and
+goes on when the server has died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from proxy.http.client import ClientError, TimedOut
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.config import ProxyConfig
+    from proxy.fleet.instances import Instance
+    from proxy.fleet.registry import Registry
+    from proxy.fleet.upstream import Upstream
+
+logger = logging.getLogger(__name__)
+
+# One that is not ready yet is asked more often, so that it serves soon after it can.
+EAGER_INTERVAL_SECONDS = 0.5
+
+
+class Readiness:
+    """One small task for each registered address, whatever incarnation is there."""
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        registry: Registry,
+        upstream: Upstream,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._upstream = upstream
+        self._clock = clock
+        self._watches: dict[str, asyncio.Task[None]] = {}
+
+    def watch(self, instance: Instance) -> None:
+        """Begin to ask this instance; ends by itself when the instance is gone."""
+        name = instance.identity.name
+        if (previous := self._watches.get(name)) is not None:
+            previous.cancel()
+        self._watches[name] = asyncio.ensure_future(self._watch(instance))
+
+    async def close(self) -> None:
+        """End all watches."""
+        watches = list(self._watches.values())
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
+
+    async def _watch(self, instance: Instance) -> None:
+        name = instance.identity.name
+        while self._registry.is_current(instance):
+            was_ready = instance.is_ready
+            await self._probe(instance)
+            if instance.is_ready != was_ready:
+                state = "ready" if instance.is_ready else "not ready"
+                logger.info("instance %s http=%s", state, name)
+                self._registry.on_room()
+            await asyncio.sleep(self._pause(instance))
+            self._registry.sweep(self._clock())
+        logger.info("instance gone http=%s", name)
+        del self._watches[name]
+
+    async def _probe(self, instance: Instance) -> None:
+        timeout = self._config.probe_timeout_seconds
+        try:
+            status, _ = await self._upstream.get(instance, "/health", {}, timeout)
+        except TimedOut:
+            instance.record_silence()
+        except ClientError:
+            instance.record_unreachable()
+        else:
+            instance.record_answer(status)
+
+    def _pause(self, instance: Instance) -> float:
+        interval = self._config.probe_interval_seconds
+        return interval if instance.is_ready else min(interval, EAGER_INTERVAL_SECONDS)

@@ -1,0 +1,198 @@
+"""Registry: which instances live, which may be used, and what each is doing.
+
+Pure: heartbeats, probe results and the time come from outside.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from p2p_engine.errors import P2pError, RemoteProtocolError
+from p2p_engine.wire.messages import PROTOCOL_VERSION
+from proxy.addresses import AllowList, is_address
+from proxy.fleet.breaker import Breaker
+from proxy.fleet.instances import MAX_REPLACED, Identity, Instance, Leg, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from p2p_engine.wire.messages import Heartbeat
+
+# An instance may announce any interval, but not one that makes it immortal.
+INTERVAL_BOUNDS_SECONDS = (0.05, 30.0)
+
+
+class RegistryFull(P2pError):
+    """No more instances are taken; the message has the limit."""
+
+
+class AddressTaken(RemoteProtocolError):
+    """Several live instances claim one HTTP address; the message has two of them."""
+
+
+class Registry:
+    """All instances by name. num_instances <= max_instances at any time."""
+
+    def __init__(
+        self,
+        *,
+        missed_beats: int = 3,
+        max_instances: int = 256,
+        breaker_failures: int = 5,
+        breaker_seconds: float = 30.0,
+        allowed: AllowList | None = None,
+    ) -> None:
+        self._missed_beats = missed_beats
+        self._max_instances = max_instances
+        self._breaker_failures = breaker_failures
+        self._breaker_seconds = breaker_seconds
+        self._allowed = allowed or AllowList("")
+        # Called when an instance may have room, or may have become ready.
+        self.on_room: Callable[[], None] = lambda: None
+        self._by_name: dict[str, Instance] = {}
+        self._turns = itertools.count(1)
+
+    def observe(self, beat: Heartbeat, now: float) -> tuple[Instance, bool]:
+        """Take in a heartbeat; return its instance and whether it is a new incarnation.
+
+        Raises:
+            RemoteProtocolError: a role or an address that cannot be, or another has that address.
+            RegistryFull: it would be one instance too many.
+        """
+        roles = _roles(beat)
+        self._check_addresses(beat.http_address, beat.zmq_address)
+        identity = _identity(beat)
+        instance = self._by_name.get(identity.name)
+        is_new = instance is None or instance.identity != identity
+        if instance is None or is_new:
+            instance = self._succeed(instance, identity, now)
+        lifetime = instance.lifetime = self._lifetime(beat.interval)
+        for role in roles:
+            instance.expires[role] = now if beat.leaving else now + lifetime
+        instance.last_beat = now
+        instance.kv_bytes_per_token = beat.kv_bytes_per_token
+        return instance, is_new
+
+    def add(
+        self,
+        http_address: str,
+        roles: list[Role],
+        now: float,
+        zmq_address: str = "",
+        model: str = "",
+    ) -> tuple[Instance, bool]:
+        """Take in an instance by hand, or resume one that drains; return it and whether it is new.
+
+        One that beats keeps the roles that it announces; one that begins to beat lives by that.
+
+        Raises:
+            RemoteProtocolError: an address that cannot be, or is not allowed.
+            RegistryFull: it would be one instance too many.
+        """
+        self._check_addresses(http_address, *filter(None, [zmq_address]))
+        instance = self._by_name.get(http_address)
+        is_new = instance is None
+        if instance is None:
+            identity = Identity(http_address, zmq_address, PROTOCOL_VERSION, 0, model, 1, "")
+            instance = self._add(identity, now)
+        if instance.last_beat is None:
+            instance.pin(roles)
+        instance.drains_until = None
+        self.on_room()
+        return instance, is_new
+
+    def find(self, name: str) -> Instance | None:
+        """Return the instance of a name: "host:port", of a data-parallel rank "host:port#rank"."""
+        return self._by_name.get(name)
+
+    def instances(self) -> list[Instance]:
+        """Return all that are known, ready or not."""
+        return list(self._by_name.values())
+
+    def announces(self, model: str | None) -> bool:
+        """Tell whether an instance says that it serves this model."""
+        return any(i.identity.model == model for i in self._by_name.values())
+
+    def is_current(self, instance: Instance) -> bool:
+        """Tell whether this incarnation is still the one of its name."""
+        return self._by_name.get(instance.identity.name) is instance
+
+    def excuse(self, seconds: float, now: float) -> None:
+        """Count no silence of those who lived when we began to be away, so many seconds ago. Who
+        was heard since lives no longer than by that."""
+        for instance in self._by_name.values():
+            for role, expires in instance.expires.items():
+                if expires > now - seconds:
+                    instance.expires[role] = min(expires + seconds, now + instance.lifetime)
+
+    def sweep(self, now: float) -> None:
+        """Forget the expired, and the drained unless their next beat would bring them back.
+
+        One with legs in flight stays, so that it keeps its counts if the heartbeats were only held
+        up.
+        """
+        for name, instance in list(self._by_name.items()):
+            is_expired = not instance.is_alive(now) and instance.is_idle
+            if is_expired or (instance.last_beat is None and instance.is_drained(now)):
+                del self._by_name[name]
+
+    def take_leg(self, instance: Instance, role: Role, num_tokens: int = 1) -> Leg:
+        """Count one more leg on an instance, until the leg is released."""
+        instance.last_turn = next(self._turns)
+        return Leg(instance, role, num_tokens, lambda: self.on_room())
+
+    def _succeed(self, instance: Instance | None, identity: Identity, now: float) -> Instance:
+        """Add an incarnation; it may replace one, but not take turns with one that lives."""
+        if instance is None:
+            return self._add(identity, now)
+        if identity in instance.replaced and instance.is_alive(now):
+            raise AddressTaken(
+                f"two instances say that {identity.name} is their HTTP server: KV address "
+                f"{instance.identity.zmq_address} is taken, {identity.zmq_address} is refused; "
+                "http_host and http_port must be those of each one's own server"
+            )
+        successor = self._add(identity, now)
+        before = [item for item in instance.replaced if item != identity]
+        successor.replaced = (instance.identity, *before)[:MAX_REPLACED]
+        return successor
+
+    def _check_addresses(self, *addresses: str) -> None:
+        for address in addresses:
+            if not is_address(address):
+                raise RemoteProtocolError(f"{address!r} is not host:port")
+            if not self._allowed.permits(address):
+                raise RemoteProtocolError(f"{address} is not among the allowed addresses")
+
+    def _add(self, identity: Identity, now: float) -> Instance:
+        self.sweep(now)
+        others = len(self._by_name) - (identity.name in self._by_name)
+        if others >= self._max_instances:
+            raise RegistryFull(f"{others} instances are registered; at most {self._max_instances}")
+        breakers = {role: Breaker(self._breaker_failures, self._breaker_seconds) for role in Role}
+        instance = self._by_name[identity.name] = Instance(identity, breakers=breakers)
+        return instance
+
+    def _lifetime(self, interval: float) -> float:
+        low, high = INTERVAL_BOUNDS_SECONDS
+        return (self._missed_beats + 1 / 3) * min(max(interval, low), high)
+
+
+def _roles(beat: Heartbeat) -> list[Role]:
+    roles = [role for role in Role if role.value in beat.type]
+    if "".join(role.value for role in roles) != beat.type or not roles:
+        raise RemoteProtocolError(f"type is {beat.type!r}; allowed: P, D or PD")
+    return roles
+
+
+def _identity(beat: Heartbeat) -> Identity:
+    return Identity(
+        beat.http_address,
+        beat.zmq_address,
+        beat.protocol,
+        beat.epoch,
+        beat.model,
+        beat.tp_size,
+        beat.send_type,
+        beat.dp_rank,
+    )

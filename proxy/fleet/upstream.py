@@ -1,0 +1,154 @@
+"""Upstream: requests to instances, and what it means when they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from proxy.errors import LegFailed
+from proxy.http.client import (
+    Broken,
+    ClientError,
+    Limits,
+    Pool,
+    Response,
+    TimedOut,
+    Unreachable,
+    request_bytes,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from proxy.fleet.instances import Instance, Role
+    from proxy.http.deadlines import Deadlines
+    from proxy.observe.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+# vLLM's server closes a connection that was idle for 5 s; ours must never be the older one.
+KEEPALIVE_SECONDS = 3.0
+# A connection that was closed before our request reached it shows that at once.
+RACE_SECONDS = 1.0
+# vLLM's server hands a request to the data-parallel rank that this names.
+RANK_HEADER = "X-data-parallel-rank"
+
+
+class Upstream:
+    """Sends requests to instances and names what goes wrong. Open it inside the event loop."""
+
+    def __init__(self, metrics: Metrics, deadlines: Deadlines) -> None:
+        self._metrics = metrics
+        self._deadlines = deadlines
+        self._pool: Pool | None = None
+
+    def open(self) -> None:
+        """Begin to keep connections."""
+        self._pool = Pool(KEEPALIVE_SECONDS, self._deadlines)
+
+    async def close(self) -> None:
+        """Close every connection, idle or not; idempotent."""
+        if self._pool is not None:
+            await self._pool.close()
+
+    async def get(
+        self, instance: Instance, path: str, headers: Mapping[str, str], timeout: float
+    ) -> tuple[int, bytes]:
+        """Send a GET on a connection of its own; return the answer's status and body.
+
+        Raises:
+            ClientError: there is none within `timeout` seconds.
+        """
+        address = instance.identity.http_address
+        connection = await self._opened().connect_anew(address, timeout)
+        headers = {**headers, "Connection": "close"}
+        request = request_bytes("GET", address, path, headers, b"")
+        response = connection.ask(request, Limits(timeout, total=timeout))
+        try:
+            await response.head()
+            body = b""
+            while piece := await response.piece():
+                body += piece
+        finally:
+            response.close()
+        return response.status, body
+
+    async def post(
+        self,
+        instance: Instance,
+        role: Role,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        limits: Limits,
+        on_sent: Callable[[], None] = lambda: None,
+    ) -> Response:
+        """Send one leg's request and wait for the answer's headers.
+
+        `on_sent` is called when the request is on its way: from then on the instance may have it.
+
+        Raises:
+            LegFailed: there is no answer.
+        """
+        identity = instance.identity
+        if identity.dp_rank is not None:
+            headers = {**headers, RANK_HEADER: str(identity.dp_rank)}
+        request = request_bytes("POST", identity.http_address, path, headers, body)
+        try:
+            return await self._post(instance, role, request, limits, on_sent)
+        except ClientError as error:
+            raise leg_failed(instance, role, error) from error
+
+    async def _post(
+        self,
+        instance: Instance,
+        role: Role,
+        request: tuple[bytes, bytes],
+        limits: Limits,
+        on_sent: Callable[[], None],
+    ) -> Response:
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        while True:
+            address = instance.identity.http_address
+            connection = await self._opened().connect(address, limits.connect)
+            response = connection.ask(request, limits)
+            on_sent()
+            try:
+                await response.head()
+                return response
+            except Broken:
+                # A connection out of the pool may have been closed before it carried our request,
+                # and so may all of them. A fresh one, or one that breaks later, has carried it,
+                # and the instance lost it.
+                if not connection.is_reused or clock() - started >= RACE_SECONDS:
+                    raise
+                self._metrics.resends.labels(role.label).inc()
+            except BaseException:
+                response.close()
+                raise
+
+    def _opened(self) -> Pool:
+        if self._pool is None:
+            raise RuntimeError("the client is used before open()")
+        return self._pool
+
+
+def leg_failed(instance: Instance, role: Role, error: ClientError) -> LegFailed:
+    """Turn a client failure into one that names the leg, and note an unreachable instance."""
+    name = instance.identity.name
+    logger.warning("leg failed role=%s instance=%s error=%r", role.label, name, error)
+    is_unreachable = isinstance(error, Unreachable)
+    if is_unreachable:
+        instance.record_unreachable()
+    if isinstance(error, TimedOut):
+        status, kind, what = HTTPStatus.GATEWAY_TIMEOUT, "timeout", "did not answer in time"
+    else:
+        what = "cannot be reached" if is_unreachable else "broke the connection"
+        status, kind = HTTPStatus.BAD_GATEWAY, "failed"
+    message = f"the {role.label} instance {what}"
+    # One that has fallen silent has used up the request's time.
+    can_retry = is_unreachable or status == HTTPStatus.BAD_GATEWAY
+    return LegFailed(status, f"{role.label}_{kind}", message, can_retry=can_retry)

@@ -1,0 +1,1 @@
+"""HTTP to instances, and limits of time."""

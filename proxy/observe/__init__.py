@@ -1,0 +1,1 @@
+"""What a person or Prometheus can see of the proxy."""

@@ -1,0 +1,116 @@
+"""What the proxy tells Prometheus: counters that it feeds, and gauges read from the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from proxy.fleet.instances import Instance, Role
+
+if TYPE_CHECKING:
+    from proxy.observe.request_log import Journey
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Metrics:
+    """All series of one proxy, in a registry of their own. Label values come from fixed sets."""
+
+    def __init__(self, instances: Callable[[], list[Instance]], clock: Callable[[], float]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_InstanceGauges(instances, clock))
+        self.requests = self._counter(
+            "requests", "Requests that ended", "route", "status", "outcome"
+        )
+        self._requests: dict[tuple[str, str, str], Counter] = {}
+        self.resends = self._counter("resends", "Requests sent again on a fresh connection", "role")
+        self.retries = self._counter("retries", "Requests tried with another pair")
+        self.releases = self._counter("releases", "KV that decode was told to let go of", "result")
+        self.heartbeats = self._counter("heartbeats", "Frames on the registration port", "result")
+        self.prefill = self._histogram("prefill_seconds", "From the choice to prefill's answer")
+        self.first_byte = self._histogram(
+            "first_byte_seconds", "From the request to first byte out"
+        )
+        self.request = self._histogram("request_seconds", "From the request to its end")
+        self.queue = self._histogram("queue_seconds", "From the request to the choice")
+        self.bytes = self._counter("answer_bytes", "Bytes of answers sent to clients")
+
+    def count_journey(self, journey: Journey) -> None:
+        """Account for a request that has ended."""
+        labels = (journey.route, str(journey.status), journey.outcome)
+        counter = self._requests.get(labels)
+        if counter is None:  # label sets are few, and to look one up there is slow
+            counter = self._requests[labels] = self.requests.labels(*labels)
+        counter.inc()
+        self.request.observe(journey.total_seconds)
+        self.bytes.inc(journey.bytes_sent)
+        if journey.queue_seconds is not None:
+            self.queue.observe(journey.queue_seconds)
+        if journey.prefill_seconds is not None:
+            self.prefill.observe(journey.prefill_seconds)
+        if journey.first_byte_seconds is not None:
+            self.first_byte.observe(journey.first_byte_seconds)
+
+    def watch(self, name: str, help_text: str, value: Callable[[], float]) -> None:
+        """Show a number that is read when somebody asks for it."""
+        Gauge(f"p2p_proxy_{name}", help_text, registry=self._registry).set_function(value)
+
+    def render(self) -> bytes:
+        """Return the text that Prometheus reads."""
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"p2p_proxy_{name}", help_text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, help_text: str) -> Histogram:
+        return Histogram(f"p2p_proxy_{name}", help_text, buckets=_SECONDS, registry=self._registry)
+
+
+class _InstanceGauges(Collector):
+    """Reads the counts where they live, so that they cannot drift from them."""
+
+    def __init__(self, instances: Callable[[], list[Instance]], clock: Callable[[], float]) -> None:
+        self._instances = instances
+        self._clock = clock
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        instances, now = self._instances(), self._clock()
+        yield self._by_role(
+            "routable",
+            "1 if legs are sent to it",
+            lambda i, role: i.is_routable(role, now) if i.has_role(role, now) else None,
+        )
+        yield self._by_role("in_flight", "Legs in flight", lambda i, role: i.in_flight[role])
+        yield self._by_role(
+            "breaker_open",
+            "1 if legs are kept away from it",
+            lambda i, role: i.breakers[role].state(now) != "closed",
+        )
+        tokens = _family("tokens_in_flight", "Estimated tokens of its legs", "instance")
+        ages = _family("heartbeat_age_seconds", "Since its last heartbeat", "instance")
+        draining = _family("draining", "1 if it gets nothing new", "instance")
+        for instance in instances:
+            address = [instance.identity.name]
+            tokens.add_metric(address, instance.load)
+            draining.add_metric(address, instance.drains_until is not None)
+            if instance.last_beat is not None:
+                ages.add_metric(address, now - instance.last_beat)
+        yield from (tokens, ages, draining)
+
+    def _by_role(
+        self, name: str, help_text: str, value: Callable[[Instance, Role], float | None]
+    ) -> GaugeMetricFamily:
+        family = _family(name, help_text, "instance", "role")
+        for instance in self._instances():
+            for role in Role:
+                if (number := value(instance, role)) is not None:
+                    family.add_metric([instance.identity.name, role.label], number)
+        return family
+
+
+def _family(name: str, help_text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"p2p_proxy_{name}", help_text, labels=labels)

@@ -1,0 +1,183 @@
+"""The bodies of the two legs, made from the client's; values are never parsed, only moved; pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import msgspec
+
+from proxy.errors import ProxyError
+
+if TYPE_CHECKING:
+    from p2p_engine.wire.request_ids import ProxyId
+
+Fields: TypeAlias = dict[str, msgspec.Raw]
+Params: TypeAlias = dict[str, Any]
+
+KV_PARAMS = "kv_transfer_params"
+_ONE = msgspec.Raw(b"1")
+_FALSE = msgspec.Raw(b"false")
+_TRUE = b"true"
+# What makes no sense for a single token, and what only we may say.
+_NOT_FOR_PREFILL = ("min_tokens", "stream_options", KV_PARAMS)
+
+_fields_decoder = msgspec.json.Decoder(Fields)
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A client's request: its own bytes, and its top-level fields as they stand in them."""
+
+    body: bytes
+    fields: Fields
+
+    @property
+    def is_stream(self) -> bool:
+        """The client wants server-sent events."""
+        return bytes(self.fields.get("stream", b"")) == _TRUE
+
+
+NOTHING = Asked(b"", {})
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """What a prefill instance has answered: its parameters for decode, and its counts of tokens."""
+
+    params: Fields
+    cached_tokens: int | None
+    prompt_tokens: int = 0
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _PrefillAnswer(msgspec.Struct):
+    choices: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1)]
+    kv_transfer_params: Fields | None = None
+    usage: _Usage | None = None
+
+
+_model_decoder: msgspec.json.Decoder[str | None] = msgspec.json.Decoder(str | None)
+_answer_decoder = msgspec.json.Decoder(_PrefillAnswer)
+BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def parse(body: bytes) -> Asked:
+    """Split a request into its top-level fields, each as it was written.
+
+    Raises:
+        ProxyError: 400, it is not a JSON object.
+    """
+    try:
+        return Asked(body, _fields_decoder.decode(body))
+    except BAD_JSON as error:
+        raise ProxyError(400, "invalid_json", f"the body is not a JSON object: {error}") from error
+
+
+def model_of(fields: Fields) -> str | None:
+    """Return the model that was asked for; None when it is not a string."""
+    try:
+        return _model_decoder.decode(fields.get("model", b"null"))
+    except BAD_JSON:
+        return None
+
+
+def num_choices(fields: Fields) -> int:
+    """Return how many continuations of each prompt were asked for."""
+    given = bytes(fields.get("n", b"1"))
+    return int(given) if given.isdigit() else 1
+
+
+def prefill_body(fields: Fields, params: Params | None) -> bytes:
+    """Ask for one token and no stream; `n` stays, since each choice is its own transfer."""
+    kept: dict[str, Any] = {k: v for k, v in fields.items() if k not in _NOT_FOR_PREFILL}
+    kept |= {"max_tokens": _ONE, "stream": _FALSE}
+    if "max_completion_tokens" in kept:
+        kept["max_completion_tokens"] = _ONE
+    if params is not None:
+        kept[KV_PARAMS] = params
+    return msgspec.json.encode(kept)
+
+
+def decode_body(asked: Asked, params: Params | None) -> bytes:
+    """Return the client's own bytes with our parameters spliced in before the last brace.
+
+    A client's own parameters are taken out first: they could name an instance of its choice.
+    """
+    body, fields = asked.body, asked.fields
+    if KV_PARAMS in fields:
+        fields = {k: v for k, v in fields.items() if k != KV_PARAMS}
+        body = msgspec.json.encode(fields)
+    if params is None:
+        return body
+    head = body.rstrip(b" \t\r\n").removesuffix(b"}")
+    comma = b"," if fields else b""
+    return b'%b%b"%b":%b}' % (head, comma, KV_PARAMS.encode(), msgspec.json.encode(params))
+
+
+def request_id(proxy_id: ProxyId) -> str:
+    """Return the id of both legs: of the old scheme, unless an address is missing in it."""
+    is_whole = proxy_id.prefill and proxy_id.decode
+    return str(proxy_id) if is_whole else proxy_id.transfer_id
+
+
+def prefill_params(proxy_id: ProxyId) -> Params:
+    """Tell the prefill instance to whom the KV goes; to nobody, if that is not known: it then
+    holds the KV and answers where."""
+    host, port = _split(proxy_id.decode)
+    return {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "transfer_id": proxy_id.transfer_id,
+        "remote_host": host,
+        "remote_port": port,
+        "remote_request_id": None,
+        "remote_block_ids": None,
+        "remote_engine_id": None,
+    }
+
+
+def decode_params(proxy_id: ProxyId, answered: Fields) -> Params:
+    """Tell the decode instance whence the KV comes; what the prefill instance says wins."""
+    host, port = _split(proxy_id.prefill)
+    ours = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": proxy_id.transfer_id,
+        "remote_host": host,
+        "remote_port": port,
+    }
+    return {**ours, **answered}
+
+
+def read_prefill(answer: bytes) -> Prefilled:
+    """Read a prefill instance's answer, which may have no parameters.
+
+    Raises:
+        ValueError: it is not an answer to a completion.
+    """
+    try:
+        said = _answer_decoder.decode(answer)
+    except BAD_JSON as error:
+        raise ValueError(f"{len(answer)} bytes that are no completion: {error}") from error
+    details = said.usage.prompt_tokens_details if said.usage else None
+    return Prefilled(
+        said.kv_transfer_params or {},
+        details.cached_tokens if details else None,
+        said.usage.prompt_tokens if said.usage else 0,
+    )
+
+
+def _split(address: str) -> tuple[str, int] | tuple[None, None]:
+    if not address:
+        return None, None
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -1,0 +1,137 @@
+"""Attempt: what every try to answer a request has, whether it takes one leg or two."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from p2p_engine.wire.request_ids import new_transfer_id
+from proxy.errors import LegFailed
+from proxy.fleet.upstream import leg_failed
+from proxy.http.asgi import Ends
+from proxy.http.client import ClientError, Limits, Response
+from proxy.openai import payload
+from proxy.openai.answers import check_answer
+from proxy.request.relay import Relay
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.fleet.instances import Instance, Leg, Role
+    from proxy.http.asgi import Answer, ProxyRequest
+    from proxy.observe.request_log import Journey
+    from proxy.request.forward import Forwarder
+
+REQUEST_ID = "X-Request-Id"
+# From the client to the instances. Its request id stays here: ours carries addresses.
+FORWARDED_HEADERS = ("authorization", "content-type", "traceparent", "tracestate", "user-agent")
+
+
+class Attempt:
+    """One try: whatever it holds is let go of by `ends`, at the latest when the request ends."""
+
+    def __init__(
+        self, forwarder: Forwarder, request: ProxyRequest, journey: Journey, asked: payload.Asked
+    ) -> None:
+        self.config = forwarder.config
+        self.request = request
+        self.journey = journey
+        self.asked = asked
+        self.transfer_id = new_transfer_id()
+        self.failed: Instance | None = None
+        self.ends = Ends()
+        self.deadlines = forwarder.deadlines
+        self._upstream = forwarder.upstream
+        self._registry = forwarder.registry
+        request.ends.callback(self.ends.close)
+
+    async def run(self) -> Answer:
+        """Answer the request.
+
+        Raises:
+            LegFailed: before the client was told anything; `failed` is the instance.
+            ProxyError: the request cannot be answered.
+        """
+        raise NotImplementedError
+
+    def take_leg(self, instance: Instance, role: Role, num_tokens: int) -> Leg:
+        """Count a leg until it, or the attempt, ends."""
+        leg = self._registry.take_leg(instance, role, num_tokens)
+        self.ends.callback(leg.release)
+        return leg
+
+    async def send(
+        self, leg: Leg, body: bytes, request_id: str, on_sent: Callable[[], None] = lambda: None
+    ) -> Response:
+        """Send the leg that answers the client; its answer is open until `ends`."""
+        limits = self.limits(silence=self._first_byte_timeout())
+        headers = self.headers(request_id, "accept", "accept-encoding")
+        try:
+            response = await self._upstream.post(
+                leg.instance, leg.role, self.request.path, body, headers, limits, on_sent
+            )
+            self.ends.callback(response.close)
+            try:
+                await check_answer(response, leg.role.label, self.config.max_body_bytes)
+            except ClientError as error:
+                raise leg_failed(leg.instance, leg.role, error) from error
+        except LegFailed as failure:
+            self.judge(leg, failure)
+            raise
+        return response
+
+    def relay(self, leg: Leg, response: Response, cached_tokens: int | None = None) -> Answer:
+        """Hand the answer to the client."""
+        if response.status < 400:
+            leg.breaker.recover()
+            self.asked = payload.NOTHING  # it has done its part; prompts are large, streams long
+        return Relay(self, leg, response, cached_tokens).answer()
+
+    def judge(self, leg: Leg, failure: LegFailed) -> None:
+        """Decide whose fault it is that the answering leg failed: its instance's."""
+        self.fail(leg)
+
+    def fail(self, leg: Leg) -> None:
+        """Note that an instance failed its leg."""
+        leg.breaker.fail(self.journey.clock())
+        self.failed = leg.instance
+
+    def headers(self, request_id: str, *more: str) -> dict[str, str]:
+        """Return the headers of a leg, with these of the client's beside the usual ones."""
+        theirs = self.request.headers
+        headers = {name: theirs[name] for name in (*FORWARDED_HEADERS, *more) if name in theirs}
+        return {"content-type": "application/json", **headers, REQUEST_ID: request_id}
+
+    def limits(self, *, silence: float | None = None, total: float | None = None) -> Limits:
+        """Return the limits of a leg, in seconds."""
+        return Limits(self.config.connect_timeout_seconds, silence, total)
+
+    def _first_byte_timeout(self) -> float:
+        """Only a stream shows its first byte before the whole generation is done."""
+        config = self.config
+        return (
+            config.first_byte_timeout_seconds
+            if self.asked.is_stream
+            else config.response_timeout_seconds
+        )
+
+
+class Errand(Attempt):
+    """A request that any one instance answers by itself: nothing is prefilled or decoded."""
+
+    def __init__(
+        self,
+        forwarder: Forwarder,
+        request: ProxyRequest,
+        journey: Journey,
+        asked: payload.Asked,
+        place: tuple[Instance, Role],
+    ) -> None:
+        super().__init__(forwarder, request, journey, asked)
+        instance, role = place
+        self._leg = self.take_leg(instance, role, 1)
+        journey.chose(None, instance, self.transfer_id)
+
+    async def run(self) -> Answer:
+        """Send the client's own bytes, and the answer back."""
+        body = payload.decode_body(self.asked, None)
+        return self.relay(self._leg, await self.send(self._leg, body, self.transfer_id))

@@ -1,0 +1,160 @@
+"""Exchange: takes one request through its prefill leg and then its decode leg.
+
+No decode is sent, or answered to the client, without a prefill that succeeded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from p2p_engine.wire.request_ids import ProxyId
+from proxy.config import CONCURRENT
+from proxy.errors import LegFailed
+from proxy.fleet.instances import Role
+from proxy.fleet.upstream import leg_failed
+from proxy.http.client import ClientError, Response
+from proxy.openai import payload
+from proxy.openai.answers import check_prefill, read
+from proxy.request.attempt import Attempt
+
+if TYPE_CHECKING:
+    from proxy.fleet.instances import Instance, Leg
+    from proxy.http.asgi import Answer, ProxyRequest
+    from proxy.observe.request_log import Journey
+    from proxy.request.forward import Forwarder
+    from proxy.routing.router import Pair
+
+
+class Exchange(Attempt):
+    """One request and its two legs. Both instances count it from the choice: prefill until its
+    answer is in, decode until the last byte has gone to the client, both at most until `ends`."""
+
+    def __init__(
+        self,
+        forwarder: Forwarder,
+        request: ProxyRequest,
+        journey: Journey,
+        asked: payload.Asked,
+        pair: Pair,
+    ) -> None:
+        super().__init__(forwarder, request, journey, asked)
+        self._releases = forwarder.releases
+        self._pair = pair
+        # What prefill has sent to decode, and whether decode was asked to use it.
+        self._kv: tuple[ProxyId, payload.Prefilled] | None = None
+        self._is_claimed = False
+        self._decode_leg = self.take_leg(pair.decode, Role.DECODE, pair.decode_tokens)
+        if pair.prefill is not None:
+            self._prefill_leg = self.take_leg(pair.prefill, Role.PREFILL, pair.prefill_tokens)
+        self.ends.callback(self._release_unclaimed)
+        journey.chose(pair.prefill, pair.decode, self.transfer_id)
+
+    async def run(self) -> Answer:
+        """Answer the request; errors as in `Attempt`."""
+        if self._pair.prefill is None:
+            return self._answer(await self._decode_alone())
+        proxy_id = _proxy_id(self._pair.prefill, self._pair.decode, self.transfer_id)
+        # Both at once only where neither leg needs to learn an address from the other's answer.
+        if self.config.dispatch == CONCURRENT and proxy_id.prefill and proxy_id.decode:
+            return self._answer(await self._run_together(proxy_id))
+        prefilled = await self._prefill(proxy_id)
+        return self._answer(await self._decode(proxy_id, prefilled.params))
+
+    async def _run_together(self, proxy_id: ProxyId) -> Response:
+        """Prefill and decode at once; decode's answer waits for prefill's success."""
+        legs = (
+            asyncio.ensure_future(self._prefill(proxy_id)),
+            asyncio.ensure_future(self._decode(proxy_id, {})),
+        )
+        try:
+            _, response = await asyncio.gather(*legs)
+        finally:
+            for leg in legs:
+                leg.cancel()
+            await asyncio.gather(*legs, return_exceptions=True)
+        return response
+
+    async def _prefill(self, proxy_id: ProxyId) -> payload.Prefilled:
+        """Run the prefill leg and return what is to be known of its answer."""
+        params = None if self._pair.is_old_wire else payload.prefill_params(proxy_id)
+        body = payload.prefill_body(self.asked.fields, params)
+        leg = self._prefill_leg
+        try:
+            prefilled = check_prefill(*await self._post_prefill(leg.instance, body, proxy_id))
+        except LegFailed:
+            self.fail(leg)
+            raise
+        finally:
+            leg.release()
+        leg.breaker.succeed()
+        self._kv = proxy_id, prefilled
+        return prefilled
+
+    async def _post_prefill(
+        self, instance: Instance, body: bytes, proxy_id: ProxyId
+    ) -> tuple[Response, bytes]:
+        limits = self.limits(total=self.config.prefill_timeout_seconds)
+        headers = self.headers(payload.request_id(proxy_id))
+        response = await self._upstream.post(
+            instance, Role.PREFILL, self.request.path, body, headers, limits
+        )
+        try:
+            answer = await read(response, self.config.max_body_bytes)
+        except ClientError as error:
+            raise leg_failed(instance, Role.PREFILL, error) from error
+        finally:
+            response.close()
+        self.journey.prefilled()
+        return response, answer
+
+    async def _decode(self, proxy_id: ProxyId, answered: payload.Fields) -> Response:
+        """Start the decode leg of a pair."""
+        params = None if self._pair.is_old_wire else payload.decode_params(proxy_id, answered)
+        body = payload.decode_body(self.asked, params)
+        return await self.send(
+            self._decode_leg, body, payload.request_id(proxy_id), on_sent=self._claim
+        )
+
+    async def _decode_alone(self) -> Response:
+        """Start a decode that computes the prompt itself: its id names no other instance."""
+        body = payload.decode_body(self.asked, None)
+        return await self.send(self._decode_leg, body, self.transfer_id)
+
+    def judge(self, leg: Leg, failure: LegFailed) -> None:
+        """Suspect the transfer where decode works and answers 500: KV that does not arrive whole
+        fails there. Another prefill may do better, and decode has done nothing wrong."""
+        if failure.status != HTTPStatus.INTERNAL_SERVER_ERROR or self._pair.prefill is None:
+            return super().judge(leg, failure)
+        failure.can_retry = True
+        self.failed = self._pair.prefill
+        return None
+
+    def _claim(self) -> None:
+        """Decode has the request: the KV is its own, unless it refuses."""
+        self._is_claimed = True
+
+    def _answer(self, response: Response) -> Answer:
+        self._is_claimed = response.status < 400
+        cached_tokens = self._kv[1].cached_tokens if self._kv else None
+        if self._is_claimed and self._kv is not None and self._pair.prefill is not None:
+            # Each continuation of a prompt is a transfer of its own.
+            num_tokens = self._kv[1].prompt_tokens * payload.num_choices(self.asked.fields)
+            self._pair.decode.count_kv(self._pair.prefill, num_tokens)
+        return self.relay(self._decode_leg, response, cached_tokens)
+
+    def _release_unclaimed(self) -> None:
+        """Have decode let go of KV that it was never asked to use."""
+        decode = self._pair.decode
+        if self._kv is None or self._is_claimed or not decode.is_ready:
+            return
+        proxy_id, prefilled = self._kv
+        params = payload.decode_params(proxy_id, prefilled.params)
+        body = payload.prefill_body(self.asked.fields, None if self._pair.is_old_wire else params)
+        headers = self.headers(payload.request_id(proxy_id))
+        self._releases.begin(decode, self.request.path, body, headers)
+
+
+def _proxy_id(prefill: Instance, decode: Instance, transfer_id: str) -> ProxyId:
+    return ProxyId(prefill.identity.zmq_address, decode.identity.zmq_address, transfer_id)

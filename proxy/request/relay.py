@@ -1,0 +1,113 @@
+"""Relay: hands an instance's answer to the client as it comes, and says where it was cut."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from proxy.errors import LegFailed, ProxyError
+from proxy.fleet.upstream import leg_failed
+from proxy.http.asgi import Answer, AnswerCut
+from proxy.http.client import ClientError, Response
+from proxy.openai.answers import EVENT_STREAM, passed_headers
+from proxy.openai.usage import CachedTokens
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from proxy.fleet.instances import Leg
+    from proxy.request.attempt import Attempt
+
+# With one of these, nothing of ours can be put behind what was cut.
+_FRAMING_HEADERS = (b"content-length", b"content-encoding")
+
+
+class Relay:
+    """One answer on its way. It reads no further than the client takes it."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        leg: Leg,
+        response: Response,
+        cached_tokens: int | None = None,
+    ) -> None:
+        self._config = attempt.config
+        self._journey = attempt.journey
+        self._handler = attempt.request.handler
+        self._deadlines = attempt.deadlines
+        self._leg = leg
+        self._response = response
+        self._is_stream = response.content_type == EVENT_STREAM
+        is_plain = not response.header(b"content-encoding")
+        self._usage = None if cached_tokens is None or not is_plain else CachedTokens(cached_tokens)
+
+    def answer(self) -> Answer:
+        """Return the answer to the client; its bytes are read while they are sent."""
+        status = self._journey.status = self._response.status
+        # Another number may be shorter.
+        is_whole = self._response.is_complete and not self._is_stream
+        dropped = (b"content-length",) if is_whole or self._usage is not None else ()
+        headers = passed_headers(self._response, *dropped)
+        return Answer(status, headers, self._whole() if is_whole else self._pieces())
+
+    def _whole(self) -> bytes:
+        """Return a body that is here already."""
+        body = self._response.taken()
+        if self._usage is not None:
+            body = self._usage.feed(body) + self._usage.finish()
+        self._journey.sent(len(body))
+        self._end()
+        return body
+
+    async def _pieces(self) -> AsyncGenerator[bytes, None]:
+        try:
+            while piece := await self._next():
+                if self._is_stream and not self._journey.bytes_sent:
+                    self._response.silence = self._config.gap_timeout_seconds
+                self._journey.sent(len(piece))
+                self._leg.instance.num_events += piece.count(b"\n\n") if self._is_stream else 0
+                stalled = self._deadlines.add(
+                    self._config.client_timeout_seconds, self._client_stalled
+                )
+                try:
+                    yield piece
+                finally:
+                    stalled.cancel()
+        except ClientError as error:
+            self._leg.breaker.fail(self._journey.clock())
+            yield self._cut(leg_failed(self._leg.instance, self._leg.role, error))
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        if self._response.status < 400:
+            self._leg.breaker.succeed()
+        self._journey.answered()
+
+    async def _next(self) -> bytes:
+        """Return what may go on to the client; nothing at the end."""
+        usage = self._usage
+        while piece := await self._response.piece():
+            if passed := piece if usage is None else usage.feed(piece):
+                return passed
+        return b"" if usage is None else usage.finish()
+
+    def _cut(self, failure: LegFailed) -> bytes:
+        """Return the event that ends a cut stream; any other answer can only be broken off.
+
+        Raises:
+            AnswerCut: the client must see a broken connection.
+        """
+        self._journey.failed(failure)
+        is_plain = not any(map(self._response.header, _FRAMING_HEADERS))
+        if not self._is_stream or not is_plain:
+            raise AnswerCut(str(failure))
+        # The empty line first closes the event that may have been cut in the middle.
+        return b"\n\ndata: %b\n\n" % msgspec.json.encode(failure.body())
+
+    def _client_stalled(self) -> None:
+        message = "the client does not take its answer"
+        self._journey.failed(ProxyError(408, "client_stalled", message))
+        self._handler.cancel()

@@ -1,0 +1,1 @@
+"""Which pair of instances a request goes to."""

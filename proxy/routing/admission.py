@@ -1,0 +1,104 @@
+"""Admission: a bounded queue before instances that have no room, and a limit on all that runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from proxy.errors import ProxyError
+from proxy.http.asgi import Ends
+from proxy.routing.router import Busy
+
+Started = TypeVar("Started")
+
+
+@dataclass(eq=False)
+class _Waiter(Generic[Started]):
+    """`start` begins the request at once or raises Busy; `turn` says that it may be tried."""
+
+    start: Callable[[], Started]
+    ends: Ends
+    turn: asyncio.Event = field(default_factory=asyncio.Event)
+    is_late: bool = False
+
+    def give_up(self) -> None:
+        """End the wait."""
+        self.is_late = True
+        self.turn.set()
+
+
+class Admission:
+    """Requests wait in one line for each model, so that none waits for the room of another's.
+
+    num_queued <= max_queued and num_running <= max_running at any time.
+    """
+
+    def __init__(self, max_running: int, max_queued: int, timeout_seconds: float) -> None:
+        self._max_running = max_running
+        self._max_queued = max_queued
+        self._timeout_seconds = timeout_seconds
+        self._lines: dict[str | None, deque[_Waiter[Any]]] = {}
+        self.num_running = 0
+        self.num_queued = 0
+
+    async def enter(self, model: str | None, start: Callable[[], Started], ends: Ends) -> Started:
+        """Return what `start` returns, as soon as there is room; the request runs until `ends`.
+
+        Raises:
+            ProxyError: 429, too many wait already, or it has waited too long.
+            NoInstance: nobody is there to wait for.
+        """
+        waiter = _Waiter(start, ends)
+        started = None if model in self._lines else self._try(waiter)
+        return await self._wait(model, waiter) if started is None else started
+
+    def wake(self) -> None:
+        """Let the first of each line try again: there may be room."""
+        for line in self._lines.values():
+            line[0].turn.set()
+
+    def _try(self, waiter: _Waiter[Started]) -> Started | None:
+        if self.num_running >= self._max_running:
+            return None
+        try:
+            started = waiter.start()
+        except Busy:
+            return None
+        self.num_running += 1
+        waiter.ends.callback(self._leave)
+        return started
+
+    def _leave(self) -> None:
+        self.num_running -= 1
+        self.wake()
+
+    async def _wait(self, model: str | None, waiter: _Waiter[Started]) -> Started:
+        if self.num_queued >= self._max_queued:
+            message = f"all instances are busy and {self.num_queued} requests wait already"
+            raise ProxyError(429, "queue_full", message)
+        line = self._lines.setdefault(model, deque())
+        line.append(waiter)
+        self.num_queued += 1
+        timer = asyncio.get_running_loop().call_later(self._timeout_seconds, waiter.give_up)
+        try:
+            return await self._take_turns(waiter)
+        finally:
+            timer.cancel()
+            self.num_queued -= 1
+            line.remove(waiter)
+            if not line:
+                del self._lines[model]
+            self.wake()
+
+    async def _take_turns(self, waiter: _Waiter[Started]) -> Started:
+        while True:
+            await waiter.turn.wait()
+            waiter.turn.clear()
+            if (started := self._try(waiter)) is not None:
+                return started
+            if waiter.is_late:
+                message = f"no instance had room within {self._timeout_seconds:g} s"
+                raise ProxyError(429, "queue_timeout", message)

@@ -1,0 +1,198 @@
+"""Router: chooses one prefill and one decode instance for a request, by a policy for each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from p2p_engine.errors import P2pError
+from proxy.fleet.instances import Instance, Role
+from proxy.fleet.registry import Registry
+from proxy.routing.policies import POLICIES
+from proxy.routing.prefix_tree import PrefixTree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from random import Random
+
+    from proxy.config import ProxyConfig
+    from proxy.openai.prompt import Prompt
+
+TIDY_SECONDS = 0.2
+
+
+@dataclass(eq=False)
+class Pair:
+    """The two instances of one request, and the estimated tokens that each leg costs.
+
+    Without `prefill`, decode computes the prompt itself.
+    """
+
+    prefill: Instance | None
+    decode: Instance
+    prefill_tokens: int
+    decode_tokens: int
+
+    @property
+    def is_old_wire(self) -> bool:
+        """They know no `kv_transfer_params`: only the request id tells them of each other."""
+        return self.decode.identity.protocol is None
+
+
+class NoInstance(P2pError):
+    """No pair can be made; `missing` are the roles that nobody can take."""
+
+    def __init__(self, message: str, missing: list[Role]) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class Busy(P2pError):
+    """There are instances, but none that can take one more leg now."""
+
+
+class Router:
+    """Chooses pairs. Only `tidy` awaits; the rest is quick, and runs once for each request."""
+
+    def __init__(
+        self, config: ProxyConfig, registry: Registry, clock: Callable[[], float], rng: Random
+    ) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._bypass_tokens = config.bypass_tokens
+        self._max_legs = config.max_in_flight_per_instance
+        self._tree = PrefixTree[Instance](config.max_prefix_blocks)
+        names = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
+        self._policies = {role: POLICIES[names[role]](rng, self._tree) for role in Role}
+        has_readers = any(policy.uses_tree for policy in self._policies.values())
+        self._keeps_tree = has_readers or config.bypass_tokens > 0
+
+    def choose(self, prompt: Prompt, excluded: Collection[Instance] = ()) -> Pair:
+        """Choose a decode instance, and a prefill instance that can send to it.
+
+        Decode comes first because it is the longer work: where every instance has both roles, the
+        other order would prefill on one for ever and pile up all decodes on its partner.
+
+        A model that some instance announces restricts the choice to its instances. One that none
+        announces (a LoRA adapter, an alias) does not: the instances know what they serve.
+        One that was added by hand without its model is always among the choice.
+
+        Raises:
+            NoInstance: says which role is missing.
+            Busy: nobody who is ready has room.
+        """
+        candidates, now = self._candidates(prompt.model, excluded), self._clock()
+        prefills, free_prefills = self._able(candidates, Role.PREFILL, now)
+        decodes, free_decodes = self._able(candidates, Role.DECODE, now)
+        if alone := self._need_no_prefill(free_decodes, prompt):
+            return self._alone(self._choose(Role.DECODE, alone, prompt), prompt)
+        if paired := _with_partner(free_decodes, free_prefills):
+            decode = self._choose(Role.DECODE, paired, prompt)
+            partners = [p for p in free_prefills if are_partners(p, decode)]
+            return self._together(self._choose(Role.PREFILL, partners, prompt), decode, prompt)
+        if _with_partner(decodes, prefills) or self._need_no_prefill(decodes, prompt):
+            raise Busy("every instance that could serve the request has all it can take")
+        raise _no_instance(prefills, decodes)
+
+    @property
+    def num_prefix_blocks(self) -> int:
+        """How many blocks of prompts are remembered."""
+        return self._tree.num_blocks
+
+    def choose_any(
+        self, model: str | None, excluded: Collection[Instance] = ()
+    ) -> tuple[Instance, Role]:
+        """Choose the least loaded instance of any role, for what one leg can answer.
+
+        Raises:
+            NoInstance: there is none.
+        """
+        now, candidates = self._clock(), self._candidates(model, excluded)
+        able = [(i, role) for role in Role for i in self._able(candidates, role, now)[0]]
+        if not able:
+            raise NoInstance("no instance is ready", list(Role))
+        return min(able, key=lambda place: (place[0].load, place[0].last_turn))
+
+    async def tidy(self) -> None:
+        """Keep the memory of prompts within its bounds, until cancelled."""
+        while True:
+            await asyncio.sleep(TIDY_SECONDS)
+            for _ in self._tree.tidy(self._registry.is_current):
+                await asyncio.sleep(0)
+
+    def _candidates(self, model: str | None, excluded: Collection[Instance]) -> list[Instance]:
+        instances = self._registry.instances()
+        if self._registry.announces(model):
+            instances = [i for i in instances if i.identity.model == model or i.may_serve_any]
+        return [i for i in instances if i not in excluded] if excluded else instances
+
+    def _able(
+        self, candidates: list[Instance], role: Role, now: float
+    ) -> tuple[list[Instance], list[Instance]]:
+        """Return those that can take a role's legs, and those of them that have room for one."""
+        able = [instance for instance in candidates if instance.is_routable(role, now)]
+        return able, [instance for instance in able if instance.in_flight[role] < self._max_legs]
+
+    def _choose(self, role: Role, candidates: Sequence[Instance], prompt: Prompt) -> Instance:
+        in_order = sorted(candidates, key=lambda instance: (instance.load, instance.last_turn))
+        return self._policies[role].choose(in_order, prompt)
+
+    def _need_no_prefill(self, decodes: list[Instance], prompt: Prompt) -> list[Instance]:
+        """Return those that had better compute the rest of the prompt themselves."""
+        if prompt.needs_whole_prompt:
+            return decodes
+        if not self._bypass_tokens:
+            return []
+        held = self._tree.match(prompt.blocks)
+        limit = self._bypass_tokens
+        return [d for d in decodes if prompt.num_new_tokens(held.get(d, 0)) < limit]
+
+    def _together(self, prefill: Instance, decode: Instance, prompt: Prompt) -> Pair:
+        held = self._tree.match(prompt.blocks) if self._keeps_tree else {}
+        num_new_tokens = max(1, prompt.num_new_tokens(held.get(prefill, 0)))
+        self._remember(prompt, prefill, decode)
+        num_tokens = prompt.num_tokens + prompt.num_output_tokens
+        return Pair(prefill, decode, num_new_tokens, num_tokens)
+
+    def _alone(self, decode: Instance, prompt: Prompt) -> Pair:
+        self._remember(prompt, decode)
+        return Pair(None, decode, 0, prompt.num_tokens + prompt.num_output_tokens)
+
+    def _remember(self, prompt: Prompt, *instances: Instance) -> None:
+        """They will hold it soon, and others with the same beginning may come before that."""
+        if self._keeps_tree:
+            for instance in instances:
+                self._tree.insert(prompt.blocks, instance)
+
+
+def _with_partner(decodes: list[Instance], prefills: list[Instance]) -> list[Instance]:
+    return [d for d in decodes if any(are_partners(p, d) for p in prefills)]
+
+
+def are_partners(prefill: Instance, decode: Instance) -> bool:
+    """Tell whether KV can go from one to the other: same wire, same model, not itself.
+
+    Of an instance that was added by hand the model may be unknown; its user knows it.
+    """
+    ours, theirs = prefill.identity, decode.identity
+    return (
+        prefill is not decode
+        and ours.protocol == theirs.protocol
+        and (ours.model == theirs.model or not (ours.model and theirs.model))
+    )
+
+
+def _no_instance(prefills: list[Instance], decodes: list[Instance]) -> NoInstance:
+    candidates = ((Role.PREFILL, prefills), (Role.DECODE, decodes))
+    missing = [role for role, instances in candidates if not instances]
+    if missing:
+        names = " and no ".join(role.label for role in missing)
+        return NoInstance(f"no {names} instance is ready", missing)
+    if len({*prefills, *decodes}) == 1:
+        return NoInstance("no decode instance is ready beside the prefill one", [Role.DECODE])
+    return NoInstance(
+        "no prefill and decode instance that belong together (protocol, model) are ready",
+        list(Role),
+    )
