@@ -25,10 +25,12 @@ from proxy.http.asgi import QuartConnection, serve_directly
 from proxy.http.deadlines import Deadlines
 from proxy.http.stall import Presence
 from proxy.observe.metrics import Metrics
+from proxy.observe.request_log import RequestLog
 from proxy.request.forward import COMPLETION_PATHS, ERRAND_PATHS, Forwarder
 from proxy.request.models import PATH as MODELS_PATH
 from proxy.request.models import list_models
 from proxy.request.release import Releases
+from proxy.request.services import Services
 from proxy.routing.admission import Admission
 from proxy.routing.router import Router
 from proxy.status import Status
@@ -135,27 +137,18 @@ class Proxy:
         watch("queued", "Requests that wait for room", lambda: self._admission.num_queued)
         watch("running", "Requests in progress", lambda: self._admission.num_running)
         watch("prefix_blocks", "Remembered blocks", lambda: self._router.num_prefix_blocks)
+        self._log = RequestLog(clock)
+        services = Services(config, self._registry, self._upstream, self._releases, deadlines)
         self._forwarder = Forwarder(
-            config,
-            self._registry,
-            self._router,
-            self._upstream,
-            self._releases,
-            self._admission,
-            self._metrics,
-            deadlines,
-            clock,
+            services, self._router, self._admission, self._metrics, self._log
         )
-
-        self._status = Status(
-            self._registry, self._discovery, self._admission, self._forwarder, clock
-        )
+        self._status = Status(self._registry, self._discovery, self._admission, self._log, clock)
 
     async def serving(self) -> AsyncGenerator[None, None]:
         """Open the sockets, and close them in the opposite order."""
         async with AsyncExitStack() as parts:
             self._upstream.open()
-            parts.callback(self._forwarder.access_log.flush)
+            parts.callback(self._log.flush)
             parts.push_async_callback(self._upstream.close)
             parts.push_async_callback(self._releases.close)
             parts.push_async_callback(self._readiness.close)

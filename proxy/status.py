@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from proxy.fleet.discovery import Discovery
     from proxy.fleet.registry import Registry
-    from proxy.request.forward import Forwarder
+    from proxy.observe.request_log import RequestLog
     from proxy.routing.admission import Admission
 
 INTERVAL_SECONDS = 1.0
@@ -40,13 +40,13 @@ class Status:
         registry: Registry,
         discovery: Discovery,
         admission: Admission,
-        forwarder: Forwarder,
+        log: RequestLog,
         clock: Callable[[], float],
     ) -> None:
         self._registry = registry
         self._discovery = discovery
         self._admission = admission
-        self._forwarder = forwarder
+        self._log = log
         self._clock = clock
         self._num_viewers = 0
         self._page = files("proxy").joinpath("status.html").read_text(encoding="utf-8")
@@ -59,7 +59,7 @@ class Status:
             "registration_address": self._discovery.address,
             "authenticated": self._discovery.is_authenticated,
             "warning": self._discovery.exposure,
-            "requests_in_flight": len(self._forwarder.journeys),
+            "requests_in_flight": len(self._log.open),
             "requests_queued": self._admission.num_queued,
             "instances": [_describe(i, now) for i in self._registry.instances()],
         }
@@ -93,7 +93,7 @@ class Status:
             **self.snapshot(),
             "seconds": self._clock(),
             "pairs": self._pairs(),
-            "recent": [journey.describe() for journey in reversed(self._forwarder.recent)],
+            "recent": [record.describe() for record in reversed(self._log.recent)],
         }
 
     def _pairs(self) -> list[dict[str, Any]]:
@@ -101,8 +101,7 @@ class Status:
 
         KV is counted by the tokens of prompts: what decode still had of them did not move.
         """
-        journeys = self._forwarder.journeys
-        requests = Counter((j.prefill, j.decode) for j in journeys if j.decode is not None)
+        requests = Counter((j.prefill, j.decode) for j in self._log.open if j.decode is not None)
         moved: dict[tuple[str | None, str], int] = {
             (prefill, instance.identity.name): nbytes
             for instance in self._registry.instances()

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from proxy.fleet.instances import Instance, Role
 
 if TYPE_CHECKING:
-    from proxy.observe.request_log import Journey
+    from proxy.observe.request_log import RequestRecord
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -39,21 +39,21 @@ class Metrics:
         self.queue = self._histogram("queue_seconds", "From the request to the choice")
         self.bytes = self._counter("answer_bytes", "Bytes of answers sent to clients")
 
-    def count_journey(self, journey: Journey) -> None:
+    def count_request(self, record: RequestRecord) -> None:
         """Account for a request that has ended."""
-        labels = (journey.route, str(journey.status), journey.outcome)
+        labels = (record.route, str(record.status), record.outcome)
         counter = self._requests.get(labels)
         if counter is None:  # label sets are few, and to look one up there is slow
             counter = self._requests[labels] = self.requests.labels(*labels)
         counter.inc()
-        self.request.observe(journey.total_seconds)
-        self.bytes.inc(journey.bytes_sent)
-        if journey.queue_seconds is not None:
-            self.queue.observe(journey.queue_seconds)
-        if journey.prefill_seconds is not None:
-            self.prefill.observe(journey.prefill_seconds)
-        if journey.first_byte_seconds is not None:
-            self.first_byte.observe(journey.first_byte_seconds)
+        self.request.observe(record.total_seconds)
+        self.bytes.inc(record.bytes_sent)
+        if record.queue_seconds is not None:
+            self.queue.observe(record.queue_seconds)
+        if record.prefill_seconds is not None:
+            self.prefill.observe(record.prefill_seconds)
+        if record.first_byte_seconds is not None:
+            self.first_byte.observe(record.first_byte_seconds)
 
     def watch(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         """Show a number that is read when somebody asks for it."""

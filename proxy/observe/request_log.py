@@ -1,10 +1,11 @@
-"""Journey: what happened to one request, from its arrival to its end however it ends."""
+"""RequestLog: the requests that are open, the last that ended, and a line for each in the log."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("proxy.access")
 
 LOG_SECONDS = 0.1
+NUM_RECENT = 50
 
 
 @dataclass(eq=False)
-class Journey:
-    """Times are seconds on `clock` since `started`; a stage that was not reached has None."""
+class RequestRecord:
+    """What happened to one request, until it ends. Times are seconds on `clock` since `started`; a
+    stage that was not reached has None."""
 
     route: str
     client_id: str
@@ -101,17 +104,31 @@ class Journey:
         return self.clock() - self.started
 
 
-class AccessLog:
+class RequestLog:
     """One line of JSON for each request that has ended. Lines are written some at a time: a record
     of its own for each would cost as much as choosing the instances does."""
 
-    def __init__(self) -> None:
-        self._ended: list[tuple[float, Journey]] = []
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        # Requests that have not ended, in order of arrival.
+        self.open: dict[RequestRecord, None] = {}
+        # The last ones that have ended, oldest first.
+        self.recent: deque[RequestRecord] = deque(maxlen=NUM_RECENT)
+        self._unwritten: list[tuple[float, RequestRecord]] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, journey: Journey) -> None:
-        """Write a journey soon."""
-        self._ended.append((time.time(), journey))
+    def begin(self, route: str, client_id: str) -> RequestRecord:
+        """Open the record of a request that has just arrived."""
+        record = RequestRecord(route, client_id, self._clock, started=self._clock())
+        self.open[record] = None
+        return record
+
+    def end(self, record: RequestRecord) -> None:
+        """Close a record; its line is written soon."""
+        del self.open[record]
+        record.end()
+        self.recent.append(record)
+        self._unwritten.append((time.time(), record))
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(LOG_SECONDS, self.flush)
@@ -121,15 +138,15 @@ class AccessLog:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        ended, self._ended = self._ended, []
+        ended, self._unwritten = self._unwritten, []
         if ended and logger.isEnabledFor(logging.INFO):
-            lines = [_line(when, journey) for when, journey in ended]
+            lines = [_line(when, record) for when, record in ended]
             logger.info("%s", b"\n".join(lines).decode())
 
 
-def _line(when: float, journey: Journey) -> bytes:
+def _line(when: float, record: RequestRecord) -> bytes:
     now = datetime.fromtimestamp(when, timezone.utc).isoformat(timespec="milliseconds")
-    return msgspec.json.encode({"time": now, **journey.describe()})
+    return msgspec.json.encode({"time": now, **record.describe()})
 
 
 def _milliseconds(seconds: float | None) -> float | None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from proxy.fleet.instances import Instance, Leg, Role
     from proxy.http.asgi import Answer, ProxyRequest
-    from proxy.observe.request_log import Journey
-    from proxy.request.forward import Forwarder
+    from proxy.observe.request_log import RequestRecord
+    from proxy.request.services import Services
 
 REQUEST_ID = "X-Request-Id"
 # From the client to the instances. Its request id stays here: ours carries addresses.
@@ -30,18 +30,16 @@ class Attempt:
     """One try: whatever it holds is let go of by `ends`, at the latest when the request ends."""
 
     def __init__(
-        self, forwarder: Forwarder, request: ProxyRequest, journey: Journey, asked: payload.Asked
+        self, services: Services, request: ProxyRequest, record: RequestRecord, asked: payload.Asked
     ) -> None:
-        self.config = forwarder.config
+        self.services = services
+        self.config = services.config
         self.request = request
-        self.journey = journey
+        self.record = record
         self.asked = asked
         self.transfer_id = new_transfer_id()
         self.failed: Instance | None = None
         self.ends = Ends()
-        self.deadlines = forwarder.deadlines
-        self._upstream = forwarder.upstream
-        self._registry = forwarder.registry
         request.ends.callback(self.ends.close)
 
     async def run(self) -> Answer:
@@ -55,7 +53,7 @@ class Attempt:
 
     def take_leg(self, instance: Instance, role: Role, num_tokens: int) -> Leg:
         """Count a leg until it, or the attempt, ends."""
-        leg = self._registry.take_leg(instance, role, num_tokens)
+        leg = self.services.registry.take_leg(instance, role, num_tokens)
         self.ends.callback(leg.release)
         return leg
 
@@ -66,7 +64,7 @@ class Attempt:
         limits = self.limits(silence=self._first_byte_timeout())
         headers = self.headers(request_id, "accept", "accept-encoding")
         try:
-            response = await self._upstream.post(
+            response = await self.services.upstream.post(
                 leg.instance, leg.role, self.request.path, body, headers, limits, on_sent
             )
             self.ends.callback(response.close)
@@ -84,7 +82,8 @@ class Attempt:
         if response.status < 400:
             leg.breaker.recover()
             self.asked = payload.NOTHING  # it has done its part; prompts are large, streams long
-        return Relay(self, leg, response, cached_tokens).answer()
+        relay = Relay(self.services, self.request, self.record, leg, response, cached_tokens)
+        return relay.answer()
 
     def judge(self, leg: Leg, failure: LegFailed) -> None:
         """Decide whose fault it is that the answering leg failed: its instance's."""
@@ -92,7 +91,7 @@ class Attempt:
 
     def fail(self, leg: Leg) -> None:
         """Note that an instance failed its leg."""
-        leg.breaker.fail(self.journey.clock())
+        leg.breaker.fail(self.record.clock())
         self.failed = leg.instance
 
     def headers(self, request_id: str, *more: str) -> dict[str, str]:
@@ -120,16 +119,16 @@ class Errand(Attempt):
 
     def __init__(
         self,
-        forwarder: Forwarder,
+        services: Services,
         request: ProxyRequest,
-        journey: Journey,
+        record: RequestRecord,
         asked: payload.Asked,
         place: tuple[Instance, Role],
     ) -> None:
-        super().__init__(forwarder, request, journey, asked)
+        super().__init__(services, request, record, asked)
         instance, role = place
         self._leg = self.take_leg(instance, role, 1)
-        journey.chose(None, instance, self.transfer_id)
+        record.chose(None, instance, self.transfer_id)
 
     async def run(self) -> Answer:
         """Send the client's own bytes, and the answer back."""

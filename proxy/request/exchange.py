@@ -22,8 +22,8 @@ from proxy.request.attempt import Attempt
 if TYPE_CHECKING:
     from proxy.fleet.instances import Instance, Leg
     from proxy.http.asgi import Answer, ProxyRequest
-    from proxy.observe.request_log import Journey
-    from proxy.request.forward import Forwarder
+    from proxy.observe.request_log import RequestRecord
+    from proxy.request.services import Services
     from proxy.routing.router import Pair
 
 
@@ -33,14 +33,13 @@ class Exchange(Attempt):
 
     def __init__(
         self,
-        forwarder: Forwarder,
+        services: Services,
         request: ProxyRequest,
-        journey: Journey,
+        record: RequestRecord,
         asked: payload.Asked,
         pair: Pair,
     ) -> None:
-        super().__init__(forwarder, request, journey, asked)
-        self._releases = forwarder.releases
+        super().__init__(services, request, record, asked)
         self._pair = pair
         # What prefill has sent to decode, and whether decode was asked to use it.
         self._kv: tuple[ProxyId, payload.Prefilled] | None = None
@@ -49,7 +48,7 @@ class Exchange(Attempt):
         if pair.prefill is not None:
             self._prefill_leg = self.take_leg(pair.prefill, Role.PREFILL, pair.prefill_tokens)
         self.ends.callback(self._release_unclaimed)
-        journey.chose(pair.prefill, pair.decode, self.transfer_id)
+        record.chose(pair.prefill, pair.decode, self.transfer_id)
 
     async def run(self) -> Answer:
         """Answer the request; errors as in `Attempt`."""
@@ -97,7 +96,7 @@ class Exchange(Attempt):
     ) -> tuple[Response, bytes]:
         limits = self.limits(total=self.config.prefill_timeout_seconds)
         headers = self.headers(payload.request_id(proxy_id))
-        response = await self._upstream.post(
+        response = await self.services.upstream.post(
             instance, Role.PREFILL, self.request.path, body, headers, limits
         )
         try:
@@ -106,7 +105,7 @@ class Exchange(Attempt):
             raise leg_failed(instance, Role.PREFILL, error) from error
         finally:
             response.close()
-        self.journey.prefilled()
+        self.record.prefilled()
         return response, answer
 
     async def _decode(self, proxy_id: ProxyId, answered: payload.Fields) -> Response:
@@ -153,7 +152,7 @@ class Exchange(Attempt):
         params = payload.decode_params(proxy_id, prefilled.params)
         body = payload.prefill_body(self.asked.fields, None if self._pair.is_old_wire else params)
         headers = self.headers(payload.request_id(proxy_id))
-        self._releases.begin(decode, self.request.path, body, headers)
+        self.services.releases.begin(decode, self.request.path, body, headers)
 
 
 def _proxy_id(prefill: Instance, decode: Instance, transfer_id: str) -> ProxyId:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from proxy.fleet.instances import Leg
-    from proxy.request.attempt import Attempt
+    from proxy.http.asgi import ProxyRequest
+    from proxy.observe.request_log import RequestRecord
+    from proxy.request.services import Services
 
 # With one of these, nothing of ours can be put behind what was cut.
 _FRAMING_HEADERS = (b"content-length", b"content-encoding")
@@ -28,15 +30,17 @@ class Relay:
 
     def __init__(
         self,
-        attempt: Attempt,
+        services: Services,
+        request: ProxyRequest,
+        record: RequestRecord,
         leg: Leg,
         response: Response,
         cached_tokens: int | None = None,
     ) -> None:
-        self._config = attempt.config
-        self._journey = attempt.journey
-        self._handler = attempt.request.handler
-        self._deadlines = attempt.deadlines
+        self._config = services.config
+        self._deadlines = services.deadlines
+        self._record = record
+        self._handler = request.handler
         self._leg = leg
         self._response = response
         self._is_stream = response.content_type == EVENT_STREAM
@@ -45,7 +49,7 @@ class Relay:
 
     def answer(self) -> Answer:
         """Return the answer to the client; its bytes are read while they are sent."""
-        status = self._journey.status = self._response.status
+        status = self._record.status = self._response.status
         # Another number may be shorter.
         is_whole = self._response.is_complete and not self._is_stream
         dropped = (b"content-length",) if is_whole or self._usage is not None else ()
@@ -57,16 +61,16 @@ class Relay:
         body = self._response.taken()
         if self._usage is not None:
             body = self._usage.feed(body) + self._usage.finish()
-        self._journey.sent(len(body))
+        self._record.sent(len(body))
         self._end()
         return body
 
     async def _pieces(self) -> AsyncGenerator[bytes, None]:
         try:
             while piece := await self._next():
-                if self._is_stream and not self._journey.bytes_sent:
+                if self._is_stream and not self._record.bytes_sent:
                     self._response.silence = self._config.gap_timeout_seconds
-                self._journey.sent(len(piece))
+                self._record.sent(len(piece))
                 self._leg.instance.num_events += piece.count(b"\n\n") if self._is_stream else 0
                 stalled = self._deadlines.add(
                     self._config.client_timeout_seconds, self._client_stalled
@@ -76,7 +80,7 @@ class Relay:
                 finally:
                     stalled.cancel()
         except ClientError as error:
-            self._leg.breaker.fail(self._journey.clock())
+            self._leg.breaker.fail(self._record.clock())
             yield self._cut(leg_failed(self._leg.instance, self._leg.role, error))
         else:
             self._end()
@@ -84,7 +88,7 @@ class Relay:
     def _end(self) -> None:
         if self._response.status < 400:
             self._leg.breaker.succeed()
-        self._journey.answered()
+        self._record.answered()
 
     async def _next(self) -> bytes:
         """Return what may go on to the client; nothing at the end."""
@@ -100,7 +104,7 @@ class Relay:
         Raises:
             AnswerCut: the client must see a broken connection.
         """
-        self._journey.failed(failure)
+        self._record.failed(failure)
         is_plain = not any(map(self._response.header, _FRAMING_HEADERS))
         if not self._is_stream or not is_plain:
             raise AnswerCut(str(failure))
@@ -109,5 +113,5 @@ class Relay:
 
     def _client_stalled(self) -> None:
         message = "the client does not take its answer"
-        self._journey.failed(ProxyError(408, "client_stalled", message))
+        self._record.failed(ProxyError(408, "client_stalled", message))
         self._handler.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.observe.metrics import Metrics
-from proxy.observe.request_log import Journey
+from proxy.observe.request_log import RequestRecord
 from tests.routing_fleet import NOW, Fleet
 
 # One a line: name, type, labels.
@@ -61,9 +61,9 @@ def test_no_label_grows_with_what_clients_send() -> None:
     metrics = Metrics(Fleet().registry.instances, lambda: NOW)
     sizes = []
     for number in range(10_000):
-        journey = Journey("/v1/completions", f"client {number}", lambda: NOW, NOW)
-        journey.transfer_id, journey.outcome = f"{number:032x}", "ok"
-        metrics.count_journey(journey)
+        record = RequestRecord("/v1/completions", f"client {number}", lambda: NOW, NOW)
+        record.transfer_id, record.outcome = f"{number:032x}", "ok"
+        metrics.count_request(record)
         if number in (0, 9_999):
             sizes.append(len(metrics.render().splitlines()))
     assert sizes[0] == sizes[1]
