@@ -55,7 +55,7 @@ class Crowd:
         self._listening = self._context.socket(zmq.ROUTER)
         self._ports = [self._listening.bind_to_random_port("tcp://127.0.0.1") for _ in range(num)]
         self._dialling = self._context.socket(zmq.ROUTER)
-        self._guests = 0
+        self._sessions = 0
         self._welcomed: set[bytes] = set()
         self._target = ""
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -66,8 +66,8 @@ class Crowd:
         return self._ports
 
     def come(self, address: str, num: int) -> None:
-        """Dial an engine so many times, and be a guest of it each time."""
-        self._guests, self._target = num, address
+        """Dial an engine so many times, and be a session of it each time."""
+        self._sessions, self._target = num, address
 
     def num_welcomed(self) -> int:
         """How many of them were let in."""
@@ -83,7 +83,7 @@ class Crowd:
         while True:
             for socket, _ in poller.poll(5):
                 self._answer(socket)
-            if come < self._guests and come - len(self._welcomed) < AT_ONCE:
+            if come < self._sessions and come - len(self._welcomed) < AT_ONCE:
                 self._greet(come)
                 come += 1
             if time.monotonic() >= ping_at:
@@ -181,7 +181,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 def measure(num: int) -> list[Row]:
-    """Alone, with the links, with the guests as well."""
+    """Alone, with the links, with the sessions as well."""
     rows: list[Row] = []
     with (
         Remote(Crowd, num) as crowd,
@@ -196,7 +196,7 @@ def measure(num: int) -> list[Row]:
                 {
                     "case": case,
                     "links": stats["links"].get("ready", 0),
-                    "guests": stats["guests"],
+                    "sessions": stats["sessions"],
                     **resources(),
                     "idle_share": idle_share(),
                     **spread(transfers(engine, peer, address, case), "transfer_ms_"),
@@ -213,13 +213,13 @@ def measure(num: int) -> list[Row]:
             for transfer in asked:
                 transfer.cancel()
         look("links")
-        progress("guests")
+        progress("sessions")
         crowd.call("come", engine.zmq_address, num)
-        until(lambda: engine.stats()["guests"] >= num, "all are guests")
-        look("links and guests")
+        until(lambda: engine.stats()["sessions"] >= num, "all are sessions")
+        look("links and sessions")
     alone = rows[0]
     for row in rows:
-        others = max(1, row["links"] - alone["links"] + row["guests"] - alone["guests"])
+        others = max(1, row["links"] - alone["links"] + row["sessions"] - alone["sessions"])
         for name in ("rss_kib", "descriptors", "threads"):
             row[f"{name}_each"] = round((row[name] - alone[name]) / others, 2)
     return rows

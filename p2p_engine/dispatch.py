@@ -8,7 +8,7 @@ from p2p_engine.control.sockets import Route
 from p2p_engine.errors import RemoteProtocolError, TransferRejected
 from p2p_engine.peers.links import Link, Links, PeerAddress
 from p2p_engine.peers.locator import Instances
-from p2p_engine.peers.sessions import Guest, Guests
+from p2p_engine.peers.sessions import Session, Sessions
 from p2p_engine.receive.pulls import Awaited
 from p2p_engine.receive.renewals import Renewals
 from p2p_engine.receive.store import Store
@@ -50,7 +50,7 @@ class Dispatch:
         sender: Sender,
         awaited: Awaited,
         renewals: Renewals,
-        guests: Guests,
+        sessions: Sessions,
         holds: Holds,
         store: Store,
         transports: Mapping[str, Transport],
@@ -60,7 +60,7 @@ class Dispatch:
         self._sender = sender
         self._awaited = awaited
         self._renewals = renewals
-        self._guests = guests
+        self._sessions = sessions
         self._holds = holds
         self._store = store
         self._transports = transports
@@ -74,7 +74,7 @@ class Dispatch:
         if route.address:
             self._from_link(route, message)
         else:
-            self._from_guest(route, message)
+            self._from_session(route, message)
 
     def _from_link(self, route: Route, message: AnyMessage) -> None:
         """An answer from a peer, or a directory, that we dialled."""
@@ -95,13 +95,13 @@ class Dispatch:
         ):
             raise RemoteProtocolError(f"{type(message).__name__} is not an answer")
 
-    def _from_guest(self, route: Route, message: AnyMessage) -> None:
+    def _from_session(self, route: Route, message: AnyMessage) -> None:
         """A message from a peer that dialled us."""
-        guest = self._guests.on_message(route, message)
-        if guest is not None:
-            self._on_request(guest, message)
+        session = self._sessions.on_message(route, message)
+        if session is not None:
+            self._on_request(session, message)
 
-    def _on_request(self, guest: Guest, message: AnyMessage) -> None:
+    def _on_request(self, session: Session, message: AnyMessage) -> None:
         epoch = message.source_epoch
         if isinstance(message, Offer):
             self._on_offer(epoch, message)
@@ -110,16 +110,16 @@ class Dispatch:
         elif isinstance(message, Cancelled):
             self._store.on_cancelled(epoch, message.seq, message.attempt)
         elif isinstance(message, Abandon):
-            abandoned = TransferRejected(f"{guest.address}: {message.reason}")
+            abandoned = TransferRejected(f"{session.address}: {message.reason}")
             self._awaited.on_abandon(message.key, epoch, abandoned)
-            self._guests.reply(epoch, AbandonOk, (message.key,))
+            self._sessions.reply(epoch, AbandonOk, (message.key,))
         elif isinstance(message, Want):
-            self._on_want(guest, message)
+            self._on_want(session, message)
         elif isinstance(message, Renew):
             self._on_renew(epoch, message)
         elif isinstance(message, Release):
             content = (message.key, message.binding)
-            self._holds.on_release(content, PeerAddress(guest.address), guest.spec)
+            self._holds.on_release(content, PeerAddress(session.address), session.spec)
         elif not isinstance(message, Ping | Pong | Bye):
             raise RemoteProtocolError(f"{type(message).__name__} is not a request")
 
@@ -135,17 +135,17 @@ class Dispatch:
         for content in renew.contents:
             reason = self._holds.on_renew(content)
             if reason is not None:
-                self._guests.reply(epoch, Gone, (content[0], shorten(reason)))
+                self._sessions.reply(epoch, Gone, (content[0], shorten(reason)))
 
-    def _on_want(self, guest: Guest, want: Want) -> None:
+    def _on_want(self, session: Session, want: Want) -> None:
         def gone(reason: str) -> None:
-            self._guests.reply(want.source_epoch, Gone, (want.key, shorten(reason)))
+            self._sessions.reply(want.source_epoch, Gone, (want.key, shorten(reason)))
 
         content = (want.key, want.binding)
         if want.is_pushed and self._sender.offer_now(want.source_epoch, content):
             return
-        peer = PeerAddress(guest.address)
-        self._holds.on_want(content, peer, guest.spec, gone, is_pushed=want.is_pushed)
+        peer = PeerAddress(session.address)
+        self._holds.on_want(content, peer, session.spec, gone, is_pushed=want.is_pushed)
 
 
 def tell_sender(sender: Sender, link: Link, message: AnyMessage) -> bool:

@@ -43,7 +43,7 @@ from p2p_engine.memory.layout import Sink, Source, TensorSink, TensorSource, che
 from p2p_engine.peers.leftovers import CLOSE_SECONDS
 from p2p_engine.peers.links import InstanceAddress, Link, Links, PeerAddress
 from p2p_engine.peers.locator import Instances
-from p2p_engine.peers.sessions import Guests
+from p2p_engine.peers.sessions import Sessions
 from p2p_engine.receive.placement import Places
 from p2p_engine.receive.pulls import Awaited
 from p2p_engine.receive.renewals import Renewals
@@ -157,7 +157,7 @@ class P2pNcclEngine:
                 part.uses(link) for part in (self._sender, self._awaited, self._renewals)
             ),
         )  # fmt: skip
-        self._guests = Guests(
+        self._sessions = Sessions(
             config, self._control, self.epoch, self._spec, list(self._transports.values()),
             lock=self._changed, clock=time.monotonic, attention=self._attention,
             on_lost=lambda epoch, error: self._store.sender_lost(epoch, error),
@@ -177,7 +177,7 @@ class P2pNcclEngine:
         )
         self._store = Store(
             config, self._changed, places, copier, self._counters,
-            reply=self._guests.reply, clock=time.monotonic,
+            reply=self._sessions.reply, clock=time.monotonic,
             is_from=lambda key, epoch: self._awaited.is_from(key, epoch),
             is_kept=lambda content: self._renewals.is_kept(content),
         )  # fmt: skip
@@ -192,7 +192,7 @@ class P2pNcclEngine:
         )  # fmt: skip
         self._dispatch = Dispatch(
             self._links, self._instances, self._sender, self._awaited, self._renewals,
-            self._guests, self._holds, self._store, self._transports,
+            self._sessions, self._holds, self._store, self._transports,
         )  # fmt: skip
         timed = (self._links, self._instances, self._sender, self._holds, self._store)
         self._parts = Parts({
@@ -205,7 +205,7 @@ class P2pNcclEngine:
             "store": self._store.tick,
             "awaited": self._awaited.tick,
             "renewals": self._renewals.tick,
-            "guests": lambda now: self._guests.tick(),
+            "sessions": lambda now: self._sessions.tick(),
             "watchdog": lambda now: self._watchdog.look(
                 self._running(), [name for part in timed for name in part.overdue(now)]
             ),
@@ -578,7 +578,7 @@ class P2pNcclEngine:
                 "links": self._links.count(),
                 "nccl": self._gpu.stats() if self._gpu is not None else {},
                 "unclosed_channels": self._links.num_unclosed_channels(),
-                "guests": len(self._guests),
+                "sessions": len(self._sessions),
                 "kept": self._renewals.num_kept(),
                 "denied_offers": counters.denied,
                 "expired_leases": counters.expired,
@@ -675,7 +675,7 @@ class P2pNcclEngine:
             with self._changed:
                 self._links.close_leftovers()
         with self._changed:
-            self._guests.say_goodbye()
+            self._sessions.say_goodbye()
             self._links.close(EngineClosed("the engine was closed"))
 
     def _close_parts(self) -> None:
@@ -723,7 +723,7 @@ class P2pNcclEngine:
             if route.address:
                 self._links.connection_ended(route.address)
             else:
-                self._guests.connection_ended(route)
+                self._sessions.connection_ended(route)
 
     def _on_tick(self, now: float) -> None:
         with self._changed:

@@ -161,7 +161,7 @@ def parts_of(world: World) -> list[str]:
     ]  # fmt: skip
     link = world.links.link
     rest = (
-        "rest", world.now, world.epoch, sorted(world.guests),
+        "rest", world.now, world.epoch, sorted(world.sessions),
         link is not None and (link.state.name, link.channel is not None),
         len(world.breaking), sorted(world.transport.connected),
     )  # fmt: skip

@@ -336,7 +336,7 @@ class World:
         self.num_to_corrupt = 0  # of the next writes
         self.num_corrupted = 0
         self.unclosed: list[SimChannel] = []
-        self.guests: set[int] = set()
+        self.sessions: set[int] = set()
         self.kept: set[ContentKey] = set()  # by the receiver's caller
         self.channels: dict[int, SimChannel] = {}
         self.sendings: list[Sending] = []
@@ -372,7 +372,7 @@ class World:
         self.jobs = [job for job in self.jobs if job.epoch != old]
         self.hung_up(old)
         self.sendings.clear()  # their memory died with the process
-        self.forget_guest(old)
+        self.forget_session(old)
         self.start_sender()
 
     def connect(self) -> None:
@@ -380,12 +380,12 @@ class World:
         link = self.links.link
         if link is not None and link.state is LinkState.GREETING:
             link.state = LinkState.READY
-            self.guests.add(self.epoch)
+            self.sessions.add(self.epoch)
             self.sender.link_ready(link)
         if self.unclosed and not self.transport.receiver_writes:
             return  # the receiver lets nobody in beside a connection that may still write
         if link is not None and link.channel is None:
-            self.guests.add(self.epoch)
+            self.sessions.add(self.epoch)
             self.transport.connected.add(self.epoch)
             link.channel = self.channels[self.epoch] = SimChannel(self, self.epoch)  # type: ignore[assignment]
             link.transport = cast("Transport", self.transport)
@@ -429,10 +429,10 @@ class World:
             self.breaking.append((self.channels[self.epoch], TransportError("reset by the peer")))
             self.hung_up(self.epoch)
 
-    def forget_guest(self, epoch: int) -> None:
+    def forget_session(self, epoch: int) -> None:
         """The receiver finds that a sender is silent, whether it is dead or not."""
-        if epoch in self.guests:
-            self.guests.discard(epoch)
+        if epoch in self.sessions:
+            self.sessions.discard(epoch)
             self.store.sender_lost(epoch, PeerLost("silent"))
             self.lose_connection()
 
@@ -537,7 +537,7 @@ class World:
 
     def _to_store(self, message: AnyMessage) -> None:
         epoch = message.source_epoch
-        if epoch not in self.guests:
+        if epoch not in self.sessions:
             self.post("sender", Greet(STORE_EPOCH, epoch))
         elif isinstance(message, Offer):
             self.store.on_offer(epoch, message, cast("Transport", self.transport))
@@ -559,7 +559,7 @@ class World:
             link.state = LinkState.GREETING
 
     def _reply(self, epoch: int, kind: type[Message], fields: tuple[Any, ...]) -> None:
-        if epoch in self.guests:
+        if epoch in self.sessions:
             self.post("sender", kind(STORE_EPOCH, epoch, *fields))
 
     # The callers

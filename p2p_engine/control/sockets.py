@@ -165,7 +165,7 @@ class Sockets:
             else open_dealer(self._context)
         )
         self._gate = Gate(
-            self._context, self._router, self._listener, curve, on_ended=self._guest_ended
+            self._context, self._router, self._listener, curve, on_ended=self._session_ended
         )
         self._dialler = Dialler(
             self._context, curve, on_refused, lambda address: self._on_ended(Route(address))
@@ -198,7 +198,7 @@ class Sockets:
             self._take(source, name, frame)
         self._suspects.add(source)
 
-    def _guest_ended(self, fd: int) -> None:
+    def _session_ended(self, fd: int) -> None:
         name = self._names.pop(fd, None)
         if name is not None:
             self._on_ended(Route(identity=name))

@@ -1,17 +1,17 @@
-"""Guests: the peers that dialled us, from HELLO to their end. The other direction is peers.py.
+"""Sessions: the peers that dialled us, from HELLO to their end. The other direction is peers.py.
 
-A guest is known by its epoch; what it says is answered over the route that it came by. An address
-belongs to one guest at a time. Who greets with the address of another one is a restarted engine, or
-a rival behind the same address: the guest that is here is asked (PING). If its connection has ended
-it is over, and the newcomer is a guest. If it answers, the newcomer is refused. Otherwise the
-newcomer waits until the guest answers, or is silent for too long.
+A session is known by its epoch; what it says is answered over the route that it came by. An address
+belongs to one session at a time. Who greets with the address of another one is a restarted engine, or
+a rival behind the same address: the session that is here is asked (PING). If its connection has ended
+it is over, and the newcomer is a session. If it answers, the newcomer is refused. Otherwise the
+newcomer waits until the session answers, or is silent for too long.
 
-Who greets with the epoch of a guest over another connection is that engine, by a new connection or
-by another of our addresses, or somebody who has read the epoch. The guest is asked in the same way.
+Who greets with the epoch of a session over another connection is that engine, by a new connection or
+by another of our addresses, or somebody who has read the epoch. The session is asked in the same way.
 If its connection has ended, or it answers that it said this HELLO, it has moved, and nothing of it
 ends.
 
-A guest that rests, because nothing of it is open, is heard seldom (peers.py). It is watched while
+A session that rests, because nothing of it is open, is heard seldom (peers.py). It is watched while
 something of it is open here, when its connection has ended, when another one claims its place, and
 when its rest was too long. Who is watched and is silent is asked (PING), and lost in the end. The
 engine's lock guards everything here.
@@ -53,13 +53,13 @@ from p2p_engine.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-MAX_GUESTS = 4096
-GUEST_REST_SECONDS = 60.0  # of silence, where nothing is open; more than peers.py:REST_SECONDS
-GuestLost: TypeAlias = Callable[[int, PeerLost], None]
+MAX_SESSIONS = 4096
+SESSION_REST_SECONDS = 60.0  # of silence, where nothing is open; more than peers.py:REST_SECONDS
+SessionLost: TypeAlias = Callable[[int, PeerLost], None]
 
 
 @dataclass
-class Guest:
+class Session:
     """A peer that dialled us."""
 
     route: Route
@@ -71,7 +71,7 @@ class Guest:
     has_gone: bool = False  # its connection has ended
 
 
-class Guests:
+class Sessions:
     """All of them, and what they are told when they come."""
 
     def __init__(
@@ -85,14 +85,14 @@ class Guests:
         lock: AbstractContextManager[Any],
         clock: Callable[[], float],
         attention: Callable[[], float],
-        on_lost: GuestLost,
-        on_over: GuestLost,
+        on_lost: SessionLost,
+        on_over: SessionLost,
         is_used: Callable[[int], bool],
         largest_landing: int = 0,
     ) -> None:
-        """`on_lost` is told when nothing more will be heard of a guest; `on_over`, after it, when
-        its engine is known to have ended. `attention` counts the seconds in which a guest could
-        have been heard; `is_used` says whether anything of a guest is open."""
+        """`on_lost` is told when nothing more will be heard of a session; `on_over`, after it, when
+        its engine is known to have ended. `attention` counts the seconds in which a session could
+        have been heard; `is_used` says whether anything of a session is open."""
         self._config = config
         self._control = control
         self._epoch = epoch
@@ -105,7 +105,7 @@ class Guests:
         self._on_lost = on_lost
         self._on_over = on_over
         self._is_used = is_used
-        self._guests: dict[int, Guest] = {}
+        self._sessions: dict[int, Session] = {}
         self._of_route: Index[Route, int] = Index()
         self._of_address: Index[str, int] = Index()
         self._timers: Timers[int] = Timers()  # by the attention's clock
@@ -113,77 +113,77 @@ class Guests:
 
     def __len__(self) -> int:
         """How many there are."""
-        return len(self._guests)
+        return len(self._sessions)
 
-    def on_message(self, route: Route, message: AnyMessage) -> Guest | None:
-        """Take a message; returns the guest if it is one, and the message is for this engine."""
+    def on_message(self, route: Route, message: AnyMessage) -> Session | None:
+        """Take a message; returns the session if it is one, and the message is for this engine."""
         epoch = message.source_epoch
         if isinstance(message, Hello):
             self._greet(route, message)
             return None
         if isinstance(message, Ping):
             self._control.send(route, encode(Pong(self._epoch, epoch)))
-        guest = self._guests.get(epoch)
+        session = self._sessions.get(epoch)
         if message.destination_epoch != self._epoch:
             return None  # for an engine that is no more; PONG tells who is here now
-        if guest is None or guest.route != route:
+        if session is None or session.route != route:
             self._control.send(route, encode(Greet(self._epoch, epoch)))
             return None
-        guest.heard_at, guest.has_gone = self._attention(), False
-        if guest.watched_since is None and not isinstance(message, Ping | Pong):
-            self._timers.set(epoch, guest.heard_at + self._step)  # it may have opened something
+        session.heard_at, session.has_gone = self._attention(), False
+        if session.watched_since is None and not isinstance(message, Ping | Pong):
+            self._timers.set(epoch, session.heard_at + self._step)  # it may have opened something
         if isinstance(message, Pong):
-            self._answer_challenger(guest, message)
+            self._answer_challenger(session, message)
         if isinstance(message, Bye):
-            self._end(epoch, f"sender {guest.address} is closing")
-        return guest
+            self._end(epoch, f"sender {session.address} is closing")
+        return session
 
     def reply(self, epoch: int, kind: type[Message], fields: tuple[Any, ...]) -> None:
-        """Send a guest a message; one that is none any more is told nothing."""
-        guest = self._guests.get(epoch)
-        if guest is not None:
-            self._control.send(guest.route, encode(kind(self._epoch, epoch, *fields)))  # type: ignore[arg-type]
+        """Send a session a message; one that is none any more is told nothing."""
+        session = self._sessions.get(epoch)
+        if session is not None:
+            self._control.send(session.route, encode(kind(self._epoch, epoch, *fields)))  # type: ignore[arg-type]
 
     def tick(self) -> None:
         """Let go of who is silent."""
         now = self._attention()
-        self._timers.look(now, lambda epoch: self._tick_guest(epoch, now))
+        self._timers.look(now, lambda epoch: self._tick_session(epoch, now))
 
-    def _tick_guest(self, epoch: int, now: float) -> None:
-        guest, patience = self._guests[epoch], self._config.peer_timeout_seconds
-        rested_at = guest.heard_at + GUEST_REST_SECONDS
-        if not self._needs_watch(epoch, guest) and now < rested_at:
-            guest.watched_since = None
+    def _tick_session(self, epoch: int, now: float) -> None:
+        session, patience = self._sessions[epoch], self._config.peer_timeout_seconds
+        rested_at = session.heard_at + SESSION_REST_SECONDS
+        if not self._needs_watch(epoch, session) and now < rested_at:
+            session.watched_since = None
             self._timers.set(epoch, rested_at)
             return
-        if guest.watched_since is None:
-            guest.watched_since = guest.heard_at if now < rested_at else now
-        silence = now - max(guest.heard_at, guest.watched_since)
+        if session.watched_since is None:
+            session.watched_since = session.heard_at if now < rested_at else now
+        silence = now - max(session.heard_at, session.watched_since)
         if silence >= patience:
-            self._lose(epoch, f"sender {guest.address} is silent for {silence:.1f} s")
+            self._lose(epoch, f"sender {session.address} is silent for {silence:.1f} s")
             return
-        if now - guest.heard_at >= 2 * self._step and not guest.has_gone:
-            number = guest.challenger[1].number if guest.challenger is not None else 0
+        if now - session.heard_at >= 2 * self._step and not session.has_gone:
+            number = session.challenger[1].number if session.challenger is not None else 0
             self.reply(epoch, Ping, (number,))
         self._timers.set(epoch, now + min(self._step, patience - silence))
 
-    def _needs_watch(self, epoch: int, guest: Guest) -> bool:
-        return guest.has_gone or guest.challenger is not None or self._is_used(epoch)
+    def _needs_watch(self, epoch: int, session: Session) -> bool:
+        return session.has_gone or session.challenger is not None or self._is_used(epoch)
 
-    def _watch(self, epoch: int, guest: Guest) -> None:
-        if guest.watched_since is None:
-            guest.watched_since = self._attention()
-            self._timers.set(epoch, guest.watched_since + self._step)
+    def _watch(self, epoch: int, session: Session) -> None:
+        if session.watched_since is None:
+            session.watched_since = self._attention()
+            self._timers.set(epoch, session.watched_since + self._step)
 
     def connection_ended(self, route: Route) -> None:
-        """The connection of a guest has ended: it comes back by another one, or it is over."""
+        """The connection of a session has ended: it comes back by another one, or it is over."""
         for epoch in self._of_route.get(route):
-            self._guests[epoch].has_gone = True
-            self._watch(epoch, self._guests[epoch])
+            self._sessions[epoch].has_gone = True
+            self._watch(epoch, self._sessions[epoch])
 
     def say_goodbye(self) -> None:
         """Tell everybody that this engine is closing."""
-        for epoch in self._guests:
+        for epoch in self._sessions:
             self.reply(epoch, Bye, ())
 
     def _greet(self, route: Route, hello: Hello) -> None:
@@ -193,44 +193,44 @@ class Guests:
             return
         for other in self._of_route.get(route):
             if other != epoch:
-                self._end(other, f"sender {self._guests[other].address} was restarted")
+                self._end(other, f"sender {self._sessions[other].address} was restarted")
         claimed = dict.fromkeys([epoch, *self._of_address.get(hello.address)])
-        rivals = {name: self._guests[name] for name in claimed if name in self._guests}
-        rivals = {name: guest for name, guest in rivals.items() if guest.route != route}
-        for other, guest in rivals.items():
-            self._challenge(other, guest, route, hello)
+        rivals = {name: self._sessions[name] for name in claimed if name in self._sessions}
+        rivals = {name: session for name, session in rivals.items() if session.route != route}
+        for other, session in rivals.items():
+            self._challenge(other, session, route, hello)
         if not rivals:
             self._admit(route, hello)
 
-    def _challenge(self, epoch: int, guest: Guest, route: Route, hello: Hello) -> None:
-        """Ask a guest whether it lives: another connection claims its address, or its epoch."""
-        guest.challenger = route, hello
-        self._watch(epoch, guest)
+    def _challenge(self, epoch: int, session: Session, route: Route, hello: Hello) -> None:
+        """Ask a session whether it lives: another connection claims its address, or its epoch."""
+        session.challenger = route, hello
+        self._watch(epoch, session)
 
         def over() -> None:
             with self._lock:
-                if self._guests.get(epoch) is guest:
-                    self._make_way(epoch, guest, hello)
+                if self._sessions.get(epoch) is session:
+                    self._make_way(epoch, session, hello)
                     self._greet(route, hello)
 
-        self._control.send(guest.route, encode(Ping(self._epoch, epoch, hello.number)), over)
+        self._control.send(session.route, encode(Ping(self._epoch, epoch, hello.number)), over)
 
-    def _make_way(self, epoch: int, guest: Guest, hello: Hello) -> None:
+    def _make_way(self, epoch: int, session: Session, hello: Hello) -> None:
         if hello.source_epoch == epoch:
             self._remove(epoch)  # it comes back at once, by its new connection
         else:
-            self._end(epoch, f"sender {guest.address} was restarted")
+            self._end(epoch, f"sender {session.address} was restarted")
 
-    def _answer_challenger(self, guest: Guest, message: Pong) -> None:
-        if guest.challenger is None:
+    def _answer_challenger(self, session: Session, message: Pong) -> None:
+        if session.challenger is None:
             return
-        (route, hello), guest.challenger = guest.challenger, None
+        (route, hello), session.challenger = session.challenger, None
         is_its_own = hello.source_epoch == message.source_epoch and message.number != 0
         if is_its_own and message.number == hello.number:
-            self._make_way(message.source_epoch, guest, hello)
+            self._make_way(message.source_epoch, session, hello)
             self._greet(route, hello)
         else:
-            text = f"{guest.address} is the address of another engine, which lives"
+            text = f"{session.address} is the address of another engine, which lives"
             reason = f"{text}; give each engine a host or a port of its own"
             self._refuse(route, hello, reason)
 
@@ -243,7 +243,7 @@ class Guests:
         epoch = hello.source_epoch
         self._remove(epoch)
         now = self._attention()
-        self._guests[epoch] = Guest(route, hello.address, now, hello.spec)
+        self._sessions[epoch] = Session(route, hello.address, now, hello.spec)
         self._of_route.add(route, epoch)
         self._of_address.add(hello.address, epoch)
         self._timers.set(epoch, now + self._step)
@@ -255,9 +255,9 @@ class Guests:
         self._control.send(route, encode(welcome))
 
     def _refusal(self, hello: Hello) -> str:
-        """Why a peer cannot be a guest, or ""."""
-        if len(self) >= MAX_GUESTS and hello.source_epoch not in self._guests:
-            return f"{MAX_GUESTS} peers are here already"
+        """Why a peer cannot be a session, or ""."""
+        if len(self) >= MAX_SESSIONS and hello.source_epoch not in self._sessions:
+            return f"{MAX_SESSIONS} peers are here already"
         if hello.version != PROTOCOL_VERSION:
             return f"protocol version: {PROTOCOL_VERSION} here, {hello.version} there"
         try:
@@ -273,10 +273,10 @@ class Guests:
             transport.forget(epoch)
 
     def _remove(self, epoch: int) -> None:
-        guest = self._guests.pop(epoch, None)
-        if guest is not None:
-            self._of_route.discard(guest.route, epoch)
-            self._of_address.discard(guest.address, epoch)
+        session = self._sessions.pop(epoch, None)
+        if session is not None:
+            self._of_route.discard(session.route, epoch)
+            self._of_address.discard(session.address, epoch)
             self._timers.cancel(epoch)
 
     def _end(self, epoch: int, reason: str) -> None:

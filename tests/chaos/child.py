@@ -184,12 +184,12 @@ class Child:
 
     def forget(self) -> None:
         """Take everybody who has greeted us for silent."""
-        guests = self.engine._guests
+        sessions = self.engine._sessions
 
         def lose_all() -> None:
             with self.engine._changed:
-                for epoch in list(guests._guests):
-                    guests._lose(epoch, "the round says so")
+                for epoch in list(sessions._sessions):
+                    sessions._lose(epoch, "the round says so")
 
         self.engine._control.call_soon(lose_all)
 
@@ -327,7 +327,7 @@ class Child:
         stats = self.engine.stats()
         wanted = {
             "open_transfers": 0, "live_bytes": 0, "quarantined_bytes": 0, "control_errors": 0,
-            "overdue_waits": 0, "guests": 0, "links": {}, "unclosed_channels": 0, "healthy": True,
+            "overdue_waits": 0, "sessions": 0, "links": {}, "unclosed_channels": 0, "healthy": True,
             "corrupted_chunks": 0, "kept": 0,
         }  # fmt: skip
         wrong = [f"{key}={stats[key]}" for key, value in wanted.items() if stats[key] != value]

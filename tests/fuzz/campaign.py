@@ -183,7 +183,7 @@ class Campaign:
             mouth.say(self._frames.hello())
 
     def _epoch(self) -> int:
-        """Learn the engine's, as any guest does."""
+        """Learn the engine's, as any peer does."""
         mouth = Mouth(self._context, self._addresses["control"], self._curve)
         mouth.say(Frames(self._rng, (7, 0)).hello())
         assert mouth.socket.poll(10_000), "no WELCOME"

@@ -52,7 +52,7 @@ def test_dead_control_thread_is_told_and_nobody_waits_for_ever(
             eventually(lambda t=transfer: engine.poll() or t.done)
             assert isinstance(transfer.error, TransferTimeout)
         engine.close()
-        eventually(lambda: other.stats()["guests"] == 0, what="the peer heard BYE")
+        eventually(lambda: other.stats()["sessions"] == 0, what="the peer heard BYE")
         other.drop_landed()
         assert_idle(other)
 

@@ -17,7 +17,7 @@ from p2p_engine.control.auth import MAX_YOUNG, Curve
 from p2p_engine.control.fleet_key import read_key_file, write_key_file
 from p2p_engine.errors import AuthenticationFailed, ConfigError
 from p2p_engine.memory.layout import TensorSink
-from p2p_engine.peers import sessions as guests
+from p2p_engine.peers import sessions as sessions
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.links import InstanceAddress, PeerAddress
 from p2p_engine.wire.addresses import split_address
@@ -103,7 +103,7 @@ def test_strangers_are_named_before_any_deadline(keys: tuple[Path, Path], case: 
         expected = one.receive(KEY, TensorSink(), peer=PeerAddress(other.zmq_address))
         with pytest.raises(AuthenticationFailed, match=other.zmq_address):
             expected.wait(5)
-        assert other.stats()["guests"] == 0
+        assert other.stats()["sessions"] == 0
         assert other.stats()["messages_received"] == 0
         assert_idle(one, other)
 
@@ -207,7 +207,7 @@ def test_who_has_no_key_is_never_heard(keys: tuple[Path, Path]) -> None:
                 assert not bare.poll(0)
                 assert not knowing.poll(0)
         stats = engine.stats()
-        assert (stats["messages_received"], stats["guests"]) == (1, 0)
+        assert (stats["messages_received"], stats["sessions"]) == (1, 0)
         eventually(lambda: engine.stats()["refused_connections"] >= 2)
 
 
@@ -253,23 +253,23 @@ def greet(member: zmq.Socket[bytes], epoch: int) -> type:
 def test_peers_that_greet_are_bounded(
     keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guests, "MAX_GUESTS", 3)
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 3)
     curve = Curve(read_key_file(str(keys[0])))
     with P2pNcclEngine(settings(key_file=str(keys[0]))) as engine:
         with contextlib.ExitStack() as stack:
             members = [stack.enter_context(Raw(engine.zmq_address, curve)) for _ in range(4)]
             answers = [greet(members[epoch - 1], epoch) for epoch in (1, 2, 3, 4, 1)]
         assert answers == [Welcome, Welcome, Welcome, Refuse, Welcome]
-        assert engine.stats()["guests"] == 3
+        assert engine.stats()["sessions"] == 3
 
 
-def test_one_connection_is_one_guest(keys: tuple[Path, Path]) -> None:
+def test_one_connection_is_one_session(keys: tuple[Path, Path]) -> None:
     """Who greets under ever new names takes nobody's place."""
     curve = Curve(read_key_file(str(keys[0])))
     with P2pNcclEngine(settings(key_file=str(keys[0]))) as engine:
         with Raw(engine.zmq_address, curve) as member:
             assert [greet(member, epoch) for epoch in (1, 2, 3)] == [Welcome] * 3
-        assert engine.stats()["guests"] == 1
+        assert engine.stats()["sessions"] == 1
 
 
 def test_a_flood_of_strangers_keeps_no_member_from_the_directory(keys: tuple[Path, Path]) -> None:

@@ -136,10 +136,10 @@ def test_killed_peer_of_a_resting_link_is_noticed_before_its_rest_is_over() -> N
     with here_and_there("tcp") as (engine, peer):
         exchange(engine, peer, "before")
         eventually(lambda: resting(engine), what="nothing is open")
-        assert (engine.stats()["links"], engine.stats()["guests"]) == ({"ready": 1}, 1)
+        assert (engine.stats()["links"], engine.stats()["sessions"]) == ({"ready": 1}, 1)
         peer.kill()
         eventually(lambda: engine.stats()["links"] == {}, timeout=20)
-        eventually(lambda: engine.stats()["guests"] == 0, timeout=20)
+        eventually(lambda: engine.stats()["sessions"] == 0, timeout=20)
 
 
 def test_stopped_peer_of_a_resting_link_is_noticed_from_its_next_use_on() -> None:

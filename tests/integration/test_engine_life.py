@@ -262,7 +262,7 @@ def test_engine_that_got_no_core_takes_nobody_for_dead(rng: SeededRandom) -> Non
         unready = sender.send(
             KEY, PeerAddress(receiver.zmq_address), TensorSource(tensor), ready=False
         )
-        eventually(lambda: receiver.stats()["guests"] == 1)
+        eventually(lambda: receiver.stats()["sessions"] == 1)
         for engine in (sender, receiver):
             engine._on_tick(time.monotonic() + 6)
         sender.mark_ready(unready)
@@ -301,8 +301,8 @@ def test_who_was_not_heard_for_long_greets_again(
         sender, receiver = (there, here) if pull else (here, there)
         for number in range(2):
             with there._changed:
-                for epoch in list(there._guests._guests):
-                    there._guests._lose(epoch, "it is silent")
+                for epoch in list(there._sessions._sessions):
+                    there._sessions._lose(epoch, "it is silent")
             key, tensor, sink = TransferKey(f"{number}"), random_tensor(rng, MIB), TensorSink()
             if pull:
                 sent = sender.hold(key, TensorSource(tensor))

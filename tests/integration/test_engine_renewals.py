@@ -198,7 +198,7 @@ def test_a_restarted_peer_has_nothing_of_what_was_kept() -> None:
             wait_leases(0.5)
         with P2pNcclEngine(settings(**SHORT, port=port)) as second:
             eventually(
-                lambda: second.stats()["guests"] and receiver.stats()["links"].get("ready"), 30
+                lambda: second.stats()["sessions"] and receiver.stats()["links"].get("ready"), 30
             )
             with pytest.raises(TransferError, match="restarted"):
                 receiver.recv_tensor(KEY, timeout=10)
@@ -222,7 +222,7 @@ def test_renewals_may_be_lost_for_less_than_a_lease() -> None:
         deaf.keep(KEY, peer=PeerAddress(silent.address))
         receiver.keep(KEY, peer=PeerAddress(relay.address))
         held = [hold(holder) for holder in holders]
-        eventually(lambda: all(holder.stats()["guests"] == 1 for holder in holders))
+        eventually(lambda: all(holder.stats()["sessions"] == 1 for holder in holders))
         began_at = time.monotonic()
         relay.cut()
         silent.mode = "hold"
@@ -259,7 +259,7 @@ def test_thousands_of_contents_cost_a_few_messages() -> None:
         for key in names:
             holder.hold(key, TensorSource(pattern("x", 16)))
             receiver.keep(key, peer=PeerAddress(holder.zmq_address))
-        eventually(lambda: holder.stats()["guests"] == 1)
+        eventually(lambda: holder.stats()["sessions"] == 1)
         before = receiver.stats()["messages_sent"]
         began_at = time.monotonic()
         eventually(lambda: time.monotonic() - began_at > 6, 20)

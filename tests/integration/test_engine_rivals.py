@@ -55,24 +55,24 @@ def test_the_second_is_refused_by_name_while_the_first_lives() -> None:
             send(first, receiver, f"first {number}")
             with pytest.raises(PeerRefused, match="is the address of another engine, which lives"):
                 send(second, receiver, f"second {number}")
-        assert receiver.stats()["guests"] == 1
+        assert receiver.stats()["sessions"] == 1
         first.close()
         send(second, receiver, "second at last")
 
 
-def test_who_greets_under_a_living_guest_s_epoch_is_refused_and_the_guest_goes_on() -> None:
+def test_who_greets_under_a_living_session_s_epoch_is_refused_and_the_session_goes_on() -> None:
     """Its epoch and its address are on the wire for whoever reads it."""
-    with engines(2, "tcp") as (guest, receiver):
-        send(guest, receiver, "before")
-        unready = guest.send(
+    with engines(2, "tcp") as (session, receiver):
+        send(session, receiver, "before")
+        unready = session.send(
             TransferKey("open"), PeerAddress(receiver.zmq_address), TensorSource(torch.arange(9)),
             ready=False,
         )  # fmt: skip
-        hello = Hello(guest.epoch, 0, PROTOCOL_VERSION, guest.zmq_address, None, {})
+        hello = Hello(session.epoch, 0, PROTOCOL_VERSION, session.zmq_address, None, {})
         context = zmq.Context()
         with context.socket(zmq.DEALER) as stranger:
             stranger.connect(f"tcp://{receiver.zmq_address}")
-            for frame in (encode(hello), encode(Bye(guest.epoch, receiver.epoch))):
+            for frame in (encode(hello), encode(Bye(session.epoch, receiver.epoch))):
                 stranger.send(frame)
             heard: list[type[AnyMessage]] = []
             while Refuse not in heard:
@@ -80,10 +80,10 @@ def test_who_greets_under_a_living_guest_s_epoch_is_refused_and_the_guest_goes_o
                 heard.append(type(decode(stranger.recv())))
             assert heard == [Greet, Refuse] or heard == [Refuse]
         context.term()
-        guest.mark_ready(unready)
+        session.mark_ready(unready)
         unready.wait(20)
-        send(guest, receiver, "after")
-        assert receiver.stats()["guests"] == 1
+        send(session, receiver, "after")
+        assert receiver.stats()["sessions"] == 1
 
 
 def test_one_engine_by_two_addresses_of_the_same_peer() -> None:
@@ -97,7 +97,7 @@ def test_one_engine_by_two_addresses_of_the_same_peer() -> None:
             target = PeerAddress([receiver.zmq_address, relay.address][number % 2])
             source = TensorSource(torch.arange(9))
             sender.send(TransferKey(f"{number}"), target, source).wait(20)
-        assert receiver.stats()["guests"] == 1
+        assert receiver.stats()["sessions"] == 1
 
 
 def test_a_killed_engine_makes_room_at_once() -> None:
@@ -109,7 +109,7 @@ def test_a_killed_engine_makes_room_at_once() -> None:
         assert torch.equal(received, pattern("first", MIB))
         first.kill()
         send(second, receiver, "second")
-        assert receiver.stats()["guests"] == 1
+        assert receiver.stats()["sessions"] == 1
 
 
 def test_who_neither_answers_nor_ends_keeps_its_address_until_it_counts_as_silent() -> None:
@@ -119,7 +119,7 @@ def test_who_neither_answers_nor_ends_keeps_its_address_until_it_counts_as_silen
         receiver.recv_tensor(TransferKey("first"), timeout=20)
         first.stop()
         refusals = 0
-        while receiver.stats()["guests"] and refusals < 50:
+        while receiver.stats()["sessions"] and refusals < 50:
             try:
                 send(second, receiver, f"second {refusals}")
                 break

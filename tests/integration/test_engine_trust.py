@@ -77,7 +77,9 @@ class Scene:
         """The rogue says something to whom it has dialled."""
         source = self.rogue.epoch if epoch is None else epoch
         message: Any = kind(source, self.engine.epoch, *fields)
-        self.engine._on_frame(self.engine._guests._guests[self.rogue.epoch].route, encode(message))
+        self.engine._on_frame(
+            self.engine._sessions._sessions[self.rogue.epoch].route, encode(message)
+        )
 
     @property
     def num_wrong(self) -> int:
@@ -182,9 +184,9 @@ def test_abandon_before_the_sender_is_known_is_judged_when_it_is(scene: Scene) -
         second = TransferKey("request-2")
         failed = scene.engine.receive(second, TensorSink(), peer=scene.target, timeout=30)
         scene.request(Abandon, second, "not theirs")
-        guest = scene.engine._guests._guests[scene.peer.epoch]
+        session = scene.engine._sessions._sessions[scene.peer.epoch]
         message = Abandon(scene.peer.epoch, scene.engine.epoch, second, "given up")
-        scene.engine._on_frame(guest.route, encode(message))
+        scene.engine._on_frame(session.route, encode(message))
     with pytest.raises(TransferRejected, match="given up"):
         failed.wait(9)
     scene.finish_waiting(transfer, sink)
@@ -280,7 +282,7 @@ def test_what_ends_a_link_is_said_by_the_engine_that_is_meant(
     link = scene.engine._links.get(scene.target, data=False)
     assert link.ready
     assert link.epoch == scene.peer.epoch
-    assert scene.peer.epoch in scene.engine._guests._guests
+    assert scene.peer.epoch in scene.engine._sessions._sessions
     assert sum(scene.engine.stats()["links"].values()) >= sum(links.values()) - 1
 
 

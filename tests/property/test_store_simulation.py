@@ -141,7 +141,7 @@ class TransferMachine(RuleBasedStateMachine):
         elif disaster == "stuck":
             self.world.is_stuck = not self.world.is_stuck
         elif disaster == "silent":
-            self.world.forget_guest(self.world.epoch)
+            self.world.forget_session(self.world.epoch)
         elif disaster == "restarted":
             self.world.restart_sender()
         elif disaster == "corrupted" and self.checksum:

@@ -1,4 +1,4 @@
-"""Guests: who may take the place of one, with a clock and a wire of the test's own."""
+"""Sessions: who may take the place of one, with a clock and a wire of the test's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from p2p_engine.config import EngineConfig
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.sockets import Route
 from p2p_engine.errors import PeerLost
-from p2p_engine.peers.sessions import GUEST_REST_SECONDS, Guests
+from p2p_engine.peers.sessions import SESSION_REST_SECONDS, Sessions
 from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -27,7 +27,7 @@ from p2p_engine.wire.messages import (
     decode,
 )
 
-US, GUEST, OTHER = 1, 2, 3
+US, SESSION, OTHER = 1, 2, 3
 ADDRESS = "127.0.0.1:5"
 HERE, THERE = Route(identity=b"here"), Route(identity=b"there")
 CONFIG = EngineConfig(peer_timeout_seconds=8)
@@ -48,7 +48,7 @@ class FakeControl:
 
 
 class Scene:
-    """Guests with one guest, which came over HERE."""
+    """Sessions with one session, which came over HERE."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -56,13 +56,13 @@ class Scene:
         self.lost: list[int] = []
         self.over: list[int] = []
         self.used: set[int] = set()
-        self.guests = Guests(
+        self.sessions = Sessions(
             CONFIG, cast("ControlPlane", self.control), US, None, [], lock=threading.RLock(),
             clock=lambda: self.now, attention=lambda: self.now,
             on_lost=self._lost, on_over=lambda epoch, error: self.over.append(epoch),
             is_used=lambda epoch: epoch in self.used,
         )  # fmt: skip
-        self.greet(HERE, GUEST)
+        self.greet(HERE, SESSION)
         self.control.sent.clear()
 
     def _lost(self, epoch: int, error: PeerLost) -> None:
@@ -72,14 +72,14 @@ class Scene:
         self.hear(route, Hello(epoch, 0, PROTOCOL_VERSION, address, None, {}, number))
 
     def hear(self, route: Route, message: AnyMessage) -> object:
-        return self.guests.on_message(route, message)
+        return self.sessions.on_message(route, message)
 
     def said(self) -> list[tuple[Route, type[AnyMessage]]]:
         """What was said since it was asked last, to whom."""
         sent, self.control.sent = self.control.sent, []
         return [(route, type(message)) for route, message in sent]
 
-    def is_guest(self, route: Route, epoch: int) -> bool:
+    def is_session(self, route: Route, epoch: int) -> bool:
         is_heard = self.hear(route, Pong(epoch, US)) is not None
         self.control.sent.clear()
         return is_heard
@@ -91,66 +91,66 @@ def scene() -> Scene:
 
 
 @pytest.mark.parametrize("address", [ADDRESS, "127.0.0.1:6"])
-def test_an_epoch_that_somebody_has_read_takes_no_living_guest_s_place(
+def test_an_epoch_that_somebody_has_read_takes_no_living_session_s_place(
     scene: Scene, address: str
 ) -> None:
-    scene.greet(THERE, GUEST, address)
+    scene.greet(THERE, SESSION, address)
     assert scene.said() == [(HERE, Ping)]
-    assert scene.is_guest(HERE, GUEST)  # its PONG says that the HELLO was not its own
-    scene.greet(THERE, GUEST, address)
+    assert scene.is_session(HERE, SESSION)  # its PONG says that the HELLO was not its own
+    scene.greet(THERE, SESSION, address)
     scene.said()
-    scene.hear(HERE, Pong(GUEST, US))
+    scene.hear(HERE, Pong(SESSION, US))
     assert scene.said() == [(THERE, Refuse)]
-    assert not scene.is_guest(THERE, GUEST)
+    assert not scene.is_session(THERE, SESSION)
     assert scene.lost == scene.over == []
 
 
-def test_a_guest_that_greets_by_another_connection_too_says_so_and_moves(scene: Scene) -> None:
+def test_a_session_that_greets_by_another_connection_too_says_so_and_moves(scene: Scene) -> None:
     """It dials us by two of our addresses; nothing that is open with it ends."""
-    scene.greet(THERE, GUEST, number=8)
+    scene.greet(THERE, SESSION, number=8)
     ((_, ping),) = scene.control.sent
-    assert ping == Ping(US, GUEST, 8)
+    assert ping == Ping(US, SESSION, 8)
     scene.said()
-    scene.hear(HERE, Pong(GUEST, US, 8))
+    scene.hear(HERE, Pong(SESSION, US, 8))
     assert scene.said() == [(THERE, Welcome)]
-    assert scene.is_guest(THERE, GUEST)
-    assert scene.hear(HERE, Pong(GUEST, US)) is None
+    assert scene.is_session(THERE, SESSION)
+    assert scene.hear(HERE, Pong(SESSION, US)) is None
     assert scene.said() == [(HERE, Greet)]
     assert scene.lost == scene.over == []
 
 
-def test_a_guest_whose_connection_has_ended_comes_back_at_once(scene: Scene) -> None:
+def test_a_session_whose_connection_has_ended_comes_back_at_once(scene: Scene) -> None:
     scene.control.ended.add(HERE)
-    scene.greet(THERE, GUEST)
+    scene.greet(THERE, SESSION)
     assert scene.said() == [(THERE, Welcome)]
-    assert scene.is_guest(THERE, GUEST)
+    assert scene.is_session(THERE, SESSION)
     assert scene.lost == scene.over == []
 
 
 def test_a_hello_without_a_number_is_nobody_s_own(scene: Scene) -> None:
-    scene.greet(THERE, GUEST, number=0)
+    scene.greet(THERE, SESSION, number=0)
     scene.said()
-    scene.hear(HERE, Pong(GUEST, US, 0))
+    scene.hear(HERE, Pong(SESSION, US, 0))
     assert scene.said() == [(THERE, Refuse)]
 
 
-def test_a_guest_does_not_vouch_for_another_engine(scene: Scene) -> None:
+def test_a_session_does_not_vouch_for_another_engine(scene: Scene) -> None:
     scene.greet(THERE, OTHER, number=9)
     assert scene.said() == [(HERE, Ping)]
-    scene.hear(HERE, Pong(GUEST, US, 9))
+    scene.hear(HERE, Pong(SESSION, US, 9))
     assert scene.said() == [(THERE, Refuse)]
-    assert scene.is_guest(HERE, GUEST)
+    assert scene.is_session(HERE, SESSION)
 
 
-def test_who_greets_under_the_epoch_of_a_silent_guest_waits_until_that_is_forgotten(
+def test_who_greets_under_the_epoch_of_a_silent_session_waits_until_that_is_forgotten(
     scene: Scene,
 ) -> None:
-    scene.greet(THERE, GUEST)
+    scene.greet(THERE, SESSION)
     scene.now += CONFIG.peer_timeout_seconds
-    scene.guests.tick()
-    assert scene.lost == [GUEST]
+    scene.sessions.tick()
+    assert scene.lost == [SESSION]
     scene.said()
-    scene.greet(THERE, GUEST)
+    scene.greet(THERE, SESSION)
     assert scene.said() == [(THERE, Welcome)]
 
 
@@ -159,67 +159,67 @@ def test_who_greets_under_the_epoch_of_a_silent_guest_waits_until_that_is_forgot
 
 def pass_time(scene: Scene, seconds: float) -> None:
     scene.now += seconds
-    scene.guests.tick()
+    scene.sessions.tick()
 
 
-def test_a_guest_of_which_nothing_is_open_may_be_silent_for_long(scene: Scene) -> None:
+def test_a_session_of_which_nothing_is_open_may_be_silent_for_long(scene: Scene) -> None:
     for _ in range(5):
-        for _ in range(int(GUEST_REST_SECONDS) // 2 - 1):
+        for _ in range(int(SESSION_REST_SECONDS) // 2 - 1):
             pass_time(scene, 2.0)
         assert scene.said() == []
-        scene.hear(HERE, Ping(GUEST, US))
+        scene.hear(HERE, Ping(SESSION, US))
         assert scene.said() == [(HERE, Pong)]
-    pass_time(scene, GUEST_REST_SECONDS)
+    pass_time(scene, SESSION_REST_SECONDS)
     assert scene.said() == [(HERE, Ping)]
     for _ in range(3):
         pass_time(scene, 2.0)
     assert (scene.said(), scene.lost) == ([(HERE, Ping)] * 3, [])
     pass_time(scene, 2.0)
-    assert scene.lost == [GUEST]
+    assert scene.lost == [SESSION]
 
 
-def test_a_guest_of_which_something_is_open_is_asked_and_lost_in_time(scene: Scene) -> None:
+def test_a_session_of_which_something_is_open_is_asked_and_lost_in_time(scene: Scene) -> None:
     pass_time(scene, 30.0)
-    scene.hear(HERE, Want(GUEST, US, TransferKey("a"), b""))
-    scene.used.add(GUEST)
+    scene.hear(HERE, Want(SESSION, US, TransferKey("a"), b""))
+    scene.used.add(SESSION)
     for _ in range(3):
         pass_time(scene, 2.0)
     assert (HERE, Ping) in scene.said()
-    scene.hear(HERE, Pong(GUEST, US))
+    scene.hear(HERE, Pong(SESSION, US))
     for _ in range(3):
         pass_time(scene, 2.0)
         assert scene.lost == []
     pass_time(scene, 2.0)
-    assert scene.lost == [GUEST]
+    assert scene.lost == [SESSION]
 
 
-def test_a_guest_whose_connection_has_ended_is_lost_in_time_and_not_spoken_to(
+def test_a_session_whose_connection_has_ended_is_lost_in_time_and_not_spoken_to(
     scene: Scene,
 ) -> None:
     pass_time(scene, 30.0)
-    scene.guests.connection_ended(HERE)
+    scene.sessions.connection_ended(HERE)
     for _ in range(3):
         pass_time(scene, 2.0)
     assert (scene.lost, scene.said()) == ([], [])
     pass_time(scene, 2.0)
-    assert scene.lost == [GUEST]
+    assert scene.lost == [SESSION]
 
 
-def test_a_guest_that_comes_back_by_another_connection_is_no_lost_one(scene: Scene) -> None:
-    scene.guests.connection_ended(HERE)
+def test_a_session_that_comes_back_by_another_connection_is_no_lost_one(scene: Scene) -> None:
+    scene.sessions.connection_ended(HERE)
     scene.control.ended.add(HERE)
     pass_time(scene, 2.0)
-    scene.greet(THERE, GUEST)
+    scene.greet(THERE, SESSION)
     for _ in range(10):
         pass_time(scene, 2.0)
     assert (scene.lost, scene.said()) == ([], [(THERE, Welcome)])
 
 
-def test_a_resting_guest_that_is_challenged_has_its_time_to_answer(scene: Scene) -> None:
+def test_a_resting_session_that_is_challenged_has_its_time_to_answer(scene: Scene) -> None:
     pass_time(scene, 50.0)
     scene.greet(THERE, OTHER)
     for _ in range(3):
         pass_time(scene, 2.0)
     assert scene.lost == []
     pass_time(scene, 2.0)
-    assert scene.lost == [GUEST]
+    assert scene.lost == [SESSION]

@@ -504,7 +504,7 @@ def test_peer_that_forgot_us_and_was_restarted_ends_its_link(scene: Scene) -> No
 
 
 def test_hello_is_recognised_until_it_is_answered(scene: Scene) -> None:
-    """The peer asks the guest that it has whether it greets by another connection, too."""
+    """The peer asks the session that it has whether it greets by another connection, too."""
     scene.links.get(PEER, data=False)
     number = scene.last(Hello).number
     assert number

@@ -154,7 +154,7 @@ def test_names_that_nothing_is_said_to_are_forgotten(scene: Scene) -> None:
 
 
 def test_a_route_back_is_the_sockets_affair(scene: Scene) -> None:
-    route = Route(identity=b"guest")
+    route = Route(identity=b"session")
     assert scene.reach.send(route, b"x")
     scene.reach.hear(route, b"y")
     assert scene.heard == [("", b"y")]

@@ -214,7 +214,7 @@ def test_quarantine_ends_only_when_the_sender_is_proven_gone(shm: World) -> None
     shm.send(KEY, b"", *ALL, ready=True)
     converse(shm)
     shm.move(shm.jobs[0], 512)
-    shm.forget_guest(shm.epoch)
+    shm.forget_session(shm.epoch)
     assert isinstance(shm.receivings[0].transfer.error, PeerLost)
     for _ in range(100):
         shm.store.tick(shm.now)
@@ -370,7 +370,7 @@ def test_sender_that_is_gone_between_two_chunks_ends_its_receive(world: World) -
         run_jobs(world)
         world.store.poll()
     assert world.landings() == []
-    world.forget_guest(world.epoch)
+    world.forget_session(world.epoch)
     assert isinstance(world.receivings[0].transfer.error, PeerLost)
     assert not world.receivings[1].transfer.done
 
@@ -387,7 +387,7 @@ def test_sender_that_is_gone_takes_nothing_back(world: World) -> None:
     world.move(jobs[0], 1 << 20)
     if world.transport.receiver_writes:
         world.move_stream(world.epoch)
-    world.forget_guest(world.epoch)
+    world.forget_session(world.epoch)
     world.settle()
     assert world.receivings[0].transfer.error is None
     assert world.receivings[0].is_right()
