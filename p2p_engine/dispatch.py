@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from p2p_engine.control.sockets import Route
 from p2p_engine.errors import RemoteProtocolError, TransferRejected
 from p2p_engine.peers.links import Link, Links, PeerAddress
-from p2p_engine.peers.locator import Instances
+from p2p_engine.peers.locator import Locator
 from p2p_engine.peers.sessions import Session, Sessions
-from p2p_engine.receive.pulls import Awaited
+from p2p_engine.receive.pulls import Pulls
 from p2p_engine.receive.renewals import Renewals
 from p2p_engine.receive.store import Store
 from p2p_engine.send.holds import Holds
@@ -46,9 +46,9 @@ class Dispatch:
     def __init__(
         self,
         links: Links,
-        instances: Instances,
+        locator: Locator,
         sender: Sender,
-        awaited: Awaited,
+        pulls: Pulls,
         renewals: Renewals,
         sessions: Sessions,
         holds: Holds,
@@ -56,9 +56,9 @@ class Dispatch:
         transports: Mapping[str, Transport],
     ) -> None:
         self._links = links
-        self._instances = instances
+        self._locator = locator
         self._sender = sender
-        self._awaited = awaited
+        self._pulls = pulls
         self._renewals = renewals
         self._sessions = sessions
         self._holds = holds
@@ -79,7 +79,7 @@ class Dispatch:
     def _from_link(self, route: Route, message: AnyMessage) -> None:
         """An answer from a peer, or a directory, that we dialled."""
         if isinstance(message, Location):
-            self._instances.on_location(route.address, message)
+            self._locator.on_location(route.address, message)
         link = self._links.on_message(route, message)
         if link is not None:
             self._on_answer(link, message)
@@ -89,7 +89,7 @@ class Dispatch:
             gone = TransferRejected(f"{link.target}: {message.reason}")
             for peer in self._links.names(link):
                 self._renewals.on_gone(peer, message.key, gone)
-            self._awaited.on_gone(message.key, link.epoch, gone)
+            self._pulls.on_gone(message.key, link.epoch, gone)
         elif not tell_sender(self._sender, link, message) and not isinstance(
             message, Pong | Bye | Greet
         ):
@@ -111,7 +111,7 @@ class Dispatch:
             self._store.on_cancelled(epoch, message.seq, message.attempt)
         elif isinstance(message, Abandon):
             abandoned = TransferRejected(f"{session.address}: {message.reason}")
-            self._awaited.on_abandon(message.key, epoch, abandoned)
+            self._pulls.on_abandon(message.key, epoch, abandoned)
             self._sessions.reply(epoch, AbandonOk, (message.key,))
         elif isinstance(message, Want):
             self._on_want(session, message)
@@ -127,7 +127,7 @@ class Dispatch:
         transport = self._transports.get(offer.transport)
         if transport is None:
             raise RemoteProtocolError(f"transport {offer.transport!r} was not agreed on")
-        self._awaited.on_offer(offer.key, epoch)
+        self._pulls.on_offer(offer.key, epoch)
         self._store.on_offer(epoch, offer, transport)
 
     def _on_renew(self, epoch: int, renew: Renew) -> None:

@@ -42,10 +42,10 @@ from p2p_engine.memory.jobs import Copier, Job, Moment
 from p2p_engine.memory.layout import Sink, Source, TensorSink, TensorSource, check_reachable
 from p2p_engine.peers.leftovers import CLOSE_SECONDS
 from p2p_engine.peers.links import InstanceAddress, Link, Links, PeerAddress
-from p2p_engine.peers.locator import Instances
+from p2p_engine.peers.locator import Locator
 from p2p_engine.peers.sessions import Sessions
-from p2p_engine.receive.placement import Places
-from p2p_engine.receive.pulls import Awaited
+from p2p_engine.receive.placement import Placement
+from p2p_engine.receive.pulls import Pulls
 from p2p_engine.receive.renewals import Renewals
 from p2p_engine.receive.store import Store
 from p2p_engine.send.fanout import Fanout
@@ -154,7 +154,7 @@ class P2pNcclEngine:
             on_channel_lost=lambda link, error: self._sender.channel_lost(link, error),
             on_closed=self._link_closed,
             is_used=lambda link: any(
-                part.uses(link) for part in (self._sender, self._awaited, self._renewals)
+                part.uses(link) for part in (self._sender, self._pulls, self._renewals)
             ),
         )  # fmt: skip
         self._sessions = Sessions(
@@ -166,44 +166,44 @@ class P2pNcclEngine:
             largest_landing=self._arena.largest_bytes if self._arena is not None else 0,
         )  # fmt: skip
         self._sender = Sender(config, self._changed, self._links, self._counters, time.monotonic)
-        places = Places(config, self._arena, self._mover, time.monotonic, receives=receives)
+        places = Placement(config, self._arena, self._mover, time.monotonic, receives=receives)
         self._holds = Holds(
             config, self._changed, self._sender, places, copier, self._counters,
             time.monotonic, self._spec,
         )  # fmt: skip
-        self._instances = Instances(config, self._control, self.epoch, self._spec, time.monotonic)
+        self._locator = Locator(config, self._control, self.epoch, self._spec, time.monotonic)
         self._fanout = Fanout(
-            self._changed, self._instances, self._sender, self._spec, time.monotonic
+            self._changed, self._locator, self._sender, self._spec, time.monotonic
         )
         self._store = Store(
             config, self._changed, places, copier, self._counters,
             reply=self._sessions.reply, clock=time.monotonic,
-            is_from=lambda key, epoch: self._awaited.is_from(key, epoch),
+            is_from=lambda key, epoch: self._pulls.is_from(key, epoch),
             is_kept=lambda content: self._renewals.is_kept(content),
         )  # fmt: skip
         self._renewals = Renewals(
-            config, self._links, self._instances, self._spec, time.monotonic,
+            config, self._links, self._locator, self._spec, time.monotonic,
             fail=self._store.fail_key, is_here=self._store.has_any,
         )  # fmt: skip
-        self._awaited = Awaited(
-            config, self._links, self._instances, self._spec, time.monotonic,
+        self._pulls = Pulls(
+            config, self._links, self._locator, self._spec, time.monotonic,
             fail=self._store.fail_key, bereave=self._store.bereave,
             abandoned=self._store.on_abandon, introduced=self._store.sender_known,
         )  # fmt: skip
         self._dispatch = Dispatch(
-            self._links, self._instances, self._sender, self._awaited, self._renewals,
+            self._links, self._locator, self._sender, self._pulls, self._renewals,
             self._sessions, self._holds, self._store, self._transports,
         )  # fmt: skip
-        timed = (self._links, self._instances, self._sender, self._holds, self._store)
+        timed = (self._links, self._locator, self._sender, self._holds, self._store)
         self._parts = Parts({
             "jobs": lambda now: self._tell_ended_jobs(),
             "arrivals": lambda now: self._store.poll(),
             "links": self._links.tick,
-            "instances": self._instances.tick,
+            "locator": self._locator.tick,
             "sender": self._sender.tick,
             "holds": self._holds.tick,
             "store": self._store.tick,
-            "awaited": self._awaited.tick,
+            "pulls": self._pulls.tick,
             "renewals": self._renewals.tick,
             "sessions": lambda now: self._sessions.tick(),
             "watchdog": lambda now: self._watchdog.look(
@@ -413,7 +413,7 @@ class P2pNcclEngine:
                 key, sink, binding, seconds, self._now(stream), is_named=peer is not None
             )
             if peer is not None and not transfer.done:
-                self._awaited.add(transfer, peer, binding, pull=pull)
+                self._pulls.add(transfer, peer, binding, pull=pull)
             return transfer
 
     def discard(
@@ -438,7 +438,7 @@ class P2pNcclEngine:
         with self._open():
             self._store.discard((key, binding), reason or "not wanted here")
             if pull and peer is not None:
-                self._awaited.release((key, binding), peer)
+                self._pulls.release((key, binding), peer)
 
     def keep(
         self,
@@ -617,7 +617,7 @@ class P2pNcclEngine:
         with self._changed:
             error = EngineClosed("the engine was closed")
             self._links.close_leftovers()
-            self._instances.close(error)
+            self._locator.close(error)
             self._sender.close(error)
             self._holds.close(error)
             self._store.close(error)
@@ -711,12 +711,12 @@ class P2pNcclEngine:
     def _on_refused(self, address: str, reason: str) -> None:
         with self._changed:
             self._links.refused(address, reason)
-            self._instances.refused(address, reason)
+            self._locator.refused(address, reason)
 
     def _on_unresolved(self, address: str, error: PeerUnreachable) -> None:
         with self._changed:
             self._links.unresolved(address, error)
-            self._instances.unresolved(address, error)
+            self._locator.unresolved(address, error)
 
     def _on_ended(self, route: Route) -> None:
         with self._changed:
@@ -731,13 +731,13 @@ class P2pNcclEngine:
 
     def _link_ready(self, link: Link) -> None:
         self._sender.link_ready(link)
-        self._awaited.link_ready(link)
+        self._pulls.link_ready(link)
         self._renewals.link_ready(link)
 
     def _link_closed(self, link: Link) -> None:
-        self._instances.forget(link.target.address)
+        self._locator.forget(link.target.address)
         self._sender.link_closed(link)
-        self._awaited.link_closed(link)
+        self._pulls.link_closed(link)
         self._renewals.link_closed(link)
 
 

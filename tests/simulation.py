@@ -27,7 +27,7 @@ from p2p_engine.memory.arena import LandingArena
 from p2p_engine.memory.layout import Regions
 from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
 from p2p_engine.peers.links import Link, Links, LinkState, PeerAddress
-from p2p_engine.receive.placement import Places
+from p2p_engine.receive.placement import Placement
 from p2p_engine.receive.store import Store
 from p2p_engine.send.sender import Sender
 from p2p_engine.stats import Counters
@@ -345,7 +345,7 @@ class World:
         self.arena = Memory(config.kv_buffer_size, config.pool_bytes)
         self.counters = Counters()
         mover = cast("Mover", SimMover(self))
-        places = Places(config, self.arena, mover, lambda: self.now)
+        places = Placement(config, self.arena, mover, lambda: self.now)
         self.store = Store(
             config, self.lock, places, mover, self.counters,
             reply=self._reply, clock=lambda: self.now, is_kept=self.kept.__contains__,

@@ -1,4 +1,4 @@
-"""Instances: what other instances look like, asked of their directories, and remembered until a
+"""Locator: what other instances look like, asked of their directories, and remembered until a
 link to one of their ranks ends. The engine's lock guards everything here."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Inquiry:
     resend_at: float = 0.0
 
 
-class Instances:
+class Locator:
     """All instances that this engine has asked for."""
 
     def __init__(

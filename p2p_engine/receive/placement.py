@@ -1,4 +1,4 @@
-"""Places: where a granted chunk's bytes land, from the reservation until the memory is given back.
+"""Placement: where a granted chunk's bytes land, from the reservation until the memory is given back.
 
 Straight in the sink's final memory where our own process writes and nothing has arrived yet; else
 in the arena, where a sender that writes by itself says so in a last word. What is held and spilled
@@ -25,7 +25,7 @@ from p2p_engine.transports.base import Arrival
 JobEnded = Callable[[Job], None]
 
 
-class Places:
+class Placement:
     """The memory of all landings and spills of one engine, accounted exactly."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Awaited: what this engine waits for from a named peer. It pulls (GET), and it notices that the
+"""Pulls: what this engine waits for from a named peer. It pulls (GET), and it notices that the
 peer is gone, refuses, or no longer has it. The engine's lock guards everything here.
 
 A peer is an engine, or those ranks of an instance that the plan names."""
@@ -15,7 +15,7 @@ from p2p_engine.control.timers import Timers
 from p2p_engine.errors import P2pError, PeerLost, PeerRefused, RemoteProtocolError
 from p2p_engine.index import Index
 from p2p_engine.peers.links import InstanceAddress, Link, Links, PeerAddress
-from p2p_engine.peers.locator import Instances
+from p2p_engine.peers.locator import Locator
 from p2p_engine.receive.holders import givers, keepers
 from p2p_engine.recent import Recent
 from p2p_engine.transfer import Transfer
@@ -63,14 +63,14 @@ class Accusation:
     until: float
 
 
-class Awaited:
+class Pulls:
     """All receives whose sender is known."""
 
     def __init__(
         self,
         config: EngineConfig,
         links: Links,
-        instances: Instances,
+        locator: Locator,
         spec: CacheSpec | None,
         clock: Callable[[], float],
         *,
@@ -84,7 +84,7 @@ class Awaited:
         `introduced(key)` is told when the epoch of such a peer becomes known."""
         self._config = config
         self._links = links
-        self._instances = instances
+        self._locator = locator
         self._spec = spec
         self._clock = clock
         self._fail = fail
@@ -115,7 +115,7 @@ class Awaited:
         if isinstance(peer, PeerAddress):
             self._watch(item, [peer])
         else:
-            self._instances.ask(peer, partial(self._found, item, peer))
+            self._locator.ask(peer, partial(self._found, item, peer))
 
     def release(self, content: ContentKey, peer: PeerAddress | InstanceAddress) -> None:
         """Tell the holders once, soon, that nothing is wanted; a lease covers a lost message."""
@@ -129,7 +129,7 @@ class Awaited:
             for name, rank in [*sources, *keepers(self._spec, key, answer)]:
                 self._release((name, binding), peer.rank(rank))
 
-        self._instances.ask(peer, found)
+        self._locator.ask(peer, found)
 
     def uses(self, link: Link) -> bool:
         """Whether anything is awaited over a link, or to be said."""

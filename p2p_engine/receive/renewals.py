@@ -20,7 +20,7 @@ from itertools import islice
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError, PeerLost
 from p2p_engine.peers.links import InstanceAddress, Link, Links, PeerAddress
-from p2p_engine.peers.locator import Instances
+from p2p_engine.peers.locator import Locator
 from p2p_engine.receive.holders import givers, keepers
 from p2p_engine.wire.messages import (
     MAX_FRAME_BYTES,
@@ -67,7 +67,7 @@ class Renewals:
         self,
         config: EngineConfig,
         links: Links,
-        instances: Instances,
+        locator: Locator,
         spec: CacheSpec | None,
         clock: Callable[[], float],
         *,
@@ -78,7 +78,7 @@ class Renewals:
         landed, or is waited for."""
         self._config = config
         self._links = links
-        self._instances = instances
+        self._locator = locator
         self._spec = spec
         self._clock = clock
         self._fail = fail
@@ -200,7 +200,7 @@ class Renewals:
         return kept.began_at + self._config.max_renewal_seconds
 
     def _ask(self, instance: InstanceAddress, kept: Kept) -> None:
-        self._instances.ask(instance, lambda answer: self._found(instance, kept, answer))
+        self._locator.ask(instance, lambda answer: self._found(instance, kept, answer))
 
     def _found(self, instance: InstanceAddress, kept: Kept, answer: CacheSpec | P2pError) -> None:
         key, binding = kept.content

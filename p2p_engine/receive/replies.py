@@ -1,4 +1,4 @@
-"""Answers: what this engine tells senders about their chunks, and the last words that it remembers,
+"""Replies: what this engine tells senders about their chunks, and the last words that it remembers,
 so that what is asked again is answered alike. The engine's lock guards everything here."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Tombstone:
         return self.said_by in (0, epoch)
 
 
-class Answers:
+class Replies:
     """All that is said, and both bounded memories."""
 
     def __init__(

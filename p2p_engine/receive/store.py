@@ -29,8 +29,8 @@ from p2p_engine.memory.jobs import Copier, Job, Moment, after
 from p2p_engine.memory.layout import Regions, Sink, ask, pair
 from p2p_engine.receive.landing import Landing, LandingId, LandingState, Receive
 from p2p_engine.receive.ledger import Ledger, Writer
-from p2p_engine.receive.placement import Places
-from p2p_engine.receive.replies import Answers, Reply
+from p2p_engine.receive.placement import Placement
+from p2p_engine.receive.replies import Replies, Reply
 from p2p_engine.stats import Counters
 from p2p_engine.transfer import Transfer, lane_of
 from p2p_engine.transports.base import Transport
@@ -52,7 +52,7 @@ class Store:
         self,
         config: EngineConfig,
         changed: threading.Condition,
-        places: Places,
+        places: Placement,
         copier: Copier,
         counters: Counters,
         *,
@@ -70,9 +70,9 @@ class Store:
         self._counters = counters
         self._clock = clock
         self._is_from = is_from
-        self._places = places
+        self._placement = places
         self._credit = places.credit
-        self._answers = Answers(config, reply, clock, is_kept)
+        self._replies = Replies(config, reply, clock, is_kept)
         self._is_kept = is_kept
         self._ledger = Ledger()
         self._timers: Timers[Landing | Receive] = Timers()
@@ -101,7 +101,7 @@ class Store:
         content = (key, binding)
         if content in self._ledger.receives:
             raise TransferError(f"{key} is being received already")
-        grave = self._answers.exhume(content)
+        grave = self._replies.exhume(content)
         if grave is not None and grave.refused and not (is_named and grave.said_by):
             raise TransferRejected(f"{key}: {grave.reason}")
         transfer = Transfer(key, 0, self._changed, self._cancel_transfer)
@@ -119,13 +119,13 @@ class Store:
 
     def discard(self, content: ContentKey, reason: str) -> None:
         """Nobody here will ask for this content: free what came, refuse what comes."""
-        self._answers.bury(content, reason)
+        self._replies.bury(content, reason)
         self._drop(content)
 
     def revive(self, content: ContentKey) -> None:
         """Somebody will ask for it after all: take what comes, as if it had not been discarded.
         What was refused meanwhile stays refused: its sender has given it up."""
-        self._answers.revive(content)
+        self._replies.revive(content)
 
     def fail_key(self, key: TransferKey, error: P2pError) -> None:
         """The sender will not complete this key: whoever waits for it, or will, learns why."""
@@ -136,7 +136,7 @@ class Store:
             if receive is not None:
                 self._stop_receive(receive, error)
             else:
-                self._answers.bury(content, str(error), refused=True)
+                self._replies.bury(content, str(error), refused=True)
             self._drop(content)
 
     def on_abandon(self, key: TransferKey, epoch: int, error: P2pError) -> None:
@@ -157,7 +157,7 @@ class Store:
         waited = {item.content for item in waiting}
         for content in contents or ({(key, b"")} if not waited else set()):
             if content not in waited:
-                self._answers.bury(content, str(error), refused=True, said_by=epoch)
+                self._replies.bury(content, str(error), refused=True, said_by=epoch)
             self._drop(content, epoch)
 
     def sender_known(self, key: TransferKey) -> None:
@@ -170,7 +170,7 @@ class Store:
         unclaimed = [item for item in self._ledger.landings.values() if item.receive is None]
         landed = [item for item in unclaimed if item.orphaned]
         for content in {item.content for item in unclaimed}:
-            self._answers.bury(content, "what had landed was dropped", refused=True)
+            self._replies.bury(content, "what had landed was dropped", refused=True)
             self._drop(content)
         return sum(landing.nbytes for landing in landed)
 
@@ -181,9 +181,9 @@ class Store:
         landing_id, content = (epoch, offer.seq), (offer.key, offer.binding)
         if self._answer_again(landing_id, offer.attempt):
             return
-        grave = self._answers.exhume(content)
+        grave = self._replies.exhume(content)
         if grave is not None and grave.concerns(epoch):
-            self._answers.bury(content, grave.reason, refused=True, said_by=grave.said_by)
+            self._replies.bury(content, grave.reason, refused=True, said_by=grave.said_by)
             self._refuse(landing_id, offer.attempt, TransferRejected(grave.reason))
             return
         receive = self._ledger.receives.get(content)
@@ -195,7 +195,7 @@ class Store:
         try:
             self._grant(landing_id, offer, transport, receive)
         except TransportError as error:  # the sender may never notice that it must connect again
-            self._answers.fail(landing_id, offer.attempt, error)
+            self._replies.fail(landing_id, offer.attempt, error)
         except P2pError as error:
             refusal = _as_refusal(offer.key, error)
             self._refuse(landing_id, offer.attempt, refusal)
@@ -203,7 +203,7 @@ class Store:
                 if self._may_end(receive, epoch):
                     self._stop_receive(receive, refusal)
             else:  # the sender is told and says no more: who asks for it later must not wait
-                self._answers.bury(content, str(refusal), refused=True)
+                self._replies.bury(content, str(refusal), refused=True)
                 self._drop(content)
 
     def on_done(self, epoch: int, seq: int, attempt: int, checksum: int) -> None:
@@ -212,9 +212,9 @@ class Store:
         if landing is not None and landing.attempt == attempt:
             landing.done_heard, landing.checksum = True, checksum
             self._check_landed(landing)
-        elif not self._answers.repeat((epoch, seq)):
+        elif not self._replies.repeat((epoch, seq)):
             unknown = TransferRejected("nothing is known of this chunk")
-            self._answers.fail((epoch, seq), attempt, unknown)
+            self._replies.fail((epoch, seq), attempt, unknown)
 
     def on_cancelled(self, epoch: int, seq: int, attempt: int) -> None:
         """The sender will not write any more, or not offer again what was denied."""
@@ -255,7 +255,7 @@ class Store:
         A fault here is the end of the receive that it is about; it is raised after all others.
         """
         held_up, self._held_up = self._held_up, {}
-        for_each([*self._places.take_written(), *held_up], self._look)
+        for_each([*self._placement.take_written(), *held_up], self._look)
 
     def _look(self, landing: Landing) -> None:
         try:
@@ -297,7 +297,7 @@ class Store:
             self._late[item] = None
             self._counters.expired += 1
             reason = "its lease ended before anybody asked for it"
-            self._answers.bury(item.content, reason, refused=True)
+            self._replies.bury(item.content, reason, refused=True)
             self._free(item)
 
     def _check_writer(self, writer: Writer) -> None:
@@ -330,7 +330,7 @@ class Store:
 
     def live_bytes(self) -> dict[str, int]:
         """Bytes that are reserved now, by place."""
-        return self._places.live_bytes()
+        return self._placement.live_bytes()
 
     def quarantined_bytes(self, epoch: int | None = None) -> int:
         """Bytes that no one may use because a sender (this one, or any) might still write there."""
@@ -357,9 +357,9 @@ class Store:
             )  # until our own I/O is joined: it is offered again
         if landing is not None:
             if landing.attempt == attempt and landing.state is not LandingState.QUARANTINED:
-                self._answers.grant(landing, self._places.word_offset(landing))
+                self._replies.grant(landing, self._placement.word_offset(landing))
             return True
-        return self._answers.repeat(landing_id, attempt=attempt)
+        return self._replies.repeat(landing_id, attempt=attempt)
 
     def _grant(
         self, landing_id: LandingId, offer: Offer, transport: Transport, receive: Receive | None
@@ -377,18 +377,18 @@ class Store:
         denial = self._place(landing, receive)
         if denial:
             pause = self._credit.wait(landing_id, landing.nbytes, is_awaited=receive is not None)
-            self._answers.deny(landing_id, offer.attempt, denial, pause)
+            self._replies.deny(landing_id, offer.attempt, denial, pause)
             return
         self._ledger.add(landing)
         self._timers.set(landing, landing.deadline)
         if receive is not None:
             self._ledger.attach(landing, receive)
-        self._answers.grant(landing, self._places.word_offset(landing))
+        self._replies.grant(landing, self._placement.word_offset(landing))
 
     def _refuse(self, landing_id: LandingId, attempt: int, error: P2pError) -> None:
         """A chunk will never be granted memory: what it claimed, if it was denied, is over."""
         self._credit.discard(landing_id)
-        self._answers.fail(landing_id, attempt, error)
+        self._replies.fail(landing_id, attempt, error)
 
     def _place(self, landing: Landing, receive: Receive | None) -> str:
         """Find memory for a landing; says why there is none now, or ""."""
@@ -401,32 +401,32 @@ class Store:
         ):
             return "too many chunks without bytes are open here"
         hoarded = self._ledger.quarantined_bytes(epoch)
-        return self._places.place(
+        return self._placement.place(
             landing, receive, hoarded, lambda job: self._received(landing, job)
         )
 
     # Landing
 
     def _check_landed(self, landing: Landing) -> None:
-        is_whole = landing.state is LandingState.GRANTED and self._places.is_whole(landing)
+        is_whole = landing.state is LandingState.GRANTED and self._placement.is_whole(landing)
         if is_whole and self._is_intact(landing):
             landing.state = LandingState.LANDED
             landing.deadline = self._clock() + self._config.lease_seconds
             self._timers.set(landing, landing.deadline)
             self._counters.landed_bytes_by_place[landing.place] += landing.nbytes
-            self._answers.conclude(landing.id, landing.attempt, None)
+            self._replies.conclude(landing.id, landing.attempt, None)
             if landing.receive is not None:
                 self._deliver(landing, landing.receive)
             elif landing.is_spare:
                 self._free(landing)
         if landing.done_heard and landing.state is not LandingState.GRANTED:
-            landing.done_heard = not self._answers.repeat(landing.id)
+            landing.done_heard = not self._replies.repeat(landing.id)
 
     def _is_intact(self, landing: Landing) -> bool:
         """Whether its checksum, if one was agreed, is right; a wrong one is the chunk's end."""
         if not landing.checked or not landing.nbytes:
             return True
-        checksum = self._places.checksum(landing, lambda _: self._check_landed(landing))
+        checksum = self._placement.checksum(landing, lambda _: self._check_landed(landing))
         if checksum is None or not landing.done_heard:
             return False
         if checksum != landing.checksum:
@@ -439,12 +439,12 @@ class Store:
         logger.error(
             "a chunk arrived with wrong bytes: sender=%x error=%s", landing.id[0], str(error)
         )
-        self._answers.fail(landing.id, landing.attempt, error)
+        self._replies.fail(landing.id, landing.attempt, error)
         self._ledger.quarantine(landing)  # for no longer than this
         if landing.receive is not None:
             self._stop_receive(landing.receive, error)
         else:
-            self._answers.bury(landing.content, str(error), refused=True)
+            self._replies.bury(landing.content, str(error), refused=True)
         self._free(landing)
 
     def _received(self, landing: Landing, job: Job) -> None:
@@ -455,7 +455,7 @@ class Store:
             self._check_landed(landing)
         elif landing.state is LandingState.GRANTED:
             reason = f"the data connection broke: {job.error or job.state}"
-            self._answers.fail(landing.id, landing.attempt, TransportError(reason))
+            self._replies.fail(landing.id, landing.attempt, TransportError(reason))
             self._free(landing)
         elif landing.state is LandingState.QUARANTINED:
             self._free(landing)
@@ -489,7 +489,7 @@ class Store:
         try:
             if landing.space is not None or not landing.nbytes:
                 blocks = receive.wanted(landing.manifest)
-            packed = self._places.packed(landing, *blocks)
+            packed = self._placement.packed(landing, *blocks)
             if packed is None or not packed.nbytes:
                 self._delivered(landing, receive, *blocks)
             else:
@@ -505,7 +505,7 @@ class Store:
                 *pair(packed, receive.regions(landing.manifest, *blocks)),
                 lane=lane_of(receive.content[0]),
                 tag=lambda job: self._scattered(landing, receive, job, blocks),
-                keep=(receive, self._places.arena),
+                keep=(receive, self._placement.arena),
                 **after(receive.after),
             )
         )
@@ -575,7 +575,7 @@ class Store:
     def _give_up(self, landing: Landing, *, proven: bool) -> None:
         """Nobody wants a granted region any more; it is freed once nobody can write into it."""
         error = TransferRejected("the receiver gave the chunk up")
-        self._answers.conclude(landing.id, landing.attempt, error)
+        self._replies.conclude(landing.id, landing.attempt, error)
         self._ledger.quarantine(landing)
         receiving = landing.job is not None and not landing.job.done
         if landing.job is not None and receiving:
@@ -587,7 +587,7 @@ class Store:
 
     def _cancel(self, landing: Landing) -> None:
         """Tell the sender to stop, now and again until it has."""
-        self._answers.cancel(landing)
+        self._replies.cancel(landing)
         if landing.id in self._ledger.landings:
             self._timers.set(landing, self._clock() + self._config.retry_seconds)
 
@@ -595,7 +595,7 @@ class Store:
         if landing.transport.receiver_writes:
             if landing.job is None or landing.job.done:
                 self._free(landing)
-        elif self._places.is_whole(landing):
+        elif self._placement.is_whole(landing):
             self._free(landing)
 
     def _free(self, landing: Landing) -> None:
@@ -604,7 +604,7 @@ class Store:
         self._timers.cancel(landing)
         self._late.pop(landing, None)
         self._held_up.pop(landing, None)
-        self._places.give_back(landing)
+        self._placement.give_back(landing)
         receive = landing.receive
         if receive is not None:
             receive.detach(landing)

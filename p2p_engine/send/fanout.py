@@ -14,7 +14,7 @@ from p2p_engine.memory.jobs import Moment
 from p2p_engine.memory.layout import Source
 from p2p_engine.memory.plan import counterpart, targets_of
 from p2p_engine.peers.links import InstanceAddress
-from p2p_engine.peers.locator import Instances
+from p2p_engine.peers.locator import Locator
 from p2p_engine.send.sender import Sender
 from p2p_engine.transfer import Transfer, TransferGroup
 from p2p_engine.wire.messages import CacheSpec, TransferKey
@@ -38,13 +38,13 @@ class Fanout:
     def __init__(
         self,
         changed: threading.Condition,
-        instances: Instances,
+        locator: Locator,
         sender: Sender,
         spec: CacheSpec | None,
         clock: Callable[[], float],
     ) -> None:
         self._changed = changed
-        self._instances = instances
+        self._locator = locator
         self._sender = sender
         self._spec = spec
         self._clock = clock
@@ -72,7 +72,7 @@ class Fanout:
         delivery = Delivery(key, instance, source, binding, self._clock() + timeout, transfer)
         self._ready[transfer] = (ready, moments)
         try:
-            self._instances.ask(instance, lambda answer: self._dispatch(delivery, answer))
+            self._locator.ask(instance, lambda answer: self._dispatch(delivery, answer))
         except P2pError:
             del self._ready[transfer]
             raise
@@ -93,7 +93,7 @@ class Fanout:
                 for rank in self._targets(key, answer):
                     self._sender.abandon(key, instance.rank(rank), reason)
 
-        self._instances.ask(instance, tell)
+        self._locator.ask(instance, tell)
 
     def num_open(self) -> int:
         """How many wait for a directory."""

@@ -19,7 +19,7 @@ from p2p_engine.memory.jobs import Copier, Job, Moment, after
 from p2p_engine.memory.layout import Int64s, Source, ask, ask_regions, pair
 from p2p_engine.memory.plan import counterpart, targets_of
 from p2p_engine.peers.links import PeerAddress
-from p2p_engine.receive.placement import Places
+from p2p_engine.receive.placement import Placement
 from p2p_engine.recent import Recent
 from p2p_engine.send.sender import Sender, as_withdrawn
 from p2p_engine.send.shipment import Shipment
@@ -76,7 +76,7 @@ class Holds:
         config: EngineConfig,
         changed: threading.Condition,
         sender: Sender,
-        places: Places,
+        places: Placement,
         copier: Copier,
         counters: Counters,
         clock: Callable[[], float],
@@ -85,7 +85,7 @@ class Holds:
         self._config = config
         self._changed = changed
         self._sender = sender
-        self._places = places
+        self._placement = places
         self._copier = copier
         self._counters = counters
         self._clock = clock
@@ -142,7 +142,7 @@ class Holds:
 
         False: it stays where it is, because there is no room, or it is on its way already.
         """
-        hold, arena = self._held_as(transfer), self._places.arena
+        hold, arena = self._held_as(transfer), self._placement.arena
         if hold is None or not hold.is_waiting or hold.spaces or arena is None:
             return False
         manifest = hold.source.manifest
@@ -168,7 +168,7 @@ class Holds:
                 )
             )
         except P2pError:
-            self._places.take_back(spaces)
+            self._placement.take_back(spaces)
             raise
         return True
 
@@ -178,7 +178,7 @@ class Holds:
         counts = range(manifest.num_blocks, 0, -most)
         sizes = [min(most, count) * manifest.block_bytes for count in counts]
         # Of these one may be on a GPU.
-        return self._places.spare(sizes, POOL) or self._places.spare(sizes, BUFFER)
+        return self._placement.spare(sizes, POOL) or self._placement.spare(sizes, BUFFER)
 
     def let_go(self, key: TransferKey, reason: str) -> None:
         """Tell whoever wants this key, now or later, that it will not be held."""
@@ -284,7 +284,7 @@ class Holds:
             self._counters.spilled_bytes += hold.source.manifest.nbytes
             hold.transfer.release()
         else:
-            self._places.take_back(hold.spaces)
+            self._placement.take_back(hold.spaces)
         for peer, wish in list(hold.wishes.items()):
             self._serve(hold, peer, wish)
 
@@ -359,7 +359,7 @@ class Holds:
             self._finish(hold)
 
     def _finish(self, hold: Hold) -> None:
-        self._places.take_back(hold.spaces)
+        self._placement.take_back(hold.spaces)
         hold.transfer.end(hold.error)
 
     def _held_as(self, transfer: Transfer) -> Hold | None:

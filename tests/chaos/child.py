@@ -135,7 +135,7 @@ class Child:
         reach = self.trap.reach
         self._lay_out_control(engine._control)
         engine._links._on_channel = _before(engine._links._on_channel, lambda _: reach("connect"))
-        answers, store = engine._store._answers, engine._store
+        answers, store = engine._store._replies, engine._store
         answers.conclude = _after(answers.conclude, lambda *a: a[2] is None and reach("land"))  # type: ignore[method-assign]
         store._scatter = _after(store._scatter, lambda *_: reach("scatter"))  # type: ignore[method-assign]
 

@@ -75,9 +75,9 @@ TICK_PARTS, CALLBACKS = breakable()
 
 def test_what_can_be_broken_was_found() -> None:
     assert {"arrivals", "store", "sender", "links", "sessions", "watchdog"} <= set(TICK_PARTS)
-    assert {"_links._on_ready", "_sessions._on_lost", "_awaited._fail"} <= set(CALLBACKS)
+    assert {"_links._on_ready", "_sessions._on_lost", "_pulls._fail"} <= set(CALLBACKS)
     assert {"_store._scattered", "_store._received", "_sender._job_ended"} <= set(CALLBACKS)
-    assert "_store._answers._reply" in CALLBACKS
+    assert "_store._replies._reply" in CALLBACKS
 
 
 class Traffic:

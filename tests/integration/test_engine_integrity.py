@@ -13,7 +13,7 @@ from p2p_engine.errors import TransferCorrupted
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.links import PeerAddress
 from p2p_engine.receive.landing import Landing
-from p2p_engine.receive.placement import Places
+from p2p_engine.receive.placement import Placement
 from p2p_engine.transports.tcp import TcpTransport
 from tests import marks
 from tests.engines import MIB, assert_idle, engines, random_tensor, settings
@@ -27,15 +27,15 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 @contextlib.contextmanager
 def bad_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One byte of the first landing changes after it was written, before anybody looks at it."""
-    honest, tampered_with = Places.checksum, set[Landing]()
+    honest, tampered_with = Placement.checksum, set[Landing]()
 
-    def tampered(self: Places, landing: Landing, ended: Callable[[object], None]) -> int | None:
+    def tampered(self: Placement, landing: Landing, ended: Callable[[object], None]) -> int | None:
         if landing.space is not None and not tampered_with and self._arena is not None:
             tampered_with.add(landing)
             self._arena.arena.view(landing.space.offset + landing.nbytes // 2, 1)[0] ^= 1
         return honest(self, landing, ended)
 
-    monkeypatch.setattr(Places, "checksum", tampered)
+    monkeypatch.setattr(Placement, "checksum", tampered)
     yield
     monkeypatch.undo()
 

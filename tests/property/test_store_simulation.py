@@ -287,7 +287,7 @@ def _choose(items: list[Any], which: int) -> Any:
 
 def _is_over(world: World, landing: Any) -> bool:
     """Whether the landing's word is there: its writer has finished, or is about to say so."""
-    return bool(world.store._places.is_whole(landing))
+    return bool(world.store._placement.is_whole(landing))
 
 
 def _touches(job: SimJob, receiving: Receiving) -> bool:

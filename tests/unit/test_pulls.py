@@ -1,4 +1,4 @@
-"""Awaited, with a clock of the test's own and one link that only notes what is said."""
+"""Pulls, with a clock of the test's own and one link that only notes what is said."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from p2p_engine.config import EngineConfig
 from p2p_engine.peers.links import Link, LinkState, PeerAddress
-from p2p_engine.receive.pulls import WANTS_IN_A_LEASE, Awaited
+from p2p_engine.receive.pulls import WANTS_IN_A_LEASE, Pulls
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import TransferKey, Want
 
@@ -27,7 +27,7 @@ class World:
         self.said: Counter[TransferKey] = Counter()
         self.link = Link(PEER, PEER.address, LinkState.READY, 0.0, epoch=5)
         nothing: Any = lambda *_: None  # noqa: E731
-        self.awaited = Awaited(
+        self.awaited = Pulls(
             EngineConfig(), cast("Any", self), cast("Any", None), None, lambda: self.now,
             fail=nothing, bereave=nothing, abandoned=nothing, introduced=nothing,
         )  # fmt: skip
