@@ -1,4 +1,4 @@
-"""Gate: who may connect to a ROUTER, and with which keys a DEALER does.
+"""Authenticator: who may connect to a ROUTER, and with which keys a DEALER does.
 
 The keys of a fleet (keys.py) become CURVE keys: both sides prove theirs, and everything after that
 is encrypted (ZMTP 3.1, RFC 26/CurveZMQ; the client's key is checked as RFC 27/ZAP says). A
@@ -149,7 +149,7 @@ class Connections:
             _count_down(self._num_young, item.address)
 
 
-class Gate:
+class Authenticator:
     """Guards one ROUTER."""
 
     def __init__(
@@ -187,7 +187,7 @@ class Gate:
         router.bind(f"tcp://127.0.0.1:{listener.port}")  # where it is bound the descriptor says
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """Those of the gate itself: `serve` is to be called when one of them is readable."""
+        """Those of the authenticator itself: `serve` is to be called when one of them is readable."""
         return [self._monitor] if self._zap is None else [self._monitor, self._zap]
 
     def serve(self) -> None:
@@ -201,7 +201,7 @@ class Gate:
             self._count(event, value)
 
     def close(self) -> None:
-        """Close the gate's own sockets; before the router is closed."""
+        """Close the authenticator's own sockets; before the router is closed."""
         close_monitor(self._router, self._monitor)
         if self._zap is not None:
             self._zap.close()

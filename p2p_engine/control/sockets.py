@@ -15,7 +15,14 @@ from typing import TypeAlias
 import zmq
 
 from p2p_engine.control.affinity import cores_to_take_back
-from p2p_engine.control.auth import ANSWER_QUEUE_FRAMES, Curve, Gate, open_dealer, open_router, send
+from p2p_engine.control.auth import (
+    ANSWER_QUEUE_FRAMES,
+    Authenticator,
+    Curve,
+    open_dealer,
+    open_router,
+    send,
+)
 from p2p_engine.control.dialler import Dialler, Refused
 from p2p_engine.control.fleet_key import Secrets
 from p2p_engine.control.listener import Listener
@@ -102,7 +109,7 @@ class Sockets:
         """How many connections were ended because they proved nothing, were too many, or brought
         what nobody can take."""
         cut = sum(intake.num_cut for intake in self._intakes.values())
-        return self._gate.refused + self._listener.turned_away + cut
+        return self._authenticator.refused + self._listener.turned_away + cut
 
     def send(self, route: Route, frame: bytes) -> bool:
         """Send a frame; what cannot be delivered is dropped and counted. False: the connection that
@@ -149,7 +156,7 @@ class Sockets:
             return
         self._is_closed = True
         linger_milliseconds = int(linger_seconds * 1000)
-        self._gate.close()
+        self._authenticator.close()
         self._dialler.close(linger_milliseconds)
         self._router.close(linger=linger_milliseconds)
         self._served.clear()
@@ -164,18 +171,18 @@ class Sockets:
             if self._answers
             else open_dealer(self._context)
         )
-        self._gate = Gate(
+        self._authenticator = Authenticator(
             self._context, self._router, self._listener, curve, on_ended=self._session_ended
         )
         self._dialler = Dialler(
             self._context, curve, on_refused, lambda address: self._on_ended(Route(address))
         )
         self._intakes = {
-            self._router: self._gate.intake,
+            self._router: self._authenticator.intake,
             self._dialler.socket: self._dialler.intake,
         }
-        for guarded in self._gate.sockets():
-            self._serve(guarded, self._gate.serve)
+        for guarded in self._authenticator.sockets():
+            self._serve(guarded, self._authenticator.serve)
         self._serve(self._dialler.monitor, self._dialler.serve)
         for source in self._intakes:
             self._serve(source, partial(self._receive, source))
@@ -204,7 +211,7 @@ class Sockets:
             self._on_ended(Route(identity=name))
 
     def _serve_events(self) -> None:
-        self._gate.serve()
+        self._authenticator.serve()
         self._dialler.serve()
 
     def _take(self, source: zmq.Socket[bytes], name: bytes, frame: zmq.Frame) -> None:
@@ -219,7 +226,7 @@ class Sockets:
         self.frames_received += 1
         intake.take(fd, len(frame))
         if source is self._router:
-            self._gate.connections.prove(fd)
+            self._authenticator.connections.prove(fd)
             self._names[fd] = name
             self._on_frame(Route(identity=name), frame.bytes)
         elif address := self._dialler.address_of(name):

@@ -1,4 +1,4 @@
-"""Gate: how many connections there may be, and what a broken handshake says."""
+"""Authenticator: how many connections there may be, and what a broken handshake says."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import zmq
 from p2p_engine.control.auth import (
     HANDSHAKE_SECONDS,
     MAX_YOUNG,
+    Authenticator,
     Connections,
     Curve,
-    Gate,
     Handshakes,
 )
 from p2p_engine.control.listener import Listener
@@ -96,32 +96,34 @@ def test_what_cannot_get_better_is_named_at_once(
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
+def authenticator() -> Iterator[Authenticator]:
     listener = Listener("127.0.0.1", range(1))
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        made = Gate(context, router, listener, Curve(()))
+        made = Authenticator(context, router, listener, Curve(()))
         yield made
         made.close()
     listener.close()
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_a_descriptor_that_is_another_thing_by_now_is_left_alone(gate: Gate) -> None:
+def test_a_descriptor_that_is_another_thing_by_now_is_left_alone(
+    authenticator: Authenticator,
+) -> None:
     """The connection of which we are told may have ended, and its number been given away."""
     file, closed = os.eventfd(0), os.eventfd(0)
     os.close(closed)
     unix, far = socket.socketpair()
     with unix, far, socket.create_server(("127.0.0.1", 0)) as server:
         for fd in (file, closed, unix.fileno(), server.fileno()):
-            gate._accept(fd)
+            authenticator._accept(fd)
         with (
             socket.create_connection(server.getsockname()) as one,
             server.accept()[0] as other,
         ):
-            gate._accept(one.fileno())
-            gate._accept(other.fileno())
+            authenticator._accept(one.fileno())
+            authenticator._accept(other.fileno())
             one.sendall(b"x")
             assert other.recv(1) == b"x"
     os.eventfd_write(file, 1)
     os.close(file)
-    assert (len(gate.connections), gate.refused) == (0, 0)
+    assert (len(authenticator.connections), authenticator.refused) == (0, 0)
