@@ -187,7 +187,7 @@ class P2pNcclEngine:
         )  # fmt: skip
         self._pulls = Pulls(
             config, self._links, self._locator, self._spec, time.monotonic,
-            fail=self._store.fail_key, bereave=self._store.bereave,
+            fail=self._store.fail_key, source_lost=self._store.source_lost,
             abandoned=self._store.on_abandon, introduced=self._store.sender_known,
         )  # fmt: skip
         self._dispatch = Dispatch(

@@ -102,7 +102,7 @@ class Receive:
     writers: Spans[Landing] = field(default_factory=Spans)  # of them, those that write to the sink
     delivered: Cover = field(default_factory=Cover)
     senders: set[int] = field(default_factory=set)  # the epochs that have offered something
-    bereft: P2pError | None = None  # its sender is gone: only what is here can complete it
+    source_lost: P2pError | None = None  # its sender is gone: only what is here can complete it
     ending: P2pError | None = None
     complete: bool = False
     is_named: bool = False  # who sends it
@@ -173,10 +173,10 @@ class Receive:
     @property
     def hopeless(self) -> P2pError | None:
         """Why nothing can complete it any more: not its sender, nor what is on its way."""
-        if self.bereft is None:
+        if self.source_lost is None:
             return None
         nothing_comes = all(item.state is LandingState.QUARANTINED for item in self.landings)
-        return self.bereft if nothing_comes else None
+        return self.source_lost if nothing_comes else None
 
     @property
     def over(self) -> bool:

@@ -45,11 +45,11 @@ class Placement:
         self._live_block_bytes = 0
 
     def place(
-        self, landing: Landing, receive: Receive | None, hoarded_bytes: int, ended: JobEnded
+        self, landing: Landing, receive: Receive | None, quarantined_bytes: int, ended: JobEnded
     ) -> str:
         """Reserve memory for a landing; `ended` is told of our own I/O into it.
 
-        Returns why there is none now, or "". `hoarded_bytes` are those that no one may use because
+        Returns why there is none now, or "". `quarantined_bytes` are those that no one may use because
         the same sender might still write there.
 
         Raises:
@@ -62,7 +62,7 @@ class Placement:
         if not landing.transport.receiver_writes and landing.transport.is_gone(landing.id[0]):
             raise TransportError("the sender has no data connection")
         if receive is None or not _may_go_straight(landing, receive):
-            return self._place_in_arena(landing, receive, hoarded_bytes, ended)
+            return self._place_in_arena(landing, receive, quarantined_bytes, ended)
         manifest = landing.manifest
         regions = receive.regions(manifest, manifest.first_block, manifest.num_blocks)
         _expect(landing, regions, ended, keep=receive)
@@ -179,7 +179,7 @@ class Placement:
         return ""
 
     def _place_in_arena(
-        self, landing: Landing, receive: Receive | None, hoarded_bytes: int, ended: JobEnded
+        self, landing: Landing, receive: Receive | None, quarantined_bytes: int, ended: JobEnded
     ) -> str:
         arena, size = self._arena, round_up(landing.nbytes)
         needs_it = not landing.transport.scatters or (
@@ -188,7 +188,7 @@ class Placement:
         if needs_it and (arena is None or not arena.fits(size)):
             text = f"a chunk of {landing.nbytes} bytes fits neither the buffer nor the pool"
             raise TransferTooLarge(text)
-        if arena is None or hoarded_bytes > sum(arena.budgets.values()) / 4:
+        if arena is None or quarantined_bytes > sum(arena.budgets.values()) / 4:
             return "no landing memory, or too much of it is in quarantine"
         refusal = self._take_space(arena, landing, size, is_awaited=receive is not None)
         if landing.space is None:

@@ -75,11 +75,11 @@ class Pulls:
         clock: Callable[[], float],
         *,
         fail: Callable[[TransferKey, P2pError], None],
-        bereave: Callable[[TransferKey, P2pError], None],
+        source_lost: Callable[[TransferKey, P2pError], None],
         abandoned: Callable[[TransferKey, int, P2pError], None],
         introduced: Callable[[TransferKey], None],
     ) -> None:
-        """`fail(key, error)` ends the receives of a key, `bereave` unless all of it is here.
+        """`fail(key, error)` ends the receives of a key, `source_lost` unless all of it is here.
         `abandoned(key, epoch, error)` takes an ABANDON of a key that is awaited from no named peer;
         `introduced(key)` is told when the epoch of such a peer becomes known."""
         self._config = config
@@ -88,7 +88,7 @@ class Pulls:
         self._spec = spec
         self._clock = clock
         self._fail = fail
-        self._bereave = bereave
+        self._source_lost = source_lost
         self._abandoned = abandoned
         self._introduced = introduced
         self._expected: dict[TransferKey, Expected] = {}
@@ -237,7 +237,7 @@ class Pulls:
     def _lose(self, item: Expected, error: P2pError) -> None:
         self._remove(item)
         if not item.transfer.done:
-            self._bereave(item.transfer.key, error)
+            self._source_lost(item.transfer.key, error)
 
     def _found(self, item: Expected, peer: InstanceAddress, answer: CacheSpec | P2pError) -> None:
         key = item.transfer.key

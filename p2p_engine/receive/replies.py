@@ -96,7 +96,7 @@ class Replies:
         self._reply(landing_id[0], outcome.kind, outcome.fields)
         return True
 
-    def bury(
+    def leave_tombstone(
         self, content: ContentKey, reason: str, *, refused: bool = False, said_by: int = 0
     ) -> None:
         """Refuse what comes of a content, for one lease."""
@@ -105,16 +105,18 @@ class Replies:
 
     def revive(self, content: ContentKey) -> None:
         """Take what comes of a content again, unless something of it was refused already."""
-        grave = self._tombstones.get(content)
-        if grave is not None and not grave.refused:
+        tombstone = self._tombstones.get(content)
+        if tombstone is not None and not tombstone.refused:
             self._tombstones.pop(content)
 
     def exhume(self, content: ContentKey) -> Tombstone | None:
         """Take the tombstone of a content, or of its whole key, when it still stands."""
         for name in (content, (content[0], b"")):
-            grave = self._tombstones.pop(name)
-            if grave is not None and (grave.until > self._clock() or self._is_kept(content)):
-                return grave
+            tombstone = self._tombstones.pop(name)
+            if tombstone is not None and (
+                tombstone.until > self._clock() or self._is_kept(content)
+            ):
+                return tombstone
         return None
 
 

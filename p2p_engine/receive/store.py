@@ -101,9 +101,9 @@ class Store:
         content = (key, binding)
         if content in self._ledger.receives:
             raise TransferError(f"{key} is being received already")
-        grave = self._replies.exhume(content)
-        if grave is not None and grave.refused and not (is_named and grave.said_by):
-            raise TransferRejected(f"{key}: {grave.reason}")
+        tombstone = self._replies.exhume(content)
+        if tombstone is not None and tombstone.refused and not (is_named and tombstone.said_by):
+            raise TransferRejected(f"{key}: {tombstone.reason}")
         transfer = Transfer(key, 0, self._changed, self._cancel_transfer)
         deadline = self._clock() + timeout
         receive = Receive(content, sink, transfer, deadline, moments, is_named=is_named)
@@ -119,7 +119,7 @@ class Store:
 
     def discard(self, content: ContentKey, reason: str) -> None:
         """Nobody here will ask for this content: free what came, refuse what comes."""
-        self._replies.bury(content, reason)
+        self._replies.leave_tombstone(content, reason)
         self._drop(content)
 
     def revive(self, content: ContentKey) -> None:
@@ -136,7 +136,7 @@ class Store:
             if receive is not None:
                 self._stop_receive(receive, error)
             else:
-                self._replies.bury(content, str(error), refused=True)
+                self._replies.leave_tombstone(content, str(error), refused=True)
             self._drop(content)
 
     def on_abandon(self, key: TransferKey, epoch: int, error: P2pError) -> None:
@@ -157,7 +157,7 @@ class Store:
         waited = {item.content for item in waiting}
         for content in contents or ({(key, b"")} if not waited else set()):
             if content not in waited:
-                self._replies.bury(content, str(error), refused=True, said_by=epoch)
+                self._replies.leave_tombstone(content, str(error), refused=True, said_by=epoch)
             self._drop(content, epoch)
 
     def sender_known(self, key: TransferKey) -> None:
@@ -170,7 +170,7 @@ class Store:
         unclaimed = [item for item in self._ledger.landings.values() if item.receive is None]
         landed = [item for item in unclaimed if item.orphaned]
         for content in {item.content for item in unclaimed}:
-            self._replies.bury(content, "what had landed was dropped", refused=True)
+            self._replies.leave_tombstone(content, "what had landed was dropped", refused=True)
             self._drop(content)
         return sum(landing.nbytes for landing in landed)
 
@@ -181,10 +181,12 @@ class Store:
         landing_id, content = (epoch, offer.seq), (offer.key, offer.binding)
         if self._answer_again(landing_id, offer.attempt):
             return
-        grave = self._replies.exhume(content)
-        if grave is not None and grave.concerns(epoch):
-            self._replies.bury(content, grave.reason, refused=True, said_by=grave.said_by)
-            self._refuse(landing_id, offer.attempt, TransferRejected(grave.reason))
+        tombstone = self._replies.exhume(content)
+        if tombstone is not None and tombstone.concerns(epoch):
+            self._replies.leave_tombstone(
+                content, tombstone.reason, refused=True, said_by=tombstone.said_by
+            )
+            self._refuse(landing_id, offer.attempt, TransferRejected(tombstone.reason))
             return
         receive = self._ledger.receives.get(content)
         if receive is None:
@@ -203,7 +205,7 @@ class Store:
                 if self._may_end(receive, epoch):
                     self._stop_receive(receive, refusal)
             else:  # the sender is told and says no more: who asks for it later must not wait
-                self._replies.bury(content, str(refusal), refused=True)
+                self._replies.leave_tombstone(content, str(refusal), refused=True)
                 self._drop(content)
 
     def on_done(self, epoch: int, seq: int, attempt: int, checksum: int) -> None:
@@ -230,22 +232,22 @@ class Store:
     def sender_lost(self, epoch: int, error: PeerLost) -> None:
         """A sender is silent, restarted or closing: end what only it could have completed."""
         self._credit.forget(epoch)
-        bereft = self._ledger.receives_from(epoch)
-        for receive in bereft:
-            receive.bereft = error
+        source_lost = self._ledger.receives_from(epoch)
+        for receive in source_lost:
+            receive.source_lost = error
         for landing in self._ledger.of_sender(epoch):
             if landing.state is LandingState.GRANTED:
                 self._check_landed(landing)
                 if landing.state is LandingState.GRANTED:
                     self._give_up(landing, proven=False)
-        self._end_bereft(bereft)
+        self._end_sourceless(source_lost)
 
-    def bereave(self, key: TransferKey, error: P2pError) -> None:
+    def source_lost(self, key: TransferKey, error: P2pError) -> None:
         """Nothing more of a key will come; what has come may complete its receives."""
-        bereft = self._ledger.receives_of_key(key)
-        for receive in bereft:
-            receive.bereft = error
-        self._end_bereft(bereft)
+        source_lost = self._ledger.receives_of_key(key)
+        for receive in source_lost:
+            receive.source_lost = error
+        self._end_sourceless(source_lost)
 
     # What happens here
 
@@ -297,7 +299,7 @@ class Store:
             self._late[item] = None
             self._counters.expired += 1
             reason = "its lease ended before anybody asked for it"
-            self._replies.bury(item.content, reason, refused=True)
+            self._replies.leave_tombstone(item.content, reason, refused=True)
             self._free(item)
 
     def _check_writer(self, writer: Writer) -> None:
@@ -400,9 +402,9 @@ class Store:
             or self._ledger.num_empty() >= MAX_EMPTY_LANDINGS_IN_ALL
         ):
             return "too many chunks without bytes are open here"
-        hoarded = self._ledger.quarantined_bytes(epoch)
+        quarantined = self._ledger.quarantined_bytes(epoch)
         return self._placement.place(
-            landing, receive, hoarded, lambda job: self._received(landing, job)
+            landing, receive, quarantined, lambda job: self._received(landing, job)
         )
 
     # Landing
@@ -444,7 +446,7 @@ class Store:
         if landing.receive is not None:
             self._stop_receive(landing.receive, error)
         else:
-            self._replies.bury(landing.content, str(error), refused=True)
+            self._replies.leave_tombstone(landing.content, str(error), refused=True)
         self._free(landing)
 
     def _received(self, landing: Landing, job: Job) -> None:
@@ -551,7 +553,7 @@ class Store:
         if receive.over:
             self._end_receive(receive, error)
 
-    def _end_bereft(self, receives: list[Receive]) -> None:
+    def _end_sourceless(self, receives: list[Receive]) -> None:
         for receive in receives:
             if receive.hopeless is not None:
                 self._stop_receive(receive, receive.hopeless)

@@ -29,7 +29,7 @@ class World:
         nothing: Any = lambda *_: None  # noqa: E731
         self.awaited = Pulls(
             EngineConfig(), cast("Any", self), cast("Any", None), None, lambda: self.now,
-            fail=nothing, bereave=nothing, abandoned=nothing, introduced=nothing,
+            fail=nothing, source_lost=nothing, abandoned=nothing, introduced=nothing,
         )  # fmt: skip
         changed = threading.Condition()
         for number in range(NUM_KEYS):
