@@ -40,7 +40,7 @@ from p2p_engine.gpu.landing import DeviceLanding
 from p2p_engine.memory.arena import LandingArena
 from p2p_engine.memory.jobs import Copier, Job, Moment
 from p2p_engine.memory.layout import Sink, Source, TensorSink, TensorSource, check_reachable
-from p2p_engine.peers.leftovers import CLOSE_SECONDS
+from p2p_engine.peers.closing_channels import CLOSE_SECONDS
 from p2p_engine.peers.links import InstanceAddress, Link, Links, PeerAddress
 from p2p_engine.peers.locator import Locator
 from p2p_engine.peers.sessions import Sessions
@@ -616,7 +616,7 @@ class P2pNcclEngine:
             return
         with self._changed:
             error = EngineClosed("the engine was closed")
-            self._links.close_leftovers()
+            self._links.end_closing()
             self._locator.close(error)
             self._sender.close(error)
             self._holds.close(error)
@@ -673,7 +673,7 @@ class P2pNcclEngine:
         while self._links.num_unclosed_channels() and time.monotonic() < deadline:
             time.sleep(0.001)
             with self._changed:
-                self._links.close_leftovers()
+                self._links.end_closing()
         with self._changed:
             self._sessions.say_goodbye()
             self._links.close(EngineClosed("the engine was closed"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mempool import Arena, Buddy, read_word, write_word
-from p2p_engine.memory.words import WORD_BYTES, Words
+from p2p_engine.memory.completion_words import WORD_BYTES, CompletionWords
 
 MIN_BLOCK_BYTES = 4096
 HEADER_BYTES = MIN_BLOCK_BYTES  # at offset 0: the nonce; no landing is ever granted there
@@ -64,7 +64,7 @@ class LandingArena:
         self.nonce = secrets.randbits(63) | 1
         write_word(self.arena.address + self.nonce_offset, self.nonce)
         table = self._buddy.offset(self._buddy.alloc(num_words * WORD_BYTES))
-        self.words: Words[Any] = Words(self.arena, table, num_words)
+        self.words: CompletionWords[Any] = CompletionWords(self.arena, table, num_words)
         self._prefault()
 
     def reserve(self, nbytes: int, places: Iterable[str] = (BUFFER, POOL)) -> Space | None:

@@ -38,7 +38,7 @@ from p2p_engine.errors import (
     TransportError,
 )
 from p2p_engine.index import Index
-from p2p_engine.peers.leftovers import Leftovers
+from p2p_engine.peers.closing_channels import ClosingChannels
 from p2p_engine.transports.base import Channel, Endpoint, Transport
 from p2p_engine.transports.handshake import TOKEN_SECONDS
 from p2p_engine.wire.addresses import split_address
@@ -221,7 +221,7 @@ class Links:
         self._numbers: set[int] = set()  # of what was said in HELLO and is not answered
         self._timers: Timers[Link] = Timers()
         self._late: dict[Link, None] = {}  # past their deadlines, and not closed
-        self._leftovers = Leftovers(clock)
+        self._closing = ClosingChannels(clock)
 
     def get(self, target: PeerAddress, *, data: bool) -> Link:
         """Return the link to a peer, dialling it when there is none; never blocks.
@@ -266,7 +266,7 @@ class Links:
 
     def num_unclosed_channels(self) -> int:
         """How many channels could not be closed, because a copy does not stop."""
-        return len(self._leftovers)
+        return len(self._closing)
 
     def send(self, link: Link, kind: type[Message], *fields: Any) -> None:
         """Send a message over a link that has been welcomed."""
@@ -301,7 +301,7 @@ class Links:
 
     def tick(self, now: float) -> None:
         """Repeat what is unanswered, ask whether peers live, end what is overdue."""
-        self.close_leftovers()
+        self.end_closing()
         attended = self._attention()
         self._timers.look(now, lambda link: self._look(link, now, attended))
 
@@ -367,9 +367,7 @@ class Links:
         """Name the peers and channels that should have answered, or been closed."""
         waiting = [link for link in self._late if link.awaits_answer and now >= link.deadline]
         names = [f"contact with {link.target}, {link.state.name}" for link in waiting]
-        return names + [f"end of a channel's copies, {len(self._leftovers)}"] * bool(
-            self._leftovers
-        )
+        return names + [f"end of a channel's copies, {len(self._closing)}"] * bool(self._closing)
 
     def close_link(self, link: Link, error: P2pError) -> None:
         """End a link, and begin to close its channel. In callbacks only."""
@@ -433,9 +431,9 @@ class Links:
                 self.send(link, Bye)
             self.close_link(link, error)
 
-    def close_leftovers(self) -> None:
+    def end_closing(self) -> None:
         """Close what could not be closed before; in callbacks, or after the control thread."""
-        self._leftovers.try_again()
+        self._closing.try_again()
 
     def _close_channel(self, link: Link, then: Callable[[], None] = lambda: None) -> None:
         """Close a link's channel, if it is no other link's, and call `then`: soon, if its copies
@@ -445,7 +443,7 @@ class Links:
         if channel is None or is_shared:
             then()
         else:
-            self._leftovers.close(channel, str(link.target), then)
+            self._closing.close(channel, str(link.target), then)
 
     def _ask(self, link: Link) -> None:
         interval = self._config.retry_seconds

@@ -250,8 +250,8 @@ class Sessions:
         offers = {transport.name: transport.invite(epoch) for transport in self._transports}
         usable = {name: offer for name, offer in offers.items() if offer is not None}
         lease = min(self._config.lease_seconds, self._config.transfer_timeout_seconds)
-        wishes = (self._spec, usable, self._config.checksum, self._largest_landing, lease)
-        welcome = Welcome(self._epoch, epoch, PROTOCOL_VERSION, *wishes)
+        terms = (self._spec, usable, self._config.checksum, self._largest_landing, lease)
+        welcome = Welcome(self._epoch, epoch, PROTOCOL_VERSION, *terms)
         self._control.send(route, encode(welcome))
 
     def _refusal(self, hello: Hello) -> str:

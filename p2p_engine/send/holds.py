@@ -23,7 +23,7 @@ from p2p_engine.receive.placement import Placement
 from p2p_engine.recent import Recent
 from p2p_engine.send.sender import Sender, as_withdrawn
 from p2p_engine.send.shipment import Shipment
-from p2p_engine.send.wishes import Wish, Wishes
+from p2p_engine.send.unheld_wants import PendingWant, UnheldWants
 from p2p_engine.stats import Counters
 from p2p_engine.transfer import Transfer, lane_of
 from p2p_engine.wire.messages import CacheSpec, ContentKey, Manifest, TransferKey
@@ -54,7 +54,7 @@ class Hold:
     shipments: dict[PeerAddress, Shipment] = field(default_factory=dict)
     spaces: list[Space] = field(default_factory=list)  # where the pool has it, or will have it
     copying: Job | None = None
-    wishes: dict[PeerAddress, Wish] = field(default_factory=dict)  # that are being served
+    wants: dict[PeerAddress, PendingWant] = field(default_factory=dict)  # that are being served
     error: P2pError | None = None  # of its end
 
     @property
@@ -93,7 +93,7 @@ class Holds:
         self._holds: dict[ContentKey, Hold] = {}
         self._of_key: Index[TransferKey, Hold] = Index()
         self._by_transfer: dict[Transfer, Hold] = {}
-        self._wishes = Wishes()
+        self._unheld = UnheldWants()
         self._timers: Timers[Hold] = Timers()
         self._late: dict[Hold, None] = {}  # past their leases, and not over
         self._released: Recent[ContentKey, tuple[frozenset[int], frozenset[int]]] = Recent()
@@ -127,8 +127,8 @@ class Holds:
         self._by_transfer[transfer] = hold
         self._timers.set(hold, hold.lease_ends_at)
         self._gone.pop(key)
-        for peer, wish in self._wishes.take(content):
-            self._serve(hold, peer, wish)
+        for peer, want in self._unheld.take(content):
+            self._serve(hold, peer, want)
         early = self._released.pop(content)
         if early is not None:
             hold.readers, served = early
@@ -183,7 +183,7 @@ class Holds:
     def let_go(self, key: TransferKey, reason: str) -> None:
         """Tell whoever wants this key, now or later, that it will not be held."""
         self._gone.put(key, Ending(reason, is_served=False))
-        self._wishes.refuse_key(key, reason)
+        self._unheld.refuse_key(key, reason)
 
     def on_want(
         self,
@@ -197,15 +197,15 @@ class Holds:
         """Offer what is held, wait for what may be held soon unless it `is_pushed`, or `refuse`
         with a reason."""
         hold, gone = self._holds.get(content), self._gone.get(content[0])
-        wish = Wish(spec, self._clock() + self._config.transfer_timeout_seconds, refuse)
+        want = PendingWant(spec, self._clock() + self._config.transfer_timeout_seconds, refuse)
         if hold is not None:
-            self._serve(hold, peer, wish)
+            self._serve(hold, peer, want)
         elif gone is not None:
             refuse(gone.reason)
         elif self._of_key.count(content[0]):
             refuse("held for another content: the prompts differ")
         elif not is_pushed:  # what is pushed comes by itself
-            self._wishes.put(content, peer, wish)
+            self._unheld.put(content, peer, want)
 
     def on_renew(self, content: ContentKey) -> str | None:
         """Give a held source another lease; returns why its peer will not get it, if that is known.
@@ -228,12 +228,12 @@ class Holds:
 
     def on_release(self, content: ContentKey, peer: PeerAddress, spec: CacheSpec | None) -> None:
         """The peer wants nothing more of a held key."""
-        self._wishes.discard(content, peer)
+        self._unheld.discard(content, peer)
         self._renewed.pop(content)
         hold = self._holds.get(content)
         if hold is not None:
             hold.readers = self._readers(content, spec)
-            hold.wishes.pop(peer, None)
+            hold.wants.pop(peer, None)
             self._served(hold, spec, "the peer released it")
         else:  # it may be held yet: nothing is, between a preemption and the second computation
             _, served = self._released.get(content) or (None, frozenset())
@@ -244,7 +244,7 @@ class Holds:
         try:
             self._timers.look(now, lambda hold: self._tick_hold(hold, now))
         finally:
-            self._wishes.tick(now)
+            self._unheld.tick(now)
 
     def _tick_hold(self, hold: Hold, now: float) -> None:
         if hold.shipments:
@@ -285,12 +285,12 @@ class Holds:
             hold.transfer.release()
         else:
             self._placement.take_back(hold.spaces)
-        for peer, wish in list(hold.wishes.items()):
-            self._serve(hold, peer, wish)
+        for peer, want in list(hold.wants.items()):
+            self._serve(hold, peer, want)
 
-    def _serve(self, hold: Hold, peer: PeerAddress, wish: Wish) -> None:
-        hold.readers = self._readers(hold.content, wish.spec)
-        hold.wishes.setdefault(peer, wish)
+    def _serve(self, hold: Hold, peer: PeerAddress, want: PendingWant) -> None:
+        hold.readers = self._readers(hold.content, want.spec)
+        hold.wants.setdefault(peer, want)
         if hold.copying is None and peer not in hold.shipments:
             key, binding = hold.content
             shipment = self._sender.send(
@@ -300,7 +300,7 @@ class Holds:
                 binding,
                 self._config.transfer_timeout_seconds,
                 ready=True,
-                on_end=lambda shipment: self._pulled(hold, peer, wish.spec, shipment),
+                on_end=lambda shipment: self._pulled(hold, peer, want.spec, shipment),
                 is_held=True,
                 moments=hold.after,
             )
@@ -311,7 +311,7 @@ class Holds:
         self, hold: Hold, peer: PeerAddress, spec: CacheSpec | None, shipment: Shipment
     ) -> None:
         hold.shipments.pop(peer, None)  # after a failure it may be wanted again during its lease
-        hold.wishes.pop(peer, None)
+        hold.wants.pop(peer, None)
         if not hold.shipments and self._holds.get(hold.content) is hold:
             self._timers.set(hold, hold.lease_ends_at)
         if shipment.transfer.error is None:
@@ -370,8 +370,8 @@ class Holds:
             hold = self._held_as(transfer)
             if hold is not None:
                 # Withdrawn is not gone: after a preemption it is held again, unless it is let go.
-                for peer, wish in hold.wishes.items():
-                    self._wishes.put(hold.content, peer, wish)
+                for peer, want in hold.wants.items():
+                    self._unheld.put(hold.content, peer, want)
                 error = as_withdrawn(transfer, reason)
                 self._stop(hold, error, str(error))
 

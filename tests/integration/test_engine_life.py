@@ -461,7 +461,7 @@ def test_flood_of_wants_is_bounded(engine: P2pNcclEngine, stranger: Stranger) ->
         stranger.say(encode(Want(5, engine.epoch, TransferKey(f"{number}"), b"")))
     stranger.say(encode(Ping(5, engine.epoch)))
     assert type(stranger.hear()).__name__ == "Pong"
-    assert len(engine._holds._wishes) <= 4096
+    assert len(engine._holds._unheld) <= 4096
 
 
 @marks.every_transport

@@ -70,7 +70,7 @@ def pair(num_open: int) -> Iterator[tuple[P2pNcclEngine, P2pNcclEngine]]:
             receiver.receive(key("wanted", number), TensorSink(), peer=here, pull=True)
             sender.abandon(key("abandoned", number), there, "the test says so")
         eventually(lambda: receiver.stats()["open_transfers"] >= 4 * num_open, 60)
-        eventually(lambda: len(sender._holds._wishes) >= num_open, 60)
+        eventually(lambda: len(sender._holds._unheld) >= num_open, 60)
         eventually(lambda: not len(sender._sender._abandoned), 60)
         yield sender, receiver
 

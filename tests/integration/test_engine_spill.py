@@ -59,8 +59,8 @@ def test_want_that_comes_during_the_copy_is_served_after_it(
         held = sender.hold(KEY, TensorSource(tensor))
         with sender._changed:  # nobody hears of the copy's end
             assert sender.spill(held)
-            wish = (KEY, b""), PeerAddress(receiver.zmq_address), None, pytest.fail
-            sender._holds.on_want(*wish)
+            want = (KEY, b""), PeerAddress(receiver.zmq_address), None, pytest.fail
+            sender._holds.on_want(*want)
             assert sender.stats()["open_transfers"] == 1
         waiting.wait(10)
         held.wait(10)
@@ -119,7 +119,7 @@ def test_pull_that_has_begun_needs_no_spill(rng: SeededRandom) -> None:
         waiting = receiver.receive(
             KEY, TensorSink(), peer=PeerAddress(sender.zmq_address), pull=True
         )
-        eventually(lambda: sender._holds._wishes)
+        eventually(lambda: sender._holds._unheld)
         held = sender.hold(KEY, TensorSource(random_tensor(rng, 4 * MIB)))
         assert not sender.spill(held)
         waiting.wait(10)

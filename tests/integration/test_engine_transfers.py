@@ -472,7 +472,7 @@ def test_hold_that_is_withdrawn_may_be_held_again(rng: SeededRandom, is_wanted: 
         first.cancel("preempted")
         assert first.wait_released(10)
         pulled = pulled or pull()
-        eventually(lambda: sender._holds._wishes)
+        eventually(lambda: sender._holds._unheld)
         second = sender.hold(KEY, TensorSource(tensor))
         receiver.drop_landed()
         pulled.wait(10)

@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from p2p_engine.transports.nccl.rendezvous import Piece, ReceivingHalf, SendingHalf, Slots, Wish
+from p2p_engine.transports.nccl.rendezvous import (
+    Piece,
+    ReceivingHalf,
+    SendingHalf,
+    SlotRequest,
+    Slots,
+)
 
 NUM_SEEDS = 3000
 SEED = 20260101
@@ -52,9 +58,9 @@ class World:
         self.send_slots = [Slots(slots) for _ in range(num_engines)]
         self.recv_slots = [Slots(slots) for _ in range(num_engines)]
         self.slabs = [Slots(2) for _ in range(num_engines)]
-        self.slab_of: dict[Piece, Wish] = {}
+        self.slab_of: dict[Piece, SlotRequest] = {}
         self.recv_slabs = [Slots(rng.randint(1, 2)) for _ in range(num_engines)]
-        self.room_of: dict[Piece, tuple[Slots, Wish]] = {}  # for what goes to the host
+        self.room_of: dict[Piece, tuple[Slots, SlotRequest]] = {}  # for what goes to the host
         self.copies: list[Piece] = []  # from such a slab to the host
         self.wires: dict[tuple[int, int], collections.deque[Callable[[], None]]] = {}
         self.launches: dict[tuple[tuple[int, int], bool], itertools.count[int]] = {}
@@ -86,9 +92,9 @@ class World:
             if piece.seq % 3:
                 found()
                 return
-            wish, slabs = Wish(found), self.recv_slabs[destination]
-            self.room_of[piece] = slabs, wish
-            slabs.take(wish)
+            request, slabs = SlotRequest(found), self.recv_slabs[destination]
+            self.room_of[piece] = slabs, request
+            slabs.take(request)
 
         def received(piece: Piece) -> None:
             self.receivers[comm].received(piece)
@@ -114,7 +120,9 @@ class World:
     def put(self, source: int, destination: int, piece: Piece) -> None:
         """Send a piece once its bytes are packed, which takes a slab until it has left."""
         self.num_open += 1
-        self.slab_of[piece] = slab = Wish(lambda: self.senders[source, destination].add(piece))
+        self.slab_of[piece] = slab = SlotRequest(
+            lambda: self.senders[source, destination].add(piece)
+        )
         self.slabs[source].take(slab)
 
     def get(self, source: int, destination: int, piece: Piece) -> None:
@@ -162,8 +170,8 @@ class World:
 
     def copied(self, piece: Piece) -> None:
         self.copies.remove(piece)
-        slabs, wish = self.room_of.pop(piece)
-        slabs.give_back(wish)
+        slabs, request = self.room_of.pop(piece)
+        slabs.give_back(request)
 
     def is_stuck(self) -> bool:
         """Run until nothing can happen; whether something was left open."""

@@ -12,7 +12,7 @@ from p2p_engine.config import EngineConfig
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.sockets import Route
 from p2p_engine.errors import P2pError, PeerLost, PeerRefused, PeerUnreachable, TransportError
-from p2p_engine.peers.leftovers import CLOSE_SECONDS
+from p2p_engine.peers.closing_channels import CLOSE_SECONDS
 from p2p_engine.peers.links import REST_SECONDS, Link, Links, LinkState, PeerAddress
 from p2p_engine.transports.base import Channel, Connected, Endpoint, Transport
 from p2p_engine.wire.messages import (

@@ -34,43 +34,43 @@ class Slots:
 
     def __init__(self, count: int) -> None:
         self._num_free = count
-        self._waiting: collections.deque[Wish] = collections.deque()
+        self._waiting: collections.deque[SlotRequest] = collections.deque()
 
     @property
     def num_free(self) -> int:
         """How many nobody holds."""
         return self._num_free
 
-    def take(self, wish: Wish) -> None:
-        """Call `wish.granted` when there is one, perhaps at once; held until it is given back."""
-        self._waiting.append(wish)
+    def take(self, request: SlotRequest) -> None:
+        """Call `request.granted` when there is one, perhaps at once; held until it is given back."""
+        self._waiting.append(request)
         self._serve()
 
-    def give_back(self, wish: Wish) -> None:
+    def give_back(self, request: SlotRequest) -> None:
         """Free a slot, or stop to wait for one; idempotent."""
-        if wish.is_over:
+        if request.is_over:
             return
-        wish.is_over = True
-        if wish.is_granted:
+        request.is_over = True
+        if request.is_granted:
             self._num_free += 1
             self._serve()
 
-    def give_back_all(self, wishes: Iterable[Wish]) -> None:
+    def give_back_all(self, requests: Iterable[SlotRequest]) -> None:
         """Free many: those that wait first, so that none of them gets what another one frees."""
-        for wish in sorted(wishes, key=lambda wish: wish.is_granted):
-            self.give_back(wish)
+        for request in sorted(requests, key=lambda request: request.is_granted):
+            self.give_back(request)
 
     def _serve(self) -> None:
         while self._waiting and self._num_free:
-            wish = self._waiting.popleft()
-            if not wish.is_over:
+            request = self._waiting.popleft()
+            if not request.is_over:
                 self._num_free -= 1
-                wish.is_granted = True
-                wish.granted()
+                request.is_granted = True
+                request.granted()
 
 
 @dataclass(eq=False)
-class Wish:
+class SlotRequest:
     """A slot that is held, or waited for."""
 
     granted: Callable[[], None]
@@ -105,7 +105,7 @@ class SendingHalf:
         self._queue: collections.deque[Piece] = collections.deque()
         self._asked: dict[int, Piece] = {}  # by order; in order
         self._launched: set[Piece] = set()
-        self._held: dict[Piece, Wish] = {}
+        self._held: dict[Piece, SlotRequest] = {}
         self._next_order = 0
 
     @property
@@ -166,8 +166,8 @@ class SendingHalf:
     def _advance(self) -> None:
         while self._queue and len(self._held) < MAX_ASKED:
             piece = self._queue.popleft()
-            self._held[piece] = wish = Wish(functools.partial(self._granted, piece))
-            self._slots.take(wish)
+            self._held[piece] = request = SlotRequest(functools.partial(self._granted, piece))
+            self._slots.take(request)
 
     def _granted(self, piece: Piece) -> None:
         order, self._next_order = self._next_order, self._next_order + 1
@@ -175,9 +175,9 @@ class SendingHalf:
         self._ask(order, piece)
 
     def _give_back(self, piece: Piece) -> None:
-        wish = self._held.pop(piece, None)
-        if wish is not None:
-            self._slots.give_back(wish)
+        request = self._held.pop(piece, None)
+        if request is not None:
+            self._slots.give_back(request)
 
 
 class ReceivingHalf:
@@ -199,7 +199,7 @@ class ReceivingHalf:
         self._launch = launch
         self._answer = answer
         self._asked: collections.deque[Piece] = collections.deque()  # not answered
-        self._held: dict[Piece, Wish] = {}
+        self._held: dict[Piece, SlotRequest] = {}
         self._launched: set[Piece] = set()
         self._next_order = 0
 
@@ -222,7 +222,7 @@ class ReceivingHalf:
         if order != self._next_order or piece in self._held:
             raise TransportError(f"the sender asked for number {order}, not {self._next_order}")
         self._next_order += 1
-        self._held[piece] = Wish(functools.partial(self._granted, order, piece))
+        self._held[piece] = SlotRequest(functools.partial(self._granted, order, piece))
         self._asked.append(piece)
         if len(self._asked) == 1:
             self._serve(piece)
@@ -230,9 +230,9 @@ class ReceivingHalf:
     def received(self, piece: Piece) -> None:
         """Its kernel has ended, or it is refused."""
         self._launched.discard(piece)
-        wish = self._held.pop(piece, None)
-        if wish is not None:
-            self._slots.give_back(wish)
+        request = self._held.pop(piece, None)
+        if request is not None:
+            self._slots.give_back(request)
 
     def end(self) -> None:
         """Give all slots back: no kernel of this group runs any more."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from p2p_engine.memory.layout import Int64s, Regions
-from p2p_engine.transports.nccl.rendezvous import Slots, Wish
+from p2p_engine.transports.nccl.rendezvous import SlotRequest, Slots
 
 SLAB_BYTES = 16 << 20  # 0.8 ms at 20 GB/s: a control round trip hides behind the piece before it
 NUM_SLABS = 6
@@ -20,7 +20,7 @@ NUM_RECV_SLABS = 3  # two are filled while one is copied out, or the other way r
 class Slab:
     """One that is held, or waited for while its address is 0."""
 
-    wish: Wish
+    request: SlotRequest
     address: int = 0
 
 
@@ -46,8 +46,8 @@ class Slabs:
             slab.address = self._free.pop()
             granted(slab)
 
-        slab = Slab(Wish(have))
-        self._slots.take(slab.wish)
+        slab = Slab(SlotRequest(have))
+        self._slots.take(slab.request)
         return slab
 
     def give_back(self, slab: Slab) -> None:
@@ -55,7 +55,7 @@ class Slabs:
         if slab.address:
             self._free.append(slab.address)
             slab.address = 0
-        self._slots.give_back(slab.wish)
+        self._slots.give_back(slab.request)
 
 
 class Cutter:

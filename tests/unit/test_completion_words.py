@@ -1,4 +1,4 @@
-"""Words: what senders publish is seen in one look, told once, and only to who waits for it."""
+"""CompletionWords: what senders publish is seen in one look, told once, and only to who waits for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from mempool import Arena, write_word
-from p2p_engine.memory.words import Words
+from p2p_engine.memory.completion_words import CompletionWords
 from tests.support import SeededRandom
 
 NUM = 50
@@ -22,17 +22,17 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture
-def words(arena: Arena) -> Iterator[Words[str]]:
-    made: Words[str] = Words(arena, OFFSET, NUM)
+def words(arena: Arena) -> Iterator[CompletionWords[str]]:
+    made: CompletionWords[str] = CompletionWords(arena, OFFSET, NUM)
     yield made
     made.close()
 
 
-def publish(arena: Arena, words: Words[str], slot: int, value: int) -> None:
+def publish(arena: Arena, words: CompletionWords[str], slot: int, value: int) -> None:
     write_word(arena.address + words.offset(slot), value)
 
 
-def test_owner_is_told_once(arena: Arena, words: Words[str]) -> None:
+def test_owner_is_told_once(arena: Arena, words: CompletionWords[str]) -> None:
     slots = {name: words.take(name, 7) for name in "abc"}
     assert words.take_published() == []
     publish(arena, words, slots["b"], 7)  # type: ignore[arg-type]
@@ -42,7 +42,7 @@ def test_owner_is_told_once(arena: Arena, words: Words[str]) -> None:
     assert words.is_published(slots["b"])  # type: ignore[arg-type]
 
 
-def test_only_the_right_value_counts(arena: Arena, words: Words[str]) -> None:
+def test_only_the_right_value_counts(arena: Arena, words: CompletionWords[str]) -> None:
     slot = words.take("a", 7)
     assert slot is not None
     for value in (1, 8, (1 << 62) | 7):
@@ -51,7 +51,7 @@ def test_only_the_right_value_counts(arena: Arena, words: Words[str]) -> None:
         assert not words.is_published(slot)
 
 
-def test_word_that_is_lent_again_is_reset(arena: Arena, words: Words[str]) -> None:
+def test_word_that_is_lent_again_is_reset(arena: Arena, words: CompletionWords[str]) -> None:
     slot = words.take("a", 7)
     assert slot is not None
     publish(arena, words, slot, 7)
@@ -61,7 +61,7 @@ def test_word_that_is_lent_again_is_reset(arena: Arena, words: Words[str]) -> No
     assert words.take_published() == []
 
 
-def test_there_are_so_many_and_no_more(words: Words[str]) -> None:
+def test_there_are_so_many_and_no_more(words: CompletionWords[str]) -> None:
     slots = [words.take("a", 7) for _ in range(NUM)]
     assert len({words.offset(slot) for slot in slots if slot is not None}) == NUM
     assert words.take("a", 7) is None
@@ -70,7 +70,7 @@ def test_there_are_so_many_and_no_more(words: Words[str]) -> None:
 
 
 def test_any_order_of_lending_and_publishing(
-    arena: Arena, words: Words[str], rng: SeededRandom
+    arena: Arena, words: CompletionWords[str], rng: SeededRandom
 ) -> None:
     lent: dict[int, tuple[str, int]] = {}
     published: set[int] = set()
@@ -95,7 +95,7 @@ def test_any_order_of_lending_and_publishing(
             published.clear()
 
 
-def test_nothing_is_published_after_close(arena: Arena, words: Words[str]) -> None:
+def test_nothing_is_published_after_close(arena: Arena, words: CompletionWords[str]) -> None:
     slot = words.take("a", 7)
     assert slot is not None
     publish(arena, words, slot, 7)

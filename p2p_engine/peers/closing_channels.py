@@ -1,4 +1,4 @@
-"""Leftovers: channels that are to be closed, and whose copies have not stopped yet. Closing one
+"""ClosingChannels: channels that are to be closed, and whose copies have not stopped yet. Closing one
 never waits: the engine's lock is held meanwhile, which guards everything here."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Leftover:
     is_told: bool = False
 
 
-class Leftovers:
+class ClosingChannels:
     """All of them; what never stops stays, and keeps its memory."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

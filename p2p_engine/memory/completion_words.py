@@ -1,4 +1,4 @@
-"""Words: where senders publish that a landing is whole. They lie side by side in the arena, so that
+"""CompletionWords: where senders publish that a landing is whole. They lie side by side in the arena, so that
 one look of a few microseconds sees all that were published, however many are awaited."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WORD_BYTES = 8
 _NEVER = -1  # no completion word is negative
 
 
-class Words(Generic[T]):
+class CompletionWords(Generic[T]):
     """A table of completion words in an arena, each lent to one owner. The engine's lock guards
     it; senders write to it whenever they like."""
 

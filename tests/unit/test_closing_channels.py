@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from p2p_engine.peers.leftovers import Leftovers
+from p2p_engine.peers.closing_channels import ClosingChannels
 
 
 class SlowChannel:
@@ -19,17 +19,17 @@ class SlowChannel:
 
 
 def test_a_fault_of_one_who_waits_keeps_no_news_from_the_others() -> None:
-    leftovers, told = Leftovers(lambda: 0.0), []
+    closing, told = ClosingChannels(lambda: 0.0), []
     channels = [SlowChannel() for _ in range(3)]
 
     def fail() -> None:
         raise RuntimeError("a bug")
 
     for channel, then in zip(channels, (fail, lambda: told.append(1), fail), strict=True):
-        leftovers.close(cast("Any", channel), "peer", then)
+        closing.close(cast("Any", channel), "peer", then)
     for channel in channels:
         channel.is_stopped = True
     with pytest.raises(RuntimeError, match="a bug"):
-        leftovers.try_again()
+        closing.try_again()
     assert told == [1]
-    assert len(leftovers) == 0
+    assert len(closing) == 0
