@@ -23,11 +23,11 @@ import torch
 from mempool import Mover
 from p2p_engine.assembly import Gpu
 from p2p_engine.config import EngineConfig, SendMode
-from p2p_engine.control.attention import Attention
 from p2p_engine.control.fleet_key import read_key_file, warn_if_exposed
-from p2p_engine.control.parts import Parts
+from p2p_engine.control.listening_clock import ListeningClock
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.sockets import Route
+from p2p_engine.control.tick_parts import TickParts
 from p2p_engine.dispatch import Dispatch
 from p2p_engine.errors import (
     EngineClosed,
@@ -107,8 +107,8 @@ class P2pNcclEngine:
         self._changed = threading.Condition(threading.RLock())
         self._counters = Counters()
         self._watchdog = Watchdog()
-        self._attention = Attention(config.peer_timeout_seconds, time.monotonic)
-        self._running = Attention(OVERDUE_SECONDS, time.monotonic)
+        self._listening = ListeningClock(config.peer_timeout_seconds, time.monotonic)
+        self._running = ListeningClock(OVERDUE_SECONDS, time.monotonic)
         self._closed = self._closing = False
         self._open_parts: list[Callable[[], Any]] = []
         try:
@@ -148,7 +148,7 @@ class P2pNcclEngine:
         self._transports = {name: self._make_transport(name) for name in config.transports}
         self._links = Links(
             config, self._control, self.epoch, self._spec, list(self._transports.values()),
-            lock=self._changed, clock=time.monotonic, attention=self._attention,
+            lock=self._changed, clock=time.monotonic, listening=self._listening,
             on_ready=self._link_ready,
             on_channel=lambda link: self._sender.channel_ready(link),
             on_channel_lost=lambda link, error: self._sender.channel_lost(link, error),
@@ -159,7 +159,7 @@ class P2pNcclEngine:
         )  # fmt: skip
         self._sessions = Sessions(
             config, self._control, self.epoch, self._spec, list(self._transports.values()),
-            lock=self._changed, clock=time.monotonic, attention=self._attention,
+            lock=self._changed, clock=time.monotonic, listening=self._listening,
             on_lost=lambda epoch, error: self._store.sender_lost(epoch, error),
             on_over=self._links.close_epoch,
             is_used=lambda epoch: self._store.has_open(epoch),
@@ -195,7 +195,7 @@ class P2pNcclEngine:
             self._sessions, self._holds, self._store, self._transports,
         )  # fmt: skip
         timed = (self._links, self._locator, self._sender, self._holds, self._store)
-        self._parts = Parts({
+        self._parts = TickParts({
             "jobs": lambda now: self._tell_ended_jobs(),
             "arrivals": lambda now: self._store.poll(),
             "links": self._links.tick,

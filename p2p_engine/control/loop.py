@@ -14,7 +14,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TypeVar
 
 from p2p_engine.control.affinity import restore_affinity
-from p2p_engine.control.poller import Watches
+from p2p_engine.control.poller import Poller
 from p2p_engine.errors import TransportError
 from p2p_engine.memory.jobs import Moment
 
@@ -36,7 +36,7 @@ class Loop:
         self._ticks: list[Callable[[float], None]] = []
         self._tick_at = 0.0
         self._is_stopping = self._has_failed = False
-        self._watches = Watches()
+        self._watches = Poller()
         self._start_thread()
 
     # For any thread

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from p2p_engine.control.affinity import restore_affinity
 from p2p_engine.control.dialler import Refused
 from p2p_engine.control.fleet_key import Secrets
-from p2p_engine.control.poller import Watches
+from p2p_engine.control.poller import Poller
 from p2p_engine.control.reach import Reach, Unresolved
 from p2p_engine.control.resolver import Names, Told
 from p2p_engine.control.sockets import Ended, Handler, Route, Sockets
@@ -69,7 +69,7 @@ class ControlPlane:
         self._server = 0  # the thread that serves the sockets now and will see what is queued
         self._tick_at = 0.0
         self._stopping = threading.Event()
-        self._watches = Watches()
+        self._watches = Poller()
         self._names = Names(connect_seconds * RESOLVE_SHARE, self.call_soon)
         self._reach = Reach(
             self._names, refresh_seconds, time.monotonic, self._hear,
@@ -136,7 +136,7 @@ class ControlPlane:
         self._names.resolve(host, told)
 
     def watch(self, fd: int, callback: Callable[[], None], *, writable: bool = False) -> None:
-        """As in `Watches`.
+        """As in `Poller`.
 
         In callbacks only, or before start.
         """

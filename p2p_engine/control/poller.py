@@ -1,4 +1,4 @@
-"""Watches: the descriptors that the thread of an event loop waits for, and what is called then."""
+"""Poller: the descriptors that the thread of an event loop waits for, and what is called then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 
-class Watches:
+class Poller:
     """`wake` is for any thread, the rest for the one that waits, or for who holds its lock."""
 
     def __init__(self) -> None:

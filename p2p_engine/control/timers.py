@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from p2p_engine.control.parts import for_each
+from p2p_engine.control.tick_parts import for_each
 
 T = TypeVar("T", bound=Hashable)
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from p2p_engine.control.parts import for_each
+from p2p_engine.control.tick_parts import for_each
 from p2p_engine.transports.base import Channel
 
 logger = logging.getLogger(__name__)

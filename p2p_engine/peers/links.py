@@ -190,7 +190,7 @@ class Links:
         *,
         lock: AbstractContextManager[Any],
         clock: Callable[[], float],
-        attention: Callable[[], float],
+        listening: Callable[[], float],
         on_ready: LinkEvent,
         on_channel: LinkEvent,
         on_channel_lost: ChannelLost,
@@ -199,7 +199,7 @@ class Links:
     ) -> None:
         """`on_channel_lost` follows a request for a channel, or `on_channel`, when none is left.
 
-        `attention` counts the seconds in which a peer could have been heard; `is_used` says whether
+        `listening` counts the seconds in which a peer could have been heard; `is_used` says whether
         anything is open over a link.
         """
         self._config = config
@@ -209,7 +209,7 @@ class Links:
         self._transports = transports
         self._lock = lock
         self._clock = clock
-        self._attention = attention
+        self._listening = listening
         self._on_ready = on_ready
         self._on_channel = on_channel
         self._on_channel_lost = on_channel_lost
@@ -291,7 +291,7 @@ class Links:
                 if isinstance(message, Pong) and link.epoch:
                     self.close_link(link, PeerLost(f"peer {link.target} was restarted"))
             else:
-                link.heard_at, link.is_answered = self._attention(), True
+                link.heard_at, link.is_answered = self._listening(), True
                 known = link
                 if isinstance(message, Bye):
                     self.close_link(link, PeerLost(f"peer {link.target} is closing"))
@@ -302,7 +302,7 @@ class Links:
     def tick(self, now: float) -> None:
         """Repeat what is unanswered, ask whether peers live, end what is overdue."""
         self.end_closing()
-        attended = self._attention()
+        attended = self._listening()
         self._timers.look(now, lambda link: self._look(link, now, attended))
 
     def _look(self, link: Link, now: float, attended: float) -> None:
@@ -501,7 +501,7 @@ class Links:
         self._numbers.discard(link.number)
         link.number = 0
         if link.state is LinkState.GREETING:
-            link.epoch, link.heard_at = message.source_epoch, self._attention()
+            link.epoch, link.heard_at = message.source_epoch, self._listening()
             link.is_answered = True
             self._by_epoch.add(link.epoch, link)
             self._look_soon(link)

@@ -84,14 +84,14 @@ class Sessions:
         *,
         lock: AbstractContextManager[Any],
         clock: Callable[[], float],
-        attention: Callable[[], float],
+        listening: Callable[[], float],
         on_lost: SessionLost,
         on_over: SessionLost,
         is_used: Callable[[int], bool],
         largest_landing: int = 0,
     ) -> None:
         """`on_lost` is told when nothing more will be heard of a session; `on_over`, after it, when
-        its engine is known to have ended. `attention` counts the seconds in which a session could
+        its engine is known to have ended. `listening` counts the seconds in which a session could
         have been heard; `is_used` says whether anything of a session is open."""
         self._config = config
         self._control = control
@@ -100,7 +100,7 @@ class Sessions:
         self._largest_landing = largest_landing
         self._transports = transports
         self._lock = lock
-        self._attention = attention
+        self._listening = listening
         self._step = config.peer_timeout_seconds / 4
         self._on_lost = on_lost
         self._on_over = on_over
@@ -129,7 +129,7 @@ class Sessions:
         if session is None or session.route != route:
             self._control.send(route, encode(Greet(self._epoch, epoch)))
             return None
-        session.heard_at, session.has_gone = self._attention(), False
+        session.heard_at, session.has_gone = self._listening(), False
         if session.watched_since is None and not isinstance(message, Ping | Pong):
             self._timers.set(epoch, session.heard_at + self._step)  # it may have opened something
         if isinstance(message, Pong):
@@ -146,7 +146,7 @@ class Sessions:
 
     def tick(self) -> None:
         """Let go of who is silent."""
-        now = self._attention()
+        now = self._listening()
         self._timers.look(now, lambda epoch: self._tick_session(epoch, now))
 
     def _tick_session(self, epoch: int, now: float) -> None:
@@ -172,7 +172,7 @@ class Sessions:
 
     def _watch(self, epoch: int, session: Session) -> None:
         if session.watched_since is None:
-            session.watched_since = self._attention()
+            session.watched_since = self._listening()
             self._timers.set(epoch, session.watched_since + self._step)
 
     def connection_ended(self, route: Route) -> None:
@@ -242,7 +242,7 @@ class Sessions:
     def _admit(self, route: Route, hello: Hello) -> None:
         epoch = hello.source_epoch
         self._remove(epoch)
-        now = self._attention()
+        now = self._listening()
         self._sessions[epoch] = Session(route, hello.address, now, hello.spec)
         self._of_route.add(route, epoch)
         self._of_address.add(hello.address, epoch)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from p2p_engine.config import EngineConfig
-from p2p_engine.control.parts import for_each
+from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
 from p2p_engine.index import Index
 from p2p_engine.peers.links import Link, Links, PeerAddress

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from p2p_engine.config import EngineConfig
-from p2p_engine.control.parts import for_each
+from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
 from p2p_engine.errors import P2pError, PeerLost, PeerRefused, RemoteProtocolError
 from p2p_engine.index import Index

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 from p2p_engine.config import EngineConfig
-from p2p_engine.control.parts import for_each
+from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
 from p2p_engine.errors import (
     P2pError,

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from p2p_engine import P2pNcclEngine, TransferKey
-from p2p_engine.control import parts
+from p2p_engine.control import tick_parts as parts
 from p2p_engine.errors import P2pError
 from p2p_engine.memory.layout import Regions, Sink, Source, TensorSink, TensorSource
 from p2p_engine.peers.links import PeerAddress
@@ -326,7 +326,7 @@ def test_time_of_a_part_that_fails_now_and_then_is_not_held_against_it() -> None
         if next(outcomes):
             raise InjectedError
 
-    several = parts.Parts({"a": call})
+    several = parts.TickParts({"a": call})
     for _ in range(100):
         now[0] += parts.FAILING_SECONDS
         several.run(now[0])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from p2p_engine import P2pNcclEngine, TransferKey, watchdog
-from p2p_engine.control.attention import Attention
+from p2p_engine.control.listening_clock import ListeningClock
 from p2p_engine.errors import EngineClosed, TransferTimeout
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.links import PeerAddress
@@ -101,7 +101,7 @@ def test_watchdog_reports_once_and_takes_it_back(caplog: pytest.LogCaptureFixtur
 
 def test_time_in_which_nothing_ran_does_not_count() -> None:
     now, dog = 0.0, Watchdog()
-    running = Attention(OVERDUE_SECONDS, lambda: now)
+    running = ListeningClock(OVERDUE_SECONDS, lambda: now)
     dog.look(running(), ["a"])
     now += 100.0
     dog.look(running(), ["a"])

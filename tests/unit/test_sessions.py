@@ -58,7 +58,7 @@ class Scene:
         self.used: set[int] = set()
         self.sessions = Sessions(
             CONFIG, cast("ControlPlane", self.control), US, None, [], lock=threading.RLock(),
-            clock=lambda: self.now, attention=lambda: self.now,
+            clock=lambda: self.now, listening=lambda: self.now,
             on_lost=self._lost, on_over=lambda epoch, error: self.over.append(epoch),
             is_used=lambda epoch: epoch in self.used,
         )  # fmt: skip

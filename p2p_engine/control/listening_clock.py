@@ -1,4 +1,4 @@
-"""Attention: a clock of the time in which this process could have heard its peers.
+"""ListeningClock: a clock of the time in which this process could have heard its peers.
 
 A process that was stopped, got no core, or whose interpreter was held, heard nobody: that is not
 its peers' silence. So this clock stands still in such an absence. It never counts more than was
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 NUM_STEPS = 4  # looks that the silence of a peer takes at least, however long each absence is
 
 
-class Attention:
+class ListeningClock:
     """Seconds that were listened to. Look at it often: what lies between two looks may be absence.
 
     An interval of up to a step counts whole; a longer one is an absence. The first absence counts

@@ -1,10 +1,10 @@
-"""Attention: absence is excused once, never more than was missed, and a silence is noticed."""
+"""ListeningClock: absence is excused once, never more than was missed, and a silence is noticed."""
 
 from __future__ import annotations
 
 import pytest
 
-from p2p_engine.control.attention import NUM_STEPS, Attention
+from p2p_engine.control.listening_clock import NUM_STEPS, ListeningClock
 
 PATIENCE = 2.0
 
@@ -14,13 +14,13 @@ class Listener:
 
     def __init__(self) -> None:
         self.now = 50.0
-        self.attention = Attention(PATIENCE, lambda: self.now)
-        self.heard_at = self.attention()
+        self.listening = ListeningClock(PATIENCE, lambda: self.now)
+        self.heard_at = self.listening()
 
     def look_after(self, seconds: float) -> float:
         """Let time pass; return how long the peer is silent then."""
         self.now += seconds
-        return self.attention() - self.heard_at
+        return self.listening() - self.heard_at
 
     def notice(self, absence: float) -> tuple[int, float]:
         """Return after how many looks, and seconds, the peer is found to be silent."""
@@ -67,7 +67,7 @@ def test_after_one_absence_silence_counts_as_if_there_had_been_none(
 def test_who_was_heard_after_an_absence_is_not_heard_in_the_future(listener: Listener) -> None:
     """What came meanwhile is read before the timers run."""
     listener.now += 6.0
-    listener.heard_at = listener.attention()
+    listener.heard_at = listener.listening()
     _, seconds = listener.notice(0.02)
     assert seconds == pytest.approx(PATIENCE, abs=0.03)
 
@@ -86,4 +86,4 @@ def test_a_second_absence_soon_after_the_first_counts_a_step_and_a_later_one_not
 def test_a_peer_that_answers_at_each_look_is_never_silent(listener: Listener) -> None:
     for absence in (0.3, 1.0, 6.0, 6.0, 0.6, 100.0, 100.0):
         assert listener.look_after(absence) <= PATIENCE / NUM_STEPS
-        listener.heard_at = listener.attention()
+        listener.heard_at = listener.listening()

@@ -1,4 +1,4 @@
-"""Parts: what an engine does in each tick, part by part. A fault in one part stops no other."""
+"""TickParts: what an engine does in each tick, part by part. A fault in one part stops no other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 FAILING_SECONDS = 2.0  # a part that has failed for so long, each time, is broken
 
 
-class Parts:
+class TickParts:
     """The parts of one engine's tick. The engine's lock guards it."""
 
     def __init__(self, calls: Mapping[str, Callable[[float], object]]) -> None:

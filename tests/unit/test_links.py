@@ -101,7 +101,7 @@ class Scene:
         self.links = Links(
             CONFIG, cast("ControlPlane", self.control), US, None,
             cast("list[Transport]", self.transports), lock=threading.RLock(),
-            clock=lambda: self.now, attention=lambda: self.now,
+            clock=lambda: self.now, listening=lambda: self.now,
             on_ready=lambda link: self.events.append("ready"),
             on_channel=lambda link: self.events.append("channel"), on_channel_lost=self._lost,
             on_closed=lambda link: self.events.append("closed"), is_used=lambda link: self.is_used,

@@ -1,4 +1,4 @@
-"""Watches: a wake that comes while they are closed writes into nothing of somebody else's."""
+"""Poller: a wake that comes while they are closed writes into nothing of somebody else's."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from p2p_engine.control.poller import Watches
+from p2p_engine.control.poller import Poller
 
 
 def test_a_wake_after_the_end_is_nothing() -> None:
-    watches = Watches()
+    watches = Poller()
     watches.close()
     watches.wake()
     watches.close()
@@ -23,7 +23,7 @@ def test_a_wake_during_the_end_writes_into_no_other_descriptor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its number is given away the moment it is closed."""
-    watches, close, waker = Watches(), os.close, threading.Thread
+    watches, close, waker = Poller(), os.close, threading.Thread
     file: list[int] = []
     threads: list[threading.Thread] = []
 
