@@ -187,7 +187,7 @@ class Authenticator:
         router.bind(f"tcp://127.0.0.1:{listener.port}")  # where it is bound the descriptor says
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """Those of the authenticator itself: `serve` is to be called when one of them is readable."""
+        """The authenticator's own. Call `serve` when one of them is readable."""
         return [self._monitor] if self._zap is None else [self._monitor, self._zap]
 
     def serve(self) -> None:

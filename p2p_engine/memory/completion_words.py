@@ -1,5 +1,8 @@
-"""CompletionWords: where senders publish that a landing is whole. They lie side by side in the arena, so that
-one look of a few microseconds sees all that were published, however many are awaited."""
+"""CompletionWords: where senders publish that a landing is whole.
+
+The words lie side by side in the arena. One look of a few microseconds sees all that were
+published, however many are awaited.
+"""
 
 from __future__ import annotations
 

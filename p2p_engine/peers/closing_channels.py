@@ -1,5 +1,7 @@
-"""ClosingChannels: channels that are to be closed, and whose copies have not stopped yet. Closing one
-never waits: the engine's lock is held meanwhile, which guards everything here."""
+"""ClosingChannels: channels that are to be closed, and whose copies have not stopped yet.
+
+Closing one never waits, because the engine's lock is held. The lock guards everything here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement: where a granted chunk's bytes land, from the reservation until the memory is given back.
+"""Placement: where a granted chunk's bytes land, until the memory is given back.
 
 Straight in the sink's final memory where our own process writes and nothing has arrived yet; else
 in the arena, where a sender that writes by itself says so in a last word. What is held and spilled
@@ -49,8 +49,8 @@ class Placement:
     ) -> str:
         """Reserve memory for a landing; `ended` is told of our own I/O into it.
 
-        Returns why there is none now, or "". `quarantined_bytes` are those that no one may use because
-        the same sender might still write there.
+        Returns why there is none now, or "". Nobody may use `quarantined_bytes`,
+        because the same sender might still write there.
 
         Raises:
             TransportError: the sender has no data connection.

@@ -1,4 +1,4 @@
-"""CompletionWords: what senders publish is seen in one look, told once, and only to who waits for it."""
+"""CompletionWords: what senders publish is seen in one look, and told once, to its owner only."""
 
 from __future__ import annotations
 

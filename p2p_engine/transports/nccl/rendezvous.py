@@ -42,7 +42,7 @@ class Slots:
         return self._num_free
 
     def take(self, request: SlotRequest) -> None:
-        """Call `request.granted` when there is one, perhaps at once; held until it is given back."""
+        """Call `request.granted` when there is one, perhaps at once. It holds until given back."""
         self._waiting.append(request)
         self._serve()
 
