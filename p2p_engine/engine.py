@@ -37,6 +37,7 @@ from p2p_engine.errors import (
     TransferTimeout,
 )
 from p2p_engine.gpu.landing import DeviceLanding
+from p2p_engine.health import OVERDUE_SECONDS, Counters, Watchdog
 from p2p_engine.memory.arena import LandingArena
 from p2p_engine.memory.jobs import Copier, Job, Moment
 from p2p_engine.memory.layout import Sink, Source, TensorSink, TensorSource, check_reachable
@@ -51,13 +52,11 @@ from p2p_engine.receive.store import Store
 from p2p_engine.send.fanout import Fanout
 from p2p_engine.send.holds import Holds
 from p2p_engine.send.sender import Sender
-from p2p_engine.stats import Counters
 from p2p_engine.transfer import Transfer, TransferGroup
 from p2p_engine.transports.base import Transport
 from p2p_engine.transports.inproc import InprocTransport
 from p2p_engine.transports.shm import ShmTransport
 from p2p_engine.transports.tcp import TcpTransport
-from p2p_engine.watchdog import OVERDUE_SECONDS, Watchdog
 from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,
     AbandonOk,

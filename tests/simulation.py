@@ -23,6 +23,7 @@ from mempool import Mover, write_word
 from p2p_engine.config import EngineConfig
 from p2p_engine.dispatch import tell_sender
 from p2p_engine.errors import P2pError, PeerLost, RemoteProtocolError, TransportError
+from p2p_engine.health import Counters
 from p2p_engine.memory.arena import LandingArena
 from p2p_engine.memory.layout import Regions
 from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
@@ -30,7 +31,6 @@ from p2p_engine.peers.links import Link, Links, LinkState, PeerAddress
 from p2p_engine.receive.placement import Placement
 from p2p_engine.receive.store import Store
 from p2p_engine.send.sender import Sender
-from p2p_engine.stats import Counters
 from p2p_engine.transfer import Transfer
 from p2p_engine.transports.base import Arrival, Order, Transport
 from p2p_engine.wire.messages import (

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils import z85
 
+from p2p_engine.bounded import RateLimitedWarnings
 from p2p_engine.control.fleet_key import Secrets, derive
 from p2p_engine.control.intake import (
     KERNEL_BUFFER_BYTES,
@@ -33,7 +34,6 @@ from p2p_engine.control.intake import (
     duplicate,
 )
 from p2p_engine.control.listener import Listener
-from p2p_engine.rare import RareWarnings
 from p2p_engine.wire.messages import MAX_FRAME_BYTES
 
 logger = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class Authenticator:
         self._curve = curve
         self._clock = clock
         self._on_ended = on_ended
-        self._warnings = RareWarnings(logger, clock)
+        self._warnings = RateLimitedWarnings(logger, clock)
         self._router = router
         self._zap: zmq.Socket[bytes] | None = None
         if curve:

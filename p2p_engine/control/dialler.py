@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 import zmq
 
+from p2p_engine.bounded import BoundedMap
 from p2p_engine.control.auth import (
     Curve,
     Handshakes,
@@ -26,7 +27,6 @@ from p2p_engine.control.auth import (
     send,
 )
 from p2p_engine.control.intake import Intake
-from p2p_engine.recent import Recent
 from p2p_engine.wire.addresses import join_address, split_address
 
 SEND_QUEUE_FRAMES = 10_000  # for one address: what is asked of us, offered to one peer at once
@@ -65,7 +65,9 @@ class Dialler:
         self._curve = curve
         self._on_refused = on_refused
         self._on_ended = on_ended
-        self._turns: Recent[str, int] = Recent(1024)  # by address, while secrets are replaced
+        self._turns: BoundedMap[str, int] = BoundedMap(
+            1024
+        )  # by address, while secrets are replaced
         self._dialled: OrderedDict[str, Dialled] = OrderedDict()  # the longest unspoken to first
         self._by_name: dict[bytes, Dialled] = {}
         self._by_endpoint: dict[str, Dialled] = {}

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from p2p_engine.rare import RareWarnings
+from p2p_engine.bounded import RateLimitedWarnings
 from p2p_engine.wire.messages import MAX_FRAME_BYTES
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Intake:
         self._heavy: dict[int, int] = {}  # what those owe that owe much
         self._unseen: list[int] = []  # of this round
         self._epoll = select.epoll()
-        self._warnings = RareWarnings(logger)
+        self._warnings = RateLimitedWarnings(logger)
 
     def __len__(self) -> int:
         """How many connections are watched."""

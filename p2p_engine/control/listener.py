@@ -13,9 +13,9 @@ import resource
 import select
 import socket
 
+from p2p_engine.bounded import RateLimitedWarnings
 from p2p_engine.control.intake import KERNEL_BUFFER_BYTES
 from p2p_engine.errors import ConfigError
-from p2p_engine.rare import RareWarnings
 from p2p_engine.wire.addresses import family_of
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Listener:
         check_files(START_FILES)
         self.is_short = False  # of descriptors
         self.turned_away = 0
-        self._warnings = RareWarnings(logger)
+        self._warnings = RateLimitedWarnings(logger)
         self._socket = _bind(host, ports)
         self.port: int = self._socket.getsockname()[1]
         self._reserve: int | None = os.dup(self._socket.fileno())

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
+from p2p_engine.bounded import BoundedMap
 from p2p_engine.control.affinity import restore_affinity
 from p2p_engine.errors import PeerUnreachable
-from p2p_engine.recent import Recent
 
 MAX_NAMES = 1024  # that are being looked up, or wait for a thread; and that are remembered
 MAX_THREADS = 64  # in all: only if many names begin to hang at the same time
@@ -84,8 +84,8 @@ class Names:
             kind: collections.deque() for kind in Kind
         }
         self._num_threads: collections.Counter[Kind] = collections.Counter()
-        self._known: Recent[str, Known] = Recent(MAX_NAMES)
-        self._answers: Recent[str, tuple[Answer, float]] = Recent(MAX_NAMES)  # good until
+        self._known: BoundedMap[str, Known] = BoundedMap(MAX_NAMES)
+        self._answers: BoundedMap[str, tuple[Answer, float]] = BoundedMap(MAX_NAMES)  # good until
         self._is_closed = False
         self._closing = threading.Lock()  # guards _is_closed against posting after it
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from traceback import format_exception
 from typing import TypeVar
 
-from p2p_engine.rare import RareWarnings
+from p2p_engine.bounded import RateLimitedWarnings
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class TickParts:
         self._calls = dict(calls)
         self._failing_since: dict[str, float] = {}
         self._broken: set[str] = set()
-        self._warnings = {name: RareWarnings(logger) for name in self._calls}
+        self._warnings = {name: RateLimitedWarnings(logger) for name in self._calls}
 
     def __iter__(self) -> Iterator[str]:
         """Name the parts."""

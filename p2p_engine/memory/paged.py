@@ -9,10 +9,10 @@ from functools import cached_property
 
 import numpy as np
 
+from p2p_engine.bounded import BoundedMap
 from p2p_engine.errors import LocalProtocolError, PeerRefused, RemoteProtocolError
 from p2p_engine.memory.layout import Int64s, Regions, equal_lengths
 from p2p_engine.memory.plan import Extent, counterpart, extent_of, layers_within, part_between
-from p2p_engine.recent import Recent
 from p2p_engine.wire.messages import CacheSpec, Manifest, PageShape, Part
 
 MAX_PEERS = 256  # of whom a cache remembers what goes to them
@@ -45,9 +45,9 @@ class PagedCache:
     num_blocks: int
     spec: CacheSpec | None = None
     piece_stride: int = 0
-    _cuts: Recent[Part, Cut] = field(default_factory=lambda: Recent(MAX_PEERS), repr=False)
-    _parts: Recent[int, tuple[CacheSpec, Part | None]] = field(
-        default_factory=lambda: Recent(MAX_PEERS), repr=False
+    _cuts: BoundedMap[Part, Cut] = field(default_factory=lambda: BoundedMap(MAX_PEERS), repr=False)
+    _parts: BoundedMap[int, tuple[CacheSpec, Part | None]] = field(
+        default_factory=lambda: BoundedMap(MAX_PEERS), repr=False
     )  # by the id of the peer's description, which is kept so that no other gets that id
 
     def pages(self, block_ids: Int64s) -> Regions:

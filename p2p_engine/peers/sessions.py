@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from p2p_engine.bounded import RateLimitedWarnings
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.sockets import Route
@@ -33,7 +34,6 @@ from p2p_engine.errors import PeerLost, PeerUnreachable
 from p2p_engine.index import Index
 from p2p_engine.memory.plan import obstacles
 from p2p_engine.peers.links import PeerAddress
-from p2p_engine.rare import RareWarnings
 from p2p_engine.transports.base import Transport
 from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,
@@ -109,7 +109,7 @@ class Sessions:
         self._of_route: Index[Route, int] = Index()
         self._of_address: Index[str, int] = Index()
         self._timers: Timers[int] = Timers()  # by the attention's clock
-        self._warnings = RareWarnings(logger, clock)
+        self._warnings = RateLimitedWarnings(logger, clock)
 
     def __len__(self) -> int:
         """How many there are."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from p2p_engine.bounded import BoundedMap
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
@@ -17,7 +18,6 @@ from p2p_engine.index import Index
 from p2p_engine.peers.links import InstanceAddress, Link, Links, PeerAddress
 from p2p_engine.peers.locator import Locator
 from p2p_engine.receive.holders import givers, keepers
-from p2p_engine.recent import Recent
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import CacheSpec, ContentKey, Release, TransferKey, Want
 
@@ -95,7 +95,7 @@ class Pulls:
         self._of_link: Index[Link, Expected] = Index()
         self._timers: Timers[Expected] = Timers()  # of those to ask for, or that ended
         self._to_release: Index[Link, ContentKey] = Index()
-        self._accused: Recent[tuple[TransferKey, int], Accusation] = Recent(MAX_ACCUSATIONS)
+        self._accused: BoundedMap[tuple[TransferKey, int], Accusation] = BoundedMap(MAX_ACCUSATIONS)
 
     def add(
         self,

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from p2p_engine.bounded import BoundedMap
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError
 from p2p_engine.receive.landing import Landing, LandingId
-from p2p_engine.recent import Recent
 from p2p_engine.wire.messages import Cancel, Commit, ContentKey, Deny, Fail, Grant, Message, shorten
 
 Reply: TypeAlias = Callable[[int, type[Message], tuple[Any, ...]], None]
@@ -56,8 +56,8 @@ class Replies:
         self._reply = reply
         self._clock = clock
         self._is_kept = is_kept
-        self._tombstones: Recent[ContentKey, Tombstone] = Recent()
-        self._outcomes: Recent[LandingId, Outcome] = Recent()
+        self._tombstones: BoundedMap[ContentKey, Tombstone] = BoundedMap()
+        self._outcomes: BoundedMap[LandingId, Outcome] = BoundedMap()
 
     def grant(self, landing: Landing, word_offset: int = 0) -> None:
         """The region is reserved; the sender publishes its end at `word_offset`. Of a chunk without

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from p2p_engine.bounded import BoundedMap
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.timers import Timers
 from p2p_engine.errors import P2pError, TransferCancelled, TransferError, TransferTimeout
+from p2p_engine.health import Counters
 from p2p_engine.index import Index
 from p2p_engine.memory.arena import BUFFER, POOL, LandingArena, Space
 from p2p_engine.memory.jobs import Copier, Job, Moment, after
@@ -20,11 +22,9 @@ from p2p_engine.memory.layout import Int64s, Source, ask, ask_regions, pair
 from p2p_engine.memory.plan import counterpart, targets_of
 from p2p_engine.peers.links import PeerAddress
 from p2p_engine.receive.placement import Placement
-from p2p_engine.recent import Recent
 from p2p_engine.send.sender import Sender, as_withdrawn
 from p2p_engine.send.shipment import Shipment
 from p2p_engine.send.unheld_wants import PendingWant, UnheldWants
-from p2p_engine.stats import Counters
 from p2p_engine.transfer import Transfer, lane_of
 from p2p_engine.wire.messages import CacheSpec, ContentKey, Manifest, TransferKey
 
@@ -96,9 +96,11 @@ class Holds:
         self._unheld = UnheldWants()
         self._timers: Timers[Hold] = Timers()
         self._late: dict[Hold, None] = {}  # past their leases, and not over
-        self._released: Recent[ContentKey, tuple[frozenset[int], frozenset[int]]] = Recent()
-        self._gone: Recent[TransferKey, Ending] = Recent()
-        self._renewed: Recent[ContentKey, float] = Recent()  # what is not held, and until when
+        self._released: BoundedMap[ContentKey, tuple[frozenset[int], frozenset[int]]] = BoundedMap()
+        self._gone: BoundedMap[TransferKey, Ending] = BoundedMap()
+        self._renewed: BoundedMap[ContentKey, float] = (
+            BoundedMap()
+        )  # what is not held, and until when
         self._ending: set[Hold] = set()  # until their copies have stopped
 
     def hold(

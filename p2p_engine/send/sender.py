@@ -30,13 +30,13 @@ from p2p_engine.errors import (
     TransferTooLarge,
     TransportError,
 )
+from p2p_engine.health import Counters
 from p2p_engine.index import Index
 from p2p_engine.memory.jobs import Job, Moment
 from p2p_engine.memory.layout import Source, ask, ask_regions
 from p2p_engine.peers.links import Link, Links, LinkState, PeerAddress
 from p2p_engine.receive.abandonments import Abandonments
 from p2p_engine.send.shipment import Chunk, ChunkState, Shipment
-from p2p_engine.stats import Counters
 from p2p_engine.transfer import Transfer, lane_of
 from p2p_engine.transports.base import Order
 from p2p_engine.wire.messages import (

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from p2p_engine.bounded import RateLimitedWarnings
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.resolver import Answer
 from p2p_engine.errors import PeerUnreachable, TransportError
-from p2p_engine.rare import RareWarnings
 from p2p_engine.wire.addresses import family_of
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Door:
         self._tokens = tokens
         self._admitted = admitted
         self._pending: dict[socket.socket, Stranger] = {}  # the oldest first
-        self._warnings = RareWarnings(logger)
+        self._warnings = RateLimitedWarnings(logger)
         self._rest_until = 0.0  # when no descriptor is left, nobody is let in for a while
         listener.setblocking(False)
         control.watch(listener.fileno(), self._accept)

@@ -8,12 +8,12 @@ import logging
 import select
 from typing import TYPE_CHECKING
 
+from p2p_engine.bounded import RateLimitedWarnings
 from p2p_engine.control.fleet_key import exposure, read_key_file, warn_if_exposed
 from p2p_engine.control.reach import Reach
 from p2p_engine.control.resolver import Names
 from p2p_engine.control.sockets import Route, Sockets
 from p2p_engine.errors import RemoteProtocolError
-from p2p_engine.rare import RareWarnings
 from p2p_engine.wire.messages import decode_heartbeat, encode_heartbeat
 from proxy.fleet.registry import AddressTaken, RegistryFull
 
@@ -60,7 +60,7 @@ class Discovery:
         self._on_instance = on_instance
         self._clock = clock
         self._secrets = read_key_file(config.key_file)
-        self._warnings = RareWarnings(logger, clock)
+        self._warnings = RateLimitedWarnings(logger, clock)
         self._refusals: dict[str, str] = {}  # of other proxies, the last of each
         self._epoll: select.epoll | None = None
         self._sockets: Sockets | None = None

@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.harness import machine
 from p2p_engine import SendMode
-from p2p_engine.recent import MAX_REMEMBERED
+from p2p_engine.bounded import MAX_ENTRIES
 from tests.chaos.crowd import UNRESOLVABLE, Crowd
 from tests.chaos.parent import Process, settings, start_fork_server
 from tests.support import eventually
@@ -77,7 +77,7 @@ class Soak:
 
     def fill(self) -> None:
         """Fill the memories of what has ended: they are bounded, and would look like growth."""
-        for _ in range(MAX_REMEMBERED // BATCH):
+        for _ in range(MAX_ENTRIES // BATCH):
             for sender, receiver in (self._pair, self._pair[::-1]):
                 self._move(sender, receiver, BATCH, 1, SendMode.PUT_ASYNC)
 

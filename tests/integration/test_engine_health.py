@@ -8,12 +8,12 @@ import time
 import pytest
 import torch
 
-from p2p_engine import P2pNcclEngine, TransferKey, watchdog
+from p2p_engine import P2pNcclEngine, TransferKey, health
 from p2p_engine.control.listening_clock import ListeningClock
 from p2p_engine.errors import EngineClosed, TransferTimeout
+from p2p_engine.health import OVERDUE_SECONDS, Watchdog
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.links import PeerAddress
-from p2p_engine.watchdog import OVERDUE_SECONDS, Watchdog
 from tests import marks
 from tests.engines import assert_idle, engines, random_tensor, settings
 from tests.support import SeededRandom, eventually, records_of
@@ -95,7 +95,7 @@ def test_watchdog_reports_once_and_takes_it_back(caplog: pytest.LogCaptureFixtur
     assert dog.num_reported == 1
     dog.look(3.0, [])
     assert dog.overdue == []
-    said = records_of(watchdog.logger, caplog)
+    said = records_of(health.logger, caplog)
     assert [record.levelname for record in said] == ["ERROR", "WARNING"]
 
 
