@@ -1,7 +1,7 @@
 """Authenticator: who may connect to a ROUTER, and with which keys a DEALER does.
 
-The keys of a fleet (keys.py) become CURVE keys: both sides prove theirs, and everything after that
-is encrypted (ZMTP 3.1, RFC 26/CurveZMQ; the client's key is checked as RFC 27/ZAP says). A
+The keys of a fleet (fleet_key.py) become CURVE keys: both sides prove theirs, and all after that is
+encrypted (ZMTP 3.1, RFC 26/CurveZMQ; the client's key is checked as RFC 27/ZAP says). A
 connection that does not prove itself ends with its handshake's deadline, and there are never many
 of them. Nothing here blocks or has a thread: who owns the sockets calls `serve`.
 """

@@ -1,6 +1,6 @@
 """Sockets: the ZMQ sockets of one control plane, whose frames come and go here.
 
-They belong to whoever holds the I/O lock of control.py; nothing here blocks.
+They belong to whoever holds the I/O lock of plane.py; nothing here blocks.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class Link:
     number: int = 0  # of the HELLO that is not answered yet
     untried: list[Transport] = field(default_factory=list)
     is_losing: bool = False  # its broken channel is being closed
-    heard_at: float = 0.0  # by the attention's clock
+    heard_at: float = 0.0  # by the listening clock
     watched_since: float = 0.0  # by that clock: silence before it does not count
     is_resting: bool = False
     is_answered: bool = True  # the last PING
@@ -321,7 +321,7 @@ class Links:
             self.close_link(link, PeerLost(f"peer {link.target} is silent for {silence:.1f} s"))
         else:
             self._look_open(link, now)
-            # The attention's clock is never faster: no silence is long enough before that.
+            # The listening clock is never faster: no silence is long enough before that.
             self._look_again(link, now, now + patience - silence)
 
     def _look_again(self, link: Link, now: float, silent_at: float) -> None:

@@ -1,20 +1,20 @@
-"""Sessions: the peers that dialled us, from HELLO to their end. The other direction is peers.py.
+"""Sessions: the peers that dialled us, from HELLO to their end. The other direction is links.py.
 
-A session is known by its epoch; what it says is answered over the route that it came by. An address
-belongs to one session at a time. Who greets with the address of another one is a restarted engine, or
-a rival behind the same address: the session that is here is asked (PING). If its connection has ended
-it is over, and the newcomer is a session. If it answers, the newcomer is refused. Otherwise the
-newcomer waits until the session answers, or is silent for too long.
+A session is known by its peer's epoch, and answers go over the route of its HELLO. An address
+belongs to one session at a time. If another engine says HELLO with the same address, it is the
+engine after a restart, or a rival behind the address, and the session is asked (PING). If its
+connection has ended, the newcomer replaces it. If it answers, the newcomer is refused. Otherwise
+the newcomer waits until the session answers or has been silent for too long.
 
-Who greets with the epoch of a session over another connection is that engine, by a new connection or
-by another of our addresses, or somebody who has read the epoch. The session is asked in the same way.
-If its connection has ended, or it answers that it said this HELLO, it has moved, and nothing of it
-ends.
+If a HELLO brings the epoch of a session over another connection, it comes from that engine, which
+has a new connection or came by another of our addresses, or from somebody who has read the epoch.
+The session is asked in the same way. If its connection has ended, or it answers that it said this
+HELLO, the session moves to the new connection and nothing of it ends.
 
-A session that rests, because nothing of it is open, is heard seldom (peers.py). It is watched while
-something of it is open here, when its connection has ended, when another one claims its place, and
-when its rest was too long. Who is watched and is silent is asked (PING), and lost in the end. The
-engine's lock guards everything here.
+A session with nothing open rests, and its peer says PING seldom (links.py). The engine watches a
+session if something of it is open here, its connection has ended, another peer claims its place, or
+its rest has lasted too long. A session that is watched and silent is asked (PING), and ends if it
+does not answer. The engine's lock guards everything here.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from p2p_engine.wire.messages import (
 logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 4096
-SESSION_REST_SECONDS = 60.0  # of silence, where nothing is open; more than peers.py:REST_SECONDS
+SESSION_REST_SECONDS = 60.0  # of silence, where nothing is open; more than links.py:REST_SECONDS
 SessionLost: TypeAlias = Callable[[int, PeerLost], None]
 
 
@@ -64,7 +64,7 @@ class Session:
 
     route: Route
     address: str
-    heard_at: float  # by the attention's clock
+    heard_at: float  # by the listening clock
     spec: CacheSpec | None
     challenger: tuple[Route, Hello] | None = None  # who else claims its address
     watched_since: float | None = None  # by that clock: silence before it does not count
@@ -108,7 +108,7 @@ class Sessions:
         self._sessions: dict[int, Session] = {}
         self._of_route: Index[Route, int] = Index()
         self._of_address: Index[str, int] = Index()
-        self._timers: Timers[int] = Timers()  # by the attention's clock
+        self._timers: Timers[int] = Timers()  # by the listening clock
         self._warnings = RateLimitedWarnings(logger, clock)
 
     def __len__(self) -> int:

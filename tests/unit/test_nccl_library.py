@@ -159,7 +159,7 @@ def test_memory_of_a_group(
 def test_importing_needs_nothing_and_changes_nothing() -> None:
     program = (
         "import os; before = dict(os.environ); import p2p_engine.transports.nccl.library as n, "
-        "p2p_engine.cuda, sys; assert before == dict(os.environ); "
+        "p2p_engine.gpu.cuda, sys; assert before == dict(os.environ); "
         "print(any(name.startswith('cupy') for name in sys.modules))"
     )
     found = subprocess.run(

@@ -157,7 +157,7 @@ def test_transfer_ids_differ() -> None:
 
 
 def test_importing_it_loads_neither_torch_nor_zmq() -> None:
-    code = "import sys, p2p_engine.request_ids; print(*sys.modules)"
+    code = "import sys, p2p_engine.wire.request_ids; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

@@ -81,7 +81,7 @@ class Group:
 
     @property
     def estimated_bytes(self) -> int:
-        """Device memory by the formula of memory.py."""
+        """Device memory by the formula of `nccl/memory.py`."""
         if self.state in (GroupState.WANTED, GroupState.ENDED):
             return 0
         side = Side.SENDER if self._rank == 0 else Side.RECEIVER
