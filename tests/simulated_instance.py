@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -350,6 +350,8 @@ class SimulatedInstance:
         self._is_async = is_async
         self._in_flight: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
         self._depth = max(pp_size, 2 if is_async else 1)
+        # The engine core's aborts, which come while a step runs: before that step is accounted.
+        self.before_accounting: Callable[[ModelRunnerOutput], object] | None = None
 
     @property
     def connector(self) -> P2pNcclConnector:
@@ -419,6 +421,8 @@ class SimulatedInstance:
             self._account(*self._in_flight.pop(0))
 
     def _account(self, output: SchedulerOutput, results: ModelRunnerOutput) -> None:
+        if self.before_accounting is not None:
+            self.before_accounting(results)
         report = results.kv_connector_output
         assert report is not None
         for request in self.scheduler.running:

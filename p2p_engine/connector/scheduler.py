@@ -282,7 +282,11 @@ class SchedulerHalf:
         for request_id in output.finished_sending or ():
             self._pressure.release(request_id)
             self._pins.release(request_id)
-        for request_id in output.finished_recving or ():
+        reported = output.finished_recving or set()
+        # From now on vLLM takes a new request under such an id: its load must not be cancelled.
+        cancelled = self._next.cancelled_loads
+        self._next.cancelled_loads = [name for name in cancelled if name not in reported]
+        for request_id in reported:
             loading = self._loading.get(request_id)
             if loading is not None and loading.is_open:
                 loading.is_open = False

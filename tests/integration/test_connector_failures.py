@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from tests import marks
@@ -144,6 +145,35 @@ def test_request_that_ends_before_it_is_scheduled_frees_its_kv(
     pair.d.add(request_id, prompt_of(100))
     pair.d.abort(request_id)
     pair.run(timeout=10)  # long before any lease
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+def test_an_id_that_comes_again_in_the_step_that_reports_its_load(
+    make_pair: MakePair, send_type: str
+) -> None:
+    """vLLM aborts before it accounts a step. What it orders for the new request is not the aborted
+    load: nothing of it may count as loaded before it is."""
+    pair = make_pair(
+        send_type=send_type,
+        policy="recompute",
+        has_prefix_cache=False,
+        transfer_timeout_seconds=2,
+    )
+    prompt = prompt_of(4 * BLOCK_SIZE)
+    name = pair.ask(prompt)
+
+    def abort_when_reported(results: ModelRunnerOutput) -> None:
+        report = results.kv_connector_output
+        if report is not None and name in (report.finished_recving or ()):
+            pair.d.abort(name)
+
+    pair.d.before_accounting = abort_when_reported
+    pair.run(until=lambda: name in pair.d.finished)
+    pair.d.before_accounting = None
+    pair.d.add(name, prompt)
+    pair.run()
+    pair.check_answers()
     pair.check_at_rest()
 
 

@@ -336,6 +336,22 @@ def test_a_load_told_of_late_is_ordered_and_cancelled_together(half: SchedulerHa
     assert metadata.cancelled_loads == ["r"]
 
 
+def test_what_all_ranks_have_reported_is_not_cancelled(half: SchedulerHalf) -> None:
+    """vLLM aborts a request, hears in the same step that its load is over, and takes a new one
+    under its id: only that one's load is open."""
+    first, second = make_request(LOAD), make_request(LOAD)
+    half.on_new_request(first)
+    half.blocks_allocated(first, allocated(1, 2, 3), 40)
+    half.build_metadata(make_output())
+    finish(half, first, RequestStatus.FINISHED_ABORTED)
+    half.workers_reported(KVConnectorOutput(finished_recving={"r"}))
+    half.on_new_request(second)
+    half.blocks_allocated(second, allocated(4, 5, 6), 40)
+    metadata = half.build_metadata(make_output())
+    assert [load.party.request_id for load in metadata.loads] == ["r"]
+    assert metadata.cancelled_loads == []
+
+
 # Who takes part
 
 
