@@ -362,6 +362,8 @@ class Links:
         for link in self._by_contact.get(address):
             if link.is_resting:
                 self._look_soon(link)
+            elif link.ready and link.is_answered:  # it may rest soon: who has answered may be gone
+                self._ask(link)
 
     def overdue(self, now: float) -> list[str]:
         """Name the peers and channels that should have answered, or been closed."""

@@ -421,6 +421,20 @@ def test_rest_ends_when_the_link_is_used_or_its_connection_ends(
     ended_with(link, PeerLost, "silent for 8.5 s")
 
 
+def test_restarted_peer_of_a_link_that_would_rest_next_is_noticed(scene: Scene) -> None:
+    """Its last PING was answered, by who is gone."""
+    link = scene.welcomed(data=False)
+    scene.is_used = False
+    scene.said(Hello)
+    for _ in range(3):
+        scene.links.connection_ended(ADDRESS)
+    assert scene.said(Ping) == 1
+    scene.pass_time(2.0)
+    assert (link.is_resting, scene.said(Ping)) == (False, 1)
+    scene.hear(Pong(NEW, US))
+    ended_with(link, PeerLost, "restarted")
+
+
 def test_link_does_not_rest_while_a_ping_is_unanswered_or_it_is_used(scene: Scene) -> None:
     link = scene.welcomed(data=False)
     scene.pass_time(2.0)
