@@ -226,6 +226,8 @@ class Sockets:
         self.frames_received += 1
         intake.take(fd, len(frame))
         if source is self._router:
+            if self._names.get(fd) != name:  # the end of who had it before may be unread
+                self._authenticator.serve()
             self._authenticator.connections.prove(fd)
             self._names[fd] = name
             self._on_frame(Route(identity=name), frame.bytes)

@@ -267,3 +267,31 @@ def test_the_end_of_a_connection_is_told_to_both_sides_unless_it_was_their_own()
         assert len(ended[0]) == num_told
     for party in (one, other):
         party.control.close(5)
+
+
+def test_the_end_of_a_connection_is_not_told_of_who_has_its_descriptor_next() -> None:
+    """Even if the first word of the next one is read before that end is."""
+    heard: list[Route] = []
+    ended: list[Route] = []
+    control = ControlPlane(
+        "127.0.0.1", range(1), on_frame=lambda route, frame: heard.append(route),
+        on_tick=lambda now: None, name="x", on_ended=ended.append,
+    )  # fmt: skip
+    sockets, one = control.sockets, Party()
+
+    def num_heard() -> int:
+        sockets._receive(sockets._router)
+        return len(heard)
+
+    one.control.send(Route(control.address), b"a")
+    eventually(lambda: num_heard() == 1)
+    sockets._serve_events()
+    descriptors = list(sockets._names)
+    one.control.hang_up(control.address)
+    assert sockets._authenticator.sockets()[0].poll(10_000)
+    one.control.send(Route(control.address), b"b")
+    eventually(lambda: num_heard() == 2)
+    sockets._serve_events()
+    assert (list(sockets._names), ended) == (descriptors, [heard[0]])
+    one.control.close(5)
+    assert control.close(5)
