@@ -150,6 +150,7 @@ class Link:
     watched_since: float = 0.0  # by that clock: silence before it does not count
     is_resting: bool = False
     is_answered: bool = True  # the last PING
+    is_cut: bool = False  # its connection has ended since the last PING
     resend_at: float = 0.0
 
     @property
@@ -355,11 +356,13 @@ class Links:
 
     def _may_rest(self, link: Link) -> bool:
         is_asking = link.awaits_answer or link.asking or link.lacks_channel
-        return link.is_answered and not is_asking and not self._is_used(link)
+        is_heard = link.is_answered and not link.is_cut
+        return is_heard and not is_asking and not self._is_used(link)
 
     def connection_ended(self, address: str) -> None:
         """The connection to an address has ended: ask again who is there."""
         for link in self._by_contact.get(address):
+            link.is_cut = True
             if link.is_resting:
                 self._look_soon(link)
             elif link.ready and link.is_answered:  # it may rest soon: who has answered may be gone
@@ -455,7 +458,7 @@ class Links:
         elif link.state is LinkState.GREETING:
             self._greet(link)
         elif link.ready:
-            link.is_answered = False
+            link.is_answered = link.is_cut = False
             self.send(link, Ping)
             interval = self._config.peer_timeout_seconds / 4
         link.resend_at = self._clock() + interval

@@ -446,6 +446,21 @@ def test_link_does_not_rest_while_a_ping_is_unanswered_or_it_is_used(scene: Scen
     assert link.is_resting
 
 
+def test_link_whose_connection_ended_while_it_was_used_asks_before_it_rests(scene: Scene) -> None:
+    """A word that was on its way is no answer: it came over the connection that is gone."""
+    link = scene.welcomed(data=False)
+    scene.links.connection_ended(ADDRESS)
+    scene.hear(Pong(THEM, US))
+    scene.is_used = False
+    scene.said(Ping)
+    scene.pass_time(2.0)
+    assert scene.said(Ping) == 1
+    assert not link.is_resting
+    scene.hear(Pong(THEM, US))
+    scene.pass_time(2.0)
+    assert link.is_resting
+
+
 def test_restarted_peer_of_a_resting_link_is_noticed_when_its_connection_has_ended(
     scene: Scene,
 ) -> None:
