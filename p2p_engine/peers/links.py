@@ -365,8 +365,6 @@ class Links:
             link.is_cut = True
             if link.is_resting:
                 self._look_soon(link)
-            elif link.ready and link.is_answered:  # it may rest soon: who has answered may be gone
-                self._ask(link)
 
     def overdue(self, now: float) -> list[str]:
         """Name the peers and channels that should have answered, or been closed."""
