@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -129,6 +130,20 @@ async def test_what_may_be_due_to_the_request_is_tried_once(status: int) -> None
             mock.behaviour = Behaviour(status=status, body=b"{}")
         await proxy.ask()
         assert sum(len(mock.received) for mock in prefills) == 1
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_who_falls_silent_has_used_up_the_request_s_time(role: str) -> None:
+    """No other pair is tried: the client would wait for the same limit once more."""
+    limit = "prefill" if role == "prefill" else "first_byte"
+    settings: dict[str, Any] = {f"{limit}_timeout_seconds": 0.3}
+    async with fleet(2, 2, **settings) as (proxy, prefills, decodes):
+        silent = prefills if role == "prefill" else decodes
+        for mock in silent:
+            mock.behaviour = Behaviour(hang=True)
+        status, body, _ = await proxy.ask(STREAMED)
+        assert (status, json.loads(body)["error"]["code"]) == (504, f"{role}_timeout")
+        assert sum(len(mock.received) for mock in silent) == 1
 
 
 async def test_nothing_is_tried_again_after_the_first_byte() -> None:
