@@ -13,9 +13,15 @@ from p2p_engine.config import EXTRA_KEYS, EngineConfig
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("csrc", "mempool", "p2p_engine", "proxy")
-DOCUMENTS = sorted(path.name for path in ROOT.glob("*.md"))
+DOCUMENTS = sorted(
+    str(path.relative_to(ROOT))
+    for folder in ("", "docs", "benchmarks")
+    for path in (ROOT / folder).glob("*.md")
+)
 REFERENCE = re.compile(r"`([\w./-]+\.(?:c|h|py|sh|toml|yml))(?::([\w.]+))?`")
 LINK = re.compile(r"\]\(([^)#:]+)\)")
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FILE = re.compile(r"[\w/]+\.py\b")
 COMMAND = re.compile(r"\bmake ([a-z][a-z-]*)\b")
 
 
@@ -31,11 +37,13 @@ def names_defined_in(tree: ast.AST, prefix: str = "") -> set[str]:
     return names
 
 
-def candidates(path: str) -> list[Path]:
-    """Return the file of this path; a bare name is looked for in all packages."""
+def candidates(path: str, document: str) -> list[Path]:
+    """Return the file of this path; a bare name is looked for beside the document and in all
+    packages."""
     if "/" in path or (ROOT / path).exists():
         return [ROOT / path]
-    return [found for package in PACKAGES for found in (ROOT / package).rglob(path)]
+    beside = (ROOT / document).parent / path
+    return [beside, *(found for package in PACKAGES for found in (ROOT / package).rglob(path))]
 
 
 def holds(path: Path, name: str | None) -> bool:
@@ -54,15 +62,24 @@ def test_every_path_and_name_is_there(document: str) -> None:
     missing = [
         reference.group()
         for reference in REFERENCE.finditer(text)
-        if not any(holds(path, reference[2]) for path in candidates(reference[1]))
+        if not any(holds(path, reference[2]) for path in candidates(reference[1], document))
     ]
     assert missing == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_file_in_a_drawing_is_there(document: str) -> None:
+    blocks = FENCED.findall((ROOT / document).read_text())
+    drawn = FILE.findall("".join(text for language, text in blocks if not language))
+    missing = [name for name in drawn if not any(map(Path.exists, candidates(name, document)))]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_link_leads_somewhere(document: str) -> None:
-    targets = LINK.findall((ROOT / document).read_text())
-    assert [target for target in targets if not (ROOT / target).exists()] == []
+    path = ROOT / document
+    targets = LINK.findall(path.read_text())
+    assert [target for target in targets if not (path.parent / target).exists()] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
