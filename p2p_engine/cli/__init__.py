@@ -1,4 +1,5 @@
-"""The command line `p2p-engine`: launch, simulate, proxy, doctor, demo and bench."""
+"""The command line `p2p-engine`: launch, simulate, keygen, proxy, bench, doctor
+and demo."""
 
 from __future__ import annotations
 

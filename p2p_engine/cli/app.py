@@ -183,9 +183,12 @@ def bench(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="Such as transfer; the rest are its own options.")],
 ) -> None:
-    """Run one benchmark of this checkout."""
+    """Run one benchmark of this checkout; benchmarks/README.md says what each of them asks."""
     from p2p_engine.cli.bench import run_bench
 
+    if name == "--help":  # one that follows a name is the benchmark's own
+        typer.echo(context.get_help())
+        raise typer.Exit
     try:
         raise typer.Exit(run_bench(name, context.args))
     except ConfigError as error:

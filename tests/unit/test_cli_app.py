@@ -39,11 +39,11 @@ def test_a_key_is_made_once(tmp_path: Path) -> None:
     assert "never overwritten" in result.output
 
 
-@pytest.mark.parametrize("command", ["launch", "doctor", "demo", "keygen"])
+@pytest.mark.parametrize("command", ["launch", "simulate", "bench", "doctor", "demo", "keygen"])
 def test_each_command_explains_itself(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
-    assert "--help" in result.stdout
+    assert f"Usage: p2p-engine {command}" in result.stdout
 
 
 @pytest.mark.parametrize(
