@@ -39,7 +39,11 @@ GAUGES = {
     "p2p_open_transfers": ("open_transfers", "", "Transfers that have not ended."),
     "p2p_links": ("links", "", "Peers that are connected."),
     "p2p_overdue_waits": ("overdue_waits", "", "Waits that have outlived their deadline."),
-    "p2p_healthy": ("healthy", "", "1: all threads of the engine live, and no wait is overdue."),
+    "p2p_healthy": (
+        "healthy",
+        "",
+        "1: all threads live, all parts of the engine work, no wait is overdue.",
+    ),
 }
 Values = dict[str, dict[str, float]]  # by metric, by label ("" where there is none)
 

@@ -48,7 +48,7 @@ class Event:
 
 
 class DeviceJob:
-    """One movement of bytes on, to or from a GPU; p2p_engine.jobs.Job."""
+    """One movement of bytes on, to or from a GPU; p2p_engine.memory.jobs.Job."""
 
     def __init__(
         self, device: Device, nbytes: int, tag: object, keep: object, stop: Callable[[], None]
