@@ -23,7 +23,7 @@ from proxy.fleet.registry import Registry
 from proxy.fleet.upstream import Upstream
 from proxy.http.asgi import QuartConnection, serve_directly
 from proxy.http.deadlines import Deadlines
-from proxy.http.stall import Presence
+from proxy.http.stall import StallWatch
 from proxy.observe.metrics import Metrics
 from proxy.observe.request_log import RequestLog
 from proxy.request.forward import COMPLETION_PATHS, ERRAND_PATHS, Forwarder
@@ -112,7 +112,9 @@ class Proxy:
             breaker_seconds=config.breaker_seconds,
             allowed=AllowList(config.allowed_addresses),
         )
-        self._presence = Presence(clock, lambda seconds: self._registry.excuse(seconds, clock()))
+        self._stall_watch = StallWatch(
+            clock, lambda seconds: self._registry.excuse(seconds, clock())
+        )
         self._metrics = Metrics(self._registry.instances, clock)
         deadlines = Deadlines()
         self._upstream = Upstream(self._metrics, deadlines)
@@ -154,8 +156,8 @@ class Proxy:
             parts.push_async_callback(self._readiness.close)
             parts.callback(self._discovery.close)
             self._discovery.start()
-            parts.callback(self._presence.close)
-            self._presence.start()
+            parts.callback(self._stall_watch.close)
+            self._stall_watch.start()
             self._add_static()
             tidying = asyncio.ensure_future(self._router.tidy())
             parts.callback(tidying.cancel)

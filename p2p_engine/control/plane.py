@@ -18,7 +18,7 @@ from p2p_engine.control.dialler import Refused
 from p2p_engine.control.fleet_key import Secrets
 from p2p_engine.control.poller import Poller
 from p2p_engine.control.reach import Reach, Unresolved
-from p2p_engine.control.resolver import Names, Told
+from p2p_engine.control.resolver import Resolver, Told
 from p2p_engine.control.sockets import Ended, Handler, Route, Sockets
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class ControlPlane:
         self._tick_at = 0.0
         self._stopping = threading.Event()
         self._watches = Poller()
-        self._names = Names(connect_seconds * RESOLVE_SHARE, self.call_soon)
+        self._names = Resolver(connect_seconds * RESOLVE_SHARE, self.call_soon)
         self._reach = Reach(
             self._names, refresh_seconds, time.monotonic, self._hear,
             lambda address, reason: self._guard(lambda: on_refused(address, reason)),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from p2p_engine.control.dialler import Refused
-from p2p_engine.control.resolver import Answer, Names, is_numeric
+from p2p_engine.control.resolver import Answer, Resolver, is_numeric
 from p2p_engine.control.sockets import Ended, Handler, Route, Sockets
 from p2p_engine.errors import PeerUnreachable
 from p2p_engine.wire.addresses import join_address, split_address
@@ -39,7 +39,7 @@ class Reach:
 
     def __init__(
         self,
-        names: Names,
+        names: Resolver,
         refresh_seconds: float,
         clock: Callable[[], float],
         on_frame: Handler,

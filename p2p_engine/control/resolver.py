@@ -1,4 +1,4 @@
-"""Names: which addresses a host name stands for, found out in threads of their own.
+"""Resolver: which addresses a host name stands for, found out in threads of their own.
 
 `getaddrinfo` blocks for 10 s and more where no name server answers, and cannot be stopped. So each
 look-up has a thread. A name is looked up once at a time, however many ask for it. Whoever asks
@@ -66,7 +66,7 @@ class Known:
     kind: Kind
 
 
-class Names:
+class Resolver:
     """The names that one event loop asks for. Everything but `_work` runs in that loop."""
 
     def __init__(

@@ -18,7 +18,7 @@ CLOSE_SECONDS = 1.0  # for a channel's copies to stop, before others go on witho
 
 
 @dataclass(eq=False)
-class Leftover:
+class ClosingChannel:
     """A channel to `peer`; `then` is called once it is closed, or when patience ends."""
 
     channel: Channel
@@ -33,7 +33,7 @@ class ClosingChannels:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._items: list[Leftover] = []
+        self._items: list[ClosingChannel] = []
 
     def __len__(self) -> int:
         """How many there are."""
@@ -45,7 +45,7 @@ class ClosingChannels:
             then()
         else:
             until = self._clock() + CLOSE_SECONDS
-            self._items.append(Leftover(channel, peer, until, then))
+            self._items.append(ClosingChannel(channel, peer, until, then))
 
     def try_again(self) -> None:
         """Close what can be closed by now."""
@@ -54,7 +54,7 @@ class ClosingChannels:
         left = set(map(id, self._items))
         for_each(items, lambda item: self._tell(item, is_closed=id(item) not in left))
 
-    def _tell(self, item: Leftover, *, is_closed: bool) -> None:
+    def _tell(self, item: ClosingChannel, *, is_closed: bool) -> None:
         if item.is_told or not (is_closed or self._clock() >= item.patience_ends_at):
             return
         item.is_told = True

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from p2p_engine.bounded import RateLimitedWarnings
 from p2p_engine.control.fleet_key import exposure, read_key_file, warn_if_exposed
 from p2p_engine.control.reach import Reach
-from p2p_engine.control.resolver import Names
+from p2p_engine.control.resolver import Resolver
 from p2p_engine.control.sockets import Route, Sockets
 from p2p_engine.errors import RemoteProtocolError
 from p2p_engine.wire.messages import decode_heartbeat, encode_heartbeat
@@ -64,7 +64,7 @@ class Discovery:
         self._refusals: dict[str, str] = {}  # of other proxies, the last of each
         self._epoll: select.epoll | None = None
         self._sockets: Sockets | None = None
-        self._names: Names | None = None
+        self._names: Resolver | None = None
         self._reach: Reach | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.address = ""
@@ -103,7 +103,7 @@ class Discovery:
         host, port = self._config.registration_host, self._config.registration_port
         warn_if_exposed(host, self._secrets)
         loop = asyncio.get_running_loop()
-        self._names = Names(NAME_SECONDS, loop.call_soon_threadsafe, loop.time)
+        self._names = Resolver(NAME_SECONDS, loop.call_soon_threadsafe, loop.time)
         self._reach = reach = Reach(
             self._names, REFRESH_SECONDS, loop.time, self._take, self._refused,
             lambda address, error: self._refused(address, str(error)),

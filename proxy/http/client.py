@@ -12,7 +12,7 @@ from typing import Any
 
 import httptools
 
-from p2p_engine.control.resolver import Answer, Names
+from p2p_engine.control.resolver import Answer, Resolver
 from p2p_engine.errors import P2pError, PeerUnreachable
 from proxy.http.deadlines import Deadline, Deadlines
 
@@ -309,7 +309,7 @@ class Pool:
         # In order of their last use.
         self._idle: dict[str, dict[_Connection, None]] = {}
         self._open: set[_Connection] = set()
-        self._names = Names(NAME_SECONDS, self.loop.call_soon_threadsafe, self.loop.time)
+        self._names = Resolver(NAME_SECONDS, self.loop.call_soon_threadsafe, self.loop.time)
 
     async def connect(self, address: str, timeout: float) -> _Connection:
         """Return a connection, a kept one if there is any; raises like `connect_anew`."""

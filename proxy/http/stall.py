@@ -1,4 +1,4 @@
-"""Presence: notices that this process stood still, because it was stopped or got no core.
+"""StallWatch: notices that this process stood still, because it was stopped or got no core.
 
 It heard nobody meanwhile: that is not the others' silence.
 """
@@ -19,7 +19,7 @@ ABSENCE_SECONDS = 1.0
 LOOK_SECONDS = 0.25
 
 
-class Presence:
+class StallWatch:
     """Looks at the clock again and again, and tells `excuse` for how long nobody looked.
 
     In a callback of the loop's timer: what had come meanwhile has been read by then, and no task

@@ -30,8 +30,7 @@ import torch
 
 from mempool import Arena
 from p2p_engine import EngineConfig, P2pNcclEngine, SendMode, TransferKey
-from p2p_engine.control import auth as gate
-from p2p_engine.control import dialler
+from p2p_engine.control import auth, dialler
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.errors import P2pError, RemoteProtocolError
 from p2p_engine.memory.layout import TensorSink, TensorSource
@@ -381,7 +380,7 @@ def serve(pipe: Connection, trap_pipe: Connection, config: EngineConfig) -> None
     os.setpgid(0, 0)  # the terminal's Ctrl-C is for the campaign
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)  # what is to be seen is in the record
-    gate.SILENCE_SECONDS = 2
+    auth.SILENCE_SECONDS = 2
     dialler.IDLE_SECONDS = max(2.0, config.peer_timeout_seconds)  # no link is closed between pings
     gc.freeze()  # what was imported before is nobody's leak, and every look for leaks is quick
     trap = Trap(trap_pipe)

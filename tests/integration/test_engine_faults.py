@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from p2p_engine import P2pNcclEngine, TransferKey
-from p2p_engine.control import tick_parts as parts
+from p2p_engine.control import tick_parts
 from p2p_engine.errors import P2pError
 from p2p_engine.memory.layout import Regions, Sink, Source, TensorSink, TensorSource
 from p2p_engine.peers.links import PeerAddress
@@ -160,7 +160,7 @@ def test_part_of_the_tick_that_fails_stops_no_other(
 ) -> None:
     """While it fails: what does not need it goes on, and the engine says that it is not healthy.
     Afterwards all has ended, and the engine is healthy again."""
-    monkeypatch.setattr(parts, "FAILING_SECONDS", 0.2)
+    monkeypatch.setattr(tick_parts, "FAILING_SECONDS", 0.2)
     with engines(2, "shm", **SHORT) as (peer, engine):
         Traffic(engine, peer, "before").end(peer, engine)
         calls = engine._parts._calls
@@ -326,9 +326,9 @@ def test_time_of_a_part_that_fails_now_and_then_is_not_held_against_it() -> None
         if next(outcomes):
             raise InjectedError
 
-    several = parts.TickParts({"a": call})
+    several = tick_parts.TickParts({"a": call})
     for _ in range(100):
-        now[0] += parts.FAILING_SECONDS
+        now[0] += tick_parts.FAILING_SECONDS
         several.run(now[0])
     assert (several.broken, several.num_failures) == ([], 50)
 
@@ -342,6 +342,6 @@ def test_for_each_takes_every_step_and_raises_the_first() -> None:
             raise InjectedError(number)
 
     with pytest.raises(InjectedError, match="1"):
-        parts.for_each(range(5), step)
+        tick_parts.for_each(range(5), step)
     assert taken == [0, 1, 2, 3, 4]
-    parts.for_each([0, 2], step)
+    tick_parts.for_each([0, 2], step)

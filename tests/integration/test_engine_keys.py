@@ -17,7 +17,7 @@ from p2p_engine.control.auth import MAX_YOUNG, Curve
 from p2p_engine.control.fleet_key import read_key_file, write_key_file
 from p2p_engine.errors import AuthenticationFailed, ConfigError
 from p2p_engine.memory.layout import TensorSink
-from p2p_engine.peers import sessions as sessions
+from p2p_engine.peers import sessions
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.links import InstanceAddress, PeerAddress
 from p2p_engine.wire.addresses import split_address

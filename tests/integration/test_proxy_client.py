@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from p2p_engine.control import resolver as names
+from p2p_engine.control import resolver
 from proxy.http.client import (
     HIGH_WATER_BYTES,
     MAX_HEADER_BYTES,
@@ -80,7 +80,7 @@ async def test_names_that_nobody_resolves_hold_no_other_instance_up(
         return real(host, *rest, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(names, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(resolver, "FRESH_SECONDS", 0.0)
     async with serving() as (server, pool):
         address = "localhost:" + server.address.rpartition(":")[2]
         try:

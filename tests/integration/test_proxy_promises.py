@@ -40,7 +40,7 @@ from p2p_engine.simulate.answers import completion, events
 from p2p_engine.wire.request_ids import ProxyId
 from proxy.fleet.instances import Role
 from proxy.fleet.upstream import Upstream
-from proxy.observe import request_log as journey
+from proxy.observe import request_log
 from proxy.openai.prompt import BLOCK_BYTES, Prompt
 from proxy.routing.prefix_tree import PrefixTree
 from tests.mock_vllm import Behaviour, MockVllm
@@ -85,7 +85,7 @@ async def test_02_no_kv_is_left_behind(rng: SeededRandom, caplog: pytest.LogCapt
         )
 
         def lines_of_all() -> list[Any]:
-            told = records_of(journey.logger, caplog)
+            told = records_of(request_log.logger, caplog)
             texts = [line for record in told for line in record.message.splitlines()]
             return [json.loads(text) for text in texts] if len(texts) == ended else []
 

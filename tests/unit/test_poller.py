@@ -11,11 +11,11 @@ from p2p_engine.control.poller import Poller
 
 
 def test_a_wake_after_the_end_is_nothing() -> None:
-    watches = Poller()
-    watches.close()
-    watches.wake()
-    watches.close()
-    assert watches.is_closed
+    poller = Poller()
+    poller.close()
+    poller.wake()
+    poller.close()
+    assert poller.is_closed
 
 
 @pytest.mark.usefixtures("no_leaks")
@@ -23,7 +23,7 @@ def test_a_wake_during_the_end_writes_into_no_other_descriptor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its number is given away the moment it is closed."""
-    watches, close, waker = Poller(), os.close, threading.Thread
+    poller, close, waker = Poller(), os.close, threading.Thread
     file: list[int] = []
     threads: list[threading.Thread] = []
 
@@ -35,12 +35,12 @@ def test_a_wake_during_the_end_writes_into_no_other_descriptor(
             os.dup2(another, fd)
             close(another)
         file.append(fd)
-        threads.append(waker(target=watches.wake))
+        threads.append(waker(target=poller.wake))
         threads[0].start()
         threads[0].join(0.2)  # it may wait for the end; it must not write
 
     monkeypatch.setattr(os, "close", close_and_give_away)
-    watches.close()
+    poller.close()
     threads[0].join(10)
     with pytest.raises(BlockingIOError):
         os.eventfd_read(file[0])

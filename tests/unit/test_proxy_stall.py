@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from proxy.http.deadlines import Deadlines
-from proxy.http.stall import Presence
+from proxy.http.stall import StallWatch
 from tests.proxy_fleet import until
 
 
@@ -27,15 +27,15 @@ async def test_an_absence_is_told_once_and_a_late_look_is_none() -> None:
         looks += 1
         return clock()
 
-    presence = Presence(look, absences.append)
-    presence.start()
+    watch = StallWatch(look, absences.append)
+    watch.start()
     try:
         for step in (0.9, 12.0, 0.9):
             clock.now += step
             before = looks
             await until(lambda seen=before: looks > seen, "it looks")  # type: ignore[misc]
     finally:
-        presence.close()
+        watch.close()
     assert absences == [12.0]
 
 
@@ -47,15 +47,15 @@ async def test_of_absences_in_a_row_only_the_first_is_excused() -> None:
         looks += 1
         return clock()
 
-    presence = Presence(look, absences.append)
-    presence.start()
+    watch = StallWatch(look, absences.append)
+    watch.start()
     try:
         for step in (12.0, 1.1, 7.0, 0.2, 3.0):
             clock.now += step
             before = looks
             await until(lambda seen=before: looks > seen, "it looks")  # type: ignore[misc]
     finally:
-        presence.close()
+        watch.close()
     assert absences == [12.0, 3.0]
 
 

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from p2p_engine.control.reach import IDLE_SECONDS, MAX_FRAMES, Reach
-from p2p_engine.control.resolver import Answer, Names, Told
+from p2p_engine.control.resolver import Answer, Resolver, Told
 from p2p_engine.control.sockets import Route, Sockets
 from p2p_engine.errors import PeerUnreachable
 
@@ -39,7 +39,7 @@ class Scene:
         self.unresolved: list[tuple[str, str]] = []
         self.sockets = FakeSockets()
         self.reach = Reach(
-            cast("Names", self), REFRESH_SECONDS, lambda: self.now,
+            cast("Resolver", self), REFRESH_SECONDS, lambda: self.now,
             lambda route, frame: self.heard.append((route.address, frame)),
             lambda address, reason: self.refused.append((address, reason)),
             lambda address, error: self.unresolved.append((address, str(error))),

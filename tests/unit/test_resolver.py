@@ -18,7 +18,7 @@ from p2p_engine.control.resolver import (
     SLOW_SECONDS,
     Answer,
     Kind,
-    Names,
+    Resolver,
     look_up,
 )
 from p2p_engine.errors import PeerUnreachable
@@ -27,7 +27,7 @@ from tests.support import eventually
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-class Resolver:
+class Scene:
     """A loop with names, whose look-ups end when the test says so."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Resolver:
         self.told: list[tuple[str, Answer]] = []
         self._may_answer = threading.Condition()
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
-        self.names = Names(4.5, self._calls.append, lambda: self.now)
+        self.names = Resolver(4.5, self._calls.append, lambda: self.now)
 
     def look_up(self, host: str) -> Answer:
         """What the threads call."""
@@ -71,8 +71,8 @@ class Resolver:
 
 
 @pytest.fixture
-def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
-    made = Resolver()
+def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    made = Scene()
     monkeypatch.setattr(names, "look_up", made.look_up)
     yield made
     made.close()
@@ -80,192 +80,191 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "::1", "fe80::1%eth0"])
-def test_an_address_needs_no_look_up(resolver: Resolver, host: str) -> None:
-    resolver.ask(host)
-    assert resolver.told == [(host, (host,))]
+def test_an_address_needs_no_look_up(scene: Scene, host: str) -> None:
+    scene.ask(host)
+    assert scene.told == [(host, (host,))]
 
 
-def test_all_who_ask_for_a_name_are_told_by_one_look_up(resolver: Resolver) -> None:
+def test_all_who_ask_for_a_name_are_told_by_one_look_up(scene: Scene) -> None:
     for _ in range(3):
-        resolver.ask("a")
-    assert resolver.told == []
-    resolver.answer("a", ("10.0.0.1",))
-    assert resolver.told == [("a", ("10.0.0.1",))] * 3
-    assert resolver.asked == []
+        scene.ask("a")
+    assert scene.told == []
+    scene.answer("a", ("10.0.0.1",))
+    assert scene.told == [("a", ("10.0.0.1",))] * 3
+    assert scene.asked == []
 
 
-def test_an_answer_is_good_for_a_short_time(resolver: Resolver) -> None:
-    resolver.ask("a")
-    resolver.answer("a", ("10.0.0.1",))
-    resolver.ask("a")
-    assert len(resolver.told) == 2
-    resolver.pass_time(FRESH_SECONDS)
-    resolver.ask("a")
-    resolver.answer("a", ("10.0.0.2",))
-    assert resolver.told[-1] == ("a", ("10.0.0.2",))
+def test_an_answer_is_good_for_a_short_time(scene: Scene) -> None:
+    scene.ask("a")
+    scene.answer("a", ("10.0.0.1",))
+    scene.ask("a")
+    assert len(scene.told) == 2
+    scene.pass_time(FRESH_SECONDS)
+    scene.ask("a")
+    scene.answer("a", ("10.0.0.2",))
+    assert scene.told[-1] == ("a", ("10.0.0.2",))
 
 
-def test_a_failure_is_remembered_and_then_tried_again(resolver: Resolver) -> None:
-    resolver.ask("a")
-    resolver.answer("a", error := PeerUnreachable("no such name"))
-    resolver.ask("a")
-    assert resolver.told == [("a", error)] * 2
-    resolver.pass_time(FAILURE_SECONDS)
-    resolver.ask("a")
-    resolver.answer("a", ("10.0.0.1",))
-    assert resolver.told[-1] == ("a", ("10.0.0.1",))
+def test_a_failure_is_remembered_and_then_tried_again(scene: Scene) -> None:
+    scene.ask("a")
+    scene.answer("a", error := PeerUnreachable("no such name"))
+    scene.ask("a")
+    assert scene.told == [("a", error)] * 2
+    scene.pass_time(FAILURE_SECONDS)
+    scene.ask("a")
+    scene.answer("a", ("10.0.0.1",))
+    assert scene.told[-1] == ("a", ("10.0.0.1",))
 
 
-def test_who_waits_too_long_is_told_so_and_the_thread_goes_on(resolver: Resolver) -> None:
-    resolver.ask("a")
-    resolver.pass_time(4.4)
-    assert resolver.told == []
-    resolver.pass_time(0.1)
-    ((_, error),) = resolver.told
+def test_who_waits_too_long_is_told_so_and_the_thread_goes_on(scene: Scene) -> None:
+    scene.ask("a")
+    scene.pass_time(4.4)
+    assert scene.told == []
+    scene.pass_time(0.1)
+    ((_, error),) = scene.told
     assert isinstance(error, PeerUnreachable)
     assert str(error) == "name 'a' was not resolved within 4.5 s"
-    resolver.ask("a")  # answered by the failure that is remembered
-    assert len(resolver.told) == 2
-    resolver.answer("a", ("10.0.0.1",))
-    assert len(resolver.told) == 2
-    resolver.ask("a")
-    assert resolver.told[-1] == ("a", ("10.0.0.1",))
+    scene.ask("a")  # answered by the failure that is remembered
+    assert len(scene.told) == 2
+    scene.answer("a", ("10.0.0.1",))
+    assert len(scene.told) == 2
+    scene.ask("a")
+    assert scene.told[-1] == ("a", ("10.0.0.1",))
 
 
-def test_bad_names_leave_threads_to_names_that_were_resolved_before(resolver: Resolver) -> None:
+def test_bad_names_leave_threads_to_names_that_were_resolved_before(scene: Scene) -> None:
     known = [f"known {number}" for number in range(4)]
     for name in known:
-        resolver.ask(name)
-        resolver.answer(name, ("10.0.0.1",))
-    resolver.pass_time(FRESH_SECONDS)
+        scene.ask(name)
+        scene.answer(name, ("10.0.0.1",))
+    scene.pass_time(FRESH_SECONDS)
     strangers = [f"bad {number}" for number in range(MAX_NAMES - len(known))]
     for name in strangers:
-        resolver.ask(name)
-    eventually(lambda: len(resolver.asked) == MAX_LOOKUPS[Kind.NEW])
-    resolver.told.clear()
+        scene.ask(name)
+    eventually(lambda: len(scene.asked) == MAX_LOOKUPS[Kind.NEW])
+    scene.told.clear()
     for name in known:
-        resolver.ask(name)
-    eventually(lambda: len(resolver.asked) == MAX_LOOKUPS[Kind.NEW] + len(known))
-    resolver.ask("one too many")
-    assert isinstance(resolver.told[-1][1], PeerUnreachable)
+        scene.ask(name)
+    eventually(lambda: len(scene.asked) == MAX_LOOKUPS[Kind.NEW] + len(known))
+    scene.ask("one too many")
+    assert isinstance(scene.told[-1][1], PeerUnreachable)
     for name in known:
-        resolver.answer(name, ("10.0.0.2",))
-        assert resolver.told[-1] == (name, ("10.0.0.2",))
-    resolver.pass_time(4.5)
+        scene.answer(name, ("10.0.0.2",))
+        assert scene.told[-1] == (name, ("10.0.0.2",))
+    scene.pass_time(4.5)
     assert (
-        sum(isinstance(answer, PeerUnreachable) for _, answer in resolver.told)
-        == len(strangers) + 1
+        sum(isinstance(answer, PeerUnreachable) for _, answer in scene.told) == len(strangers) + 1
     )
-    assert len(resolver.names._lookups) == MAX_LOOKUPS[Kind.NEW]  # that hang
-    resolver.ask("after the flood")
-    resolver.answer(resolver.asked[0], ())
-    resolver.answer("after the flood", ("10.0.0.3",))
-    assert resolver.told[-1] == ("after the flood", ("10.0.0.3",))
+    assert len(scene.names._lookups) == MAX_LOOKUPS[Kind.NEW]  # that hang
+    scene.ask("after the flood")
+    scene.answer(scene.asked[0], ())
+    scene.answer("after the flood", ("10.0.0.3",))
+    assert scene.told[-1] == ("after the flood", ("10.0.0.3",))
 
 
-def resolved(resolver: Resolver, prefix: str, num: int) -> list[str]:
+def resolved(scene: Scene, prefix: str, num: int) -> list[str]:
     """Names that were resolved, and whose answers are not good any more."""
     names = [f"{prefix} {number}" for number in range(num)]
     for name in names:
-        resolver.ask(name)
-        resolver.answer(name, ("10.0.0.1",))
-    resolver.pass_time(FAILURE_SECONDS)
-    resolver.told.clear()
+        scene.ask(name)
+        scene.answer(name, ("10.0.0.1",))
+    scene.pass_time(FAILURE_SECONDS)
+    scene.told.clear()
     return names
 
 
-def test_a_known_name_that_hangs_is_told_by_its_last_answer(resolver: Resolver) -> None:
-    resolved(resolver, "a", 1)
-    resolver.ask("a 0")
-    resolver.pass_time(SLOW_SECONDS * 0.9)
-    assert resolver.told == []
-    resolver.pass_time(SLOW_SECONDS * 0.1)
-    assert resolver.told == [("a 0", ("10.0.0.1",))]
+def test_a_known_name_that_hangs_is_told_by_its_last_answer(scene: Scene) -> None:
+    resolved(scene, "a", 1)
+    scene.ask("a 0")
+    scene.pass_time(SLOW_SECONDS * 0.9)
+    assert scene.told == []
+    scene.pass_time(SLOW_SECONDS * 0.1)
+    assert scene.told == [("a 0", ("10.0.0.1",))]
     for _ in range(3):
-        resolver.pass_time(FAILURE_SECONDS)
-        resolver.ask("a 0")  # it hangs still, and has one thread
-    assert resolver.told == [("a 0", ("10.0.0.1",))] * 4
-    assert resolver.asked == ["a 0"]
-    resolver.answer("a 0", PeerUnreachable("no server"))
-    resolver.ask("a 0")
-    assert resolver.told[-1] == ("a 0", ("10.0.0.1",))
-    resolver.pass_time(FAILURE_SECONDS)
-    resolver.ask("a 0")
-    resolver.answer("a 0", PeerUnreachable("there is no such name"))
-    assert isinstance(resolver.told[-1][1], PeerUnreachable)  # a server has said so
+        scene.pass_time(FAILURE_SECONDS)
+        scene.ask("a 0")  # it hangs still, and has one thread
+    assert scene.told == [("a 0", ("10.0.0.1",))] * 4
+    assert scene.asked == ["a 0"]
+    scene.answer("a 0", PeerUnreachable("no server"))
+    scene.ask("a 0")
+    assert scene.told[-1] == ("a 0", ("10.0.0.1",))
+    scene.pass_time(FAILURE_SECONDS)
+    scene.ask("a 0")
+    scene.answer("a 0", PeerUnreachable("there is no such name"))
+    assert isinstance(scene.told[-1][1], PeerUnreachable)  # a server has said so
 
 
-def test_known_names_that_hang_leave_threads_to_all_others(resolver: Resolver) -> None:
+def test_known_names_that_hang_leave_threads_to_all_others(scene: Scene) -> None:
     """More of them than any kind of name has threads."""
-    bad = resolved(resolver, "bad", 2 * MAX_LOOKUPS[Kind.SWIFT])
-    (good,) = resolved(resolver, "good", 1)
+    bad = resolved(scene, "bad", 2 * MAX_LOOKUPS[Kind.SWIFT])
+    (good,) = resolved(scene, "good", 1)
     for name in bad:
-        resolver.ask(name)
+        scene.ask(name)
     for _ in range(2):  # each time, those that hang make room
-        eventually(lambda: len(resolver.asked) % MAX_LOOKUPS[Kind.SWIFT] == 0)
-        resolver.pass_time(SLOW_SECONDS)
-    resolver.ask(good)
-    resolver.answer(good, ("10.0.0.2",))
-    assert resolver.told[-1] == (good, ("10.0.0.2",))
-    resolver.ask("new")
-    resolver.answer("new", ("10.0.0.3",))
-    assert resolver.told[-1] == ("new", ("10.0.0.3",))
-    assert {name for name, _ in resolver.told[:-2]} == set(bad)
-    assert {answer for _, answer in resolver.told[:-2]} == {("10.0.0.1",)}
+        eventually(lambda: len(scene.asked) % MAX_LOOKUPS[Kind.SWIFT] == 0)
+        scene.pass_time(SLOW_SECONDS)
+    scene.ask(good)
+    scene.answer(good, ("10.0.0.2",))
+    assert scene.told[-1] == (good, ("10.0.0.2",))
+    scene.ask("new")
+    scene.answer("new", ("10.0.0.3",))
+    assert scene.told[-1] == ("new", ("10.0.0.3",))
+    assert {name for name, _ in scene.told[:-2]} == set(bad)
+    assert {answer for _, answer in scene.told[:-2]} == {("10.0.0.1",)}
 
 
-def test_names_that_were_slow_the_last_time_have_few_threads(resolver: Resolver) -> None:
-    slow = resolved(resolver, "slow", MAX_LOOKUPS[Kind.SWIFT])
+def test_names_that_were_slow_the_last_time_have_few_threads(scene: Scene) -> None:
+    slow = resolved(scene, "slow", MAX_LOOKUPS[Kind.SWIFT])
     for name in slow:
-        resolver.ask(name)
-    eventually(lambda: len(resolver.asked) == len(slow))
-    resolver.pass_time(SLOW_SECONDS)
+        scene.ask(name)
+    eventually(lambda: len(scene.asked) == len(slow))
+    scene.pass_time(SLOW_SECONDS)
     for name in slow:
-        resolver.answer(name, ("10.0.0.1",))
-    resolver.pass_time(FAILURE_SECONDS)
-    resolver.told.clear()
+        scene.answer(name, ("10.0.0.1",))
+    scene.pass_time(FAILURE_SECONDS)
+    scene.told.clear()
     for name in slow:
-        resolver.ask(name)
-    resolver.pass_time(SLOW_SECONDS)
-    assert [name for name, _ in resolver.told] == slow
-    eventually(lambda: len(resolver.asked) == MAX_LOOKUPS[Kind.SLOW])
-    assert len(resolver.names._lookups) == MAX_LOOKUPS[Kind.SLOW]
-    for name in list(resolver.asked):
-        resolver.answer(name, ("10.0.0.1",))
-        assert resolver.names._known.get(name) is not None
+        scene.ask(name)
+    scene.pass_time(SLOW_SECONDS)
+    assert [name for name, _ in scene.told] == slow
+    eventually(lambda: len(scene.asked) == MAX_LOOKUPS[Kind.SLOW])
+    assert len(scene.names._lookups) == MAX_LOOKUPS[Kind.SLOW]
+    for name in list(scene.asked):
+        scene.answer(name, ("10.0.0.1",))
+        assert scene.names._known.get(name) is not None
 
 
-def test_there_are_never_more_threads_than_a_bound(resolver: Resolver) -> None:
-    names = resolved(resolver, "bad", 2 * MAX_THREADS)
+def test_there_are_never_more_threads_than_a_bound(scene: Scene) -> None:
+    names = resolved(scene, "bad", 2 * MAX_THREADS)
     for start in range(0, len(names), MAX_LOOKUPS[Kind.SWIFT]):
         for name in names[start : start + MAX_LOOKUPS[Kind.SWIFT]]:
-            resolver.ask(name)
-        resolver.pass_time(SLOW_SECONDS)
-    eventually(lambda: len(resolver.asked) == MAX_THREADS)
-    assert len(resolver.names._lookups) == MAX_THREADS
-    assert len(resolver.told) == len(names)
+            scene.ask(name)
+        scene.pass_time(SLOW_SECONDS)
+    eventually(lambda: len(scene.asked) == MAX_THREADS)
+    assert len(scene.names._lookups) == MAX_THREADS
+    assert len(scene.told) == len(names)
 
 
 def test_a_thread_that_cannot_be_had_is_a_failure(
-    resolver: Resolver, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", fail)
-    resolver.ask("a")
-    resolver._calls.popleft()()
-    ((_, error),) = resolver.told
+    scene.ask("a")
+    scene._calls.popleft()()
+    ((_, error),) = scene.told
     assert "can't start new thread" in str(error)
 
 
-def test_nobody_is_told_after_the_end(resolver: Resolver) -> None:
-    resolver.ask("a")
-    eventually(lambda: resolver.asked)
-    resolver.close()
+def test_nobody_is_told_after_the_end(scene: Scene) -> None:
+    scene.ask("a")
+    eventually(lambda: scene.asked)
+    scene.close()
     eventually(lambda: not [t for t in threading.enumerate() if t.name == "p2p-name"])
-    assert not resolver._calls
-    assert resolver.told == []
+    assert not scene._calls
+    assert scene.told == []
 
 
 def test_the_resolver_of_the_machine() -> None:
