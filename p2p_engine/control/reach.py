@@ -85,6 +85,8 @@ class Reach:
         lead = self._leads.pop(address, None)
         if lead is None:
             self.sockets.hang_up(address)
+            for name in list(self._by_numeric.get(address, ())):
+                self._on_ended(Route(name))
         elif lead.numeric:
             self._leave(address, lead)
 
@@ -135,13 +137,16 @@ class Reach:
         numerics = [join_address(host, port) for host in answer]
         if lead.numeric in numerics:
             return
-        if lead.numeric:
+        has_moved = bool(lead.numeric)
+        if has_moved:
             self._leave(address, lead)
         lead.numeric = numerics[0]
         self._by_numeric.setdefault(lead.numeric, set()).add(address)
         frames, lead.frames = lead.frames, []
         for frame in frames:
             self.sockets.send(Route(lead.numeric), frame)
+        if has_moved:
+            self._on_ended(Route(address))
 
     def _leave(self, address: str, lead: Lead) -> None:
         names = self._by_numeric[lead.numeric]

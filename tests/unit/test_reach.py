@@ -37,12 +37,14 @@ class Scene:
         self.heard: list[tuple[str, bytes]] = []
         self.refused: list[tuple[str, str]] = []
         self.unresolved: list[tuple[str, str]] = []
+        self.ended: list[str] = []
         self.sockets = FakeSockets()
         self.reach = Reach(
             cast("Resolver", self), REFRESH_SECONDS, lambda: self.now,
             lambda route, frame: self.heard.append((route.address, frame)),
             lambda address, reason: self.refused.append((address, reason)),
             lambda address, error: self.unresolved.append((address, str(error))),
+            lambda route: self.ended.append(route.address),
         )  # fmt: skip
         self.reach.sockets = cast("Sockets", self.sockets)
 
@@ -111,6 +113,22 @@ def test_a_name_in_use_is_looked_up_again_and_followed(scene: Scene) -> None:
     assert scene.sockets.hung_up == ["10.0.0.1:5"]
     scene.say("proxy:5", b"y")
     assert scene.sockets.sent[-1] == ("10.0.0.2:5", b"y")
+
+
+def test_whoever_goes_by_a_name_is_told_when_its_connection_was_another_one_s_to_close(
+    scene: Scene,
+) -> None:
+    for name in ("a:5", "b:5"):
+        scene.say(name)
+        scene.answer(("10.0.0.1",))
+    scene.now += REFRESH_SECONDS
+    scene.say("a:5")
+    scene.answer(("10.0.0.2",))
+    assert scene.ended == ["a:5"]  # it is asked over the new one, and nothing may be open with it
+    scene.reach.hang_up("10.0.0.1:5")
+    assert scene.ended == ["a:5", "b:5"]
+    scene.reach.hang_up("b:5")
+    assert scene.ended == ["a:5", "b:5"]
 
 
 def test_two_names_of_one_address_share_a_connection(scene: Scene) -> None:
