@@ -122,7 +122,7 @@ class Sessions:
             self._greet(route, message)
             return None
         if isinstance(message, Ping):
-            self._control.send(route, encode(Pong(self._epoch, epoch)))
+            self._say(route, Pong(self._epoch, epoch))
         session = self._sessions.get(epoch)
         if message.destination_epoch != self._epoch:
             return None  # for an engine that is no more; PONG tells who is here now
@@ -142,7 +142,16 @@ class Sessions:
         """Send a session a message; one that is none any more is told nothing."""
         session = self._sessions.get(epoch)
         if session is not None:
-            self._control.send(session.route, encode(kind(self._epoch, epoch, *fields)))  # type: ignore[arg-type]
+            self._say(session.route, kind(self._epoch, epoch, *fields))  # type: ignore[arg-type]
+
+    def _say(self, route: Route, message: AnyMessage) -> None:
+        """Send a message; if its connection has ended, that is known by then at the latest."""
+
+        def over() -> None:
+            with self._lock:
+                self.connection_ended(route)
+
+        self._control.send(route, encode(message), over)
 
     def tick(self) -> None:
         """Let go of who is silent."""
@@ -251,8 +260,7 @@ class Sessions:
         usable = {name: offer for name, offer in offers.items() if offer is not None}
         lease = min(self._config.lease_seconds, self._config.transfer_timeout_seconds)
         terms = (self._spec, usable, self._config.checksum, self._largest_landing, lease)
-        welcome = Welcome(self._epoch, epoch, PROTOCOL_VERSION, *terms)
-        self._control.send(route, encode(welcome))
+        self._say(route, Welcome(self._epoch, epoch, PROTOCOL_VERSION, *terms))
 
     def _refusal(self, hello: Hello) -> str:
         """Why a peer cannot be a session, or ""."""

@@ -205,6 +205,20 @@ def test_a_session_whose_connection_has_ended_is_lost_in_time_and_not_spoken_to(
     assert scene.lost == [SESSION]
 
 
+def test_a_session_whose_connection_had_ended_before_its_hello_was_read_is_lost_in_time(
+    scene: Scene,
+) -> None:
+    """Nothing tells of its end any more, but that it cannot be answered."""
+    pass_time(scene, 50.0)
+    scene.control.ended |= {HERE, THERE}
+    scene.greet(THERE, OTHER, "127.0.0.1:6")
+    scene.sessions.reply(SESSION, Ping, (0,))
+    for _ in range(4):
+        assert scene.lost == []
+        pass_time(scene, 2.0)
+    assert set(scene.lost) == {OTHER, SESSION}
+
+
 def test_a_session_that_comes_back_by_another_connection_is_no_lost_one(scene: Scene) -> None:
     scene.sessions.connection_ended(HERE)
     scene.control.ended.add(HERE)
