@@ -217,8 +217,9 @@ def doctor(
         int, typer.Option(min=0, help="vLLM's setting, or its figure; 0: not set, as in vLLM.")
     ] = 0,
     rewrite: Annotated[
-        str, typer.Option(metavar="TEXT", help="An old command line or --kv-transfer-config.")
-    ] = "",
+        str | None,
+        typer.Option(metavar="TEXT", help="An old command line or --kv-transfer-config."),
+    ] = None,
 ) -> None:
     """Check the installation and a configuration; exit code 1 when something must change.
 
@@ -227,7 +228,7 @@ def doctor(
     from p2p_engine.cli.devices import find_room
     from p2p_engine.cli.doctor import run_doctor, run_rewrite
 
-    if rewrite:
+    if rewrite is not None:
         try:
             raise typer.Exit(run_rewrite(rewrite, _console(stderr=True)))
         except ValueError as error:

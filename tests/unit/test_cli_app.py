@@ -75,6 +75,13 @@ def test_impossible_options_are_refused(arguments: tuple[str, ...], words: str) 
     assert words in result.output
 
 
+def test_what_is_to_be_rewritten_may_be_nothing_and_is_told() -> None:
+    """As by "$(cat misspelt.sh)": that is no look at the installation that ends with 0."""
+    result = run("doctor", "--rewrite", "")
+    assert result.exit_code == 1
+    assert "no --kv-transfer-config" in result.output
+
+
 def test_launch_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     launched = Recorder(7)
     monkeypatch.setattr("p2p_engine.cli.launch.run_launch", launched)
