@@ -44,13 +44,13 @@ KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 def config_problems(config: TransferConfig) -> list[str]:
     """Say what vLLM or our connector would refuse, or would silently not read."""
     problems = [*_of_any(config), *(_of_multi(config) if is_multi(config) else _of_ours(config))]
-    if not is_multi(config) or problems:
+    if not is_multi(config):
         return problems
     try:
         our_config(config)
     except ConfigError as error:
-        return [str(error)]
-    return [*_of_siblings(config)]
+        return problems or [str(error)]
+    return [*problems, *_of_siblings(config)]
 
 
 def has_old_keys(config: TransferConfig) -> bool:
@@ -126,8 +126,8 @@ def _of_entry(entry: TransferConfig) -> Iterator[str]:
 def _of_siblings(config: TransferConfig) -> Iterator[str]:
     """Those known by name; a class of another module is looked at when the connector is made."""
     for entry in single_connectors(config):
-        name = entry["kv_connector"]
-        if name in CLASHING - {CONNECTOR}:
+        name = entry.get("kv_connector")
+        if isinstance(name, str) and name in CLASHING - {CONNECTOR}:
             yield f"{name} beside {CONNECTOR} is refused: both answer requests with the same keys"
 
 

@@ -77,7 +77,7 @@ def check_config(config: TransferConfig, tp_size: int) -> Iterator[Finding]:
     """Look at one instance's --kv-transfer-config and at what it needs of this machine."""
     problems = config_problems(config)
     old = has_old_keys(config)
-    remedy = "p2p-engine doctor --rewrite does it" if old else "see the README's table of settings"
+    remedy = "p2p-engine doctor --rewrite does it" if old else "see Settings in the README"
     for problem in problems:
         yield change("configuration", problem, remedy)
     with contextlib.suppress(ConfigError):

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from p2p_engine.cli import doctor, installation
+from p2p_engine.cli.config_check import config_problems
 from p2p_engine.cli.findings import Finding, Level, change, note, ok, show
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.fleet_key import write_key_file
@@ -247,3 +248,22 @@ def test_few_descriptors_are_named(limit: int, level: Level) -> None:
     found = doctor.check_descriptors(limit)
     assert found.level is level
     assert ("256 peers" in found.state) == (limit == 1024)
+
+
+def test_all_that_is_wrong_with_a_multi_connector_is_said_at_once() -> None:
+    """A connector that cannot be beside ours, too: each look at an installation takes its time."""
+    entries = [
+        {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+        {"kv_connector": "P2pNcclConnector"},
+    ]
+    config = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": entries},
+    }
+    first, second = config_problems(config)
+    assert "connectors[1]: kv_role is None" in first
+    assert "NixlConnector beside P2pNcclConnector is refused" in second
+    assert config_problems({**config, "kv_connector_extra_config": {"connectors": [{}, 3]}})
+    unknown = {"connectors": [{"kv_connector": ["x"]}, entries[1]]}
+    assert len(config_problems({**config, "kv_connector_extra_config": unknown})) == 3
