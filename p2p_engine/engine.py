@@ -282,6 +282,7 @@ class P2pNcclEngine:
         with self._open():
             seconds = self.config.transfer_timeout_seconds if timeout is None else timeout
             moments = self._now(stream) if ready else ()
+            self._holds.take_back(key)
             if isinstance(peer, InstanceAddress):
                 transfer: Transfer = self._fanout.send(
                     key, peer, source, binding, seconds, ready=ready, moments=moments

@@ -367,9 +367,11 @@ class Sends:
         for chunk in sending.chunks:
             if not chunk.transfer.released:
                 chunk.transfer.cancel(reason)
-        if has_told or not tells or isinstance(error, KNOWN_TO_PEER):
+        if has_told or not tells:
             return
-        peer = InstanceAddress(party.peer) if party.peer is not None else None
+        # Who knows it by now is not told, and is answered when it asks.
+        is_told = party.peer is not None and not isinstance(error, KNOWN_TO_PEER)
+        peer = InstanceAddress(party.peer or "") if is_told else None
         try:
             self._engine.abandon(party.key_of(self._group.number), peer, reason)
         except P2pError as failure:

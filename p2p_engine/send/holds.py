@@ -128,7 +128,7 @@ class Holds:
         self._of_key.add(key, hold)
         self._by_transfer[transfer] = hold
         self._timers.set(hold, hold.lease_ends_at)
-        self._gone.pop(key)
+        self.take_back(key)
         for peer, want in self._unheld.take(content):
             self._serve(hold, peer, want)
         early = self._released.pop(content)
@@ -186,6 +186,10 @@ class Holds:
         """Tell whoever wants this key, now or later, that it will not be held."""
         self._gone.put(key, Ending(reason, is_served=False))
         self._unheld.refuse_key(key, reason)
+
+    def take_back(self, key: TransferKey) -> None:
+        """Say no more that a key is gone: it is held, or sent, after all."""
+        self._gone.pop(key)
 
     def on_want(
         self,

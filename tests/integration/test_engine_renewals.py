@@ -158,6 +158,20 @@ def test_what_was_given_up_before_it_is_kept_is_refused_at_once() -> None:
         refused(lambda: receiver.recv_tensor(KEY, timeout=0.2), "aborted")
 
 
+def test_what_was_given_up_and_is_sent_again_arrives() -> None:
+    """A prompt was aborted on prefill and comes again under its old name, while decode queues."""
+    other = TransferKey("given up for good")
+    with engines(2, lease_seconds=60) as (sender, receiver):
+        for key in (KEY, other):
+            sender.abandon(key, None, "the request was aborted")
+        tensor = pattern("request", 1000)
+        sender.send_tensor(KEY, tensor, receiver.zmq_address).wait(10)
+        for key in (KEY, other):  # the answer to the second says that the first was answered
+            receiver.keep(key, peer=PeerAddress(sender.zmq_address))
+        refused(lambda: receiver.recv_tensor(other, timeout=0.2), "aborted")
+        assert torch.equal(receiver.recv_tensor(KEY, sender.zmq_address, timeout=10), tensor)
+
+
 def test_what_was_discarded_and_is_kept_again_may_come() -> None:
     with engines(2, lease_seconds=60) as (sender, receiver):
         receiver.discard(KEY)
