@@ -66,7 +66,7 @@ class Readiness:
                 logger.info("instance %s http=%s", state, name)
                 self._registry.on_room()
             await asyncio.sleep(self._pause(instance))
-            self._registry.sweep(self._clock())
+            self._registry.let_go(instance, self._clock())
         logger.info("instance gone http=%s", name)
         del self._watches[name]
 

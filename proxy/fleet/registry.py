@@ -127,15 +127,20 @@ class Registry:
                     instance.expires[role] = min(expires + seconds, now + instance.lifetime)
 
     def sweep(self, now: float) -> None:
-        """Forget the expired, and the drained unless their next beat would bring them back.
+        """Forget all that have expired, or were drained."""
+        for instance in self.instances():
+            self.let_go(instance, now)
+
+    def let_go(self, instance: Instance, now: float) -> None:
+        """Forget one that has expired, or was drained unless its next beat would bring it back.
 
         One with legs in flight stays, so that it keeps its counts if the heartbeats were only held
         up.
         """
-        for name, instance in list(self._by_name.items()):
-            is_expired = not instance.is_alive(now) and instance.is_idle
-            if is_expired or (instance.last_beat is None and instance.is_drained(now)):
-                del self._by_name[name]
+        is_expired = not instance.is_alive(now) and instance.is_idle
+        is_over = is_expired or (instance.last_beat is None and instance.is_drained(now))
+        if is_over and self.is_current(instance):
+            del self._by_name[instance.identity.name]
 
     def take_leg(self, instance: Instance, role: Role, num_tokens: int = 1) -> Leg:
         """Count one more leg on an instance, until the leg is released."""
@@ -165,8 +170,10 @@ class Registry:
                 raise RemoteProtocolError(f"{address} is not among the allowed addresses")
 
     def _add(self, identity: Identity, now: float) -> Instance:
-        self.sweep(now)
         others = len(self._by_name) - (identity.name in self._by_name)
+        if others >= self._max_instances:
+            self.sweep(now)
+            others = len(self._by_name) - (identity.name in self._by_name)
         if others >= self._max_instances:
             raise RegistryFull(f"{others} instances are registered; at most {self._max_instances}")
         breakers = {role: Breaker(self._breaker_failures, self._breaker_seconds) for role in Role}

@@ -200,6 +200,31 @@ def test_silence_is_borne_for_a_while_and_refusal_is_not() -> None:
     assert not instance.is_ready
 
 
+def test_what_joins_and_what_goes_costs_no_look_at_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked_at: list[Instance] = []
+    is_alive = Instance.is_alive
+
+    def looked(instance: Instance, now: float) -> bool:
+        looked_at.append(instance)
+        return is_alive(instance, now)
+
+    monkeypatch.setattr(Instance, "is_alive", looked)
+    registry = Registry(max_instances=100)
+    made = [joined(registry, beat(port=port), now=0.0) for port in range(1, 100)]
+    late = joined(registry, beat(port=100), now=LIFETIME + 1)
+    assert looked_at == []
+    for instance in (late, made[0]):
+        registry.let_go(instance, LIFETIME + 1)
+    assert looked_at == [late, made[0]]
+    assert registry.instances() == [*made[1:], late]
+    registry.let_go(made[0], LIFETIME + 1)  # idempotent
+    joined(registry, beat(port=101), now=LIFETIME + 1)
+    joined(registry, beat(port=102), now=LIFETIME + 1)  # there is no room but that of the expired
+    assert len(registry.instances()) == 3
+
+
 def test_the_number_of_instances_is_bounded_by_the_living() -> None:
     registry = Registry(max_instances=2)
     for port in (1, 3):
