@@ -67,8 +67,16 @@ class Readiness:
                 self._registry.on_room()
             await asyncio.sleep(self._pause(instance))
             self._registry.let_go(instance, self._clock())
-        logger.info("instance gone http=%s", name)
+        logger.info("instance gone http=%s reason=%s", name, self._end_of(instance))
         del self._watches[name]
+
+    def _end_of(self, instance: Instance) -> str:
+        """Say why it is not known any more."""
+        if instance.last_beat is None:
+            return "it was removed"
+        if all(expires <= instance.last_beat for expires in instance.expires.values()):
+            return "it left"
+        return f"no heartbeat for {self._clock() - instance.last_beat:.1f} s"
 
     async def _probe(self, instance: Instance) -> None:
         timeout = self._config.probe_timeout_seconds

@@ -261,6 +261,19 @@ async def test_a_name_that_no_host_can_have_is_never_ready(
         await until(lambda: "instance gone http=a..b:80" in caplog.text, "it is forgotten")
 
 
+async def test_the_log_says_why_an_instance_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with fleet(2, 1) as (proxy, [leaves, falls_silent], _):
+        await leaves.leave()
+        await falls_silent.fall_silent()
+        await until_unknown(proxy, leaves)
+        await until_unknown(proxy, falls_silent)
+        told = f"instance gone http={leaves.http_address} reason=it left"
+        await until(lambda: told in caplog.text, "it has left")
+        told = f"instance gone http={falls_silent.http_address} reason=no heartbeat for"
+        await until(lambda: told in caplog.text, "it was silent")
+
+
 async def test_incarnations_that_follow_fast_are_watched_one_at_a_time() -> None:
     async with MockVllm("P") as prefill, running_proxy() as proxy:
         prefill.beat(proxy.registration_address)
