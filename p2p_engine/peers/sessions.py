@@ -9,7 +9,8 @@ the newcomer waits until the session answers or has been silent for too long.
 If a HELLO brings the epoch of a session over another connection, it comes from that engine, which
 has a new connection or came by another of our addresses, or from somebody who has read the epoch.
 The session is asked in the same way. If its connection has ended, or it answers that it said this
-HELLO, the session moves to the new connection and nothing of it ends.
+HELLO, the session moves to the new connection and nothing of it ends. If it answers something else,
+the newcomer hears nothing: it greets again, and the session is asked again.
 
 A session with nothing open rests, and its peer says PING seldom (links.py). The engine watches a
 session if something of it is open here, its connection has ended, another peer claims its place, or
@@ -234,10 +235,11 @@ class Sessions:
         if session.challenger is None:
             return
         (route, hello), session.challenger = session.challenger, None
-        is_its_own = hello.source_epoch == message.source_epoch and message.number != 0
-        if is_its_own and message.number == hello.number:
-            self._make_way(message.source_epoch, session, hello)
-            self._greet(route, hello)
+        if hello.source_epoch == message.source_epoch and hello.number != 0:
+            if message.number == hello.number:
+                self._make_way(message.source_epoch, session, hello)
+                self._greet(route, hello)
+            # Else this may answer an older PING: whoever greets does so again, and is asked again.
         else:
             text = f"{session.address} is the address of another engine, which lives"
             reason = f"{text}; give each engine a host or a port of its own"

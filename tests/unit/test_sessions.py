@@ -100,7 +100,7 @@ def test_an_epoch_that_somebody_has_read_takes_no_living_session_s_place(
     scene.greet(THERE, SESSION, address)
     scene.said()
     scene.hear(HERE, Pong(SESSION, US))
-    assert scene.said() == [(THERE, Refuse)]
+    assert scene.said() == []
     assert not scene.is_session(THERE, SESSION)
     assert scene.lost == scene.over == []
 
@@ -117,6 +117,20 @@ def test_a_session_that_greets_by_another_connection_too_says_so_and_moves(scene
     assert scene.hear(HERE, Pong(SESSION, US)) is None
     assert scene.said() == [(HERE, Greet)]
     assert scene.lost == scene.over == []
+
+
+def test_a_session_that_greets_by_another_connection_too_is_not_refused_by_an_older_answer(
+    scene: Scene,
+) -> None:
+    """Its PONG of a PING before that HELLO says nothing of it."""
+    scene.greet(THERE, SESSION, number=8)
+    scene.said()
+    scene.hear(HERE, Pong(SESSION, US))
+    assert scene.said() == []
+    scene.greet(THERE, SESSION, number=8)
+    scene.said()
+    scene.hear(HERE, Pong(SESSION, US, 8))
+    assert scene.said() == [(THERE, Welcome)]
 
 
 def test_a_session_whose_connection_has_ended_comes_back_at_once(scene: Scene) -> None:
