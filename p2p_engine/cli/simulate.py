@@ -148,8 +148,10 @@ def _obey(fleet: SimulatedFleet, console: Console, words: list[str]) -> None:
             _list(fleet, console)
         case ["quit"]:
             fleet.interrupted = True
-        case _:
+        case ["help"]:
             _say(console, _HELP)
+        case _:
+            _say(console, f"unknown: {' '.join(words)}\n{_HELP}")
 
 
 def _list(fleet: SimulatedFleet, console: Console) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from p2p_engine.cli import simulate
 from p2p_engine.cli.app import app
 from p2p_engine.cli.bench import benchmark_names, run_bench
 from p2p_engine.errors import ConfigError
@@ -80,6 +84,12 @@ def test_what_is_to_be_rewritten_may_be_nothing_and_is_told() -> None:
     result = run("doctor", "--rewrite", "")
     assert result.exit_code == 1
     assert "no --kv-transfer-config" in result.output
+
+
+def test_a_command_that_a_simulated_fleet_does_not_know_is_named() -> None:
+    output = io.StringIO()
+    simulate._obey(Mock(), Console(file=output), ["status", "decode-1"])
+    assert output.getvalue().startswith("unknown: status decode-1\nadd ROLE")
 
 
 def test_launch_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
