@@ -116,7 +116,7 @@ class Dispatch:
         elif isinstance(message, Want):
             self._on_want(session, message)
         elif isinstance(message, Renew):
-            self._on_renew(epoch, message)
+            self._on_renew(session, message)
         elif isinstance(message, Release):
             content = (message.key, message.binding)
             self._holds.on_release(content, PeerAddress(session.address), session.spec)
@@ -130,10 +130,11 @@ class Dispatch:
         self._pulls.on_offer(offer.key, epoch)
         self._store.on_offer(epoch, offer, transport)
 
-    def _on_renew(self, epoch: int, renew: Renew) -> None:
+    def _on_renew(self, session: Session, renew: Renew) -> None:
+        epoch = renew.source_epoch
         self._sender.on_renew(epoch, set(renew.contents))
         for content in renew.contents:
-            reason = self._holds.on_renew(content)
+            reason = self._holds.on_renew(content, session.spec)
             if reason is not None:
                 self._sessions.reply(epoch, Gone, (content[0], shorten(reason)))
 

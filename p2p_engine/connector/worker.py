@@ -92,8 +92,8 @@ class WorkerHalf:
         cancelled = set(metadata.cancelled_loads)
         for loads in self._loads:
             loads.cancel(cancelled - ordered)  # first: a new request may load the same content
+            loads.drop(metadata.dropped)  # first: RENEW takes a RELEASE back
             loads.discard(metadata.unwanted)
-            loads.drop(metadata.dropped)
             loads.start(metadata.loads)
             loads.cancel(cancelled & ordered)  # 0.33 may tell of a load when it is over
 

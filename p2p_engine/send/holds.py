@@ -202,6 +202,7 @@ class Holds:
     ) -> None:
         """Offer what is held, wait for what may be held soon unless it `is_pushed`, or `refuse`
         with a reason."""
+        self._expect(content, spec)
         hold, gone = self._holds.get(content), self._gone.get(content[0])
         want = PendingWant(spec, self._clock() + self._config.transfer_timeout_seconds, refuse)
         if hold is not None:
@@ -213,11 +214,12 @@ class Holds:
         elif not is_pushed:  # what is pushed comes by itself
             self._unheld.put(content, peer, want)
 
-    def on_renew(self, content: ContentKey) -> str | None:
+    def on_renew(self, content: ContentKey, spec: CacheSpec | None) -> str | None:
         """Give a held source another lease; returns why its peer will not get it, if that is known.
 
         A peer that has got it from here goes on renewing while other ranks send theirs.
         """
+        self._expect(content, spec)
         hold = self._holds.get(content)
         if hold is None:
             self._renewed.put(content, self._clock() + self._config.lease_seconds)
@@ -226,6 +228,13 @@ class Holds:
         lease_ends_at = min(self._clock() + hold.lease, hold.latest_end)
         hold.lease_ends_at = max(hold.lease_ends_at, lease_ends_at)
         return None
+
+    def _expect(self, content: ContentKey, spec: CacheSpec | None) -> None:
+        """A rank of the peer will ask: what it released before it was held may be held for it."""
+        readers, served = self._released.pop(content) or (frozenset(), frozenset())
+        served -= {_rank_of(spec)}
+        if served:
+            self._released.put(content, (readers, served))
 
     def is_renewed(self, content: ContentKey) -> bool:
         """Whether a peer has renewed, within the last lease, what is not held here yet."""

@@ -181,6 +181,32 @@ def test_what_was_discarded_and_is_kept_again_may_come() -> None:
         assert torch.equal(tensor, pattern("request", 1000))
 
 
+@pytest.mark.parametrize("says_want", [False, True])
+def test_what_was_released_and_is_kept_again_is_held(says_want: bool) -> None:
+    """It was aborted on decode and asked for again before prefill had computed it."""
+    with engines(2, lease_seconds=60, send_type=SendMode.GET) as (holder, receiver):
+        peer = PeerAddress(holder.zmq_address)
+        receiver.keep(KEY, peer=peer)
+        eventually(lambda: holder.is_renewed(KEY))
+        receiver.drop(KEY)
+        receiver.discard(KEY, peer=peer, pull=True)
+        eventually(lambda: not holder.is_renewed(KEY))
+        sink = TensorSink()
+        if says_want:
+            receiver.receive(KEY, sink, peer=peer, pull=True)
+            eventually(lambda: holder._holds._unheld)
+        else:
+            receiver.keep(KEY, peer=peer)
+            eventually(lambda: holder.is_renewed(KEY))
+        assert KEY not in {key for key, _ in holder._holds._released._entries}
+        held = hold(holder)
+        if not says_want:
+            assert not held.done
+            receiver.receive(KEY, sink, peer=peer, pull=True)
+        held.wait(10)
+        eventually(lambda: sink.tensor is not None)
+
+
 def test_what_was_refused_meanwhile_stays_refused() -> None:
     """Its sender was told no, and has given it up: nobody waits for it."""
     with engines(2, lease_seconds=60) as (sender, receiver):
