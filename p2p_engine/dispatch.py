@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeAlias
 
 from p2p_engine.control.sockets import Route
 from p2p_engine.errors import RemoteProtocolError, TransferRejected
@@ -30,18 +32,23 @@ from p2p_engine.wire.messages import (
     Grant,
     Greet,
     Location,
+    Message,
     Offer,
     Ping,
     Pong,
     Release,
     Renew,
+    TransferKey,
     Want,
     shorten,
 )
 
+Handler: TypeAlias = Callable[[Any, Any], None]  # of a link or session, and of its message
+Handlers: TypeAlias = dict[type[Message], Handler]
+
 
 class Dispatch:
-    """All that a peer can say. What it may not say, or says too late, changes nothing."""
+    """All that a peer can say, and who hears it. What it may not say changes nothing."""
 
     def __init__(
         self,
@@ -64,105 +71,108 @@ class Dispatch:
         self._holds = holds
         self._store = store
         self._transports = transports
+        self._answers: Handlers = {
+            **answers_to(sender),
+            Gone: self._on_gone,
+            **dict.fromkeys((Pong, Bye, Greet), _links_have_heard),
+        }
+        self._requests: Handlers = {
+            Offer: self._on_offer,
+            Done: self._on_done,
+            Cancelled: self._on_cancelled,
+            Abandon: self._on_abandon,
+            Want: self._on_want,
+            Renew: self._on_renew,
+            Release: self._on_release,
+            **dict.fromkeys((Ping, Pong, Bye), _links_have_heard),
+        }
 
     def on_message(self, route: Route, message: AnyMessage) -> None:
-        """Hand a message to its part, if it comes from who we know and is for this epoch.
+        """Hand a message to its part, if it comes from a known peer and is for this epoch.
 
         Raises:
             RemoteProtocolError: it cannot be said on this way, or not now.
         """
         if route.address:
-            self._from_link(route, message)
+            if isinstance(message, Location):
+                self._locator.on_location(route.address, message)
+            self._hand_over(self._answers, self._links.on_message(route, message), message)
         else:
-            self._from_session(route, message)
+            self._hand_over(self._requests, self._sessions.on_message(route, message), message)
 
-    def _from_link(self, route: Route, message: AnyMessage) -> None:
-        """An answer from a peer, or a directory, that we dialled."""
-        if isinstance(message, Location):
-            self._locator.on_location(route.address, message)
-        link = self._links.on_message(route, message)
-        if link is not None:
-            self._on_answer(link, message)
+    def _hand_over(
+        self, handlers: Handlers, peer: Link | Session | None, message: AnyMessage
+    ) -> None:
+        if peer is None:
+            return
+        handler = handlers.get(type(message))
+        if handler is None:
+            kind = "an answer" if handlers is self._answers else "a request"
+            raise RemoteProtocolError(f"{type(message).__name__} is not {kind}")
+        handler(peer, message)
 
-    def _on_answer(self, link: Link, message: AnyMessage) -> None:
-        if isinstance(message, Gone):
-            gone = TransferRejected(f"{link.target}: {message.reason}")
-            for peer in self._links.names(link):
-                self._renewals.on_gone(peer, message.key, gone)
-            self._pulls.on_gone(message.key, link.epoch, gone)
-        elif not tell_sender(self._sender, link, message) and not isinstance(
-            message, Pong | Bye | Greet
-        ):
-            raise RemoteProtocolError(f"{type(message).__name__} is not an answer")
+    def _on_gone(self, link: Link, gone: Gone) -> None:
+        error = TransferRejected(f"{link.target}: {gone.reason}")
+        for peer in self._links.names(link):
+            self._renewals.on_gone(peer, gone.key, error)
+        self._pulls.on_gone(gone.key, link.epoch, error)
 
-    def _from_session(self, route: Route, message: AnyMessage) -> None:
-        """A message from a peer that dialled us."""
-        session = self._sessions.on_message(route, message)
-        if session is not None:
-            self._on_request(session, message)
-
-    def _on_request(self, session: Session, message: AnyMessage) -> None:
-        epoch = message.source_epoch
-        if isinstance(message, Offer):
-            self._on_offer(epoch, message)
-        elif isinstance(message, Done):
-            self._store.on_done(epoch, message.seq, message.attempt, message.checksum)
-        elif isinstance(message, Cancelled):
-            self._store.on_cancelled(epoch, message.seq, message.attempt)
-        elif isinstance(message, Abandon):
-            abandoned = TransferRejected(f"{session.address}: {message.reason}")
-            self._pulls.on_abandon(message.key, epoch, abandoned)
-            self._sessions.reply(epoch, AbandonOk, (message.key,))
-        elif isinstance(message, Want):
-            self._on_want(session, message)
-        elif isinstance(message, Renew):
-            self._on_renew(session, message)
-        elif isinstance(message, Release):
-            content = (message.key, message.binding)
-            self._holds.on_release(content, PeerAddress(session.address), session.spec)
-        elif not isinstance(message, Ping | Pong | Bye):
-            raise RemoteProtocolError(f"{type(message).__name__} is not a request")
-
-    def _on_offer(self, epoch: int, offer: Offer) -> None:
+    def _on_offer(self, session: Session, offer: Offer) -> None:
         transport = self._transports.get(offer.transport)
         if transport is None:
             raise RemoteProtocolError(f"transport {offer.transport!r} was not agreed on")
-        self._pulls.on_offer(offer.key, epoch)
-        self._store.on_offer(epoch, offer, transport)
+        self._pulls.on_offer(offer.key, offer.source_epoch)
+        self._store.on_offer(offer.source_epoch, offer, transport)
+
+    def _on_done(self, session: Session, done: Done) -> None:
+        self._store.on_done(done.source_epoch, done.seq, done.attempt, done.checksum)
+
+    def _on_cancelled(self, session: Session, cancelled: Cancelled) -> None:
+        self._store.on_cancelled(cancelled.source_epoch, cancelled.seq, cancelled.attempt)
+
+    def _on_abandon(self, session: Session, abandon: Abandon) -> None:
+        error = TransferRejected(f"{session.address}: {abandon.reason}")
+        self._pulls.on_abandon(abandon.key, abandon.source_epoch, error)
+        self._sessions.reply(abandon.source_epoch, AbandonOk, (abandon.key,))
 
     def _on_renew(self, session: Session, renew: Renew) -> None:
-        epoch = renew.source_epoch
-        self._sender.on_renew(epoch, set(renew.contents))
+        self._sender.on_renew(renew.source_epoch, set(renew.contents))
         for content in renew.contents:
             reason = self._holds.on_renew(content, session.spec)
             if reason is not None:
-                self._sessions.reply(epoch, Gone, (content[0], shorten(reason)))
+                self._gone(renew, content[0], reason)
+
+    def _on_release(self, session: Session, release: Release) -> None:
+        content = (release.key, release.binding)
+        self._holds.on_release(content, PeerAddress(session.address), session.spec)
 
     def _on_want(self, session: Session, want: Want) -> None:
-        def gone(reason: str) -> None:
-            self._sessions.reply(want.source_epoch, Gone, (want.key, shorten(reason)))
-
         content = (want.key, want.binding)
         if want.is_pushed and self._sender.offer_now(want.source_epoch, content):
             return
-        peer = PeerAddress(session.address)
-        self._holds.on_want(content, peer, session.spec, gone, is_pushed=want.is_pushed)
+        self._holds.on_want(
+            content,
+            PeerAddress(session.address),
+            session.spec,
+            partial(self._gone, want, want.key),
+            is_pushed=want.is_pushed,
+        )
+
+    def _gone(self, asked: Renew | Want, key: TransferKey, reason: str) -> None:
+        self._sessions.reply(asked.source_epoch, Gone, (key, shorten(reason)))
 
 
-def tell_sender(sender: Sender, link: Link, message: AnyMessage) -> bool:
-    """Hand the answer to a chunk, or to ABANDON, to the sender; False: it is about neither."""
-    if isinstance(message, Grant):
-        sender.on_grant(link, message)
-    elif isinstance(message, Deny):
-        sender.on_deny(link, message)
-    elif isinstance(message, Commit):
-        sender.on_commit(link, message)
-    elif isinstance(message, Fail):
-        sender.on_fail(link, message)
-    elif isinstance(message, Cancel):
-        sender.on_cancel(link, message)
-    elif isinstance(message, AbandonOk):
-        sender.on_abandon_ok(link, message.key)
-    else:
-        return False
-    return True
+def answers_to(sender: Sender) -> Handlers:
+    """What hears the answers to a sender's chunks, and to its ABANDON."""
+    return {
+        Grant: sender.on_grant,
+        Deny: sender.on_deny,
+        Commit: sender.on_commit,
+        Fail: sender.on_fail,
+        Cancel: sender.on_cancel,
+        AbandonOk: sender.on_abandon_ok,
+    }
+
+
+def _links_have_heard(peer: Link | Session, message: AnyMessage) -> None:
+    """Links and sessions have taken in what concerns nobody else."""

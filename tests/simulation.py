@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from mempool import Mover, write_word
 from p2p_engine.config import EngineConfig
-from p2p_engine.dispatch import tell_sender
+from p2p_engine.dispatch import answers_to
 from p2p_engine.errors import P2pError, PeerLost, RemoteProtocolError, TransportError
 from p2p_engine.health import Counters
 from p2p_engine.memory.arena import LandingArena
@@ -363,6 +363,7 @@ class World:
         self.sender = Sender(
             self.config, self.lock, cast("Links", self.links), self.sent, lambda: self.now
         )  # fmt: skip
+        self.answers = answers_to(self.sender)
 
     def restart_sender(self) -> None:
         """Kill the sending process and start another at the same address."""
@@ -555,8 +556,10 @@ class World:
             self.sender.on_renew(STORE_EPOCH, set(message.contents))
         elif isinstance(message, Want):
             self.sender.offer_now(STORE_EPOCH, (message.key, message.binding))
-        elif not tell_sender(self.sender, link, message) and isinstance(message, Greet):
+        elif isinstance(message, Greet):
             link.state = LinkState.GREETING
+        elif type(message) in self.answers:
+            self.answers[type(message)](link, message)
 
     def _reply(self, epoch: int, kind: type[Message], fields: tuple[Any, ...]) -> None:
         if epoch in self.sessions:

@@ -40,6 +40,7 @@ from p2p_engine.send.shipment import Chunk, ChunkState, Shipment
 from p2p_engine.transfer import Transfer, lane_of
 from p2p_engine.transports.base import Order
 from p2p_engine.wire.messages import (
+    AbandonOk,
     Cancel,
     Cancelled,
     Commit,
@@ -146,9 +147,9 @@ class Sender:
 
     # What the peer says
 
-    def on_abandon_ok(self, link: Link, key: TransferKey) -> None:
+    def on_abandon_ok(self, link: Link, message: AbandonOk) -> None:
         """The peer has heard."""
-        self._abandoned.on_heard(link, key)
+        self._abandoned.on_heard(link, message.key)
 
     def on_grant(self, link: Link, message: Grant) -> None:
         """Start to write, when the source is ready."""
