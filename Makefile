@@ -94,6 +94,7 @@ check: setup  ## ruff, mypy, import contracts, oldest Python, C format, shell, s
 	$(BIN)/lint-imports
 	$(BIN)/vermin --quiet --no-tips --target=3.10- --violations mempool p2p_engine proxy
 	$(BIN)/python scripts/c_layers.py
+	$(BIN)/python scripts/structure.py
 	$(if $(C_FILES),$(BIN)/clang-format --dry-run -Werror $(C_FILES))
 	$(BIN)/shellcheck scripts/*.sh .ci/run $(wildcard tests/c/*.sh)
 	$(BIN)/codespell
