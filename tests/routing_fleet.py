@@ -12,7 +12,7 @@ from proxy.config import ProxyConfig
 from proxy.fleet.instances import Instance, Role
 from proxy.fleet.registry import Registry
 from proxy.openai.prompt import Prompt
-from proxy.routing.router import NoInstance, Pair, Router
+from proxy.routing.router import InstancePair, NoInstance, Router
 
 NOW = 1.0
 
@@ -39,7 +39,7 @@ class Fleet:
         instance.record_answer(200)
         return instance
 
-    def pair(self, prompt: Prompt) -> Pair:
+    def pair(self, prompt: Prompt) -> InstancePair:
         """Choose for a prompt."""
         return self.router.choose(prompt)
 

@@ -11,7 +11,7 @@ import random
 import tempfile
 from pathlib import Path
 
-from p2p_engine.cli.commands import Role
+from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.simulate import SimulatedFleet
 from tests.chromium import chromium_page
 from tests.scale.load import Load
@@ -53,7 +53,7 @@ def main() -> None:
         SimulatedFleet(vllm_args=COSTS, log_dir=Path(folder)) as fleet,
     ):
         fleet.start_proxy()
-        for role in (*[Role.PREFILL] * 2, *[Role.DECODE] * 3):
+        for role in (*[MemberRole.PREFILL] * 2, *[MemberRole.DECODE] * 3):
             fleet.start(role)
         fleet.wait_ready(timeout=READY_SECONDS)
         asyncio.run(take(fleet, Path(folder)))

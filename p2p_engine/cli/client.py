@@ -17,7 +17,7 @@ _TIMEOUT_SECONDS = 180.0
 
 
 @dataclass
-class Answer:
+class CompletionAnswer:
     """What came back, by the index of the sequence; `error` is empty when all went well."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -44,19 +44,19 @@ def send_all(
     *,
     concurrency: int,
     on_answer: Callable[[], None] = lambda: None,
-) -> list[Answer]:
+) -> list[CompletionAnswer]:
     """Send all, `concurrency` at a time; block until each was answered or has failed."""
     return asyncio.run(_send_all(url, requests, concurrency, on_answer))
 
 
 async def _send_all(
     url: str, requests: Sequence[Request], concurrency: int, on_answer: Callable[[], None]
-) -> list[Answer]:
+) -> list[CompletionAnswer]:
     slots = asyncio.Semaphore(concurrency)
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS)
     async with aiohttp.ClientSession(timeout=timeout) as session:
 
-        async def one(request: Request) -> Answer:
+        async def one(request: Request) -> CompletionAnswer:
             async with slots:
                 answer = await _send(session, url, request)
             on_answer()
@@ -65,8 +65,8 @@ async def _send_all(
         return list(await asyncio.gather(*map(one, requests)))
 
 
-async def _send(session: aiohttp.ClientSession, url: str, request: Request) -> Answer:
-    answer = Answer()
+async def _send(session: aiohttp.ClientSession, url: str, request: Request) -> CompletionAnswer:
+    answer = CompletionAnswer()
     began = time.monotonic()
     try:
         async with session.post(url + request.path, json=request.body) as response:

@@ -18,7 +18,7 @@ from p2p_engine.transfer_config import CONNECTOR, EXTRA, merge_configs, with_rol
 _SHUTDOWN_SECONDS = 12
 
 
-class Role(str, enum.Enum):
+class MemberRole(str, enum.Enum):
     """What an instance is for; a single one serves alone, without a connector."""
 
     PREFILL = "prefill"
@@ -27,7 +27,11 @@ class Role(str, enum.Enum):
     SINGLE = "single"
 
 
-_KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
+_KV_ROLES = {
+    MemberRole.PREFILL: "kv_producer",
+    MemberRole.DECODE: "kv_consumer",
+    MemberRole.BOTH: "kv_both",
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class InstancePlan:
     """Everything that one vLLM instance is started with."""
 
     name: str
-    role: Role
+    role: MemberRole
     model: str
     host: str
     http_port: int
@@ -107,7 +111,7 @@ def vllm_command(plan: InstancePlan, overrides: Mapping[str, Any]) -> list[str]:
     command += ["--model", plan.model, "--host", plan.host, "--port", str(plan.http_port)]
     command += ["--tensor-parallel-size", str(plan.tp_size)]
     command += ["--shutdown-timeout", str(_SHUTDOWN_SECONDS), *plan.vllm_args]
-    if plan.role is not Role.SINGLE:
+    if plan.role is not MemberRole.SINGLE:
         config = merge_configs(transfer_config(plan), overrides)
         config = with_role(config, _KV_ROLES[plan.role])
         command += ["--kv-transfer-config", json.dumps(config)]

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
-from p2p_engine.cli.client import Answer, send_all
-from p2p_engine.cli.commands import Role
+from p2p_engine.cli.client import CompletionAnswer, send_all
+from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.display import StartDisplay
 from p2p_engine.cli.fleet import Fleet, FleetInterrupted
 from p2p_engine.cli.launch import stopping_on_signals
@@ -64,7 +64,7 @@ class Trial:
 
     mode: str
     requests: Sequence[Request]
-    expected: Sequence[Answer]
+    expected: Sequence[CompletionAnswer]
 
 
 class Demo:
@@ -84,9 +84,9 @@ class Demo:
         """Boot all, ask all, and judge each mode."""
         fleet, modes = self._fleet, self._options.modes
         proxy = fleet.start_proxy()
-        single = fleet.start(Role.SINGLE)
+        single = fleet.start(MemberRole.SINGLE)
         prefill = self._start_prefill(modes[0])
-        decode = fleet.start(Role.DECODE, transfer_config=self._options.decode_config)
+        decode = fleet.start(MemberRole.DECODE, transfer_config=self._options.decode_config)
         self._wait_ready()
         trials = [self._prepare(number, mode, single) for number, mode in enumerate(modes)]
         fleet.stop(single)
@@ -101,7 +101,7 @@ class Demo:
     def _start_prefill(self, mode: str) -> Member:
         """The mode is the prefill instance's: it tells the decode one with each request."""
         config = {"kv_connector_extra_config": {"send_type": mode}}
-        return self._fleet.start(Role.PREFILL, transfer_config=config)
+        return self._fleet.start(MemberRole.PREFILL, transfer_config=config)
 
     def _wait_ready(self, *members: Member) -> None:
         with StartDisplay(self._console) as display:
@@ -131,7 +131,9 @@ class Demo:
             shape=self._shape,
         )
 
-    def _ask(self, title: str, member: Member, requests: Sequence[Request]) -> list[Answer]:
+    def _ask(
+        self, title: str, member: Member, requests: Sequence[Request]
+    ) -> list[CompletionAnswer]:
         with counting(title, len(requests), self._console) as advance:
 
             def on_answer() -> None:

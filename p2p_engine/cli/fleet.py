@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from p2p_engine.cli import commands
-from p2p_engine.cli.commands import InstancePlan, Role
+from p2p_engine.cli.commands import InstancePlan, MemberRole
 from p2p_engine.cli.devices import find_devices
 from p2p_engine.cli.members import Member, MemberLost, fetch_text
 from p2p_engine.cli.ports import PortPlan
@@ -98,7 +98,7 @@ class Fleet:
 
     def start(
         self,
-        role: Role | str,
+        role: MemberRole | str,
         *,
         name: str | None = None,
         vllm_args: Sequence[str] = (),
@@ -114,7 +114,7 @@ class Fleet:
             OSError: the process could not be started.
         """
         predecessor = successor_of.plan if successor_of is not None else None
-        plan = self._plan(Role(role), name, vllm_args, predecessor)
+        plan = self._plan(MemberRole(role), name, vllm_args, predecessor)
         overrides = merge_configs(self._transfer_config, transfer_config or {})
         slot = self._free_slot()
         given = {**self._devices.environment(slot), **self._env, **(env or {})}
@@ -214,7 +214,7 @@ class Fleet:
 
     def _plan(
         self,
-        role: Role,
+        role: MemberRole,
         name: str | None,
         vllm_args: Sequence[str],
         predecessor: InstancePlan | None,
@@ -236,7 +236,7 @@ class Fleet:
             dp_size=dp_size,
         )
 
-    def _new_name(self, role: Role) -> str:
+    def _new_name(self, role: MemberRole) -> str:
         """A name that no process of this fleet has had, so that each keeps its own log."""
         names = (f"{role.value}-{number}" for number in itertools.count(1))
         return next(name for name in names if name not in self._names)
@@ -262,7 +262,7 @@ class Fleet:
             self._ports.release(port)
 
     def _is_registered(self, member: Member) -> bool:
-        if self.proxy is None or member.plan is None or member.plan.role is Role.SINGLE:
+        if self.proxy is None or member.plan is None or member.plan.role is MemberRole.SINGLE:
             return True
         status = json.loads(fetch_text(f"{self.proxy.url}/status") or '{"instances": []}')
         mine = [i for i in status["instances"] if i["http_address"] == member.http_address]

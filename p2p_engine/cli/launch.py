@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from p2p_engine.cli.commands import Role, data_parallel_size
+from p2p_engine.cli.commands import MemberRole, data_parallel_size
 from p2p_engine.cli.config_check import config_problems
 from p2p_engine.cli.display import StartDisplay
 from p2p_engine.cli.fleet import Fleet, FleetInterrupted
@@ -111,12 +111,12 @@ class LaunchOptions:
         # Once more as it is: here no shell puts something else in the place of a variable.
         EngineConfig.from_extra_config(extra_of(our_config(config)))
 
-    def roles(self) -> list[tuple[Role, tuple[str, ...]]]:
+    def roles(self) -> list[tuple[MemberRole, tuple[str, ...]]]:
         """Each instance to start, with the vLLM arguments of its role."""
         return [
-            *[(Role.PREFILL, self.prefill_args)] * self.num_prefill,
-            *[(Role.DECODE, self.decode_args)] * self.num_decode,
-            *[(Role.BOTH, (*self.prefill_args, *self.decode_args))] * self.num_both,
+            *[(MemberRole.PREFILL, self.prefill_args)] * self.num_prefill,
+            *[(MemberRole.DECODE, self.decode_args)] * self.num_decode,
+            *[(MemberRole.BOTH, (*self.prefill_args, *self.decode_args))] * self.num_both,
         ]
 
     @property

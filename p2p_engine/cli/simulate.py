@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from p2p_engine.cli import commands
-from p2p_engine.cli.commands import InstancePlan, Role
+from p2p_engine.cli.commands import InstancePlan, MemberRole
 from p2p_engine.cli.fleet import Fleet, FleetInterrupted
 from p2p_engine.cli.launch import LaunchOptions, start_members, stopping_on_signals
 from p2p_engine.cli.members import Member, MemberLost, post_json
@@ -138,7 +138,7 @@ def _obey(fleet: SimulatedFleet, console: Console, words: list[str]) -> None:
         case []:
             return
         case ["add", role, *count] if len(count) < 2:
-            started = [fleet.start(Role(role)) for _ in range(int(count[0]) if count else 1)]
+            started = [fleet.start(MemberRole(role)) for _ in range(int(count[0]) if count else 1)]
             fleet.wait_ready(*started, timeout=_READY_SECONDS)
             _list(fleet, console)
         case [verb, name] if verb in named:

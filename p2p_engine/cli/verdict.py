@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from p2p_engine.cli.client import Answer
+from p2p_engine.cli.client import CompletionAnswer
 from p2p_engine.cli.members import Member, fetch_text
 from p2p_engine.cli.workload import Request
 
@@ -130,8 +130,8 @@ class Verdict:
 def judge(
     mode: str,
     requests: Sequence[Request],
-    expected: Sequence[Answer],
-    answers: Sequence[Answer],
+    expected: Sequence[CompletionAnswer],
+    answers: Sequence[CompletionAnswer],
     *,
     moved: Moved,
     shape: Shape,
@@ -164,7 +164,9 @@ def judge(
     )
 
 
-def _difference(number: int, request: Request, expected: Answer, answer: Answer) -> str:
+def _difference(
+    number: int, request: Request, expected: CompletionAnswer, answer: CompletionAnswer
+) -> str:
     """Say where the two differ; empty when they do not, and only if both are complete."""
     where = f"request {number} ({request.kind})"
     for name, one in (("the single instance", expected), ("prefill and decode", answer)):

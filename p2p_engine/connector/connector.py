@@ -25,7 +25,7 @@ from p2p_engine.connector.groups import (
     layer_groups,
 )
 from p2p_engine.connector.host_buffer import HostBuffer
-from p2p_engine.connector.intent import Instance
+from p2p_engine.connector.intent import ThisInstance
 from p2p_engine.connector.metadata import P2pConnectorMetadata, RankHandshake, RankReport
 from p2p_engine.connector.roll_call import RollCall
 from p2p_engine.connector.scheduler import SchedulerHalf
@@ -110,7 +110,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _make_scheduler_half(self) -> SchedulerHalf:
         config, vllm_config = self._config, self._vllm_config
-        instance = Instance(
+        instance = ThisInstance(
             self._role_name,
             join_address(config.host, self._port),
             config.send_type,

@@ -32,7 +32,7 @@ class Direction(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Instance:
+class ThisInstance:
     """What deciding needs to know of the instance that we are."""
 
     role: str  # kv_producer, kv_consumer or kv_both
@@ -52,7 +52,7 @@ class Intent:
 
 
 def read_intent(
-    request_id: str, params: Mapping[str, Any] | None, instance: Instance
+    request_id: str, params: Mapping[str, Any] | None, instance: ThisInstance
 ) -> Intent | None:
     """Read what a request asks for; None: it takes no part and is computed here.
 
@@ -92,7 +92,7 @@ def _flagged_intent(
     params: Mapping[str, Any],
     engine_id: EngineId,
     proxy_id: ProxyId | None,
-    instance: Instance,
+    instance: ThisInstance,
 ) -> Intent:
     peer = _other(_peer(params) or (_peer_of(proxy_id, direction) if proxy_id else None), instance)
     send_type = _send_type(params) or instance.send_type
@@ -113,7 +113,7 @@ def _flagged_intent(
     return Intent(direction, _key(transfer_id, engine_id), peer, send_type)
 
 
-def _direction_by_role(proxy_id: ProxyId, instance: Instance) -> Direction | None:
+def _direction_by_role(proxy_id: ProxyId, instance: ThisInstance) -> Direction | None:
     if instance.role == "kv_producer":
         return Direction.SEND
     if instance.role == "kv_consumer":
@@ -128,7 +128,7 @@ def _peer_of(proxy_id: ProxyId, direction: Direction) -> str:
     return proxy_id.decode if direction is Direction.SEND else proxy_id.prefill
 
 
-def _other(peer: str | None, instance: Instance) -> str | None:
+def _other(peer: str | None, instance: ThisInstance) -> str | None:
     if peer == instance.address:
         raise InvalidParams(f"the other instance's address is our own: {peer}")
     return peer

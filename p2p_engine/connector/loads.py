@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class _Loading:
+class _LoadInProgress:
     """One request whose blocks, or host blocks, belong to the engine until its transfer is done."""
 
     party: Party
@@ -90,7 +90,7 @@ class Loads:
         self._staging = cache.staging
         self._can_fail_requests = can_fail_requests
         self._names_lost_blocks = names_lost_blocks
-        self._loading: dict[str, _Loading] = {}
+        self._loading: dict[str, _LoadInProgress] = {}
 
     def keep(self, parties: Iterable[Party]) -> None:
         """Let KV outlive its leases, here and at its sender, while its request has no slot."""
@@ -116,7 +116,7 @@ class Loads:
         deadline = time.monotonic() + self._engine.config.transfer_timeout_seconds
         for load in loads:
             party, blocks = load.party, load.ranges[self._group.table]
-            self._loading[party.request_id] = _Loading(party, blocks, deadline)
+            self._loading[party.request_id] = _LoadInProgress(party, blocks, deadline)
             if self._group.is_draft and party.peer is None:  # nobody can say whether they will come
                 self.cancel([party.request_id])
         self._begin()
@@ -135,7 +135,7 @@ class Loads:
             else:
                 return
 
-    def _receive(self, loading: _Loading, places: Int64s) -> None:
+    def _receive(self, loading: _LoadInProgress, places: Int64s) -> None:
         party, first_block = loading.party, loading.blocks.first_block
         loading.sink = PagedSink(self._cache, places, first_block, party.num_tokens)
         try:
@@ -195,7 +195,7 @@ class Loads:
         self._begin()
         return results
 
-    def _bring_over(self, ended: list[_Loading]) -> None:
+    def _bring_over(self, ended: list[_LoadInProgress]) -> None:
         """Copy what has arrived into vLLM's blocks, all of it at once."""
         if not ended or not self._staging.is_copy:
             return
@@ -206,7 +206,7 @@ class Loads:
             for loading in ended:
                 loading.failure, loading.sink = error, None  # nothing of it is in place
 
-    def _add_failure(self, results: LoadResults, loading: _Loading) -> None:
+    def _add_failure(self, results: LoadResults, loading: _LoadInProgress) -> None:
         """Name the missing blocks, so that a good prefix survives; without one, the request."""
         wanted, (_, arrived) = loading.blocks.block_ids, loading.arrived
         missing = wanted[~np.isin(wanted, arrived)]

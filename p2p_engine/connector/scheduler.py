@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from p2p_engine.config import SendMode
 from p2p_engine.connector.binding import binding_of
-from p2p_engine.connector.intent import Direction, Instance, InvalidParams, read_intent
+from p2p_engine.connector.intent import Direction, InvalidParams, ThisInstance, read_intent
 from p2p_engine.connector.layer_group import NULL_BLOCK, LayerGroup
 from p2p_engine.connector.metadata import P2pConnectorMetadata
 from p2p_engine.connector.orders import BlockRange, EndedSend, Int64s, Load, Party, SendStep
@@ -69,7 +69,7 @@ class SchedulerHalf:
 
     def __init__(
         self,
-        instance: Instance,
+        instance: ThisInstance,
         model: str,
         groups: Sequence[LayerGroup],
         tp_size: int,

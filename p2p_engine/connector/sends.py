@@ -56,7 +56,7 @@ class _Chunk:
 
 
 @dataclass(eq=False)
-class _Sending:
+class _SendInProgress:
     """One request; invariant: the cursor is the end of the last chunk."""
 
     party: Party
@@ -93,7 +93,7 @@ class _Due:
     What is pushed has its transfer by then; what is held is given to the engine only now.
     """
 
-    sending: _Sending
+    sending: _SendInProgress
     block_ids: Int64s
     places: Int64s
     first_block: int
@@ -118,17 +118,18 @@ class Sends:
         self._group = cache.group
         self._cache = cache.cache
         self._staging = cache.staging
-        self._sendings: dict[str, _Sending] = {}
+        self._sendings: dict[str, _SendInProgress] = {}
         self._due: list[_Due] = []
-        self._held: dict[str, _Sending] = {}
-        self._waiting: dict[_Sending, _Waiting] = {}  # in order: a large one must not starve
+        self._held: dict[str, _SendInProgress] = {}
+        self._waiting: dict[_SendInProgress, _Waiting] = {}  # in order: a large one must not starve
         self._lent: list[tuple[Transfer, Int64s]] = []
-        self._to_spill: list[_Sending] = []
-        self._trailing: list[_Sending] = []  # reported, and the engine still reads host blocks
+        self._to_spill: list[_SendInProgress] = []
+        # Reported, and the engine still reads host blocks.
+        self._trailing: list[_SendInProgress] = []
 
     def withdraw(self, request_ids: Iterable[str]) -> None:
         """Take back what has not left: vLLM is about to overwrite these requests' blocks."""
-        withdrawn: list[tuple[_Sending, _Chunk]] = []
+        withdrawn: list[tuple[_SendInProgress, _Chunk]] = []
         for request_id in request_ids:
             sending = self._sendings.get(request_id)
             if sending is not None and self._is_usable(sending):
@@ -222,10 +223,10 @@ class Sends:
         self._take_places_back()
         return released
 
-    def _new(self, party: Party) -> _Sending:
-        return _Sending(party, self._group.first_block(party.num_tokens))
+    def _new(self, party: Party) -> _SendInProgress:
+        return _SendInProgress(party, self._group.first_block(party.num_tokens))
 
-    def _forget_plans(self, sending: _Sending) -> None:
+    def _forget_plans(self, sending: _SendInProgress) -> None:
         """Read nothing more of vLLM's blocks: they are lost, or nobody wants them."""
         self._waiting.pop(sending, None)
         for item in self._due:
@@ -241,7 +242,7 @@ class Sends:
             else:
                 self._lent.append((transfer, places))
 
-    def _wait(self, sending: _Sending, step: SendStep) -> None:
+    def _wait(self, sending: _SendInProgress, step: SendStep) -> None:
         known, config, now = self._waiting.get(sending), self._engine.config, time.monotonic()
         deadline = now + config.transfer_timeout_seconds
         latest_end = max(deadline, now + config.max_renewal_seconds)
@@ -262,7 +263,7 @@ class Sends:
             else:
                 is_full = True
 
-    def _is_overdue(self, sending: _Sending, waiting: _Waiting) -> bool:
+    def _is_overdue(self, sending: _SendInProgress, waiting: _Waiting) -> bool:
         """Whether it has waited for too long: the engine, which follows the leases of all that it
         was given, does not know of it yet."""
         party, now = sending.party, time.monotonic()
@@ -271,7 +272,7 @@ class Sends:
         key = party.key_of(self._group.number)
         return now >= waiting.latest_end or not self._engine.is_renewed(key, binding=party.binding)
 
-    def _start(self, sending: _Sending, step: SendStep) -> bool:
+    def _start(self, sending: _SendInProgress, step: SendStep) -> bool:
         """Prepare what a step completes; False: there is no room in the host buffer now."""
         party, first, table = sending.party, sending.cursor, step.tables[self._group.table]
         is_last = step.num_computed_tokens == party.num_tokens
@@ -291,7 +292,7 @@ class Sends:
             self._due.append(_Due(sending, block_ids, places, first, chunk))
         return True
 
-    def _offer(self, sending: _Sending, places: Int64s, end: int) -> _Chunk | None:
+    def _offer(self, sending: _SendInProgress, places: Int64s, end: int) -> _Chunk | None:
         party = sending.party
         source = PagedSource(self._cache, places, sending.cursor, party.num_tokens)
         key, peer = party.key_of(self._group.number), InstanceAddress(party.peer or "")
@@ -303,7 +304,9 @@ class Sends:
             return None
         return self._add(sending, transfer, places, end)
 
-    def _add(self, sending: _Sending, transfer: Transfer, places: Int64s, end: int) -> _Chunk:
+    def _add(
+        self, sending: _SendInProgress, transfer: Transfer, places: Int64s, end: int
+    ) -> _Chunk:
         chunk = _Chunk(end, transfer)
         sending.chunks.append(chunk)
         if self._staging.is_copy:
@@ -349,17 +352,17 @@ class Sends:
         end = item.first_block + len(item.block_ids)
         return self._add(item.sending, transfer, item.places, end)
 
-    def _is_usable(self, sending: _Sending) -> bool:
+    def _is_usable(self, sending: _SendInProgress) -> bool:
         """Whether the request's KV can still arrive; the first time that it cannot, say so."""
         if not sending.failed and sending.error is not None:
             self._fail(sending, str(sending.error))
         return not sending.failed
 
-    def _fail(self, sending: _Sending, reason: str) -> None:
+    def _fail(self, sending: _SendInProgress, reason: str) -> None:
         logger.warning("send failed: request=%s reason=%s", sending.party.request_id, reason)
         self._give_up(sending, reason)
 
-    def _give_up(self, sending: _Sending, reason: str, *, tells: bool = True) -> None:
+    def _give_up(self, sending: _SendInProgress, reason: str, *, tells: bool = True) -> None:
         """Let nothing more of a request leave, and tell the peer."""
         party, error = sending.party, sending.error
         has_told, sending.failed = sending.failed, True
@@ -378,7 +381,7 @@ class Sends:
             logger.info("peer not told: request=%s error=%s", party.request_id, str(failure))
 
 
-def _take_back(sending: _Sending) -> list[_Chunk]:
+def _take_back(sending: _SendInProgress) -> list[_Chunk]:
     """Move the cursor back to the first block that has not left; return the chunks given up."""
     chunks = sending.chunks
     num_left = next((i for i, chunk in enumerate(chunks) if not chunk.has_left), len(chunks))

@@ -37,7 +37,7 @@ Answer: TypeAlias = Addresses | PeerUnreachable
 Told: TypeAlias = Callable[[Answer], None]
 
 
-class Kind(enum.Enum):
+class LookupKind(enum.Enum):
     """What the look-ups of a name were like."""
 
     SWIFT = enum.auto()  # the last one brought an answer soon
@@ -45,14 +45,14 @@ class Kind(enum.Enum):
     SLOW = enum.auto()  # one has, but the last one took long
 
 
-MAX_LOOKUPS = {Kind.SWIFT: 16, Kind.NEW: 12, Kind.SLOW: 4}  # threads at a time
+MAX_LOOKUPS = {LookupKind.SWIFT: 16, LookupKind.NEW: 12, LookupKind.SLOW: 4}  # threads at a time
 
 
 @dataclass(eq=False)
-class Lookup:
+class NameLookup:
     """A name that is being looked up, or waits for a thread; and who is told, until when."""
 
-    kind: Kind
+    kind: LookupKind
     asked_at: float
     started_at: float | None = None  # when it got its thread
     told: list[tuple[float, Told]] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Known:
     """A name that was resolved: its last addresses, and how long it took to look it up last."""
 
     addresses: Addresses
-    kind: Kind
+    kind: LookupKind
 
 
 class Resolver:
@@ -79,11 +79,11 @@ class Resolver:
         self._timeout = timeout_seconds
         self._post = post
         self._clock = clock
-        self._lookups: dict[str, Lookup] = {}
-        self._waiting: dict[Kind, collections.deque[str]] = {  # for a thread
-            kind: collections.deque() for kind in Kind
+        self._lookups: dict[str, NameLookup] = {}
+        self._waiting: dict[LookupKind, collections.deque[str]] = {  # for a thread
+            kind: collections.deque() for kind in LookupKind
         }
-        self._num_threads: collections.Counter[Kind] = collections.Counter()
+        self._num_threads: collections.Counter[LookupKind] = collections.Counter()
         self._known: BoundedMap[str, Known] = BoundedMap(MAX_NAMES)
         self._answers: BoundedMap[str, tuple[Answer, float]] = BoundedMap(MAX_NAMES)  # good until
         self._is_closed = False
@@ -105,8 +105,8 @@ class Resolver:
             if len(self._lookups) >= MAX_NAMES:
                 told(PeerUnreachable(f"name {host!r}: {MAX_NAMES} others are being resolved"))
                 return
-            kind = known.kind if known is not None else Kind.NEW
-            lookup = self._lookups[host] = Lookup(kind, now)
+            kind = known.kind if known is not None else LookupKind.NEW
+            lookup = self._lookups[host] = NameLookup(kind, now)
             self._waiting[kind].append(host)
         if known is not None and now - lookup.asked_at >= SLOW_SECONDS:
             told(known.addresses)
@@ -123,13 +123,13 @@ class Resolver:
             else:
                 self._tell_late(host, lookup, now)
 
-    def _call_slow(self, host: str, lookup: Lookup, known: Known, now: float) -> None:
+    def _call_slow(self, host: str, lookup: NameLookup, known: Known, now: float) -> None:
         """The last answer has to do; a look-up that hangs makes room for others of its kind."""
         hangs = lookup.started_at is not None and now - lookup.started_at >= SLOW_SECONDS
-        if hangs and lookup.kind is not Kind.SLOW:
+        if hangs and lookup.kind is not LookupKind.SLOW:
             self._num_threads[lookup.kind] -= 1
-            self._num_threads[Kind.SLOW] += 1
-            lookup.kind = Kind.SLOW
+            self._num_threads[LookupKind.SLOW] += 1
+            lookup.kind = LookupKind.SLOW
             self._start()
         told, lookup.told = lookup.told, []
         self._let_go(host, lookup)
@@ -138,7 +138,7 @@ class Resolver:
         for _, tell in told:
             tell(known.addresses)
 
-    def _tell_late(self, host: str, lookup: Lookup, now: float) -> None:
+    def _tell_late(self, host: str, lookup: NameLookup, now: float) -> None:
         late = [told for deadline, told in lookup.told if now >= deadline]
         if not late:
             return
@@ -149,7 +149,7 @@ class Resolver:
         for told in late:
             told(error)
 
-    def _let_go(self, host: str, lookup: Lookup) -> None:
+    def _let_go(self, host: str, lookup: NameLookup) -> None:
         """Forget a look-up that nobody waits for, unless it has its thread."""
         if lookup.started_at is None and not lookup.told:
             del self._lookups[host]
@@ -195,7 +195,9 @@ class Resolver:
         if known is not None and is_slow and not addresses:
             answer = addresses = known.addresses  # no server has said that there is no such name
         if addresses:
-            self._known.put(host, Known(addresses, Kind.SLOW if is_slow else Kind.SWIFT))
+            self._known.put(
+                host, Known(addresses, LookupKind.SLOW if is_slow else LookupKind.SWIFT)
+            )
         self._answers.put(host, (answer, now + good_for))
         self._start()
         for _, told in lookup.told:

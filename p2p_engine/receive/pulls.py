@@ -27,7 +27,7 @@ MAX_DOUBLINGS = 16
 
 
 @dataclass(eq=False)
-class Asked:
+class AskedRank:
     """One rank that sends what is expected."""
 
     link: Link
@@ -46,7 +46,7 @@ class Expected:
     transfer: Transfer
     binding: bytes
     pull: bool
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[AskedRank] = field(default_factory=list)
     idle: list[tuple[TransferKey, PeerAddress]] = field(default_factory=list)
 
     @property
@@ -256,7 +256,7 @@ class Pulls:
     def _watch(self, item: Expected, peers: list[PeerAddress]) -> None:
         patient_until = 0.0 if item.pull else self._clock() + self._config.retry_seconds
         item.asked = [
-            Asked(self._links.get(peer, data=False), resend_at=patient_until) for peer in peers
+            AskedRank(self._links.get(peer, data=False), resend_at=patient_until) for peer in peers
         ]
         for asked in item.asked:
             self._of_link.add(asked.link, item)
@@ -272,7 +272,7 @@ class Pulls:
                 self._meet(item, asked)
         self._schedule(item)
 
-    def _meet(self, item: Expected, asked: Asked) -> None:
+    def _meet(self, item: Expected, asked: AskedRank) -> None:
         """Ask one who sends it, if it is there; and hear what it has said before it was known."""
         if not asked.link.ready:
             return
@@ -299,14 +299,14 @@ class Pulls:
         else:
             self._to_release.add(link, content)
 
-    def _ask(self, item: Expected, asked: Asked, now: float) -> None:
+    def _ask(self, item: Expected, asked: AskedRank, now: float) -> None:
         if asked.offered or not asked.link.ready or now < asked.resend_at:
             return
         asked.resend_at = now + self._pause(asked)
         asked.num_wants += 1
         self._links.send(asked.link, Want, item.transfer.key, item.binding, not item.pull)
 
-    def _pause(self, asked: Asked) -> float:
+    def _pause(self, asked: AskedRank) -> float:
         """How soon to ask again: more and more seldom, and four times in the peer's lease at least.
         It remembers what it was asked, and what is pushed comes by itself."""
         pause = self._config.retry_seconds

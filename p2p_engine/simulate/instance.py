@@ -18,8 +18,8 @@ from p2p_engine.errors import P2pError
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.simulate import answers
 from p2p_engine.simulate.cost import CostModel
-from p2p_engine.simulate.prompts import MadeUpModel, Prompt, read_prompts
-from p2p_engine.simulate.transfers import Outgoing, Transfers
+from p2p_engine.simulate.prompts import MadeUpModel, SimulatedPrompt, read_prompts
+from p2p_engine.simulate.transfers import SimulatedSend, Transfers
 from p2p_engine.wire.addresses import join_address
 from p2p_engine.wire.messages import TransferKey
 from p2p_engine.wire.request_ids import parse_proxy_id
@@ -30,7 +30,7 @@ FAREWELL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Intent:
+class SimulatedIntent:
     """Where the KV of a request goes, or where it comes from; at most one of the two."""
 
     transfer_id: str = ""
@@ -140,12 +140,12 @@ class StandIn:
         finally:
             self._num_running -= 1
 
-    def _read_intent(self, asked: Mapping[str, Any], request_id: str) -> Intent:
+    def _read_intent(self, asked: Mapping[str, Any], request_id: str) -> SimulatedIntent:
         """Read the parameters of a request, or its id, as the connector does."""
         params = asked.get("kv_transfer_params")
         if params:
             host, port = params.get("remote_host"), params.get("remote_port")
-            return Intent(
+            return SimulatedIntent(
                 str(params["transfer_id"]),
                 bool(params.get("do_remote_decode")),
                 bool(params.get("do_remote_prefill")),
@@ -153,13 +153,13 @@ class StandIn:
             )
         proxy_id = parse_proxy_id(request_id)
         if proxy_id is None:
-            return Intent()
+            return SimulatedIntent()
         if proxy_id.prefill == self._directory.address:
-            return Intent(proxy_id.transfer_id, is_sent=True, peer=proxy_id.decode)
-        return Intent(proxy_id.transfer_id, is_fetched=True, peer=proxy_id.prefill)
+            return SimulatedIntent(proxy_id.transfer_id, is_sent=True, peer=proxy_id.decode)
+        return SimulatedIntent(proxy_id.transfer_id, is_fetched=True, peer=proxy_id.prefill)
 
     async def _have_kv(
-        self, intent: Intent, prompts: list[Prompt], asked: Mapping[str, Any]
+        self, intent: SimulatedIntent, prompts: list[SimulatedPrompt], asked: Mapping[str, Any]
     ) -> None:
         """Fetch the KV of all prompts, or compute it and send it on."""
         children = range(int(asked.get("n") or 1))
@@ -175,7 +175,7 @@ class StandIn:
             await asyncio.gather(*fetches)
             return
         peer = None if self._config.send_type is SendMode.GET else intent.peer
-        outgoing: list[Outgoing] = []
+        outgoing: list[SimulatedSend] = []
         if intent.is_sent:
             outgoing = [self._transfers.offer(key, peer, prompt) for key, prompt in keyed]
         try:
@@ -188,7 +188,11 @@ class StandIn:
             self._transfers.computed(item)
 
     async def _answer(
-        self, request: web.Request, asked: dict[str, Any], intent: Intent, prompts: list[Prompt]
+        self,
+        request: web.Request,
+        asked: dict[str, Any],
+        intent: SimulatedIntent,
+        prompts: list[SimulatedPrompt],
     ) -> web.StreamResponse:
         usage = _usage(asked, prompts)
         with self._decoding():
@@ -218,7 +222,7 @@ class StandIn:
         finally:
             self._cost.num_decoding -= 1
 
-    def _params_for_decode(self, intent: Intent) -> dict[str, Any] | None:
+    def _params_for_decode(self, intent: SimulatedIntent) -> dict[str, Any] | None:
         if not intent.is_sent:
             return None
         host, _, port = self._directory.address.rpartition(":")
@@ -231,7 +235,7 @@ class StandIn:
         }
 
 
-def _usage(asked: Mapping[str, Any], prompts: list[Prompt]) -> dict[str, int]:
+def _usage(asked: Mapping[str, Any], prompts: list[SimulatedPrompt]) -> dict[str, int]:
     num_prompt = sum(prompt.num_tokens for prompt in prompts)
     num_new = answers.num_tokens(asked) * answers.num_choices(asked)
     return {

@@ -23,7 +23,7 @@ _WORD_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Prompt:
+class SimulatedPrompt:
     """One prompt; four bytes of it are a token."""
 
     content: bytes
@@ -39,25 +39,25 @@ class Prompt:
         return -(-self.num_tokens // BLOCK_TOKENS)
 
 
-def read_prompts(asked: Mapping[str, Any]) -> list[Prompt]:
+def read_prompts(asked: Mapping[str, Any]) -> list[SimulatedPrompt]:
     """Return the prompts of a completion or a chat: texts, token ids, or several of either.
 
     Raises:
         ValueError: there is none, or it is of another kind.
     """
     if "messages" in asked:
-        return [Prompt(json.dumps(asked["messages"]).encode())]
+        return [SimulatedPrompt(json.dumps(asked["messages"]).encode())]
     given = asked.get("prompt")
     if isinstance(given, list) and given and not isinstance(given[0], int):
         return [_read_prompt(one) for one in given]
     return [_read_prompt(given)]
 
 
-def _read_prompt(given: Any) -> Prompt:
+def _read_prompt(given: Any) -> SimulatedPrompt:
     if isinstance(given, str):
-        return Prompt(given.encode())
+        return SimulatedPrompt(given.encode())
     if isinstance(given, list) and given and all(isinstance(token, int) for token in given):
-        return Prompt(np.array(given, np.uint32).tobytes())
+        return SimulatedPrompt(np.array(given, np.uint32).tobytes())
     raise ValueError("`prompt` is neither a text nor a list of token ids")
 
 
@@ -88,7 +88,7 @@ class MadeUpModel:
             page_bytes=[self.page_bytes] * self.num_layers,
         )
 
-    def compute(self, prompt: Prompt) -> Words:
+    def compute(self, prompt: SimulatedPrompt) -> Words:
         """Return the KV of a prompt: uint64[layer, block, word]."""
         seeds, seed = [], 0
         for start in range(0, prompt.num_blocks * _BLOCK_BYTES, _BLOCK_BYTES):
@@ -100,7 +100,7 @@ class MadeUpModel:
         computed: Words = blocks + layers + words
         return computed
 
-    def blank(self, prompt: Prompt) -> Words:
+    def blank(self, prompt: SimulatedPrompt) -> Words:
         """Return memory for the KV of a prompt that comes from elsewhere."""
         shape = (self.num_layers, prompt.num_blocks, self.page_bytes // _WORD_BYTES)
         return np.zeros(shape, np.uint64)

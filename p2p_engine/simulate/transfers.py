@@ -13,7 +13,7 @@ from p2p_engine.engine import P2pNcclEngine
 from p2p_engine.errors import P2pError
 from p2p_engine.memory.paged import PagedSink, PagedSource
 from p2p_engine.peers.links import InstanceAddress
-from p2p_engine.simulate.prompts import MadeUpModel, Prompt, Words
+from p2p_engine.simulate.prompts import MadeUpModel, SimulatedPrompt, Words
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import TransferKey
 
@@ -26,7 +26,7 @@ class WrongKv(P2pError):
 
 
 @dataclass(eq=False)
-class Outgoing:
+class SimulatedSend:
     """The KV of one prompt that leaves; without a peer it is held for whoever asks."""
 
     key: TransferKey
@@ -57,7 +57,7 @@ class Transfers:
         self.num_verified = 0
         self.num_wrong = 0
 
-    def offer(self, key: TransferKey, peer: str | None, prompt: Prompt) -> Outgoing:
+    def offer(self, key: TransferKey, peer: str | None, prompt: SimulatedPrompt) -> SimulatedSend:
         """Offer the KV of a prompt before it is computed; without a peer, only prepare it.
 
         Raises:
@@ -66,14 +66,14 @@ class Transfers:
         memory = self._model.compute(prompt)
         blocks = np.arange(prompt.num_blocks)
         source = PagedSource(self._model.cache(memory), blocks, 0, prompt.num_tokens)
-        outgoing = Outgoing(key, peer, source, memory)
+        outgoing = SimulatedSend(key, peer, source, memory)
         if peer is not None:
             address = InstanceAddress(peer)
             outgoing.transfer = self._engine.send(key, address, source, ready=False)
             self._watch(outgoing.transfer, memory)
         return outgoing
 
-    def computed(self, outgoing: Outgoing) -> None:
+    def computed(self, outgoing: SimulatedSend) -> None:
         """Let the bytes of an offer move; hold what has no peer until somebody asks for it.
 
         Raises:
@@ -85,7 +85,7 @@ class Transfers:
         elif not outgoing.transfer.done:
             self._engine.mark_ready(outgoing.transfer)
 
-    def withdraw(self, outgoing: Outgoing) -> None:
+    def withdraw(self, outgoing: SimulatedSend) -> None:
         """Let go of what will not be computed, and tell whoever waits for it."""
         if outgoing.transfer is not None:
             outgoing.transfer.cancel("the request ended")
@@ -93,7 +93,9 @@ class Transfers:
             peer = InstanceAddress(outgoing.peer) if outgoing.peer is not None else None
             self._engine.abandon(outgoing.key, peer, "the request ended")
 
-    async def fetch(self, key: TransferKey, peer: str, prompt: Prompt, *, pull: bool) -> None:
+    async def fetch(
+        self, key: TransferKey, peer: str, prompt: SimulatedPrompt, *, pull: bool
+    ) -> None:
         """Wait for the KV of a prompt and compare every word of it.
 
         Raises:

@@ -26,7 +26,7 @@ _fields_decoder = msgspec.json.Decoder(Fields)
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class ClientRequest:
     """A client's request: its own bytes, and its top-level fields as they stand in them."""
 
     body: bytes
@@ -38,7 +38,7 @@ class Asked:
         return bytes(self.fields.get("stream", b"")) == _TRUE
 
 
-NOTHING = Asked(b"", {})
+NOTHING = ClientRequest(b"", {})
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ _answer_decoder = msgspec.json.Decoder(_PrefillAnswer)
 BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-def parse(body: bytes) -> Asked:
+def parse(body: bytes) -> ClientRequest:
     """Split a request into its top-level fields, each as it was written.
 
     Raises:
         ProxyError: 400, it is not a JSON object.
     """
     try:
-        return Asked(body, _fields_decoder.decode(body))
+        return ClientRequest(body, _fields_decoder.decode(body))
     except BAD_JSON as error:
         raise ProxyError(400, "invalid_json", f"the body is not a JSON object: {error}") from error
 
@@ -107,7 +107,7 @@ def prefill_body(fields: Fields, params: Params | None) -> bytes:
     return msgspec.json.encode(kept)
 
 
-def decode_body(asked: Asked, params: Params | None) -> bytes:
+def decode_body(asked: ClientRequest, params: Params | None) -> bytes:
     """Return the client's own bytes with our parameters spliced in before the last brace.
 
     A client's own parameters are taken out first: they could name an instance of its choice.

@@ -30,7 +30,11 @@ class Attempt:
     """One try: whatever it holds is let go of by `ends`, at the latest when the request ends."""
 
     def __init__(
-        self, services: Services, request: ProxyRequest, record: RequestRecord, asked: payload.Asked
+        self,
+        services: Services,
+        request: ProxyRequest,
+        record: RequestRecord,
+        asked: payload.ClientRequest,
     ) -> None:
         self.services = services
         self.config = services.config
@@ -122,7 +126,7 @@ class Errand(Attempt):
         services: Services,
         request: ProxyRequest,
         record: RequestRecord,
-        asked: payload.Asked,
+        asked: payload.ClientRequest,
         place: tuple[Instance, Role],
     ) -> None:
         super().__init__(services, request, record, asked)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from proxy.http.asgi import Answer, ProxyRequest
     from proxy.observe.request_log import RequestRecord
     from proxy.request.services import Services
-    from proxy.routing.router import Pair
+    from proxy.routing.router import InstancePair
 
 
 class Exchange(Attempt):
@@ -36,8 +36,8 @@ class Exchange(Attempt):
         services: Services,
         request: ProxyRequest,
         record: RequestRecord,
-        asked: payload.Asked,
-        pair: Pair,
+        asked: payload.ClientRequest,
+        pair: InstancePair,
     ) -> None:
         super().__init__(services, request, record, asked)
         self._pair = pair

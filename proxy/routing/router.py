@@ -24,7 +24,7 @@ TIDY_SECONDS = 0.2
 
 
 @dataclass(eq=False)
-class Pair:
+class InstancePair:
     """The two instances of one request, and the estimated tokens that each leg costs.
 
     Without `prefill`, decode computes the prompt itself.
@@ -69,7 +69,7 @@ class Router:
         has_readers = any(policy.uses_tree for policy in self._policies.values())
         self._keeps_tree = has_readers or config.bypass_tokens > 0
 
-    def choose(self, prompt: Prompt, excluded: Collection[Instance] = ()) -> Pair:
+    def choose(self, prompt: Prompt, excluded: Collection[Instance] = ()) -> InstancePair:
         """Choose a decode instance, and a prefill instance that can send to it.
 
         Decode comes first because it is the longer work: where every instance has both roles, the
@@ -149,16 +149,16 @@ class Router:
         limit = self._bypass_tokens
         return [d for d in decodes if prompt.num_new_tokens(held.get(d, 0)) < limit]
 
-    def _together(self, prefill: Instance, decode: Instance, prompt: Prompt) -> Pair:
+    def _together(self, prefill: Instance, decode: Instance, prompt: Prompt) -> InstancePair:
         held = self._tree.match(prompt.blocks) if self._keeps_tree else {}
         num_new_tokens = max(1, prompt.num_new_tokens(held.get(prefill, 0)))
         self._remember(prompt, prefill, decode)
         num_tokens = prompt.num_tokens + prompt.num_output_tokens
-        return Pair(prefill, decode, num_new_tokens, num_tokens)
+        return InstancePair(prefill, decode, num_new_tokens, num_tokens)
 
-    def _alone(self, decode: Instance, prompt: Prompt) -> Pair:
+    def _alone(self, decode: Instance, prompt: Prompt) -> InstancePair:
         self._remember(prompt, decode)
-        return Pair(None, decode, 0, prompt.num_tokens + prompt.num_output_tokens)
+        return InstancePair(None, decode, 0, prompt.num_tokens + prompt.num_output_tokens)
 
     def _remember(self, prompt: Prompt, *instances: Instance) -> None:
         """They will hold it soon, and others with the same beginning may come before that."""

@@ -15,7 +15,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from p2p_engine.cli.commands import Role
+from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.tiny_model import ensure_tiny_model
 from tests.compat.environments import GRAFTS, VERSIONS, ensure_environment, install_ours
 from tests.compat.fleet import BOOT_SECONDS, VersionFleet
@@ -67,8 +67,8 @@ def check_version(version: str, send_type: str, seed: int) -> Row:
         model, python, send_type=send_type, vllm_args=_VLLM_ARGS, log_dir=logs
     ) as fleet:
         proxy = fleet.start_proxy()
-        fleet.start(Role.PREFILL)
-        decode = fleet.start(Role.DECODE)
+        fleet.start(MemberRole.PREFILL)
+        decode = fleet.start(MemberRole.DECODE)
         fleet.wait_ready(timeout=BOOT_SECONDS)
         actual = ask_all(proxy.url, questions, concurrency=_CONCURRENCY)
         tokens = prompt_tokens_by_source(decode.url)
@@ -88,7 +88,7 @@ def check_version(version: str, send_type: str, seed: int) -> Row:
 
 def _ask_single(model: Path, python: Path, logs: Path, questions: list[Question]) -> list[Answer]:
     with VersionFleet(model, python, log_dir=logs) as fleet:
-        single = fleet.start(Role.SINGLE)
+        single = fleet.start(MemberRole.SINGLE)
         fleet.wait_ready(timeout=BOOT_SECONDS)
         return ask_all(single.url, questions, concurrency=_CONCURRENCY)
 

@@ -23,7 +23,7 @@ from p2p_engine.control.fleet_key import write_key_file
 from p2p_engine.simulate.answers import tokens
 from p2p_engine.simulate.cost import CostModel
 from p2p_engine.simulate.instance import StandIn
-from p2p_engine.simulate.prompts import MadeUpModel, Prompt, read_prompts
+from p2p_engine.simulate.prompts import MadeUpModel, SimulatedPrompt, read_prompts
 from p2p_engine.wire.request_ids import ProxyId, new_transfer_id
 from tests.proxy_fleet import CHAT, COMPLETIONS, RunningProxy, running_proxy, until
 from tests.support import eventually
@@ -146,9 +146,9 @@ async def test_a_client_that_leaves_ends_its_transfer() -> None:
 def test_every_word_depends_on_all_tokens_before_it() -> None:
     [prompt] = read_prompts(ASKED)
     computed = MODEL.compute(prompt)
-    changed = Prompt(b"X" + prompt.content[1:])
+    changed = SimulatedPrompt(b"X" + prompt.content[1:])
     assert (MODEL.compute(changed) != computed).all()
-    longer = MODEL.compute(Prompt(prompt.content + b"."))
+    longer = MODEL.compute(SimulatedPrompt(prompt.content + b"."))
     num_full = len(prompt.content) // 64
     assert (longer[:, :num_full] == computed[:, :num_full]).all()
     assert (longer[:, num_full:] != computed[:, num_full:]).all()

@@ -19,7 +19,7 @@ from vllm.v1.request import RequestStatus
 from p2p_engine.config import SendMode
 from p2p_engine.connector import compat
 from p2p_engine.connector.groups import layer_groups
-from p2p_engine.connector.intent import Instance
+from p2p_engine.connector.intent import ThisInstance
 from p2p_engine.connector.scheduler import SchedulerHalf
 from tests import marks
 from tests.block_play import Play, Watch, make_cache, make_manager, make_request
@@ -55,7 +55,7 @@ class OnePrompt:
         cache = make_cache(groups, num_blocks=(MOST_BLOCKS + 40) * len(groups))
         self.manager = make_manager(cache, has_prefix_cache=has_prefix_cache)
         self._pool = self.manager.block_pool
-        instance = Instance("kv_producer", "[::1]:1", mode, has_random_ids=True)
+        instance = ThisInstance("kv_producer", "[::1]:1", mode, has_random_ids=True)
         self._half = SchedulerHalf(instance, "model", layer_groups(cache), tp_size=1)
         self._half.bind_pool(self._pool)
         self._watch = Watch(self._pool, layer_groups(cache), mode)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from p2p_engine.cli.commands import Role
+from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.members import Member, fetch_text
 from p2p_engine.cli.simulate import SimulatedFleet
 from p2p_engine.transfer_config import EXTRA
@@ -55,7 +55,9 @@ class Events:
 class Chaos:
     """Does one thing after the other to a fleet; blocks while it does."""
 
-    def __init__(self, fleet: SimulatedFleet, sizes: dict[Role, int], rng: random.Random) -> None:
+    def __init__(
+        self, fleet: SimulatedFleet, sizes: dict[MemberRole, int], rng: random.Random
+    ) -> None:
         self._fleet = fleet
         self._sizes = sizes
         self._rng = rng
@@ -72,7 +74,7 @@ class Chaos:
             return self._add(role)
         return self._rng.choice(leave)(self._rng.choice(members))
 
-    def _add(self, role: Role) -> None:
+    def _add(self, role: MemberRole) -> None:
         member = self._fleet.start(role)
         self.events.add("add", member)
         self._fleet.wait_ready(member, timeout=READY_SECONDS)
@@ -158,7 +160,7 @@ async def run(
     assert fleet.proxy is not None
     rng = random.Random(seed)
     load = Load(fleet.proxy.url, "simulated", rate, random.Random(rng.random()))
-    chaos = Chaos(fleet, {Role.PREFILL: size, Role.DECODE: size}, rng)
+    chaos = Chaos(fleet, {MemberRole.PREFILL: size, MemberRole.DECODE: size}, rng)
     is_over = asyncio.Event()
     loading = asyncio.ensure_future(load.run(is_over))
     deadline, done = time.monotonic() + seconds, chaos.events.done
@@ -173,7 +175,7 @@ async def run(
 def start(fleet: SimulatedFleet, size: int) -> None:
     """Start the proxy and so many stand-ins of each role, and wait for them."""
     fleet.start_proxy()
-    for role in (Role.PREFILL, Role.DECODE):
+    for role in (MemberRole.PREFILL, MemberRole.DECODE):
         for _ in range(size):
             fleet.start(role)
     fleet.wait_ready(timeout=READY_SECONDS)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from p2p_engine.cli import commands, devices
-from p2p_engine.cli.commands import InstancePlan, Role, data_parallel_size
+from p2p_engine.cli.commands import InstancePlan, MemberRole, data_parallel_size
 from p2p_engine.cli.devices import Devices
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.launch import LaunchOptions
@@ -23,7 +23,7 @@ from p2p_engine.errors import ConfigError
 HOST = "127.0.0.1"
 
 
-def plan(role: Role = Role.PREFILL, **changes: Any) -> InstancePlan:
+def plan(role: MemberRole = MemberRole.PREFILL, **changes: Any) -> InstancePlan:
     settings: dict[str, Any] = {
         "name": "prefill-1",
         "role": role,
@@ -153,9 +153,13 @@ def test_the_kv_space_that_a_user_has_set_is_kept(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("role", "kv_role"),
-    [(Role.PREFILL, "kv_producer"), (Role.DECODE, "kv_consumer"), (Role.BOTH, "kv_both")],
+    [
+        (MemberRole.PREFILL, "kv_producer"),
+        (MemberRole.DECODE, "kv_consumer"),
+        (MemberRole.BOTH, "kv_both"),
+    ],
 )
-def test_the_transfer_config_of_each_role(role: Role, kv_role: str) -> None:
+def test_the_transfer_config_of_each_role(role: MemberRole, kv_role: str) -> None:
     assert commands.transfer_config(plan(role)) == {
         "kv_connector": "P2pNcclConnector",
         "kv_role": kv_role,
@@ -171,7 +175,7 @@ def test_the_transfer_config_of_each_role(role: Role, kv_role: str) -> None:
 
 
 def test_the_key_of_the_fleet_is_everybodys() -> None:
-    config = commands.transfer_config(plan(Role.PREFILL, key_file="/etc/fleet.key"))
+    config = commands.transfer_config(plan(MemberRole.PREFILL, key_file="/etc/fleet.key"))
     assert config["kv_connector_extra_config"]["key_file"] == "/etc/fleet.key"
 
 
@@ -188,7 +192,7 @@ def test_a_fleet_with_a_key_gives_it_to_its_proxy_and_its_instances(tmp_path: Pa
     fleet = NotStarted("some/model", log_dir=tmp_path)
     fleet.key_file = "/etc/fleet.key"
     fleet.start_proxy()
-    fleet.start(Role.DECODE)
+    fleet.start(MemberRole.DECODE)
     fleet.members.clear()
     fleet.close()
     proxy = commands_given["proxy"]
@@ -210,7 +214,7 @@ def test_overrides_win_on_both_levels() -> None:
 
 
 def test_a_single_instance_has_no_connector() -> None:
-    assert "--kv-transfer-config" not in commands.vllm_command(plan(Role.SINGLE), {})
+    assert "--kv-transfer-config" not in commands.vllm_command(plan(MemberRole.SINGLE), {})
 
 
 def test_a_model_on_this_disk_is_not_looked_for_elsewhere(tmp_path: Path) -> None:
@@ -238,9 +242,9 @@ def test_each_instance_has_the_arguments_of_its_role() -> None:
         "m", num_prefill=2, num_decode=1, prefill_args=("--a",), decode_args=("--b",)
     )
     assert options.roles() == [
-        (Role.PREFILL, ("--a",)),
-        (Role.PREFILL, ("--a",)),
-        (Role.DECODE, ("--b",)),
+        (MemberRole.PREFILL, ("--a",)),
+        (MemberRole.PREFILL, ("--a",)),
+        (MemberRole.DECODE, ("--b",)),
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from p2p_engine.cli.client import Answer
+from p2p_engine.cli.client import CompletionAnswer
 from p2p_engine.cli.demo import last_line, report
 from p2p_engine.cli.tiny_model import TinyModel
 from p2p_engine.cli.verdict import Moved, Shape, Verdict, judge, parse_samples
@@ -22,10 +22,10 @@ REQUESTS = [
 ]
 
 
-def answers() -> list[Answer]:
+def answers() -> list[CompletionAnswer]:
     return [
-        Answer({0: [7, 8, 9]}, {0: [1] * 9}, {0: "length"}, seconds_to_first=0.5),
-        Answer({0: [3], 1: [4]}, {0: [2] * 4, 1: [2]}, {0: "length", 1: "stop"}),
+        CompletionAnswer({0: [7, 8, 9]}, {0: [1] * 9}, {0: "length"}, seconds_to_first=0.5),
+        CompletionAnswer({0: [3], 1: [4]}, {0: [2] * 4, 1: [2]}, {0: "length", 1: "stop"}),
     ]
 
 
@@ -33,7 +33,7 @@ def answers() -> list[Answer]:
 MOVED = Moved(cached_tokens=0, received_tokens=13, landed_bytes={"buffer": 1600, "pool": 400})
 
 
-def verdict_of(answered: list[Answer], moved: Moved = MOVED) -> Verdict:
+def verdict_of(answered: list[CompletionAnswer], moved: Moved = MOVED) -> Verdict:
     return judge("GET", REQUESTS, answers(), answered, moved=moved, shape=SHAPE)
 
 
@@ -45,31 +45,31 @@ def test_all_right() -> None:
     assert last_line([verdict]) == "2/2 identical, 0 recomputed, 2000 bytes transferred"
 
 
-def change_token(answered: list[Answer]) -> None:
+def change_token(answered: list[CompletionAnswer]) -> None:
     answered[0].tokens[0][2] ^= 1
 
 
-def lose_sequence(answered: list[Answer]) -> None:
+def lose_sequence(answered: list[CompletionAnswer]) -> None:
     del answered[1].tokens[1]
 
 
-def add_token(answered: list[Answer]) -> None:
+def add_token(answered: list[CompletionAnswer]) -> None:
     answered[0].tokens[0].append(1)
 
 
-def end_otherwise(answered: list[Answer]) -> None:
+def end_otherwise(answered: list[CompletionAnswer]) -> None:
     answered[1].endings[1] = "length"
 
 
-def read_another_prompt(answered: list[Answer]) -> None:
+def read_another_prompt(answered: list[CompletionAnswer]) -> None:
     answered[1].prompts[0][0] ^= 1
 
 
-def fail(answered: list[Answer]) -> None:
+def fail(answered: list[CompletionAnswer]) -> None:
     answered[0].error = "HTTP 503: no decode instance"
 
 
-def swap_sequences(answered: list[Answer]) -> None:
+def swap_sequences(answered: list[CompletionAnswer]) -> None:
     tokens = answered[1].tokens
     tokens[0], tokens[1] = tokens[1], tokens[0]
 
@@ -86,7 +86,7 @@ def swap_sequences(answered: list[Answer]) -> None:
         swap_sequences,
     ],
 )
-def test_each_kind_of_wrong_answer_is_seen(fault: Callable[[list[Answer]], None]) -> None:
+def test_each_kind_of_wrong_answer_is_seen(fault: Callable[[list[CompletionAnswer]], None]) -> None:
     answered = copy.deepcopy(answers())
     fault(answered)
     verdict = verdict_of(answered)
@@ -96,7 +96,7 @@ def test_each_kind_of_wrong_answer_is_seen(fault: Callable[[list[Answer]], None]
 
 def test_two_failures_are_not_alike() -> None:
     """An instance that answers nothing must not agree with another one that answers nothing."""
-    broken = [Answer(error="HTTP 500"), Answer(error="HTTP 500")]
+    broken = [CompletionAnswer(error="HTTP 500"), CompletionAnswer(error="HTTP 500")]
     verdict = judge("GET", REQUESTS, broken, broken, moved=MOVED, shape=SHAPE)
     assert verdict.num_identical == 0
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2p_engine.config import SendMode
-from p2p_engine.connector.intent import Direction, Instance, Intent, InvalidParams, read_intent
+from p2p_engine.connector.intent import Direction, Intent, InvalidParams, ThisInstance, read_intent
 from p2p_engine.wire.messages import TransferKey
 from p2p_engine.wire.request_ids import ProxyId
 
@@ -22,8 +22,8 @@ KEY = TransferKey(TRANSFER_ID, prompt_index=2)
 
 def instance(
     role: str = "kv_both", address: str = P, send_type: SendMode = SendMode.PUT_ASYNC
-) -> Instance:
-    return Instance(role, address, send_type, has_random_ids=True)
+) -> ThisInstance:
+    return ThisInstance(role, address, send_type, has_random_ids=True)
 
 
 def prefill_params(**more: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from p2p_engine.config import SendMode
-from p2p_engine.connector.intent import Instance
+from p2p_engine.connector.intent import ThisInstance
 from p2p_engine.connector.layer_group import LayerGroup
 from p2p_engine.connector.metadata import P2pConnectorMetadata
 from p2p_engine.connector.scheduler import SchedulerHalf
@@ -41,7 +41,7 @@ def make_group(number: int = 0, window: int = 0) -> LayerGroup:
 
 @pytest.fixture
 def half() -> SchedulerHalf:
-    instance = Instance("kv_both", "[::1]:1", SendMode.PUT_ASYNC, has_random_ids=True)
+    instance = ThisInstance("kv_both", "[::1]:1", SendMode.PUT_ASYNC, has_random_ids=True)
     return SchedulerHalf(instance, "model", [make_group()], tp_size=2)
 
 
@@ -438,7 +438,7 @@ def pool() -> BlockPool:
 @pytest.fixture
 def windowed(pool: BlockPool) -> SchedulerHalf:
     """All tokens in group 0, a window of 20 in group 1."""
-    instance = Instance("kv_both", "[::1]:1", SendMode.PUT_ASYNC, has_random_ids=True)
+    instance = ThisInstance("kv_both", "[::1]:1", SendMode.PUT_ASYNC, has_random_ids=True)
     half = SchedulerHalf(instance, "model", [make_group(), make_group(1, window=20)], tp_size=1)
     half.bind_pool(pool)
     return half

@@ -17,7 +17,7 @@ from p2p_engine.control.resolver import (
     MAX_THREADS,
     SLOW_SECONDS,
     Answer,
-    Kind,
+    LookupKind,
     Resolver,
     look_up,
 )
@@ -141,11 +141,11 @@ def test_bad_names_leave_threads_to_names_that_were_resolved_before(scene: Scene
     strangers = [f"bad {number}" for number in range(MAX_NAMES - len(known))]
     for name in strangers:
         scene.ask(name)
-    eventually(lambda: len(scene.asked) == MAX_LOOKUPS[Kind.NEW])
+    eventually(lambda: len(scene.asked) == MAX_LOOKUPS[LookupKind.NEW])
     scene.told.clear()
     for name in known:
         scene.ask(name)
-    eventually(lambda: len(scene.asked) == MAX_LOOKUPS[Kind.NEW] + len(known))
+    eventually(lambda: len(scene.asked) == MAX_LOOKUPS[LookupKind.NEW] + len(known))
     scene.ask("one too many")
     assert isinstance(scene.told[-1][1], PeerUnreachable)
     for name in known:
@@ -155,7 +155,7 @@ def test_bad_names_leave_threads_to_names_that_were_resolved_before(scene: Scene
     assert (
         sum(isinstance(answer, PeerUnreachable) for _, answer in scene.told) == len(strangers) + 1
     )
-    assert len(scene.names._lookups) == MAX_LOOKUPS[Kind.NEW]  # that hang
+    assert len(scene.names._lookups) == MAX_LOOKUPS[LookupKind.NEW]  # that hang
     scene.ask("after the flood")
     scene.answer(scene.asked[0], ())
     scene.answer("after the flood", ("10.0.0.3",))
@@ -196,12 +196,12 @@ def test_a_known_name_that_hangs_is_told_by_its_last_answer(scene: Scene) -> Non
 
 def test_known_names_that_hang_leave_threads_to_all_others(scene: Scene) -> None:
     """More of them than any kind of name has threads."""
-    bad = resolved(scene, "bad", 2 * MAX_LOOKUPS[Kind.SWIFT])
+    bad = resolved(scene, "bad", 2 * MAX_LOOKUPS[LookupKind.SWIFT])
     (good,) = resolved(scene, "good", 1)
     for name in bad:
         scene.ask(name)
     for _ in range(2):  # each time, those that hang make room
-        eventually(lambda: len(scene.asked) % MAX_LOOKUPS[Kind.SWIFT] == 0)
+        eventually(lambda: len(scene.asked) % MAX_LOOKUPS[LookupKind.SWIFT] == 0)
         scene.pass_time(SLOW_SECONDS)
     scene.ask(good)
     scene.answer(good, ("10.0.0.2",))
@@ -214,7 +214,7 @@ def test_known_names_that_hang_leave_threads_to_all_others(scene: Scene) -> None
 
 
 def test_names_that_were_slow_the_last_time_have_few_threads(scene: Scene) -> None:
-    slow = resolved(scene, "slow", MAX_LOOKUPS[Kind.SWIFT])
+    slow = resolved(scene, "slow", MAX_LOOKUPS[LookupKind.SWIFT])
     for name in slow:
         scene.ask(name)
     eventually(lambda: len(scene.asked) == len(slow))
@@ -227,8 +227,8 @@ def test_names_that_were_slow_the_last_time_have_few_threads(scene: Scene) -> No
         scene.ask(name)
     scene.pass_time(SLOW_SECONDS)
     assert [name for name, _ in scene.told] == slow
-    eventually(lambda: len(scene.asked) == MAX_LOOKUPS[Kind.SLOW])
-    assert len(scene.names._lookups) == MAX_LOOKUPS[Kind.SLOW]
+    eventually(lambda: len(scene.asked) == MAX_LOOKUPS[LookupKind.SLOW])
+    assert len(scene.names._lookups) == MAX_LOOKUPS[LookupKind.SLOW]
     for name in list(scene.asked):
         scene.answer(name, ("10.0.0.1",))
         assert scene.names._known.get(name) is not None
@@ -236,8 +236,8 @@ def test_names_that_were_slow_the_last_time_have_few_threads(scene: Scene) -> No
 
 def test_there_are_never_more_threads_than_a_bound(scene: Scene) -> None:
     names = resolved(scene, "bad", 2 * MAX_THREADS)
-    for start in range(0, len(names), MAX_LOOKUPS[Kind.SWIFT]):
-        for name in names[start : start + MAX_LOOKUPS[Kind.SWIFT]]:
+    for start in range(0, len(names), MAX_LOOKUPS[LookupKind.SWIFT]):
+        for name in names[start : start + MAX_LOOKUPS[LookupKind.SWIFT]]:
             scene.ask(name)
         scene.pass_time(SLOW_SECONDS)
     eventually(lambda: len(scene.asked) == MAX_THREADS)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from p2p_engine.cli import commands, doctor
-from p2p_engine.cli.commands import InstancePlan, Role
+from p2p_engine.cli.commands import InstancePlan, MemberRole
 from p2p_engine.cli.config_check import config_problems
 from p2p_engine.cli.findings import Level
 from p2p_engine.cli.launch import LaunchOptions
@@ -95,7 +95,7 @@ def test_what_vllm_or_we_would_refuse_is_a_finding(config: dict[str, Any], probl
 @PLACES
 def test_launch_gives_our_entry_what_an_instance_needs(config: dict[str, Any]) -> None:
     LaunchOptions("m", transfer_config=config)
-    plan = InstancePlan("d", Role.DECODE, "m", "127.0.0.1", 20001, 21001, "127.0.0.2:30001")
+    plan = InstancePlan("d", MemberRole.DECODE, "m", "127.0.0.1", 20001, 21001, "127.0.0.2:30001")
     given = json.loads(commands.vllm_command(plan, config)[-1])
     assert config_problems(given) == []
     ours = our_config(given)
@@ -112,7 +112,7 @@ def test_an_entry_without_a_role_has_its_instances() -> None:
     ours, beside = ({k: v for k, v in entry.items() if k != "kv_role"} for entry in (OURS, BESIDE))
     config = {"kv_connector": "MultiConnector", EXTRA: {CHILDREN: [beside, ours]}}
     LaunchOptions("m", transfer_config=config)
-    plan = InstancePlan("d", Role.DECODE, "m", "127.0.0.1", 20001, 21001)
+    plan = InstancePlan("d", MemberRole.DECODE, "m", "127.0.0.1", 20001, 21001)
     given = json.loads(commands.vllm_command(plan, config)[-1])
     assert {given["kv_role"], *(entry["kv_role"] for entry in given[EXTRA][CHILDREN])} == {
         "kv_consumer"

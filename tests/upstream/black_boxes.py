@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from p2p_engine.cli.commands import Role
+from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.members import Member
 from tests.compat.fleet import BOOT_SECONDS, VersionFleet
 from tests.upstream import suites
@@ -20,15 +20,15 @@ def run(python: Path, work: Path, model: Path) -> list[Result]:
     """Boot what the tests need with the vLLM of `python`, run them, and stop everything."""
     outputs = work / "baseline.json"
     with VersionFleet(model, python, log_dir=work / "logs") as fleet:
-        single = fleet.start(Role.SINGLE)
+        single = fleet.start(MemberRole.SINGLE)
         fleet.wait_ready(timeout=BOOT_SECONDS)
         baseline = _accuracy(python, work, "baseline", single, model, outputs)
         fleet.stop(single)
         if baseline.outcome == FAILED:
             return [baseline]
         proxy = fleet.start_proxy()
-        prefill = fleet.start(Role.PREFILL)
-        decode = fleet.start(Role.DECODE)
+        prefill = fleet.start(MemberRole.PREFILL)
+        decode = fleet.start(MemberRole.DECODE)
         fleet.wait_ready(timeout=BOOT_SECONDS)
         return [
             baseline,

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TypeAlias
 
-from p2p_engine.cli.commands import Role
+from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.members import Member
 from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
@@ -32,7 +32,7 @@ ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
 def decodes(members: Sequence[Member]) -> list[Member]:
     """Those that only decode."""
-    return [m for m in members if m.plan is not None and m.plan.role is Role.DECODE]
+    return [m for m in members if m.plan is not None and m.plan.role is MemberRole.DECODE]
 
 
 def landed_bytes(members: Sequence[Member]) -> Counter[str]:
@@ -79,7 +79,7 @@ def answers_of_one(
         log_dir=log_dir,
     )
     with fleet:
-        single = fleet.start(Role.SINGLE)
+        single = fleet.start(MemberRole.SINGLE)
         fleet.wait_ready(timeout=BOOT_SECONDS)
         return ask_all(single.url, questions, concurrency=CONCURRENCY)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import machine, versions
-from p2p_engine.cli.commands import Role
+from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.members import Member
 from p2p_engine.transfer_config import EXTRA
@@ -51,7 +51,7 @@ ARGUMENTS = (
 class Turn:
     """Who ends and how; the send mode of a victim that is prefill, and of its successor."""
 
-    role: Role
+    role: MemberRole
     which: int
     is_killed: bool
     send_type: str
@@ -64,7 +64,7 @@ def turn_of(number: int) -> Turn:
     mode = pair // 2
     is_killed = (pair + pair // 2 + number) % 2 == 0
     modes = [SEND_TYPES[index % len(SEND_TYPES)] for index in (mode, mode + 1)]
-    return Turn((Role.PREFILL, Role.DECODE)[number % 2], pair % 2, is_killed, *modes)
+    return Turn((MemberRole.PREFILL, MemberRole.DECODE)[number % 2], pair % 2, is_killed, *modes)
 
 
 @dataclass(eq=False)
@@ -89,9 +89,9 @@ class Ended:
         turn, ready_at = self.turn, self.successor.ready_at or 0.0
         return {
             "role": turn.role.value,
-            "send_type": turn.send_type if turn.role is Role.PREFILL else "",
-            "transport": TRANSPORTS[turn.which] if turn.role is Role.PREFILL else "",
-            "policy": POLICIES[turn.which] if turn.role is Role.DECODE else "",
+            "send_type": turn.send_type if turn.role is MemberRole.PREFILL else "",
+            "transport": TRANSPORTS[turn.which] if turn.role is MemberRole.PREFILL else "",
+            "policy": POLICIES[turn.which] if turn.role is MemberRole.DECODE else "",
             "signal": "SIGKILL" if turn.is_killed else "SIGTERM",
             "open": self.num_open,
             "ending_seconds": round(self.ending_seconds, 2),
@@ -105,7 +105,7 @@ class Restarts:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._members: dict[Role, list[Member]] = {}
+        self._members: dict[MemberRole, list[Member]] = {}
         self.lines: list[dict[str, Any]] = []
         self.broken: list[str] = []
 
@@ -120,7 +120,7 @@ class Restarts:
         deadline = time.monotonic() + seconds
         proxy = self._fleet.start_proxy()
         send_type = turn_of(turns.start).send_type
-        for role in (Role.PREFILL, Role.DECODE):
+        for role in (MemberRole.PREFILL, MemberRole.DECODE):
             self._members[role] = [self._start(role, which, send_type) for which in (0, 1)]
         self._fleet.wait_ready(timeout=BOOT_SECONDS)
         load = Load(proxy.url, questions, expected, concurrency=NUM_CLIENTS)
@@ -135,9 +135,9 @@ class Restarts:
         leave_at_each_stage(proxy, self._fleet.instances)
 
     def _start(
-        self, role: Role, which: int, send_type: str, successor_of: Member | None = None
+        self, role: MemberRole, which: int, send_type: str, successor_of: Member | None = None
     ) -> Member:
-        if role is Role.PREFILL:
+        if role is MemberRole.PREFILL:
             extra = {**SETTINGS, "transports": TRANSPORTS[which], "send_type": send_type}
             config: dict[str, Any] = {EXTRA: extra}
         else:

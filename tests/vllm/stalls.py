@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import machine, versions
-from p2p_engine.cli.commands import Role
+from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.members import Member
 from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
@@ -164,8 +164,8 @@ def play(
     fleet = Fleet(model, send_type="GET", vllm_args=VLLM_ARGS, env=ENVIRONMENT, log_dir=log_dir)
     with fleet:
         proxy = fleet.start_proxy()
-        prefill = fleet.start(Role.PREFILL)
-        decode = fleet.start(Role.DECODE, vllm_args=["--tensor-parallel-size=2"])
+        prefill = fleet.start(MemberRole.PREFILL)
+        decode = fleet.start(MemberRole.DECODE, vllm_args=["--tensor-parallel-size=2"])
         fleet.wait_ready(timeout=BOOT_SECONDS)
         for turn in range(turns):
             if time.monotonic() >= deadline:
@@ -173,7 +173,7 @@ def play(
             if turn:
                 fleet.kill(decode)
                 decode = fleet.start(
-                    Role.DECODE, vllm_args=["--tensor-parallel-size=2"], successor_of=decode
+                    MemberRole.DECODE, vllm_args=["--tensor-parallel-size=2"], successor_of=decode
                 )
                 fleet.wait_ready(decode, timeout=BOOT_SECONDS)
             with busy(num_busy):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from p2p_engine.cli.commands import Role
+from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.members import Member, fetch_text
 from p2p_engine.cli.tiny_model import TinyModel, ensure_tiny_model
@@ -92,9 +92,10 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
         planned_instances=2,
     ) as made:
         made.start_proxy()
-        made.start(Role.PREFILL)
+        made.start(MemberRole.PREFILL)
         made.start(
-            Role.DECODE, vllm_args=(f"--max-num-seqs={NUM_SLOTS}", "--scheduling-policy=priority")
+            MemberRole.DECODE,
+            vllm_args=(f"--max-num-seqs={NUM_SLOTS}", "--scheduling-policy=priority"),
         )
         made.wait_ready(timeout=BOOT_SECONDS)
         yield made

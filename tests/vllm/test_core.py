@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from p2p_engine.cli.commands import Role
+from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.members import Member
 from p2p_engine.cli.tiny_model import ensure_tiny_model
@@ -66,7 +66,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     )
     with fleet:
         fleet.start_proxy()
-        members = [fleet.start(role) for role in (Role.SINGLE, Role.PREFILL, Role.DECODE)]
+        members = [
+            fleet.start(role) for role in (MemberRole.SINGLE, MemberRole.PREFILL, MemberRole.DECODE)
+        ]
         fleet.wait_ready(timeout=BOOT_SECONDS)
         yield Servers(fleet, *members)
 

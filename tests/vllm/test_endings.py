@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from p2p_engine.cli.commands import Role
+from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.members import Member
 from p2p_engine.cli.tiny_model import ensure_tiny_model
@@ -55,7 +55,7 @@ def pair(
         log_dir=tmp_path_factory.mktemp("logs"),
     )
     with fleet:
-        members = [fleet.start(role) for role in (Role.PREFILL, Role.DECODE)]
+        members = [fleet.start(role) for role in (MemberRole.PREFILL, MemberRole.DECODE)]
         fleet.wait_ready(timeout=BOOT_SECONDS)
         yield Pair(*members)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from p2p_engine.cli.commands import Role
+from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.members import Member
 from p2p_engine.cli.tiny_model import TinyModel, ensure_tiny_model
@@ -41,7 +41,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Member, Member]]:
         log_dir=tmp_path,
     )
     with fleet:
-        prefill, decode = [fleet.start(role) for role in (Role.PREFILL, Role.DECODE)]
+        prefill, decode = [fleet.start(role) for role in (MemberRole.PREFILL, MemberRole.DECODE)]
         fleet.wait_ready(timeout=BOOT_SECONDS)
         yield prefill, decode
 

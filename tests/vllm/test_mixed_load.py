@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from p2p_engine.cli.commands import Role
+from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.tiny_model import ensure_tiny_model
 from p2p_engine.transfer_config import EXTRA
@@ -36,7 +36,7 @@ class Scenario:
     send_type: str = "PUT_ASYNC"
     prefill: int = 1
     decode: int = 1
-    late: tuple[Role, ...] = ()
+    late: tuple[MemberRole, ...] = ()
     tp_size: int = 1
     extra: Mapping[str, object] = field(default_factory=dict)
     prefill_args: tuple[str, ...] = ()
@@ -64,8 +64,8 @@ SCENARIOS = {
     "few_prefill_blocks": Scenario(prefill_args=(*FEW_BLOCKS, *SIDE_BY_SIDE)),
     "few_decode_blocks": Scenario(decode_args=FEW_BLOCKS, recomputes=True),
     "buffer_and_pool": Scenario(extra=SMALL_BUFFER),
-    "1p3d": Scenario(decode=2, late=(Role.DECODE,)),
-    "3p1d": Scenario(prefill=2, late=(Role.PREFILL,)),
+    "1p3d": Scenario(decode=2, late=(MemberRole.DECODE,)),
+    "3p1d": Scenario(prefill=2, late=(MemberRole.PREFILL,)),
     "tp2": Scenario(tp_size=2),
 }
 
@@ -76,9 +76,9 @@ def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Sc
     with _fleet(scenario, tmp_path) as fleet:
         fleet.start_proxy()
         for _ in range(scenario.prefill):
-            fleet.start(Role.PREFILL, vllm_args=scenario.prefill_args)
+            fleet.start(MemberRole.PREFILL, vllm_args=scenario.prefill_args)
         for _ in range(scenario.decode):
-            fleet.start(Role.DECODE, vllm_args=scenario.decode_args)
+            fleet.start(MemberRole.DECODE, vllm_args=scenario.decode_args)
         fleet.wait_ready(timeout=BOOT_SECONDS)
         yield scenario, fleet
 

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.engine import FinishReason
 
-from p2p_engine.cli.commands import Role
+from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.ports import PortPlan
 from p2p_engine.cli.tiny_model import ensure_tiny_model
@@ -133,7 +133,7 @@ def test_real_instances_say_what_one_alone_says(
         log_dir=tmp_path,
     ) as fleet:
         fleet.start_proxy()
-        for role in (Role.PREFILL, Role.DECODE):
+        for role in (MemberRole.PREFILL, MemberRole.DECODE):
             fleet.start(role)
         fleet.wait_ready(timeout=BOOT_SECONDS)
         assert fleet.proxy is not None

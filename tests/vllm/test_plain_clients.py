@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from p2p_engine.cli.commands import Role
+from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.members import Member
 from p2p_engine.cli.tiny_model import ensure_tiny_model
@@ -65,7 +65,7 @@ def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Servers]
         log_dir=tmp_path,
     )
     with fleet:
-        members = [fleet.start(role) for role in (Role.PREFILL, Role.DECODE)]
+        members = [fleet.start(role) for role in (MemberRole.PREFILL, MemberRole.DECODE)]
         fleet.wait_ready(timeout=BOOT_SECONDS)
         yield Servers(request.param, *members)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from p2p_engine.cli.commands import Role
+from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.tiny_model import ensure_tiny_model
 from tests import marks
@@ -243,13 +243,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
         return {name: ask(url, shape, "tiny") for name, shape in SHAPES.items()}
 
     with Fleet(model, vllm_args=args, env=ENVIRONMENT, log_dir=folder / "alone") as fleet:
-        single = fleet.start(Role.SINGLE)
+        single = fleet.start(MemberRole.SINGLE)
         fleet.wait_ready(timeout=BOOT_SECONDS)
         alone = ask_all(single.url)
     with Fleet(model, vllm_args=args, env=ENVIRONMENT, log_dir=folder / "split") as fleet:
         proxy = fleet.start_proxy()
-        fleet.start(Role.PREFILL)
-        decode = fleet.start(Role.DECODE)
+        fleet.start(MemberRole.PREFILL)
+        decode = fleet.start(MemberRole.DECODE)
         fleet.wait_ready(timeout=BOOT_SECONDS)
         split = ask_all(proxy.url)
         moved = prompt_tokens(decode)["external_kv_transfer"]

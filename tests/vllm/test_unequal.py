@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from p2p_engine.cli.commands import Role
+from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.transfer_config import EXTRA
 from tests import marks
@@ -136,9 +136,9 @@ def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Sc
     )
     with fleet:
         fleet.start_proxy()
-        fleet.start(Role.PREFILL, vllm_args=scenario.prefill.args)
+        fleet.start(MemberRole.PREFILL, vllm_args=scenario.prefill.args)
         for member in scenario.decodes:
-            fleet.start(Role.DECODE, vllm_args=member.args)
+            fleet.start(MemberRole.DECODE, vllm_args=member.args)
         fleet.wait_ready(timeout=BOOT_SECONDS)
         yield scenario, fleet
 

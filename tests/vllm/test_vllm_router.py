@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.routers import VLLM_ROUTER, ensure_script
-from p2p_engine.cli.commands import Role
+from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.members import Member
 from p2p_engine.cli.ports import PortPlan
@@ -86,7 +86,7 @@ def test_router_serves_the_same_tokens(
         stack.callback(router.process.stop)
         stack.enter_context(fleet)
         config = {EXTRA: {"proxy_ip": HOST, "proxy_port": router.discovery_port}}
-        for role in (Role.PREFILL, Role.DECODE):
+        for role in (MemberRole.PREFILL, MemberRole.DECODE):
             fleet.start(role, transfer_config=config)
         fleet.wait_ready(timeout=BOOT_SECONDS)
         for member in fleet.instances:

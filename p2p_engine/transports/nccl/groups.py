@@ -17,7 +17,7 @@ from p2p_engine.transports.nccl.reaper import Reaper
 ASK_AGAIN_SECONDS = 1.0
 
 
-class Pair(Protocol):
+class GroupMember(Protocol):
     """A pair, as far as it concerns its group."""
 
     group: Group | None
@@ -32,7 +32,7 @@ class Pair(Protocol):
         ...
 
 
-class Outgoing(Pair, Protocol):
+class SendingMember(GroupMember, Protocol):
     """A pair that sends."""
 
     def start_group(self) -> None:
@@ -45,12 +45,12 @@ class Groups:
 
     def __init__(self, reaper: Reaper, max_groups: int) -> None:
         self.num_made = self.num_evicted = 0
-        self.outgoing: set[Outgoing] = set()
-        self.incoming: set[Pair] = set()
+        self.outgoing: set[SendingMember] = set()
+        self.incoming: set[GroupMember] = set()
         self._reaper = reaper
         self._max_groups = max_groups
-        self._wanting: collections.deque[Outgoing] = collections.deque()
-        self._making: Outgoing | None = None
+        self._wanting: collections.deque[SendingMember] = collections.deque()
+        self._making: SendingMember | None = None
         self._evicted_at: dict[Group, float] = {}
 
     @property
@@ -58,21 +58,21 @@ class Groups:
         """The groups that can be used, or soon can."""
         return [pair.group for pair in self._pairs if pair.group is not None]
 
-    def want(self, pair: Outgoing) -> None:
+    def want(self, pair: SendingMember) -> None:
         """Make a group for a pair when it is its turn; idempotent."""
         self.outgoing.add(pair)
         if pair is not self._making and pair not in self._wanting:
             self._wanting.append(pair)
             self.advance()
 
-    def made(self, pair: Outgoing) -> None:
+    def made(self, pair: SendingMember) -> None:
         """Its group is ready: the next one may be made."""
         self.num_made += 1
         if self._making is pair:
             self._making = None
         self.advance()
 
-    def gone(self, pair: Outgoing) -> None:
+    def gone(self, pair: SendingMember) -> None:
         """The pair has failed."""
         self.outgoing.discard(pair)
         if pair in self._wanting:
@@ -98,7 +98,7 @@ class Groups:
             self._making.start_group()
 
     @property
-    def _pairs(self) -> tuple[Pair, ...]:
+    def _pairs(self) -> tuple[GroupMember, ...]:
         return (*self.outgoing, *self.incoming)
 
     def _evict_oldest(self, now: float) -> None:

@@ -20,7 +20,7 @@ from p2p_engine.transports.nccl.library import Nccl
 from p2p_engine.transports.nccl.reaper import Reaper
 from p2p_engine.transports.nccl.rendezvous import Piece, Slots
 from p2p_engine.transports.nccl.slabs import Slabs
-from p2p_engine.transports.nccl.wire import Frame, Kind, Wire
+from p2p_engine.transports.nccl.wire import Frame, FrameKind, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Resources:
     patience_seconds: float  # for the making of a group, and for a piece whose kernels run
 
 
-class Pair(abc.ABC):
+class NcclPair(abc.ABC):
     """One direction between two engines, on one of its sides."""
 
     rank: int
@@ -114,7 +114,7 @@ class Pair(abc.ABC):
         if group is not None:
             group.end(is_idle=is_idle)
 
-    def say(self, kind: Kind, **fields: int | bytes) -> None:
+    def say(self, kind: FrameKind, **fields: int | bytes) -> None:
         """Tell the other side about the live group."""
         number = self.group.number if self.group is not None else 0
         self._wire.say(Frame(kind, number, **fields))  # type: ignore[arg-type]
@@ -185,7 +185,7 @@ class Pair(abc.ABC):
 class _Progress:
     """The moment at which NCCL has ended what a group told it, or has failed."""
 
-    def __init__(self, pair: Pair, group: Group) -> None:
+    def __init__(self, pair: NcclPair, group: Group) -> None:
         self._pair = pair
         self._group = group
 

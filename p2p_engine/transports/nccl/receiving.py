@@ -15,14 +15,14 @@ import numpy as np
 from p2p_engine.errors import TransportError
 from p2p_engine.gpu.device import DeviceJob
 from p2p_engine.transports.nccl.group import GroupState
-from p2p_engine.transports.nccl.pair import FIRST, Pair, Resources
+from p2p_engine.transports.nccl.pair import FIRST, NcclPair, Resources
 from p2p_engine.transports.nccl.rendezvous import Piece, ReceivingHalf
 from p2p_engine.transports.nccl.slabs import Slab
-from p2p_engine.transports.nccl.wire import Frame, Kind
+from p2p_engine.transports.nccl.wire import Frame, FrameKind
 
 
 @dataclass(eq=False)
-class Receive:
+class GrantedReceive:
     """One granted transfer: `nbytes` at `address`."""
 
     seq: int
@@ -38,7 +38,7 @@ class Receive:
 
 
 @dataclass(eq=False)
-class Room:
+class SlabRoom:
     """A slab for one piece, or the wait for one."""
 
     found: Callable[[], None]
@@ -51,7 +51,7 @@ class Room:
         return self.slab is None or not self.slab.address
 
 
-class ReceivingPair(Pair):
+class ReceivingPair(NcclPair):
     """Rank 1."""
 
     rank = 1
@@ -59,8 +59,8 @@ class ReceivingPair(Pair):
     def __init__(self, shared: Resources, connection: socket.socket) -> None:
         super().__init__(shared, connection)
         self._half: ReceivingHalf | None = None
-        self._receives: dict[int, Receive] = {}
-        self._rooms: dict[Piece, Room] = {}
+        self._receives: dict[int, GrantedReceive] = {}
+        self._rooms: dict[Piece, SlabRoom] = {}
         self._is_ending = False
         self._deferred: list[Frame] = []  # what came after END
 
@@ -78,7 +78,7 @@ class ReceivingPair(Pair):
             job.end("done")
         else:
             is_host = self.shared.device.cuda.is_host(address)
-            self._receives[seq] = Receive(seq, address, nbytes, job, is_host)
+            self._receives[seq] = GrantedReceive(seq, address, nbytes, job, is_host)
 
     def stop(self, job: DeviceJob) -> None:
         """Let no more pieces of a receive come."""
@@ -88,21 +88,21 @@ class ReceivingPair(Pair):
 
     def evict(self) -> None:
         """Ask the sender to end a group that is idle here."""
-        self.say(Kind.IDLE)
+        self.say(FrameKind.IDLE)
 
     def made(self) -> None:
         """Our side is made."""
-        self.say(Kind.UP)
+        self.say(FrameKind.UP)
 
     def heard(self, frame: Frame) -> None:
         """Go on with what the sender says."""
-        if frame.kind is Kind.STOP:
+        if frame.kind is FrameKind.STOP:
             receive = self._receives.get(frame.seq)
             if receive is not None:
                 self._stop(receive)
         elif self._is_ending:
             self._deferred.append(frame)
-        elif frame.kind is Kind.NEW:
+        elif frame.kind is FrameKind.NEW:
             self._agree(frame)
         else:
             self._go_on(frame)
@@ -136,17 +136,17 @@ class ReceivingPair(Pair):
         self._half = ReceivingHalf(
             self.shared.recv_slots, self._find_room, self._is_wanted, self._launch, self._answer
         )
-        self.say(Kind.ACK)
+        self.say(FrameKind.ACK)
 
     def _go_on(self, frame: Frame) -> None:
         group, half = self.group, self._half
         if group is None or half is None or frame.group != group.number:
             raise TransportError(f"the sender said {frame.kind.name} about no group of ours")
-        if frame.kind is Kind.ID and group.state is GroupState.WANTED:
+        if frame.kind is FrameKind.ID and group.state is GroupState.WANTED:
             self.make(group, frame.unique_id)
-        elif frame.kind is Kind.ASK and group.state in (GroupState.JOINING, GroupState.READY):
+        elif frame.kind is FrameKind.ASK and group.state in (GroupState.JOINING, GroupState.READY):
             half.on_ask(frame.order, Piece(frame.seq, frame.offset, frame.nbytes))
-        elif frame.kind is Kind.END:
+        elif frame.kind is FrameKind.END:
             self._is_ending = True
             self._end_if_idle()
         else:
@@ -160,7 +160,7 @@ class ReceivingPair(Pair):
         if piece.nbytes > self.shared.recv_slabs.slab_bytes:
             self.fail(TransportError(f"{piece} does not fit into a slab"))
             return
-        self._rooms[piece] = room = Room(found)
+        self._rooms[piece] = room = SlabRoom(found)
 
         def granted(slab: Slab) -> None:
             room.slab = slab
@@ -221,9 +221,9 @@ class ReceivingPair(Pair):
         self.launch(piece, address)
 
     def _answer(self, order: int, is_launched: bool) -> None:
-        self.say(Kind.GO if is_launched else Kind.REFUSE, order=order)
+        self.say(FrameKind.GO if is_launched else FrameKind.REFUSE, order=order)
 
-    def _stop(self, receive: Receive) -> None:
+    def _stop(self, receive: GrantedReceive) -> None:
         receive.is_stopping = True
         for piece, room in list(self._rooms.items()):
             if piece.seq == receive.seq and room.is_waiting:
@@ -231,7 +231,7 @@ class ReceivingPair(Pair):
                 room.found()  # and is refused
         self._settle(receive)
 
-    def _settle(self, receive: Receive) -> None:
+    def _settle(self, receive: GrantedReceive) -> None:
         """End a receive that no kernel writes and that nothing more comes of."""
         if receive.num_running or receive.job.done:
             return

@@ -17,10 +17,10 @@ from p2p_engine.memory.jobs import Moment
 from p2p_engine.memory.layout import Regions
 from p2p_engine.transports.nccl.group import Group, GroupState
 from p2p_engine.transports.nccl.groups import Groups
-from p2p_engine.transports.nccl.pair import FIRST, Pair, Resources
+from p2p_engine.transports.nccl.pair import FIRST, NcclPair, Resources
 from p2p_engine.transports.nccl.rendezvous import MAX_ASKED, Piece, SendingHalf
 from p2p_engine.transports.nccl.slabs import Cutter, Slab
-from p2p_engine.transports.nccl.wire import Frame, Kind
+from p2p_engine.transports.nccl.wire import Frame, FrameKind
 
 MAX_SLABS = MAX_ASKED + 1  # of one pair: two on their way, one being packed
 
@@ -66,7 +66,7 @@ class Flight:
     stage: Stage = Stage.WAITING
 
 
-class SendingPair(Pair):
+class SendingPair(NcclPair):
     """Rank 0."""
 
     rank = 0
@@ -114,7 +114,7 @@ class SendingPair(Pair):
         if write is None or write.is_stopping:
             return
         write.is_stopping = True
-        self.say(Kind.STOP, seq=write.seq)
+        self.say(FrameKind.STOP, seq=write.seq)
         for piece, flight in list(self._flights.items()):
             if flight.write is write and flight.stage in (Stage.WAITING, Stage.PACKED):
                 self._land(piece)
@@ -126,11 +126,11 @@ class SendingPair(Pair):
         self.group = self.new_group(Group.next_number(), self.shared.num_channels)
         self._is_up = False
         self._half = SendingHalf(self.shared.send_slots, self._ask, self._launch, self._refused)
-        self.say(Kind.NEW, nbytes=self.shared.num_channels)
+        self.say(FrameKind.NEW, nbytes=self.shared.num_channels)
 
     def evict(self) -> None:
         """End an idle group, on both sides."""
-        self.say(Kind.END)
+        self.say(FrameKind.END)
         self._end_half()
         self.end_group(is_idle=True)
 
@@ -144,19 +144,19 @@ class SendingPair(Pair):
         group, half = self.group, self._half
         if group is None or half is None or frame.group != group.number:
             return
-        if frame.kind is Kind.ACK and group.state is GroupState.WANTED:
+        if frame.kind is FrameKind.ACK and group.state is GroupState.WANTED:
             unique_id = self.shared.nccl.unique_id()
-            self.say(Kind.ID, unique_id=unique_id)
+            self.say(FrameKind.ID, unique_id=unique_id)
             self.make(group, unique_id)
-        elif frame.kind is Kind.UP and not self._is_up:
+        elif frame.kind is FrameKind.UP and not self._is_up:
             self._is_up = True
             if group.state is GroupState.JOINING:
                 half.add(FIRST)
-        elif frame.kind is Kind.GO:
+        elif frame.kind is FrameKind.GO:
             half.on_go(frame.order)
-        elif frame.kind is Kind.REFUSE:
+        elif frame.kind is FrameKind.REFUSE:
             half.on_refuse(frame.order)
-        elif frame.kind is Kind.IDLE:
+        elif frame.kind is FrameKind.IDLE:
             if self.is_idle:
                 self.evict()
         else:
@@ -251,7 +251,9 @@ class SendingPair(Pair):
                 self._half.add(piece)
 
     def _ask(self, order: int, piece: Piece) -> None:
-        self.say(Kind.ASK, order=order, seq=piece.seq, offset=piece.offset, nbytes=piece.nbytes)
+        self.say(
+            FrameKind.ASK, order=order, seq=piece.seq, offset=piece.offset, nbytes=piece.nbytes
+        )
 
     def _launch(self, piece: Piece) -> None:
         address = self.shared.slabs.scratch

@@ -29,7 +29,7 @@ from p2p_engine.transports.handshake import (
 from p2p_engine.transports.nccl.group import Memory
 from p2p_engine.transports.nccl.groups import Groups
 from p2p_engine.transports.nccl.library import Nccl, show_version
-from p2p_engine.transports.nccl.pair import Pair, Resources
+from p2p_engine.transports.nccl.pair import NcclPair, Resources
 from p2p_engine.transports.nccl.reaper import Reaper
 from p2p_engine.transports.nccl.receiving import ReceivingPair
 from p2p_engine.transports.nccl.rendezvous import Slots
@@ -150,7 +150,7 @@ class NcclTransport:
         self._tokens = Tokens()
         self._dials = Dials()
         self._senders: dict[int, ReceivingPair] = {}
-        self._pairs: set[Pair] = set()  # the device's thread only
+        self._pairs: set[NcclPair] = set()  # the device's thread only
         self._is_closed = False
         listener = listen(family_of(host), (host, 0))
         try:
@@ -283,7 +283,7 @@ class NcclTransport:
 
         self._senders[epoch] = self._device.run(start, CLOSE_SECONDS)
 
-    def _end(self, pair: Pair | None, reason: str) -> None:
+    def _end(self, pair: NcclPair | None, reason: str) -> None:
         if pair is not None:
             self._device.post(lambda: pair.fail(TransportError(reason)))
 

@@ -28,7 +28,7 @@ _READ_BYTES = 1 << 16
 _MOST_UNSENT_BYTES = 1 << 20
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """See the module's docstring."""
 
     NEW = 1
@@ -46,7 +46,7 @@ class Kind(enum.IntEnum):
 class Frame(NamedTuple):
     """One message; fields that a kind does not use are zero."""
 
-    kind: Kind
+    kind: FrameKind
     group: int
     order: int = 0
     seq: int = 0
@@ -110,10 +110,10 @@ class Wire:
         while len(self._received) >= _FRAME.size and self._connection.fileno() >= 0:
             number, group, order, seq, offset, nbytes = _FRAME.unpack_from(self._received)
             try:
-                kind = Kind(number)
+                kind = FrameKind(number)
             except ValueError:
                 raise TransportError(f"a frame of unknown kind {number} came") from None
-            end = _FRAME.size + (UNIQUE_ID_BYTES if kind is Kind.ID else 0)
+            end = _FRAME.size + (UNIQUE_ID_BYTES if kind is FrameKind.ID else 0)
             if len(self._received) < end:
                 return
             unique_id = bytes(self._received[_FRAME.size : end])
