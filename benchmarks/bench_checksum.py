@@ -19,7 +19,7 @@ from benchmarks.memory import HostCache, ordinary_memory, random_memory, scatter
 from benchmarks.processes import Remote
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.memory.paged import PagedSink, PagedSource
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 from p2p_engine.transfer import Transfer
 
 CONTENDERS = [(name, checked) for name in ("shm", "tcp") for checked in (False, True)]

@@ -23,7 +23,7 @@ from benchmarks.memory import HostCache, Int64s, ordinary_memory, random_memory,
 from benchmarks.processes import Remote
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 from p2p_engine.transfer import Transfer
 
 TRANSPORTS = ("shm", "tcp")

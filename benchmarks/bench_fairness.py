@@ -21,7 +21,7 @@ from benchmarks.harness import Row, arguments, progress, record
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.config import GIB
 from p2p_engine.memory.layout import TensorSink, TensorSource
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 from p2p_engine.receive import store
 from p2p_engine.receive.credit import RETRY_AFTER_SECONDS, Credit
 from p2p_engine.receive.landing import LandingId

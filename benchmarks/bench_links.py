@@ -19,7 +19,8 @@ from benchmarks.harness import Row, arguments, progress, record, spread
 from benchmarks.processes import Remote
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.memory.layout import TensorSink
-from p2p_engine.peers.links import REST_SECONDS, PeerAddress
+from p2p_engine.peers.link import PeerAddress
+from p2p_engine.peers.links import REST_SECONDS
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,

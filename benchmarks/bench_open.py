@@ -23,7 +23,7 @@ from benchmarks.harness import Row, arguments, progress, record, spread
 from mempool import Arena, Mover
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.memory.layout import TensorSink, TensorSource
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 
 COUNTS = [10, 1_000, 10_000]
 PAYLOAD = torch.arange(512)

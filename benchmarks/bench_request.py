@@ -30,7 +30,7 @@ from mempool import Arena, copy_now
 from p2p_engine import EngineConfig, P2pNcclEngine, Transfer, TransferKey
 from p2p_engine.memory.layout import one_region, pair
 from p2p_engine.memory.paged import PagedSink, PagedSource
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 
 NUM_LAYERS, BLOCK_TOKENS = 32, 32
 PAGE_BYTES = 4 * BLOCK_TOKENS * 2 * 64 * 2  # KV heads, tokens, K and V, head size, bf16

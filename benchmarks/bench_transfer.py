@@ -26,7 +26,7 @@ from benchmarks.processes import Remote, RemoteError
 from mempool import Arena, copy_now
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.memory.paged import PagedSink, PagedSource
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 
 TRANSPORTS = ("shm", "tcp")
 SECONDS = 60.0

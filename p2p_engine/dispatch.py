@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 from p2p_engine.control.sockets import Route
 from p2p_engine.errors import RemoteProtocolError, TransferRejected
-from p2p_engine.peers.links import Link, Links, PeerAddress
+from p2p_engine.peers.link import Link, PeerAddress
+from p2p_engine.peers.links import Links
 from p2p_engine.peers.locator import Locator
 from p2p_engine.peers.sessions import Session, Sessions
 from p2p_engine.receive.pulls import Pulls

@@ -42,7 +42,8 @@ from p2p_engine.memory.arena import LandingArena
 from p2p_engine.memory.jobs import Copier, Job, Moment
 from p2p_engine.memory.layout import Sink, Source, TensorSink, TensorSource, check_reachable
 from p2p_engine.peers.closing_channels import CLOSE_SECONDS
-from p2p_engine.peers.links import InstanceAddress, Link, Links, PeerAddress
+from p2p_engine.peers.link import InstanceAddress, PeerAddress
+from p2p_engine.peers.links import Links
 from p2p_engine.peers.locator import Locator
 from p2p_engine.peers.sessions import Sessions
 from p2p_engine.receive.placement import Placement
@@ -148,20 +149,10 @@ class P2pNcclEngine:
         self._links = Links(
             config, self._control, self.epoch, self._spec, list(self._transports.values()),
             lock=self._changed, clock=time.monotonic, listening=self._listening,
-            on_ready=self._link_ready,
-            on_channel=lambda link: self._sender.channel_ready(link),
-            on_channel_lost=lambda link, error: self._sender.channel_lost(link, error),
-            on_closed=self._link_closed,
-            is_used=lambda link: any(
-                part.uses(link) for part in (self._sender, self._pulls, self._renewals)
-            ),
         )  # fmt: skip
         self._sessions = Sessions(
             config, self._control, self.epoch, self._spec, list(self._transports.values()),
             lock=self._changed, clock=time.monotonic, listening=self._listening,
-            on_lost=lambda epoch, error: self._store.sender_lost(epoch, error),
-            on_over=self._links.close_epoch,
-            is_used=lambda epoch: self._store.has_open(epoch),
             largest_landing=self._arena.largest_bytes if self._arena is not None else 0,
         )  # fmt: skip
         self._sender = Sender(config, self._changed, self._links, self._counters, time.monotonic)
@@ -189,6 +180,8 @@ class P2pNcclEngine:
             fail=self._store.fail_key, source_lost=self._store.source_lost,
             abandoned=self._store.on_abandon, introduced=self._store.sender_known,
         )  # fmt: skip
+        self._links.listeners = (self._locator, self._sender, self._pulls, self._renewals)
+        self._sessions.listeners = (self._store, self._links)
         self._dispatch = Dispatch(
             self._links, self._locator, self._sender, self._pulls, self._renewals,
             self._sessions, self._holds, self._store, self._transports,
@@ -728,17 +721,6 @@ class P2pNcclEngine:
     def _on_tick(self, now: float) -> None:
         with self._changed:
             self._parts.run(now)
-
-    def _link_ready(self, link: Link) -> None:
-        self._sender.link_ready(link)
-        self._pulls.link_ready(link)
-        self._renewals.link_ready(link)
-
-    def _link_closed(self, link: Link) -> None:
-        self._locator.forget(link.target.address)
-        self._sender.link_closed(link)
-        self._pulls.link_closed(link)
-        self._renewals.link_closed(link)
 
 
 def _wait_or_withdraw(transfer: Transfer, timeout: float) -> None:

@@ -19,7 +19,7 @@ import torch
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.config import GPU_TRANSPORTS
 from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.messages import CacheSpec
 from tests.gpu_double import GpuDouble
 from tests.support import SeededRandom, eventually

@@ -13,7 +13,7 @@ import numpy as np
 from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.errors import P2pError
 from p2p_engine.peers.directory import Directory, RankAddress
-from p2p_engine.peers.links import InstanceAddress
+from p2p_engine.peers.link import InstanceAddress
 from p2p_engine.transfer import Transfer
 from tests.caches import Model, RankCache, Side
 from tests.engines import settings

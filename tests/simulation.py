@@ -27,7 +27,8 @@ from p2p_engine.health import Counters
 from p2p_engine.memory.arena import LandingArena
 from p2p_engine.memory.layout import Regions
 from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
-from p2p_engine.peers.links import Link, Links, LinkState, PeerAddress
+from p2p_engine.peers.link import Link, LinkState, PeerAddress
+from p2p_engine.peers.links import Links
 from p2p_engine.receive.placement import Placement
 from p2p_engine.receive.store import Store
 from p2p_engine.send.sender import Sender
@@ -434,7 +435,7 @@ class World:
         """The receiver finds that a sender is silent, whether it is dead or not."""
         if epoch in self.sessions:
             self.sessions.discard(epoch)
-            self.store.sender_lost(epoch, PeerLost("silent"))
+            self.store.session_lost(epoch, PeerLost("silent"))
             self.lose_connection()
 
     # Memory

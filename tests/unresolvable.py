@@ -15,7 +15,7 @@ from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.errors import P2pError
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.directory import Directory, RankAddress
-from p2p_engine.peers.links import InstanceAddress, PeerAddress
+from p2p_engine.peers.link import InstanceAddress, PeerAddress
 from p2p_engine.wire.messages import decode_heartbeat
 from tests.engines import engines, settings, start
 

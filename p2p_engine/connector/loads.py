@@ -14,7 +14,7 @@ from p2p_engine.config import SendMode
 from p2p_engine.connector.orders import BlockRange, Int64s, Load, Party
 from p2p_engine.errors import P2pError, TransferTimeout
 from p2p_engine.memory.paged import PagedSink
-from p2p_engine.peers.links import InstanceAddress
+from p2p_engine.peers.link import InstanceAddress
 from p2p_engine.transfer import Transfer
 
 if TYPE_CHECKING:

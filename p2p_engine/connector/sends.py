@@ -23,7 +23,7 @@ from p2p_engine.connector.layer_group import NULL_BLOCK
 from p2p_engine.connector.orders import EndedSend, Int64s, Party, SendStep
 from p2p_engine.errors import EngineClosed, P2pError, PeerError, TransferRejected
 from p2p_engine.memory.paged import PagedSource
-from p2p_engine.peers.links import InstanceAddress
+from p2p_engine.peers.link import InstanceAddress
 from p2p_engine.transfer import Transfer
 
 if TYPE_CHECKING:

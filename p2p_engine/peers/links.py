@@ -16,17 +16,16 @@ end of a channel is not the end of its link: whoever needs another one asks agai
 
 from __future__ import annotations
 
-import enum
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 from p2p_engine.config import GPU_TRANSPORTS, EngineConfig
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.sockets import Route
+from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
 from p2p_engine.errors import (
     AuthenticationFailed,
@@ -39,9 +38,10 @@ from p2p_engine.errors import (
 )
 from p2p_engine.index import Index
 from p2p_engine.peers.closing_channels import ClosingChannels
-from p2p_engine.transports.base import Channel, Endpoint, Transport
+from p2p_engine.peers.link import Link, LinkState, PeerAddress
+from p2p_engine.peers.listeners import LinkListener, SessionListener
+from p2p_engine.transports.base import Channel, Transport
 from p2p_engine.transports.handshake import TOKEN_SECONDS
-from p2p_engine.wire.addresses import split_address
 from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -64,121 +64,7 @@ logger = logging.getLogger(__name__)
 REST_SECONDS = 30.0  # between two PINGs where nothing is open; less than dialler.IDLE_SECONDS
 
 
-@dataclass(frozen=True)
-class PeerAddress:
-    """Whom to reach: an engine, or one rank of the instance whose directory is at `address`."""
-
-    address: str
-    rank: int | None = None
-
-    def check(self) -> None:
-        """Check that it can be dialled.
-
-        Raises:
-            PeerUnreachable: the address is not host:port.
-        """
-        try:
-            split_address(self.address)
-        except ValueError as error:
-            raise PeerUnreachable(f"peer {self}: {error}") from None
-
-    def __str__(self) -> str:
-        """Show the address as in log lines."""
-        return self.address if self.rank is None else f"{self.address} rank {self.rank}"
-
-
-@dataclass(frozen=True)
-class InstanceAddress:
-    """Those ranks of an instance that concern us, found by its directory."""
-
-    address: str
-
-    def check(self) -> None:
-        """Check that it can be dialled.
-
-        Raises:
-            PeerUnreachable: the address is not host:port.
-        """
-        PeerAddress(self.address).check()
-
-    def rank(self, rank: int) -> PeerAddress:
-        """Return the address of one of them."""
-        return PeerAddress(self.address, rank)
-
-    def __str__(self) -> str:
-        """Show the address as in log lines."""
-        return self.address
-
-
-class LinkState(enum.Enum):
-    """See the module's docstring."""
-
-    LOCATING = enum.auto()
-    GREETING = enum.auto()
-    READY = enum.auto()
-    CLOSED = enum.auto()
-
-
-@dataclass(eq=False)
-class Link:
-    """One dialled peer."""
-
-    target: PeerAddress
-    address: str
-    state: LinkState
-    deadline: float
-    epoch: int = 0
-    data: bool = False  # a channel is wanted
-    spec: CacheSpec | None = None
-    checksum: bool = False  # the peer wants one of every chunk
-    largest_landing: int = 0  # bytes that the peer could ever take at once; 0: any number
-    lease: float = 60.0  # how long the peer keeps what is not renewed
-    connecting: bool = False
-    connected: bool = False  # there has been a channel
-    connect_at: float = 0.0  # not before
-    channel: Channel | None = None
-    transport: Transport | None = None
-    error: P2pError | None = None
-    endpoints: dict[str, Endpoint] = field(default_factory=dict)
-    invited_at: float | None = None  # when the endpoints came; they are good for one attempt
-    asking: bool = False  # for new ones
-    hello_at: float = 0.0  # when to ask again
-    number: int = 0  # of the HELLO that is not answered yet
-    untried: list[Transport] = field(default_factory=list)
-    is_losing: bool = False  # its broken channel is being closed
-    heard_at: float = 0.0  # by the listening clock
-    watched_since: float = 0.0  # by that clock: silence before it does not count
-    is_resting: bool = False
-    is_answered: bool = True  # the last PING
-    is_cut: bool = False  # its connection has ended since the last PING
-    resend_at: float = 0.0
-
-    @property
-    def ready(self) -> bool:
-        """Whether messages may be sent."""
-        return self.state is LinkState.READY
-
-    @property
-    def contact(self) -> str:
-        """The address that is dialled: the peer's, or its directory's until that is known."""
-        return self.address or self.target.address
-
-    @property
-    def lacks_channel(self) -> bool:
-        """Whether it is wanted for bytes, and cannot move them."""
-        return self.data and self.channel is None
-
-    @property
-    def awaits_answer(self) -> bool:
-        """Whether its deadline counts."""
-        return not self.ready or self.connecting
-
-
-LinkEvent: TypeAlias = Callable[[Link], None]
-ChannelLost: TypeAlias = Callable[[Link, P2pError], None]
-
-
-class Links:
+class Links(SessionListener):
     """All dialled peers of one engine. The engine's lock guards it."""
 
     def __init__(
@@ -192,17 +78,8 @@ class Links:
         lock: AbstractContextManager[Any],
         clock: Callable[[], float],
         listening: Callable[[], float],
-        on_ready: LinkEvent,
-        on_channel: LinkEvent,
-        on_channel_lost: ChannelLost,
-        on_closed: LinkEvent,
-        is_used: Callable[[Link], bool],
     ) -> None:
-        """`on_channel_lost` follows a request for a channel, or `on_channel`, when none is left.
-
-        `listening` counts the seconds in which a peer could have been heard; `is_used` says whether
-        anything is open over a link.
-        """
+        """`listening` counts the seconds in which a peer could have been heard."""
         self._config = config
         self._control = control
         self._epoch = epoch
@@ -211,11 +88,7 @@ class Links:
         self._lock = lock
         self._clock = clock
         self._listening = listening
-        self._on_ready = on_ready
-        self._on_channel = on_channel
-        self._on_channel_lost = on_channel_lost
-        self._on_closed = on_closed
-        self._is_used = is_used
+        self.listeners: Sequence[LinkListener] = ()
         self._links: dict[PeerAddress, Link] = {}
         self._by_contact: Index[str, Link] = Index()
         self._by_epoch: Index[int, Link] = Index()  # names of one engine
@@ -357,7 +230,8 @@ class Links:
     def _may_rest(self, link: Link) -> bool:
         is_asking = link.awaits_answer or link.asking or link.lacks_channel
         is_heard = link.is_answered and not link.is_cut
-        return is_heard and not is_asking and not self._is_used(link)
+        is_used = any(listener.uses_link(link) for listener in self.listeners)
+        return is_heard and not is_asking and not is_used
 
     def connection_ended(self, address: str) -> None:
         """The connection to an address has ended: ask again who is there."""
@@ -382,7 +256,7 @@ class Links:
         self._close_channel(link)
         if link.address and not self._reached_at(link.address):
             self._control.hang_up(link.address)
-        self._on_closed(link)
+        for_each(self.listeners, lambda listener: listener.link_closed(link))
 
     def _forget(self, link: Link) -> None:
         self._links.pop(link.target, None)
@@ -407,7 +281,7 @@ class Links:
             if not link.ready:
                 self.close_link(link, PeerUnreachable(f"peer {link.target}: {error}"))
 
-    def close_epoch(self, epoch: int, error: P2pError) -> None:
+    def session_over(self, epoch: int, error: P2pError) -> None:
         """End the links to an engine that is known to be over. In callbacks only."""
         for link in self._by_epoch.get(epoch):
             self.close_link(link, error)
@@ -513,7 +387,7 @@ class Links:
             link.spec, link.checksum = message.spec, message.checksum
             link.largest_landing = message.largest_landing
             link.lease = message.lease
-            self._on_ready(link)
+            for_each(self.listeners, lambda listener: listener.link_ready(link))
         if link.asking:
             link.endpoints = message.endpoints
             self._dial(link)
@@ -528,7 +402,7 @@ class Links:
         for twin in self._twins(link):
             if twin.channel is not None:
                 link.channel, link.transport, link.connected = twin.channel, twin.transport, True
-                self._on_channel(link)
+                for_each(self.listeners, lambda listener: listener.channel_ready(link))
                 return
             if twin.connecting:
                 return  # we shall have its channel
@@ -590,7 +464,7 @@ class Links:
         link.connected, link.connect_at = True, self._clock() + self._config.retry_seconds
         outcome.watch(lambda error: self._later(lambda: self._channel_broken(outcome, error)))
         logger.info("link ready: peer=%s transport=%s", link.target, transport.name)
-        self._on_channel(link)
+        for_each(self.listeners, lambda listener: listener.channel_ready(link))
         for twin in self._twins(link):
             self._open_channel(twin)
 
@@ -616,7 +490,7 @@ class Links:
 
     def _lose_channel(self, link: Link, error: P2pError) -> None:
         link.data = link.connecting = link.asking = False
-        self._on_channel_lost(link, error)
+        for_each(self.listeners, lambda listener: listener.channel_lost(link, error))
 
     def _later(self, step: Callable[[], None]) -> None:
         def locked() -> None:

@@ -11,7 +11,8 @@ from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.sockets import Route
 from p2p_engine.errors import AuthenticationFailed, P2pError, PeerRefused, PeerUnreachable
 from p2p_engine.memory.plan import obstacles
-from p2p_engine.peers.links import InstanceAddress
+from p2p_engine.peers.link import InstanceAddress, Link
+from p2p_engine.peers.listeners import LinkListener
 from p2p_engine.wire.messages import CacheSpec, Location, Lookup, encode
 
 
@@ -24,7 +25,7 @@ class Inquiry:
     resend_at: float = 0.0
 
 
-class Locator:
+class Locator(LinkListener):
     """All instances that this engine has asked for."""
 
     def __init__(
@@ -88,9 +89,9 @@ class Locator:
         if instance in self._inquiries:
             self._answer(instance, PeerUnreachable(f"peer {instance}: {error}"))
 
-    def forget(self, address: str) -> None:
-        """A link to it has ended: it may be another one when it comes back."""
-        self._known.pop(InstanceAddress(address), None)
+    def link_closed(self, link: Link) -> None:
+        """It may be another instance when it comes back."""
+        self._known.pop(InstanceAddress(link.target.address), None)
 
     def tick(self, now: float) -> None:
         """Repeat what is unanswered; end what is overdue."""

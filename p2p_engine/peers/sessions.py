@@ -21,20 +21,22 @@ does not answer. The engine's lock guards everything here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from p2p_engine.bounded import RateLimitedWarnings
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.sockets import Route
+from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
 from p2p_engine.errors import PeerLost, PeerUnreachable
 from p2p_engine.index import Index
 from p2p_engine.memory.plan import obstacles
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
+from p2p_engine.peers.listeners import SessionListener
 from p2p_engine.transports.base import Transport
 from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,
@@ -56,7 +58,6 @@ logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 4096
 SESSION_REST_SECONDS = 60.0  # of silence, where nothing is open; more than links.py:REST_SECONDS
-SessionLost: TypeAlias = Callable[[int, PeerLost], None]
 
 
 @dataclass
@@ -86,9 +87,6 @@ class Sessions:
         lock: AbstractContextManager[Any],
         clock: Callable[[], float],
         listening: Callable[[], float],
-        on_lost: SessionLost,
-        on_over: SessionLost,
-        is_used: Callable[[int], bool],
         largest_landing: int = 0,
     ) -> None:
         """`on_lost` is told when nothing more will be heard of a session; `on_over`, after it, when
@@ -103,9 +101,7 @@ class Sessions:
         self._lock = lock
         self._listening = listening
         self._step = config.peer_timeout_seconds / 4
-        self._on_lost = on_lost
-        self._on_over = on_over
-        self._is_used = is_used
+        self.listeners: Sequence[SessionListener] = ()
         self._sessions: dict[int, Session] = {}
         self._of_route: Index[Route, int] = Index()
         self._of_address: Index[str, int] = Index()
@@ -178,7 +174,11 @@ class Sessions:
         self._timers.set(epoch, now + min(self._step, patience - silence))
 
     def _needs_watch(self, epoch: int, session: Session) -> bool:
-        return session.has_gone or session.challenger is not None or self._is_used(epoch)
+        return (
+            session.has_gone
+            or session.challenger is not None
+            or any(listener.uses_session(epoch) for listener in self.listeners)
+        )
 
     def _watch(self, epoch: int, session: Session) -> None:
         if session.watched_since is None:
@@ -278,7 +278,8 @@ class Sessions:
 
     def _lose(self, epoch: int, reason: str) -> None:
         self._remove(epoch)
-        self._on_lost(epoch, PeerLost(reason))
+        error = PeerLost(reason)
+        for_each(self.listeners, lambda listener: listener.session_lost(epoch, error))
         for transport in self._transports:
             transport.forget(epoch)
 
@@ -291,4 +292,5 @@ class Sessions:
 
     def _end(self, epoch: int, reason: str) -> None:
         self._lose(epoch, reason)
-        self._on_over(epoch, PeerLost(reason))
+        error = PeerLost(reason)
+        for_each(self.listeners, lambda listener: listener.session_over(epoch, error))

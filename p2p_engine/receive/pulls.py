@@ -15,7 +15,9 @@ from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
 from p2p_engine.errors import P2pError, PeerLost, PeerRefused, RemoteProtocolError
 from p2p_engine.index import Index
-from p2p_engine.peers.links import InstanceAddress, Link, Links, PeerAddress
+from p2p_engine.peers.link import InstanceAddress, Link, PeerAddress
+from p2p_engine.peers.links import Links
+from p2p_engine.peers.listeners import LinkListener
 from p2p_engine.peers.locator import Locator
 from p2p_engine.receive.holders import givers, keepers
 from p2p_engine.transfer import Transfer
@@ -63,7 +65,7 @@ class Accusation:
     until: float
 
 
-class Pulls:
+class Pulls(LinkListener):
     """All receives whose sender is known."""
 
     def __init__(
@@ -131,7 +133,7 @@ class Pulls:
 
         self._locator.ask(peer, found)
 
-    def uses(self, link: Link) -> bool:
+    def uses_link(self, link: Link) -> bool:
         """Whether anything is awaited over a link, or to be said."""
         return self._of_link.count(link) + self._to_release.count(link) > 0
 

@@ -19,7 +19,9 @@ from itertools import islice
 
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError, PeerLost
-from p2p_engine.peers.links import InstanceAddress, Link, Links, PeerAddress
+from p2p_engine.peers.link import InstanceAddress, Link, PeerAddress
+from p2p_engine.peers.links import Links
+from p2p_engine.peers.listeners import LinkListener
 from p2p_engine.peers.locator import Locator
 from p2p_engine.receive.holders import givers, keepers
 from p2p_engine.wire.messages import (
@@ -60,7 +62,7 @@ class Duty:
     heard_at: float = 0.0  # of its last link, which has ended
 
 
-class Renewals:
+class Renewals(LinkListener):
     """All contents that this engine keeps alive."""
 
     def __init__(
@@ -119,7 +121,7 @@ class Renewals:
         """Whether a content, or anything of a key without a binding, is kept."""
         return content in self._kept or (not content[1] and content[0] in self._keys)
 
-    def uses(self, link: Link) -> bool:
+    def uses_link(self, link: Link) -> bool:
         """Whether a peer is asked to keep anything."""
         return link.target in self._duties
 

@@ -28,6 +28,7 @@ from p2p_engine.errors import (
 from p2p_engine.health import Counters
 from p2p_engine.memory.jobs import Copier, Job, Moment, after
 from p2p_engine.memory.layout import Regions, Sink, ask, pair
+from p2p_engine.peers.listeners import SessionListener
 from p2p_engine.receive.landing import Landing, LandingId, LandingState, Receive
 from p2p_engine.receive.ledger import Ledger, Writer
 from p2p_engine.receive.placement import Placement
@@ -45,7 +46,7 @@ MAX_EMPTY_LANDINGS, MAX_EMPTY_LANDINGS_IN_ALL = 256, 1024
 MAX_STRANGERS = 64  # that are remembered of one receive
 
 
-class Store:
+class Store(SessionListener):
     """All incoming transfers of one engine."""
 
     def __init__(
@@ -229,7 +230,7 @@ class Store:
         elif landing.state is LandingState.QUARANTINED and not landing.transport.receiver_writes:
             self._free(landing)
 
-    def sender_lost(self, epoch: int, error: PeerLost) -> None:
+    def session_lost(self, epoch: int, error: PeerLost) -> None:
         """A sender is silent, restarted or closing: end what only it could have completed."""
         self._credit.forget(epoch)
         source_lost = self._ledger.receives_from(epoch)
@@ -338,7 +339,7 @@ class Store:
         """Bytes that no one may use because a sender (this one, or any) might still write there."""
         return self._ledger.quarantined_bytes(epoch)
 
-    def has_open(self, epoch: int) -> bool:
+    def uses_session(self, epoch: int) -> bool:
         """Whether anything has come from a sender, or is to come, that has not ended."""
         return self._ledger.num_from(epoch) > 0 or bool(self._ledger.receives_from(epoch))
 

@@ -13,7 +13,7 @@ from p2p_engine.errors import P2pError, TransferCancelled
 from p2p_engine.memory.jobs import Moment
 from p2p_engine.memory.layout import Source
 from p2p_engine.memory.plan import counterpart, targets_of
-from p2p_engine.peers.links import InstanceAddress
+from p2p_engine.peers.link import InstanceAddress
 from p2p_engine.peers.locator import Locator
 from p2p_engine.send.sender import Sender
 from p2p_engine.transfer import Transfer, TransferGroup

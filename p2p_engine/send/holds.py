@@ -20,7 +20,7 @@ from p2p_engine.memory.arena import BUFFER, POOL, LandingArena, Space
 from p2p_engine.memory.jobs import Copier, Job, Moment, after
 from p2p_engine.memory.layout import Int64s, Source, ask, ask_regions, pair
 from p2p_engine.memory.plan import counterpart, targets_of
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 from p2p_engine.receive.placement import Placement
 from p2p_engine.send.sender import Sender, as_withdrawn
 from p2p_engine.send.shipment import Shipment

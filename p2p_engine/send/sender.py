@@ -34,8 +34,10 @@ from p2p_engine.health import Counters
 from p2p_engine.index import Index
 from p2p_engine.memory.jobs import Job, Moment
 from p2p_engine.memory.layout import Source, ask, ask_regions
-from p2p_engine.peers.links import Link, Links, LinkState, PeerAddress
-from p2p_engine.receive.abandonments import Abandonments
+from p2p_engine.peers.link import Link, LinkState, PeerAddress
+from p2p_engine.peers.links import Links
+from p2p_engine.peers.listeners import LinkListener
+from p2p_engine.send.abandonments import Abandonments
 from p2p_engine.send.shipment import Chunk, ChunkState, Shipment
 from p2p_engine.transfer import Transfer, lane_of
 from p2p_engine.transports.base import Order
@@ -63,7 +65,7 @@ _REFUSALS = {
 MAX_ATTEMPTS = 3  # data connections that may break under one chunk
 
 
-class Sender:
+class Sender(LinkListener):
     """All outgoing chunks of one engine."""
 
     def __init__(
@@ -296,9 +298,9 @@ class Sender:
         late = [chunk for chunk in self._late if now >= chunk.shipment.deadline]
         return [f"send {item.key} to {item.link.target}, {item.state.name}" for item in late]
 
-    def uses(self, link: Link) -> bool:
+    def uses_link(self, link: Link) -> bool:
         """Whether anything is open over a link."""
-        return self._by_link.count(link) > 0 or self._abandoned.uses(link)
+        return self._by_link.count(link) > 0 or self._abandoned.uses_link(link)
 
     def close(self, error: P2pError) -> None:
         """End everything; the mover is stopped, so that nothing is read or written any more."""

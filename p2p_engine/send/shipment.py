@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from p2p_engine.errors import P2pError
 from p2p_engine.memory.jobs import Job, Moment
 from p2p_engine.memory.layout import Source, ask
-from p2p_engine.peers.links import Link
+from p2p_engine.peers.link import Link
 from p2p_engine.transfer import Transfer
 from p2p_engine.transports.base import Channel
 from p2p_engine.wire.messages import ContentKey, Grant, Manifest, TransferKey

@@ -12,7 +12,7 @@ import numpy as np
 from p2p_engine.engine import P2pNcclEngine
 from p2p_engine.errors import P2pError
 from p2p_engine.memory.paged import PagedSink, PagedSource
-from p2p_engine.peers.links import InstanceAddress
+from p2p_engine.peers.link import InstanceAddress
 from p2p_engine.simulate.prompts import MadeUpModel, SimulatedPrompt, Words
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import TransferKey

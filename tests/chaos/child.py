@@ -35,7 +35,7 @@ from p2p_engine.control.plane import ControlPlane
 from p2p_engine.errors import P2pError, RemoteProtocolError
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.directory import Directory, RankAddress
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 from p2p_engine.transfer import Transfer
 from p2p_engine.transports import shm
 from p2p_engine.transports.base import ArenaChannel
@@ -133,7 +133,8 @@ class Child:
     def _lay_out(self, engine: P2pNcclEngine) -> None:
         reach = self.trap.reach
         self._lay_out_control(engine._control)
-        engine._links._on_channel = _before(engine._links._on_channel, lambda _: reach("connect"))
+        sender = engine._sender
+        sender.channel_ready = _before(sender.channel_ready, lambda _: reach("connect"))  # type: ignore[method-assign]
         answers, store = engine._store._replies, engine._store
         answers.conclude = _after(answers.conclude, lambda *a: a[2] is None and reach("land"))  # type: ignore[method-assign]
         store._scatter = _after(store._scatter, lambda *_: reach("scatter"))  # type: ignore[method-assign]

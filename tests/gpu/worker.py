@@ -12,7 +12,7 @@ from typing import Any
 
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.errors import P2pError
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 from p2p_engine.transfer import Transfer
 from tests.gpu.machine import Machine
 from tests.gpu.memory import DeviceMemory, draw

@@ -21,7 +21,7 @@ from p2p_engine.errors import (
     TransferTimeout,
 )
 from p2p_engine.memory.layout import Int64s, Regions, TensorSink, TensorSource
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.messages import CacheSpec, Manifest
 from tests import marks
 from tests.engines import assert_idle, engines, random_tensor

@@ -8,7 +8,7 @@ import pytest
 
 from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.errors import PeerError, TransferTimeout, TransferTooLarge, TransportError
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 from p2p_engine.send.shipment import WINDOW
 from tests import marks
 from tests.engines import MIB, PagedMemory, assert_idle, engines, settings, start

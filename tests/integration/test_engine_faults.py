@@ -19,7 +19,8 @@ from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.control import tick_parts
 from p2p_engine.errors import P2pError
 from p2p_engine.memory.layout import Regions, Sink, Source, TensorSink, TensorSource
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
+from p2p_engine.peers.listeners import LinkListener, SessionListener
 from p2p_engine.transfer import Transfer
 from p2p_engine.transports.base import Channel
 from tests.engines import engines, settings, start
@@ -37,6 +38,13 @@ class InjectedError(Exception):
 
 def is_callback(value: object) -> bool:
     return callable(value) and not isinstance(value, type)
+
+
+def methods_of(protocol: type) -> list[str]:
+    return [name for name, _ in inspect.getmembers(protocol, inspect.isfunction) if name[0] != "_"]
+
+
+NEWS = [*methods_of(LinkListener), *methods_of(SessionListener)]
 
 
 def takes_a_job(method: object) -> bool:
@@ -65,8 +73,9 @@ def breakable() -> tuple[list[str], list[str]]:
         found = []
         for name, part in parts_of(engine):
             held = [key for key, value in vars(part).items() if is_callback(value)]
-            methods = inspect.getmembers(type(part), takes_a_job)
-            found += [f"{name}.{key}" for key in [*held, *(method for method, _ in methods)]]
+            held += [method for method, _ in inspect.getmembers(type(part), takes_a_job)]
+            held += [method for method in NEWS if method in vars(type(part))]
+            found += [f"{name}.{key}" for key in held]
         return list(engine._parts), [item for item in found if not item.endswith("_clock")]
 
 
@@ -75,7 +84,7 @@ TICK_PARTS, CALLBACKS = breakable()
 
 def test_what_can_be_broken_was_found() -> None:
     assert {"arrivals", "store", "sender", "links", "sessions", "watchdog"} <= set(TICK_PARTS)
-    assert {"_links._on_ready", "_sessions._on_lost", "_pulls._fail"} <= set(CALLBACKS)
+    assert {"_pulls.link_ready", "_store.session_lost", "_pulls._fail"} <= set(CALLBACKS)
     assert {"_store._scattered", "_store._received", "_sender._job_ended"} <= set(CALLBACKS)
     assert "_store._replies._reply" in CALLBACKS
 
@@ -204,10 +213,6 @@ def test_callback_that_fails_once_costs_its_own_transfers(path: str, transport: 
             assert engine.stats()["control_errors"] == 1
         eventually(lambda: engine.healthy)
         eventually(lambda: is_empty(engine))
-
-
-def methods_of(protocol: type) -> list[str]:
-    return [name for name, _ in inspect.getmembers(protocol, inspect.isfunction) if name[0] != "_"]
 
 
 KINDS = [MemoryError, TypeError, ValueError, InjectedError]

@@ -16,7 +16,7 @@ from p2p_engine.errors import ConfigError, P2pError, PeerRefused, TransferReject
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.landing import DeviceLanding
 from p2p_engine.memory.layout import TensorSink, TensorSource
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 from p2p_engine.transports.nccl.group import GroupState
 from p2p_engine.transports.nccl.memory import estimated_bytes
 from p2p_engine.transports.nccl.transport import NcclTransport

@@ -10,7 +10,7 @@ import pytest
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.config import GPU_TRANSPORTS
 from p2p_engine.gpu.cuda import Cuda
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 from tests.engines import PagedMemory, assert_idle, settings
 from tests.gpu_double import GpuDouble
 from tests.support import SeededRandom, eventually

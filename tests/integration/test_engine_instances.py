@@ -13,7 +13,7 @@ from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.cli.ports import PortPlan
 from p2p_engine.errors import P2pError, PeerUnreachable, TransferError
 from p2p_engine.peers.directory import Directory, RankAddress
-from p2p_engine.peers.links import InstanceAddress
+from p2p_engine.peers.link import InstanceAddress
 from tests import marks
 from tests.caches import Model, RankCache, Side
 from tests.engines import assert_idle, settings

@@ -19,7 +19,7 @@ from p2p_engine.errors import AuthenticationFailed, ConfigError
 from p2p_engine.memory.layout import TensorSink
 from p2p_engine.peers import sessions
 from p2p_engine.peers.directory import Directory, RankAddress
-from p2p_engine.peers.links import InstanceAddress, PeerAddress
+from p2p_engine.peers.link import InstanceAddress, PeerAddress
 from p2p_engine.wire.addresses import split_address
 from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,

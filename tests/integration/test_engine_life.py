@@ -26,7 +26,7 @@ from p2p_engine.errors import (
 )
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.directory import Directory, RankAddress
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.addresses import split_address
 from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,

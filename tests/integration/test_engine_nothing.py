@@ -9,7 +9,7 @@ import torch
 from p2p_engine import P2pNcclEngine, SendMode, TransferKey
 from p2p_engine.memory.layout import Sink, Source, TensorSink, TensorSource
 from p2p_engine.memory.paged import PagedSink
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 from p2p_engine.transfer import Transfer
 from tests import marks
 from tests.engines import PagedMemory, assert_idle, engines, random_tensor, settings, start

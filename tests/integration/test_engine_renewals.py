@@ -15,7 +15,7 @@ from p2p_engine import P2pNcclEngine, SendMode, TransferKey
 from p2p_engine.errors import TransferError, TransferTimeout
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.directory import Directory, RankAddress
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.addresses import split_address
 from tests.engines import MIB, Peer, assert_idle, engines, pattern, settings
 from tests.relay import Relay

@@ -12,7 +12,7 @@ import zmq
 from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.errors import PeerRefused, PeerUnreachable
 from p2p_engine.memory.layout import TensorSource
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,
     AnyMessage,

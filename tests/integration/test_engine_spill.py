@@ -10,7 +10,7 @@ import torch
 from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.errors import TransferCancelled, TransferTimeout
 from p2p_engine.memory.layout import TensorSink, TensorSource
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 from tests import marks
 from tests.engines import (
     MIB,

@@ -23,7 +23,7 @@ from p2p_engine.errors import (
     TransferTooLarge,
 )
 from p2p_engine.memory.layout import TensorSink, TensorSource
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.messages import CacheSpec
 from tests import marks
 from tests.engines import (

@@ -18,7 +18,7 @@ from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.control.sockets import Route
 from p2p_engine.errors import TransferRejected
 from p2p_engine.memory.layout import TensorSink, TensorSource
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import (
     Abandon,
@@ -178,7 +178,7 @@ def test_abandon_before_anybody_waits_counts_when_its_speaker_is_who_sends_the_k
 def test_abandon_before_the_sender_is_known_is_judged_when_it_is(scene: Scene) -> None:
     """The peer's address is known, its epoch is not yet."""
     with scene.engine._changed:
-        scene.engine._links.close_epoch(scene.peer.epoch, TransferRejected("dial again"))
+        scene.engine._links.session_over(scene.peer.epoch, TransferRejected("dial again"))
         transfer, sink = scene.waiting()
         scene.request(Abandon, KEY, "over")
         second = TransferKey("request-2")

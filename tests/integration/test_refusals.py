@@ -19,7 +19,7 @@ from p2p_engine.errors import ConfigError, PeerRefused
 from p2p_engine.memory.plan import obstacles
 from p2p_engine.peers import links as peers
 from p2p_engine.peers.directory import Directory, RankAddress
-from p2p_engine.peers.links import InstanceAddress, PeerAddress
+from p2p_engine.peers.link import InstanceAddress, PeerAddress
 from p2p_engine.wire.messages import PROTOCOL_VERSION, CacheSpec, PageShape, Plane
 from tests.caches import Model, RankCache, Side
 from tests.engines import assert_idle, settings

@@ -32,7 +32,7 @@ from p2p_engine.errors import (
     TransferTimeout,
 )
 from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
-from p2p_engine.peers.links import InstanceAddress
+from p2p_engine.peers.link import InstanceAddress
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import CacheSpec, Manifest, TransferKey
 

@@ -13,7 +13,7 @@ from p2p_engine import TransferKey
 from p2p_engine.connector.host_buffer import HostBuffer, InPlace, make_host_buffer
 from p2p_engine.errors import ConfigError, TransportError
 from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
-from p2p_engine.peers.links import PeerAddress
+from p2p_engine.peers.link import PeerAddress
 from tests.engines import engines
 
 BLOCKS = 12

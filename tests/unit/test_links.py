@@ -13,7 +13,9 @@ from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.sockets import Route
 from p2p_engine.errors import P2pError, PeerLost, PeerRefused, PeerUnreachable, TransportError
 from p2p_engine.peers.closing_channels import CLOSE_SECONDS
-from p2p_engine.peers.links import REST_SECONDS, Link, Links, LinkState, PeerAddress
+from p2p_engine.peers.link import Link, LinkState, PeerAddress
+from p2p_engine.peers.links import REST_SECONDS, Links
+from p2p_engine.peers.listeners import LinkListener
 from p2p_engine.transports.base import Channel, Connected, Endpoint, Transport
 from p2p_engine.wire.messages import (
     AnyMessage,
@@ -89,7 +91,7 @@ class FakeChannel:
         return self.closed
 
 
-class Scene:
+class Scene(LinkListener):
     """One Links and everything around it."""
 
     def __init__(self) -> None:
@@ -102,14 +104,24 @@ class Scene:
             CONFIG, cast("ControlPlane", self.control), US, None,
             cast("list[Transport]", self.transports), lock=threading.RLock(),
             clock=lambda: self.now, listening=lambda: self.now,
-            on_ready=lambda link: self.events.append("ready"),
-            on_channel=lambda link: self.events.append("channel"), on_channel_lost=self._lost,
-            on_closed=lambda link: self.events.append("closed"), is_used=lambda link: self.is_used,
         )  # fmt: skip
+        self.links.listeners = (self,)
 
-    def _lost(self, link: Link, error: P2pError) -> None:
+    def link_ready(self, link: Link) -> None:
+        self.events.append("ready")
+
+    def link_closed(self, link: Link) -> None:
+        self.events.append("closed")
+
+    def channel_ready(self, link: Link) -> None:
+        self.events.append("channel")
+
+    def channel_lost(self, link: Link, error: P2pError) -> None:
         self.events.append("channel lost")
         self.lost_for = error
+
+    def uses_link(self, link: Link) -> bool:
+        return self.is_used
 
     def connect(self, number: int, transport: int = 0) -> FakeChannel:
         """Let the dial `number` of a transport succeed."""
@@ -488,9 +500,9 @@ def test_bye_ends_a_link_and_its_channel(scene: Scene) -> None:
 def test_engine_that_is_over_ends_the_links_to_it(scene: Scene) -> None:
     """Found out elsewhere: it said BYE, or another one greets us from its address."""
     link = scene.welcomed(data=False)
-    scene.links.close_epoch(NEW, PeerLost("another one"))
+    scene.links.session_over(NEW, PeerLost("another one"))
     assert link.ready
-    scene.links.close_epoch(THEM, PeerLost("it is closing"))
+    scene.links.session_over(THEM, PeerLost("it is closing"))
     ended_with(link, PeerLost, "closing")
 
 

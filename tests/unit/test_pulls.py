@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from p2p_engine.config import EngineConfig
-from p2p_engine.peers.links import Link, LinkState, PeerAddress
+from p2p_engine.peers.link import Link, LinkState, PeerAddress
 from p2p_engine.receive.pulls import WANTS_IN_A_LEASE, Pulls
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import TransferKey, Want

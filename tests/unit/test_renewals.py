@@ -9,7 +9,7 @@ import pytest
 
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError, PeerLost, PeerUnreachable, TransferRejected
-from p2p_engine.peers.links import Link, LinkState, PeerAddress
+from p2p_engine.peers.link import Link, LinkState, PeerAddress
 from p2p_engine.receive.renewals import Renewals, batches
 from p2p_engine.wire.messages import (
     MAX_FRAME_BYTES,

@@ -12,6 +12,7 @@ from p2p_engine.config import EngineConfig
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.sockets import Route
 from p2p_engine.errors import PeerLost
+from p2p_engine.peers.listeners import SessionListener
 from p2p_engine.peers.sessions import SESSION_REST_SECONDS, Sessions
 from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,
@@ -47,7 +48,7 @@ class FakeControl:
             self.sent.append((route, decode(frame)))
 
 
-class Scene:
+class Scene(SessionListener):
     """Sessions with one session, which came over HERE."""
 
     def __init__(self) -> None:
@@ -59,14 +60,19 @@ class Scene:
         self.sessions = Sessions(
             CONFIG, cast("ControlPlane", self.control), US, None, [], lock=threading.RLock(),
             clock=lambda: self.now, listening=lambda: self.now,
-            on_lost=self._lost, on_over=lambda epoch, error: self.over.append(epoch),
-            is_used=lambda epoch: epoch in self.used,
         )  # fmt: skip
+        self.sessions.listeners = (self,)
         self.greet(HERE, SESSION)
         self.control.sent.clear()
 
-    def _lost(self, epoch: int, error: PeerLost) -> None:
+    def session_lost(self, epoch: int, error: PeerLost) -> None:
         self.lost.append(epoch)
+
+    def session_over(self, epoch: int, error: PeerLost) -> None:
+        self.over.append(epoch)
+
+    def uses_session(self, epoch: int) -> bool:
+        return epoch in self.used
 
     def greet(self, route: Route, epoch: int, address: str = ADDRESS, number: int = 7) -> None:
         self.hear(route, Hello(epoch, 0, PROTOCOL_VERSION, address, None, {}, number))

@@ -643,7 +643,7 @@ def test_chunks_without_bytes_are_bounded_for_a_sender_and_in_all(shm: World) ->
     for epoch in range(2, 20):
         offer(epoch, MAX_EMPTY_LANDINGS)
     assert shm.store.num_open() == MAX_EMPTY_LANDINGS_IN_ALL
-    shm.store.sender_lost(1, PeerLost("it is gone"))
+    shm.store.session_lost(1, PeerLost("it is gone"))
     assert shm.store.num_open() == MAX_EMPTY_LANDINGS_IN_ALL - MAX_EMPTY_LANDINGS
     offer(20, MAX_EMPTY_LANDINGS)
     assert shm.store.num_open() == MAX_EMPTY_LANDINGS_IN_ALL

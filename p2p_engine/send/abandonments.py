@@ -10,7 +10,8 @@ from p2p_engine.config import EngineConfig
 from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
 from p2p_engine.index import Index
-from p2p_engine.peers.links import Link, Links, PeerAddress
+from p2p_engine.peers.link import Link, PeerAddress
+from p2p_engine.peers.links import Links
 from p2p_engine.wire.messages import Abandon, TransferKey, shorten
 
 
@@ -44,7 +45,7 @@ class Abandonments:
         """Name their keys; one that several peers must be told comes several times."""
         return (key for key, _ in self._items)
 
-    def uses(self, link: Link) -> bool:
+    def uses_link(self, link: Link) -> bool:
         """Whether a peer is to be told something over a link."""
         return self._of_link.count(link) > 0
 
