@@ -372,9 +372,10 @@ class Sends:
                 chunk.transfer.cancel(reason)
         if has_told or not tells:
             return
-        # Who knows it by now is not told, and is answered when it asks.
-        is_told = party.peer is not None and not isinstance(error, KNOWN_TO_PEER)
-        peer = InstanceAddress(party.peer or "") if is_told else None
+        # A peer that knows it by now is not told, and is answered when it asks.
+        peer = None
+        if party.peer is not None and not isinstance(error, KNOWN_TO_PEER):
+            peer = InstanceAddress(party.peer)
         try:
             self._engine.abandon(party.key_of(self._group.number), peer, reason)
         except P2pError as failure:
