@@ -14,7 +14,7 @@ export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.venv/pycache
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-c tsan asan chaos soak restarts stalls backlog model scale fuzz fuzz-c bench test-vllm test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage wheel clean
+.PHONY: help setup demo test test-c tsan asan chaos soak restarts stalls backlog model scale fuzz fuzz-c bench test-vllm test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage docs wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -110,6 +110,10 @@ screenshots: setup  ## pictures of the status page for docs/; needs Chromium
 coverage: setup  ## lines and branches that the quick tests reach
 	$(BIN)/coverage run -m pytest tests/unit tests/property tests/contract -m "not vllm and not gpu"
 	$(BIN)/coverage report
+
+docs: setup  ## a site of all pages in build/docs; a broken link or any warning fails it
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --requirements pyproject.toml --extra docs
+	$(BIN)/sphinx-build --quiet --fresh-env --fail-on-warning --keep-going --nitpicky -c docs . build/docs
 
 wheel: setup  ## build the source distribution and the wheel in isolation
 	$(BIN)/python -m build
