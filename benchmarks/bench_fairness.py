@@ -24,7 +24,7 @@ from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.receive import store
 from p2p_engine.receive.credit import RETRY_AFTER_SECONDS, Credit
-from p2p_engine.receive.landing import LandingId
+from p2p_engine.receive.ledger import LandingId
 from p2p_engine.transfer import Transfer
 
 MIB = 1 << 20

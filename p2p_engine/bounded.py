@@ -1,15 +1,17 @@
-"""What strangers can fill, bounded: a map that forgets its oldest entries, and log lines."""
+"""Collections whose cost is bounded: a map that forgets its oldest entries, an index that nobody
+scans, and log lines that strangers can cause."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-K = TypeVar("K")
+K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+HashableV = TypeVar("HashableV", bound=Hashable)
 
 MAX_ENTRIES = 1 << 16
 WARNING_SECONDS = 10.0
@@ -44,6 +46,41 @@ class BoundedMap(Generic[K, V]):
     def __len__(self) -> int:
         """How much is remembered."""
         return len(self._entries)
+
+
+class Index(Generic[K, HashableV]):
+    """A map from names to sets of values, which keep their order. Empty names take no memory."""
+
+    def __init__(self) -> None:
+        self._values: dict[K, dict[HashableV, None]] = {}
+
+    def add(self, name: K, value: HashableV) -> None:
+        """Put a value under a name; idempotent."""
+        self._values.setdefault(name, {})[value] = None
+
+    def discard(self, name: K, value: HashableV) -> None:
+        """Take a value away; idempotent."""
+        values = self._values.get(name)
+        if values is not None:
+            values.pop(value, None)
+            if not values:
+                del self._values[name]
+
+    def get(self, name: K) -> list[HashableV]:
+        """Return the values of a name; a copy."""
+        return list(self._values.get(name, ()))
+
+    def pop(self, name: K) -> list[HashableV]:
+        """Take all values of a name away, and return them."""
+        return list(self._values.pop(name, ()))
+
+    def count(self, name: K) -> int:
+        """How many values a name has."""
+        return len(self._values.get(name, ()))
+
+    def names(self) -> list[K]:
+        """Return the names that have values; a copy."""
+        return list(self._values)
 
 
 class RateLimitedWarnings:

@@ -24,10 +24,10 @@ from mempool import Mover
 from p2p_engine.assembly import Gpu
 from p2p_engine.config import EngineConfig, SendMode
 from p2p_engine.control.fleet_key import read_key_file, warn_if_exposed
-from p2p_engine.control.listening_clock import ListeningClock
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.sockets import Route
 from p2p_engine.control.tick_parts import TickParts
+from p2p_engine.control.timers import ListeningClock
 from p2p_engine.dispatch import Dispatch
 from p2p_engine.errors import (
     EngineClosed,

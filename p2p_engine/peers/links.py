@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from p2p_engine.bounded import Index
 from p2p_engine.config import GPU_TRANSPORTS, EngineConfig
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.sockets import Route
@@ -36,7 +37,6 @@ from p2p_engine.errors import (
     PeerUnreachable,
     TransportError,
 )
-from p2p_engine.index import Index
 from p2p_engine.peers.closing_channels import ClosingChannels
 from p2p_engine.peers.link import Link, LinkState, PeerAddress
 from p2p_engine.peers.listeners import LinkListener, SessionListener

@@ -26,14 +26,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from p2p_engine.bounded import RateLimitedWarnings
+from p2p_engine.bounded import Index, RateLimitedWarnings
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.sockets import Route
 from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
 from p2p_engine.errors import PeerLost, PeerUnreachable
-from p2p_engine.index import Index
 from p2p_engine.memory.plan import obstacles
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.peers.listeners import SessionListener

@@ -1,18 +1,191 @@
-"""Ledger: the open landings and receives of a store, and all that they are looked up by. The
-engine's lock guards it."""
+"""What the store keeps of an incoming chunk, and of who waits for it.
+
+GRANTED → LANDED → SCATTERING → (freed)      by way of the arena
+GRANTED → LANDED → (freed)                   straight in final blocks
+GRANTED → QUARANTINED → (freed)              given up, but the sender may still write: only its
+                                             word, its proven end or our joined I/O frees it
+"""
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from p2p_engine.index import Index
-from p2p_engine.receive.landing import Landing, LandingId, LandingState, Receive
+from p2p_engine.bounded import Index
+from p2p_engine.errors import P2pError
+from p2p_engine.memory.arena import Space
+from p2p_engine.memory.jobs import Job, Moment
+from p2p_engine.memory.layout import Regions, Sink, ask, ask_regions
+from p2p_engine.receive.spans import Cover, Spans
 from p2p_engine.transfer import Transfer
 from p2p_engine.transports.base import Transport
-from p2p_engine.wire.messages import ContentKey, TransferKey
+from p2p_engine.wire.messages import ContentKey, Manifest, TransferKey
 
+BLOCKS = "blocks"  # the third place, beside the arena's buffer and pool
+
+LandingId: TypeAlias = tuple[int, int]  # the sender's epoch, its sequence number
 Writer: TypeAlias = tuple[Transport, int]  # and the sender's epoch
+
+
+class LandingState(enum.Enum):
+    """See the module's docstring."""
+
+    GRANTED = enum.auto()
+    LANDED = enum.auto()
+    SCATTERING = enum.auto()
+    QUARANTINED = enum.auto()
+
+
+@dataclass(eq=False)
+class Landing:
+    """One granted region; it owns `space` (None: final blocks, or nothing was wanted)."""
+
+    id: LandingId
+    attempt: int
+    content: ContentKey
+    manifest: Manifest  # of what was granted, which may be less than what was offered
+    transport: Transport
+    trailer: int  # the completion word that the sender writes where receiver_writes is false
+    deadline: float
+    checked: bool = False  # it has landed when its checksum is the sender's
+    space: Space | None = None
+    word: int | None = None  # the arena's completion word that is lent for it
+    state: LandingState = LandingState.GRANTED
+    job: Job | None = None
+    receive: Receive | None = None
+    is_spare: bool = False  # all that was wanted came without it: it is freed when it has landed
+    done_heard: bool = False
+    checksum: int = 0  # that DONE brought
+    checking: Job | None = None
+    resend_at: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """The payload in bytes."""
+        return self.manifest.nbytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What it takes of the memory in which it lands."""
+        return self.nbytes if self.space is None else self.space.nbytes
+
+    @property
+    def place(self) -> str:
+        """Where it lands: blocks, buffer or pool."""
+        return BLOCKS if self.space is None else self.space.place
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether it has landed and nobody has asked for it."""
+        return self.state is LandingState.LANDED and self.receive is None
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether its deadline says when something of it has to end."""
+        return self.state is LandingState.GRANTED or self.orphaned
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether it lands in final memory."""
+        return self.space is None and self.nbytes > 0
+
+
+@dataclass(eq=False)
+class Receive:
+    """Somebody waits for this content; `landings` are those that are on their way to its sink."""
+
+    content: ContentKey
+    sink: Sink
+    transfer: Transfer
+    deadline: float
+    after: tuple[Moment, ...] = ()  # when the sink may be written
+    landings: set[Landing] = field(default_factory=set)
+    writers: Spans[Landing] = field(default_factory=Spans)  # of them, those that write to the sink
+    delivered: Cover = field(default_factory=Cover)
+    senders: set[int] = field(default_factory=set)  # the epochs that have offered something
+    source_lost: P2pError | None = None  # its sender is gone: only what is here can complete it
+    ending: P2pError | None = None
+    complete: bool = False
+    is_named: bool = False  # who sends it
+    strangers: set[int] = field(default_factory=set)  # epochs that offer another content of its key
+    mismatched: bool = False  # one of them is who sends it
+
+    def narrowed(self, manifest: Manifest) -> Manifest:
+        """The part of a chunk that is wanted.
+
+        Raises:
+            P2pError: the sink refuses the chunk, or failed.
+        """
+        return manifest.narrowed(*self.wanted(manifest))
+
+    def wanted(self, manifest: Manifest) -> tuple[int, int]:
+        """Which blocks of this chunk are still wanted: the first, and how many.
+
+        Raises:
+            P2pError: the sink refuses the chunk, or failed.
+        """
+        return ask(lambda: self.sink.wanted(manifest))
+
+    def regions(self, manifest: Manifest, first: int, num: int) -> Regions:
+        """Where these blocks are to lie.
+
+        Raises:
+            P2pError: the sink failed.
+        """
+        nbytes = num * manifest.block_bytes
+        return ask_regions(lambda: self.sink.regions(manifest, first, num), nbytes)
+
+    def landed(self, manifest: Manifest, first: int, num: int) -> bool:
+        """Note that blocks are in place; True when nothing is missing any more.
+
+        Raises:
+            P2pError: the sink failed.
+        """
+        self.delivered.add(manifest.narrowed(first, num))
+        return ask(lambda: self.sink.landed(manifest, first, num))
+
+    def has_delivered(self, manifest: Manifest) -> bool:
+        """Whether a block of this chunk is in place already."""
+        return self.delivered.overlaps(manifest)
+
+    def writers_of(self, manifest: Manifest) -> set[Landing]:
+        """Return the landings by which blocks of this chunk are being written."""
+        return set(self.writers.overlapping(manifest))
+
+    def attach(self, landing: Landing) -> None:
+        """Note that a landing is on its way to the sink."""
+        landing.receive = self
+        self.landings.add(landing)
+        self.senders.add(landing.id[0])
+        if landing.is_straight:
+            self.writers.add(landing.manifest, landing)
+
+    def scatters(self, landing: Landing) -> None:
+        """Note that a landing is being copied to the sink."""
+        landing.state = LandingState.SCATTERING
+        self.writers.add(landing.manifest, landing)
+
+    def detach(self, landing: Landing) -> None:
+        """Note that a landing is over: it writes nothing any more."""
+        landing.receive = None
+        self.landings.discard(landing)
+        self.writers.discard(landing.manifest, landing)
+
+    @property
+    def hopeless(self) -> P2pError | None:
+        """Why nothing can complete it any more: not its sender, nor what is on its way."""
+        if self.source_lost is None:
+            return None
+        nothing_comes = all(item.state is LandingState.QUARANTINED for item in self.landings)
+        return self.source_lost if nothing_comes else None
+
+    @property
+    def over(self) -> bool:
+        """Whether the outcome is known and no byte can be written into its memory any more."""
+        settled = self.complete or self.ending is not None
+        return settled and not self.writers
 
 
 class Ledger:

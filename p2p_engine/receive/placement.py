@@ -16,9 +16,8 @@ from p2p_engine.errors import P2pError, TransferTooLarge, TransportError
 from p2p_engine.memory.arena import LandingArena, Space, round_up
 from p2p_engine.memory.jobs import Job
 from p2p_engine.memory.layout import Regions, ask, one_region, packed_pages
-from p2p_engine.receive.credit import Credit
-from p2p_engine.receive.landing import BLOCKS, Landing, Receive
-from p2p_engine.receive.reserve import Reserve
+from p2p_engine.receive.credit import Credit, Reserve
+from p2p_engine.receive.ledger import BLOCKS, Landing, Receive
 from p2p_engine.transfer import lane_of
 from p2p_engine.transports.base import Arrival
 

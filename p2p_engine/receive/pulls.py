@@ -9,12 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from p2p_engine.bounded import BoundedMap
+from p2p_engine.bounded import BoundedMap, Index
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
 from p2p_engine.errors import P2pError, PeerLost, PeerRefused, RemoteProtocolError
-from p2p_engine.index import Index
 from p2p_engine.peers.link import InstanceAddress, Link, PeerAddress
 from p2p_engine.peers.links import Links
 from p2p_engine.peers.listeners import LinkListener

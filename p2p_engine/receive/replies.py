@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from p2p_engine.bounded import BoundedMap
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError
-from p2p_engine.receive.landing import Landing, LandingId
+from p2p_engine.receive.ledger import Landing, LandingId
 from p2p_engine.wire.messages import Cancel, Commit, ContentKey, Deny, Fail, Grant, Message, shorten
 
 Reply: TypeAlias = Callable[[int, type[Message], tuple[Any, ...]], None]

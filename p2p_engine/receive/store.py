@@ -29,8 +29,7 @@ from p2p_engine.health import Counters
 from p2p_engine.memory.jobs import Copier, Job, Moment, after
 from p2p_engine.memory.layout import Regions, Sink, ask, pair
 from p2p_engine.peers.listeners import SessionListener
-from p2p_engine.receive.landing import Landing, LandingId, LandingState, Receive
-from p2p_engine.receive.ledger import Ledger, Writer
+from p2p_engine.receive.ledger import Landing, LandingId, LandingState, Ledger, Receive, Writer
 from p2p_engine.receive.placement import Placement
 from p2p_engine.receive.replies import Replies, Reply
 from p2p_engine.transfer import Transfer, lane_of

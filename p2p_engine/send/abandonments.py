@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from p2p_engine.bounded import Index
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
-from p2p_engine.index import Index
 from p2p_engine.peers.link import Link, PeerAddress
 from p2p_engine.peers.links import Links
 from p2p_engine.wire.messages import Abandon, TransferKey, shorten

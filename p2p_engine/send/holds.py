@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from p2p_engine.bounded import BoundedMap
+from p2p_engine.bounded import BoundedMap, Index
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.timers import Timers
 from p2p_engine.errors import P2pError, TransferCancelled, TransferError, TransferTimeout
 from p2p_engine.health import Counters
-from p2p_engine.index import Index
 from p2p_engine.memory.arena import BUFFER, POOL, LandingArena, Space
 from p2p_engine.memory.jobs import Copier, Job, Moment, after
 from p2p_engine.memory.layout import Int64s, Source, ask, ask_regions, pair

@@ -14,6 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 
+from p2p_engine.bounded import Index
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
@@ -31,7 +32,6 @@ from p2p_engine.errors import (
     TransportError,
 )
 from p2p_engine.health import Counters
-from p2p_engine.index import Index
 from p2p_engine.memory.jobs import Job, Moment
 from p2p_engine.memory.layout import Source, ask, ask_regions
 from p2p_engine.peers.link import Link, LinkState, PeerAddress

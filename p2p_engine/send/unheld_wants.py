@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from p2p_engine.bounded import Index
 from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
-from p2p_engine.index import Index
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.messages import CacheSpec, ContentKey, TransferKey
 

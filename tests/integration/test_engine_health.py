@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from p2p_engine import P2pNcclEngine, TransferKey, health
-from p2p_engine.control.listening_clock import ListeningClock
+from p2p_engine.control.timers import ListeningClock
 from p2p_engine.errors import EngineClosed, TransferTimeout
 from p2p_engine.health import OVERDUE_SECONDS, Watchdog
 from p2p_engine.memory.layout import TensorSink, TensorSource

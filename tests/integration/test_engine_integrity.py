@@ -12,7 +12,7 @@ from p2p_engine import P2pNcclEngine, SendMode, TransferKey
 from p2p_engine.errors import TransferCorrupted
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
-from p2p_engine.receive.landing import Landing
+from p2p_engine.receive.ledger import Landing
 from p2p_engine.receive.placement import Placement
 from p2p_engine.transports.tcp import TcpTransport
 from tests import marks

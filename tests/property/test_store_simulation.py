@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from p2p_engine.errors import TransferError, TransportError
-from p2p_engine.receive.landing import LandingState
+from p2p_engine.receive.ledger import LandingState
 from p2p_engine.send.shipment import WINDOW, ChunkState
 from p2p_engine.wire.messages import Grant, TransferKey, decode
 from tests.simulation import MAX_BLOCKS, PAGES, PEER, SETTINGS, Receiving, SimJob, World

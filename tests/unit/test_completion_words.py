@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from mempool import Arena, write_word
-from p2p_engine.memory.completion_words import CompletionWords
+from p2p_engine.memory.arena import CompletionWords
 from tests.support import SeededRandom
 
 NUM = 50

@@ -8,8 +8,7 @@ from collections import Counter
 
 import pytest
 
-from p2p_engine.receive.claims import Claims
-from p2p_engine.receive.credit import MAX_WAITING, RETRY_AFTER_SECONDS, SHARE, Credit
+from p2p_engine.receive.credit import MAX_WAITING, RETRY_AFTER_SECONDS, SHARE, Claims, Credit
 from tests.simulation import SETTINGS
 from tests.support import SeededRandom
 

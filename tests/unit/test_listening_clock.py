@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2p_engine.control.listening_clock import NUM_STEPS, ListeningClock
+from p2p_engine.control.timers import NUM_STEPS, ListeningClock
 
 PATIENCE = 2.0
 

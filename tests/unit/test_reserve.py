@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from p2p_engine.memory.arena import BUFFER, MIN_BLOCK_BYTES, LandingArena, Space
-from p2p_engine.receive.reserve import RESERVED_PART, Reserve
+from p2p_engine.receive.credit import RESERVED_PART, Reserve
 from tests.support import SeededRandom
 
 BLOCKS = 64

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from p2p_engine.memory.spans import Cover, Spans
-from p2p_engine.receive.landing import Landing, LandingState, Receive
+from p2p_engine.receive.ledger import Landing, LandingState, Receive
+from p2p_engine.receive.spans import Cover, Spans
 from p2p_engine.wire.messages import Manifest, PageShape, Part, Plane, TransferKey
 from tests.support import SeededRandom
 

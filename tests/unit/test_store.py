@@ -17,7 +17,7 @@ from p2p_engine.errors import (
     TransferTooLarge,
     TransportError,
 )
-from p2p_engine.receive.landing import LandingState
+from p2p_engine.receive.ledger import LandingState
 from p2p_engine.receive.store import MAX_EMPTY_LANDINGS, MAX_EMPTY_LANDINGS_IN_ALL
 from p2p_engine.transports.base import Transport
 from p2p_engine.wire.messages import Cancelled, Manifest, Offer, TransferKey, decode

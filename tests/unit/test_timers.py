@@ -7,8 +7,8 @@ import weakref
 
 import pytest
 
+from p2p_engine.bounded import Index
 from p2p_engine.control.timers import AGAIN_SECONDS, MIN_STALE, Timers
-from p2p_engine.index import Index
 from tests.support import SeededRandom
 
 
