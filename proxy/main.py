@@ -1,4 +1,4 @@
-"""The command line: `python -m proxy --port 10001 --registration-port 30001`."""
+"""The command line: `p2p-engine proxy --port 10001`."""
 
 from __future__ import annotations
 
@@ -23,40 +23,42 @@ if TYPE_CHECKING:
 HELP = {
     "host": "address of the HTTP server",
     "port": "port of the HTTP server",
-    "registration_host": "address on which heartbeats are taken",
-    "registration_port": "port on which heartbeats are taken",
-    "peers": "registration addresses of other proxies, which are told of every heartbeat",
-    "prefill": "prefill instances without heartbeats: HTTP_ADDRESS[@KV_ADDRESS],...",
-    "decode": "decode instances without heartbeats",
-    "both": "instances of both roles without heartbeats",
-    "allowed_addresses": "host names and networks from which instances may come; empty: any",
+    "registration_host": "address on which the proxy takes heartbeats",
+    "registration_port": "port on which the proxy takes heartbeats",
+    "peers": "registration addresses of other proxies, separated by commas; the proxy passes every "
+    "heartbeat on to them",
+    "prefill": "prefill instances that send no heartbeats: HTTP_ADDRESS[@KV_ADDRESS],...",
+    "decode": "decode instances that send no heartbeats",
+    "both": "instances of both roles that send no heartbeats",
+    "allowed_addresses": "host names and networks from which instances may register; empty: any",
     "key_file": "file with the fleet's key (p2p-engine keygen); empty: anybody can register",
     "admin_key_file": "file with the key for adding and removing instances; empty: nobody can",
-    "drain_timeout_seconds": "time for the requests of an instance that is removed",
-    "max_instances": "instances that may be registered at a time",
-    "missed_beats": "heartbeats in a row that may be missed before an instance is forgotten",
-    "probe_interval_seconds": "time between two looks at an instance's /health",
-    "probe_timeout_seconds": "time for an instance to answer /health",
-    "prefill_policy": "how a prefill instance is chosen",
-    "decode_policy": "how a decode instance is chosen",
-    "bypass_tokens": "decode computes a prompt itself if fewer of its tokens are missing there",
-    "max_prefix_blocks": "blocks of 256 bytes of prompts whose whereabouts are remembered",
-    "max_in_flight_per_instance": "legs of one role that an instance has at a time",
-    "max_in_flight": "requests in progress at a time",
-    "max_queued": "requests that may wait for room",
-    "queue_timeout_seconds": "time that a request may wait for room",
-    "max_retries": "other pairs that are tried when one fails before the first byte",
-    "breaker_failures": "failed legs in a row after which an instance gets no more",
-    "breaker_seconds": "time until it gets one to prove itself",
+    "drain_timeout_seconds": "how long an instance that is removed may finish its requests",
+    "max_instances": "how many instances may be registered at a time",
+    "missed_beats": "an instance may miss this many heartbeats in a row before it is dropped",
+    "probe_interval_seconds": "how often the proxy asks each instance's /health",
+    "probe_timeout_seconds": "how long an instance may take to answer /health",
+    "prefill_policy": "how the proxy chooses a prefill instance",
+    "decode_policy": "how the proxy chooses a decode instance",
+    "bypass_tokens": "decode computes a prompt itself if it lacks fewer tokens than this",
+    "max_prefix_blocks": "how many blocks of 256 bytes of prompts the proxy remembers",
+    "max_in_flight_per_instance": "requests in progress at one instance in one role",
+    "max_in_flight": "requests in progress in all",
+    "max_queued": "how many requests may wait for room",
+    "queue_timeout_seconds": "how long a request may wait for room",
+    "max_retries": "how many other pairs are tried if one fails before the first byte",
+    "breaker_failures": "an instance that fails this often in a row gets no more requests",
+    "breaker_seconds": "after this time it gets one request as a trial",
     "dispatch": "prefill before decode, or both at once",
     "max_body_bytes": "size of the largest request",
-    "client_timeout_seconds": "time for a client to send its request, or to take a piece of answer",
-    "connect_timeout_seconds": "time to connect to an instance",
-    "prefill_timeout_seconds": "time for the whole prefill leg",
-    "first_byte_timeout_seconds": "time to the first byte of a decode stream",
-    "gap_timeout_seconds": "silence in a decode stream after its first byte",
-    "response_timeout_seconds": "time for the whole of an answer that is not a stream",
-    "shutdown_timeout_seconds": "time for requests in progress when the proxy is told to stop",
+    "client_timeout_seconds": "how long a client may take to send its request, or to read a piece "
+    "of the answer",
+    "connect_timeout_seconds": "how long connecting to an instance may take",
+    "prefill_timeout_seconds": "how long the prefill instance may take in all",
+    "first_byte_timeout_seconds": "how long the first byte of a stream may take",
+    "gap_timeout_seconds": "how long a stream may be silent after its first byte",
+    "response_timeout_seconds": "how long an answer that is not a stream may take in all",
+    "shutdown_timeout_seconds": "how long requests in progress may take once the proxy is stopped",
 }
 
 
@@ -113,8 +115,8 @@ def server_config(config: ProxyConfig) -> uvicorn.Config:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m proxy",
-        description="Router for prefill and decode instances that register by heartbeat.",
+        prog="p2p-engine proxy",
+        description="Route requests to prefill and decode instances, which register by heartbeat.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for field in fields(ProxyConfig):
@@ -126,5 +128,5 @@ def _parser() -> argparse.ArgumentParser:
             help=HELP[field.name],
         )
     levels = ("debug", "info", "warning", "error")
-    parser.add_argument("--log-level", choices=levels, default="info", help="what is logged")
+    parser.add_argument("--log-level", choices=levels, default="info", help="how much is logged")
     return parser

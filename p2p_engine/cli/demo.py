@@ -15,7 +15,7 @@ from rich.table import Table
 
 from p2p_engine.cli.client import CompletionAnswer, send_all
 from p2p_engine.cli.commands import MemberRole
-from p2p_engine.cli.display import StartDisplay
+from p2p_engine.cli.display import StartDisplay, busy
 from p2p_engine.cli.fleet import Fleet, FleetInterrupted
 from p2p_engine.cli.launch import stopping_on_signals
 from p2p_engine.cli.members import Member, MemberLost
@@ -153,7 +153,7 @@ class Demo:
 def run_demo(options: DemoOptions, console: Console) -> int:
     """Run the demo, print its table; return the exit code: 0 only if all was moved and equal."""
     model = TinyModel()
-    with console.status("making the tiny model"):
+    with busy(console, "making the tiny model"):
         path = ensure_tiny_model(model)
     fleet = Fleet(path, vllm_args=_VLLM_ARGS, env=_ENV, planned_instances=2)
     if options.keys:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 from rich.console import Console
@@ -11,6 +12,14 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from p2p_engine.cli.members import Member
+
+
+def busy(console: Console, task: str) -> AbstractContextManager[object]:
+    """Say what is being done: a spinner in a terminal, elsewhere a line at the beginning."""
+    if console.is_terminal:
+        return console.status(task)
+    console.print(f"{task} ...", markup=False, highlight=False)
+    return nullcontext()
 
 
 class StartDisplay:

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from p2p_engine.cli.config_check import config_problems, has_old_keys, port_problem
 from p2p_engine.cli.devices import GIB, visible_gpus
+from p2p_engine.cli.display import busy
 from p2p_engine.cli.findings import Finding, change, note, ok, show
 from p2p_engine.cli.installation import check_installation
 from p2p_engine.cli.ports import is_port_free
@@ -41,7 +42,7 @@ def run_doctor(
 ) -> int:
     """Check everything; return the exit code: 1 when something must change. `room` is that on each
     GPU."""
-    with console.status("importing vLLM, as each of its processes will"):
+    with busy(console, "looking at the installation; importing vLLM may take half a minute"):
         findings = list(check_installation())
     findings += check_transports()
     findings.append(check_descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
@@ -77,7 +78,9 @@ def check_config(config: TransferConfig, tp_size: int) -> Iterator[Finding]:
     """Look at one instance's --kv-transfer-config and at what it needs of this machine."""
     problems = config_problems(config)
     old = has_old_keys(config)
-    remedy = "p2p-engine doctor --rewrite does it" if old else "see Settings in the README"
+    remedy = (
+        "p2p-engine doctor --rewrite does it" if old else "docs/configuration.md has all settings"
+    )
     for problem in problems:
         yield change("configuration", problem, remedy)
     with contextlib.suppress(ConfigError):

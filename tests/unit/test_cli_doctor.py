@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 from collections.abc import Iterator
@@ -231,6 +232,22 @@ def test_what_must_change_is_printed_and_is_the_exit_code() -> None:
     assert "Know b: know it" in text
     assert "change  c  [bad]" in text
     assert "Change c: mend it" in text
+
+
+def test_the_long_look_at_vllm_is_announced_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=False)
+    announced: list[str] = []
+
+    def look() -> list[Finding]:
+        announced.append(output.getvalue())
+        return []
+
+    monkeypatch.setattr(doctor, "check_installation", look)
+    doctor.run_doctor(None, "", 1, console)
+    assert "importing vLLM" in announced[0]
 
 
 def test_rewrite_prints_the_new_text_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:

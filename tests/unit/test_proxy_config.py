@@ -72,6 +72,7 @@ def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert caught.value.code == 0
     shown = capsys.readouterr().out
+    assert shown.startswith("usage: p2p-engine proxy ")
     for field in fields(ProxyConfig):
         assert "--" + field.name.replace("_", "-") in shown
 
