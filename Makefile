@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest
-C_FILES = $(wildcard csrc/*.[ch] tests/c/*.[ch] tests/double/*.[ch])
+C_FILES = $(wildcard csrc/*.[ch] tests/c/*.[ch] tests/doubles/*.[ch])
 BENCHMARKS = $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
 # Where bytecode may not be written, each process compiles what it imports again: torch for 2 s, vLLM for
@@ -52,7 +52,7 @@ backlog: setup  ## real vLLM: requests queue on a decode instance for SECONDS= (
 	$(if $(SECONDS),P2P_BACKLOG_SECONDS=$(SECONDS)) $(PYTEST) tests/vllm/test_backlog.py
 
 model: setup  ## every state of KEYS= transfers with FAULTS= faults (and RENEWALS=1), one by one (2 and 1: more than half an hour)
-	$(BIN)/python -m tests.protocol_model --keys $(or $(KEYS),2) --faults $(or $(FAULTS),1) \
+	$(BIN)/python -m tests.property.protocol_model --keys $(or $(KEYS),2) --faults $(or $(FAULTS),1) \
 		--renewals $(or $(RENEWALS),0)
 
 tsan: setup  ## the C tests of everything with threads under ThreadSanitizer
@@ -105,7 +105,7 @@ fix: setup  ## format everything and mend what the linters can
 	$(if $(C_FILES),$(BIN)/clang-format -i $(C_FILES))
 
 screenshots: setup  ## pictures of the status page for docs/; needs Chromium
-	$(BIN)/python -m tests.screenshots
+	$(BIN)/python -m tests.page.screenshots
 
 coverage: setup  ## lines and branches that the quick tests reach
 	$(BIN)/coverage run -m pytest tests/unit tests/property tests/contract -m "not vllm and not gpu"

@@ -18,7 +18,7 @@ import torch
 
 from p2p_engine.config import GPU_TRANSPORTS
 from tests import marks
-from tests.gpu_double import GpuDouble
+from tests.doubles.gpu import GpuDouble
 from tests.support import SeededRandom, eventually, held_resources
 
 
@@ -84,7 +84,7 @@ def no_leaks() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a model of which vLLM reads the configuration only."""
-    from tests.simulated_config import write_model_config  # needs vLLM
+    from tests.doubles.vllm_config import write_model_config  # needs vLLM
 
     return write_model_config(tmp_path_factory.mktemp("model"))
 
@@ -98,7 +98,7 @@ def pair_settings() -> dict[str, Any]:
 @pytest.fixture
 def make_pair(model: Path, pair_settings: dict[str, Any]) -> Iterator[Callable[..., Any]]:
     """Make pairs of simulated instances, which are closed after the test."""
-    from tests.simulated_pair import Pair  # needs vLLM
+    from tests.doubles.pair import Pair  # needs vLLM
 
     with contextlib.ExitStack() as pairs:
 

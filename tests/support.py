@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from tests.gpu_double import GpuDouble
+from tests.doubles.gpu import GpuDouble
 
 T = TypeVar("T")
 PROC = Path("/proc/self")

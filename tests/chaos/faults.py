@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.chaos.parent import Process
-from tests.relay import Relay
+from tests.rigs.relay import Relay
 
 
 @dataclass

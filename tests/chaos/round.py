@@ -26,7 +26,7 @@ from tests.chaos.steps import (
     SHORT,
     Step,
 )
-from tests.relay import Relay
+from tests.rigs.relay import Relay
 
 SIZES = [100, 200_000, 2_000_000]
 REACH_SECONDS = 1.0

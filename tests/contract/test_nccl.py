@@ -22,9 +22,9 @@ from p2p_engine.transports.handshake import ACCEPTED
 from p2p_engine.transports.nccl.memory import MIB, Side, estimated_bytes
 from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS
 from p2p_engine.transports.nccl.transport import NcclTransport, check_environment
-from tests.gpu_double import GpuDouble
+from tests.doubles.gpu import GpuDouble
+from tests.rigs.transports import ARENA_BYTES, Half, Landing, Pair, random_memory, write
 from tests.support import SeededRandom, eventually, held_resources
-from tests.transport_pair import ARENA_BYTES, Half, Landing, Pair, random_memory, write
 
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 

@@ -20,9 +20,9 @@ from p2p_engine.transports.base import Arrival, Channel, Endpoint, Order
 from p2p_engine.transports.handshake import PREAMBLE
 from p2p_engine.wire.addresses import split_address
 from p2p_engine.wire.messages import Grant
-from tests.gpu_double import GpuDouble
+from tests.doubles.gpu import GpuDouble
+from tests.rigs.transports import MIB, NAMES, TRAILER, Pair, random_memory, write
 from tests.support import SeededRandom, eventually
-from tests.transport_pair import MIB, NAMES, TRAILER, Pair, random_memory, write
 
 GpuDouble()  # before any test looks at the threads that there are
 pytestmark = pytest.mark.usefixtures("no_leaks")

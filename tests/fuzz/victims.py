@@ -24,9 +24,9 @@ from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.transports.shm import ShmTransport
 from p2p_engine.transports.tcp import TcpTransport
-from tests.engines import pattern, settings, start_fork_server
-from tests.mock_vllm import MockVllm
-from tests.proxy_fleet import ASKED
+from tests.doubles.http_instance import MockVllm
+from tests.rigs.engines import pattern, settings, start_fork_server
+from tests.rigs.proxies import ASKED
 from tests.support import eventually
 
 T = TypeVar("T")

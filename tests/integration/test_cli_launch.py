@@ -15,7 +15,7 @@ import pytest
 
 from p2p_engine.cli.members import fetch_text
 from p2p_engine.cli.ports import PortPlan
-from tests.integration.cli_fakes import FAKE_MEMBER, is_alive, parent_of
+from tests.doubles.fleet import FAKE_MEMBER, is_alive, parent_of
 from tests.support import eventually
 
 SECONDS = 80.0  # a stand-in is up in two, but the machine may be busy with others' tests

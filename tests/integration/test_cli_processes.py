@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from p2p_engine.cli.processes import ChildProcess, stop_all
-from tests.integration.cli_fakes import FAKE_MEMBER, grandchild_of, is_alive, parent_of
+from tests.doubles.fleet import FAKE_MEMBER, grandchild_of, is_alive, parent_of
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests import marks
-from tests.simulated_instance import BLOCK_SIZE
-from tests.simulated_pair import SEND_TYPES, MakePair, Pair, prompt_of
+from tests.doubles.instance import BLOCK_SIZE
+from tests.doubles.pair import SEND_TYPES, MakePair, Pair, prompt_of
 from tests.support import eventually
 
 pytestmark = marks.simulated_vllm

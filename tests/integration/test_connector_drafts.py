@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests import marks
-from tests.simulated_instance import NUM_LAYERS
-from tests.simulated_pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
+from tests.doubles.instance import NUM_LAYERS
+from tests.doubles.pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
 
 pytestmark = marks.simulated_vllm
 

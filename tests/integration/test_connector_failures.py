@@ -10,8 +10,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from tests import marks
-from tests.simulated_instance import BLOCK_SIZE, continuation
-from tests.simulated_pair import SEND_TYPES, MakePair, Pair, prompt_of
+from tests.doubles.instance import BLOCK_SIZE, continuation
+from tests.doubles.pair import SEND_TYPES, MakePair, Pair, prompt_of
 from tests.support import SeededRandom
 
 pytestmark = marks.simulated_vllm

@@ -13,8 +13,8 @@ pytest.importorskip("vllm")
 from vllm.v1.request import RequestStatus
 
 from tests import marks
-from tests.simulated_instance import WINDOW
-from tests.simulated_pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
+from tests.doubles.instance import WINDOW
+from tests.doubles.pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
 
 pytestmark = marks.simulated_vllm
 

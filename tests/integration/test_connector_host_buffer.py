@@ -12,13 +12,13 @@ pytest.importorskip("vllm")
 from vllm.v1.request import RequestStatus
 
 from tests import marks
-from tests.fake_device import FakeDevice
-from tests.simulated_instance import (
+from tests.doubles.device import FakeDevice
+from tests.doubles.instance import (
     BLOCK_SIZE,
     SimulatedInstance,
     continuation,
 )
-from tests.simulated_pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
+from tests.doubles.pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
 
 pytestmark = marks.simulated_vllm
 

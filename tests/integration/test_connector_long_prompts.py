@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests import marks
-from tests.simulated_instance import BLOCK_SIZE, NUM_HEADS, NUM_LAYERS, SLOT_WIDTH
-from tests.simulated_pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
+from tests.doubles.instance import BLOCK_SIZE, NUM_HEADS, NUM_LAYERS, SLOT_WIDTH
+from tests.doubles.pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
 
 pytestmark = marks.simulated_vllm
 

@@ -10,14 +10,14 @@ pytest.importorskip("vllm")
 
 from p2p_engine.connector import compat
 from tests import marks
-from tests.simulated_instance import (
+from tests.doubles.instance import (
     BLOCK_SIZE,
     NUM_HEADS,
     NUM_LAYERS,
     SLOT_WIDTH,
     SimulatedInstance,
 )
-from tests.simulated_pair import MakePair, Pair, prompt_of
+from tests.doubles.pair import MakePair, Pair, prompt_of
 
 pytestmark = marks.simulated_vllm
 

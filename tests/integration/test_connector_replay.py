@@ -10,10 +10,10 @@ import pytest
 
 from p2p_engine import SendMode
 from p2p_engine.config import GPU_TRANSPORTS
+from tests.doubles.gpu import GpuDouble
 from tests.gpu.machine import Machine
 from tests.gpu.recorded import STEPS
 from tests.gpu.replay import replay
-from tests.gpu_double import GpuDouble
 
 DOUBLE = GpuDouble()  # before any test looks at the threads that there are
 pytestmark = pytest.mark.usefixtures("no_leaks")

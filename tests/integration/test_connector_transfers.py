@@ -17,14 +17,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from p2p_engine.connector import P2pNcclConnector
 from tests import marks
-from tests.simulated_config import make_config
-from tests.simulated_instance import (
+from tests.doubles.instance import (
     BLOCK_SIZE,
     WrongKV,
     continuation,
     make_cache_config,
 )
-from tests.simulated_pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
+from tests.doubles.pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
+from tests.doubles.vllm_config import make_config
 from tests.support import eventually
 
 pytestmark = marks.simulated_vllm

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests import marks
-from tests.simulated_pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
+from tests.doubles.pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
 
 pytestmark = marks.simulated_vllm
 

@@ -11,7 +11,7 @@ from p2p_engine.errors import PeerError, TransferTimeout, TransferTooLarge, Tran
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.send.shipment import WINDOW
 from tests import marks
-from tests.engines import MIB, PagedMemory, assert_idle, engines, settings, start
+from tests.rigs.engines import MIB, PagedMemory, assert_idle, engines, settings, start
 from tests.support import SeededRandom, eventually
 
 KEY = TransferKey("request-1")

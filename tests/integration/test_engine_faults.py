@@ -23,7 +23,7 @@ from p2p_engine.peers.link import PeerAddress
 from p2p_engine.peers.listeners import LinkListener, SessionListener
 from p2p_engine.transfer import Transfer
 from p2p_engine.transports.base import Channel
-from tests.engines import engines, settings, start
+from tests.rigs.engines import engines, settings, start
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

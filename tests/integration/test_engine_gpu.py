@@ -20,7 +20,8 @@ from p2p_engine.peers.link import PeerAddress
 from p2p_engine.transports.nccl.group import GroupState
 from p2p_engine.transports.nccl.memory import estimated_bytes
 from p2p_engine.transports.nccl.transport import NcclTransport
-from tests.engines import (
+from tests.doubles.gpu import GpuDouble
+from tests.rigs.engines import (
     BLOCKS,
     MIB,
     PagedMemory,
@@ -32,7 +33,6 @@ from tests.engines import (
     settings,
     start_fork_server,
 )
-from tests.gpu_double import GpuDouble
 from tests.support import SeededRandom, eventually
 
 DOUBLE = GpuDouble()  # before any test looks at the threads that there are

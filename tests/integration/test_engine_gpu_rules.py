@@ -11,8 +11,8 @@ from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.config import GPU_TRANSPORTS
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.peers.link import PeerAddress
-from tests.engines import PagedMemory, assert_idle, settings
-from tests.gpu_double import GpuDouble
+from tests.doubles.gpu import GpuDouble
+from tests.rigs.engines import PagedMemory, assert_idle, settings
 from tests.support import SeededRandom, eventually
 
 DOUBLE = GpuDouble()  # before any test looks at the threads that there are

@@ -15,8 +15,8 @@ from p2p_engine.errors import P2pError, PeerUnreachable, TransferError
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import InstanceAddress
 from tests import marks
-from tests.caches import Model, RankCache, Side
-from tests.engines import assert_idle, settings
+from tests.rigs.caches import Model, RankCache, Side
+from tests.rigs.engines import assert_idle, settings
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

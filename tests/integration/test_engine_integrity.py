@@ -16,8 +16,8 @@ from p2p_engine.receive.ledger import Landing
 from p2p_engine.receive.placement import Placement
 from p2p_engine.transports.tcp import TcpTransport
 from tests import marks
-from tests.engines import MIB, assert_idle, engines, random_tensor, settings
-from tests.relay import Relay
+from tests.rigs.engines import MIB, assert_idle, engines, random_tensor, settings
+from tests.rigs.relay import Relay
 from tests.support import SeededRandom
 
 KEY = TransferKey("request-1")

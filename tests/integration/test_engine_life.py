@@ -44,7 +44,7 @@ from p2p_engine.wire.messages import (
     encode,
 )
 from tests import marks
-from tests.engines import MIB, assert_idle, engines, random_tensor, settings, start
+from tests.rigs.engines import MIB, assert_idle, engines, random_tensor, settings, start
 from tests.support import SeededRandom, eventually
 
 KEY = TransferKey("request-1")

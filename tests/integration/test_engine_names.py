@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import unresolvable
+from tests.hostile import unresolvable
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +21,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     library = tmp_path_factory.mktemp("resolver") / "resolver.so"
-    source = ROOT / "tests" / "unresolvable.c"
+    source = ROOT / "tests" / "hostile" / "unresolvable.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     ran = subprocess.run(
         [sys.executable, "-m", unresolvable.__name__],

@@ -20,7 +20,7 @@ import torch
 from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
-from tests.engines import engines
+from tests.rigs.engines import engines
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

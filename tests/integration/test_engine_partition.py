@@ -18,7 +18,7 @@ import pytest
 
 from p2p_engine import EngineConfig, P2pNcclEngine
 from p2p_engine.errors import P2pError
-from tests.engines import MIB, _obey, settings, start_fork_server
+from tests.rigs.engines import MIB, _obey, settings, start_fork_server
 from tests.support import eventually
 
 CLONE_NEWNET = 0x40000000

@@ -23,8 +23,8 @@ from p2p_engine.wire.messages import (
     decode,
     encode,
 )
-from tests.engines import MIB, Peer, engines, pattern, settings, start, start_fork_server
-from tests.relay import Relay
+from tests.rigs.engines import MIB, Peer, engines, pattern, settings, start, start_fork_server
+from tests.rigs.relay import Relay
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -12,7 +12,7 @@ from p2p_engine.errors import TransferCancelled, TransferTimeout
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
 from tests import marks
-from tests.engines import (
+from tests.rigs.engines import (
     MIB,
     PagedMemory,
     assert_idle,

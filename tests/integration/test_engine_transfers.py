@@ -26,7 +26,7 @@ from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.messages import CacheSpec
 from tests import marks
-from tests.engines import (
+from tests.rigs.engines import (
     MIB,
     PagedMemory,
     assert_idle,

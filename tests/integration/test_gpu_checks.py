@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.bench_gpu import Bench
+from tests.doubles.gpu import GpuDouble
 from tests.gpu import checks
 from tests.gpu.machine import Machine
 from tests.gpu.peer import Processes
-from tests.gpu_double import GpuDouble
 from tests.support import SeededRandom
 
 MIB = 1 << 20

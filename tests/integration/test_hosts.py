@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.namespaces import run_in_namespaces, why_not
+from tests.hosts.network import run_in_namespaces, why_not
 
 
 @pytest.mark.timeout(300)

@@ -26,7 +26,7 @@ from proxy.http.client import (
     request_bytes,
 )
 from proxy.http.deadlines import TICK_SECONDS, Deadlines
-from tests.proxy_fleet import until
+from tests.rigs.proxies import until
 
 LIMITS = Limits(5.0, silence=20.0)
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from p2p_engine.simulate.answers import events
-from tests.mock_vllm import Behaviour, MockVllm
-from tests.proxy_fleet import ASKED, STREAMED, RunningProxy, fleet, until
+from tests.doubles.http_instance import Behaviour, MockVllm
+from tests.rigs.proxies import ASKED, STREAMED, RunningProxy, fleet, until
 
 if TYPE_CHECKING:
     from tests.support import SeededRandom

@@ -15,8 +15,8 @@ import aiohttp
 import pytest
 
 from p2p_engine.simulate.answers import events
-from tests.mock_vllm import Behaviour, MockVllm
-from tests.proxy_fleet import STREAMED, RunningProxy, until
+from tests.doubles.http_instance import Behaviour, MockVllm
+from tests.rigs.proxies import STREAMED, RunningProxy, until
 
 pytestmark = pytest.mark.timeout(240)  # each starts up to three interpreters
 

@@ -16,8 +16,8 @@ import zmq.asyncio
 
 from p2p_engine.simulate.answers import events
 from p2p_engine.wire.request_ids import parse_proxy_id
-from tests.mock_vllm import Behaviour, MockVllm
-from tests.proxy_fleet import STREAMED, RunningProxy, fleet, running_proxy, until
+from tests.doubles.http_instance import Behaviour, MockVllm
+from tests.rigs.proxies import STREAMED, RunningProxy, fleet, running_proxy, until
 
 if TYPE_CHECKING:
     from tests.support import SeededRandom

@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 
 from p2p_engine.simulate.answers import events
-from tests.mock_vllm import Behaviour
-from tests.proxy_fleet import ASKED, STREAMED, fleet, until
+from tests.doubles.http_instance import Behaviour
+from tests.rigs.proxies import ASKED, STREAMED, fleet, until
 
 REFUSAL = b'{"error": {"message": "no", "code": 4}}'
 # What prefill does, and what the client then sees: its status and our code, or prefill's own body.

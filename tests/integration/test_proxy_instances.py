@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from p2p_engine.simulate.answers import events
-from tests.mock_vllm import Behaviour, MockVllm
-from tests.proxy_fleet import STREAMED, RunningProxy, fleet, running_proxy, until
+from tests.doubles.http_instance import Behaviour, MockVllm
+from tests.rigs.proxies import STREAMED, RunningProxy, fleet, running_proxy, until
 
 KEY = "open sesame"
 

@@ -17,8 +17,8 @@ from p2p_engine.errors import ConfigError
 from p2p_engine.peers.directory import Directory, RankAddress
 from proxy.config import ProxyConfig
 from proxy.main import server_config
-from tests.mock_vllm import MockVllm
-from tests.proxy_fleet import RunningProxy, running_proxy, until
+from tests.doubles.http_instance import MockVllm
+from tests.rigs.proxies import RunningProxy, running_proxy, until
 
 BEAT = {"type": "P", "http_address": "127.0.0.1:1", "zmq_address": "127.0.0.1:2", "protocol": 2}
 

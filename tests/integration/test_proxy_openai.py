@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from p2p_engine.simulate.answers import completion, events
-from tests.mock_vllm import Behaviour
-from tests.proxy_fleet import ASKED, CHAT, COMPLETIONS, STREAMED, fleet
+from tests.doubles.http_instance import Behaviour
+from tests.rigs.proxies import ASKED, CHAT, COMPLETIONS, STREAMED, fleet
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 # What must reach decode as it is, and the prefill leg in some form that it can answer.

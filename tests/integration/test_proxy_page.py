@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.chromium import SECONDS, Page, chromium_page, find_chromium
-from tests.mock_vllm import MockVllm
-from tests.proxy_fleet import fleet, until
+from tests.doubles.http_instance import MockVllm
+from tests.page.chromium import SECONDS, Page, chromium_page, find_chromium
+from tests.rigs.proxies import fleet, until
 
 pytestmark = [
     pytest.mark.skipif(find_chromium() is None, reason="no Chromium here"),

@@ -43,9 +43,9 @@ from proxy.fleet.upstream import Upstream
 from proxy.observe import request_log
 from proxy.openai.prompt import BLOCK_BYTES, Prompt
 from proxy.routing.prefix_tree import PrefixTree
-from tests.mock_vllm import Behaviour, MockVllm
-from tests.proxy_fleet import ASKED, STREAMED, RunningProxy, fleet, running_proxy, until
-from tests.routing_fleet import Fleet
+from tests.doubles.http_instance import Behaviour, MockVllm
+from tests.rigs.proxies import ASKED, STREAMED, RunningProxy, fleet, running_proxy, until
+from tests.rigs.routing import Fleet
 from tests.support import records_of
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import pytest
 
 from p2p_engine.simulate.answers import completion, events
 from p2p_engine.wire.messages import PROTOCOL_VERSION
-from tests.mock_vllm import Behaviour, MockVllm
-from tests.proxy_fleet import ASKED, STREAMED, RunningProxy, fleet, until
+from tests.doubles.http_instance import Behaviour, MockVllm
+from tests.rigs.proxies import ASKED, STREAMED, RunningProxy, fleet, until
 
 ID_LENGTH = 32
 

@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 
 from proxy.status import MAX_VIEWERS
-from tests.mock_vllm import Behaviour, MockVllm
-from tests.proxy_fleet import STREAMED, RunningProxy, fleet, running_proxy, until
+from tests.doubles.http_instance import Behaviour, MockVllm
+from tests.rigs.proxies import STREAMED, RunningProxy, fleet, running_proxy, until
 
 DASHBOARD = Path(__file__).parents[2] / "grafana" / "p2p-proxy.json"
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from p2p_engine.simulate.answers import completion, events
-from tests.mock_vllm import Behaviour, MockVllm
-from tests.proxy_fleet import ASKED, CHAT, COMPLETIONS, STREAMED, fleet, until
+from tests.doubles.http_instance import Behaviour, MockVllm
+from tests.rigs.proxies import ASKED, CHAT, COMPLETIONS, STREAMED, fleet, until
 from tests.support import SeededRandom
 
 CHAT_ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "n": 2}

@@ -21,8 +21,8 @@ from p2p_engine.peers import links as peers
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import InstanceAddress, PeerAddress
 from p2p_engine.wire.messages import PROTOCOL_VERSION, CacheSpec, PageShape, Plane
-from tests.caches import Model, RankCache, Side
-from tests.engines import assert_idle, settings
+from tests.rigs.caches import Model, RankCache, Side
+from tests.rigs.engines import assert_idle, settings
 
 ARCHITECTURE = Path(__file__).parents[2] / "ARCHITECTURE.md"
 ROW = re.compile(r"^\| (.+?) \| (HELLO|start) \| `(.+)` \|$", re.MULTILINE)

@@ -11,7 +11,7 @@ from p2p_engine.control.listener import START_FILES
 
 
 def seen(scenario: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.shortage", scenario]
+    command = [sys.executable, "-m", "tests.hostile.shortage", scenario]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)  # type: ignore[no-any-return]

@@ -25,7 +25,7 @@ from p2p_engine.simulate.cost import CostModel
 from p2p_engine.simulate.instance import StandIn
 from p2p_engine.simulate.prompts import MadeUpModel, SimulatedPrompt, read_prompts
 from p2p_engine.wire.request_ids import ProxyId, new_transfer_id
-from tests.proxy_fleet import CHAT, COMPLETIONS, RunningProxy, running_proxy, until
+from tests.rigs.proxies import CHAT, COMPLETIONS, RunningProxy, running_proxy, until
 from tests.support import eventually
 
 HOST = "127.0.0.1"

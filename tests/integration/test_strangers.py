@@ -14,9 +14,9 @@ from p2p_engine.control.auth import ANSWER_QUEUE_FRAMES
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.sockets import Route
 from p2p_engine.wire.messages import MAX_FRAME_BYTES, Lookup, encode
-from tests.strangers import MORE, flood, greet, long_frame, resident_bytes, stranger
+from tests.hostile.strangers import MORE, flood, greet, long_frame, resident_bytes, stranger
+from tests.hostile.victim import KINDS, victim
 from tests.support import eventually
-from tests.victim import KINDS, victim
 
 MIB = 1 << 20
 FIRST_RANDOM = 1804289383  # of glibc, where nobody seeds it

@@ -22,8 +22,8 @@ from p2p_engine.connector.groups import layer_groups
 from p2p_engine.connector.intent import ThisInstance
 from p2p_engine.connector.scheduler import SchedulerHalf
 from tests import marks
-from tests.block_play import Play, Watch, make_cache, make_manager, make_request
-from tests.simulated_config import write_model_config
+from tests.doubles.vllm_config import write_model_config
+from tests.property.block_play import Play, Watch, make_cache, make_manager, make_request
 
 pytestmark = [
     *marks.simulated_vllm,

@@ -36,7 +36,7 @@ from p2p_engine.wire.messages import (
     decode,
     encode,
 )
-from tests.caches import UNTOUCHED, Array, Model, RankCache, Side
+from tests.rigs.caches import UNTOUCHED, Array, Model, RankCache, Side
 
 quick = settings(max_examples=200, deadline=None)
 LAYOUTS = ("LBHNP", "LBNHP", "LBPHN", "PLBHN", "LPBNH", "BLHNP", "BLNPH", "LHBNP", "BHLNP")

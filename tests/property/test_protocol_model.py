@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.property.protocol_model import Bounds, explore
 from tests.property.test_store_simulation import ReceiverWrites, SenderWrites, TransferMachine
-from tests.protocol_model import Bounds, explore
 
 
 @pytest.mark.timeout(400)

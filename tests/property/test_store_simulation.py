@@ -17,7 +17,7 @@ from p2p_engine.errors import TransferError, TransportError
 from p2p_engine.receive.ledger import LandingState
 from p2p_engine.send.shipment import WINDOW, ChunkState
 from p2p_engine.wire.messages import Grant, TransferKey, decode
-from tests.simulation import MAX_BLOCKS, PAGES, PEER, SETTINGS, Receiving, SimJob, World
+from tests.doubles.world import MAX_BLOCKS, PAGES, PEER, SETTINGS, Receiving, SimJob, World
 from tests.support import SeededRandom
 
 KEYS = [TransferKey("request-1"), TransferKey("request-2")]

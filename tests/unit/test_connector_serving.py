@@ -28,7 +28,7 @@ from p2p_engine.cli.tiny_model import ensure_tiny_model
 from p2p_engine.config import EngineConfig
 from p2p_engine.connector import serving
 from p2p_engine.connector.support import num_local_ranks
-from tests import supervised
+from tests.doubles import supervisor
 from tests.support import records_of
 
 pytestmark = [
@@ -231,10 +231,10 @@ def test_the_port_is_the_one_on_which_the_process_that_started_us_listens() -> N
     with neighbour_of_a_free_port() as neighbour:
         port = neighbour.getsockname()[1]
         arguments = ([port, port + 3], results)
-        parent = context.Process(target=supervised.serve, args=arguments, name=name)
+        parent = context.Process(target=supervisor.serve, args=arguments, name=name)
         parent.start()
-        assert results.get(timeout=supervised.SECONDS) == (5, "", f"h:{port + 3}")
-        parent.join(supervised.SECONDS)
+        assert results.get(timeout=supervisor.SECONDS) == (5, "", f"h:{port + 3}")
+        parent.join(supervisor.SECONDS)
 
 
 def test_a_supervised_rank_whose_server_is_not_found_says_so(

@@ -15,7 +15,7 @@ from p2p_engine.control.sockets import Route
 from p2p_engine.errors import ConfigError
 from p2p_engine.wire.addresses import join_address, split_address
 from p2p_engine.wire.messages import MAX_FRAME_BYTES
-from tests.relay import Relay
+from tests.rigs.relay import Relay
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

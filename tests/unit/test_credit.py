@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from p2p_engine.receive.credit import MAX_WAITING, RETRY_AFTER_SECONDS, SHARE, Claims, Credit
-from tests.simulation import SETTINGS
+from tests.doubles.world import SETTINGS
 from tests.support import SeededRandom
 
 TOTAL = 9_000

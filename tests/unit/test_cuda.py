@@ -12,7 +12,7 @@ import pytest
 
 from p2p_engine.errors import ConfigError, TransportError
 from p2p_engine.gpu.cuda import IPC_HANDLE_BYTES, Cuda
-from tests.gpu_double import GpuDouble, build
+from tests.doubles.gpu import GpuDouble, build
 from tests.support import eventually
 
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

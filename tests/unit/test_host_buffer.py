@@ -14,7 +14,7 @@ from p2p_engine.connector.host_buffer import HostBuffer, InPlace, make_host_buff
 from p2p_engine.errors import ConfigError, TransportError
 from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
 from p2p_engine.peers.link import PeerAddress
-from tests.engines import engines
+from tests.rigs.engines import engines
 
 BLOCKS = 12
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # a CPU's is a device like any other

@@ -17,7 +17,7 @@ from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.transports.nccl import library
 from p2p_engine.transports.nccl.library import Config, Nccl, UniqueId, show_version
 from p2p_engine.transports.nccl.memory import MIB, Side, estimated_bytes
-from tests.gpu_double import GpuDouble
+from tests.doubles.gpu import GpuDouble
 from tests.support import eventually
 
 # Printed by a C program from the nccl.h of 2.28.9: where each field lies, and where the last ends.

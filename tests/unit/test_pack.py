@@ -18,7 +18,7 @@ from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.pack import ENGINE_BYTES, Pack, copy_rows, tabulate
 from p2p_engine.gpu.pack_kernel import KERNEL, TILE_BYTES
 from p2p_engine.memory.layout import Int64s
-from tests.gpu_double import GpuDouble
+from tests.doubles.gpu import GpuDouble
 from tests.support import SeededRandom, eventually
 
 # A grid of threads, one after the other: the kernel's threads do not depend on each other.

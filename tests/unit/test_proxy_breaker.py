@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from proxy.fleet.breaker import Breaker
 from proxy.fleet.instances import Role
-from tests.routing_fleet import NOW, Fleet
+from tests.rigs.routing import NOW, Fleet
 
 
 def tripped() -> Breaker:

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.observe.metrics import Metrics
 from proxy.observe.request_log import RequestRecord
-from tests.routing_fleet import NOW, Fleet
+from tests.rigs.routing import NOW, Fleet
 
 # One a line: name, type, labels.
 GOLDEN = """

@@ -16,7 +16,7 @@ from proxy.openai import payload
 from proxy.openai.prompt import BLOCK_BYTES, Prompt, read_prompt
 from proxy.routing.policies import POLICIES, Policy
 from proxy.routing.prefix_tree import PrefixTree
-from tests.routing_fleet import Fleet
+from tests.rigs.routing import Fleet
 from tests.support import SeededRandom
 
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"

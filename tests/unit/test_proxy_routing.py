@@ -9,7 +9,7 @@ import pytest
 from p2p_engine.wire.messages import PROTOCOL_VERSION
 from proxy.fleet.instances import Instance, Role
 from proxy.openai.prompt import Prompt
-from tests.routing_fleet import NOW, Fleet
+from tests.rigs.routing import NOW, Fleet
 from tests.support import SeededRandom
 
 

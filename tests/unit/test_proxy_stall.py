@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from proxy.http.deadlines import Deadlines
 from proxy.http.stall import StallWatch
-from tests.proxy_fleet import until
+from tests.rigs.proxies import until
 
 
 class Clock:

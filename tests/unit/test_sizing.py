@@ -18,8 +18,8 @@ from p2p_engine.connector.device_room import check_room
 from p2p_engine.errors import ConfigError
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.sizing import MIB, DeviceMemory, Room, device_memory
-from tests.engines import settings
-from tests.gpu_double import GpuDouble
+from tests.doubles.gpu import GpuDouble
+from tests.rigs.engines import settings
 from tests.support import records_of
 
 DOUBLE = GpuDouble()

@@ -21,7 +21,7 @@ from p2p_engine.receive.ledger import LandingState
 from p2p_engine.receive.store import MAX_EMPTY_LANDINGS, MAX_EMPTY_LANDINGS_IN_ALL
 from p2p_engine.transports.base import Transport
 from p2p_engine.wire.messages import Cancelled, Manifest, Offer, TransferKey, decode
-from tests.simulation import MAX_BLOCKS, PEER, SETTINGS, SimJob, World, right_block
+from tests.doubles.world import MAX_BLOCKS, PEER, SETTINGS, SimJob, World, right_block
 
 KEY = TransferKey("request-1")
 SETTINGS_OF_4_KIB = dataclasses.replace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from p2p_engine.connector import connector
-from tests.fake_device import FakeDevice
+from tests.doubles.device import FakeDevice
 
 if TYPE_CHECKING:
     import torch

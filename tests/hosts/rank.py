@@ -15,8 +15,8 @@ from p2p_engine.errors import P2pError
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import InstanceAddress
 from p2p_engine.transfer import Transfer
-from tests.caches import Model, RankCache, Side
-from tests.engines import settings
+from tests.rigs.caches import Model, RankCache, Side
+from tests.rigs.engines import settings
 
 MODEL, KEY, NUM_TOKENS = Model(2, 2, 8), TransferKey("request-1"), 32
 IDS = np.arange(8, dtype=np.int64)

@@ -1,6 +1,6 @@
 """An engine, a directory or a proxy's registration port in a process of its own.
 
-`python -m tests.victim KIND` prints its address, and ends with its standard input.
+`python -m tests.hostile.victim KIND` prints its address, and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LAYERS = 80
 @contextlib.contextmanager
 def victim(kind: str) -> Iterator[tuple[str, int]]:
     """Start one; its address and its process."""
-    command = [sys.executable, "-m", "tests.victim", kind]
+    command = [sys.executable, "-m", "tests.hostile.victim", kind]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -60,7 +60,7 @@ def serve_directory() -> None:
 
 async def serve_proxy() -> None:
     """Run a proxy's registration port."""
-    from tests.proxy_fleet import running_proxy
+    from tests.rigs.proxies import running_proxy
 
     async with running_proxy() as proxy:
         print(proxy.registration_address, flush=True)  # noqa: T201

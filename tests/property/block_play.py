@@ -39,7 +39,7 @@ from p2p_engine.connector.groups import layer_groups
 from p2p_engine.connector.layer_group import LayerGroup
 from p2p_engine.connector.metadata import P2pConnectorMetadata
 from p2p_engine.connector.orders import SendStep
-from tests.simulated_config import make_config
+from tests.doubles.vllm_config import make_config
 
 NULL_BLOCK = 0
 init_none_hash(sha256)

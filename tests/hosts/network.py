@@ -1,6 +1,6 @@
 """Hosts of a network of their own: network namespaces that a bridge joins, without any privilege.
 
-`python -m tests.namespaces` is run by `run_in_namespaces` as root of new user, network and mount
+`python -m tests.hosts.network` is run by `run_in_namespaces` as root of new user, network and mount
 namespaces, which end with it, and with them all that it has made.
 """
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
-from tests.namespaced_rank import NUM_RANKS
+from tests.hosts.rank import NUM_RANKS
 
 TOOLS = "ip link add name probe0 type veth peer name probe1 && nsenter --version >/dev/null"
 UNSHARE = ["unshare", "--user", "--map-root-user", "--net", "--mount", "--fork", "--kill-child"]
@@ -35,7 +35,7 @@ def run_in_namespaces(timeout: float = 240) -> None:
     Raises:
         AssertionError: it failed; says how.
     """
-    command = [*UNSHARE, sys.executable, "-m", "tests.namespaces"]
+    command = [*UNSHARE, sys.executable, "-m", "tests.hosts.network"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr
 
@@ -52,7 +52,7 @@ class Host:
             _ip(f"-n host{number} {change}")
         command = [
             "nsenter", f"--net=/run/netns/host{number}", sys.executable, "-m",
-            "tests.namespaced_rank", self.ip, role, str(rank),
+            "tests.hosts.rank", self.ip, role, str(rank),
         ]  # fmt: skip
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

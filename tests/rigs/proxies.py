@@ -15,7 +15,7 @@ from multidict import CIMultiDictProxy
 from p2p_engine.wire.messages import PROTOCOL_VERSION
 from proxy.config import ProxyConfig
 from proxy.main import server_config
-from tests.mock_vllm import DECODE, PREFILL, MockVllm
+from tests.doubles.http_instance import DECODE, PREFILL, MockVllm
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -1,4 +1,4 @@
-"""A process without a descriptor left; `python -m tests.shortage NAME` says in JSON what it saw."""
+"""A process without a descriptor left: `python -m tests.hostile.shortage NAME` prints JSON."""
 
 from __future__ import annotations
 

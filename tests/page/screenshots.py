@@ -13,10 +13,10 @@ from pathlib import Path
 
 from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.simulate import SimulatedFleet
-from tests.chromium import chromium_page
+from tests.page.chromium import chromium_page
 from tests.scale.load import Load
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 SIZES = {"wide": (1200, 1200), "narrow": (390, 1750)}
 SCHEMES = {"light": False, "dark": True}
 COSTS = ("--prefill-tokens-per-second=10000", "--token-ms=60", "--kv-bytes-per-token=4096")

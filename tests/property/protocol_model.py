@@ -20,13 +20,13 @@ from typing import Any, TypeAlias
 
 from p2p_engine.errors import TransferError, TransportError
 from p2p_engine.wire.messages import Grant, decode
+from tests.doubles.world import MAX_BLOCKS, Receiving, Sending, World
 from tests.property.test_store_simulation import (
     KEYS,
     ReceiverWrites,
     SenderWrites,
     TransferMachine,
 )
-from tests.simulation import MAX_BLOCKS, Receiving, Sending, World
 
 Move: TypeAlias = tuple[str, int]
 CHUNK = (2, MAX_BLOCKS - 2)  # small enough for several to have room

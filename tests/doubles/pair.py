@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 
 from p2p_engine.cli.ports import PortPlan
 from p2p_engine.wire.request_ids import ProxyId, new_transfer_id
-from tests.simulated_instance import NUM_LAYERS, SimulatedInstance, continuation
+from tests.doubles.instance import NUM_LAYERS, SimulatedInstance, continuation
 
 HOST = "127.0.0.1"
 ORDERS = ("prefill first", "decode first", "together")

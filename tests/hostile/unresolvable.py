@@ -17,7 +17,7 @@ from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import InstanceAddress, PeerAddress
 from p2p_engine.wire.messages import decode_heartbeat
-from tests.engines import engines, settings, start
+from tests.rigs.engines import engines, settings, start
 
 BAD = "prefill-7.nodns:4567"
 PATIENCE = 60.0

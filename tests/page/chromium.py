@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.proxy_fleet import until
+from tests.rigs.proxies import until
 
 SECONDS = 60.0
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

@@ -1,6 +1,6 @@
 """A cheap stand-in for a vLLM instance or the proxy: an HTTP server with a bad character.
 
-usage: cli_fake_member.py --port N [--status WORDS] [--kv-transfer-config JSON] [--behave NAME ...]
+usage: member.py --port N [--status WORDS] [--kv-transfer-config JSON] [--behave NAME ...]
 """
 
 from __future__ import annotations

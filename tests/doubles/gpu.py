@@ -1,4 +1,4 @@
-"""Builds and loads the stand-in for GPUs and NCCL of tests/double, and says what it is to do."""
+"""Builds and loads the stand-in for GPUs and NCCL, and says what it is to do."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
-ROOT = Path(__file__).parents[1]
-SOURCES = sorted((ROOT / "tests" / "double").glob("*.[ch]"))
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "tests" / "doubles").glob("*.[ch]"))
 LIBRARY = ROOT / "build" / "double" / "libgpudouble.so"
 LIVE = ("comms", "registrations", "allocations", "imports", "streams", "events",
         "host_registrations")  # fmt: skip

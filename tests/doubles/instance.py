@@ -53,12 +53,12 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from p2p_engine.connector import compat
 from p2p_engine.connector.connector import P2pNcclConnector
-from tests import simulated_config
-from tests.fake_device import FakeDevice
+from tests.doubles import vllm_config
+from tests.doubles.device import FakeDevice
 
-BLOCK_SIZE = simulated_config.BLOCK_SIZE
-NUM_LAYERS = simulated_config.NUM_LAYERS
-NUM_HEADS = simulated_config.NUM_HEADS
+BLOCK_SIZE = vllm_config.BLOCK_SIZE
+NUM_LAYERS = vllm_config.NUM_LAYERS
+NUM_HEADS = vllm_config.NUM_HEADS
 SLOT_WIDTH = 16  # numbers in the slot of a head's token, all the same
 EOS_TOKEN_ID = 1
 UNKNOWN = -1  # what vLLM's model runner writes for a token that it samples while it runs ahead
@@ -284,7 +284,7 @@ class SimulatedInstance:
         settings = {
             "host": "127.0.0.1", "mem_pool_size_gb": 0.01, "kv_buffer_size": 1 << 24, **extra,
         }  # fmt: skip
-        self.config = simulated_config.make_config(
+        self.config = vllm_config.make_config(
             model,
             role,
             kv_port - dp_rank,

@@ -32,7 +32,7 @@ from p2p_engine.transports.nccl.transport import NcclTransport
 from p2p_engine.transports.shm import ShmTransport
 from p2p_engine.transports.tcp import TcpTransport
 from p2p_engine.wire.messages import Grant
-from tests.gpu_double import GpuDouble
+from tests.doubles.gpu import GpuDouble
 from tests.support import SeededRandom
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from p2p_engine.cli.commands import InstancePlan
     from p2p_engine.cli.members import Member
 
-FAKE_MEMBER = [sys.executable, "-S", str(Path(__file__).with_name("cli_fake_member.py"))]
+FAKE_MEMBER = [sys.executable, "-S", str(Path(__file__).with_name("member.py"))]
 
 
 class FakeFleet(Fleet):

@@ -21,7 +21,7 @@ from p2p_engine.config import GPU_TRANSPORTS
 from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.messages import CacheSpec
-from tests.gpu_double import GpuDouble
+from tests.doubles.gpu import GpuDouble
 from tests.support import SeededRandom, eventually
 
 MIB = 1 << 20
@@ -112,7 +112,7 @@ def assert_idle(*parties: P2pNcclEngine) -> None:
 
 def start_fork_server() -> None:
     """Start what makes the children: it imports torch once, and it stays."""
-    multiprocessing.set_forkserver_preload(["tests.engines", "p2p_engine.engine"])
+    multiprocessing.set_forkserver_preload(["tests.rigs.engines", "p2p_engine.engine"])
     multiprocessing.resource_tracker.ensure_running()
     multiprocessing.forkserver.ensure_running()
 

@@ -1,0 +1,1 @@
+"""What stands in for something that a test cannot have: each of them is called a double."""

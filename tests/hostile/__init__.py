@@ -1,0 +1,1 @@
+"""What a hostile machine or network does to a process."""

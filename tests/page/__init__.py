@@ -1,0 +1,1 @@
+"""The proxy's status page in a real browser."""

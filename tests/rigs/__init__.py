@@ -1,0 +1,1 @@
+"""Parts of ours, real and small, put together for a test."""
