@@ -22,7 +22,7 @@ LIMITS = {
     "circles": 0,
     "repeated_classes": 49,
     "readme_words": 3800,
-    "architecture_words": 8200,
+    "architecture_words": 2500,
 }
 Graph = Mapping[str, set[str]]
 

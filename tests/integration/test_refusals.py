@@ -24,14 +24,14 @@ from p2p_engine.wire.messages import PROTOCOL_VERSION, CacheSpec, PageShape, Pla
 from tests.rigs.caches import Model, RankCache, Side
 from tests.rigs.engines import assert_idle, settings
 
-ARCHITECTURE = Path(__file__).parents[2] / "ARCHITECTURE.md"
+PAGE = Path(__file__).parents[2] / "docs" / "connector.md"
 ROW = re.compile(r"^\| (.+?) \| (HELLO|start) \| `(.+)` \|$", re.MULTILINE)
 HERE = RankCache(Model(), Side(), 0, 4)
 
 
 def listed(when: str) -> dict[str, str]:
     """The rows of the table: what is refused, and the error, with … for what it names."""
-    section = ARCHITECTURE.read_text().split("### What is refused")[1].split("\n##")[0]
+    section = PAGE.read_text().split("## What is refused")[1].split("\n##")[0]
     return {what: error for what, moment, error in ROW.findall(section) if moment == when}
 
 
@@ -206,7 +206,7 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
     elsewhere = {"layers.0": torch.empty((caches.BLOCKS, 1, 1, 1), device="meta")}
     several = dataclasses.replace(fields.MLA, tokens_per_state=4)
     cases: dict[str, tuple[Callable[[], object], list[object]]] = {
-        "a field of vLLM's that is not in [the list](docs/cache.md)": (
+        "a field of vLLM's that is not in [the list](cache.md)": (
             lambda: check_fields(fields.FUTURE), ["FutureSpec.swizzle"],
         ),
         "rows of several tokens, caches of DeepSeek-V4, blocks that are not vLLM's": (

@@ -1,4 +1,4 @@
-"""NcclTransport: between GPUs that NCCL can reach. The rules that it keeps are in ARCHITECTURE.md.
+"""NcclTransport: between GPUs that NCCL can reach. The rules that it keeps are in docs/gpu.md.
 
 The control thread dials and listens; from then on everything belongs to the device's thread.
 """
