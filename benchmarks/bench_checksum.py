@@ -40,7 +40,7 @@ def round_key(number: int) -> TransferKey:
     return TransferKey(f"round-{number}")
 
 
-class Receiver:
+class ChecksumReceiver:
     """The receiving process."""
 
     def __init__(self, total_bytes: int) -> None:
@@ -71,7 +71,7 @@ class Receiver:
             engine.close()
 
 
-class Bench:
+class ChecksumBench:
     """The sending process."""
 
     def __init__(self, total_bytes: int, seed: int) -> None:
@@ -79,7 +79,7 @@ class Bench:
         self._memory = random_memory(2 * total_bytes, seed)
         self._seed = seed
         self._numbers = itertools.count(1)
-        self._receiver = Remote(Receiver, total_bytes)
+        self._receiver = Remote(ChecksumReceiver, total_bytes)
         self._engines = make_engines()
 
     def send(self, contender: tuple[str, bool], block_bytes: int) -> float:
@@ -103,7 +103,9 @@ class Bench:
         self._receiver.close()
 
 
-def rows_of(bench: Bench, block_bytes: int, total_bytes: int, repetitions: int) -> list[Row]:
+def rows_of(
+    bench: ChecksumBench, block_bytes: int, total_bytes: int, repetitions: int
+) -> list[Row]:
     """One row for each transport."""
     runs: dict[tuple[str, bool], Callable[[], float]] = {
         contender: lambda c=contender: bench.send(c, block_bytes)  # type: ignore[misc]
@@ -126,7 +128,7 @@ def main() -> None:
     parser.add_argument("--total-mib", type=int, default=256)
     options = parser.parse_args()
     total_bytes = options.total_mib * MIB
-    bench, rows = Bench(total_bytes, options.seed), []
+    bench, rows = ChecksumBench(total_bytes, options.seed), []
     try:
         for block_bytes in (16 << 10, 64 << 10, MIB):
             progress(f"blocks of {block_bytes >> 10} KiB")

@@ -55,7 +55,7 @@ def caches_of(cache: PagedCache, *, by_layers: bool) -> list[PagedCache]:
     ]
 
 
-class Receiver:
+class ChunksReceiver:
     """The receiving process: an engine for each transport."""
 
     def __init__(self, total_bytes: int, page_bytes: int, seed: int) -> None:
@@ -104,7 +104,7 @@ def make_engine(transport: str, chunk_bytes: int = SIZES["16 MiB"]) -> P2pNcclEn
     return P2pNcclEngine(EngineConfig(transports=(transport,), chunk_bytes=chunk_bytes))
 
 
-class Bench:
+class ChunksBench:
     """The sending process."""
 
     def __init__(self, total_bytes: int, page_bytes: int, seed: int) -> None:
@@ -113,7 +113,7 @@ class Bench:
         self._cache = HostCache(random_memory(total_bytes, seed), NUM_LAYERS, page_bytes)
         num_blocks = self._cache.paged.num_blocks
         self._ids = scattered(num_blocks, num_blocks, seed)
-        self._receiver = Remote(Receiver, total_bytes, page_bytes, seed)
+        self._receiver = Remote(ChunksReceiver, total_bytes, page_bytes, seed)
         self._numbers = itertools.count(1)
         self.messages: dict[str, int] = {}
         self.cpu: dict[str, list[float]] = {}
@@ -154,7 +154,7 @@ class Bench:
         self._receiver.close()
 
 
-def measure(bench: Bench, repetitions: int) -> list[Row]:
+def measure(bench: ChunksBench, repetitions: int) -> list[Row]:
     """Every cut over every transport, all of a transport's in turn."""
     rows = []
     for transport in TRANSPORTS:
@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--total-mib", type=int, default=512)
     parser.add_argument("--page-kib", type=int, default=64)
     options = parser.parse_args()
-    bench = Bench(options.total_mib * MIB, options.page_kib << 10, options.seed)
+    bench = ChunksBench(options.total_mib * MIB, options.page_kib << 10, options.seed)
     try:
         record(measure(bench, options.repetitions), options)
     finally:

@@ -68,7 +68,7 @@ class Far:
             directory.close()
 
 
-class Asker:
+class DirectoryAsker:
     """Asks a directory, one question after the other."""
 
     def __init__(self, address: str, key_file: str) -> None:
@@ -99,7 +99,7 @@ class Asker:
         self._control.close(5.0)
 
 
-class Sender:
+class TensorSender:
     """Sends tensors of one size to one engine of the other process."""
 
     def __init__(self, far: Remote, variant: str, transport: str, key_file: str) -> None:
@@ -144,11 +144,11 @@ def measure(far: Remote, key_file: str, repetitions: int, seed: int) -> list[Row
     """Round trips, then transfers of each size by each transport."""
     files = dict(zip(VARIANTS, ("", key_file), strict=True))
     progress("round trips")
-    askers = {v: Asker(far.call("address", v), files[v]) for v in VARIANTS}
+    askers = {v: DirectoryAsker(far.call("address", v), files[v]) for v in VARIANTS}
     rows = rows_of("round trip", alternate({v: askers[v].ask for v in VARIANTS}, repetitions))
     closing: list[Any] = list(askers.values())
     for transport in TRANSPORTS:
-        senders = {v: Sender(far, v, transport, files[v]) for v in VARIANTS}
+        senders = {v: TensorSender(far, v, transport, files[v]) for v in VARIANTS}
         closing += senders.values()
         for title, nbytes in SIZES.items():
             progress(f"{transport}, {title}")

@@ -46,7 +46,7 @@ class FirstCome(Credit):
         return RETRY_AFTER_SECONDS
 
 
-class Bench:
+class FairnessBench:
     """One receiver, eight senders with a thread each, one consumer."""
 
     def __init__(self, seconds: float, chunks_per_second: int) -> None:
@@ -140,7 +140,7 @@ def main() -> None:
         for case, rule in (("credit", Credit), ("first come", FirstCome)):
             progress(case)
             vars(store)["Credit"] = rule
-            bench = Bench(options.seconds, options.chunks_per_second)
+            bench = FairnessBench(options.seconds, options.chunks_per_second)
             try:
                 rounds.setdefault(case, []).append(bench.run())
             finally:

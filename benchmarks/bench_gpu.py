@@ -36,7 +36,7 @@ Contenders = Mapping[str, Callable[[], float]]
 BATCH = 10  # copies for which the device is waited for once
 
 
-class Bench:
+class GpuBench:
     """One device and how large its measurements are."""
 
     def __init__(
@@ -240,7 +240,7 @@ def main() -> None:
     gpu.init()
     rows: list[Row] = []
     with Processes(machine) as processes:
-        bench = Bench(
+        bench = GpuBench(
             processes, total=256 * MIB, repetitions=options.repetitions, seed=options.seed
         )
         for name in (options.part,) if options.part else ("pack", "pool", "push", "groups"):

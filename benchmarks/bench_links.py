@@ -46,7 +46,7 @@ def config() -> EngineConfig:
     )
 
 
-class Crowd:
+class PoliteCrowd:
     """The other process: a peer behind each of many ports, and one that comes as many times."""
 
     def __init__(self, num: int) -> None:
@@ -116,7 +116,7 @@ class Crowd:
                 self._welcomed.add(name)
 
 
-class Peer:
+class FarEngine:
     """The third process: an engine that answers."""
 
     def __init__(self) -> None:
@@ -185,8 +185,8 @@ def measure(num: int) -> list[Row]:
     """Alone, with the links, with the sessions as well."""
     rows: list[Row] = []
     with (
-        Remote(Crowd, num) as crowd,
-        Remote(Peer) as peer,
+        Remote(PoliteCrowd, num) as crowd,
+        Remote(FarEngine) as peer,
         P2pNcclEngine(config()) as engine,
     ):
         address = peer.call("address")

@@ -47,7 +47,7 @@ def cost(call: Callable[[int], Any], repetitions: int) -> list[float]:
     return samples
 
 
-class Pair:
+class OpenPair:
     """A sender and a receiver with `count` transfers of each kind open between them."""
 
     def __init__(self, count: int) -> None:
@@ -164,7 +164,7 @@ def slice_cost(num_lanes: int) -> float:
 
 def measure(count: int, repetitions: int) -> dict[str, list[float]]:
     """All operations with so many open."""
-    pair = Pair(count)
+    pair = OpenPair(count)
     try:
         costs = {name: cost(call, repetitions) for name, call in pair.operations().items()}
     finally:

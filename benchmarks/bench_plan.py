@@ -27,7 +27,7 @@ NUM_LAYERS, NUM_HEADS, HEAD_BYTES = 80, 8, 256
 
 
 @dataclass(frozen=True)
-class Side:
+class BenchSide:
     """One instance."""
 
     tp_size: int
@@ -36,19 +36,19 @@ class Side:
 
 
 CASES = {
-    "TP 8 to 8, page by page": (Side(8), Side(8)),
-    "TP 8 to 4": (Side(8), Side(4)),
-    "TP 4 to 8": (Side(4), Side(8)),
-    "TP 8 to 4, blocks of 16 to 64": (Side(8), Side(4, 64)),
-    "TP 8 to 4, blocks of 128 to 64": (Side(8, 128), Side(4, 64)),
-    "TP 4 to 8, tokens first to heads first": (Side(4, tokens_first=True), Side(8)),
+    "TP 8 to 8, page by page": (BenchSide(8), BenchSide(8)),
+    "TP 8 to 4": (BenchSide(8), BenchSide(4)),
+    "TP 4 to 8": (BenchSide(4), BenchSide(8)),
+    "TP 8 to 4, blocks of 16 to 64": (BenchSide(8), BenchSide(4, 64)),
+    "TP 8 to 4, blocks of 128 to 64": (BenchSide(8, 128), BenchSide(4, 64)),
+    "TP 4 to 8, tokens first to heads first": (BenchSide(4, tokens_first=True), BenchSide(8)),
 }
 
 
-class Rank:
+class PlannedRank:
     """Rank 0 of an instance, and a request's blocks in it."""
 
-    def __init__(self, side: Side, seed: int) -> None:
+    def __init__(self, side: BenchSide, seed: int) -> None:
         self.num_blocks = -(-NUM_TOKENS // side.block_size)
         heads = NUM_HEADS // side.tp_size
         page_bytes = heads * side.block_size * 2 * HEAD_BYTES
@@ -70,11 +70,11 @@ class Rank:
         self.block_ids: Int64s = scattered(self.num_blocks, self.num_blocks, seed)
 
 
-class Pair:
+class PlannedPair:
     """One source rank, one destination rank, and a packed landing between them."""
 
-    def __init__(self, case: tuple[Side, Side], seed: int) -> None:
-        self.source, self.target = Rank(case[0], seed), Rank(case[1], seed + 1)
+    def __init__(self, case: tuple[BenchSide, BenchSide], seed: int) -> None:
+        self.source, self.target = PlannedRank(case[0], seed), PlannedRank(case[1], seed + 1)
         assert extent_of(self.source.spec, 0) & extent_of(self.target.spec, 0)
         manifest = self._cut().manifest
         self.nbytes = manifest.nbytes
@@ -119,7 +119,7 @@ class Pair:
 
 def measure(name: str, repetitions: int, seed: int) -> Row:
     """Plan and copy in turns."""
-    both, mover = Pair(CASES[name], seed), Mover()
+    both, mover = PlannedPair(CASES[name], seed), Mover()
     try:
         samples = alternate(
             {

@@ -25,7 +25,7 @@ import uvloop
 from benchmarks import harness, routers
 from benchmarks.light_instance import HOST, MODEL
 from benchmarks.load_client import Client, Wrong, ask_at_rate, keep_asking, stream
-from benchmarks.routers import Ports, Process, running
+from benchmarks.routers import Ports, RouterProcess, running
 from p2p_engine.cli.ports import PortPlan
 
 PROMPT_BYTES = 2048
@@ -43,7 +43,7 @@ class Contender:
 
     name: str
     addresses: list[str]
-    process: Process | None = None
+    process: RouterProcess | None = None
     measured: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     # What it did not answer in some round; of that round nothing is measured.
     failures: list[str] = field(default_factory=list)

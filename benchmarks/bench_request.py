@@ -117,7 +117,7 @@ def request_key(number: int) -> TransferKey:
     return TransferKey(f"request-{number}")
 
 
-class Bench:
+class RequestBench:
     """The prefill process, and the limit."""
 
     def __init__(self, transport: str, chunk_tokens: int, seed: int) -> None:
@@ -216,7 +216,7 @@ CASES = {
 }
 
 
-def contenders(bench: Bench) -> dict[tuple[str, int], Callable[[], float]]:
+def contenders(bench: RequestBench) -> dict[tuple[str, int], Callable[[], float]]:
     """Every case at every size, and the limit."""
     runs: dict[tuple[str, int], Callable[[], float]] = {}
     for num_tokens in TOKENS:
@@ -251,7 +251,7 @@ def rows_of(seconds: dict[tuple[str, int], list[float]]) -> list[Row]:
     return rows
 
 
-def messages_of(bench: Bench) -> Row:
+def messages_of(bench: RequestBench) -> Row:
     """How many messages both sides together sent for each chunk."""
     chunks = sum(-(-blocks_of(tokens) // bench.chunk_blocks) for tokens in TOKENS) / len(TOKENS)
     per_chunk = statistics.mean(bench.messages) / chunks
@@ -267,7 +267,7 @@ def main() -> None:
     rows: list[Row] = []
     for transport, chunk_tokens in itertools.product(options.transports, options.chunk_tokens):
         progress(f"{transport}, chunks of at most {chunk_tokens} tokens")
-        bench = Bench(transport, chunk_tokens, options.seed)
+        bench = RequestBench(transport, chunk_tokens, options.seed)
         try:
             seconds = alternate(contenders(bench), options.repetitions)
             made = [*rows_of(seconds), messages_of(bench)]

@@ -38,7 +38,7 @@ def make_engine(transport: str) -> P2pNcclEngine:
     return P2pNcclEngine(EngineConfig(transports=(transport,)))
 
 
-class Receiver:
+class TransferReceiver:
     """The receiving process: an engine for each transport."""
 
     def __init__(self, total_bytes: int, seed: int) -> None:
@@ -79,7 +79,7 @@ def round_key(number: int) -> TransferKey:
     return TransferKey(f"round-{number}")
 
 
-class Bench:
+class TransferBench:
     """The sending process, which is also where the limits are measured."""
 
     def __init__(self, total_bytes: int, seed: int) -> None:
@@ -87,7 +87,7 @@ class Bench:
         self.total_bytes, self.seed = total_bytes, seed
         self.numbers = itertools.count(1)
         self.memory = random_memory(2 * total_bytes, seed)
-        self.receiver = Remote(Receiver, total_bytes, seed)
+        self.receiver = Remote(TransferReceiver, total_bytes, seed)
         self.engines = {name: make_engine(name) for name in TRANSPORTS}
         self.shared = Arena(total_bytes)
         self.nixl_pair = self._start_nixl()
@@ -178,7 +178,7 @@ class Bench:
             raise RuntimeError(f"{name}: the bytes that arrived are not those that were sent")
 
 
-def contenders(bench: Bench) -> dict[str, Callable[[], float]]:
+def contenders(bench: TransferBench) -> dict[str, Callable[[], float]]:
     """Who takes part, in the order of a round."""
     runs: dict[str, Callable[[], float]] = {"limit": bench.limit, "copy_now": bench.native_limit}
     for name in TRANSPORTS:
@@ -189,7 +189,7 @@ def contenders(bench: Bench) -> dict[str, Callable[[], float]]:
     return runs
 
 
-def rows_of(bench: Bench, case: str, seconds: dict[str, list[float]]) -> list[Row]:
+def rows_of(bench: TransferBench, case: str, seconds: dict[str, list[float]]) -> list[Row]:
     """One row for each contender: GB/s, and its share of the limit, round by round."""
     rows = []
     for name, samples in seconds.items():
@@ -203,7 +203,7 @@ def rows_of(bench: Bench, case: str, seconds: dict[str, list[float]]) -> list[Ro
     return rows
 
 
-def measure(bench: Bench, block_sizes: Sequence[int], repetitions: int) -> list[Row]:
+def measure(bench: TransferBench, block_sizes: Sequence[int], repetitions: int) -> list[Row]:
     """Every block size, then the first bytes after start."""
     rows = []
     for block_bytes in block_sizes:
@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--total-mib", type=int, default=256)
     options = parser.parse_args()
     total_bytes = options.total_mib * MIB
-    bench = Bench(total_bytes, options.seed)
+    bench = TransferBench(total_bytes, options.seed)
     try:
         sizes = [16 * KIB, 64 * KIB, MIB, total_bytes]
         record(measure(bench, sizes, options.repetitions), options)

@@ -53,11 +53,11 @@ _WHOLE_MODELS = _whole(_MODELS)
 _HEALTHY = _whole(b"{}")
 
 
-class Engine:
+class Ticker:
     """Gives every stream its next event, tick by tick."""
 
     def __init__(self) -> None:
-        self.streams: dict[Connection, int] = {}
+        self.streams: dict[HttpConnection, int] = {}
 
     async def run(self) -> None:
         """Tick until cancelled."""
@@ -77,12 +77,12 @@ class Engine:
                     connection.end(end)
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """One connection of a client."""
 
     transport: Any
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Ticker) -> None:
         self._engine = engine
         self._parser: Any = httptools.HttpRequestParser(self)
         self._path = b""
@@ -129,9 +129,9 @@ class Connection(asyncio.Protocol):
 async def serve(ports: list[int], registration_ports: list[int]) -> None:
     """Serve and beat until killed; the first half of the ports is prefill."""
     loop = asyncio.get_running_loop()
-    engine = Engine()
+    engine = Ticker()
     for port in ports:
-        await loop.create_server(lambda: Connection(engine), HOST, port, backlog=1024)
+        await loop.create_server(lambda: HttpConnection(engine), HOST, port, backlog=1024)
     ticking = asyncio.ensure_future(engine.run())
     with zmq.Context() as context:
         context.linger = 0

@@ -103,7 +103,7 @@ def litellm(ports: Ports, folder: Path) -> list[str]:
     ]
 
 
-class Process:
+class RouterProcess:
     """A command on one core, and what it uses."""
 
     def __init__(self, command: Sequence[str], core: int, log: Path) -> None:
@@ -147,13 +147,15 @@ class Process:
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], core: int, log: Path, ready_url: str) -> Iterator[Process]:
+def running(
+    command: Sequence[str], core: int, log: Path, ready_url: str
+) -> Iterator[RouterProcess]:
     """Run a command until its first completion is answered, and kill it at the end.
 
     Raises:
         RuntimeError: it did not come to serve; with the end of its log.
     """
-    process = Process(command, core, log)
+    process = RouterProcess(command, core, log)
     try:
         deadline = time.monotonic() + _START_SECONDS
         while not _answers(ready_url):

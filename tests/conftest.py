@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what this machine cannot run, and say why; load the stand-in for GPUs, which stays,
+    """Skip what this machine cannot run, and say why; load the double of GPUs, which stays,
     before anybody looks for leaks."""
     names = {mark.name for mark in item.iter_markers()}
     if names & {"vllm", "vllm_core"} and importlib.util.find_spec("vllm") is None:

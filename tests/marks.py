@@ -18,7 +18,7 @@ slow = pytest.mark.slow
 vllm = pytest.mark.vllm
 vllm_core = pytest.mark.vllm_core
 
-# Those between GPUs run on the stand-in for them.
+# Those between GPUs run on the double of them.
 every_transport = pytest.mark.parametrize("transport", TRANSPORT_NAMES)
 between_processes = pytest.mark.parametrize("transport", TRANSPORT_NAMES[1:])
 every_host_transport = pytest.mark.parametrize("transport", HOST_TRANSPORTS)

@@ -90,7 +90,7 @@ def _children() -> set[str]:
 
 
 def _of_the_gpu() -> set[str]:
-    """What the stand-in for GPUs counts: every single one has a name."""
+    """What the double of GPUs counts: every single one has a name."""
     held = GpuDouble.loaded.held() if GpuDouble.loaded is not None else {}
     return {f"gpu {name} {number}" for name, count in held.items() for number in range(count)}
 

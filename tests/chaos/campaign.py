@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.chaos.faults import FAULTS, Fault
-from tests.chaos.parent import Process, start_fork_server
-from tests.chaos.round import Result, Round
+from tests.chaos.parent import ChaosChild, start_fork_server
+from tests.chaos.round import Round, RoundResult
 from tests.chaos.steps import STEPS, Step
 
 TRANSPORTS = ("shm", "tcp")
@@ -52,17 +52,17 @@ class Campaign:
             next(self._rounds)
         self._lock = threading.Lock()
         self._file = record.open("a") if record is not None else None
-        self.results: list[Result] = []
+        self.results: list[RoundResult] = []
 
     def work(self) -> None:
         """Play rounds until the end."""
-        survivors: dict[str, Process] = {}
+        survivors: dict[str, ChaosChild] = {}
         try:
             while time.monotonic() < self._end or len(self.results) < self._at_least:
                 with self._lock:
                     number, (transport, fault, step) = next(self._rounds)
                 if transport not in survivors:
-                    survivors[transport] = Process(transport)
+                    survivors[transport] = ChaosChild(transport)
                 survivor = survivors[transport]
                 result = Round(number, transport, fault, step, survivor, self._seed).run()
                 if result.violations:  # what it left must not be the next round's fault
@@ -72,7 +72,7 @@ class Campaign:
             for survivor in survivors.values():
                 survivor.close()
 
-    def _note(self, result: Result) -> None:
+    def _note(self, result: RoundResult) -> None:
         with self._lock:
             self.results.append(result)
             if self._file is not None:
@@ -102,7 +102,7 @@ def run(
     record: Path | None = None,
     only: str = "",
     at_least: int = 0,
-) -> list[Result]:
+) -> list[RoundResult]:
     """Play rounds for so many seconds, and at least so many; at most one round more."""
     start_fork_server()
     first = last_number(record, seed) if record is not None else 0

@@ -76,7 +76,7 @@ class Trap:
             self._pipe.recv()
 
 
-class Clock:
+class JumpingClock:
     """A monotonic clock that can be told to jump; it replaces this process's, as a resumed virtual
     machine would."""
 
@@ -110,7 +110,7 @@ class Child:
     """The commands."""
 
     def __init__(self, config: EngineConfig, trap: Trap) -> None:
-        self.clock = Clock()
+        self.clock = JumpingClock()
         self.trap = trap
         self.engine = self.acting = P2pNcclEngine(config)
         ranks = [RankAddress(0, self.engine.zmq_address, self.engine.epoch)]

@@ -8,18 +8,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.chaos.parent import Process
-from tests.rigs.relay import Relay
+from tests.chaos.parent import ChaosChild
+from tests.rigs.relay import FaultyRelay
 
 
 @dataclass
-class Scene:
+class FaultScene:
     """Who a fault can be laid on."""
 
-    victim: Process
-    survivor: Process
+    victim: ChaosChild
+    survivor: ChaosChild
     random: random.Random
-    relays: list[Relay] = field(default_factory=list)
+    relays: list[FaultyRelay] = field(default_factory=list)
 
     def each_relay(self, mode: str) -> None:
         """Let the network be so from now on."""
@@ -32,8 +32,8 @@ class Fault:
     """`lay` is called while the victim stands at its step; `lift` when the others have ended."""
 
     name: str
-    lay: Callable[[Scene], None]
-    lift: Callable[[Scene], None] = lambda scene: None
+    lay: Callable[[FaultScene], None]
+    lift: Callable[[FaultScene], None] = lambda scene: None
     needs_relays: bool = False
     kills: bool = False
     restarts: bool = False
@@ -41,52 +41,52 @@ class Fault:
     lasts: float = 0.0  # seconds before it is lifted; 0: after the round's transfers have ended
 
 
-def _kill(scene: Scene) -> None:
+def _kill(scene: FaultScene) -> None:
     scene.victim.kill()
 
 
-def _stop(scene: Scene) -> None:
+def _stop(scene: FaultScene) -> None:
     scene.victim.signal(signal.SIGSTOP)
 
 
-def _continue(scene: Scene) -> None:
+def _continue(scene: FaultScene) -> None:
     scene.victim.signal(signal.SIGCONT)
     scene.victim.let_go()
 
 
-def _relays(mode: str) -> Callable[[Scene], None]:
-    def lay(scene: Scene) -> None:
+def _relays(mode: str) -> Callable[[FaultScene], None]:
+    def lay(scene: FaultScene) -> None:
         scene.each_relay(mode)
         scene.victim.let_go()
 
     return lay
 
 
-def _pass(scene: Scene) -> None:
+def _pass(scene: FaultScene) -> None:
     scene.each_relay("pass")
 
 
-def _cut(scene: Scene) -> None:
+def _cut(scene: FaultScene) -> None:
     for relay in scene.relays:
         relay.cut()
     scene.victim.let_go()
 
 
-def _cut_data(scene: Scene) -> None:
+def _cut_data(scene: FaultScene) -> None:
     for relay in scene.relays[1::2]:
         relay.cut()
     scene.victim.let_go()
 
 
-def _jump(scene: Scene) -> None:
+def _jump(scene: FaultScene) -> None:
     """The trap holds the victim's engine, not its command thread."""
     scene.victim.tell("jump", scene.random.choice([0.5, 3.0, 3600.0]))
     scene.victim.let_go()
     scene.victim.answer()
 
 
-def _limit(command: str) -> Callable[[Scene], None]:
-    def lay(scene: Scene) -> None:
+def _limit(command: str) -> Callable[[FaultScene], None]:
+    def lay(scene: FaultScene) -> None:
         scene.victim.tell(command, True)
         scene.victim.let_go()
         scene.victim.answer()
@@ -94,11 +94,11 @@ def _limit(command: str) -> Callable[[Scene], None]:
     return lay
 
 
-def _unlimit(command: str) -> Callable[[Scene], None]:
+def _unlimit(command: str) -> Callable[[FaultScene], None]:
     return lambda scene: scene.victim.ask(command, False)
 
 
-def _pause(scene: Scene) -> None:
+def _pause(scene: FaultScene) -> None:
     time.sleep(scene.random.uniform(0.05, 0.3))
     scene.victim.let_go()
 

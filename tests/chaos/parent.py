@@ -34,7 +34,7 @@ class ChildGone(Exception):
     """The process does not answer."""
 
 
-class Process:
+class ChaosChild:
     """One child; `control` and `data` are where peers dial it."""
 
     def __init__(self, transport: str, port: int = 0, config: EngineConfig | None = None) -> None:

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from p2p_engine import SendMode
-from tests.chaos.faults import Fault, Scene
-from tests.chaos.parent import ChildGone, Process
+from tests.chaos.faults import Fault, FaultScene
+from tests.chaos.parent import ChaosChild, ChildGone
 from tests.chaos.steps import (
     ABANDON,
     ABORT,
@@ -26,7 +26,7 @@ from tests.chaos.steps import (
     SHORT,
     Step,
 )
-from tests.rigs.relay import Relay
+from tests.rigs.relay import FaultyRelay
 
 SIZES = [100, 200_000, 2_000_000]
 REACH_SECONDS = 1.0
@@ -36,7 +36,7 @@ PROBE_SECONDS = 10.0
 
 
 @dataclass
-class Result:
+class RoundResult:
     """One line of the campaign's record; `violations` are broken promises."""
 
     number: int
@@ -65,7 +65,7 @@ class Round:
     """The survivor is used again; the victim is this round's."""
 
     def __init__(
-        self, number: int, transport: str, fault: Fault, step: Step, survivor: Process, seed: int
+        self, number: int, transport: str, fault: Fault, step: Step, survivor: ChaosChild, seed: int
     ) -> None:
         self._random = random.Random(f"{seed}/{number}")
         mode = (
@@ -74,16 +74,16 @@ class Round:
         if step.work in SHORT:
             mode = SendMode.PUT_ASYNC
         size = self._random.choice(SIZES)
-        self.result = Result(number, transport, mode.value, fault.name, str(step), size)
+        self.result = RoundResult(number, transport, mode.value, fault.name, str(step), size)
         self._fault, self._step, self._survivor, self._seed = fault, step, survivor, seed
         self._mode = mode.value
         self._names = [f"{seed}-{number}-{i}" for i in range(3)]
 
-    def run(self) -> Result:
+    def run(self) -> RoundResult:
         """Play it; every broken promise is in the result."""
         start = time.monotonic()
-        victim = Process(self.result.transport)
-        scene = Scene(victim, self._survivor, self._random)
+        victim = ChaosChild(self.result.transport)
+        scene = FaultScene(victim, self._survivor, self._random)
         try:
             self._play(scene)
         except ChildGone as error:
@@ -98,26 +98,26 @@ class Round:
 
     # Who is who
 
-    def _roles(self, scene: Scene) -> tuple[Process, Process]:
+    def _roles(self, scene: FaultScene) -> tuple[ChaosChild, ChaosChild]:
         pair = (scene.victim, scene.survivor)
         return pair if self._step.role == SENDER else pair[::-1]
 
-    def _divert(self, scene: Scene) -> None:
+    def _divert(self, scene: FaultScene) -> None:
         for process in (scene.victim, scene.survivor):
-            control = Relay(process.control)
+            control = FaultyRelay(process.control)
             scene.relays.append(control)
-            data = Relay(process.data) if process.data else Relay(process.control)
+            data = FaultyRelay(process.data) if process.data else FaultyRelay(process.control)
             scene.relays.append(data)
             process.ask("divert", control.address, data.address if process.data else "")
 
-    def _address(self, scene: Scene, process: Process) -> str:
+    def _address(self, scene: FaultScene, process: ChaosChild) -> str:
         if not scene.relays:
             return process.control
         return scene.relays[0 if process is scene.victim else 2].address
 
     # The play
 
-    def _play(self, scene: Scene) -> None:
+    def _play(self, scene: FaultScene) -> None:
         if self._fault.needs_relays:
             self._divert(scene)
         scene.victim.ask("trap", self._step.event)
@@ -129,7 +129,7 @@ class Round:
         self._recover(scene, laid_at)
         self._rest(scene)
 
-    def _begin(self, scene: Scene) -> None:
+    def _begin(self, scene: FaultScene) -> None:
         sender, receiver = self._roles(scene)
         work, nbytes = self._step.work, self.result.nbytes
         self._owed = {id(sender): 0, id(receiver): 0}
@@ -151,7 +151,7 @@ class Round:
             self._tell(process, command, *arguments)
         self._go_on(scene)
 
-    def _go_on(self, scene: Scene) -> None:
+    def _go_on(self, scene: FaultScene) -> None:
         """What the step needs beside the transfers, once these have begun."""
         sender, receiver = self._roles(scene)
         work = self._step.work
@@ -166,7 +166,7 @@ class Round:
         elif work == FORGET:
             self._tell(receiver, "forget")
 
-    def _tell(self, process: Process, command: str, *arguments: Any) -> None:
+    def _tell(self, process: ChaosChild, command: str, *arguments: Any) -> None:
         """Start a command, whose answer is taken when everybody sees the end."""
         process.tell(command, *arguments)
         self._owed[id(process)] += 1
@@ -175,7 +175,7 @@ class Round:
         """Whether the message of this step is the sender's to say."""
         return (self._step.role == SENDER) == self._step.event.startswith("say")
 
-    def _meeting(self, scene: Scene) -> tuple[str, str]:
+    def _meeting(self, scene: FaultScene) -> tuple[str, str]:
         """Where sender and receiver find each other: by another engine, or by a directory."""
         sender, receiver = self._roles(scene)
         here, there = self._address(scene, sender), self._address(scene, receiver)
@@ -190,13 +190,13 @@ class Round:
             there = self._relayed(scene, receiver.ask("directory_address")) + "/0"
         return here, there
 
-    def _relayed(self, scene: Scene, address: str) -> str:
+    def _relayed(self, scene: FaultScene, address: str) -> str:
         if not scene.relays:
             return address
-        scene.relays.append(Relay(address))
+        scene.relays.append(FaultyRelay(address))
         return scene.relays[-1].address
 
-    def _live_through(self, scene: Scene, laid_at: float) -> None:
+    def _live_through(self, scene: FaultScene, laid_at: float) -> None:
         """Everybody who lives must see the end of everything."""
         if self._fault.lasts:
             time.sleep(self._fault.lasts)
@@ -220,7 +220,9 @@ class Round:
         if not self._fault.lasts:
             self._fault.lift(scene)
 
-    def _judge(self, process: Process, receives: bool, outcomes: list[Any], laid_at: float) -> None:
+    def _judge(
+        self, process: ChaosChild, receives: bool, outcomes: list[Any], laid_at: float
+    ) -> None:
         who = "receiver" if receives else "sender"
         for name, word, is_right, ended_at in outcomes:
             self.result.outcomes[word] = self.result.outcomes.get(word, 0) + 1
@@ -234,12 +236,12 @@ class Round:
                 seconds = ended_at - laid_at
                 self.result.detect_seconds = max(self.result.detect_seconds or 0.0, seconds)
 
-    def _recover(self, scene: Scene, laid_at: float) -> None:
+    def _recover(self, scene: FaultScene, laid_at: float) -> None:
         """A new transfer between the two succeeds; a killed victim has a successor."""
         if self._fault.kills:
             port = int(scene.victim.control.rpartition(":")[2]) if self._fault.restarts else 0
             scene.victim.close()
-            scene.victim = Process(self.result.transport, port)
+            scene.victim = ChaosChild(self.result.transport, port)
         sender, receiver = self._roles(scene)
         words: tuple[Any, ...] = ()
         for attempt in range(100):
@@ -256,7 +258,7 @@ class Round:
                 break
         self.result.violations.append(f"no transfer succeeds afterwards: {words}")
 
-    def _rest(self, scene: Scene) -> None:
+    def _rest(self, scene: FaultScene) -> None:
         """Nothing of the round is left: on the victim when it has let go, and on the survivor."""
         if scene.relays:
             scene.survivor.ask("divert", scene.survivor.control, "")

@@ -30,7 +30,7 @@ from benchmarks.harness import machine
 from p2p_engine import SendMode
 from p2p_engine.bounded import MAX_ENTRIES
 from tests.chaos.crowd import UNRESOLVABLE, Crowd
-from tests.chaos.parent import Process, settings, start_fork_server
+from tests.chaos.parent import ChaosChild, settings, start_fork_server
 from tests.support import eventually
 
 SAMPLE_SECONDS = 5.0
@@ -41,7 +41,7 @@ MEET_SECONDS = 5.0  # between two rounds of dialling those that never answer
 LINK_SECONDS = 300.0
 
 
-def sample(process: Process) -> tuple[int, int, int]:
+def sample(process: ChaosChild) -> tuple[int, int, int]:
     """Resident bytes, threads, descriptors, of a process that has nothing under way."""
     process.ask("trim")
     folder = Path(f"/proc/{process.pid}")
@@ -61,7 +61,7 @@ class Soak:
                 config, peer_timeout_seconds=10.0, connect_timeout_seconds=5.0,
                 transfer_timeout_seconds=4.0, lease_seconds=4.0, retry_seconds=0.5,
             )  # fmt: skip
-        self._pair = (Process(transport, config=config), Process(transport, config=config))
+        self._pair = (ChaosChild(transport, config=config), ChaosChild(transport, config=config))
         self._num_links = num_links
         self._crowd: Crowd | None = None
         self._met_at = 0.0
@@ -109,11 +109,11 @@ class Soak:
             self._rows.append((self._sampled_at - self._start, *readings))
 
     def _move(
-        self, sender: Process, receiver: Process, count: int, nbytes: int, mode: SendMode
+        self, sender: ChaosChild, receiver: ChaosChild, count: int, nbytes: int, mode: SendMode
     ) -> None:
         names = [f"{self._count}-{i}" for i in range(count)]
         self._count += 1
-        calls: list[tuple[Process, str, tuple[Any, ...]]] = [
+        calls: list[tuple[ChaosChild, str, tuple[Any, ...]]] = [
             (sender, "send", (names, nbytes, receiver.control, mode.value, True)),
             (receiver, "receive", (names, nbytes, sender.control, mode.value)),
         ]

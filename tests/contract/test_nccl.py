@@ -1,4 +1,4 @@
-"""What the transport nccl promises beyond the others, on the stand-in for NCCL: groups that are
+"""What the transport nccl promises beyond the others, on the double of NCCL: groups that are
 made, evicted and aborted; faults of the library; the order of what runs on a GPU."""
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from p2p_engine.transports.nccl.memory import MIB, Side, estimated_bytes
 from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS
 from p2p_engine.transports.nccl.transport import NcclTransport, check_environment
 from tests.doubles.gpu import GpuDouble
-from tests.rigs.transports import ARENA_BYTES, Half, Landing, Pair, random_memory, write
+from tests.rigs.transports import (
+    ARENA_BYTES,
+    GrantedRegion,
+    TransportEnd,
+    TransportPair,
+    random_memory,
+    write,
+)
 from tests.support import SeededRandom, eventually, held_resources
 
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -31,7 +38,7 @@ HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 @pytest.fixture
 def double() -> Iterator[GpuDouble]:
-    """Return the stand-in; a test must give everything back, from one thread for each group."""
+    """Return the double; a test must give everything back, from one thread for each group."""
     made = GpuDouble()
     before, environment = made.held(), settings_of_process()
 
@@ -49,21 +56,21 @@ def settings_of_process() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def pairs(name: str = "nccl", **options: object) -> Iterator[Pair]:
-    made = Pair(name, **options)
+def pairs(name: str = "nccl", **options: object) -> Iterator[TransportPair]:
+    made = TransportPair(name, **options)
     try:
         yield made
     finally:
         made.close()
 
 
-def stats(half: Half) -> dict[str, int]:
+def stats(half: TransportEnd) -> dict[str, int]:
     assert isinstance(half.transport, NcclTransport)
     return half.transport.stats()
 
 
 @contextlib.contextmanager
-def impatience(pair: Pair, seconds: float) -> Iterator[None]:
+def impatience(pair: TransportPair, seconds: float) -> Iterator[None]:
     """Let both halves give up soon what was made to fail, and nothing before or after it."""
     resources = []
     for half in (pair.sender, pair.receiver):
@@ -77,13 +84,13 @@ def impatience(pair: Pair, seconds: float) -> Iterator[None]:
         shared.patience_seconds = before
 
 
-def send(pair: Pair, channel: Channel, memory: np.ndarray) -> Landing:
+def send(pair: TransportPair, channel: Channel, memory: np.ndarray) -> GrantedRegion:
     landing = pair.grant(None, memory.nbytes)
     write(channel, one_region(memory.ctypes.data, memory.nbytes), landing, memory)
     return landing
 
 
-def assert_arrives(pair: Pair, channel: Channel, memory: np.ndarray) -> None:
+def assert_arrives(pair: TransportPair, channel: Channel, memory: np.ndarray) -> None:
     landing = send(pair, channel, memory)
     eventually(lambda: pair.has_landed(landing, memory.nbytes))
     assert pair.bytes_of(landing, memory.nbytes) == memory.tobytes()
@@ -292,7 +299,7 @@ def test_idle_groups_go_least_recently_used_first(double: GpuDouble, rng: Seeded
     """One sender with three receivers and room for two groups: all are served, again and again."""
     memory, left = random_memory(rng, 300_000), double["left_registrations"]
     with contextlib.ExitStack() as stack:
-        sender = Half("nccl", max_groups=2)
+        sender = TransportEnd("nccl", max_groups=2)
         receivers = [stack.enter_context(pairs()) for _ in range(3)]
         for pair in receivers:
             pair.sender.close()
@@ -315,7 +322,7 @@ def test_a_receiver_asks_for_the_end_of_what_it_does_not_need(
     """What peers make is accepted beyond the limit, and idle groups go then."""
     memory = random_memory(rng, 300_000)
     with contextlib.ExitStack() as stack:
-        receiver = Half("nccl", max_groups=1)
+        receiver = TransportEnd("nccl", max_groups=1)
         senders = [stack.enter_context(pairs()) for _ in range(3)]
         for pair in senders:
             pair.receiver.close()

@@ -21,7 +21,7 @@ from p2p_engine.transports.handshake import PREAMBLE
 from p2p_engine.wire.addresses import split_address
 from p2p_engine.wire.messages import Grant
 from tests.doubles.gpu import GpuDouble
-from tests.rigs.transports import MIB, NAMES, TRAILER, Pair, random_memory, write
+from tests.rigs.transports import MIB, NAMES, TRAILER, TransportPair, random_memory, write
 from tests.support import SeededRandom, eventually
 
 GpuDouble()  # before any test looks at the threads that there are
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 @pytest.fixture(params=NAMES)
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(request.param)
+def pair(request: pytest.FixtureRequest) -> Iterator[TransportPair]:
+    made = TransportPair(request.param)
     yield made
     made.close()
 
@@ -44,7 +44,7 @@ def pieces_of(memory: np.ndarray, rng: SeededRandom, count: int) -> tuple[Region
     return regions, b"".join(memory[start : start + n].tobytes() for start, n in pieces)
 
 
-def test_any_list_of_regions_arrives_in_order(pair: Pair, rng: SeededRandom) -> None:
+def test_any_list_of_regions_arrives_in_order(pair: TransportPair, rng: SeededRandom) -> None:
     memory, channel = random_memory(rng, MIB), pair.channel()
     for count in (1, 2, 63, 64, 65, 400):
         source, expected = pieces_of(memory, rng, count)
@@ -59,7 +59,7 @@ def test_any_list_of_regions_arrives_in_order(pair: Pair, rng: SeededRandom) -> 
         assert landing.job is None or landing.job.checksum == job.checksum
 
 
-def test_receiver_that_writes_scatters(pair: Pair, rng: SeededRandom) -> None:
+def test_receiver_that_writes_scatters(pair: TransportPair, rng: SeededRandom) -> None:
     """Both sides are lists, cut at other places."""
     if not pair.receiver.transport.scatters:
         pytest.skip("it writes one region")
@@ -78,7 +78,7 @@ def test_receiver_that_writes_scatters(pair: Pair, rng: SeededRandom) -> None:
     assert landed[-cut:] + landed[:-cut] == expected
 
 
-def test_nothing_is_a_transfer_too(pair: Pair) -> None:
+def test_nothing_is_a_transfer_too(pair: TransportPair) -> None:
     channel = pair.channel()
     empty = Regions(np.zeros(0, np.int64), np.zeros(0, np.int64))
     job = write(channel, empty, pair.grant(None, 0))
@@ -91,7 +91,7 @@ def test_nothing_is_a_transfer_too(pair: Pair) -> None:
     assert pair.bytes_of(landing, 100) == memory.tobytes()
 
 
-def test_many_at_once_touch_their_own_bytes_only(pair: Pair, rng: SeededRandom) -> None:
+def test_many_at_once_touch_their_own_bytes_only(pair: TransportPair, rng: SeededRandom) -> None:
     memory, channel = random_memory(rng, 2 * MIB), pair.channel()
     bystander = pair.receiver.arena.reserve(4096)
     assert bystander is not None
@@ -110,7 +110,7 @@ def test_many_at_once_touch_their_own_bytes_only(pair: Pair, rng: SeededRandom) 
     view.release()
 
 
-def test_no_byte_after_the_channel_is_closed(pair: Pair, rng: SeededRandom) -> None:
+def test_no_byte_after_the_channel_is_closed(pair: TransportPair, rng: SeededRandom) -> None:
     """Closing joins: the region can be another's right away, wherever the write stood."""
     memory = random_memory(rng, 4 * MIB)
     for _ in range(5):
@@ -131,7 +131,7 @@ def test_no_byte_after_the_channel_is_closed(pair: Pair, rng: SeededRandom) -> N
         pair.receiver.arena.release(landing.space)
 
 
-def test_cancelled_write_never_looks_whole(pair: Pair, rng: SeededRandom) -> None:
+def test_cancelled_write_never_looks_whole(pair: TransportPair, rng: SeededRandom) -> None:
     memory, channel = random_memory(rng, 4 * MIB), pair.channel()
     for _ in range(10):
         landing = pair.grant(None, len(memory))
@@ -148,7 +148,7 @@ def test_cancelled_write_never_looks_whole(pair: Pair, rng: SeededRandom) -> Non
     assert pair.bytes_of(landing, len(memory)) == memory.tobytes()
 
 
-def test_sender_is_gone_only_after_its_end(pair: Pair) -> None:
+def test_sender_is_gone_only_after_its_end(pair: TransportPair) -> None:
     transport, epoch = pair.receiver.transport, pair.sender.epoch
     if transport.receiver_writes:
         pytest.skip("nobody else writes")
@@ -165,7 +165,9 @@ def test_sender_is_gone_only_after_its_end(pair: Pair) -> None:
     eventually(is_gone)
 
 
-def test_receiver_that_is_gone_is_an_error_or_unseen(pair: Pair, rng: SeededRandom) -> None:
+def test_receiver_that_is_gone_is_an_error_or_unseen(
+    pair: TransportPair, rng: SeededRandom
+) -> None:
     """The sender outlives it, whatever it was writing."""
     memory, channel = random_memory(rng, 4 * MIB), pair.channel()
     landing = pair.grant(None, len(memory))
@@ -182,7 +184,7 @@ def test_receiver_that_is_gone_is_an_error_or_unseen(pair: Pair, rng: SeededRand
 
 
 @pytest.mark.parametrize("closes_first", ["receiver", "sender"])
-def test_connection_that_ends_by_itself_is_noticed(pair: Pair, closes_first: str) -> None:
+def test_connection_that_ends_by_itself_is_noticed(pair: TransportPair, closes_first: str) -> None:
     """By a sender that writes nothing, too; but its own close is no news."""
     channel, broken = pair.channel(), []  # type: ignore[var-annotated]
     pair.sender.in_control(lambda: channel.watch(broken.append))
@@ -201,7 +203,7 @@ def test_connection_that_ends_by_itself_is_noticed(pair: Pair, closes_first: str
     assert [type(error) for error in broken] == [TransportError] * expected
 
 
-def test_write_after_close_is_refused(pair: Pair) -> None:
+def test_write_after_close_is_refused(pair: TransportPair) -> None:
     channel = pair.channel()
     landing = pair.grant(None, 8)
     pair.sender.in_control(channel.close)
@@ -211,7 +213,7 @@ def test_write_after_close_is_refused(pair: Pair) -> None:
         write(channel, one_region(memory.ctypes.data, 8), landing, memory)
 
 
-def test_grant_outside_the_arena_is_refused(pair: Pair) -> None:
+def test_grant_outside_the_arena_is_refused(pair: TransportPair) -> None:
     if pair.receiver.transport.receiver_writes:
         pytest.skip("the receiver places the bytes")
     channel, memory = pair.channel(), np.zeros(64, np.uint8)
@@ -222,7 +224,7 @@ def test_grant_outside_the_arena_is_refused(pair: Pair) -> None:
             channel.write(Order(one_region(memory.ctypes.data, 64), grant))
 
 
-def test_grant_in_the_header_of_the_arena_is_refused(pair: Pair) -> None:
+def test_grant_in_the_header_of_the_arena_is_refused(pair: TransportPair) -> None:
     """Neither bytes nor a completion word ever lie where the nonce is."""
     if pair.receiver.transport.receiver_writes:
         pytest.skip("the receiver places the bytes")
@@ -236,7 +238,7 @@ def test_grant_in_the_header_of_the_arena_is_refused(pair: Pair) -> None:
     pair.receiver.arena.check()
 
 
-def test_completion_word_at_an_impossible_place_is_refused(pair: Pair) -> None:
+def test_completion_word_at_an_impossible_place_is_refused(pair: TransportPair) -> None:
     if pair.receiver.transport.receiver_writes:
         pytest.skip("it writes none")
     channel, memory = pair.channel(), np.zeros(64, np.uint8)
@@ -248,13 +250,13 @@ def test_completion_word_at_an_impossible_place_is_refused(pair: Pair) -> None:
     pair.receiver.arena.check()
 
 
-def test_expect_from_a_stranger_is_refused(pair: Pair) -> None:
+def test_expect_from_a_stranger_is_refused(pair: TransportPair) -> None:
     with pytest.raises(TransportError):
         pair.receiver.transport.expect(Arrival(99, 1, one_region(1, 1)))
 
 
 @pytest.mark.parametrize("spoil", ["token", "missing", "nonsense", "nobody"])
-def test_bad_invitation_is_an_error_not_a_hang(pair: Pair, spoil: str) -> None:
+def test_bad_invitation_is_an_error_not_a_hang(pair: TransportPair, spoil: str) -> None:
     endpoint = pair.invitation()
     if spoil == "missing":
         endpoint = {}
@@ -268,7 +270,7 @@ def test_bad_invitation_is_an_error_not_a_hang(pair: Pair, spoil: str) -> None:
     pair.channel()
 
 
-def test_invitation_is_good_for_one_connection(pair: Pair) -> None:
+def test_invitation_is_good_for_one_connection(pair: TransportPair) -> None:
     endpoint = pair.invitation()
     if "token" not in endpoint:
         pytest.skip("no token")
@@ -279,7 +281,7 @@ def test_invitation_is_good_for_one_connection(pair: Pair) -> None:
     pair.channel()
 
 
-def test_nonce_of_another_memory_is_refused(pair: Pair) -> None:
+def test_nonce_of_another_memory_is_refused(pair: TransportPair) -> None:
     endpoint = pair.invitation()
     if "nonce" not in endpoint:
         pytest.skip("no memory is mapped")
@@ -289,7 +291,7 @@ def test_nonce_of_another_memory_is_refused(pair: Pair) -> None:
     assert isinstance(pair.connect(larger), TransportError)
 
 
-def test_noise_on_the_data_port_lets_nobody_in(pair: Pair, rng: SeededRandom) -> None:
+def test_noise_on_the_data_port_lets_nobody_in(pair: TransportPair, rng: SeededRandom) -> None:
     endpoint = pair.invitation()
     if "secret" in endpoint:
         pytest.skip("no socket")
@@ -312,7 +314,7 @@ def test_noise_on_the_data_port_lets_nobody_in(pair: Pair, rng: SeededRandom) ->
 
 def test_listener_that_never_answers_is_dropped_at_close() -> None:
     """A dial that is under way when the engine ends leaves no descriptor behind."""
-    pair, silent = Pair("tcp"), socket.create_server(("127.0.0.1", 0))
+    pair, silent = TransportPair("tcp"), socket.create_server(("127.0.0.1", 0))
     outcome: Future[Channel | TransportError] = Future()
     address = f"127.0.0.1:{silent.getsockname()[1]}"
     endpoint = {"address": address, "token": "00" * 16}
@@ -329,7 +331,7 @@ def test_listener_that_never_answers_is_dropped_at_close() -> None:
 def test_close_is_idempotent_and_leaves_nothing() -> None:
     for name in NAMES:
         threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
-        pair = Pair(name)
+        pair = TransportPair(name)
         channel = pair.channel()
         pair.sender.in_control(channel.close)
         for _ in range(2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-class FakeDevice:
+class DeviceDouble:
     """A device whose memory only `copy_blocks`, which vLLM would give, can touch.
 
     What is registered are `handles`: the cache's shape and strides, without memory.

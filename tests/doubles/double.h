@@ -1,4 +1,4 @@
-/* A stand-in for one host's GPUs: the small part of the CUDA runtime's ABI and of NCCL's that the
+/* A double for one host's GPUs: the small part of the CUDA runtime's ABI and of NCCL's that the
  * engine uses, over host memory. Streams are threads, device memory is memory files, a communicator
  * is a Unix socket. Built by the test run, never shipped.
  *

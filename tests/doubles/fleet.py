@@ -1,4 +1,4 @@
-"""A fleet whose processes are cheap stand-ins, and questions about processes."""
+"""A fleet whose processes are cheap doubles, and questions about processes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from p2p_engine.cli.commands import InstancePlan
     from p2p_engine.cli.members import Member
 
-FAKE_MEMBER = [sys.executable, "-S", str(Path(__file__).with_name("member.py"))]
+MEMBER_DOUBLE = [sys.executable, "-S", str(Path(__file__).with_name("member.py"))]
 
 
-class FakeFleet(Fleet):
-    """Starts fakes; `vllm_args` are the behaviours of an instance."""
+class FleetDouble(Fleet):
+    """Starts doubles; `vllm_args` are the behaviours of an instance."""
 
     registers = True  # whether the proxy comes to know the instances
 
     def _instance_command(self, plan: InstancePlan, overrides: Mapping[str, Any]) -> list[str]:
-        return [*FAKE_MEMBER, "--port", str(plan.http_port), "--behave", *plan.vllm_args]
+        return [*MEMBER_DOUBLE, "--port", str(plan.http_port), "--behave", *plan.vllm_args]
 
     def _proxy_command(
         self, port: int, registration_port: int, arguments: Sequence[str]
     ) -> list[str]:
-        return [*FAKE_MEMBER, "--port", str(port), "--status", '{"instances": []}']
+        return [*MEMBER_DOUBLE, "--port", str(port), "--status", '{"instances": []}']
 
     def _is_registered(self, member: Member) -> bool:
         return self.registers or super()._is_registered(member)
@@ -51,7 +51,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def grandchild_of(log_path: Path) -> int | None:
-    """The process id of the stubborn grandchild that a fake has started."""
+    """The process id of the stubborn grandchild that a double has started."""
     for line in log_path.read_text().splitlines():
         if line.startswith("grandchild="):
             return int(line.partition("=")[2])

@@ -1,4 +1,4 @@
-"""Builds and loads the stand-in for GPUs and NCCL, and says what it is to do."""
+"""Builds and loads the double of GPUs and NCCL, and says what it is to do."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build() -> str:
 
 
 class GpuDouble:
-    """The stand-in as this process has it: its faults, and what it has counted."""
+    """The double as this process has it: its faults, and what it has counted."""
 
     loaded: ClassVar[GpuDouble | None] = None
 

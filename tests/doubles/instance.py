@@ -54,7 +54,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from p2p_engine.connector import compat
 from p2p_engine.connector.connector import P2pNcclConnector
 from tests.doubles import vllm_config
-from tests.doubles.device import FakeDevice
+from tests.doubles.device import DeviceDouble
 
 BLOCK_SIZE = vllm_config.BLOCK_SIZE
 NUM_LAYERS = vllm_config.NUM_LAYERS
@@ -109,7 +109,7 @@ class WrongKV(AssertionError):
     """A token was decoded from KV that is not its context's."""
 
 
-class Rank:
+class RankDouble:
     """One worker: its part of the cache and its half of the connector."""
 
     def __init__(
@@ -152,7 +152,7 @@ class Rank:
             keys, _allocate(layout, {**sizes, "L": len(keys), "C": KEY_WIDTH}), strict=True
         )
         self.pages = {LAYER_NAMES.index(name): cache.numpy() for name, cache in caches.items()}
-        self.device = FakeDevice(caches) if is_on_device else None
+        self.device = DeviceDouble(caches) if is_on_device else None
         told = _with_draft(config, draft)
         self.connector = P2pNcclConnector(told, KVConnectorRole.WORKER, cache_config)
         with parallel_rank(tp_rank, stage):
@@ -246,7 +246,7 @@ class WorkerRequest:
         return self.prompt + self.output
 
 
-class SimulatedInstance:
+class InstanceDouble:
     """One instance: call `step` until its requests are finished; a context manager."""
 
     def __init__(
@@ -308,7 +308,9 @@ class SimulatedInstance:
             self.config.__class__ = type("LookingAhead", (VllmConfig,), ahead)
         self.config.cache_config.num_gpu_blocks = num_blocks
         self.ranks = [
-            Rank(self.config, attention, num_blocks, rank, is_on_device=is_on_device, draft=draft)
+            RankDouble(
+                self.config, attention, num_blocks, rank, is_on_device=is_on_device, draft=draft
+            )
             for rank in range(tp_size * pp_size)
         ]
         # vLLM gives its scheduler the first stage's.
@@ -360,7 +362,7 @@ class SimulatedInstance:
         assert isinstance(connector, P2pNcclConnector)
         return connector
 
-    def __enter__(self) -> SimulatedInstance:
+    def __enter__(self) -> InstanceDouble:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -464,7 +466,7 @@ class SimulatedInstance:
         assert aggregated is not None
         return aggregated
 
-    def _report(self, rank: Rank, output: SchedulerOutput) -> KVConnectorOutput:
+    def _report(self, rank: RankDouble, output: SchedulerOutput) -> KVConnectorOutput:
         connector = rank.connector
         connector.start_load_kv(SimpleNamespace())  # type: ignore[arg-type]
         is_drafting = bool(self._draft_layers and output.num_scheduled_tokens)

@@ -1,4 +1,4 @@
-"""A cheap stand-in for a vLLM instance or the proxy: an HTTP server with a bad character.
+"""A cheap double of a vLLM instance or the proxy: an HTTP server with a bad character.
 
 usage: member.py --port N [--status WORDS] [--kv-transfer-config JSON] [--behave NAME ...]
 """

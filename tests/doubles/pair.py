@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 
 from p2p_engine.cli.ports import PortPlan
 from p2p_engine.wire.request_ids import ProxyId, new_transfer_id
-from tests.doubles.instance import NUM_LAYERS, SimulatedInstance, continuation
+from tests.doubles.instance import NUM_LAYERS, InstanceDouble, continuation
 
 HOST = "127.0.0.1"
 ORDERS = ("prefill first", "decode first", "together")
@@ -40,16 +40,16 @@ class Pair:
         **settings: Any,
     ) -> None:
         self._ports = PortPlan(HOST)
-        self.p = SimulatedInstance(
+        self.p = InstanceDouble(
             model, prefill_role, self._ports.take(), **{**settings, **(prefill or {})}
         )
-        self.d = SimulatedInstance(
+        self.d = InstanceDouble(
             model, decode_role, self._ports.take(), **{**settings, **(decode or {})}
         )
         self.prefill_ids: list[str] = []
         self.decode_ids: list[str] = []
-        self._expected: dict[str, tuple[SimulatedInstance, list[int]]] = {}
-        self._thrown_away: dict[str, tuple[SimulatedInstance, list[int]]] = {}
+        self._expected: dict[str, tuple[InstanceDouble, list[int]]] = {}
+        self._thrown_away: dict[str, tuple[InstanceDouble, list[int]]] = {}
         self._waiting: list[Callable[[], object]] = []
         self.new_transfer_id = new_transfer_id
 
@@ -131,7 +131,7 @@ class Pair:
         self,
         until: Callable[[], bool] | None = None,
         timeout: float = 20.0,
-        only: SimulatedInstance | None = None,
+        only: InstanceDouble | None = None,
     ) -> None:
         """Step both, or `only` one, until both are idle, or `until`.
 
@@ -217,7 +217,7 @@ class Pair:
         return not self._waiting and self.p.is_idle and self.d.is_idle
 
 
-def check_scheduler_empty(instance: SimulatedInstance) -> None:
+def check_scheduler_empty(instance: InstanceDouble) -> None:
     """No request, no held block, no reference to a block, no plan of the connector's."""
     scheduler = instance.scheduler
     assert not scheduler.requests
@@ -262,7 +262,7 @@ def _stats(rank: Any) -> dict[str, Any]:
 
 
 def _params(
-    transfer_id: str, leg: str, prefill: SimulatedInstance, decode: SimulatedInstance, by: str
+    transfer_id: str, leg: str, prefill: InstanceDouble, decode: InstanceDouble, by: str
 ) -> dict[str, Any] | None:
     if by == "id":
         return None

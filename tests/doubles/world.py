@@ -85,7 +85,7 @@ def cache_over(memory: Bytes) -> PagedCache:
 
 
 @dataclass(eq=False)
-class SimJob:
+class WorldJob:
     """A copy, send or expect that moves only when the test says so."""
 
     kind: str
@@ -94,9 +94,9 @@ class SimJob:
     seq: int
     addresses: Regions
     destinations: Regions | None
-    tag: Callable[[SimJob], None]
+    tag: Callable[[WorldJob], None]
     word: tuple[int, int] | None = None
-    channel: SimChannel | None = None
+    channel: WorldChannel | None = None
     state: str = "running"
     error: str | None = None
     moved: int = 0
@@ -144,7 +144,7 @@ def scatter(regions: Regions, start: int, payload: bytes) -> None:
 
 
 @dataclass(eq=False)
-class SimChannel:
+class WorldChannel:
     """The sending half; `receiver_writes` puts a stream between, else it writes the arena."""
 
     world: World
@@ -152,7 +152,7 @@ class SimChannel:
     closed: bool = False
     stream: list[tuple[int, bytes, str]] = field(default_factory=list)
 
-    def write(self, order: Order) -> SimJob:
+    def write(self, order: Order) -> WorldJob:
         """Start a job that the test will move."""
         if self.closed:
             raise TransportError("write: the channel is closed")
@@ -162,7 +162,7 @@ class SimChannel:
             base = self.world.arena.arena.address + grant.offset
             destination = Regions(np.array([base]), np.array([source.nbytes]))
             word = (self.world.arena.arena.address + grant.word_offset, grant.trailer)
-        job = SimJob(
+        job = WorldJob(
             "write",
             self.world,
             self.epoch,
@@ -191,7 +191,7 @@ class SimChannel:
 
 
 @dataclass(eq=False)
-class SimTransport:
+class WorldTransport:
     """The receiving half."""
 
     world: World
@@ -205,13 +205,13 @@ class SimTransport:
         """As a stream does."""
         return self.receiver_writes
 
-    def expect(self, arrival: Arrival) -> SimJob:
+    def expect(self, arrival: Arrival) -> WorldJob:
         """Wait for a stream's payload."""
         source_epoch, regions = arrival.source_epoch, arrival.regions
         if source_epoch not in self.connected:
             raise TransportError("expect: the sender is not connected")
         tag = cast("Any", arrival.tag)
-        job = SimJob("expect", self.world, STORE_EPOCH, arrival.seq, regions, regions, tag)
+        job = WorldJob("expect", self.world, STORE_EPOCH, arrival.seq, regions, regions, tag)
         job.channel = self.world.channels[source_epoch]
         job.checked = arrival.checked and self.checks
         self.world.jobs.append(job)
@@ -223,30 +223,30 @@ class SimTransport:
 
 
 @dataclass(eq=False)
-class SimMover:
+class WorldMover:
     """The store's own mover."""
 
     world: World
 
     def copy(
         self, sources: Any, destinations: Any, lengths: Any, *, lane: int, tag: Any, keep: Any
-    ) -> SimJob:
+    ) -> WorldJob:
         """Start a job that the test will move."""
         source, destination = Regions(sources, lengths), Regions(destinations, lengths)
-        job = SimJob("scatter", self.world, STORE_EPOCH, 0, source, destination, tag)
+        job = WorldJob("scatter", self.world, STORE_EPOCH, 0, source, destination, tag)
         self.world.jobs.append(job)
         return job
 
-    def check(self, sources: Any, lengths: Any, *, lane: int, tag: Any, keep: Any) -> SimJob:
+    def check(self, sources: Any, lengths: Any, *, lane: int, tag: Any, keep: Any) -> WorldJob:
         """Start a job that only looks."""
-        job = SimJob("check", self.world, STORE_EPOCH, 0, Regions(sources, lengths), None, tag)
+        job = WorldJob("check", self.world, STORE_EPOCH, 0, Regions(sources, lengths), None, tag)
         job.checked = True
         self.world.jobs.append(job)
         return job
 
 
 @dataclass(eq=False)
-class SimLinks:
+class WorldLinks:
     """Hands out the one link of the sending process that lives now."""
 
     world: World
@@ -313,7 +313,7 @@ class Receiving:
         )
 
 
-class Memory(LandingArena):
+class WorldMemory(LandingArena):
     """Whose pages are not touched ahead of use: without a thread a world is made quickly."""
 
     def _prefault(self) -> None:
@@ -328,24 +328,24 @@ class World:
         self.config = config
         self.lock = threading.Condition(threading.RLock())
         self.lock.acquire()  # the one thread of this world holds it all the time
-        self.jobs: list[SimJob] = []
-        self.ended: list[SimJob] = []
+        self.jobs: list[WorldJob] = []
+        self.ended: list[WorldJob] = []
         self.network: list[tuple[str, bytes]] = []
         self.breaking: list[tuple[Any, TransportError]] = []
         self.is_stuck = False  # a sender's copies do not stop
         self.largest_landing = 0  # as the receiver's WELCOME says
         self.num_to_corrupt = 0  # of the next writes
         self.num_corrupted = 0
-        self.unclosed: list[SimChannel] = []
+        self.unclosed: list[WorldChannel] = []
         self.sessions: set[int] = set()
         self.kept: set[ContentKey] = set()  # by the receiver's caller
-        self.channels: dict[int, SimChannel] = {}
+        self.channels: dict[int, WorldChannel] = {}
         self.sendings: list[Sending] = []
         self.receivings: list[Receiving] = []
-        self.transport = SimTransport(self, receiver_writes)
-        self.arena = Memory(config.kv_buffer_size, config.pool_bytes)
+        self.transport = WorldTransport(self, receiver_writes)
+        self.arena = WorldMemory(config.kv_buffer_size, config.pool_bytes)
         self.counters = Counters()
-        mover = cast("Mover", SimMover(self))
+        mover = cast("Mover", WorldMover(self))
         places = Placement(config, self.arena, mover, lambda: self.now)
         self.store = Store(
             config, self.lock, places, mover, self.counters,
@@ -360,7 +360,7 @@ class World:
         """Start a new sending process; what the old one had in flight stays there."""
         self.epoch += 1
         self.sent = Counters()
-        self.links = SimLinks(self, self.epoch)
+        self.links = WorldLinks(self, self.epoch)
         self.sender = Sender(
             self.config, self.lock, cast("Links", self.links), self.sent, lambda: self.now
         )  # fmt: skip
@@ -389,7 +389,7 @@ class World:
         if link is not None and link.channel is None:
             self.sessions.add(self.epoch)
             self.transport.connected.add(self.epoch)
-            link.channel = self.channels[self.epoch] = SimChannel(self, self.epoch)  # type: ignore[assignment]
+            link.channel = self.channels[self.epoch] = WorldChannel(self, self.epoch)  # type: ignore[assignment]
             link.transport = cast("Transport", self.transport)
             self.sender.channel_ready(link)
 
@@ -416,7 +416,7 @@ class World:
     def _close_channel(self, link: Link) -> None:
         channel, link.channel, link.transport = link.channel, None, None
         if channel is not None and not channel.close():
-            self.unclosed.append(cast("SimChannel", channel))
+            self.unclosed.append(cast("WorldChannel", channel))
 
     def hung_up(self, epoch: int) -> None:
         """The receiver sees the end of a sender's connection."""
@@ -440,7 +440,7 @@ class World:
 
     # Memory
 
-    def move(self, job: SimJob, limit: int) -> None:
+    def move(self, job: WorldJob, limit: int) -> None:
         """Let a job move up to `limit` bytes, and end when nothing is left."""
         if job.done:
             return
@@ -470,7 +470,7 @@ class World:
         scatter(job.addresses, 0, payload)
         job.end("done" if end == "last" else "failed")
 
-    def end_jobs(self, which: Callable[[SimJob], bool], state: str) -> None:
+    def end_jobs(self, which: Callable[[WorldJob], bool], state: str) -> None:
         """End jobs where they stand."""
         for job in self.jobs:
             if not job.done and which(job):
@@ -485,7 +485,7 @@ class World:
                 job.tag(job)
         self._note_ends()
 
-    def _copy(self, job: SimJob, limit: int) -> None:
+    def _copy(self, job: WorldJob, limit: int) -> None:
         assert job.destinations is not None
         payload = gather(job.addresses)[job.moved : job.moved + limit]
         if job.kind == "write":
@@ -497,7 +497,7 @@ class World:
                 write_word(*job.word)
             job.end("done")
 
-    def _stream(self, job: SimJob) -> None:
+    def _stream(self, job: WorldJob) -> None:
         assert job.channel is not None
         payload = self._on_its_way(gather(job.addresses))
         job.channel.stream.append((job.seq, payload, "last"))
@@ -510,7 +510,7 @@ class World:
         self.num_corrupted += 1
         return payload[:-1] + bytes([payload[-1] ^ 0x10])
 
-    def _abort(self, job: SimJob) -> None:
+    def _abort(self, job: WorldJob) -> None:
         if job.kind == "write" and job.destinations is None and job.channel is not None:
             zeros = bytes(job.nbytes // 2)  # a segment in progress goes on with zeros
             job.channel.stream.append((job.seq, zeros, "aborted"))

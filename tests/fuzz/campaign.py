@@ -30,7 +30,7 @@ from p2p_engine.control.fleet_key import read_key_file, write_key_file
 from p2p_engine.wire.addresses import split_address
 from p2p_engine.wire.messages import Ping, Welcome, decode, encode
 from tests.fuzz.frames import Frames, lookup
-from tests.fuzz.victims import EngineVictim, Process, ProxyVictim
+from tests.fuzz.victims import EngineVictim, ProxyVictim, Victim
 from tests.support import eventually
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "fuzz.jsonl"
@@ -79,7 +79,7 @@ class Slice:
     victims: dict[str, dict[str, int]]
 
 
-class Campaign:
+class FuzzCampaign:
     """One engine and one proxy, with keys or without, under fire."""
 
     def __init__(self, seed: int, *, keys: bool) -> None:
@@ -92,7 +92,7 @@ class Campaign:
         self._curve, self._stranger = Curve(read_key_file(key_file)), Curve(())
         self._context = zmq.Context()
         self.engine, self.proxy = EngineVictim(key_file), ProxyVictim(key_file)
-        self.victims: dict[str, Process] = {"engine": self.engine, "proxy": self.proxy}
+        self.victims: dict[str, Victim] = {"engine": self.engine, "proxy": self.proxy}
         self._addresses = {**self.engine.addresses, **self.proxy.addresses}
         self._frames = Frames(self._rng, (self._rng.getrandbits(60), self._epoch()))
         self._mouths = {
@@ -133,7 +133,7 @@ class Campaign:
         self._context.term()
         self._folder.cleanup()
 
-    def __enter__(self) -> Campaign:
+    def __enter__(self) -> FuzzCampaign:
         """Return itself."""
         return self
 
@@ -245,7 +245,7 @@ def run(count: int, seed: int, slice_frames: int, report: Callable[[str], None])
     """
     counts, slices = Counter[str](), list[dict[str, Any]]()
     for keys in (False, True):
-        with Campaign(seed + keys, keys=keys) as campaign:
+        with FuzzCampaign(seed + keys, keys=keys) as campaign:
             left = count // 2
             for number in itertools.count(1):
                 fired = campaign.fire(min(left, slice_frames))

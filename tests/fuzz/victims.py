@@ -24,7 +24,7 @@ from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.transports.shm import ShmTransport
 from p2p_engine.transports.tcp import TcpTransport
-from tests.doubles.http_instance import MockVllm
+from tests.doubles.server import ServerDouble
 from tests.rigs.engines import pattern, settings, start_fork_server
 from tests.rigs.proxies import ASKED
 from tests.support import eventually
@@ -34,7 +34,7 @@ CHECK_BYTES = 1 << 20
 CHECK_SECONDS = 30.0
 
 
-class Process:
+class Victim:
     """What can be seen of a victim from outside."""
 
     pid: int
@@ -50,7 +50,7 @@ class Process:
         }
 
 
-class EngineVictim(Process):
+class EngineVictim(Victim):
     """An engine and a directory; honest engines in this process try whether it still works."""
 
     def __init__(self, key_file: str) -> None:
@@ -137,8 +137,8 @@ def _obey(engine: P2pNcclEngine, directory: Directory, command: str, *arguments:
     return "equal" if torch.equal(tensor, pattern(arguments[0], CHECK_BYTES)) else "WRONG"
 
 
-class Loop:
-    """An event loop in a thread, for the mock instances behind the proxy."""
+class LoopThread:
+    """An event loop in a thread, for the doubles of instances behind the proxy."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -156,13 +156,13 @@ class Loop:
         self._loop.close()
 
 
-class ProxyVictim(Process):
-    """A proxy before two mock instances that it was told of on its command line."""
+class ProxyVictim(Victim):
+    """A proxy before two doubles of instances that it was told of on its command line."""
 
     def __init__(self, key_file: str) -> None:
-        self._loop, self._mocks = Loop(), [MockVllm("P"), MockVllm("D")]
-        for mock in self._mocks:
-            self._loop.run(mock.__aenter__())
+        self._loop, self._doubles = LoopThread(), [ServerDouble("P"), ServerDouble("D")]
+        for double in self._doubles:
+            self._loop.run(double.__aenter__())
         self._port, registration = _free_ports(2)
         self.addresses = {
             "registration": f"127.0.0.1:{registration}",
@@ -171,8 +171,8 @@ class ProxyVictim(Process):
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the victim
         command = [sys.executable, "-m", "proxy", "--host=127.0.0.1", f"--port={self._port}"]
         command += ["--registration-host=127.0.0.1", f"--registration-port={registration}"]
-        command += [f"--prefill={self._mocks[0].http_address}", "--client-timeout-seconds=5"]
-        command += [f"--decode={self._mocks[1].http_address}", f"--key-file={key_file}"]
+        command += [f"--prefill={self._doubles[0].http_address}", "--client-timeout-seconds=5"]
+        command += [f"--decode={self._doubles[1].http_address}", f"--key-file={key_file}"]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         self.pid = self._process.pid
         eventually(self._is_ready, 60, "the proxy is ready")
@@ -217,8 +217,8 @@ class ProxyVictim(Process):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(10)
-        for mock in self._mocks:
-            self._loop.run(mock.__aexit__(None, None, None))
+        for double in self._doubles:
+            self._loop.run(double.__aexit__(None, None, None))
         self._loop.close()
         self._log.close()
 

@@ -1,6 +1,6 @@
 """What a GPU has to show, as functions of how much of it; each returns its figures.
 
-tests/gpu runs them on a real one, tests/integration the same on the stand-in with small counts.
+tests/gpu runs them on a real one, tests/integration the same on the double with small counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the checks of this folder run on: a real GPU, or the stand-in for one, with other counts."""
+"""What the checks of this folder run on: a real GPU, or the double of one, with other counts."""
 
 from __future__ import annotations
 

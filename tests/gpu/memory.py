@@ -27,7 +27,7 @@ def draw(seed: str, count: int, max_bytes: int, budget_bytes: int) -> list[tuple
     return pieces
 
 
-class DeviceMemory:
+class GpuMemory:
     """Owns 2 * max_bytes of random device memory, `num_slots` times max_bytes to receive into, and
     host memory in which both are compared. Pieces start below max_bytes."""
 

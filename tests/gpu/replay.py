@@ -44,7 +44,7 @@ class Forward:
     pages: list[tuple[int, int]] = field(default_factory=list)  # (block id, value)
 
 
-class Rank:
+class ReplayedRank:
     """One worker of an instance: its cache, its engine, its worker half, its directory."""
 
     def __init__(self, settings: dict[str, Any], role: str, port: int) -> None:
@@ -152,7 +152,7 @@ class Rank:
 
 
 @dataclass
-class Prompt:
+class ReplayedPrompt:
     """One request on both sides; its block number i holds value(i) when it is computed."""
 
     name: str
@@ -182,10 +182,15 @@ def replay(
 ) -> None:
     """Prefill a prompt in three steps, with another one among them, and load both; with `preempts`,
     its blocks are taken away after the second step, and it is computed again in others."""
-    producer, consumer = Rank(settings, "P", ports[0]), Rank(settings, "D", ports[1])
-    first = Prompt("first", 10, [19], [19], 200)  # brings the link, the memory that it maps with it
-    long = Prompt("long", 100, [3, 9, 4, 10, 5, 11, 6], [7, 1, 8, 2, 9, 3, 10], 1)
-    short = Prompt("short", 20, [0, 1], [20, 21], 100)
+    producer, consumer = (
+        ReplayedRank(settings, "P", ports[0]),
+        ReplayedRank(settings, "D", ports[1]),
+    )
+    first = ReplayedPrompt(
+        "first", 10, [19], [19], 200
+    )  # brings the link, the memory that it maps with it
+    long = ReplayedPrompt("long", 100, [3, 9, 4, 10, 5, 11, 6], [7, 1, 8, 2, 9, 3, 10], 1)
+    short = ReplayedPrompt("short", 20, [0, 1], [20, 21], 100)
     try:
         for prompts in ([first], [long, short]):
             producer.results.clear()
@@ -195,7 +200,7 @@ def replay(
             if prompts != [first]:
                 chunks = [(long, 0, 40), (long, 40, 80), (short, 0, 20), (long, 80, 100)]
             if preempts and prompts != [first]:
-                again = Prompt("long", 100, [12, 13, 14, 15, 16, 17, 18], long.theirs, 1)
+                again = ReplayedPrompt("long", 100, [12, 13, 14, 15, 16, 17, 18], long.theirs, 1)
                 chunks[2:] = [(short, 0, 20), (again, 0, 60), (again, 60, 100)]
             preempted = long if preempts and prompts != [first] else None
             ends = _prefill(producer, consumer.address, order, send_type, chunks, preempted)
@@ -212,7 +217,11 @@ def replay(
 
 
 def _load(
-    consumer: Rank, peer: str, order: str, send_type: SendMode, prompts: list[Prompt]
+    consumer: ReplayedRank,
+    peer: str,
+    order: str,
+    send_type: SendMode,
+    prompts: list[ReplayedPrompt],
 ) -> None:
     """Order the loads, in a step in which nothing is computed."""
     loads = []
@@ -223,7 +232,7 @@ def _load(
     consumer.step(order, StepOrders(loads=loads))
 
 
-def _finish(producer: Rank, consumer: Rank, order: str, names: list[str]) -> None:
+def _finish(producer: ReplayedRank, consumer: ReplayedRank, order: str, names: list[str]) -> None:
     """Step on until both have reported these, each once."""
 
     def turn() -> bool:
@@ -239,12 +248,12 @@ def _finish(producer: Rank, consumer: Rank, order: str, names: list[str]) -> Non
 
 
 def _prefill(
-    producer: Rank,
+    producer: ReplayedRank,
     peer: str,
     order: str,
     send_type: SendMode,
-    chunks: list[tuple[Prompt, int, int]],
-    preempted: Prompt | None,
+    chunks: list[tuple[ReplayedPrompt, int, int]],
+    preempted: ReplayedPrompt | None,
 ) -> list[EndedSend]:
     """Launch all steps before the first of them has run; return what has ended. The third one takes
     the blocks of who is preempted."""

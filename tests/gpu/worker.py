@@ -15,7 +15,7 @@ from p2p_engine.errors import P2pError
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.transfer import Transfer
 from tests.gpu.machine import Machine
-from tests.gpu.memory import DeviceMemory, draw
+from tests.gpu.memory import GpuMemory, draw
 from tests.gpu.ranks import Ranks
 from tests.support import eventually
 
@@ -29,7 +29,7 @@ class Worker:
         self._machine = machine
         self._cuda, self._nccl = machine.load()
         self._engines: list[P2pNcclEngine] = []
-        self._memory: DeviceMemory | None = None
+        self._memory: GpuMemory | None = None
         self._open: list[Transfer] = []
         self._comms: list[int] = []
         self._ranks: Ranks | None = None
@@ -51,7 +51,7 @@ class Worker:
         """Make an engine, and memory for pieces of at most so many bytes; its address."""
         self._engines.append(P2pNcclEngine(EngineConfig(**settings)))
         if self._memory is None:
-            self._memory = DeviceMemory(self._cuda, max_bytes, WINDOW + 1)
+            self._memory = GpuMemory(self._cuda, max_bytes, WINDOW + 1)
         return self._engines[-1].zmq_address
 
     def address(self) -> str:
@@ -66,7 +66,7 @@ class Worker:
         self, plan: dict[str, Any], settings: dict[str, Any]
     ) -> list[dict[str, Any]]:
         """The same between two engines of this process."""
-        memories = [DeviceMemory(self._cuda, plan["max_bytes"], WINDOW + 1) for _ in range(2)]
+        memories = [GpuMemory(self._cuda, plan["max_bytes"], WINDOW + 1) for _ in range(2)]
         engines = [P2pNcclEngine(EngineConfig(**settings)) for _ in range(2)]
         reports: list[dict[str, Any]] = [{}, {}]
 
@@ -186,14 +186,14 @@ class Worker:
         self._cuda.use(0)
         self._nccl.abort(comm)
 
-    def _memory_of(self) -> DeviceMemory:
+    def _memory_of(self) -> GpuMemory:
         assert self._memory is not None, "start comes first"
         return self._memory
 
     def _exchange(
         self,
         engine: P2pNcclEngine,
-        memory: DeviceMemory,
+        memory: GpuMemory,
         plan: dict[str, Any],
         side: int,
         address: str,

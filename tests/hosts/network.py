@@ -40,7 +40,7 @@ def run_in_namespaces(timeout: float = 240) -> None:
     assert done.returncode == 0, done.stderr
 
 
-class Host:
+class RankHost:
     """A rank's process on a host of its own, `10.77.0.NUMBER`."""
 
     def __init__(self, number: int, role: str, rank: int) -> None:
@@ -95,8 +95,8 @@ class Network:
         _ip("link add name bridge type bridge")
         _ip("link set bridge up")
         ranks = range(NUM_RANKS["prefill"])
-        self.prefill = [Host(1 + rank, "prefill", rank) for rank in ranks]
-        self.decode = Host(9, "decode", 0)
+        self.prefill = [RankHost(1 + rank, "prefill", rank) for rank in ranks]
+        self.decode = RankHost(9, "decode", 0)
         self.port = PORT
 
     def open(self, transports: str) -> tuple[str, str]:

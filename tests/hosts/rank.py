@@ -15,7 +15,7 @@ from p2p_engine.errors import P2pError
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import InstanceAddress
 from p2p_engine.transfer import Transfer
-from tests.rigs.caches import Model, RankCache, Side
+from tests.rigs.caches import Model, RankCache, Split
 from tests.rigs.engines import settings
 
 MODEL, KEY, NUM_TOKENS = Model(2, 2, 8), TransferKey("request-1"), 32
@@ -23,12 +23,12 @@ IDS = np.arange(8, dtype=np.int64)
 NUM_RANKS = {"prefill": 2, "decode": 1}
 
 
-class Rank:
+class HostRank:
     """The engine, its cache, and the directory where it is here."""
 
     def __init__(self, host: str, role: str, rank: int) -> None:
         self._host, self._role, self._rank = host, role, rank
-        self._side = Side(NUM_RANKS[role])
+        self._side = Split(NUM_RANKS[role])
         self._stack = contextlib.ExitStack()
 
     def open(self, transports: str) -> tuple[str, int]:
@@ -92,7 +92,7 @@ def _outcome(transfer: Transfer) -> str:
 def main() -> None:
     """Serve one rank until the input ends."""
     host, role, rank = sys.argv[1:]
-    served = Rank(host, role, int(rank))
+    served = HostRank(host, role, int(rank))
     for line in sys.stdin:
         command, arguments = json.loads(line)
         _say(getattr(served, command)(**arguments))

@@ -26,7 +26,7 @@ CHAT_ANSWER = {
 }
 
 
-class Server:
+class CompletionServer:
     """Answers as vLLM does; the prompt says what goes wrong."""
 
     def __init__(self) -> None:
@@ -65,9 +65,9 @@ class Server:
 
 
 @pytest.fixture
-def server(no_leaks: None) -> Iterator[tuple[Server, str]]:
+def server(no_leaks: None) -> Iterator[tuple[CompletionServer, str]]:
     """Serve from a thread, as another process would."""
-    server, addresses, loop = Server(), list[str](), asyncio.new_event_loop()
+    server, addresses, loop = CompletionServer(), list[str](), asyncio.new_event_loop()
     started = threading.Event()
 
     async def serve() -> web.AppRunner:
@@ -99,7 +99,7 @@ def stream(prompt: str) -> Request:
     return Request("streamed", COMPLETIONS, {"prompt": prompt, "stream": True}, num_sequences=2)
 
 
-def test_a_stream_of_two_sequences(server: tuple[Server, str]) -> None:
+def test_a_stream_of_two_sequences(server: tuple[CompletionServer, str]) -> None:
     (answer,) = send_all(server[1], [stream("go")], concurrency=1)
     assert answer.tokens == {0: [1, 2, 3], 1: [9]}
     assert answer.prompts == {0: [5, 6], 1: [5, 6]}
@@ -108,7 +108,7 @@ def test_a_stream_of_two_sequences(server: tuple[Server, str]) -> None:
     assert answer.error == ""
 
 
-def test_a_chat_names_its_prompt_once(server: tuple[Server, str]) -> None:
+def test_a_chat_names_its_prompt_once(server: tuple[CompletionServer, str]) -> None:
     (answer,) = send_all(server[1], [Request("chat", CHAT, {"messages": []})], concurrency=1)
     assert (answer.tokens, answer.prompts) == ({0: [8]}, {0: [5, 6, 7]})
     assert answer.seconds_to_first is None
@@ -119,7 +119,7 @@ def test_a_chat_names_its_prompt_once(server: tuple[Server, str]) -> None:
     [("refuse", "HTTP 503: no instance"), ("fail late", "KV lost"), ("end early", "ended early")],
 )
 def test_whatever_goes_wrong_is_an_error(
-    server: tuple[Server, str], prompt: str, words: str
+    server: tuple[CompletionServer, str], prompt: str, words: str
 ) -> None:
     good, bad = send_all(server[1], [stream("go"), stream(prompt)], concurrency=2)
     assert words in bad.error
@@ -131,7 +131,7 @@ def test_a_server_that_is_not_there(free_port: int) -> None:
     assert answer.error
 
 
-def test_as_many_at_once_as_asked(server: tuple[Server, str]) -> None:
+def test_as_many_at_once_as_asked(server: tuple[CompletionServer, str]) -> None:
     answered: list[None] = []
     requests = [stream("go")] * 12
     server[0].wanted_in_flight = 3

@@ -1,4 +1,4 @@
-"""The fleet with cheap stand-ins for vLLM: starts, waits, loses, kills and stops."""
+"""The fleet with cheap doubles of vLLM: starts, waits, loses, kills and stops."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import pytest
 
 from p2p_engine.cli.fleet import FleetInterrupted
 from p2p_engine.cli.members import MemberLost, fetch_text
-from tests.doubles.fleet import FakeFleet, grandchild_of, is_alive
+from tests.doubles.fleet import FleetDouble, grandchild_of, is_alive
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, no_leaks: None) -> Iterator[FakeFleet]:
-    with FakeFleet("no-model", log_dir=tmp_path / "logs", grace_seconds=0.3) as fleet:
+def fleet(tmp_path: Path, no_leaks: None) -> Iterator[FleetDouble]:
+    with FleetDouble("no-model", log_dir=tmp_path / "logs", grace_seconds=0.3) as fleet:
         yield fleet
 
 
-def test_a_fleet_serves_and_ends(fleet: FakeFleet) -> None:
+def test_a_fleet_serves_and_ends(fleet: FleetDouble) -> None:
     proxy = fleet.start_proxy()
     instances = [fleet.start("prefill"), fleet.start("decode"), fleet.start("decode")]
     fleet.wait_ready(timeout=30)
@@ -36,14 +36,16 @@ def test_a_fleet_serves_and_ends(fleet: FakeFleet) -> None:
     fleet.close()
 
 
-def test_an_instance_that_dies_at_start_is_named_with_the_end_of_its_log(fleet: FakeFleet) -> None:
+def test_an_instance_that_dies_at_start_is_named_with_the_end_of_its_log(
+    fleet: FleetDouble,
+) -> None:
     fleet.start("prefill", vllm_args=["never-serve"])
     fleet.start("decode", vllm_args=["die-at-start"])
     with pytest.raises(MemberLost, match=r"(?s)decode-1 ended with exit code 3.*no such model"):
         fleet.wait_ready(timeout=30)
 
 
-def test_an_instance_that_dies_later_is_noticed(fleet: FakeFleet) -> None:
+def test_an_instance_that_dies_later_is_noticed(fleet: FleetDouble) -> None:
     member = fleet.start("prefill")
     fleet.wait_ready(timeout=30)
     with pytest.raises(OSError, match=r"closed connection|reset"):
@@ -52,14 +54,14 @@ def test_an_instance_that_dies_later_is_noticed(fleet: FakeFleet) -> None:
         fleet.watch()
 
 
-def test_a_late_instance_is_a_timeout_that_names_its_stage(fleet: FakeFleet) -> None:
+def test_a_late_instance_is_a_timeout_that_names_its_stage(fleet: FleetDouble) -> None:
     member = fleet.start("decode", vllm_args=["never-serve"])
     eventually(lambda: "Loading weights" in member.process.log_path.read_text())
     with pytest.raises(TimeoutError, match=r"decode-1 \(allocating the KV cache"):
         fleet.wait_ready(timeout=0.3)
 
 
-def test_waiting_is_interrupted(fleet: FakeFleet) -> None:
+def test_waiting_is_interrupted(fleet: FleetDouble) -> None:
     fleet.start("decode", vllm_args=["never-serve"])
     fleet.interrupted = True
     with pytest.raises(FleetInterrupted):
@@ -67,7 +69,7 @@ def test_waiting_is_interrupted(fleet: FakeFleet) -> None:
     fleet.watch()
 
 
-def test_an_instance_joins_and_leaves_while_others_serve(fleet: FakeFleet) -> None:
+def test_an_instance_joins_and_leaves_while_others_serve(fleet: FleetDouble) -> None:
     first = fleet.start("decode")
     fleet.wait_ready(timeout=30)
     second = fleet.start("decode")
@@ -81,7 +83,7 @@ def test_an_instance_joins_and_leaves_while_others_serve(fleet: FakeFleet) -> No
     assert third.slot == first.slot  # its cores are free again
 
 
-def test_a_successor_has_the_addresses_of_who_is_gone(fleet: FakeFleet) -> None:
+def test_a_successor_has_the_addresses_of_who_is_gone(fleet: FleetDouble) -> None:
     first = fleet.start("decode")
     fleet.wait_ready(timeout=30)
     with pytest.raises(OSError, match="planned twice"):
@@ -96,7 +98,7 @@ def test_a_successor_has_the_addresses_of_who_is_gone(fleet: FakeFleet) -> None:
     assert second.plan.kv_address == first.plan.kv_address
 
 
-def test_a_killed_instance_takes_its_children_along(fleet: FakeFleet) -> None:
+def test_a_killed_instance_takes_its_children_along(fleet: FleetDouble) -> None:
     member = fleet.start("prefill", vllm_args=["grandchild"])
     fleet.wait_ready(timeout=30)
     grandchild = grandchild_of(member.process.log_path)
@@ -107,7 +109,7 @@ def test_a_killed_instance_takes_its_children_along(fleet: FakeFleet) -> None:
     fleet.check()
 
 
-def test_ready_means_known_to_the_proxy(fleet: FakeFleet) -> None:
+def test_ready_means_known_to_the_proxy(fleet: FleetDouble) -> None:
     fleet.registers = False
     fleet.start_proxy()
     member = fleet.start("prefill")
@@ -115,7 +117,7 @@ def test_ready_means_known_to_the_proxy(fleet: FakeFleet) -> None:
         fleet.wait_ready(member, timeout=5)
 
 
-def test_each_look_is_reported(fleet: FakeFleet) -> None:
+def test_each_look_is_reported(fleet: FleetDouble) -> None:
     member = fleet.start("prefill")
     stages: list[str] = []
     fleet.wait_ready(timeout=30, on_look=lambda members: stages.extend(m.stage for m in members))
@@ -123,12 +125,12 @@ def test_each_look_is_reported(fleet: FakeFleet) -> None:
     assert member.elapsed_seconds > 0
 
 
-def test_a_port_that_is_in_use_is_refused(fleet: FakeFleet) -> None:
+def test_a_port_that_is_in_use_is_refused(fleet: FleetDouble) -> None:
     proxy = fleet.start_proxy()
     port = int(proxy.http_address.rpartition(":")[2])
     eventually(lambda: fetch_text(f"{proxy.url}/health") is not None)
     with (
-        FakeFleet("no-model", log_dir=fleet.log_dir / "other") as other,
+        FleetDouble("no-model", log_dir=fleet.log_dir / "other") as other,
         pytest.raises(OSError, match=f"port {port} on 127.0.0.1"),
     ):
         other.start_proxy(port)

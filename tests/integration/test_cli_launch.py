@@ -1,4 +1,4 @@
-"""`p2p-engine launch` with our real proxy and stand-ins for vLLM, from start to clean end."""
+"""`p2p-engine launch` with our real proxy and doubles of vLLM, from start to clean end."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import pytest
 
 from p2p_engine.cli.members import fetch_text
 from p2p_engine.cli.ports import PortPlan
-from tests.doubles.fleet import FAKE_MEMBER, is_alive, parent_of
+from tests.doubles.fleet import MEMBER_DOUBLE, is_alive, parent_of
 from tests.support import eventually
 
-SECONDS = 80.0  # a stand-in is up in two, but the machine may be busy with others' tests
+SECONDS = 80.0  # a double is up in two, but the machine may be busy with others' tests
 pytestmark = pytest.mark.timeout(240)
 
 ROOT = Path(__file__).parents[2]
@@ -64,13 +64,13 @@ class Launch:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Put our stand-in where `python -m vllm.entrypoints.openai.api_server` finds it first."""
+    """Put our double where `python -m vllm.entrypoints.openai.api_server` finds it first."""
     package = folder / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
     for path in (package, *package.parents[:2]):
         (path / "__init__.py").touch()
     (package / "api_server.py").write_text(
-        f"import runpy\nrunpy.run_path({FAKE_MEMBER[-1]!r}, run_name='__main__')\n"
+        f"import runpy\nrunpy.run_path({MEMBER_DOUBLE[-1]!r}, run_name='__main__')\n"
     )
     return {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "COLUMNS": "200"}
 

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from p2p_engine.cli.processes import ChildProcess, stop_all
-from tests.doubles.fleet import FAKE_MEMBER, grandchild_of, is_alive, parent_of
+from tests.doubles.fleet import MEMBER_DOUBLE, grandchild_of, is_alive, parent_of
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 def start(tmp_path: Path, port: int, *behaviours: str, grace_seconds: float = 10.0) -> ChildProcess:
-    command = [*FAKE_MEMBER, "--port", str(port), "--behave", *behaviours]
+    command = [*MEMBER_DOUBLE, "--port", str(port), "--behave", *behaviours]
     log_path = tmp_path / f"{port}.log"
-    return ChildProcess("fake", command, log_path=log_path, grace_seconds=grace_seconds)
+    return ChildProcess("double", command, log_path=log_path, grace_seconds=grace_seconds)
 
 
 def wait_for_log(child: ChildProcess, words: str) -> None:
@@ -117,7 +117,7 @@ LAUNCHER = """
 import sys, time
 from pathlib import Path
 from p2p_engine.cli.processes import ChildProcess
-child = ChildProcess("fake", sys.argv[2:], log_path=Path(sys.argv[1]), grace_seconds=0.2)
+child = ChildProcess("double", sys.argv[2:], log_path=Path(sys.argv[1]), grace_seconds=0.2)
 print(child.pid, flush=True)
 time.sleep(600)
 """
@@ -128,7 +128,7 @@ def test_a_launcher_that_is_killed_leaves_nothing(
     tmp_path: Path, free_port: int, number: signal.Signals
 ) -> None:
     log_path = tmp_path / "log"
-    command = [*FAKE_MEMBER, "--port", str(free_port), "--behave", "grandchild", "ignore-sigterm"]
+    command = [*MEMBER_DOUBLE, "--port", str(free_port), "--behave", "grandchild", "ignore-sigterm"]
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(log_path), *command], stdout=subprocess.PIPE, text=True
     ) as launcher:

@@ -12,10 +12,10 @@ pytest.importorskip("vllm")
 from vllm.v1.request import RequestStatus
 
 from tests import marks
-from tests.doubles.device import FakeDevice
+from tests.doubles.device import DeviceDouble
 from tests.doubles.instance import (
     BLOCK_SIZE,
-    SimulatedInstance,
+    InstanceDouble,
     continuation,
 )
 from tests.doubles.pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
@@ -32,7 +32,7 @@ def pair_settings() -> dict[str, Any]:
     return {"num_blocks": 200, "is_on_device": True}
 
 
-def device_of(instance: SimulatedInstance, rank: int = 0) -> FakeDevice:
+def device_of(instance: InstanceDouble, rank: int = 0) -> DeviceDouble:
     device = instance.ranks[rank].device
     assert device is not None
     return device

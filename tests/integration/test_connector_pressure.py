@@ -15,7 +15,7 @@ from tests.doubles.instance import (
     NUM_HEADS,
     NUM_LAYERS,
     SLOT_WIDTH,
-    SimulatedInstance,
+    InstanceDouble,
 )
 from tests.doubles.pair import MakePair, Pair, prompt_of
 
@@ -29,7 +29,7 @@ def pair_settings() -> dict[str, Any]:
     return {"send_type": "GET", "num_blocks": 200, "prefill": {"num_blocks": 26}}
 
 
-def engine_stats(instance: SimulatedInstance) -> dict[str, Any]:
+def engine_stats(instance: InstanceDouble) -> dict[str, Any]:
     worker = instance.ranks[0].connector._worker
     assert worker is not None
     return worker.engine.stats()

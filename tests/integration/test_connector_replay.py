@@ -1,4 +1,4 @@
-"""The worker half as vLLM's two model runners drive it, on the stand-in for a GPU: strided caches,
+"""The worker half as vLLM's two model runners drive it, on the double of a GPU: strided caches,
 forwards that have not run yet when their hooks are called. tests/gpu runs the same on CUDA."""
 
 from __future__ import annotations

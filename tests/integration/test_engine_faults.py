@@ -138,7 +138,7 @@ class Traffic:
         )
 
 
-class Fault:
+class RaisingCall:
     """Raises in place of a callable: `count` times, or until it is mended."""
 
     def __init__(self, owner: Any, name: str, count: float = float("inf")) -> None:
@@ -203,7 +203,7 @@ def test_callback_that_fails_once_costs_its_own_transfers(path: str, transport: 
         *way, name = path.split(".")
         for step in way:
             owner = getattr(owner, step)
-        fault = Fault(owner, name, count=1)
+        fault = RaisingCall(owner, name, count=1)
         Traffic(engine, peer, "concerned").end(peer, engine)
         fault.mend()
         traffic = Traffic(engine, other, "not concerned")
@@ -315,7 +315,7 @@ def test_channel_that_fails_costs_what_went_over_it(name: str, transport: str) -
     with engines(3, transport, **SHORT) as (peer, other, engine):
         Traffic(engine, peer, "before").end(peer, engine)
         (link,) = engine._links._links.values()
-        fault = Fault(link.channel, name, count=1)
+        fault = RaisingCall(link.channel, name, count=1)
         Traffic(engine, peer, "concerned").end(peer, engine)
         fault.mend()
         traffic = Traffic(engine, other, "not concerned")

@@ -1,4 +1,4 @@
-"""What engines on a GPU have beyond the others, on the stand-in for one: slow producers, a pinned
+"""What engines on a GPU have beyond the others, on the double of one: slow producers, a pinned
 pool, groups of NCCL, peers that die while a kernel waits for them, a device that fails."""
 
 from __future__ import annotations

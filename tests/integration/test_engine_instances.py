@@ -15,7 +15,7 @@ from p2p_engine.errors import P2pError, PeerUnreachable, TransferError
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import InstanceAddress
 from tests import marks
-from tests.rigs.caches import Model, RankCache, Side
+from tests.rigs.caches import Model, RankCache, Split
 from tests.rigs.engines import assert_idle, settings
 from tests.support import eventually
 
@@ -24,10 +24,10 @@ MODEL, KEY, NUM_TOKENS = Model(2, 2, 8), TransferKey("request-1"), 32
 IDS = np.arange(8, dtype=np.int64)
 
 
-class Instance:
+class EngineInstance:
     """An engine for each rank, their caches, and the directory."""
 
-    def __init__(self, side: Side, stack: contextlib.ExitStack, **changes: Any) -> None:
+    def __init__(self, side: Split, stack: contextlib.ExitStack, **changes: Any) -> None:
         config = settings(changes.pop("transport", "shm"), **changes)
         self.caches = [RankCache(MODEL, side, rank, 8) for rank in range(side.num_ranks)]
         self.engines = [
@@ -54,12 +54,12 @@ def stack() -> Iterator[contextlib.ExitStack]:
         yield stack
 
 
-def fill(instance: Instance) -> None:
+def fill(instance: EngineInstance) -> None:
     for cache in instance.caches:
         cache.fill(IDS, MODEL.values(NUM_TOKENS))
 
 
-def check(instance: Instance) -> None:
+def check(instance: EngineInstance) -> None:
     for cache in instance.caches:
         assert (cache.token_views(IDS) == cache.of_mine(MODEL.values(NUM_TOKENS))).all()
 
@@ -73,7 +73,7 @@ SIDES = [(1, 2), (2, 1), (4, 2), (2, 4), (2, 2)]
 def test_every_rank_gets_its_part(
     stack: contextlib.ExitStack, sizes: tuple[int, int], pull: bool, transport: str
 ) -> None:
-    prefill, decode = (Instance(Side(size), stack, transport=transport) for size in sizes)
+    prefill, decode = (EngineInstance(Split(size), stack, transport=transport) for size in sizes)
     fill(prefill)
     waiting = [
         engine.receive(KEY, sink, peer=prefill.address, pull=pull)
@@ -90,7 +90,7 @@ def test_every_rank_gets_its_part(
 
 
 def test_a_directory_that_does_not_answer(stack: contextlib.ExitStack) -> None:
-    here = Instance(Side(), stack, connect_timeout_seconds=0.3)
+    here = EngineInstance(Split(), stack, connect_timeout_seconds=0.3)
     nobody = InstanceAddress("127.0.0.1:9")
     sent = here.engines[0].send(KEY, nobody, here.sources()[0])
     waiting = here.engines[0].receive(KEY, here.sinks()[0], peer=nobody)
@@ -106,7 +106,7 @@ def test_a_directory_that_does_not_answer(stack: contextlib.ExitStack) -> None:
 def test_a_send_that_is_withdrawn_before_the_directory_answers(
     stack: contextlib.ExitStack,
 ) -> None:
-    here = Instance(Side(), stack)
+    here = EngineInstance(Split(), stack)
     sent = here.engines[0].send(KEY, InstanceAddress("127.0.0.1:9"), here.sources()[0])
     sent.cancel("the test says so")
     with pytest.raises(TransferError, match="the test says so"):
@@ -117,7 +117,10 @@ def test_a_send_that_is_withdrawn_before_the_directory_answers(
 def test_what_one_rank_refuses_fails_all_and_abandon_reaches_all(
     stack: contextlib.ExitStack,
 ) -> None:
-    prefill, decode = Instance(Side(1), stack), Instance(Side(2), stack)
+    prefill, decode = (
+        EngineInstance(Split(1), stack),
+        EngineInstance(Split(2), stack),
+    )
     decode.engines[0].discard(KEY, reason="not wanted by the first")
     waiting = decode.engines[1].receive(KEY, decode.sinks()[1])
     sent = prefill.engines[0].send(KEY, decode.address, prefill.sources()[0], ready=False)
@@ -132,7 +135,10 @@ def test_what_one_rank_refuses_fails_all_and_abandon_reaches_all(
 
 
 def test_a_hold_ends_when_the_last_reader_has_ended(stack: contextlib.ExitStack) -> None:
-    prefill, decode = Instance(Side(1), stack), Instance(Side(2), stack)
+    prefill, decode = (
+        EngineInstance(Split(1), stack),
+        EngineInstance(Split(2), stack),
+    )
     fill(prefill)
     held = prefill.engines[0].hold(KEY, prefill.sources()[0])
     first = decode.engines[0].receive(KEY, decode.sinks()[0], peer=prefill.address, pull=True)
@@ -145,7 +151,10 @@ def test_a_hold_ends_when_the_last_reader_has_ended(stack: contextlib.ExitStack)
 
 def test_replicas_that_nobody_reads_are_released(stack: contextlib.ExitStack) -> None:
     """Two heads on four ranks: two of them serve the one decode rank."""
-    prefill, decode = Instance(Side(4), stack), Instance(Side(1), stack)
+    prefill, decode = (
+        EngineInstance(Split(4), stack),
+        EngineInstance(Split(1), stack),
+    )
     fill(prefill)
     held = [
         engine.hold(KEY, source)
@@ -161,8 +170,8 @@ def test_replicas_that_nobody_reads_are_released(stack: contextlib.ExitStack) ->
 
 @marks.every_transport
 def test_a_spilled_hold_is_cut_as_well(stack: contextlib.ExitStack, transport: str) -> None:
-    prefill = Instance(Side(1), stack, transport=transport)
-    decode = Instance(Side(2, (0, 2), 16, "LBNHP"), stack, transport=transport)
+    prefill = EngineInstance(Split(1), stack, transport=transport)
+    decode = EngineInstance(Split(2, (0, 2), 16, "LBNHP"), stack, transport=transport)
     fill(prefill)
     held = prefill.engines[0].hold(KEY, prefill.sources()[0])
     assert prefill.engines[0].spill(held)
@@ -182,7 +191,10 @@ def test_a_spilled_hold_is_cut_as_well(stack: contextlib.ExitStack, transport: s
 
 def test_a_lost_source_rank_fails_the_receive(stack: contextlib.ExitStack) -> None:
     """Half of the heads are no KV."""
-    prefill, decode = Instance(Side(2), stack), Instance(Side(1), stack)
+    prefill, decode = (
+        EngineInstance(Split(2), stack),
+        EngineInstance(Split(1), stack),
+    )
     fill(prefill)
     sink = decode.sinks()[0]
     waiting = decode.engines[0].receive(KEY, sink, peer=prefill.address)

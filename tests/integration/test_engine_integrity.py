@@ -17,7 +17,7 @@ from p2p_engine.receive.placement import Placement
 from p2p_engine.transports.tcp import TcpTransport
 from tests import marks
 from tests.rigs.engines import MIB, assert_idle, engines, random_tensor, settings
-from tests.rigs.relay import Relay
+from tests.rigs.relay import FaultyRelay
 from tests.support import SeededRandom
 
 KEY = TransferKey("request-1")
@@ -43,12 +43,12 @@ def bad_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @contextlib.contextmanager
 def bad_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The thousandth byte of each data connection changes on its way."""
-    honest, relays = TcpTransport.invite, list[Relay]()
+    honest, relays = TcpTransport.invite, list[FaultyRelay]()
 
     def diverted(self: TcpTransport, source_epoch: int) -> dict[str, str] | None:
         endpoint = honest(self, source_epoch)
         assert endpoint is not None
-        relays.append(Relay(endpoint["address"], flip_byte=1000))
+        relays.append(FaultyRelay(endpoint["address"], flip_byte=1000))
         return {**endpoint, "address": relays[-1].address}
 
     monkeypatch.setattr(TcpTransport, "invite", diverted)

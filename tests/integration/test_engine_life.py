@@ -51,7 +51,7 @@ KEY = TransferKey("request-1")
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-class Stranger:
+class TalkingStranger:
     """A DEALER that says whatever the test likes."""
 
     def __init__(self, address: str) -> None:
@@ -86,8 +86,8 @@ def engine() -> Iterator[P2pNcclEngine]:
 
 
 @pytest.fixture
-def stranger(engine: P2pNcclEngine) -> Iterator[Stranger]:
-    made = Stranger(engine.zmq_address)
+def stranger(engine: P2pNcclEngine) -> Iterator[TalkingStranger]:
+    made = TalkingStranger(engine.zmq_address)
     yield made
     made.close()
 
@@ -367,7 +367,7 @@ def test_directory_that_is_not_there(free_port: int) -> None:
 
 
 def test_garbage_on_the_control_port_is_counted_and_survived(
-    engine: P2pNcclEngine, stranger: Stranger, rng: SeededRandom
+    engine: P2pNcclEngine, stranger: TalkingStranger, rng: SeededRandom
 ) -> None:
     frames: list[bytes] = [rng.randbytes(rng.randrange(300)) for _ in range(300)]
     frames += [msgpack.packb(value) for value in ({}, [], ["OFFER"], ["NO", 1, 2], {"cmd": "NEW"})]
@@ -382,7 +382,7 @@ def test_garbage_on_the_control_port_is_counted_and_survived(
 
 
 def test_messages_before_hello_are_answered_with_greet(
-    engine: P2pNcclEngine, stranger: Stranger
+    engine: P2pNcclEngine, stranger: TalkingStranger
 ) -> None:
     offer = Offer(5, engine.epoch, 1, 0, KEY, Manifest(0, 1, [8]), b"", "shm")
     stranger.say(encode(offer))
@@ -392,7 +392,7 @@ def test_messages_before_hello_are_answered_with_greet(
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_who_has_no_data_connection_gets_no_memory(
-    engine: P2pNcclEngine, stranger: Stranger, transport: str
+    engine: P2pNcclEngine, stranger: TalkingStranger, transport: str
 ) -> None:
     """It could not write there; so words alone fill nothing up."""
     stranger.say(hello())
@@ -406,7 +406,7 @@ def test_who_has_no_data_connection_gets_no_memory(
 
 
 def test_messages_for_an_older_engine_are_dropped(
-    engine: P2pNcclEngine, stranger: Stranger
+    engine: P2pNcclEngine, stranger: TalkingStranger
 ) -> None:
     stranger.say(hello())
     stranger.hear()
@@ -422,7 +422,7 @@ def test_messages_for_an_older_engine_are_dropped(
     ids=["version", "address"],
 )
 def test_hello_that_cannot_be_accepted_is_refused(
-    stranger: Stranger, frame: bytes, reason: str
+    stranger: TalkingStranger, frame: bytes, reason: str
 ) -> None:
     stranger.say(frame)
     answer = stranger.hear()
@@ -442,7 +442,7 @@ def test_hello_that_cannot_be_accepted_is_refused(
     ],
 )
 def test_manifest_that_lies_ends_one_transfer_by_name(
-    engine: P2pNcclEngine, stranger: Stranger, manifest: Manifest
+    engine: P2pNcclEngine, stranger: TalkingStranger, manifest: Manifest
 ) -> None:
     stranger.say(hello())
     stranger.hear()
@@ -454,7 +454,7 @@ def test_manifest_that_lies_ends_one_transfer_by_name(
     assert_idle(engine)
 
 
-def test_flood_of_wants_is_bounded(engine: P2pNcclEngine, stranger: Stranger) -> None:
+def test_flood_of_wants_is_bounded(engine: P2pNcclEngine, stranger: TalkingStranger) -> None:
     stranger.say(hello())
     stranger.hear()
     for number in range(6000):
@@ -467,7 +467,7 @@ def test_flood_of_wants_is_bounded(engine: P2pNcclEngine, stranger: Stranger) ->
 @marks.every_transport
 def test_transfers_go_on_amid_noise(transport: str, rng: SeededRandom) -> None:
     with engines(2, transport) as (sender, receiver):
-        noise, endpoints = Stranger(receiver.zmq_address), []
+        noise, endpoints = TalkingStranger(receiver.zmq_address), []
         try:
             noise.say(hello())
             welcome = noise.hear()

@@ -18,7 +18,7 @@ from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.addresses import split_address
 from tests.rigs.engines import MIB, Peer, assert_idle, engines, pattern, settings
-from tests.rigs.relay import Relay
+from tests.rigs.relay import FaultyRelay
 from tests.support import eventually
 
 KEY = TransferKey("request")
@@ -256,8 +256,8 @@ def test_renewals_may_be_lost_for_less_than_a_lease() -> None:
     with (
         engines(2, **changes, send_type=SendMode.GET) as holders,
         engines(2, **changes, send_type=SendMode.GET) as (deaf, receiver),
-        Relay(holders[0].zmq_address) as silent,
-        Relay(holders[1].zmq_address) as relay,
+        FaultyRelay(holders[0].zmq_address) as silent,
+        FaultyRelay(holders[1].zmq_address) as relay,
     ):
         deaf.keep(KEY, peer=PeerAddress(silent.address))
         receiver.keep(KEY, peer=PeerAddress(relay.address))

@@ -24,7 +24,7 @@ from p2p_engine.wire.messages import (
     encode,
 )
 from tests.rigs.engines import MIB, Peer, engines, pattern, settings, start, start_fork_server
-from tests.rigs.relay import Relay
+from tests.rigs.relay import FaultyRelay
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -91,7 +91,7 @@ def test_one_engine_by_two_addresses_of_the_same_peer() -> None:
     connections, and says that both are its own."""
     with (
         engines(2, "tcp") as (sender, receiver),
-        contextlib.closing(Relay(receiver.zmq_address)) as relay,
+        contextlib.closing(FaultyRelay(receiver.zmq_address)) as relay,
     ):
         for number in range(4):
             target = PeerAddress([receiver.zmq_address, relay.address][number % 2])

@@ -53,7 +53,7 @@ OTHER = b"another prompt"
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-class Scene:
+class RogueScene:
     """All know each other; `tensor` is what the right peer sends."""
 
     def __init__(self, parties: list[P2pNcclEngine], rng: SeededRandom) -> None:
@@ -112,9 +112,9 @@ class Scene:
 
 
 @pytest.fixture
-def scene(rng: SeededRandom) -> Iterator[Scene]:
+def scene(rng: SeededRandom) -> Iterator[RogueScene]:
     with engines(3, "shm") as parties:
-        yield Scene(parties, rng)
+        yield RogueScene(parties, rng)
         assert_idle(*parties)
 
 
@@ -130,7 +130,7 @@ def scene(rng: SeededRandom) -> Iterator[Scene]:
     ],
 )
 def test_the_answer_to_a_chunk_comes_from_who_it_is_for(
-    scene: Scene, kind: type[Message], fields: tuple[Any, ...]
+    scene: RogueScene, kind: type[Message], fields: tuple[Any, ...]
 ) -> None:
     transfer, seq = scene.chunk()
     scene.answer(kind, seq, 0, *fields)
@@ -139,7 +139,7 @@ def test_the_answer_to_a_chunk_comes_from_who_it_is_for(
     scene.finish_chunk(transfer)
 
 
-def test_abandon_ok_of_another_peer_lets_the_news_be_repeated(scene: Scene) -> None:
+def test_abandon_ok_of_another_peer_lets_the_news_be_repeated(scene: RogueScene) -> None:
     with scene.engine._changed:  # before the peer's own answer
         scene.engine.abandon(KEY, scene.target, "over")
         scene.answer(AbandonOk, KEY)
@@ -147,14 +147,14 @@ def test_abandon_ok_of_another_peer_lets_the_news_be_repeated(scene: Scene) -> N
     eventually(lambda: not scene.engine._sender._abandoned)
 
 
-def test_gone_is_believed_from_who_was_asked(scene: Scene) -> None:
+def test_gone_is_believed_from_who_was_asked(scene: RogueScene) -> None:
     transfer, sink = scene.waiting()
     scene.answer(Gone, KEY, "never was")
     assert scene.num_wrong == 1
     scene.finish_waiting(transfer, sink)
 
 
-def test_abandon_is_believed_from_who_sends_the_key(scene: Scene) -> None:
+def test_abandon_is_believed_from_who_sends_the_key(scene: RogueScene) -> None:
     transfer, sink = scene.waiting()
     scene.request(Abandon, KEY, "over")
     assert scene.num_wrong == 1
@@ -162,7 +162,7 @@ def test_abandon_is_believed_from_who_sends_the_key(scene: Scene) -> None:
 
 
 def test_abandon_before_anybody_waits_counts_when_its_speaker_is_who_sends_the_key(
-    scene: Scene,
+    scene: RogueScene,
 ) -> None:
     scene.request(Abandon, KEY, "over")
     transfer, sink = scene.waiting()
@@ -175,7 +175,7 @@ def test_abandon_before_anybody_waits_counts_when_its_speaker_is_who_sends_the_k
         failed.wait(9)
 
 
-def test_abandon_before_the_sender_is_known_is_judged_when_it_is(scene: Scene) -> None:
+def test_abandon_before_the_sender_is_known_is_judged_when_it_is(scene: RogueScene) -> None:
     """The peer's address is known, its epoch is not yet."""
     with scene.engine._changed:
         scene.engine._links.session_over(scene.peer.epoch, TransferRejected("dial again"))
@@ -192,7 +192,7 @@ def test_abandon_before_the_sender_is_known_is_judged_when_it_is(scene: Scene) -
     scene.finish_waiting(transfer, sink)
 
 
-def test_where_nobody_is_named_abandon_is_believed_from_who_has_offered(scene: Scene) -> None:
+def test_where_nobody_is_named_abandon_is_believed_from_who_has_offered(scene: RogueScene) -> None:
     transfer, _ = scene.waiting(is_named=False)
     to_engine = PeerAddress(scene.engine.zmq_address)
     sending = scene.peer.send(KEY, to_engine, TensorSource(scene.tensor), ready=False)
@@ -203,21 +203,23 @@ def test_where_nobody_is_named_abandon_is_believed_from_who_has_offered(scene: S
     transfer.wait(9)
 
 
-def test_where_nobody_is_named_and_nobody_has_offered_anybody_is_believed(scene: Scene) -> None:
+def test_where_nobody_is_named_and_nobody_has_offered_anybody_is_believed(
+    scene: RogueScene,
+) -> None:
     transfer, _ = scene.waiting(is_named=False)
     scene.request(Abandon, KEY, "over")
     with pytest.raises(TransferRejected, match="over"):
         transfer.wait(9)
 
 
-def test_an_abandoned_key_may_still_come_from_another_peer(scene: Scene) -> None:
+def test_an_abandoned_key_may_still_come_from_another_peer(scene: RogueScene) -> None:
     scene.request(Abandon, KEY, "over")
     to_engine = PeerAddress(scene.engine.zmq_address)
     scene.peer.send(KEY, to_engine, TensorSource(scene.tensor)).wait(9)
     assert torch.equal(scene.engine.recv_tensor(KEY, timeout=9), scene.tensor)
 
 
-def test_another_content_from_another_peer_does_not_cut_a_wait_short(scene: Scene) -> None:
+def test_another_content_from_another_peer_does_not_cut_a_wait_short(scene: RogueScene) -> None:
     to_engine, source = PeerAddress(scene.engine.zmq_address), TensorSource(scene.tensor)
     before = scene.rogue.send(KEY, to_engine, source, binding=OTHER)
     before.wait(9)
@@ -232,7 +234,7 @@ def test_another_content_from_another_peer_does_not_cut_a_wait_short(scene: Scen
 
 @pytest.mark.parametrize(("kind", "fields"), [(Done, (0,)), (Cancelled, ())])
 def test_the_end_of_a_chunk_is_said_by_its_sender(
-    scene: Scene, kind: type[Message], fields: tuple[Any, ...]
+    scene: RogueScene, kind: type[Message], fields: tuple[Any, ...]
 ) -> None:
     to_engine, source = PeerAddress(scene.engine.zmq_address), TensorSource(scene.tensor)
     sending = scene.peer.send(KEY, to_engine, source, ready=False)
@@ -245,7 +247,7 @@ def test_the_end_of_a_chunk_is_said_by_its_sender(
     sending.wait(9)
 
 
-def test_release_names_the_content(scene: Scene) -> None:
+def test_release_names_the_content(scene: RogueScene) -> None:
     held = scene.engine.hold(KEY, TensorSource(scene.tensor))
     scene.request(Release, KEY, OTHER)
     assert not held.done
@@ -253,7 +255,7 @@ def test_release_names_the_content(scene: Scene) -> None:
     held.wait(9)
 
 
-def test_renew_names_the_content(scene: Scene) -> None:
+def test_renew_names_the_content(scene: RogueScene) -> None:
     held = scene.engine.hold(KEY, TensorSource(scene.tensor))
     (hold,) = scene.engine._holds._holds.values()
     ends_at = hold.lease_ends_at
@@ -265,7 +267,7 @@ def test_renew_names_the_content(scene: Scene) -> None:
     held.wait(9)
 
 
-def test_an_offer_of_a_transport_that_was_not_agreed_on_is_counted(scene: Scene) -> None:
+def test_an_offer_of_a_transport_that_was_not_agreed_on_is_counted(scene: RogueScene) -> None:
     manifest = TensorSource(scene.tensor).manifest
     scene.request(Offer, 1, 0, KEY, manifest, b"", "pigeon")
     assert scene.num_wrong == 1
@@ -274,7 +276,7 @@ def test_an_offer_of_a_transport_that_was_not_agreed_on_is_counted(scene: Scene)
 
 @pytest.mark.parametrize("kind", [Bye, Greet, Pong])
 def test_what_ends_a_link_is_said_by_the_engine_that_is_meant(
-    scene: Scene, kind: type[Message]
+    scene: RogueScene, kind: type[Message]
 ) -> None:
     links = scene.engine.stats()["links"]
     scene.answer(kind, epoch=scene.peer.epoch)
@@ -295,7 +297,7 @@ def test_what_ends_a_link_is_said_by_the_engine_that_is_meant(
     ],
 )
 def test_the_answer_to_a_first_word_concerns_the_address_that_was_dialled(
-    scene: Scene, message: AnyMessage
+    scene: RogueScene, message: AnyMessage
 ) -> None:
     transfer, sink = scene.waiting()
     scene.engine._on_frame(Route(scene.rogue.zmq_address), encode(message))

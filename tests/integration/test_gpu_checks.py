@@ -1,4 +1,4 @@
-"""What tests/gpu runs on a real GPU, here on the stand-in with small counts."""
+"""What tests/gpu runs on a real GPU, here on the double with small counts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.bench_gpu import Bench
+from benchmarks.bench_gpu import GpuBench
 from tests.doubles.gpu import GpuDouble
 from tests.gpu import checks
 from tests.gpu.machine import Machine
@@ -50,7 +50,7 @@ def test_killed_peers(processes: Processes) -> None:
 
 
 def test_memory_of_groups(processes: Processes) -> None:
-    """Each process of the stand-in sees what itself has taken: half, when both take the same."""
+    """Each process of the double sees what itself has taken: half, when both take the same."""
     figures = checks.group_memory(processes, 2, 3)
     assert figures["made_mib"] == figures["expected_mib"] / 2
     assert figures["lost_mib"] == 0
@@ -67,7 +67,7 @@ def test_slow_producers(processes: Processes) -> None:
 
 @pytest.mark.parametrize("part", ["pack", "pool", "push", "groups"])
 def test_the_benchmark_runs(processes: Processes, part: str) -> None:
-    bench = Bench(processes, total=4 * MIB, repetitions=1)
+    bench = GpuBench(processes, total=4 * MIB, repetitions=1)
     rows = getattr(bench, part)()
     bench.close()
     assert rows

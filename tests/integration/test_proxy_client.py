@@ -33,7 +33,7 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-class Server:
+class ScriptedServer:
     """Says the next of `says` to each request, then closes where that is None."""
 
     def __init__(self, says: list[bytes | None]) -> None:
@@ -102,9 +102,9 @@ async def test_names_that_nobody_resolves_hold_no_other_instance_up(
 
 
 @asynccontextmanager
-async def serving(*says: bytes | None) -> AsyncIterator[tuple[Server, Pool]]:
+async def serving(*says: bytes | None) -> AsyncIterator[tuple[ScriptedServer, Pool]]:
     """Run a server and a pool of connections."""
-    script = Server(list(says))
+    script = ScriptedServer(list(says))
     server = await asyncio.start_server(script.speak, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
     script.address = f"{host}:{port}"
@@ -117,7 +117,9 @@ async def serving(*says: bytes | None) -> AsyncIterator[tuple[Server, Pool]]:
         await until(lambda: script.num_closed == script.num_connections, "all are closed")
 
 
-async def ask(server: Server, pool: Pool, limits: Limits = LIMITS) -> tuple[Response, bytes]:
+async def ask(
+    server: ScriptedServer, pool: Pool, limits: Limits = LIMITS
+) -> tuple[Response, bytes]:
     """Ask once and take the whole answer."""
     connection = await pool.connect(server.address, limits.connect)
     request = request_bytes("POST", server.address, "/x", {"a": "b"}, b"{}")

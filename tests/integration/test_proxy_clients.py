@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from p2p_engine.simulate.answers import events
-from tests.doubles.http_instance import Behaviour, MockVllm
+from tests.doubles.server import Behaviour, ServerDouble
 from tests.rigs.proxies import ASKED, STREAMED, RunningProxy, fleet, until
 
 if TYPE_CHECKING:
@@ -36,12 +36,12 @@ async def test_leaving_during_prefill_ends_what_runs(dispatch: str) -> None:
         prefill.behaviour = decode.behaviour = Behaviour(hang=True)
         answer = asyncio.ensure_future(proxy.ask())
         legs = [prefill] if dispatch == "sequential" else [prefill, decode]
-        await until(lambda: all(mock.received for mock in legs), "the legs run")
+        await until(lambda: all(double.received for double in legs), "the legs run")
         assert await proxy.in_flight(prefill) == {"prefill": 1, "decode": 0}
         assert await proxy.in_flight(decode) == {"prefill": 0, "decode": 1}
         await abandon(answer)
-        for mock in legs:
-            await until_left(mock)
+        for double in legs:
+            await until_left(double)
         assert len(decode.received) == len(legs) - 1
         await assert_abandoned(proxy)
 
@@ -111,8 +111,8 @@ async def test_leaving_at_any_moment_leaves_no_count_and_no_leg(
     dispatch: str, rng: SeededRandom
 ) -> None:
     async with fleet(2, 2, dispatch=dispatch) as (proxy, prefills, decodes):
-        for mock in decodes:
-            mock.behaviour = Behaviour(pace=0.002)
+        for double in decodes:
+            double.behaviour = Behaviour(pace=0.002)
 
         async def come_and_go() -> None:
             answer = asyncio.ensure_future(proxy.ask(rng.choice([ASKED, STREAMED])))
@@ -122,14 +122,18 @@ async def test_leaving_at_any_moment_leaves_no_count_and_no_leg(
         for _ in range(20):
             await asyncio.gather(*(come_and_go() for _ in range(20)))
         await proxy.until_idle()
-        mocks = (*prefills, *decodes)
-        await until(lambda: all(r.ended for mock in mocks for r in mock.received), "all legs ended")
+        doubles = (*prefills, *decodes)
+        await until(
+            lambda: all(r.ended for double in doubles for r in double.received), "all legs ended"
+        )
         assert (await proxy.ask(STREAMED))[1] == b"".join(events(STREAMED))
 
 
-async def until_left(mock: MockVllm) -> None:
+async def until_left(double: ServerDouble) -> None:
     """Wait until the instance has noticed that nobody waits for its last answer."""
-    await until(lambda: mock.received and mock.received[-1].ended == "left", "the leg has ended")
+    await until(
+        lambda: double.received and double.received[-1].ended == "left", "the leg has ended"
+    )
 
 
 def test_a_proxy_that_was_stopped_leaves_nothing_behind(no_leaks: None) -> None:

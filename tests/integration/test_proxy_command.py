@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from p2p_engine.simulate.answers import events
-from tests.doubles.http_instance import Behaviour, MockVllm
+from tests.doubles.server import Behaviour, ServerDouble
 from tests.rigs.proxies import STREAMED, RunningProxy, until
 
 pytestmark = pytest.mark.timeout(240)  # each starts up to three interpreters
@@ -71,15 +71,15 @@ async def served(*options: str) -> AsyncIterator[tuple[Command, RunningProxy, An
     """Run the command with one instance of each role, and a client."""
     ports = ("--port", "0", "--registration-port", "0", "--shutdown-timeout-seconds", "1")
     async with (
-        MockVllm("P") as prefill,
-        MockVllm("D") as decode,
+        ServerDouble("P") as prefill,
+        ServerDouble("D") as decode,
         command(*ports, *options) as running,
         aiohttp.ClientSession() as client,
     ):
         url = await running.shown(r"running on (http://\S+)")
         proxy = RunningProxy(url, client)
-        for mock in (prefill, decode):
-            mock.beat(await running.shown(r"registration address=(\S+)"))
+        for double in (prefill, decode):
+            double.beat(await running.shown(r"registration address=(\S+)"))
         await proxy.until_ready(prefill, decode)
         yield running, proxy, (prefill, decode)
 

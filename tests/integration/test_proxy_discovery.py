@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from p2p_engine.simulate.answers import events
 from p2p_engine.wire.request_ids import parse_proxy_id
-from tests.doubles.http_instance import Behaviour, MockVllm
+from tests.doubles.server import Behaviour, ServerDouble
 from tests.rigs.proxies import STREAMED, RunningProxy, fleet, running_proxy, until
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ BAD_BEATS: dict[str, Any] = {
 
 async def test_without_instances_the_missing_roles_are_named() -> None:
     async with (
-        MockVllm("P") as prefill,
-        MockVllm("PD", model="other") as both,
+        ServerDouble("P") as prefill,
+        ServerDouble("PD", model="other") as both,
         running_proxy() as proxy,
     ):
         assert await missing(proxy) == ["prefill", "decode"]
@@ -59,7 +59,7 @@ async def test_without_instances_the_missing_roles_are_named() -> None:
 
 async def test_instances_of_both_roles_serve_each_other_and_share_the_decodes() -> None:
     release = asyncio.Event()
-    async with MockVllm("PD") as one, MockVllm("PD") as other, running_proxy() as proxy:
+    async with ServerDouble("PD") as one, ServerDouble("PD") as other, running_proxy() as proxy:
         one.beat(proxy.registration_address)
         await proxy.until_ready(one)
         status, body, _ = await proxy.ask()
@@ -70,7 +70,7 @@ async def test_instances_of_both_roles_serve_each_other_and_share_the_decodes() 
         answers = [asyncio.ensure_future(proxy.ask(STREAMED)) for _ in range(6)]
 
         async def are_shared() -> bool:
-            counts = [await proxy.in_flight(mock) for mock in (one, other)]
+            counts = [await proxy.in_flight(double) for double in (one, other)]
             return counts == [{"prefill": 0, "decode": 3}] * 2
 
         await until(are_shared, "three decodes on each")
@@ -81,8 +81,8 @@ async def test_instances_of_both_roles_serve_each_other_and_share_the_decodes() 
 
 async def test_old_and_new_instances_are_never_paired() -> None:
     async with (
-        MockVllm("P", protocol=None) as old_prefill,
-        MockVllm("D", protocol=None) as old_decode,
+        ServerDouble("P", protocol=None) as old_prefill,
+        ServerDouble("D", protocol=None) as old_decode,
         fleet(1, 0) as (proxy, [prefill], _),
     ):
         old_decode.beat(proxy.registration_address)
@@ -102,14 +102,14 @@ async def test_each_leg_goes_to_the_data_parallel_rank_that_its_id_names(dispatc
     """Several ranks behind one HTTP address: vLLM's server reads in a header which is meant."""
     settings = {"prefill_policy": "round_robin", "decode_policy": "round_robin"}
     async with (
-        MockVllm("P", dp_size=2) as prefill,
-        MockVllm("D", dp_size=3) as decode,
-        MockVllm("D") as single,
+        ServerDouble("P", dp_size=2) as prefill,
+        ServerDouble("D", dp_size=3) as decode,
+        ServerDouble("D") as single,
         running_proxy(dispatch=dispatch, **settings) as proxy,
     ):
-        mocks = (prefill, decode, single)
-        for mock in mocks:
-            mock.beat(proxy.registration_address)
+        doubles = (prefill, decode, single)
+        for double in doubles:
+            double.beat(proxy.registration_address)
         names = {f"{prefill.http_address}#{rank}" for rank in range(2)}
         names |= {f"{decode.http_address}#{rank}" for rank in range(3)} | {single.http_address}
 
@@ -120,21 +120,21 @@ async def test_each_leg_goes_to_the_data_parallel_rank_that_its_id_names(dispatc
         await until(are_ready, f"{names} are ready")
         for _ in range(12):
             assert (await proxy.ask())[0] == 200
-        decoded = [(mock, leg) for mock in (decode, single) for leg in mock.received]
+        decoded = [(double, leg) for double in (decode, single) for leg in double.received]
         assert len(decoded) == len(prefill.received) == 12
-        for mock, leg in [*((prefill, leg) for leg in prefill.received), *decoded]:
+        for double, leg in [*((prefill, leg) for leg in prefill.received), *decoded]:
             named = parse_proxy_id(leg.headers["X-Request-Id"])
             assert named is not None
-            address = named.prefill if mock is prefill else named.decode
-            assert address == mock.rank_address(leg.rank)
-            assert ("X-data-parallel-rank" in leg.headers) is (mock is not single)
+            address = named.prefill if double is prefill else named.decode
+            assert address == double.rank_address(leg.rank)
+            assert ("X-data-parallel-rank" in leg.headers) is (double is not single)
         assert Counter(leg.rank for leg in prefill.received) == {0: 6, 1: 6}
         assert Counter(leg.rank for leg in decode.received) == {0: 3, 1: 3, 2: 3}
         await proxy.until_idle()
 
 
 async def test_a_heartbeat_alone_brings_no_request() -> None:
-    async with MockVllm("P") as starting, fleet(1, 1) as (proxy, [prefill], _):
+    async with ServerDouble("P") as starting, fleet(1, 1) as (proxy, [prefill], _):
         starting.health_status = 503
         starting.beat(proxy.registration_address)
         await until(lambda: starting.health_count, "it was asked")
@@ -149,7 +149,7 @@ async def test_a_heartbeat_alone_brings_no_request() -> None:
 
 
 async def test_one_that_joins_late_gets_its_share() -> None:
-    async with MockVllm("D") as late, fleet(1, 1) as (proxy, [prefill], [decode]):
+    async with ServerDouble("D") as late, fleet(1, 1) as (proxy, [prefill], [decode]):
         for _ in range(5):
             await proxy.ask()
         late.beat(proxy.registration_address)
@@ -185,7 +185,7 @@ async def test_silence_ends_an_instance_but_not_its_streams() -> None:
 
 
 async def test_a_farewell_takes_effect_at_once() -> None:
-    async with MockVllm("D") as leaving, fleet(1, 1) as (proxy, _, [decode]):
+    async with ServerDouble("D") as leaving, fleet(1, 1) as (proxy, _, [decode]):
         leaving.beat(proxy.registration_address)
         await proxy.until_ready(leaving)
         await leaving.leave()
@@ -223,7 +223,7 @@ async def test_a_bad_heartbeat_is_counted_and_dropped(wrong: str) -> None:
 
 
 async def test_garbage_never_stops_discovery(rng: SeededRandom) -> None:
-    async with MockVllm("P") as prefill, running_proxy() as proxy:
+    async with ServerDouble("P") as prefill, running_proxy() as proxy:
         messages = [
             [rng.randbytes(rng.randint(0, 300)) for _ in range(rng.randint(1, 4))]
             for _ in range(500)
@@ -253,7 +253,7 @@ async def test_a_name_that_no_host_can_have_is_never_ready(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    async with MockVllm("P") as prefill, running_proxy() as proxy:
+    async with ServerDouble("P") as prefill, running_proxy() as proxy:
         impossible = {**GOOD, "http_address": "a..b:80", "interval": 0.1}
         await send(proxy.registration_address, [msgpack.packb({**impossible, "protocol": 1})])
         prefill.beat(proxy.registration_address)
@@ -275,7 +275,7 @@ async def test_the_log_says_why_an_instance_is_gone(caplog: pytest.LogCaptureFix
 
 
 async def test_incarnations_that_follow_fast_are_watched_one_at_a_time() -> None:
-    async with MockVllm("P") as prefill, running_proxy() as proxy:
+    async with ServerDouble("P") as prefill, running_proxy() as proxy:
         prefill.beat(proxy.registration_address)
         for prefill.epoch in range(2, 300):
             await prefill.beat_once()
@@ -336,28 +336,28 @@ async def until_metric(proxy: RunningProxy, name: str, least: int = 1) -> None:
     await until(has_grown, f"{name} is {least} or more")
 
 
-async def until_known(proxy: RunningProxy, mock: MockVllm) -> None:
+async def until_known(proxy: RunningProxy, double: ServerDouble) -> None:
     """Wait until the proxy has heard of an instance."""
 
     async def is_known() -> bool:
-        return mock.http_address in await proxy.states()
+        return double.http_address in await proxy.states()
 
-    await until(is_known, f"{mock.http_address} is known")
+    await until(is_known, f"{double.http_address} is known")
 
 
-async def until_unknown(proxy: RunningProxy, mock: MockVllm) -> None:
+async def until_unknown(proxy: RunningProxy, double: ServerDouble) -> None:
     """Wait until the proxy has forgotten an instance."""
 
     async def is_unknown() -> bool:
-        return mock.http_address not in await proxy.states()
+        return double.http_address not in await proxy.states()
 
-    await until(is_unknown, f"{mock.http_address} is forgotten")
+    await until(is_unknown, f"{double.http_address} is forgotten")
 
 
-async def until_state(proxy: RunningProxy, mock: MockVllm, state: str) -> None:
+async def until_state(proxy: RunningProxy, double: ServerDouble, state: str) -> None:
     """Wait until `/status` shows an instance in a state."""
 
     async def is_so() -> bool:
-        return bool((await proxy.states()).get(mock.http_address) == state)
+        return bool((await proxy.states()).get(double.http_address) == state)
 
-    await until(is_so, f"{mock.http_address} is {state}")
+    await until(is_so, f"{double.http_address} is {state}")

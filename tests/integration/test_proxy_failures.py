@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from p2p_engine.simulate.answers import events
-from tests.doubles.http_instance import Behaviour
+from tests.doubles.server import Behaviour
 from tests.rigs.proxies import ASKED, STREAMED, fleet, until
 
 REFUSAL = b'{"error": {"message": "no", "code": 4}}'
@@ -102,8 +102,8 @@ async def test_a_dead_prefill_is_not_asked_again_until_it_is_back() -> None:
 
 async def test_an_idle_connection_that_closes_as_we_write_is_no_failure() -> None:
     async with fleet() as (proxy, [prefill], [decode]):
-        for mock in (prefill, decode):
-            mock.behaviour = Behaviour(reset_reused=True)
+        for double in (prefill, decode):
+            double.behaviour = Behaviour(reset_reused=True)
         with patch("proxy.fleet.upstream.RACE_SECONDS", 20.0):
             for _ in range(10):
                 status, _, _ = await proxy.ask()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from p2p_engine.simulate.answers import events
-from tests.doubles.http_instance import Behaviour, MockVllm
+from tests.doubles.server import Behaviour, ServerDouble
 from tests.rigs.proxies import STREAMED, RunningProxy, fleet, running_proxy, until
 
 KEY = "open sesame"
@@ -37,16 +37,16 @@ async def order(
 
 
 @asynccontextmanager
-async def silent(*kinds: str) -> AsyncIterator[list[MockVllm]]:
+async def silent(*kinds: str) -> AsyncIterator[list[ServerDouble]]:
     """Run instances that send no heartbeats."""
-    mocks = [MockVllm(kind) for kind in kinds]
-    for mock in mocks:
-        await mock.start()
+    doubles = [ServerDouble(kind) for kind in kinds]
+    for double in doubles:
+        await double.start()
     try:
-        yield mocks
+        yield doubles
     finally:
-        for mock in mocks:
-            await mock.stop()
+        for double in doubles:
+            await double.stop()
 
 
 @pytest.mark.parametrize("dispatch", ["sequential", "concurrent"])
@@ -54,8 +54,8 @@ async def silent(*kinds: str) -> AsyncIterator[list[MockVllm]]:
 async def test_listed_instances_need_no_heartbeat(knows_kv: bool, dispatch: str) -> None:
     async with silent("P", "D") as (prefill, decode):
         listed = {
-            name: mock.http_address + (f"@{mock.zmq_address}" if knows_kv else "")
-            for name, mock in (("prefill", prefill), ("decode", decode))
+            name: double.http_address + (f"@{double.zmq_address}" if knows_kv else "")
+            for name, double in (("prefill", prefill), ("decode", decode))
         }
         async with running_proxy(dispatch=dispatch, **listed) as proxy:
             await proxy.until_ready(prefill, decode)
@@ -200,25 +200,25 @@ async def test_one_that_begins_to_beat_lives_by_its_heartbeats(key_file: str) ->
 
 async def test_proxies_tell_each_other_of_heartbeats() -> None:
     """Both know all instances, whichever proxy these beat to, and no beat goes round in circles."""
-    async with MockVllm("P") as prefill, MockVllm("D") as decode, running_proxy() as second:
+    async with ServerDouble("P") as prefill, ServerDouble("D") as decode, running_proxy() as second:
         async with running_proxy(peers=second.registration_address) as first:
-            for mock in (prefill, decode):
-                mock.beat(first.registration_address)
+            for double in (prefill, decode):
+                double.beat(first.registration_address)
             for proxy in (first, second):
                 await proxy.until_ready(prefill, decode)
                 assert (await proxy.ask(STREAMED))[1] == b"".join(events(STREAMED))
         assert (await second.ask())[0] == 200  # the other is gone: it lives on for three beats
 
 
-async def gone(proxy: RunningProxy, mock: MockVllm) -> bool:
+async def gone(proxy: RunningProxy, double: ServerDouble) -> bool:
     """Tell whether the proxy has forgotten an instance."""
-    return mock.http_address not in await proxy.states()
+    return double.http_address not in await proxy.states()
 
 
-async def until_state(proxy: RunningProxy, mock: MockVllm, state: str) -> None:
+async def until_state(proxy: RunningProxy, double: ServerDouble, state: str) -> None:
     """Wait until `/status` shows an instance in a state."""
 
     async def is_so() -> bool:
-        return bool((await proxy.states()).get(mock.http_address) == state)
+        return bool((await proxy.states()).get(double.http_address) == state)
 
-    await until(is_so, f"{mock.http_address} is {state}")
+    await until(is_so, f"{double.http_address} is {state}")

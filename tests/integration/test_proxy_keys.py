@@ -17,7 +17,7 @@ from p2p_engine.errors import ConfigError
 from p2p_engine.peers.directory import Directory, RankAddress
 from proxy.config import ProxyConfig
 from proxy.main import server_config
-from tests.doubles.http_instance import MockVllm
+from tests.doubles.server import ServerDouble
 from tests.rigs.proxies import RunningProxy, running_proxy, until
 
 BEAT = {"type": "P", "http_address": "127.0.0.1:1", "zmq_address": "127.0.0.1:2", "protocol": 2}
@@ -49,7 +49,7 @@ async def metric(proxy: RunningProxy, name: str) -> float:
 
 
 async def test_members_register_and_other_proxies_are_told(keys: tuple[str, str]) -> None:
-    async with MockVllm("P") as prefill, running_proxy(key_file=keys[0]) as other:
+    async with ServerDouble("P") as prefill, running_proxy(key_file=keys[0]) as other:
         address = other.registration_address
         async with running_proxy(key_file=keys[0], peers=address) as proxy:
             with directory(proxy, keys[0], prefill.http_address):
@@ -78,7 +78,7 @@ async def test_strangers_do_not_register_and_their_log_says_why(
 async def test_a_proxy_without_a_key_is_not_told(
     keys: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with MockVllm("P") as prefill, running_proxy() as other:
+    async with ServerDouble("P") as prefill, running_proxy() as other:
         address = other.registration_address
         async with running_proxy(key_file=keys[0], peers=address) as proxy:
             with directory(proxy, keys[0], prefill.http_address):
@@ -92,7 +92,7 @@ async def test_old_heartbeats_and_a_key_exclude_each_other(
     keys: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The old connector has no key; and who has one does not beat in its form."""
-    async with MockVllm("P", protocol=None) as old, running_proxy(key_file=keys[0]) as proxy:
+    async with ServerDouble("P", protocol=None) as old, running_proxy(key_file=keys[0]) as proxy:
         old.beat(proxy.registration_address)
         await until_refused(proxy)
         assert "the old connector has none and cannot join it" in caplog.text
@@ -112,7 +112,7 @@ async def test_old_heartbeats_and_a_key_exclude_each_other(
 
 async def test_a_flood_without_a_key_costs_the_members_nothing(keys: tuple[str, str]) -> None:
     """Many bare connections that send heartbeats as fast as they can."""
-    async with MockVllm("P") as prefill, running_proxy(key_file=keys[0]) as proxy:
+    async with ServerDouble("P") as prefill, running_proxy(key_file=keys[0]) as proxy:
         with zmq.Context() as context:
             dealers = [context.socket(zmq.DEALER) for _ in range(50)]
             for dealer in dealers:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from p2p_engine.simulate.answers import completion, events
-from tests.doubles.http_instance import Behaviour
+from tests.doubles.server import Behaviour
 from tests.rigs.proxies import ASKED, CHAT, COMPLETIONS, STREAMED, fleet
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]

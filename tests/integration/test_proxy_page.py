@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.doubles.http_instance import MockVllm
+from tests.doubles.server import ServerDouble
 from tests.page.chromium import SECONDS, Page, chromium_page, find_chromium
 from tests.rigs.proxies import fleet, until
 
@@ -18,18 +18,18 @@ pytestmark = [
 ]
 
 
-def button_of(mock: MockVllm) -> str:
+def button_of(double: ServerDouble) -> str:
     """A script's expression for the button on an instance's card."""
-    is_its_card = f"card => card.innerText.includes({mock.http_address!r})"
+    is_its_card = f"card => card.innerText.includes({double.http_address!r})"
     return f"[...document.querySelectorAll('.card')].find({is_its_card}).querySelector('button')"
 
 
-async def until_says(page: Page, mock: MockVllm, text: str) -> None:
+async def until_says(page: Page, double: ServerDouble, text: str) -> None:
     """Wait until the button of an instance bears this text."""
 
     async def says_so() -> bool:
         # The card comes with the first picture.
-        script = f"try {{ {button_of(mock)}.innerText }} catch {{ '' }}"
+        script = f"try {{ {button_of(double)}.innerText }} catch {{ '' }}"
         shown = await page.run(script)
         return bool(shown == text)
 

@@ -43,9 +43,9 @@ from proxy.fleet.upstream import Upstream
 from proxy.observe import request_log
 from proxy.openai.prompt import BLOCK_BYTES, Prompt
 from proxy.routing.prefix_tree import PrefixTree
-from tests.doubles.http_instance import Behaviour, MockVllm
+from tests.doubles.server import Behaviour, ServerDouble
 from tests.rigs.proxies import ASKED, STREAMED, RunningProxy, fleet, running_proxy, until
-from tests.rigs.routing import Fleet
+from tests.rigs.routing import RoutingFleet
 from tests.support import records_of
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ async def test_02_no_kv_is_left_behind(rng: SeededRandom, caplog: pytest.LogCapt
     """Only of a prefill whose answer nobody took can KV stay, until the engine's lease ends it."""
     caplog.set_level(logging.INFO, logger="proxy.access")
     async with fleet(2, 2) as (proxy, prefills, decodes):
-        for mock in decodes:
-            mock.behaviour = Behaviour(pace=0.002)
+        for double in decodes:
+            double.behaviour = Behaviour(pace=0.002)
         for _ in range(NUM_CANCELLED // 40):
             await asyncio.gather(*(come_and_go(proxy, rng, 0.15) for _ in range(40)))
         await proxy.until_idle()
@@ -106,8 +106,8 @@ async def test_03_every_count_returns_to_zero(rng: SeededRandom) -> None:
     limits: dict[str, Any] = {"max_in_flight_per_instance": 8, "breaker_seconds": 0.05}
     async with fleet(2, 2, **limits) as (proxy, prefills, decodes):
         for _ in range(15):
-            for mock in (*prefills, *decodes):
-                mock.behaviour = rng.choice(hows)
+            for double in (*prefills, *decodes):
+                double.behaviour = rng.choice(hows)
             await asyncio.gather(*(come_and_go(proxy, rng, 0.2) for _ in range(40)))
         await proxy.until_idle()
         samples = await proxy.metrics()
@@ -209,7 +209,7 @@ def test_11_a_million_prompts_fit_into_the_same_memory() -> None:
 
 
 def test_11_shared_prompts_meet_their_kv_and_the_load_stays_even() -> None:
-    rng, fleet = random.Random(4), Fleet(prefill_policy="prefix_aware")
+    rng, fleet = random.Random(4), RoutingFleet(prefill_policy="prefix_aware")
     prefills = [fleet.add("P") for _ in range(4)]
     fleet.add("D")
     shared = [rng.randbytes(BLOCK_BYTES * 16) for _ in range(48)]
@@ -255,8 +255,8 @@ async def test_13_coming_and_going_under_load_costs_no_request(tmp_path: Any) ->
     key = tmp_path / "key"
     key.write_text("k")
     async with (
-        MockVllm("P") as more_prefill,
-        MockVllm("D") as more_decode,
+        ServerDouble("P") as more_prefill,
+        ServerDouble("D") as more_decode,
         fleet(2, 2, admin_key_file=str(key)) as (proxy, prefills, decodes),
     ):
         is_over, outcomes = asyncio.Event(), Counter[int]()
@@ -271,21 +271,23 @@ async def test_13_coming_and_going_under_load_costs_no_request(tmp_path: Any) ->
             async with proxy.client.post(url, json=body, headers={"X-Api-Key": "k"}) as response:
                 assert response.status == 200
 
-        async def is_drained(mock: MockVllm) -> bool:
-            return bool((await proxy.states())[mock.http_address] == "drained")
+        async def is_drained(double: ServerDouble) -> bool:
+            return bool((await proxy.states())[double.http_address] == "drained")
 
-        async def has_served(mock: MockVllm, count: int) -> bool:
-            return len(mock.received) >= count
+        async def has_served(double: ServerDouble, count: int) -> bool:
+            return len(double.received) >= count
 
         workers = [asyncio.ensure_future(load()) for _ in range(8)]
         added = {"prefill": more_prefill, "decode": more_decode}
-        for (kind, mock), leaving in zip(added.items(), (prefills[0], decodes[0]), strict=True):
-            await order("add", type=kind, instance=mock.http_address, zmq_address=mock.zmq_address)
-            await until(partial(has_served, mock, 5), "the new one serves")
+        for (kind, double), leaving in zip(added.items(), (prefills[0], decodes[0]), strict=True):
+            await order(
+                "add", type=kind, instance=double.http_address, zmq_address=double.zmq_address
+            )
+            await until(partial(has_served, double, 5), "the new one serves")
             await order("remove", instance=leaving.http_address)
             await until(partial(is_drained, leaving), "the old one has ended its work")
             num_received = len(leaving.received)
-            await until(partial(has_served, mock, len(mock.received) + 5), "the others go on")
+            await until(partial(has_served, double, len(double.received) + 5), "the others go on")
             assert len(leaving.received) == num_received
         is_over.set()
         await asyncio.gather(*workers)
@@ -310,17 +312,17 @@ async def test_14_idle_connections_that_all_close_fail_no_request() -> None:
 
 async def test_15_a_proxy_can_die_and_come_back() -> None:
     """Its neighbour serves on, and it knows the fleet again as soon as that has beaten once."""
-    async with MockVllm("P") as prefill, MockVllm("D") as decode, running_proxy() as other:
+    async with ServerDouble("P") as prefill, ServerDouble("D") as decode, running_proxy() as other:
         async with running_proxy(peers=other.registration_address) as first:
-            for mock in (prefill, decode):
-                mock.beat(first.registration_address)
+            for double in (prefill, decode):
+                double.beat(first.registration_address)
             await first.until_ready(prefill, decode)
             await other.until_ready(prefill, decode)
             port = int(first.registration_address.rpartition(":")[2])
         for _ in range(5):
             assert (await other.ask())[0] == 200
         async with running_proxy(registration_port=port) as again:
-            for mock in (prefill, decode):
-                await mock.beat_once()
+            for double in (prefill, decode):
+                await double.beat_once()
             await again.until_ready(prefill, decode)
             assert (await again.ask())[0] == 200

@@ -11,15 +11,15 @@ import pytest
 
 from p2p_engine.simulate.answers import completion, events
 from p2p_engine.wire.messages import PROTOCOL_VERSION
-from tests.doubles.http_instance import Behaviour, MockVllm
+from tests.doubles.server import Behaviour, ServerDouble
 from tests.rigs.proxies import ASKED, STREAMED, RunningProxy, fleet, until
 
 ID_LENGTH = 32
 
 
-def transfer_ids(mock: MockVllm) -> list[str]:
+def transfer_ids(double: ServerDouble) -> list[str]:
     """Return the transfer id of each request that an instance got."""
-    return [received.headers["X-Request-Id"][-ID_LENGTH:] for received in mock.received]
+    return [received.headers["X-Request-Id"][-ID_LENGTH:] for received in double.received]
 
 
 @pytest.mark.parametrize("dispatch", ["sequential", "concurrent"])
@@ -39,7 +39,7 @@ async def test_a_failed_prefill_is_done_by_another(failure: Behaviour, dispatch:
         assert bad.received
         assert not set(transfer_ids(bad)) & set(transfer_ids(good))
         if dispatch == "sequential":
-            tried = [transfer_id for mock in decodes for transfer_id in transfer_ids(mock)]
+            tried = [transfer_id for double in decodes for transfer_id in transfer_ids(double)]
             assert sorted(tried) == sorted(transfer_ids(good))
         await proxy.until_idle()
         assert (await proxy.metrics())["p2p_proxy_retries_total"] == len(bad.received)
@@ -106,19 +106,19 @@ async def test_a_stream_that_breaks_before_its_first_event_is_done_by_another() 
         await proxy.until_idle()
 
 
-async def only(proxy: RunningProxy, *mocks: MockVllm) -> bool:
+async def only(proxy: RunningProxy, *doubles: ServerDouble) -> bool:
     """Tell whether these are all that the proxy knows."""
-    return set(await proxy.states()) == {mock.http_address for mock in mocks}
+    return set(await proxy.states()) == {double.http_address for double in doubles}
 
 
 async def test_tries_are_limited_and_the_last_failure_is_told() -> None:
     async with fleet(4, 1, max_retries=1) as (proxy, prefills, [decode]):
-        for mock in prefills:
-            mock.behaviour = Behaviour(status=503)
+        for double in prefills:
+            double.behaviour = Behaviour(status=503)
         status, body, headers = await proxy.ask()
         assert (status, json.loads(body)["error"]["code"]) == (503, "prefill_failed")
         assert headers["Retry-After"]
-        assert sum(len(mock.received) for mock in prefills) == 2
+        assert sum(len(double.received) for double in prefills) == 2
         assert decode.received == []
         await proxy.until_idle()
 
@@ -126,10 +126,10 @@ async def test_tries_are_limited_and_the_last_failure_is_told() -> None:
 @pytest.mark.parametrize("status", [400, 404, 429, 500])
 async def test_what_may_be_due_to_the_request_is_tried_once(status: int) -> None:
     async with fleet(2, 1) as (proxy, prefills, _):
-        for mock in prefills:
-            mock.behaviour = Behaviour(status=status, body=b"{}")
+        for double in prefills:
+            double.behaviour = Behaviour(status=status, body=b"{}")
         await proxy.ask()
-        assert sum(len(mock.received) for mock in prefills) == 1
+        assert sum(len(double.received) for double in prefills) == 1
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -139,22 +139,22 @@ async def test_who_falls_silent_has_used_up_the_request_s_time(role: str) -> Non
     settings: dict[str, Any] = {f"{limit}_timeout_seconds": 0.3}
     async with fleet(2, 2, **settings) as (proxy, prefills, decodes):
         silent = prefills if role == "prefill" else decodes
-        for mock in silent:
-            mock.behaviour = Behaviour(hang=True)
+        for double in silent:
+            double.behaviour = Behaviour(hang=True)
         status, body, _ = await proxy.ask(STREAMED)
         assert (status, json.loads(body)["error"]["code"]) == (504, f"{role}_timeout")
-        assert sum(len(mock.received) for mock in silent) == 1
+        assert sum(len(double.received) for double in silent) == 1
 
 
 async def test_nothing_is_tried_again_after_the_first_byte() -> None:
     async with fleet(2, 2) as (proxy, prefills, decodes):
-        for mock in decodes:
-            mock.behaviour = Behaviour(cut_after=1)
+        for double in decodes:
+            double.behaviour = Behaviour(cut_after=1)
         status, body, _ = await proxy.ask(STREAMED)
         assert status == 200
         assert body.count(b'"error":') == 1
         assert body.startswith(events(STREAMED)[0])
-        assert sum(len(mock.received) for mock in (*prefills, *decodes)) == 2
+        assert sum(len(double.received) for double in (*prefills, *decodes)) == 2
 
 
 @pytest.mark.parametrize("protocol", [PROTOCOL_VERSION, None])
@@ -199,12 +199,12 @@ async def test_a_prompt_that_is_too_long_is_the_clients_fault() -> None:
 
 async def test_client_errors_leave_the_breaker_closed() -> None:
     async with fleet() as (proxy, [prefill], [decode]):
-        for mock in (prefill, decode):
-            mock.behaviour = Behaviour(status=400, body=b"{}")
+        for double in (prefill, decode):
+            double.behaviour = Behaviour(status=400, body=b"{}")
             for _ in range(20):
                 assert (await proxy.ask())[0] == 400
-            assert set((await breakers(proxy, mock)).values()) == {"closed"}
-            mock.behaviour = Behaviour()
+            assert set((await breakers(proxy, double)).values()) == {"closed"}
+            double.behaviour = Behaviour()
 
 
 async def test_a_failing_instance_is_passed_over_until_one_probe_succeeds() -> None:
@@ -270,10 +270,10 @@ async def test_leaving_the_queue_leaves_nothing_behind() -> None:
         assert len(prefill.received) == 1
 
 
-async def breakers(proxy: RunningProxy, mock: MockVllm) -> dict[str, str]:
+async def breakers(proxy: RunningProxy, double: ServerDouble) -> dict[str, str]:
     """Return the states of an instance's breakers by role."""
     shown = {i["http_address"]: i["breaker"] for i in (await proxy.status())["instances"]}
-    states: dict[str, str] = shown[mock.http_address]
+    states: dict[str, str] = shown[double.http_address]
     return states
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from proxy.status import MAX_VIEWERS
-from tests.doubles.http_instance import Behaviour, MockVllm
+from tests.doubles.server import Behaviour, ServerDouble
 from tests.rigs.proxies import STREAMED, RunningProxy, fleet, running_proxy, until
 
 DASHBOARD = Path(__file__).parents[2] / "grafana" / "p2p-proxy.json"
@@ -68,7 +68,7 @@ async def test_events_show_what_runs_and_what_has_ended() -> None:
 
 async def test_kv_is_counted_by_pair() -> None:
     answer = b'{"choices": [{}], "usage": {"prompt_tokens": 100}}'
-    async with MockVllm("P") as prefill, fleet(0, 2) as (proxy, _, decodes):
+    async with ServerDouble("P") as prefill, fleet(0, 2) as (proxy, _, decodes):
         prefill.behaviour = Behaviour(body=answer)
         prefill.kv_bytes_per_token = 1000
         prefill.beat(proxy.registration_address)
@@ -78,7 +78,7 @@ async def test_kv_is_counted_by_pair() -> None:
         async with proxy.client.get(f"{proxy.url}/status/events") as response:
             pairs = (await picture(response))["pairs"]
         assert {pair["prefill"] for pair in pairs} == {prefill.http_address}
-        assert {pair["decode"] for pair in pairs} == {mock.http_address for mock in decodes}
+        assert {pair["decode"] for pair in pairs} == {double.http_address for double in decodes}
         assert [pair["kv_bytes"] for pair in pairs] == [300_000, 100_000]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from p2p_engine.simulate.answers import completion, events
-from tests.doubles.http_instance import Behaviour, MockVllm
+from tests.doubles.server import Behaviour, ServerDouble
 from tests.rigs.proxies import ASKED, CHAT, COMPLETIONS, STREAMED, fleet, until
 from tests.support import SeededRandom
 
@@ -149,18 +149,18 @@ async def test_a_compressed_answer_stays_as_it_is() -> None:
 async def test_two_hundred_streams_at_once_share_the_load() -> None:
     release = asyncio.Event()
     async with fleet(2, 4) as (proxy, prefills, decodes):
-        for mock in decodes:
-            mock.behaviour = Behaviour(hold_after=(1, release))
+        for double in decodes:
+            double.behaviour = Behaviour(hold_after=(1, release))
         asked: list[dict[str, Any]] = [{**STREAMED, "prompt": f"prompt {i}"} for i in range(200)]
         answers = [asyncio.ensure_future(proxy.ask(one)) for one in asked]
 
         def all_stream() -> bool:
-            return sum(r.pieces_sent > 0 for mock in decodes for r in mock.received) == 200
+            return sum(r.pieces_sent > 0 for double in decodes for r in double.received) == 200
 
         await until(all_stream, "200 streams are open")
-        counts = [(await proxy.in_flight(mock))["decode"] for mock in decodes]
+        counts = [(await proxy.in_flight(double))["decode"] for double in decodes]
         assert counts == [50] * 4
-        assert [len(mock.received) for mock in prefills] == [100] * 2
+        assert [len(double.received) for double in prefills] == [100] * 2
         release.set()
         for one, answer in zip(asked, answers, strict=True):
             assert (await answer)[:2] == (200, b"".join(events(one)))
@@ -168,7 +168,7 @@ async def test_two_hundred_streams_at_once_share_the_load() -> None:
 
 
 async def test_models_are_merged_from_all_fleets() -> None:
-    async with MockVllm("PD", model="other") as other, fleet() as (proxy, [prefill], [decode]):
+    async with ServerDouble("PD", model="other") as other, fleet() as (proxy, [prefill], [decode]):
         other.beat(proxy.registration_address)
         await proxy.until_ready(prefill, decode, other)
         async with proxy.client.get(f"{proxy.url}/v1/models") as response:

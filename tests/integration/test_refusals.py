@@ -21,12 +21,12 @@ from p2p_engine.peers import links as peers
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import InstanceAddress, PeerAddress
 from p2p_engine.wire.messages import PROTOCOL_VERSION, CacheSpec, PageShape, Plane
-from tests.rigs.caches import Model, RankCache, Side
+from tests.rigs.caches import Model, RankCache, Split
 from tests.rigs.engines import assert_idle, settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "connector.md"
 ROW = re.compile(r"^\| (.+?) \| (HELLO|start) \| `(.+)` \|$", re.MULTILINE)
-HERE = RankCache(Model(), Side(), 0, 4)
+HERE = RankCache(Model(), Split(), 0, 4)
 
 
 def listed(when: str) -> dict[str, str]:
@@ -47,7 +47,7 @@ def changed(**changes: Any) -> tuple[CacheSpec, CacheSpec]:
 
 def opaque(**changes: Any) -> tuple[CacheSpec, CacheSpec]:
     """Two descriptions that say nothing of the inside of a block."""
-    spec = RankCache(Model(), Side(layout="opaque"), 0, 4).spec
+    spec = RankCache(Model(), Split(layout="opaque"), 0, 4).spec
     return spec, msgspec.structs.replace(spec, **changes)
 
 

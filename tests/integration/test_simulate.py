@@ -33,7 +33,7 @@ MODEL = MadeUpModel("simulated", kv_bytes_per_token=64)
 ASKED = {"model": "simulated", "prompt": "once upon a time " * 20, "max_tokens": 3}
 
 
-class Pair:
+class SimulatedPair:
     """A prefill and a decode stand-in behind a proxy, all in this event loop."""
 
     def __init__(self, proxy: RunningProxy, http: dict[str, str], kv: dict[str, str]) -> None:
@@ -67,7 +67,7 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(send_type: str = "PUT_ASYNC", **settings: Any) -> AsyncIterator[Pair]:
+async def pair(send_type: str = "PUT_ASYNC", **settings: Any) -> AsyncIterator[SimulatedPair]:
     """Run two stand-ins that take no time, and a proxy."""
     async with AsyncExitStack() as parts, running_proxy(**settings) as proxy:
         # Which is the first to end: one that still dials may be let in as an instance closes.
@@ -91,7 +91,7 @@ async def pair(send_type: str = "PUT_ASYNC", **settings: Any) -> AsyncIterator[P
             return [states.get(address) for address in http.values()] == ["ready"] * 2
 
         await until(are_ready, "both are ready")
-        yield Pair(proxy, http, kv)
+        yield SimulatedPair(proxy, http, kv)
 
 
 @pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])

@@ -14,7 +14,7 @@ from pathlib import Path
 from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.simulate import SimulatedFleet
 from tests.page.chromium import chromium_page
-from tests.scale.load import Load
+from tests.scale.load import StreamLoad
 
 DOCS = Path(__file__).parents[2] / "docs"
 SIZES = {"wide": (1200, 1200), "narrow": (390, 1750)}
@@ -28,7 +28,7 @@ async def take(fleet: SimulatedFleet, folder: Path) -> None:
     """Let the fleet work for a while and take all pictures."""
     assert fleet.proxy is not None
     is_over = asyncio.Event()
-    load = Load(fleet.proxy.url, "simulated", RATE, random.Random(1))
+    load = StreamLoad(fleet.proxy.url, "simulated", RATE, random.Random(1))
     loading = asyncio.ensure_future(load.run(is_over))
     await asyncio.sleep(5.0)
     await asyncio.to_thread(fleet.order, "remove", fleet.find("decode-3"))

@@ -155,7 +155,7 @@ class Watch:
 
 
 @dataclass
-class Flight:
+class StepInFlight:
     """A step that has been scheduled and not been accounted."""
 
     output: SchedulerOutput
@@ -206,7 +206,7 @@ class Play:
         self.scheduler.num_lookahead_tokens = self.num_speculative_tokens
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.watch = Watch(self.pool, layer_groups(cache), self.mode)
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[StepInFlight] = deque()
         self._requests: dict[str, Request] = {}
 
     def add(self, name: str, prompt: Sequence[int], max_tokens: int = 1) -> None:
@@ -236,7 +236,7 @@ class Play:
         if self._flights:
             self._account(self._flights.popleft())
 
-    def _run(self, output: SchedulerOutput, *, may_report: bool) -> Flight:
+    def _run(self, output: SchedulerOutput, *, may_report: bool) -> StepInFlight:
         metadata = output.kv_connector_metadata
         assert isinstance(metadata, P2pConnectorMetadata)
         self.watch.withdraw(metadata)
@@ -259,9 +259,9 @@ class Play:
             if computed[name] + count >= self._requests[name].num_prompt_tokens
             and computed[name] + count >= self._requests[name].num_tokens
         ]
-        return Flight(output, KVConnectorOutput(finished_sending=done), sampled)
+        return StepInFlight(output, KVConnectorOutput(finished_sending=done), sampled)
 
-    def _account(self, flight: Flight) -> None:
+    def _account(self, flight: StepInFlight) -> None:
         names = list(flight.output.num_scheduled_tokens)
         results = ModelRunnerOutput(
             req_ids=names,

@@ -23,9 +23,9 @@ from p2p_engine.wire.messages import Grant, decode
 from tests.doubles.world import MAX_BLOCKS, Receiving, Sending, World
 from tests.property.test_store_simulation import (
     KEYS,
-    ReceiverWrites,
-    SenderWrites,
     TransferMachine,
+    WhenReceiverWrites,
+    WhenSenderWrites,
 )
 
 Move: TypeAlias = tuple[str, int]
@@ -263,7 +263,7 @@ def main() -> None:
     options = parser.parse_args()
     bounds, kinds = (
         Bounds(options.keys, options.faults, options.renewals),
-        (SenderWrites, ReceiverWrites),
+        (WhenSenderWrites, WhenReceiverWrites),
     )
     with ProcessPoolExecutor(len(kinds)) as pool:
         runs = [pool.submit(explore, kind, bounds, options.limit, say) for kind in kinds]

@@ -18,7 +18,7 @@ NUM_BLOCKS = 6
 quick = settings(max_examples=150, deadline=None)
 
 
-class Model:
+class LayoutModel:
     """A cache of layers with gaps, backwards strides and pages of unequal size."""
 
     def __init__(self, pages: list[int], gaps: list[int], backwards: list[bool], seed: int) -> None:
@@ -57,10 +57,10 @@ class Model:
 
 
 @st.composite
-def models(draw: st.DrawFn) -> Model:
+def models(draw: st.DrawFn) -> LayoutModel:
     count = draw(st.integers(1, 4))
     several = {"min_size": count, "max_size": count}
-    return Model(
+    return LayoutModel(
         draw(st.lists(st.integers(0, 9), **several)),  # type: ignore[arg-type]
         draw(st.lists(st.sampled_from([0, 0, 3]), **several)),  # type: ignore[arg-type]
         draw(st.lists(st.booleans(), **several)),  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ def copy(source: Regions, destination: Regions) -> None:
 
 @quick
 @given(models(), ids_of_blocks)
-def test_pages_are_the_stream(model: Model, ids: list[int]) -> None:
+def test_pages_are_the_stream(model: LayoutModel, ids: list[int]) -> None:
     regions = model.cache().pages(np.array(ids, np.int64))
     assert read(regions) == model.stream(ids)
     assert regions.nbytes == len(model.stream(ids))
@@ -108,9 +108,9 @@ def test_coalesced_is_the_same_bytes_in_fewer_pieces(pieces: list[tuple[int, int
 @quick
 @given(models(), models(), ids_of_blocks, st.data())
 def test_any_cache_to_any_place(
-    theirs: Model, ours: Model, ids: list[int], data: st.DataObject
+    theirs: LayoutModel, ours: LayoutModel, ids: list[int], data: st.DataObject
 ) -> None:
-    ours = Model(theirs.pages, [data.draw(st.integers(0, 5)) for _ in theirs.pages],
+    ours = LayoutModel(theirs.pages, [data.draw(st.integers(0, 5)) for _ in theirs.pages],
                  [data.draw(st.booleans()) for _ in theirs.pages], 1)  # fmt: skip
     places = data.draw(st.permutations(range(NUM_BLOCKS)))[: len(ids)]
     before = ours.memory.copy()
@@ -120,11 +120,11 @@ def test_any_cache_to_any_place(
     assert ours.stream(places) == theirs.stream(ids)
     others = [block for block in range(NUM_BLOCKS) if block not in places]
     after, ours.memory = ours.memory, before
-    assert ours.stream(others) == Model.stream(_with(ours, after), others)
+    assert ours.stream(others) == LayoutModel.stream(_with(ours, after), others)
 
 
-def _with(model: Model, memory: np.ndarray) -> Model:
-    twin = object.__new__(Model)
+def _with(model: LayoutModel, memory: np.ndarray) -> LayoutModel:
+    twin = object.__new__(LayoutModel)
     twin.pages, twin.first, twin.strides = model.pages, model.first, model.strides
     twin.memory = memory
     return twin
@@ -133,7 +133,7 @@ def _with(model: Model, memory: np.ndarray) -> Model:
 @quick
 @given(models(), ids_of_blocks, st.integers(0, 50), st.data())
 def test_packed_chunk_and_back(
-    model: Model, ids: list[int], first: int, data: st.DataObject
+    model: LayoutModel, ids: list[int], first: int, data: st.DataObject
 ) -> None:
     """A part of a chunk that landed packed is the stream of that part."""
     packed = np.frombuffer(bytearray(model.stream(ids)) or bytearray(1), np.uint8)
@@ -185,7 +185,7 @@ def test_sink_refuses_another_geometry(manifest: Manifest) -> None:
 
 @pytest.mark.parametrize("ids", [[-1], [6], [0, 6], [1 << 40]])
 def test_blocks_that_the_cache_does_not_have_are_refused(ids: list[int]) -> None:
-    cache = Model([4], [0], [False], 0).cache()
+    cache = LayoutModel([4], [0], [False], 0).cache()
     with pytest.raises(LocalProtocolError, match="block ids"):
         cache.pages(np.array(ids, np.int64))
 
@@ -193,7 +193,7 @@ def test_blocks_that_the_cache_does_not_have_are_refused(ids: list[int]) -> None
 @quick
 @given(models(), ids_of_blocks, st.integers(0, 9), st.data())
 def test_source_reads_any_part(
-    model: Model, ids: list[int], first: int, data: st.DataObject
+    model: LayoutModel, ids: list[int], first: int, data: st.DataObject
 ) -> None:
     source = PagedSource(model.cache(), np.array(ids, np.int64), first, num_tokens=3)
     manifest = source.manifest

@@ -34,7 +34,7 @@ class Kernel:
 
 
 @dataclass
-class Device:
+class KernelQueue:
     """Kernels start in the order of their launch, when there is room; each runs until its other
     side runs too."""
 
@@ -49,12 +49,12 @@ class Device:
         return True
 
 
-class World:
+class GroupWorld:
     """Engines, their devices, and what is on its way between them."""
 
     def __init__(self, rng: random.Random, num_engines: int, room: int, slots: int) -> None:
         self.rng = rng
-        self.devices = [Device(room) for _ in range(num_engines)]
+        self.devices = [KernelQueue(room) for _ in range(num_engines)]
         self.send_slots = [Slots(slots) for _ in range(num_engines)]
         self.recv_slots = [Slots(slots) for _ in range(num_engines)]
         self.slabs = [Slots(2) for _ in range(num_engines)]
@@ -181,7 +181,7 @@ class World:
         return bool(left)
 
 
-class WithoutGrants(World):
+class WithoutGrants(GroupWorld):
     """The same, but each side launches at once: what the old connector did."""
 
     def put(self, source: int, destination: int, piece: Piece) -> None:
@@ -196,7 +196,7 @@ class WithoutGrants(World):
         self.say(source, destination, receive)
 
 
-def play(world: type[World], seed: int) -> World:
+def play(world: type[GroupWorld], seed: int) -> GroupWorld:
     """Any transfers between any engines, cycles among them for certain."""
     rng = random.Random(seed)
     num_engines = rng.randint(2, 6)
@@ -215,7 +215,7 @@ def play(world: type[World], seed: int) -> World:
 
 def test_no_seed_gets_stuck() -> None:
     for seed in range(SEED, SEED + NUM_SEEDS):
-        world = play(World, seed)
+        world = play(GroupWorld, seed)
         assert not world.is_stuck(), f"seed {seed}"
         for (comm, is_send), pieces in world.order.items():
             assert pieces == world.order[comm, not is_send], f"seed {seed}: {comm}"
@@ -243,7 +243,7 @@ def test_what_waits_in_a_group_that_ends_is_not_launched_by_what_that_frees() ->
 @pytest.mark.parametrize("slots", [1, 3])
 def test_there_are_never_more_kernels_than_slots(slots: int) -> None:
     rng = random.Random(SEED)
-    world = World(rng, 3, room=100, slots=slots)
+    world = GroupWorld(rng, 3, room=100, slots=slots)
     for pair in itertools.permutations(range(3), 2):
         world.pair(*pair)
     for seq in range(60):

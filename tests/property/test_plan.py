@@ -36,7 +36,7 @@ from p2p_engine.wire.messages import (
     decode,
     encode,
 )
-from tests.rigs.caches import UNTOUCHED, Array, Model, RankCache, Side
+from tests.rigs.caches import UNTOUCHED, Array, Model, RankCache, Split
 
 quick = settings(max_examples=200, deadline=None)
 LAYOUTS = ("LBHNP", "LBNHP", "LBPHN", "PLBHN", "LPBNH", "BLHNP", "BLNPH", "LHBNP", "BHLNP")
@@ -49,7 +49,7 @@ def cuts(draw: st.DrawFn, num_layers: int) -> tuple[int, ...]:
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> tuple[Model, Side, Side]:
+def fleets(draw: st.DrawFn) -> tuple[Model, Split, Split]:
     is_mla = draw(st.booleans())
     num_heads = 1 if is_mla else draw(st.sampled_from([1, 2, 4]))
     num_layers = draw(st.integers(1, 3))
@@ -62,7 +62,7 @@ def fleets(draw: st.DrawFn) -> tuple[Model, Side, Side]:
     for _ in range(2):
         pieces = pieces if packing == "opaque" else draw(st.sampled_from([1, 1, 2]))
         tokens = 4 if packing == "opaque" else draw(st.sampled_from([4, 8, 16, 6]))
-        sides.append(Side(
+        sides.append(Split(
             draw(st.sampled_from([1, 2, 4, 8])), draw(cuts(model.num_layers)),
             tokens, packing or draw(st.sampled_from(LAYOUTS)),
             0 if packing else draw(st.sampled_from([0, 0, 1])),
@@ -71,10 +71,17 @@ def fleets(draw: st.DrawFn) -> tuple[Model, Side, Side]:
     return model, sides[0], sides[1]
 
 
-class Transfer:
+class PlannedTransfer:
     """One prompt from every rank of one side to every rank of the other, chunk by chunk."""
 
-    def __init__(self, model: Model, source: Side, target: Side, num_tokens: int, hit: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        source: Split,
+        target: Split,
+        num_tokens: int,
+        hit: int,
+    ) -> None:
         self.num_tokens, self.hit = num_tokens, hit
         self.sides = source, target
         self.tables = [_table(side, num_tokens) for side in self.sides]
@@ -113,7 +120,7 @@ class Transfer:
         return expected
 
 
-def _table(side: Side, num_tokens: int) -> Array:
+def _table(side: Split, num_tokens: int) -> Array:
     count = -(-num_tokens // side.block_size)
     return np.random.default_rng(count).permutation(count + 3)[:count].astype(np.int64)
 
@@ -124,7 +131,7 @@ def _table(side: Side, num_tokens: int) -> Array:
     st.randoms(),
 )  # fmt: skip
 def test_every_byte_arrives_once(
-    fleet: tuple[Model, Side, Side],
+    fleet: tuple[Model, Split, Split],
     num_tokens: int,
     hit: int,
     ends: list[int],
@@ -133,13 +140,13 @@ def test_every_byte_arrives_once(
 ) -> None:
     model, source, target = fleet
     hit = min(hit, (num_tokens - 1) // target.block_size)
-    transfer = Transfer(model, source, target, num_tokens, hit)
+    transfer = PlannedTransfer(model, source, target, num_tokens, hit)
     chunks = transfer.chunks(ends, has_window=has_window)
     random.shuffle(chunks)  # type: ignore[attr-defined]
     check_arrival(transfer, chunks)
 
 
-def check_arrival(transfer: Transfer, chunks: list[tuple[int, int, Array]]) -> None:
+def check_arrival(transfer: PlannedTransfer, chunks: list[tuple[int, int, Array]]) -> None:
     """Move these chunks to every rank of the target; each byte is written once, and right."""
     (_, target), hit, num_tokens = transfer.sides, transfer.hit, transfer.num_tokens
     for cache in transfer.targets:
@@ -175,7 +182,7 @@ def check_arrival(transfer: Transfer, chunks: list[tuple[int, int, Array]]) -> N
 
 
 @st.composite
-def two_kinds(draw: st.DrawFn) -> tuple[tuple[Model, ...], tuple[Side, ...], int]:
+def two_kinds(draw: st.DrawFn) -> tuple[tuple[Model, ...], tuple[Split, ...], int]:
     """A model whose layers keep a latent and, all or some of them, an indexer's keys, which are
     cut by nobody; and two instances of one block size."""
     num_layers = draw(st.integers(1, 4))
@@ -186,7 +193,7 @@ def two_kinds(draw: st.DrawFn) -> tuple[tuple[Model, ...], tuple[Side, ...], int
     )
     block_size = draw(st.sampled_from([4, 8]))
     sides = tuple(
-        Side(draw(st.sampled_from([1, 2, 4, 8])), draw(cuts(num_layers)), block_size)
+        Split(draw(st.sampled_from([1, 2, 4, 8])), draw(cuts(num_layers)), block_size)
         for _ in range(2)
     )
     return (latent, indexer), sides, draw(st.sampled_from([1, 2]))
@@ -195,13 +202,13 @@ def two_kinds(draw: st.DrawFn) -> tuple[tuple[Model, ...], tuple[Side, ...], int
 @quick
 @given(two_kinds(), st.integers(1, 40))
 def test_both_kinds_of_one_table_arrive_whatever_the_ranks(
-    fleet: tuple[tuple[Model, ...], tuple[Side, ...], int], num_tokens: int
+    fleet: tuple[tuple[Model, ...], tuple[Split, ...], int], num_tokens: int
 ) -> None:
     models, sides, num_pieces = fleet
     transfers = []
     for model, layout, pieces in zip(models, ("LBHNP", "opaque"), (1, num_pieces), strict=True):
         source, target = (replace(side, layout=layout, num_pieces=pieces) for side in sides)
-        transfers.append(Transfer(model, source, target, num_tokens, 0))
+        transfers.append(PlannedTransfer(model, source, target, num_tokens, 0))
     specs = [
         [_of_two_kinds(ranks[0].spec, ranks[1].spec) for ranks in zip(*caches, strict=True)]
         for caches in zip(*((item.sources, item.targets) for item in transfers), strict=True)
@@ -242,8 +249,11 @@ def test_regions_are_as_many_as_blocks_and_layers(
     """Heads before tokens: however many tokens a block has. A plan by the token would be right too,
     and slow."""
     model, num_tokens = Model(3, 8, 2), 640
-    sides = Side(source_size, (0, 3), block_size), Side(target_size, (0, 3), block_size)
-    transfer = Transfer(model, *sides, num_tokens, 0)
+    sides = (
+        Split(source_size, (0, 3), block_size),
+        Split(target_size, (0, 3), block_size),
+    )
+    transfer = PlannedTransfer(model, *sides, num_tokens, 0)
     for source, target in itertools.product(transfer.sources, transfer.targets):
         if target.rank not in targets_of(source.spec, source.rank, target.spec):
             continue
@@ -260,8 +270,8 @@ def test_regions_are_as_many_as_blocks_and_layers(
 def test_with_unequal_blocks_the_smaller_ones_stay_whole(sizes: tuple[int, int]) -> None:
     """Their side has a region for each; the other one at most as many for each head."""
     model, num_tokens = Model(3, 4, 2), 640
-    sides = [Side(1, (0, 3), size) for size in sizes]
-    transfer = Transfer(model, sides[0], sides[1], num_tokens, 0)
+    sides = [Split(1, (0, 3), size) for size in sizes]
+    transfer = PlannedTransfer(model, sides[0], sides[1], num_tokens, 0)
     [source], [target] = transfer.sources, transfer.targets
     piece = source.source(transfer.tables[0], 0, num_tokens).towards(target.spec)
     sink = target.sink(transfer.tables[1], 0, num_tokens)
@@ -277,7 +287,9 @@ def test_with_unequal_blocks_the_smaller_ones_stay_whole(sizes: tuple[int, int])
 
 @quick
 @given(fleets())
-def test_each_part_has_one_source_and_nobody_is_forgotten(fleet: tuple[Model, Side, Side]) -> None:
+def test_each_part_has_one_source_and_nobody_is_forgotten(
+    fleet: tuple[Model, Split, Split],
+) -> None:
     model, source, target = fleet
     givers = [RankCache(model, source, rank, 1).spec for rank in range(source.num_ranks)]
     takers = [RankCache(model, target, rank, 1) for rank in range(target.num_ranks)]
@@ -305,7 +317,7 @@ def test_each_part_has_one_source_and_nobody_is_forgotten(fleet: tuple[Model, Si
 @quick
 @given(fleets(), st.tuples(*[st.sampled_from(["", "a", "b"])] * 2))
 def test_a_draft_goes_to_those_who_have_it_and_nobody_else_waits_or_holds(
-    fleet: tuple[Model, Side, Side], drafts: tuple[str, str]
+    fleet: tuple[Model, Split, Split], drafts: tuple[str, str]
 ) -> None:
     model, *sides = fleet
     source, target = (
@@ -335,7 +347,7 @@ def test_a_draft_goes_to_those_who_have_it_and_nobody_else_waits_or_holds(
     assert is_shared == any(number == 1 for number, *_ in sent)
 
 
-def _with_draft(model: Model, side: Side, rank: int, draft: str) -> CacheSpec:
+def _with_draft(model: Model, side: Split, rank: int, draft: str) -> CacheSpec:
     """What a rank says of its cache, with a draft of one layer; not where there are stages."""
     spec = RankCache(model, side, rank, 1).spec
     if not draft or len(side.layer_cuts) > 2:
@@ -346,7 +358,7 @@ def _with_draft(model: Model, side: Side, rank: int, draft: str) -> CacheSpec:
     return msgspec.structs.replace(spec, more=(own,))
 
 
-SPEC = RankCache(Model(), Side(), 0, 1).spec
+SPEC = RankCache(Model(), Split(), 0, 1).spec
 
 
 def other(**changes: Any) -> CacheSpec:
@@ -372,16 +384,16 @@ def test_ranks_that_cannot_share_a_model_are_refused(changes: Any) -> None:
 
 
 def test_a_rank_that_gets_nothing_is_refused() -> None:
-    source = RankCache(Model(), Side(2), 0, 1).spec
-    target = RankCache(Model(), Side(2), 1, 1).spec
+    source = RankCache(Model(), Split(2), 0, 1).spec
+    target = RankCache(Model(), Split(2), 1, 1).spec
     with pytest.raises(PeerRefused, match="rank 0 has nothing for rank 1"):
         part_between(source, target)
 
 
 def part_of(**changes: Any) -> Manifest:
     """A chunk of all of the small model's four heads and layers, changed."""
-    target = RankCache(Model(), Side(block_size=8), 0, 9)
-    source = RankCache(Model(), Side(block_size=4), 0, 9)
+    target = RankCache(Model(), Split(block_size=8), 0, 9)
+    source = RankCache(Model(), Split(block_size=4), 0, 9)
     piece = source.source(np.arange(2), 0, 8).towards(target.spec)
     assert piece.part is not None
     part = msgspec.structs.replace(piece.part, **changes)
@@ -402,7 +414,7 @@ def part_of(**changes: Any) -> Manifest:
     ],
 )  # fmt: skip
 def test_a_sink_takes_no_part_that_it_has_no_place_for(manifest: Manifest, reason: str) -> None:
-    sink = RankCache(Model(), Side(block_size=8), 0, 9).sink(np.arange(1), 0, 8)
+    sink = RankCache(Model(), Split(block_size=8), 0, 9).sink(np.arange(1), 0, 8)
     with pytest.raises(RemoteProtocolError, match=reason):
         sink.wanted(manifest)
     assert sink.missing_blocks().tolist() == [0]
@@ -410,9 +422,12 @@ def test_a_sink_takes_no_part_that_it_has_no_place_for(manifest: Manifest, reaso
 
 def test_two_parts_of_the_same_heads_are_refused() -> None:
     """The peer came back as another one: what was there is not made whole with what comes."""
-    target = RankCache(Model(), Side(block_size=8), 0, 9)
+    target = RankCache(Model(), Split(block_size=8), 0, 9)
     sink = target.sink(np.arange(1), 0, 8)
-    for side, error in ((Side(2), None), (Side(1), "two peers send the same layers and heads")):
+    for side, error in (
+        (Split(2), None),
+        (Split(1), "two peers send the same layers and heads"),
+    ):
         source = RankCache(Model(), side, 0, 9)
         piece = source.source(np.arange(2), 0, 8).towards(target.spec)
         if error is None:

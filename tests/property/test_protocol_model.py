@@ -6,11 +6,15 @@ from __future__ import annotations
 import pytest
 
 from tests.property.protocol_model import Bounds, explore
-from tests.property.test_store_simulation import ReceiverWrites, SenderWrites, TransferMachine
+from tests.property.test_store_simulation import (
+    TransferMachine,
+    WhenReceiverWrites,
+    WhenSenderWrites,
+)
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", [SenderWrites, ReceiverWrites])
+@pytest.mark.parametrize("kind", [WhenSenderWrites, WhenReceiverWrites])
 def test_every_state_keeps_the_promises_and_has_an_end(kind: type[TransferMachine]) -> None:
     assert explore(kind, Bounds(num_keys=1, num_faults=1), limit=20_000) > 1_000
 
@@ -20,4 +24,4 @@ def test_a_broken_promise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search itself: a store that takes a doubled OFFER for a new one loses a region."""
     monkeypatch.setattr("p2p_engine.receive.store.Store._answer_again", lambda *_: False)
     with pytest.raises(AssertionError, match="double"):
-        explore(SenderWrites, Bounds(num_keys=1, num_faults=1), limit=20_000)
+        explore(WhenSenderWrites, Bounds(num_keys=1, num_faults=1), limit=20_000)

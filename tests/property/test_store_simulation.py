@@ -17,7 +17,7 @@ from p2p_engine.errors import TransferError, TransportError
 from p2p_engine.receive.ledger import LandingState
 from p2p_engine.send.shipment import WINDOW, ChunkState
 from p2p_engine.wire.messages import Grant, TransferKey, decode
-from tests.doubles.world import MAX_BLOCKS, PAGES, PEER, SETTINGS, Receiving, SimJob, World
+from tests.doubles.world import MAX_BLOCKS, PAGES, PEER, SETTINGS, Receiving, World, WorldJob
 from tests.support import SeededRandom
 
 KEYS = [TransferKey("request-1"), TransferKey("request-2")]
@@ -290,7 +290,7 @@ def _is_over(world: World, landing: Any) -> bool:
     return bool(world.store._placement.is_whole(landing))
 
 
-def _touches(job: SimJob, receiving: Receiving) -> bool:
+def _touches(job: WorldJob, receiving: Receiving) -> bool:
     assert job.destinations is not None
     low = receiving.memory.ctypes.data
     inside = (job.destinations.addresses >= low) & (
@@ -299,36 +299,36 @@ def _touches(job: SimJob, receiving: Receiving) -> bool:
     return bool(inside.any())
 
 
-def _reads(job: SimJob, memory: Any) -> bool:
+def _reads(job: WorldJob, memory: Any) -> bool:
     low = memory.ctypes.data
     return bool(
         ((job.addresses.addresses >= low) & (job.addresses.addresses < low + memory.nbytes)).any()
     )
 
 
-class SenderWrites(TransferMachine):
+class WhenSenderWrites(TransferMachine):
     """As shm: the sender writes into the store's arena."""
 
 
-class ReceiverWrites(TransferMachine):
+class WhenReceiverWrites(TransferMachine):
     """As tcp: a stream, scattered by the receiver, straight into final blocks where it can."""
 
     receiver_writes = True
 
 
-class CheckedSenderWrites(SenderWrites):
+class CheckedSenderWrites(WhenSenderWrites):
     """With checksums, and bytes that change on their way."""
 
     checksum = True
 
 
-class CheckedReceiverWrites(ReceiverWrites):
+class CheckedReceiverWrites(WhenReceiverWrites):
     """With checksums, and bytes that change on their way."""
 
     checksum = True
 
 
-class CutSenderWrites(SenderWrites):
+class CutSenderWrites(WhenSenderWrites):
     """In chunks of one block each, because the receiver's memory is small."""
 
     largest_landing = 8192
@@ -346,9 +346,9 @@ _steps = settings(
     max_examples=50, stateful_step_count=50, deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )  # fmt: skip
-TestSenderWrites = SenderWrites.TestCase
+TestSenderWrites = WhenSenderWrites.TestCase
 TestSenderWrites.settings = _steps
-TestReceiverWrites = ReceiverWrites.TestCase
+TestReceiverWrites = WhenReceiverWrites.TestCase
 TestReceiverWrites.settings = _steps
 
 # How often a walk does what: what makes progress more often than what destroys it.
@@ -395,8 +395,8 @@ def _walk(machine: TransferMachine, rng: SeededRandom, log: list[Any]) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        SenderWrites,
-        ReceiverWrites,
+        WhenSenderWrites,
+        WhenReceiverWrites,
         CheckedSenderWrites,
         CheckedReceiverWrites,
         CutSenderWrites,

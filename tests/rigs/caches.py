@@ -33,9 +33,10 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Side:
-    """One instance. `layout` orders layers, blocks, heads, tokens and planes in memory; "packed"
-    has keys column by column, "opaque" tells nothing of a head's bytes in a block."""
+class Split:
+    """How an instance splits and keeps a cache. `layout` orders layers, blocks, heads, tokens and
+    planes in memory; "packed" has keys column by column, "opaque" tells nothing of a head's bytes
+    in a block."""
 
     tp_size: int = 1
     layer_cuts: tuple[int, ...] = (0, 2)
@@ -52,7 +53,7 @@ class Side:
 class RankCache:
     """The memory of one rank; `views[plane]` is [layer, block, head, token, element]."""
 
-    def __init__(self, model: Model, side: Side, rank: int, num_blocks: int) -> None:
+    def __init__(self, model: Model, side: Split, rank: int, num_blocks: int) -> None:
         self.model, self.side, self.rank = model, side, rank
         blank = CacheSpec(
             block_size=side.block_size, num_kv_heads=model.num_heads, head_size=model.head_size,
@@ -133,7 +134,7 @@ class RankCache:
         return PagedSink(self.paged, block_ids, first, num_tokens)
 
 
-def _allocate(model: Model, side: Side, sizes: dict[str, int]) -> tuple[Array, list[Array]]:
+def _allocate(model: Model, side: Split, sizes: dict[str, int]) -> tuple[Array, list[Array]]:
     """Memory that nobody has written, and the view of each plane."""
     depth, tokens = model.head_size, sizes["N"]
     if "L" in side.layout:

@@ -31,7 +31,7 @@ PAGE_BYTES = 1 << 17
 
 
 def settings(transport: str = "shm", **changes: Any) -> EngineConfig:
-    """Return settings with little memory and short waits; a GPU is the stand-in for one."""
+    """Return settings with little memory and short waits; a GPU is the double of one."""
     gpu: dict[str, Any] = {}
     if transport in GPU_TRANSPORTS:
         path = GpuDouble().path
@@ -51,7 +51,7 @@ def settings(transport: str = "shm", **changes: Any) -> EngineConfig:
 
 
 def start(config: EngineConfig, **options: Any) -> P2pNcclEngine:
-    """Start an engine; memory of the stand-in for a GPU is the host's, and so are its tensors."""
+    """Start an engine; memory of the double of a GPU is the host's, and so are its tensors."""
     engine = P2pNcclEngine(config, **options)
     engine._tensor_device = "cpu"
     return engine

@@ -15,7 +15,7 @@ from multidict import CIMultiDictProxy
 from p2p_engine.wire.messages import PROTOCOL_VERSION
 from proxy.config import ProxyConfig
 from proxy.main import server_config
-from tests.doubles.http_instance import DECODE, PREFILL, MockVllm
+from tests.doubles.server import DECODE, PREFILL, ServerDouble
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -77,7 +77,7 @@ class RunningProxy:
         async with self.post(asked, path, **options) as response:
             return response.status, await response.read(), response.headers
 
-    async def until_ready(self, *instances: MockVllm) -> None:
+    async def until_ready(self, *instances: ServerDouble) -> None:
         """Wait until legs are sent to all of them."""
         addresses = {instance.http_address for instance in instances}
 
@@ -99,7 +99,7 @@ class RunningProxy:
 
         await until(is_idle, "all counts back to zero")
 
-    async def in_flight(self, instance: MockVllm) -> dict[str, int]:
+    async def in_flight(self, instance: ServerDouble) -> dict[str, int]:
         """Return the counts of one instance."""
         for shown in (await self.status())["instances"]:
             if shown["http_address"] == instance.http_address:
@@ -143,17 +143,17 @@ async def fleet(
     *,
     protocol: int | None = PROTOCOL_VERSION,
     **settings: Any,
-) -> AsyncIterator[tuple[RunningProxy, list[MockVllm], list[MockVllm]]]:
+) -> AsyncIterator[tuple[RunningProxy, list[ServerDouble], list[ServerDouble]]]:
     """Run a proxy and so many ready instances of each role."""
     kinds = [PREFILL] * num_prefill + [DECODE] * num_decode
-    mocks = [MockVllm(kind, protocol=protocol) for kind in kinds]
+    doubles = [ServerDouble(kind, protocol=protocol) for kind in kinds]
     async with AsyncExitStack() as parts:
-        for mock in mocks:
-            await parts.enter_async_context(mock)
-        for mock in mocks:
-            mock.peers = {peer.zmq_address: peer for peer in mocks}
+        for double in doubles:
+            await parts.enter_async_context(double)
+        for double in doubles:
+            double.peers = {peer.zmq_address: peer for peer in doubles}
         proxy = await parts.enter_async_context(running_proxy(**settings))
-        for mock in mocks:
-            mock.beat(proxy.registration_address)
-        await proxy.until_ready(*mocks)
-        yield proxy, mocks[:num_prefill], mocks[num_prefill:]
+        for double in doubles:
+            double.beat(proxy.registration_address)
+        await proxy.until_ready(*doubles)
+        yield proxy, doubles[:num_prefill], doubles[num_prefill:]

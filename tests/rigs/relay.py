@@ -13,7 +13,7 @@ PIECE_BYTES = 1 << 16
 TRICKLE_BYTES, TRICKLE_SECONDS = 512, 0.01
 
 
-class Relay:
+class FaultyRelay:
     """Listens for one address and passes on to another; one thread for each direction.
 
     `mode` may be changed at any time: "pass", "trickle" (50 KB/s), or "hold": nothing passes,
@@ -58,7 +58,7 @@ class Relay:
         for connection in [self._listener, *self._sockets]:
             connection.close()
 
-    def __enter__(self) -> Relay:
+    def __enter__(self) -> FaultyRelay:
         return self
 
     def __exit__(self, *_: object) -> None:

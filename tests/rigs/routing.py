@@ -17,7 +17,7 @@ from proxy.routing.router import InstancePair, NoInstance, Router
 NOW = 1.0
 
 
-class Fleet:
+class RoutingFleet:
     """Instances that are ready, named by the order of their making, and a router for them."""
 
     def __init__(self, **settings: Any) -> None:

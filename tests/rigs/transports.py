@@ -42,7 +42,7 @@ NAMES = ("inproc", "shm", "tcp", "nccl", "nccl to host")
 TRAILER = 0x1234567890ABCDEF
 
 
-class Half:
+class TransportEnd:
     """What an engine gives a transport: a control thread, a mover and an arena."""
 
     def __init__(self, name: str, *, slice_bytes: int = 1 << 20, **options: Any) -> None:
@@ -109,7 +109,7 @@ def _ignore(route: Route, frame: bytes) -> None:
 
 
 @dataclass
-class Landing:
+class GrantedRegion:
     """One granted region of the receiver, and where its bytes are to be found."""
 
     grant: Grant
@@ -118,12 +118,12 @@ class Landing:
     slot: int
 
 
-class Pair:
+class TransportPair:
     """A receiver and a sender."""
 
     def __init__(self, name: str, **options: Any) -> None:
-        self.receiver = Half(name, **options)
-        self.sender = Half(name, slice_bytes=64 << 10, **options)
+        self.receiver = TransportEnd(name, **options)
+        self.sender = TransportEnd(name, slice_bytes=64 << 10, **options)
         self._channels: list[Channel] = []
         self._seqs = iter(range(1, 1 << 20))
 
@@ -149,7 +149,7 @@ class Pair:
         self._channels.append(channel)
         return channel
 
-    def grant(self, regions_of: Callable[[int], Regions] | None, nbytes: int) -> Landing:
+    def grant(self, regions_of: Callable[[int], Regions] | None, nbytes: int) -> GrantedRegion:
         """Reserve a region; `regions_of(address)` cuts it (None: one piece)."""
         space = self.receiver.arena.reserve(nbytes)
         assert space is not None
@@ -164,15 +164,15 @@ class Pair:
             job = self.receiver.in_control(lambda: self.receiver.transport.expect(arrival))
         word = self.receiver.arena.words.offset(slot)
         grant = Grant(1, 2, seq, 0, 0, 1, space.offset, TRAILER, word)
-        return Landing(grant, space, job, slot)
+        return GrantedRegion(grant, space, job, slot)
 
-    def has_landed(self, landing: Landing, nbytes: int) -> bool:
+    def has_landed(self, landing: GrantedRegion, nbytes: int) -> bool:
         """Whether the receiver knows that all bytes are there."""
         if landing.job is not None:
             return landing.job.state == "done"
         return self.receiver.arena.words.is_published(landing.slot)
 
-    def bytes_of(self, landing: Landing, nbytes: int) -> bytes:
+    def bytes_of(self, landing: GrantedRegion, nbytes: int) -> bytes:
         """What the region holds."""
         return bytes(self.receiver.arena.arena.view(landing.space.offset, nbytes))
 
@@ -184,7 +184,7 @@ class Pair:
         self.receiver.close()
 
 
-def write(channel: Channel, source: Regions, landing: Landing, keep: object = None) -> Job:
+def write(channel: Channel, source: Regions, landing: GrantedRegion, keep: object = None) -> Job:
     """Start to send."""
     return channel.write(Order(source, landing.grant, checked=True, keep=keep))
 

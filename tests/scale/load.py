@@ -37,7 +37,7 @@ class Outcomes:
         return self.num_ok + self.late.total() + self.early.total()
 
 
-class Load:
+class StreamLoad:
     """Asks `rate` times a second; half of the answers are streams. Every byte is compared."""
 
     def __init__(self, url: str, model: str, rate: float, rng: random.Random) -> None:

@@ -24,7 +24,7 @@ from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.members import Member, fetch_text
 from p2p_engine.cli.simulate import SimulatedFleet
 from p2p_engine.transfer_config import EXTRA
-from tests.scale.load import Load, Outcomes
+from tests.scale.load import Outcomes, StreamLoad
 
 RATE = 300.0
 PAUSE_SECONDS = (1.0, 3.0)
@@ -154,12 +154,12 @@ def leftovers(fleet: SimulatedFleet) -> list[str]:
 
 async def run(
     fleet: SimulatedFleet, size: int, rate: float, seconds: float, seed: int, at_least: int = 0
-) -> tuple[Load, Events]:
+) -> tuple[StreamLoad, Events]:
     """Load and disturb a fleet that is ready for so long, and until so many things were done to it;
     return what came of it when all is quiet again."""
     assert fleet.proxy is not None
     rng = random.Random(seed)
-    load = Load(fleet.proxy.url, "simulated", rate, random.Random(rng.random()))
+    load = StreamLoad(fleet.proxy.url, "simulated", rate, random.Random(rng.random()))
     chaos = Chaos(fleet, {MemberRole.PREFILL: size, MemberRole.DECODE: size}, rng)
     is_over = asyncio.Event()
     loading = asyncio.ensure_future(load.run(is_over))

@@ -27,7 +27,7 @@ class StuckJob:
         return self.done
 
 
-class StuckMover:
+class StuckCopier:
     def __init__(self) -> None:
         self.job = StuckJob()
 
@@ -38,7 +38,7 @@ class StuckMover:
 def test_copy_that_does_not_stop_keeps_the_mapping() -> None:
     theirs = Arena(8192)
     ours = Arena.attach(theirs.fileno(), 8192)
-    mover, memory = StuckMover(), np.zeros(8, np.uint8)
+    mover, memory = StuckCopier(), np.zeros(8, np.uint8)
     channel = InprocChannel(cast("Mover", mover), ours)
     grant = Grant(1, 2, 1, 0, 0, 1, 4096, 5, 4096)
     order = Order(one_region(memory.ctypes.data, 8), grant, keep=memory)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 LAYER_HOOKS = ("wait_for_layer_load", "save_kv_layer")
 
 
-class Half:
+class HalfDouble:
     """Notes what is called."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 def asked_by(steps: tuple[str, ...]) -> list[tuple[str, bool]]:
     connector: Any = object.__new__(P2pNcclConnector)
-    connector._worker, connector._reporter = Half(), None
+    connector._worker, connector._reporter = HalfDouble(), None
     connector._invalid_block_ids, connector._connector_metadata = set(), None
     for name in steps:
         for hook in LAYER_HOOKS if name == LAYERS else () if name == FORWARD else (name,):

@@ -10,15 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from p2p_engine.connector.pressure import SPILL_SECONDS, Pressure
-
-
-class Clock:
-    """Time that a test moves."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.doubles.clock import Clock
 
 
 def pressure_of(clock: Clock, free: int = 0) -> Pressure:
@@ -47,7 +39,7 @@ def test_the_oldest_are_ordered_and_no_more_than_needed(
 
 
 def test_nobody_waits_longer_than_a_copy_can_take() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     pressure = pressure_of(clock)
     pressure.want(1)
     clock.now = SPILL_SECONDS

@@ -74,7 +74,7 @@ Start = Callable[..., Any]  # (model, arguments, (rank, rank on this host), head
 def start(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, signals: None) -> Start:
     """Start vLLM's engine core as `vllm serve` does, up to where it makes the engine."""
 
-    class Engine:
+    class IdleEngine:
         def __init__(self, *, vllm_config: Any, engine_index: int = 0) -> None:
             self.vllm_config = made[0] = vllm_config
 
@@ -86,7 +86,7 @@ def start(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, signals: Non
     made: list[Any] = [None]
     run = core.EngineCoreProc.run_engine_core
     for name in ("EngineCoreProc", "DPEngineCoreProc"):
-        monkeypatch.setattr(core, name, Engine)
+        monkeypatch.setattr(core, name, IdleEngine)
     for name in ("decorate_logs", "set_process_title"):
         monkeypatch.setattr(core, name, lambda *_: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -61,7 +61,7 @@ class Sent:
 
 
 @dataclass
-class FakeEngine:
+class EngineDouble:
     """Takes notes; does nothing by itself."""
 
     config: EngineConfig = field(default_factory=lambda: EngineConfig(transfer_timeout_seconds=0.1))
@@ -133,8 +133,8 @@ def release(transfer: Transfer) -> None:
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
+def engine() -> EngineDouble:
+    return EngineDouble()
 
 
 def group(number: int = 0, window: int = 0) -> LayerGroup:
@@ -143,7 +143,7 @@ def group(number: int = 0, window: int = 0) -> LayerGroup:
 
 
 def make_worker(
-    engine: FakeEngine, *groups: LayerGroup, can_fail_requests: bool = True
+    engine: EngineDouble, *groups: LayerGroup, can_fail_requests: bool = True
 ) -> WorkerHalf:
     groups = groups or (group(),)
     made: Any = engine
@@ -158,7 +158,7 @@ def make_worker(
 
 
 @pytest.fixture
-def worker(engine: FakeEngine) -> WorkerHalf:
+def worker(engine: EngineDouble) -> WorkerHalf:
     return make_worker(engine)
 
 
@@ -193,7 +193,7 @@ def run(worker: WorkerHalf, **orders: Any) -> Any:
 
 
 def test_blocks_leave_as_they_fill_and_the_ragged_one_last(
-    engine: FakeEngine, worker: WorkerHalf
+    engine: EngineDouble, worker: WorkerHalf
 ) -> None:
     table = blocks(10, 7)
     for num_computed in (10, 40, 47, 48, 99, 100):
@@ -204,7 +204,7 @@ def test_blocks_leave_as_they_fill_and_the_ragged_one_last(
     assert {str(item.peer) for item in engine.sent} == {"h:1"}
 
 
-def test_bytes_may_move_only_after_the_forward(engine: FakeEngine, worker: WorkerHalf) -> None:
+def test_bytes_may_move_only_after_the_forward(engine: EngineDouble, worker: WorkerHalf) -> None:
     metadata = StepOrders(sends=[step(party(), blocks(0, 7), 64)])
     worker.withdraw(metadata)
     worker.start_step(metadata)
@@ -214,7 +214,7 @@ def test_bytes_may_move_only_after_the_forward(engine: FakeEngine, worker: Worke
 
 
 def test_put_waits_and_gives_up_at_its_deadline(
-    engine: FakeEngine, worker: WorkerHalf, caplog: pytest.LogCaptureFixture
+    engine: EngineDouble, worker: WorkerHalf, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("WARNING", logger="p2p_engine")
     put = party(mode=SendMode.PUT)
@@ -229,7 +229,7 @@ def test_put_waits_and_gives_up_at_its_deadline(
     assert "PUT is not over at its deadline" in caplog.text
 
 
-def test_get_holds_the_whole_prompt_once(engine: FakeEngine, worker: WorkerHalf) -> None:
+def test_get_holds_the_whole_prompt_once(engine: EngineDouble, worker: WorkerHalf) -> None:
     get = party(mode=SendMode.GET)
     for num_computed in (48, 96, 100):
         run(worker, sends=[step(get, blocks(0, 7), num_computed)])
@@ -237,7 +237,7 @@ def test_get_holds_the_whole_prompt_once(engine: FakeEngine, worker: WorkerHalf)
 
 
 def test_held_blocks_are_reported_once_when_all_have_left(
-    engine: FakeEngine, worker: WorkerHalf
+    engine: EngineDouble, worker: WorkerHalf
 ) -> None:
     run(worker, sends=[step(party(), blocks(0, 7), 48)])
     run(worker, sends=[step(party(), blocks(0, 7), 100)])
@@ -266,7 +266,7 @@ def test_a_held_request_that_sent_nothing_is_reported_too(worker: WorkerHalf) ->
 
 
 def test_an_aborted_request_is_withdrawn_and_its_peer_told(
-    engine: FakeEngine, worker: WorkerHalf
+    engine: EngineDouble, worker: WorkerHalf
 ) -> None:
     run(worker, sends=[step(party(), blocks(0, 7), 48)])
     assert (
@@ -280,7 +280,7 @@ def test_an_aborted_request_is_withdrawn_and_its_peer_told(
 
 
 def test_without_an_address_whoever_asks_for_it_is_told(
-    engine: FakeEngine, worker: WorkerHalf
+    engine: EngineDouble, worker: WorkerHalf
 ) -> None:
     get = party(mode=SendMode.GET, peer=None)
     run(worker, ended_sends=[EndedSend(get, "aborted", is_held=False)])
@@ -292,7 +292,7 @@ def test_without_an_address_whoever_asks_for_it_is_told(
     [(TransferTimeout("late"), True), (TransferRejected("no"), False), (PeerLost("gone"), False)],
 )
 def test_after_a_failed_chunk_nothing_more_leaves(
-    engine: FakeEngine, worker: WorkerHalf, error: P2pError, is_told: bool
+    engine: EngineDouble, worker: WorkerHalf, error: P2pError, is_told: bool
 ) -> None:
     """A peer that knows it is not told, but answered if it asks again."""
     run(worker, sends=[step(party(), blocks(0, 7), 48)])
@@ -308,7 +308,7 @@ def test_after_a_failed_chunk_nothing_more_leaves(
 
 
 def test_preempted_blocks_are_withdrawn_before_the_step_and_sent_again(
-    engine: FakeEngine, worker: WorkerHalf
+    engine: EngineDouble, worker: WorkerHalf
 ) -> None:
     for num_computed in (32, 64, 96):
         run(worker, sends=[step(party(), blocks(0, 7), num_computed)])
@@ -325,7 +325,7 @@ def test_preempted_blocks_are_withdrawn_before_the_step_and_sent_again(
 
 
 def test_blocks_that_cannot_be_withdrawn_in_time_are_given_up(
-    engine: FakeEngine, worker: WorkerHalf, monkeypatch: pytest.MonkeyPatch
+    engine: EngineDouble, worker: WorkerHalf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may be torn: nobody must take them for the request's KV."""
     monkeypatch.setattr("p2p_engine.connector.sends.WITHDRAW_SECONDS", 0.01)
@@ -336,7 +336,7 @@ def test_blocks_that_cannot_be_withdrawn_in_time_are_given_up(
     assert len(engine.sent) == 1
 
 
-def test_a_refused_send_costs_that_request_only(engine: FakeEngine, worker: WorkerHalf) -> None:
+def test_a_refused_send_costs_that_request_only(engine: EngineDouble, worker: WorkerHalf) -> None:
     engine.refusal = TransferError("held already")
     for mode in (SendMode.GET, SendMode.PUT_ASYNC):
         refused = party(mode.value, mode=mode)
@@ -354,7 +354,7 @@ def load(name: str = "r", first_block: int = 0, num_tokens: int = 100) -> Load:
     return Load(party(name, num_tokens), (wanted,))
 
 
-def test_a_load_is_reported_once_when_it_is_done(engine: FakeEngine, worker: WorkerHalf) -> None:
+def test_a_load_is_reported_once_when_it_is_done(engine: EngineDouble, worker: WorkerHalf) -> None:
     assert run(worker, loads=[load(first_block=2)]).finished_recving == set()
     _, transfer, settings = engine.received["t-r"]
     assert settings == {"binding": b"r", "peer": InstanceAddress("h:1"), "pull": False}
@@ -371,7 +371,7 @@ def test_a_load_is_reported_once_when_it_is_done(engine: FakeEngine, worker: Wor
 @pytest.mark.parametrize("landed", [(), (2, 3), (0, 3)])
 @pytest.mark.parametrize("can_fail_requests", [True, False])
 def test_a_failed_load_names_what_is_missing(
-    engine: FakeEngine, first_block: int, landed: tuple[int, ...], can_fail_requests: bool
+    engine: EngineDouble, first_block: int, landed: tuple[int, ...], can_fail_requests: bool
 ) -> None:
     """A good prefix survives; without one the request fails as a whole, where vLLM knows that."""
     worker = make_worker(engine, can_fail_requests=can_fail_requests)
@@ -391,7 +391,7 @@ def test_a_failed_load_names_what_is_missing(
 
 
 def test_a_load_that_failed_with_all_blocks_in_place_is_not_trusted(
-    engine: FakeEngine, worker: WorkerHalf
+    engine: EngineDouble, worker: WorkerHalf
 ) -> None:
     run(worker, loads=[load()])
     sink, transfer, _ = engine.received["t-r"]
@@ -400,14 +400,14 @@ def test_a_load_that_failed_with_all_blocks_in_place_is_not_trusted(
     assert run(worker).failed_recving == {"r"}
 
 
-def test_a_refused_load_fails_at_once(engine: FakeEngine, worker: WorkerHalf) -> None:
+def test_a_refused_load_fails_at_once(engine: EngineDouble, worker: WorkerHalf) -> None:
     engine.refusal = TransferError("being received already")
     results = run(worker, loads=[load()])
     assert (results.finished_recving, results.failed_recving) == ({"r"}, {"r"})
 
 
 def test_a_cancelled_load_is_reported_only_when_nothing_can_land_any_more(
-    engine: FakeEngine, worker: WorkerHalf
+    engine: EngineDouble, worker: WorkerHalf
 ) -> None:
     run(worker, loads=[load()])
     _, transfer, _ = engine.received["t-r"]
@@ -420,14 +420,14 @@ def test_a_cancelled_load_is_reported_only_when_nothing_can_land_any_more(
     assert not results.invalid_block_ids
 
 
-def test_ordered_and_cancelled_in_one_step(engine: FakeEngine, worker: WorkerHalf) -> None:
+def test_ordered_and_cancelled_in_one_step(engine: EngineDouble, worker: WorkerHalf) -> None:
     """vLLM 0.33 may tell of a load when its request has ended already."""
     engine.on_cancel = lambda transfer: end(transfer, TransferCancelled("x"))
     assert run(worker, loads=[load()], cancelled_loads=["r"]).finished_recving == {"r"}
 
 
 def test_a_cancellation_that_crosses_the_report_is_ignored(
-    engine: FakeEngine, worker: WorkerHalf
+    engine: EngineDouble, worker: WorkerHalf
 ) -> None:
     run(worker, loads=[load()])
     end(engine.received["t-r"][1])
@@ -435,7 +435,7 @@ def test_a_cancellation_that_crosses_the_report_is_ignored(
     assert run(worker, cancelled_loads=["r", "never-heard-of"]).finished_recving == set()
 
 
-def test_unwanted_and_reset(engine: FakeEngine, worker: WorkerHalf) -> None:
+def test_unwanted_and_reset(engine: EngineDouble, worker: WorkerHalf) -> None:
     unwanted = [party("a", mode=SendMode.GET), party("b", peer=None)]
     run(worker, unwanted=unwanted, is_reset=True)
     assert engine.discarded == [
@@ -445,7 +445,9 @@ def test_unwanted_and_reset(engine: FakeEngine, worker: WorkerHalf) -> None:
     assert engine.num_dropped == 1
 
 
-def test_after_a_reset_nothing_that_is_held_leaves(engine: FakeEngine, worker: WorkerHalf) -> None:
+def test_after_a_reset_nothing_that_is_held_leaves(
+    engine: EngineDouble, worker: WorkerHalf
+) -> None:
     """Of one that is still computed the new blocks are told apart by vLLM: it starts over."""
     engine.on_cancel = lambda transfer: end(transfer, TransferCancelled("x"))
     steps = [SendStep(party(name, mode=SendMode.GET), (blocks(10, 7),), 100) for name in "ab"]
@@ -460,7 +462,7 @@ def test_after_a_reset_nothing_that_is_held_leaves(engine: FakeEngine, worker: W
 
 
 @pytest.fixture
-def two_groups(engine: FakeEngine) -> WorkerHalf:
+def two_groups(engine: EngineDouble) -> WorkerHalf:
     """All tokens in group 0, a window of 40 in group 1."""
     return make_worker(engine, group(0), group(1, window=40))
 
@@ -470,7 +472,7 @@ def load_both(name: str = "r") -> Load:
     return Load(party(name), ranges)
 
 
-def test_of_a_window_only_its_blocks_leave(engine: FakeEngine, two_groups: WorkerHalf) -> None:
+def test_of_a_window_only_its_blocks_leave(engine: EngineDouble, two_groups: WorkerHalf) -> None:
     tables = blocks(10, 7), blocks(30, 7)
     for num_computed in (40, 48, 64, 100):
         run(two_groups, sends=[SendStep(party(), tables, num_computed)])
@@ -481,7 +483,7 @@ def test_of_a_window_only_its_blocks_leave(engine: FakeEngine, two_groups: Worke
     ]  # fmt: skip
 
 
-def test_of_a_window_only_its_blocks_are_held(engine: FakeEngine, two_groups: WorkerHalf) -> None:
+def test_of_a_window_only_its_blocks_are_held(engine: EngineDouble, two_groups: WorkerHalf) -> None:
     step = SendStep(party(mode=SendMode.GET), (blocks(10, 7), blocks(30, 7)), 100)
     run(two_groups, sends=[step])
     held = [(item.key.group, item.source.first_block, item.blocks) for item in engine.sent]
@@ -489,7 +491,7 @@ def test_of_a_window_only_its_blocks_are_held(engine: FakeEngine, two_groups: Wo
 
 
 def test_a_block_that_vllm_has_dropped_is_never_sent(
-    engine: FakeEngine, two_groups: WorkerHalf
+    engine: EngineDouble, two_groups: WorkerHalf
 ) -> None:
     """Resumed with more in the prefix cache than its prompt, a request lacks its window."""
     window = blocks(30, 7)
@@ -502,7 +504,7 @@ def test_a_block_that_vllm_has_dropped_is_never_sent(
 
 
 def test_a_request_has_been_sent_when_each_group_has(
-    engine: FakeEngine, two_groups: WorkerHalf
+    engine: EngineDouble, two_groups: WorkerHalf
 ) -> None:
     run(two_groups, sends=[SendStep(party(), (blocks(10, 7), blocks(30, 7)), 100)])
     run(two_groups, ended_sends=[EndedSend(party(), None, is_held=True)])
@@ -515,7 +517,7 @@ def test_a_request_has_been_sent_when_each_group_has(
 
 
 def test_a_request_has_been_loaded_when_each_group_has(
-    engine: FakeEngine, two_groups: WorkerHalf
+    engine: EngineDouble, two_groups: WorkerHalf
 ) -> None:
     run(two_groups, loads=[load_both()])
     end(engine.received["t-r1"][1])
@@ -527,7 +529,7 @@ def test_a_request_has_been_loaded_when_each_group_has(
 
 @pytest.mark.parametrize("failing", ["t-r", "t-r1"])
 def test_what_fails_in_one_group_is_cancelled_in_the_others_and_fails(
-    engine: FakeEngine, two_groups: WorkerHalf, failing: str
+    engine: EngineDouble, two_groups: WorkerHalf, failing: str
 ) -> None:
     """It is reported when nothing is written any more, and no blocks are named: those before a
     lost one may lie behind the window."""
@@ -544,7 +546,7 @@ def test_what_fails_in_one_group_is_cancelled_in_the_others_and_fails(
 
 
 def test_discarding_and_failing_concern_every_group(
-    engine: FakeEngine, two_groups: WorkerHalf
+    engine: EngineDouble, two_groups: WorkerHalf
 ) -> None:
     run(two_groups, unwanted=[party()])
     assert len(engine.discarded) == 2
@@ -556,13 +558,13 @@ def test_discarding_and_failing_concern_every_group(
 
 
 @pytest.fixture
-def drafting(engine: FakeEngine) -> WorkerHalf:
+def drafting(engine: EngineDouble) -> WorkerHalf:
     """A model's layers, and those of a draft, which share the one table."""
     return make_worker(engine, group(), replace(group(1), table=0, is_draft=True))
 
 
 def test_a_drafts_blocks_leave_when_it_has_computed_them(
-    engine: FakeEngine, drafting: WorkerHalf
+    engine: EngineDouble, drafting: WorkerHalf
 ) -> None:
     """vLLM drafts after the report; a step without a forward finished by none, before 0.31."""
     for lets_go in (
@@ -580,7 +582,7 @@ def test_a_drafts_blocks_leave_when_it_has_computed_them(
         run(drafting, ended_sends=[EndedSend(party(), None, is_held=False)])
 
 
-def test_what_is_lost_of_a_draft_fails_nothing(engine: FakeEngine, drafting: WorkerHalf) -> None:
+def test_what_is_lost_of_a_draft_fails_nothing(engine: EngineDouble, drafting: WorkerHalf) -> None:
     run(drafting, loads=[Load(party(), (BlockRange(0, blocks(30, 7)),))])
     end(engine.received["t-r1"][1], PeerLost("gone"))
     assert not engine.cancelled
@@ -606,7 +608,7 @@ def test_each_id_is_reported_exactly_once_in_any_order(
     events: list[tuple[str, int]], num_groups: int
 ) -> None:
     """What vLLM asserts: no unknown id, none twice, none while its blocks may be touched."""
-    engine = FakeEngine()
+    engine = EngineDouble()
     engine.on_cancel = lambda transfer: None if transfer.released else release(transfer)
     worker = make_worker(engine, *(group(number, 40 * number) for number in range(num_groups)))
     owed_sends, owed_loads = set[str](), set[str]()
@@ -642,12 +644,12 @@ def test_each_id_is_reported_exactly_once_in_any_order(
     assert (owed_sends, owed_loads) == (set(), set())
 
 
-def _transfers(engine: FakeEngine) -> list[Transfer]:
+def _transfers(engine: EngineDouble) -> list[Transfer]:
     received = [transfer for _, transfer, _ in engine.received.values()]
     return [item.transfer for item in engine.sent] + received
 
 
-def _finish_some(engine: FakeEngine, event: str, which: int) -> None:
+def _finish_some(engine: EngineDouble, event: str, which: int) -> None:
     for transfer in _transfers(engine)[which::3]:
         if event == "release":
             release(transfer)
@@ -655,7 +657,9 @@ def _finish_some(engine: FakeEngine, event: str, which: int) -> None:
             end(transfer, TransferTimeout("late") if event == "fail" else None)
 
 
-def _collect(results: Any, engine: FakeEngine, owed_sends: set[str], owed_loads: set[str]) -> None:
+def _collect(
+    results: Any, engine: EngineDouble, owed_sends: set[str], owed_loads: set[str]
+) -> None:
     for transfer in _transfers(engine):
         name = transfer.key.transfer_id.removeprefix("t-")
         assert transfer.released or name not in results.finished_sending

@@ -15,13 +15,13 @@ from p2p_engine.control.sockets import Route
 from p2p_engine.errors import ConfigError
 from p2p_engine.wire.addresses import join_address, split_address
 from p2p_engine.wire.messages import MAX_FRAME_BYTES
-from tests.rigs.relay import Relay
+from tests.rigs.relay import FaultyRelay
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-class Party:
+class ControlParty:
     """A control plane that keeps what it hears; a frame b"raise" is one that it chokes on."""
 
     def __init__(
@@ -41,14 +41,14 @@ class Party:
 
 
 @pytest.fixture
-def parties() -> Iterator[tuple[Party, Party]]:
-    made = Party(), Party()
+def parties() -> Iterator[tuple[ControlParty, ControlParty]]:
+    made = ControlParty(), ControlParty()
     yield made
     for party in made:
         party.control.close(5)
 
 
-def test_frames_there_and_back(parties: tuple[Party, Party]) -> None:
+def test_frames_there_and_back(parties: tuple[ControlParty, ControlParty]) -> None:
     one, other = parties
     for number in range(100):
         one.control.send(Route(other.control.address), b"%d" % number)
@@ -69,7 +69,7 @@ def test_threads_of_a_pinned_caller_are_not_pinned() -> None:
     cores, before = os.sched_getaffinity(0), threads()
     os.sched_setaffinity(0, {min(cores)})
     try:
-        party = Party()
+        party = ControlParty()
     finally:
         os.sched_setaffinity(0, cores)
     try:
@@ -81,7 +81,9 @@ def test_threads_of_a_pinned_caller_are_not_pinned() -> None:
         party.control.close(5)
 
 
-def test_exception_in_a_callback_is_counted_and_survived(parties: tuple[Party, Party]) -> None:
+def test_exception_in_a_callback_is_counted_and_survived(
+    parties: tuple[ControlParty, ControlParty],
+) -> None:
     one, other = parties
     one.control.call_soon(lambda: 1 // 0)  # type: ignore[arg-type]
     one.control.send(Route(other.control.address), b"raise")
@@ -91,7 +93,7 @@ def test_exception_in_a_callback_is_counted_and_survived(parties: tuple[Party, P
     assert other.control.alive
 
 
-def test_hang_up_then_dial_again(parties: tuple[Party, Party]) -> None:
+def test_hang_up_then_dial_again(parties: tuple[ControlParty, ControlParty]) -> None:
     one, other = parties
     for frame in (b"a", b"b"):
         one.control.send(Route(other.control.address), frame)
@@ -99,11 +101,13 @@ def test_hang_up_then_dial_again(parties: tuple[Party, Party]) -> None:
         one.control.hang_up(other.control.address)
 
 
-def test_connection_that_another_has_followed_is_closed(parties: tuple[Party, Party]) -> None:
+def test_connection_that_another_has_followed_is_closed(
+    parties: tuple[ControlParty, ControlParty],
+) -> None:
     """Even when what was held up on its way comes on it afterwards."""
     one, other = parties
     before = num_descriptors()
-    with Relay(other.control.address) as relay:
+    with FaultyRelay(other.control.address) as relay:
         for frame in (b"a", b"b"):
             one.control.send(Route(relay.address), frame)
             eventually(lambda f=frame: other.heard and other.heard[-1][1] == f)  # type: ignore[misc]
@@ -116,7 +120,7 @@ def test_connection_that_another_has_followed_is_closed(parties: tuple[Party, Pa
 
 
 def test_connection_that_nothing_is_said_on_is_closed(
-    parties: tuple[Party, Party], monkeypatch: pytest.MonkeyPatch
+    parties: tuple[ControlParty, ControlParty], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As that to the directory of an instance that has been found, or is no more."""
     one, other = parties
@@ -130,7 +134,9 @@ def test_connection_that_nothing_is_said_on_is_closed(
         eventually(lambda: num_descriptors() == before)
 
 
-def test_more_addresses_than_libzmq_has_sockets_are_dialled(parties: tuple[Party, Party]) -> None:
+def test_more_addresses_than_libzmq_has_sockets_are_dialled(
+    parties: tuple[ControlParty, ControlParty],
+) -> None:
     """Nobody answers at all but one of them."""
     one, other = parties
     before = num_descriptors()
@@ -148,7 +154,7 @@ def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_frame_that_is_too_long_does_not_arrive(parties: tuple[Party, Party]) -> None:
+def test_frame_that_is_too_long_does_not_arrive(parties: tuple[ControlParty, ControlParty]) -> None:
     """It costs its connection; what is said again afterwards gets through."""
     one, other = parties
     one.control.send(Route(other.control.address), bytes(MAX_FRAME_BYTES + 1))
@@ -162,21 +168,23 @@ def test_frame_that_is_too_long_does_not_arrive(parties: tuple[Party, Party]) ->
 
 
 @pytest.mark.parametrize("address", ["a b:1", "", "*:5", "127.0.0.1:x"])
-def test_address_that_zmq_refuses_costs_a_frame(parties: tuple[Party, Party], address: str) -> None:
+def test_address_that_zmq_refuses_costs_a_frame(
+    parties: tuple[ControlParty, ControlParty], address: str
+) -> None:
     one, _ = parties
     one.control.send(Route(address or " "), b"x")
     eventually(lambda: one.control.sockets.dropped_frames == 1)
     assert one.control.alive
 
 
-def test_answer_to_nobody_is_dropped(parties: tuple[Party, Party]) -> None:
+def test_answer_to_nobody_is_dropped(parties: tuple[ControlParty, ControlParty]) -> None:
     one, _ = parties
     one.control.send(Route(identity=b"nobody"), b"x")
     eventually(lambda: one.control.sockets.dropped_frames == 1)
 
 
 def test_watched_descriptor_calls_back_in_the_control_thread(
-    parties: tuple[Party, Party],
+    parties: tuple[ControlParty, ControlParty],
 ) -> None:
     one, _ = parties
     called = threading.Event()
@@ -198,7 +206,7 @@ def test_watched_descriptor_calls_back_in_the_control_thread(
 
 
 def test_calls_made_before_the_end_are_run() -> None:
-    party, ran = Party(), threading.Event()
+    party, ran = ControlParty(), threading.Event()
     party.control.call_soon(ran.set)
     assert party.control.close(5)
     assert ran.is_set()
@@ -206,9 +214,9 @@ def test_calls_made_before_the_end_are_run() -> None:
     party.control.send(Route("127.0.0.1:1"), b"too late")
 
 
-def test_what_was_queued_leaves_before_the_end(parties: tuple[Party, Party]) -> None:
+def test_what_was_queued_leaves_before_the_end(parties: tuple[ControlParty, ControlParty]) -> None:
     _, other = parties
-    leaving = Party()
+    leaving = ControlParty()
     leaving.control.send(Route(other.control.address), b"bye")
     leaving.control.close(5, linger_seconds=5)
     eventually(lambda: other.heard)
@@ -221,10 +229,10 @@ def test_never_started_can_be_closed() -> None:
     assert control.close(1)
 
 
-def test_ports_that_are_all_taken_are_named(parties: tuple[Party, Party]) -> None:
+def test_ports_that_are_all_taken_are_named(parties: tuple[ControlParty, ControlParty]) -> None:
     _, port = split_address(parties[0].control.address)
     with pytest.raises(ConfigError, match=str(port)):
-        Party(range(port, port + 1))
+        ControlParty(range(port, port + 1))
 
 
 @pytest.mark.parametrize(("host", "text"), [("a", "a:1"), ("::1", "[::1]:1")])
@@ -240,7 +248,9 @@ def timers_of(port: int) -> list[str]:
     return [row[5][:2] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "01"]
 
 
-def test_connection_of_a_host_that_vanished_is_noticed(parties: tuple[Party, Party]) -> None:
+def test_connection_of_a_host_that_vanished_is_noticed(
+    parties: tuple[ControlParty, ControlParty],
+) -> None:
     """No packet tells of its end, not even the one that would close it: the kernel has to ask."""
     one, other = parties
     one.control.send(Route(other.control.address), b"hello")
@@ -251,8 +261,8 @@ def test_connection_of_a_host_that_vanished_is_noticed(parties: tuple[Party, Par
 
 def test_the_end_of_a_connection_is_told_to_both_sides_unless_it_was_their_own() -> None:
     ended: list[list[Route]] = [[], []]
-    one, other = (Party(on_ended=heard.append) for heard in ended)
-    with Relay(other.control.address) as relay:
+    one, other = (ControlParty(on_ended=heard.append) for heard in ended)
+    with FaultyRelay(other.control.address) as relay:
         one.control.send(Route(relay.address), b"a")
         eventually(lambda: other.heard)
         relay.cut()
@@ -277,7 +287,7 @@ def test_the_end_of_a_connection_is_not_told_of_who_has_its_descriptor_next() ->
         "127.0.0.1", range(1), on_frame=lambda route, frame: heard.append(route),
         on_tick=lambda now: None, name="x", on_ended=ended.append,
     )  # fmt: skip
-    sockets, one = control.sockets, Party()
+    sockets, one = control.sockets, ControlParty()
 
     def num_heard() -> int:
         sockets._receive(sockets._router)

@@ -15,7 +15,7 @@ from tests.support import SeededRandom
 TOTAL = 9_000
 
 
-class Memory:
+class LandingMemory:
     """What a store does with credit, without its bytes."""
 
     def __init__(self) -> None:
@@ -54,27 +54,27 @@ class Memory:
 
 
 @pytest.fixture
-def memory() -> Memory:
-    return Memory()
+def memory() -> LandingMemory:
+    return LandingMemory()
 
 
-def fill(memory: Memory, epoch: int, nbytes: int = 10) -> int:
+def fill(memory: LandingMemory, epoch: int, nbytes: int = 10) -> int:
     """Ask until it is denied; returns how much the sender has then."""
     while not memory.ask(epoch, nbytes)[1]:
         pass
     return memory.held()[epoch]
 
 
-def test_one_sender_has_nearly_everything(memory: Memory) -> None:
+def test_one_sender_has_nearly_everything(memory: LandingMemory) -> None:
     assert fill(memory, 1) == TOTAL * SHARE // (SHARE + 1)
 
 
-def test_there_is_always_something_left_for_the_next(memory: Memory) -> None:
+def test_there_is_always_something_left_for_the_next(memory: LandingMemory) -> None:
     for epoch in range(1, 5):
         assert fill(memory, epoch, 1) > 0
 
 
-def test_shares_even_out_as_memory_drains(memory: Memory, rng: SeededRandom) -> None:
+def test_shares_even_out_as_memory_drains(memory: LandingMemory, rng: SeededRandom) -> None:
     fill(memory, 1)
     for _ in range(5_000):
         memory.end(rng.choice(list(memory.live)))
@@ -85,12 +85,12 @@ def test_shares_even_out_as_memory_drains(memory: Memory, rng: SeededRandom) -> 
     assert max(shares) < 1.2 * min(shares)
 
 
-def test_a_sender_with_nothing_may_have_all_there_is(memory: Memory) -> None:
+def test_a_sender_with_nothing_may_have_all_there_is(memory: LandingMemory) -> None:
     assert memory.ask(1, TOTAL)[1] == ""
     assert memory.ask(2, 1)[1] == "buffer and pool are full"
 
 
-def test_what_frees_goes_to_who_has_less(memory: Memory) -> None:
+def test_what_frees_goes_to_who_has_less(memory: LandingMemory) -> None:
     fill(memory, 1)
     large = TOTAL // 2
     seq, denied = memory.ask(2, large)
@@ -103,7 +103,7 @@ def test_what_frees_goes_to_who_has_less(memory: Memory) -> None:
     assert memory.ask(2, large, seq)[1] == ""
 
 
-def test_claim_of_a_sender_that_does_not_come_back_ends(memory: Memory) -> None:
+def test_claim_of_a_sender_that_does_not_come_back_ends(memory: LandingMemory) -> None:
     fill(memory, 1)
     memory.ask(2, TOTAL // 2)
     memory.end(next(iter(memory.live)))
@@ -112,7 +112,7 @@ def test_claim_of_a_sender_that_does_not_come_back_ends(memory: Memory) -> None:
     assert memory.ask(1, 10)[1] == ""
 
 
-def test_claim_of_a_sender_that_is_gone_ends(memory: Memory) -> None:
+def test_claim_of_a_sender_that_is_gone_ends(memory: LandingMemory) -> None:
     fill(memory, 1)
     memory.ask(2, TOTAL // 2)
     memory.end(next(iter(memory.live)))
@@ -120,7 +120,7 @@ def test_claim_of_a_sender_that_is_gone_ends(memory: Memory) -> None:
     assert memory.ask(1, 10)[1] == ""
 
 
-def test_one_that_waits_with_many_chunks_asks_at_one_pace(memory: Memory) -> None:
+def test_one_that_waits_with_many_chunks_asks_at_one_pace(memory: LandingMemory) -> None:
     """Ten thousand chunks that are denied are not half a million messages in a second."""
     pauses = [memory.credit.wait((1, seq), 10) for seq in range(10_000)]
     assert pauses[0] == RETRY_AFTER_SECONDS
@@ -130,7 +130,7 @@ def test_one_that_waits_with_many_chunks_asks_at_one_pace(memory: Memory) -> Non
 
 
 def test_a_chunk_is_forgotten_at_its_deadline_though_an_older_one_comes_again(
-    memory: Memory,
+    memory: LandingMemory,
 ) -> None:
     for seq in range(MAX_WAITING):
         memory.credit.wait((1, seq), 10)
@@ -142,7 +142,7 @@ def test_a_chunk_is_forgotten_at_its_deadline_though_an_older_one_comes_again(
 
 
 def test_one_of_many_that_were_denied_claims_no_longer_than_until_it_should_come_again(
-    memory: Memory,
+    memory: LandingMemory,
 ) -> None:
     for seq in range(1_000):
         memory.credit.wait((1, seq), 10, is_awaited=True)
@@ -151,7 +151,7 @@ def test_one_of_many_that_were_denied_claims_no_longer_than_until_it_should_come
     assert memory.ask(2, 10)[1] == ""
 
 
-def test_a_chunk_that_will_not_come_again_claims_nothing(memory: Memory) -> None:
+def test_a_chunk_that_will_not_come_again_claims_nothing(memory: LandingMemory) -> None:
     fill(memory, 1)
     seq, denied = memory.ask(2, TOTAL, is_awaited=True)
     assert denied
@@ -163,7 +163,7 @@ def test_a_chunk_that_will_not_come_again_claims_nothing(memory: Memory) -> None
 def test_eight_senders_of_unequal_speed_all_get_their_share(rng: SeededRandom) -> None:
     """Sender n asks n times as often, with chunks of any size; memory empties at random. Nobody is
     served less than a slow sender alone would be, and nobody has much more than the others."""
-    memory = Memory()
+    memory = LandingMemory()
     waiting: dict[int, dict[int, int]] = {epoch: {} for epoch in range(1, 9)}
     served: Counter[int] = Counter()
     longest_wait: Counter[int] = Counter()
@@ -190,13 +190,13 @@ def test_eight_senders_of_unequal_speed_all_get_their_share(rng: SeededRandom) -
     assert max(longest_wait.values()) < 2_000
 
 
-def test_what_is_awaited_needs_no_share(memory: Memory) -> None:
+def test_what_is_awaited_needs_no_share(memory: LandingMemory) -> None:
     fill(memory, 1)
     assert memory.ask(1, 10)[1]
     assert not memory.ask(1, memory.free, is_awaited=True)[1]
 
 
-def test_nothing_else_is_granted_while_what_is_awaited_was_denied(memory: Memory) -> None:
+def test_nothing_else_is_granted_while_what_is_awaited_was_denied(memory: LandingMemory) -> None:
     fill(memory, 1)
     number, refusal = memory.ask(1, memory.free + 1, is_awaited=True)
     assert refusal
@@ -207,7 +207,7 @@ def test_nothing_else_is_granted_while_what_is_awaited_was_denied(memory: Memory
     assert not memory.ask(2, 10)[1]
 
 
-def test_what_is_awaited_and_not_offered_again_is_forgotten(memory: Memory) -> None:
+def test_what_is_awaited_and_not_offered_again_is_forgotten(memory: LandingMemory) -> None:
     memory.ask(1, TOTAL + 1, is_awaited=True)
     assert memory.ask(2, 10)[1]
     memory.now += SETTINGS.retry_seconds + 1
@@ -217,7 +217,7 @@ def test_what_is_awaited_and_not_offered_again_is_forgotten(memory: Memory) -> N
     assert not memory.ask(2, 10)[1]
 
 
-def test_among_awaited_ones_a_sender_with_less_goes_first(memory: Memory) -> None:
+def test_among_awaited_ones_a_sender_with_less_goes_first(memory: LandingMemory) -> None:
     for _ in range(8):
         memory.ask(1, 1000, is_awaited=True)
     assert memory.ask(2, memory.free + 1, is_awaited=True)[1]
@@ -272,7 +272,7 @@ def test_many_senders_that_wait_cost_no_more_than_a_few() -> None:
     """Every offer asks what the others claim."""
 
     def seconds(num_senders: int) -> float:
-        memory = Memory()
+        memory = LandingMemory()
         fill(memory, 1)
         for epoch in range(2, num_senders + 2):
             for seq in range(4):

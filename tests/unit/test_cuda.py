@@ -1,4 +1,4 @@
-"""The CUDA runtime by ctypes, on the stand-in: order, events, memory, other processes' handles."""
+"""The CUDA runtime by ctypes, on the double: order, events, memory, other processes' handles."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ RANKS = [RankAddress(0, "10.0.0.1:1", 5), RankAddress(1, "10.0.0.2:2", 6)]
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-class Proxy:
+class RegistrationPort:
     """The registration port of a proxy."""
 
     def __init__(self) -> None:
@@ -39,8 +39,8 @@ class Proxy:
 
 
 @pytest.fixture
-def proxy() -> Iterator[Proxy]:
-    made = Proxy()
+def proxy() -> Iterator[RegistrationPort]:
+    made = RegistrationPort()
     yield made
     made.close()
 
@@ -75,7 +75,7 @@ def test_noise_is_counted_and_survived() -> None:
 
 
 @pytest.mark.parametrize("role", ["P", "D", "PD"])
-def test_heartbeats_and_leave(role: str, proxy: Proxy) -> None:
+def test_heartbeats_and_leave(role: str, proxy: RegistrationPort) -> None:
     config = EngineConfig(proxy_ip="127.0.0.1", proxy_port=proxy.port, http_port=8000)
     directory = Directory(config, RANKS, kv_port=0, role=role, model="m", tp_size=2)
     beats = [proxy.hear() for _ in role]
@@ -93,7 +93,7 @@ def test_heartbeats_and_leave(role: str, proxy: Proxy) -> None:
         left |= {beat["type"]} if beat.get("leaving") else set()
 
 
-def test_every_proxy_is_told(proxy: Proxy) -> None:
+def test_every_proxy_is_told(proxy: RegistrationPort) -> None:
     """The second address is this machine too; nobody is at the third."""
     hosts = ["127.0.0.1", "localhost", "127.0.0.99"]
     config = EngineConfig(proxy_ip=hosts, proxy_port=proxy.port, http_port=8000)  # type: ignore[arg-type]

@@ -19,17 +19,10 @@ from p2p_engine.transports.handshake import (
     Tokens,
     dial,
 )
+from tests.doubles.clock import Clock
 from tests.support import eventually
 
 EPOCH = 7
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_token_is_good_for_one_connection_of_one_epoch() -> None:

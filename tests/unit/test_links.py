@@ -28,8 +28,8 @@ from p2p_engine.wire.messages import (
     Pong,
     Refuse,
     Welcome,
-    decode,
 )
+from tests.doubles.control import ControlDouble
 
 M = TypeVar("M")
 US, THEM, NEW = 1, 2, 3
@@ -38,26 +38,7 @@ PEER = PeerAddress(ADDRESS)
 CONFIG = EngineConfig(connect_timeout_seconds=5, peer_timeout_seconds=8, retry_seconds=1)
 
 
-class FakeControl:
-    """Keeps what is sent; runs calls at once."""
-
-    address = "127.0.0.1:4"
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[str, AnyMessage]] = []
-        self.hung_up: list[str] = []
-
-    def send(self, route: Route, frame: bytes) -> None:
-        self.sent.append((route.address, decode(frame)))
-
-    def hang_up(self, address: str) -> None:
-        self.hung_up.append(address)
-
-    def call_soon(self, call: Callable[[], None]) -> None:
-        call()
-
-
-class FakeTransport:
+class TransportDouble:
     """Connects when the test says so."""
 
     receiver_writes = False
@@ -74,7 +55,7 @@ class FakeTransport:
         self.dialled.append((endpoint, connected))
 
 
-class FakeChannel:
+class ChannelDouble:
     """Breaks when the test says so; does not close while it is stuck."""
 
     closed = stuck = False
@@ -91,13 +72,13 @@ class FakeChannel:
         return self.closed
 
 
-class Scene(LinkListener):
+class LinksScene(LinkListener):
     """One Links and everything around it."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.control = FakeControl()
-        self.transports = [FakeTransport("shm"), FakeTransport("tcp")]
+        self.control = ControlDouble()
+        self.transports = [TransportDouble("shm"), TransportDouble("tcp")]
         self.events: list[str] = []
         self.is_used = True
         self.links = Links(
@@ -123,9 +104,9 @@ class Scene(LinkListener):
     def uses_link(self, link: Link) -> bool:
         return self.is_used
 
-    def connect(self, number: int, transport: int = 0) -> FakeChannel:
+    def connect(self, number: int, transport: int = 0) -> ChannelDouble:
         """Let the dial `number` of a transport succeed."""
-        channel = FakeChannel()
+        channel = ChannelDouble()
         self.transports[transport].dialled[number][1](cast("Channel", channel))
         return channel
 
@@ -157,8 +138,8 @@ class Scene(LinkListener):
 
 
 @pytest.fixture
-def scene() -> Scene:
-    return Scene()
+def scene() -> LinksScene:
+    return LinksScene()
 
 
 def ended_with(link: Link, error: type[P2pError], words: str) -> None:
@@ -170,13 +151,13 @@ def ended_with(link: Link, error: type[P2pError], words: str) -> None:
 @pytest.mark.parametrize(
     "address", ["", ":1", "a", "a:", "a:0", "a:65536", "a:-1", "a:1x", "a:\u0661x"]
 )
-def test_address_that_cannot_be_dialled(scene: Scene, address: str) -> None:
+def test_address_that_cannot_be_dialled(scene: LinksScene, address: str) -> None:
     with pytest.raises(PeerUnreachable):
         scene.links.get(PeerAddress(address), data=False)
     assert scene.links.count() == {}
 
 
-def test_hello_is_repeated_until_welcomed(scene: Scene) -> None:
+def test_hello_is_repeated_until_welcomed(scene: LinksScene) -> None:
     scene.links.get(PEER, data=False)
     assert scene.last(Hello).address == scene.control.address
     scene.pass_time(1.0)
@@ -186,11 +167,11 @@ def test_hello_is_repeated_until_welcomed(scene: Scene) -> None:
     assert scene.links.count() == {"ready": 1}
 
 
-def test_one_link_for_each_target(scene: Scene) -> None:
+def test_one_link_for_each_target(scene: LinksScene) -> None:
     assert scene.links.get(PEER, data=False) is scene.links.get(PEER, data=True)
 
 
-def test_nobody_answers(scene: Scene) -> None:
+def test_nobody_answers(scene: LinksScene) -> None:
     link = scene.links.get(PEER, data=False)
     scene.pass_time(5.0)
     ended_with(link, PeerUnreachable, "GREETING")
@@ -198,24 +179,24 @@ def test_nobody_answers(scene: Scene) -> None:
     assert scene.links.get(PEER, data=False) is not link
 
 
-def test_refusal(scene: Scene) -> None:
+def test_refusal(scene: LinksScene) -> None:
     link = scene.links.get(PEER, data=False)
     scene.hear(Refuse(THEM, US, 1, "dtype: 'a' here, 'b' there"))
     ended_with(link, PeerRefused, "dtype")
 
 
-def test_transports_are_tried_in_order(scene: Scene) -> None:
+def test_transports_are_tried_in_order(scene: LinksScene) -> None:
     link = scene.welcomed()
     shm, tcp = scene.transports
     assert [endpoint for endpoint, _ in shm.dialled] == [{"a": "1"}]
     shm.dialled[0][1](TransportError("another host"))
     assert [endpoint for endpoint, _ in tcp.dialled] == [{"b": "2"}]
-    tcp.dialled[0][1](cast("Channel", FakeChannel()))
+    tcp.dialled[0][1](cast("Channel", ChannelDouble()))
     assert link.transport is cast("Transport", tcp)
     assert scene.events == ["ready", "channel"]
 
 
-def test_no_transport_works(scene: Scene) -> None:
+def test_no_transport_works(scene: LinksScene) -> None:
     """The link lives on: something may come from that peer all the same."""
     link = scene.welcomed()
     for transport in scene.transports:
@@ -225,7 +206,7 @@ def test_no_transport_works(scene: Scene) -> None:
     assert link.ready
 
 
-def test_data_connection_that_is_never_answered(scene: Scene) -> None:
+def test_data_connection_that_is_never_answered(scene: LinksScene) -> None:
     link = scene.welcomed()
     link.heard_at = 4.0
     scene.pass_time(5.0)
@@ -235,7 +216,7 @@ def test_data_connection_that_is_never_answered(scene: Scene) -> None:
     assert link.channel is None
 
 
-def test_broken_channel_is_made_anew_when_it_is_asked_for(scene: Scene) -> None:
+def test_broken_channel_is_made_anew_when_it_is_asked_for(scene: LinksScene) -> None:
     link = scene.welcomed()
     first = scene.connect(0)
     scene.pass_time(1.0)
@@ -256,7 +237,7 @@ def test_broken_channel_is_made_anew_when_it_is_asked_for(scene: Scene) -> None:
 
 
 def test_old_invitation_is_not_used_and_a_new_one_is_asked_for_until_it_comes(
-    scene: Scene,
+    scene: LinksScene,
 ) -> None:
     link = scene.welcomed(data=False)
     scene.pass_time(7.0)
@@ -276,7 +257,7 @@ def test_old_invitation_is_not_used_and_a_new_one_is_asked_for_until_it_comes(
     assert link.channel is not None
 
 
-def test_invitation_that_never_comes_is_no_connection(scene: Scene) -> None:
+def test_invitation_that_never_comes_is_no_connection(scene: LinksScene) -> None:
     link = scene.welcomed()
     scene.connect(0).broken(TransportError("reset"))
     scene.links.get(PEER, data=True)
@@ -289,7 +270,7 @@ def test_invitation_that_never_comes_is_no_connection(scene: Scene) -> None:
     assert link.ready
 
 
-def test_connections_follow_each_other_slowly(scene: Scene) -> None:
+def test_connections_follow_each_other_slowly(scene: LinksScene) -> None:
     """One that breaks at once is not made a thousand times a second."""
     link = scene.welcomed()
     for number in range(3):
@@ -305,7 +286,7 @@ def test_connections_follow_each_other_slowly(scene: Scene) -> None:
     assert link.ready
 
 
-def test_channel_whose_copies_do_not_stop_is_kept_and_counted(scene: Scene) -> None:
+def test_channel_whose_copies_do_not_stop_is_kept_and_counted(scene: LinksScene) -> None:
     link = scene.welcomed()
     channel = scene.connect(0)
     channel.stuck = True
@@ -319,7 +300,7 @@ def test_channel_whose_copies_do_not_stop_is_kept_and_counted(scene: Scene) -> N
     assert scene.links.num_unclosed_channels() == 0
 
 
-def test_closing_a_channel_waits_for_no_copy(scene: Scene) -> None:
+def test_closing_a_channel_waits_for_no_copy(scene: LinksScene) -> None:
     """The engine's lock is held meanwhile, and everybody waits for that."""
     link = scene.welcomed()
     first = scene.connect(0)
@@ -332,7 +313,7 @@ def test_closing_a_channel_waits_for_no_copy(scene: Scene) -> None:
     assert first.waited == second.waited == [0.0]
 
 
-def test_broken_channel_is_told_when_its_copies_have_stopped(scene: Scene) -> None:
+def test_broken_channel_is_told_when_its_copies_have_stopped(scene: LinksScene) -> None:
     """Until then what they read cannot be tried again, and no other channel is made."""
     link = scene.welcomed()
     channel = scene.connect(0)
@@ -347,7 +328,7 @@ def test_broken_channel_is_told_when_its_copies_have_stopped(scene: Scene) -> No
     assert scene.events == ["ready", "channel", "channel lost"]
 
 
-def test_broken_channel_whose_copies_never_stop_is_told_in_the_end(scene: Scene) -> None:
+def test_broken_channel_whose_copies_never_stop_is_told_in_the_end(scene: LinksScene) -> None:
     scene.welcomed()
     channel = scene.connect(0)
     channel.stuck = True
@@ -358,7 +339,7 @@ def test_broken_channel_whose_copies_never_stop_is_told_in_the_end(scene: Scene)
     assert scene.links.num_unclosed_channels() == 1
 
 
-def test_transport_that_fails_over_an_invitation_is_passed_over_at_once(scene: Scene) -> None:
+def test_transport_that_fails_over_an_invitation_is_passed_over_at_once(scene: LinksScene) -> None:
     """By a bug of ours, or by what the peer said: the next one is tried."""
     scene.transports[0].fault = OverflowError("Python int too large to convert to C long")
     scene.welcomed()
@@ -366,7 +347,7 @@ def test_transport_that_fails_over_an_invitation_is_passed_over_at_once(scene: S
     assert scene.events == ["ready", "channel"]
 
 
-def test_channel_is_made_when_data_is_first_asked_for(scene: Scene) -> None:
+def test_channel_is_made_when_data_is_first_asked_for(scene: LinksScene) -> None:
     scene.welcomed(data=False)
     assert not scene.transports[0].dialled
     scene.links.get(PEER, data=True)
@@ -374,7 +355,7 @@ def test_channel_is_made_when_data_is_first_asked_for(scene: Scene) -> None:
     assert len(scene.transports[0].dialled) == 1
 
 
-def test_silence_ends_a_link(scene: Scene) -> None:
+def test_silence_ends_a_link(scene: LinksScene) -> None:
     link = scene.welcomed(data=False)
     for _ in range(10):
         scene.pass_time(2.0)
@@ -384,7 +365,7 @@ def test_silence_ends_a_link(scene: Scene) -> None:
     ended_with(link, PeerLost, "silent for 8.0 s")
 
 
-def rested(scene: Scene) -> Link:
+def rested(scene: LinksScene) -> Link:
     """A link that nobody uses, some time after the last PING."""
     link = scene.welcomed(data=False)
     scene.is_used = False
@@ -394,7 +375,7 @@ def rested(scene: Scene) -> Link:
     return link
 
 
-def test_link_that_nobody_uses_rests_and_is_asked_seldom(scene: Scene) -> None:
+def test_link_that_nobody_uses_rests_and_is_asked_seldom(scene: LinksScene) -> None:
     link = rested(scene)
     for _ in range(10):
         scene.pass_time(REST_SECONDS)
@@ -413,7 +394,7 @@ def test_link_that_nobody_uses_rests_and_is_asked_seldom(scene: Scene) -> None:
 
 @pytest.mark.parametrize("is_used", [True, False])
 def test_rest_ends_when_the_link_is_used_or_its_connection_ends(
-    scene: Scene, is_used: bool
+    scene: LinksScene, is_used: bool
 ) -> None:
     """The silence of the rest does not count, that after it does."""
     link = rested(scene)
@@ -433,7 +414,7 @@ def test_rest_ends_when_the_link_is_used_or_its_connection_ends(
     ended_with(link, PeerLost, "silent for 8.5 s")
 
 
-def test_restarted_peer_of_a_link_that_would_rest_next_is_noticed(scene: Scene) -> None:
+def test_restarted_peer_of_a_link_that_would_rest_next_is_noticed(scene: LinksScene) -> None:
     """Its last PING was answered, by who is gone."""
     link = scene.welcomed(data=False)
     scene.is_used = False
@@ -446,7 +427,7 @@ def test_restarted_peer_of_a_link_that_would_rest_next_is_noticed(scene: Scene) 
     ended_with(link, PeerLost, "restarted")
 
 
-def test_link_does_not_rest_while_a_ping_is_unanswered_or_it_is_used(scene: Scene) -> None:
+def test_link_does_not_rest_while_a_ping_is_unanswered_or_it_is_used(scene: LinksScene) -> None:
     link = scene.welcomed(data=False)
     scene.pass_time(2.0)
     scene.is_used = False
@@ -457,7 +438,9 @@ def test_link_does_not_rest_while_a_ping_is_unanswered_or_it_is_used(scene: Scen
     assert link.is_resting
 
 
-def test_link_whose_connection_ended_while_it_was_used_asks_before_it_rests(scene: Scene) -> None:
+def test_link_whose_connection_ended_while_it_was_used_asks_before_it_rests(
+    scene: LinksScene,
+) -> None:
     """A word that was on its way is no answer: it came over the connection that is gone."""
     link = scene.welcomed(data=False)
     scene.links.connection_ended(ADDRESS)
@@ -473,7 +456,7 @@ def test_link_whose_connection_ended_while_it_was_used_asks_before_it_rests(scen
 
 
 def test_restarted_peer_of_a_resting_link_is_noticed_when_its_connection_has_ended(
-    scene: Scene,
+    scene: LinksScene,
 ) -> None:
     link = rested(scene)
     scene.links.connection_ended(ADDRESS)
@@ -483,21 +466,21 @@ def test_restarted_peer_of_a_resting_link_is_noticed_when_its_connection_has_end
 
 
 @pytest.mark.parametrize("message", [Pong(NEW, US), Welcome(NEW, US, 1, None, {})])
-def test_answer_of_a_newer_engine_ends_a_link(scene: Scene, message: AnyMessage) -> None:
+def test_answer_of_a_newer_engine_ends_a_link(scene: LinksScene, message: AnyMessage) -> None:
     link = scene.welcomed(data=False)
     assert scene.hear(message) is None
     ended_with(link, PeerLost, "restarted")
 
 
-def test_bye_ends_a_link_and_its_channel(scene: Scene) -> None:
-    link, channel = scene.welcomed(), FakeChannel()
+def test_bye_ends_a_link_and_its_channel(scene: LinksScene) -> None:
+    link, channel = scene.welcomed(), ChannelDouble()
     scene.transports[0].dialled[0][1](cast("Channel", channel))
     scene.hear(Bye(THEM, US))
     ended_with(link, PeerLost, "closing")
     assert channel.closed
 
 
-def test_engine_that_is_over_ends_the_links_to_it(scene: Scene) -> None:
+def test_engine_that_is_over_ends_the_links_to_it(scene: LinksScene) -> None:
     """Found out elsewhere: it said BYE, or another one greets us from its address."""
     link = scene.welcomed(data=False)
     scene.links.session_over(NEW, PeerLost("another one"))
@@ -507,13 +490,13 @@ def test_engine_that_is_over_ends_the_links_to_it(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("message", [Bye(NEW, US), Bye(0, US), Greet(NEW, US)])
-def test_bye_of_a_stranger_is_ignored(scene: Scene, message: AnyMessage) -> None:
+def test_bye_of_a_stranger_is_ignored(scene: LinksScene, message: AnyMessage) -> None:
     link = scene.welcomed(data=False)
     assert scene.hear(message) is None
     assert link.ready
 
 
-def test_peer_that_forgot_us_is_greeted_again(scene: Scene) -> None:
+def test_peer_that_forgot_us_is_greeted_again(scene: LinksScene) -> None:
     """Nothing that is open ends by it."""
     link, channel = scene.welcomed(), scene.connect(0)
     scene.hear(Greet(THEM, US))
@@ -528,7 +511,7 @@ def test_peer_that_forgot_us_is_greeted_again(scene: Scene) -> None:
     assert scene.events == ["ready", "channel", "ready"]
 
 
-def test_peer_that_forgot_us_and_says_no_more_is_not_to_be_had(scene: Scene) -> None:
+def test_peer_that_forgot_us_and_says_no_more_is_not_to_be_had(scene: LinksScene) -> None:
     link = scene.welcomed(data=False)
     scene.now += 100.0
     scene.hear(Greet(THEM, US))
@@ -536,14 +519,14 @@ def test_peer_that_forgot_us_and_says_no_more_is_not_to_be_had(scene: Scene) -> 
     ended_with(link, PeerUnreachable, "did not answer")
 
 
-def test_peer_that_forgot_us_and_was_restarted_ends_its_link(scene: Scene) -> None:
+def test_peer_that_forgot_us_and_was_restarted_ends_its_link(scene: LinksScene) -> None:
     link = scene.welcomed(data=False)
     scene.hear(Greet(THEM, US))
     scene.hear(Welcome(NEW, US, 1, None, {}))
     ended_with(link, PeerLost, "restarted")
 
 
-def test_hello_is_recognised_until_it_is_answered(scene: Scene) -> None:
+def test_hello_is_recognised_until_it_is_answered(scene: LinksScene) -> None:
     """The peer asks the session that it has whether it greets by another connection, too."""
     scene.links.get(PEER, data=False)
     number = scene.last(Hello).number
@@ -558,8 +541,8 @@ def test_hello_is_recognised_until_it_is_answered(scene: Scene) -> None:
     assert scene.last(Pong) == Pong(US, THEM, 0)
 
 
-def test_close_says_bye_after_the_channel_is_joined(scene: Scene) -> None:
-    link, channel = scene.welcomed(), FakeChannel()
+def test_close_says_bye_after_the_channel_is_joined(scene: LinksScene) -> None:
+    link, channel = scene.welcomed(), ChannelDouble()
     scene.transports[0].dialled[0][1](cast("Channel", channel))
     scene.links.close(PeerLost("the end"))
     assert channel.closed
@@ -568,19 +551,19 @@ def test_close_says_bye_after_the_channel_is_joined(scene: Scene) -> None:
     assert scene.events.count("closed") == 1
 
 
-def test_rank_is_looked_up(scene: Scene) -> None:
+def test_rank_is_looked_up(scene: LinksScene) -> None:
     link = scene.links.get(PeerAddress(ADDRESS, 3), data=False)
     assert scene.last(Lookup).rank == 3
     scene.hear(Location(9, US, 2, "127.0.0.1:7", 4, None))  # the answer to another question
     assert link.state is LinkState.LOCATING
     scene.hear(Location(9, US, 3, "127.0.0.1:6", 4, None))
-    assert scene.control.sent[-1][0] == "127.0.0.1:6"
+    assert scene.control.sent[-1][0].address == "127.0.0.1:6"
     scene.hear(Welcome(THEM, US, 1, None, {}), "127.0.0.1:6")
     assert link.ready
 
 
 @pytest.mark.parametrize("address", ["", "nowhere", "host:99999"])
-def test_location_that_is_none(scene: Scene, address: str) -> None:
+def test_location_that_is_none(scene: LinksScene, address: str) -> None:
     link = scene.links.get(PeerAddress(ADDRESS, 3), data=False)
     scene.hear(Location(9, US, 3, address, 2, None))
     assert link.state is LinkState.CLOSED

@@ -9,7 +9,7 @@ from p2p_engine.control.timers import NUM_STEPS, ListeningClock
 PATIENCE = 2.0
 
 
-class Listener:
+class SilentPeer:
     """One peer's silence, by a clock that the test moves."""
 
     def __init__(self) -> None:
@@ -32,31 +32,33 @@ class Listener:
 
 
 @pytest.fixture
-def listener() -> Listener:
-    return Listener()
+def listener() -> SilentPeer:
+    return SilentPeer()
 
 
-def test_time_that_is_listened_to_counts_whole(listener: Listener) -> None:
+def test_time_that_is_listened_to_counts_whole(listener: SilentPeer) -> None:
     for number in range(1, 50):
         assert listener.look_after(0.02) == pytest.approx(number * 0.02)
 
 
 @pytest.mark.parametrize("absence", [0.02, 0.3, 0.49])
-def test_who_looks_often_enough_notices_silence_in_time(listener: Listener, absence: float) -> None:
+def test_who_looks_often_enough_notices_silence_in_time(
+    listener: SilentPeer, absence: float
+) -> None:
     _, seconds = listener.notice(absence)
     assert PATIENCE <= seconds + 1e-6 <= PATIENCE + absence + 1e-6
 
 
 @pytest.mark.parametrize("absence", [0.51, 1.0, 6.0, 100.0])
 def test_who_is_always_absent_notices_silence_within_five_looks(
-    listener: Listener, absence: float
+    listener: SilentPeer, absence: float
 ) -> None:
     assert listener.notice(absence)[0] == NUM_STEPS + 1
 
 
 @pytest.mark.parametrize("absence", [1.0, 6.0, 3600.0])
 def test_after_one_absence_silence_counts_as_if_there_had_been_none(
-    listener: Listener, absence: float
+    listener: SilentPeer, absence: float
 ) -> None:
     listener.look_after(0.4)
     assert listener.look_after(absence) == pytest.approx(0.4)
@@ -64,7 +66,7 @@ def test_after_one_absence_silence_counts_as_if_there_had_been_none(
     assert seconds == pytest.approx(PATIENCE - 0.4, abs=0.03)
 
 
-def test_who_was_heard_after_an_absence_is_not_heard_in_the_future(listener: Listener) -> None:
+def test_who_was_heard_after_an_absence_is_not_heard_in_the_future(listener: SilentPeer) -> None:
     """What came meanwhile is read before the timers run."""
     listener.now += 6.0
     listener.heard_at = listener.listening()
@@ -73,7 +75,7 @@ def test_who_was_heard_after_an_absence_is_not_heard_in_the_future(listener: Lis
 
 
 def test_a_second_absence_soon_after_the_first_counts_a_step_and_a_later_one_nothing(
-    listener: Listener,
+    listener: SilentPeer,
 ) -> None:
     listener.look_after(6.0)
     assert listener.look_after(6.0) == pytest.approx(PATIENCE / NUM_STEPS)
@@ -83,7 +85,7 @@ def test_a_second_absence_soon_after_the_first_counts_a_step_and_a_later_one_not
     assert listener.look_after(6.0) == before
 
 
-def test_a_peer_that_answers_at_each_look_is_never_silent(listener: Listener) -> None:
+def test_a_peer_that_answers_at_each_look_is_never_silent(listener: SilentPeer) -> None:
     for absence in (0.3, 1.0, 6.0, 6.0, 0.6, 100.0, 100.0):
         assert listener.look_after(absence) <= PATIENCE / NUM_STEPS
         listener.heard_at = listener.listening()

@@ -89,12 +89,12 @@ def test_drain_tells_of_each_job_once(mover: Mover) -> None:
     assert mover.stats()["jobs_ended"] == 20
 
 
-class Kept:
+class Watched:
     """Something a weak reference can watch."""
 
 
 def test_keep_lives_until_the_job_was_drained(mover: Mover) -> None:
-    kept = Kept()
+    kept = Watched()
     watch = weakref.ref(kept)
     job = mover.copy(int64s(), int64s(), int64s(), keep=kept)
     del kept
@@ -113,7 +113,7 @@ def test_a_job_that_nobody_holds_still_ends_and_is_drained(mover: Mover) -> None
 
 def test_a_cycle_through_a_tag_is_collected() -> None:
     mover = Mover()
-    kept = Kept()
+    kept = Watched()
     watch = weakref.ref(kept)
     tag: list[object] = [kept]
     tag.append(mover.copy(int64s(), int64s(), int64s(), tag=tag))

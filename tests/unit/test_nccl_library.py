@@ -1,4 +1,4 @@
-"""The binding of libnccl: structure, versions, errors, memory, on the stand-in."""
+"""The binding of libnccl: structure, versions, errors, memory, on the double."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ def test_the_torch_fallback_copies_any_regions(rng: SeededRandom, alignment: int
 
 
 @dataclass
-class Double:
-    """The stand-in with a pack on it, and how often its kernel was launched."""
+class PackDouble:
+    """The double with a pack on it, and how often its kernel was launched."""
 
     cuda: Cuda
     pack: Pack
@@ -122,7 +122,7 @@ class Double:
 
 
 @pytest.fixture
-def double(request: pytest.FixtureRequest, kernel: ctypes.CDLL) -> Iterator[Double]:
+def double(request: pytest.FixtureRequest, kernel: ctypes.CDLL) -> Iterator[PackDouble]:
     """Its kernel is the real one's source, or there is none."""
     library = GpuDouble()
     cuda, num_streams = Cuda(library.path), library["live_streams"]
@@ -135,7 +135,7 @@ def double(request: pytest.FixtureRequest, kernel: ctypes.CDLL) -> Iterator[Doub
         launches.append(num_tiles)
         cuda.library.cudaLaunchHostFunc(ctypes.c_void_p(stream), call, None)
 
-    made = Double(
+    made = PackDouble(
         cuda, Pack(cuda, 0, launch if has_kernel else None), cuda.create_stream(), launches
     )
     yield made
@@ -147,7 +147,7 @@ def double(request: pytest.FixtureRequest, kernel: ctypes.CDLL) -> Iterator[Doub
 @pytest.mark.parametrize("double", [True, False], indirect=True, ids=["kernel", "engine"])
 @pytest.mark.parametrize("alignment", [1, 16])
 def test_many_small_regions_go_by_the_kernel_where_there_is_one(
-    double: Double, rng: SeededRandom, alignment: int, request: pytest.FixtureRequest
+    double: PackDouble, rng: SeededRandom, alignment: int, request: pytest.FixtureRequest
 ) -> None:
     memory, target, regions = random_regions(rng, alignment)
     regions = np.concatenate((regions, [[0], [0], [0]]), axis=1)  # nothing is a region too
@@ -159,7 +159,7 @@ def test_many_small_regions_go_by_the_kernel_where_there_is_one(
 
 @pytest.mark.parametrize("side", ["source", "destination"])
 def test_no_kernel_reads_or_writes_host_memory(
-    double: Double, rng: SeededRandom, side: str
+    double: PackDouble, rng: SeededRandom, side: str
 ) -> None:
     """Registered or not: what is not would end the context of the whole process."""
     memory, target, regions = random_regions(rng, 16)
@@ -170,7 +170,7 @@ def test_no_kernel_reads_or_writes_host_memory(
     assert not double.launches
 
 
-def test_large_regions_go_by_the_copy_engine(double: Double) -> None:
+def test_large_regions_go_by_the_copy_engine(double: PackDouble) -> None:
     memory, target = np.full(4 * ENGINE_BYTES, 7, np.uint8), np.zeros(4 * ENGINE_BYTES, np.uint8)
     starts = np.array([0, 2 * ENGINE_BYTES])
     double.copy(memory, target, np.stack((starts, starts, np.full(2, ENGINE_BYTES))))
@@ -178,7 +178,7 @@ def test_large_regions_go_by_the_copy_engine(double: Double) -> None:
     assert not double.launches
 
 
-def test_what_a_kernel_refuses_is_an_error_of_the_transport(double: Double) -> None:
+def test_what_a_kernel_refuses_is_an_error_of_the_transport(double: PackDouble) -> None:
     def refuse(tiles: int, num_tiles: int, stream: int) -> None:
         raise RuntimeError("CUDA_ERROR_NOT_FOUND")
 

@@ -13,7 +13,7 @@ from proxy.routing.admission import Admission
 from proxy.routing.router import Busy, NoInstance
 
 
-class Room:
+class Places:
     """So many places for each model."""
 
     def __init__(self, **places: int) -> None:
@@ -37,7 +37,7 @@ async def settle() -> None:
 
 
 async def test_who_finds_room_does_not_wait() -> None:
-    admission, room, ends = Admission(9, 9, 9.0), Room(m=1), Ends()
+    admission, room, ends = Admission(9, 9, 9.0), Places(m=1), Ends()
     assert await admission.enter("m", lambda: room.take("m"), ends) == "m"
     assert (admission.num_running, admission.num_queued) == (1, 0)
     ends.close()
@@ -45,7 +45,7 @@ async def test_who_finds_room_does_not_wait() -> None:
 
 
 async def test_first_come_first_served() -> None:
-    admission, room = Admission(9, 9, 9.0), Room(m=0)
+    admission, room = Admission(9, 9, 9.0), Places(m=0)
     waiting = []
     for name in "abc":
         enter = admission.enter("m", partial(room.take, "m", name), Ends())
@@ -61,7 +61,7 @@ async def test_first_come_first_served() -> None:
 
 
 async def test_one_wake_serves_as_many_as_there_is_room_for() -> None:
-    admission, room = Admission(9, 9, 9.0), Room(m=0)
+    admission, room = Admission(9, 9, 9.0), Places(m=0)
     waiting = [
         asyncio.ensure_future(admission.enter("m", lambda: room.take("m"), Ends()))
         for _ in range(4)
@@ -77,7 +77,7 @@ async def test_one_wake_serves_as_many_as_there_is_room_for() -> None:
 
 
 async def test_a_busy_model_does_not_hold_up_another() -> None:
-    admission, room = Admission(9, 9, 9.0), Room(busy=0, free=1)
+    admission, room = Admission(9, 9, 9.0), Places(busy=0, free=1)
     waiting = asyncio.ensure_future(admission.enter("busy", lambda: room.take("busy"), Ends()))
     await settle()
     assert await admission.enter("free", lambda: room.take("free"), Ends()) == "free"
@@ -86,7 +86,7 @@ async def test_a_busy_model_does_not_hold_up_another() -> None:
 
 
 async def test_the_whole_proxy_has_a_limit_too() -> None:
-    admission, room, ends = Admission(1, 9, 9.0), Room(m=5), Ends()
+    admission, room, ends = Admission(1, 9, 9.0), Places(m=5), Ends()
     await admission.enter("m", lambda: room.take("m"), ends)
     second = asyncio.ensure_future(admission.enter("m", lambda: room.take("m"), Ends()))
     await settle()
@@ -97,7 +97,7 @@ async def test_the_whole_proxy_has_a_limit_too() -> None:
 
 @pytest.mark.parametrize(("max_queued", "code"), [(0, "queue_full"), (1, "queue_timeout")])
 async def test_both_ends_of_patience_are_429(max_queued: int, code: str) -> None:
-    admission, room = Admission(9, max_queued, 0.01), Room(m=0)
+    admission, room = Admission(9, max_queued, 0.01), Places(m=0)
     with pytest.raises(ProxyError) as caught:
         await admission.enter("m", lambda: room.take("m"), Ends())
     assert (caught.value.status, caught.value.code) == (429, code)
@@ -106,7 +106,7 @@ async def test_both_ends_of_patience_are_429(max_queued: int, code: str) -> None
 
 
 async def test_who_waits_for_what_is_gone_is_told() -> None:
-    admission, room = Admission(9, 9, 9.0), Room(m=0)
+    admission, room = Admission(9, 9, 9.0), Places(m=0)
     waiting = asyncio.ensure_future(admission.enter("m", lambda: room.take("m"), Ends()))
     await settle()
     del room.places["m"]
@@ -116,7 +116,7 @@ async def test_who_waits_for_what_is_gone_is_told() -> None:
 
 
 async def test_a_waiter_that_leaves_hands_on_its_turn() -> None:
-    admission, room = Admission(9, 9, 9.0), Room(m=0)
+    admission, room = Admission(9, 9, 9.0), Places(m=0)
     first, second = (
         asyncio.ensure_future(admission.enter("m", lambda: room.take("m"), Ends()))
         for _ in range(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from proxy.fleet.breaker import Breaker
 from proxy.fleet.instances import Role
-from tests.rigs.routing import NOW, Fleet
+from tests.rigs.routing import NOW, RoutingFleet
 
 
 def tripped() -> Breaker:
@@ -61,7 +61,7 @@ def test_an_answer_that_begins_well_is_trusted_until_it_breaks() -> None:
 
 
 def test_each_role_of_an_instance_has_its_own() -> None:
-    fleet = Fleet()
+    fleet = RoutingFleet()
     one, other = fleet.add("PD"), fleet.add("PD")
     for _ in range(5):
         one.breakers[Role.PREFILL].fail(NOW)
@@ -71,7 +71,7 @@ def test_each_role_of_an_instance_has_its_own() -> None:
 
 
 def test_a_leg_that_decides_and_is_cancelled_frees_the_place() -> None:
-    fleet = Fleet()
+    fleet = RoutingFleet()
     instance = fleet.add("P")
     for _ in range(5):
         instance.breakers[Role.PREFILL].fail(NOW - 31.0)

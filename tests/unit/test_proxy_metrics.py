@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.observe.metrics import Metrics
 from proxy.observe.request_log import RequestRecord
-from tests.rigs.routing import NOW, Fleet
+from tests.rigs.routing import NOW, RoutingFleet
 
 # One a line: name, type, labels.
 GOLDEN = """
@@ -42,7 +42,7 @@ def shown(metrics: Metrics) -> dict[str, tuple[str, set[str]]]:
 
 
 def test_the_names_types_and_labels_stay() -> None:
-    fleet = Fleet()
+    fleet = RoutingFleet()
     fleet.add("PD")
     metrics = Metrics(fleet.registry.instances, lambda: NOW)
     for counter, labels in (
@@ -58,7 +58,7 @@ def test_the_names_types_and_labels_stay() -> None:
 
 def test_no_label_grows_with_what_clients_send() -> None:
     """10,000 models and ids make no more series than one."""
-    metrics = Metrics(Fleet().registry.instances, lambda: NOW)
+    metrics = Metrics(RoutingFleet().registry.instances, lambda: NOW)
     sizes = []
     for number in range(10_000):
         record = RequestRecord("/v1/completions", f"client {number}", lambda: NOW, NOW)

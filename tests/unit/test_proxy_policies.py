@@ -16,7 +16,7 @@ from proxy.openai import payload
 from proxy.openai.prompt import BLOCK_BYTES, Prompt, read_prompt
 from proxy.routing.policies import POLICIES, Policy
 from proxy.routing.prefix_tree import PrefixTree
-from tests.rigs.routing import Fleet
+from tests.rigs.routing import RoutingFleet
 from tests.support import SeededRandom
 
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
@@ -26,7 +26,7 @@ def policy(name: str) -> Policy:
     return POLICIES[name](random.Random(1), PrefixTree[Instance](1000))
 
 
-def loaded(fleet: Fleet, *loads: int) -> list[Instance]:
+def loaded(fleet: RoutingFleet, *loads: int) -> list[Instance]:
     """Return decode instances with so many tokens in flight, in the order that policies get."""
     instances = [fleet.add("D") for _ in loads]
     for instance, load in zip(instances, loads, strict=True):
@@ -39,7 +39,7 @@ def text(words: str, num_blocks: int = 1) -> bytes:
 
 
 def test_least_loaded_counts_tokens_and_not_requests() -> None:
-    fleet = Fleet()
+    fleet = RoutingFleet()
     fleet.add("P")
     decodes = [fleet.add("D") for _ in range(2)]
     fleet.registry.take_leg(decodes[0], Role.DECODE, 1000)
@@ -49,7 +49,7 @@ def test_least_loaded_counts_tokens_and_not_requests() -> None:
 
 
 def test_round_robin_takes_turns_whatever_the_load() -> None:
-    fleet = Fleet(decode_policy="round_robin")
+    fleet = RoutingFleet(decode_policy="round_robin")
     fleet.add("P")
     instances = loaded(fleet, 500, 1, 30)
     chosen: Counter[Instance] = Counter()
@@ -61,21 +61,21 @@ def test_round_robin_takes_turns_whatever_the_load() -> None:
 
 
 def test_random_reaches_all() -> None:
-    instances = loaded(Fleet(), 5, 1, 3)
+    instances = loaded(RoutingFleet(), 5, 1, 3)
     assert {policy("random").choose(instances, Prompt()) for _ in range(50)} <= set(instances)
     one = policy("random")
     assert {one.choose(instances, Prompt()) for _ in range(100)} == set(instances)
 
 
 def test_power_of_two_never_takes_the_most_loaded() -> None:
-    instances = loaded(Fleet(), 5, 1, 3, 9)
+    instances = loaded(RoutingFleet(), 5, 1, 3, 9)
     one = policy("power_of_two")
     assert {one.choose(instances, Prompt()) for _ in range(100)} == set(instances[:3])
     assert one.choose(instances[:1], Prompt()) is instances[0]
 
 
 def test_prefix_aware_goes_where_the_prompt_is_until_that_costs_more() -> None:
-    fleet = Fleet()
+    fleet = RoutingFleet()
     idle, holder = loaded(fleet, 10, 100)
     one = policy("prefix_aware")
     prompt = Prompt(text=text("shared ", 8))
@@ -87,7 +87,7 @@ def test_prefix_aware_goes_where_the_prompt_is_until_that_costs_more() -> None:
 
 
 def test_a_session_stays_and_only_the_share_of_a_leaver_moves() -> None:
-    instances = loaded(Fleet(), 0, 0, 0, 0)
+    instances = loaded(RoutingFleet(), 0, 0, 0, 0)
     one = policy("session_affinity")
     sessions = [Prompt(session=f"s{number}") for number in range(200)]
     before = {prompt: one.choose(instances, prompt) for prompt in sessions}
@@ -97,7 +97,7 @@ def test_a_session_stays_and_only_the_share_of_a_leaver_moves() -> None:
 
 
 def test_a_session_leaves_an_overloaded_instance_and_none_takes_the_least_loaded() -> None:
-    fleet = Fleet()
+    fleet = RoutingFleet()
     instances = loaded(fleet, 0, 0, 0)
     one = policy("session_affinity")
     home = one.choose(instances, Prompt(session="s"))
@@ -107,7 +107,7 @@ def test_a_session_leaves_an_overloaded_instance_and_none_takes_the_least_loaded
 
 
 def test_both_roles_have_a_policy_of_their_own() -> None:
-    fleet = Fleet(prefill_policy="session_affinity", decode_policy="round_robin")
+    fleet = RoutingFleet(prefill_policy="session_affinity", decode_policy="round_robin")
     for kind in "PPPDDD":
         fleet.add(kind)
     pairs = set()
@@ -121,14 +121,14 @@ def test_both_roles_have_a_policy_of_their_own() -> None:
 
 @pytest.mark.parametrize(("num_blocks", "is_alone"), [(1, True), (2, True), (4, False)])
 def test_a_short_prompt_needs_no_prefill(num_blocks: int, is_alone: bool) -> None:
-    fleet = Fleet(bypass_tokens=200)
+    fleet = RoutingFleet(bypass_tokens=200)
     fleet.add("P")
     fleet.add("D")
     assert (fleet.pair(Prompt(text=text("x", num_blocks))).prefill is None) is is_alone
 
 
 def test_a_prompt_that_decode_holds_needs_no_prefill() -> None:
-    fleet = Fleet(bypass_tokens=200)
+    fleet = RoutingFleet(bypass_tokens=200)
     fleet.add("P")
     decodes = [fleet.add("D") for _ in range(3)]
     prompt = Prompt(text=text("long ", 20))
@@ -142,7 +142,7 @@ def test_a_prompt_that_decode_holds_needs_no_prefill() -> None:
 
 
 def test_without_a_limit_every_prompt_has_its_prefill() -> None:
-    fleet = Fleet()
+    fleet = RoutingFleet()
     fleet.add("P")
     fleet.add("D")
     for _ in range(2):
@@ -151,7 +151,7 @@ def test_without_a_limit_every_prompt_has_its_prefill() -> None:
 
 
 def test_what_prefill_must_still_compute_is_its_load() -> None:
-    fleet = Fleet(prefill_policy="prefix_aware")
+    fleet = RoutingFleet(prefill_policy="prefix_aware")
     fleet.add("P")
     fleet.add("D")
     prompt = Prompt(text=text("shared ", 8))
@@ -161,7 +161,7 @@ def test_what_prefill_must_still_compute_is_its_load() -> None:
 
 
 def test_a_new_incarnation_holds_nothing() -> None:
-    fleet = Fleet(prefill_policy="prefix_aware")
+    fleet = RoutingFleet(prefill_policy="prefix_aware")
     prefill = fleet.add("P", epoch=1)
     fleet.add("D")
     prompt = Prompt(text=text("shared ", 8))
@@ -173,7 +173,7 @@ def test_a_new_incarnation_holds_nothing() -> None:
 
 @pytest.mark.parametrize("policy_name", POLICIES)
 def test_any_policy_serves_any_fleet(policy_name: str, rng: SeededRandom) -> None:
-    fleet = Fleet(prefill_policy=policy_name, decode_policy=policy_name)
+    fleet = RoutingFleet(prefill_policy=policy_name, decode_policy=policy_name)
     instances = [fleet.add(rng.choice(["P", "D", "PD"])) for _ in range(9)] + [fleet.add("PD")]
     for number in range(300):
         shared = text(f"shared {number % 5}", 3)
@@ -226,5 +226,5 @@ def test_the_exercise_in_the_book_works(monkeypatch: pytest.MonkeyPatch) -> None
     space: dict[str, Any] = {}
     exec(compile(exercise, "CONTRIBUTING.md", "exec"), space)
     added = next(c for c in space.values() if isinstance(c, type) and c.__base__ is Policy)
-    instances = loaded(Fleet(), 3, 1, 2)
+    instances = loaded(RoutingFleet(), 3, 1, 2)
     assert added(random.Random(1), PrefixTree(10)).choose(instances, Prompt()) in instances

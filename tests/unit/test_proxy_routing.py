@@ -9,12 +9,12 @@ import pytest
 from p2p_engine.wire.messages import PROTOCOL_VERSION
 from proxy.fleet.instances import Instance, Role
 from proxy.openai.prompt import Prompt
-from tests.rigs.routing import NOW, Fleet
+from tests.rigs.routing import NOW, RoutingFleet
 from tests.support import SeededRandom
 
 
 def test_the_least_loaded_of_each_role_is_chosen() -> None:
-    fleet = Fleet()
+    fleet = RoutingFleet()
     prefills = [fleet.add("P") for _ in range(3)]
     decodes = [fleet.add("D") for _ in range(3)]
     for instance, load in zip(prefills + decodes, [2, 1, 3, 1, 2, 0], strict=True):
@@ -24,7 +24,7 @@ def test_the_least_loaded_of_each_role_is_chosen() -> None:
 
 
 def test_equal_loads_take_turns() -> None:
-    fleet = Fleet()
+    fleet = RoutingFleet()
     for kind in "PPPDD":
         fleet.add(kind)
     chosen: Counter[Instance] = Counter()
@@ -37,7 +37,7 @@ def test_equal_loads_take_turns() -> None:
 
 def test_every_prefill_meets_every_decode() -> None:
     """Two of each must not end up as two fixed pairs."""
-    fleet = Fleet()
+    fleet = RoutingFleet()
     for kind in "PPDDD":
         fleet.add(kind)
     pairs = set()
@@ -49,7 +49,7 @@ def test_every_prefill_meets_every_decode() -> None:
 
 
 def test_one_who_joins_late_is_not_flooded() -> None:
-    fleet = Fleet()
+    fleet = RoutingFleet()
     fleet.add("P")
     old = fleet.add("D")
     for _ in range(100):
@@ -64,7 +64,7 @@ def test_one_who_joins_late_is_not_flooded() -> None:
 
 
 def test_instances_of_both_roles_share_the_decodes() -> None:
-    fleet = Fleet()
+    fleet = RoutingFleet()
     both = [fleet.add("PD") for _ in range(2)]
     for _ in range(10):
         prefill, decode = fleet.choose()
@@ -83,21 +83,21 @@ def test_instances_of_both_roles_share_the_decodes() -> None:
     ],
 )
 def test_the_missing_role_is_named(kinds: str, missing: list[Role]) -> None:
-    fleet = Fleet()
+    fleet = RoutingFleet()
     for kind in kinds:
         fleet.add(kind)
     assert fleet.missing() == missing
 
 
 def test_the_silent_and_the_unready_are_missing() -> None:
-    fleet = Fleet()
+    fleet = RoutingFleet()
     fleet.add("P").expires.clear()
     fleet.add("D").record_unreachable()
     assert fleet.missing() == [Role.PREFILL, Role.DECODE]
 
 
 def test_ours_and_old_ones_are_never_paired() -> None:
-    fleet = Fleet()
+    fleet = RoutingFleet()
     ours = fleet.add("P")
     fleet.add("D", protocol=None)
     assert fleet.missing() == list(Role)
@@ -111,7 +111,7 @@ def test_ours_and_old_ones_are_never_paired() -> None:
 
 
 def test_a_pair_has_one_model_and_it_is_the_one_asked_for() -> None:
-    fleet = Fleet()
+    fleet = RoutingFleet()
     pairs = {m: (fleet.add("P", model=m), fleet.add("D", model=m)) for m in ("a", "b")}
     for model, pair in pairs.items():
         for _ in range(5):
@@ -121,7 +121,7 @@ def test_a_pair_has_one_model_and_it_is_the_one_asked_for() -> None:
 
 
 def test_a_model_whose_decode_is_gone_is_not_served_by_another() -> None:
-    fleet = Fleet()
+    fleet = RoutingFleet()
     fleet.add("P", model="a")
     fleet.add("P", model="b")
     fleet.add("D", model="b")
@@ -130,7 +130,7 @@ def test_a_model_whose_decode_is_gone_is_not_served_by_another() -> None:
 
 def test_any_fleet_gives_a_pair_that_fits_or_says_why_not(rng: SeededRandom) -> None:
     for _ in range(300):
-        fleet = Fleet()
+        fleet = RoutingFleet()
         for _ in range(rng.randint(0, 8)):
             protocol, model = rng.choice([None, PROTOCOL_VERSION]), rng.choice(["a", "b"])
             instance = fleet.add(rng.choice(["P", "D", "PD"]), protocol=protocol, model=model)
@@ -154,7 +154,7 @@ def test_any_fleet_gives_a_pair_that_fits_or_says_why_not(rng: SeededRandom) -> 
 
 
 def test_one_that_was_added_without_its_model_serves_whatever_is_asked_for() -> None:
-    fleet = Fleet()
+    fleet = RoutingFleet()
     prefill = fleet.add("P", model="a")
     decode, _ = fleet.registry.add("h:9", [Role.DECODE], NOW)
     decode.record_answer(200)

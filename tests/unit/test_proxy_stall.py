@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from proxy.http.deadlines import Deadlines
 from proxy.http.stall import StallWatch
+from tests.doubles.clock import Clock
 from tests.rigs.proxies import until
-
-
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 async def test_an_absence_is_told_once_and_a_late_look_is_none() -> None:

@@ -19,7 +19,7 @@ LEASE = 60.0
 NUM_KEYS = 2_000
 
 
-class World:
+class PullsWorld:
     """A peer that answers nothing, and many keys that are awaited from it."""
 
     def __init__(self, *, pull: bool) -> None:
@@ -57,7 +57,7 @@ class World:
 
 @pytest.mark.parametrize("pull", [True, False])
 def test_what_is_not_answered_is_asked_for_four_times_in_a_lease(pull: bool) -> None:
-    world = World(pull=pull)
+    world = PullsWorld(pull=pull)
     assert world.said.total() == NUM_KEYS * pull
     assert world.run(LEASE).total() <= 8 * NUM_KEYS
     for _ in range(4):  # so often at least: what was lost is said again long before a lease ends
@@ -67,7 +67,7 @@ def test_what_is_not_answered_is_asked_for_four_times_in_a_lease(pull: bool) -> 
 
 
 def test_a_peer_that_is_met_again_is_asked_at_once() -> None:
-    world = World(pull=True)
+    world = PullsWorld(pull=True)
     world.run(LEASE)
     world.said.clear()
     world.awaited.link_ready(world.link)

@@ -14,7 +14,7 @@ from p2p_engine.errors import PeerUnreachable
 REFRESH_SECONDS = 30.0
 
 
-class FakeSockets:
+class SocketsDouble:
     def __init__(self) -> None:
         self.dropped_frames = 0
         self.sent: list[tuple[str, bytes]] = []
@@ -28,7 +28,7 @@ class FakeSockets:
         self.hung_up.append(address)
 
 
-class Scene:
+class ReachScene:
     """A reach whose names are resolved when the test says so."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Scene:
         self.refused: list[tuple[str, str]] = []
         self.unresolved: list[tuple[str, str]] = []
         self.ended: list[str] = []
-        self.sockets = FakeSockets()
+        self.sockets = SocketsDouble()
         self.reach = Reach(
             cast("Resolver", self), REFRESH_SECONDS, lambda: self.now,
             lambda route, frame: self.heard.append((route.address, frame)),
@@ -59,12 +59,12 @@ class Scene:
 
 
 @pytest.fixture
-def scene() -> Scene:
-    return Scene()
+def scene() -> ReachScene:
+    return ReachScene()
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:5", "[::1]:5", "no address"])
-def test_what_is_no_name_goes_straight_to_the_sockets(scene: Scene, address: str) -> None:
+def test_what_is_no_name_goes_straight_to_the_sockets(scene: ReachScene, address: str) -> None:
     scene.say(address)
     assert scene.sockets.sent == [(address, b"x")]
     scene.reach.hang_up(address)
@@ -72,7 +72,7 @@ def test_what_is_no_name_goes_straight_to_the_sockets(scene: Scene, address: str
     assert not scene.asked
 
 
-def test_frames_wait_for_the_name_and_answers_bear_it(scene: Scene) -> None:
+def test_frames_wait_for_the_name_and_answers_bear_it(scene: ReachScene) -> None:
     for frame in (b"a", b"a", b"b"):
         scene.say("peer:5", frame)
     assert [host for host, _ in scene.asked] == ["peer"]
@@ -85,7 +85,7 @@ def test_frames_wait_for_the_name_and_answers_bear_it(scene: Scene) -> None:
     assert ("peer:5", "no key") in scene.refused
 
 
-def test_frames_that_wait_are_bounded(scene: Scene) -> None:
+def test_frames_that_wait_are_bounded(scene: ReachScene) -> None:
     for number in range(MAX_FRAMES + 3):
         scene.say("peer:5", bytes([number]))
     assert scene.sockets.dropped_frames == 3
@@ -96,7 +96,7 @@ def test_frames_that_wait_are_bounded(scene: Scene) -> None:
     assert len(scene.asked) == 1
 
 
-def test_a_name_in_use_is_looked_up_again_and_followed(scene: Scene) -> None:
+def test_a_name_in_use_is_looked_up_again_and_followed(scene: ReachScene) -> None:
     scene.say("proxy:5")
     scene.answer(("10.0.0.1",))
     scene.now += REFRESH_SECONDS
@@ -116,7 +116,7 @@ def test_a_name_in_use_is_looked_up_again_and_followed(scene: Scene) -> None:
 
 
 def test_whoever_goes_by_a_name_is_told_when_its_connection_was_another_one_s_to_close(
-    scene: Scene,
+    scene: ReachScene,
 ) -> None:
     for name in ("a:5", "b:5"):
         scene.say(name)
@@ -131,7 +131,7 @@ def test_whoever_goes_by_a_name_is_told_when_its_connection_was_another_one_s_to
     assert scene.ended == ["a:5", "b:5"]
 
 
-def test_two_names_of_one_address_share_a_connection(scene: Scene) -> None:
+def test_two_names_of_one_address_share_a_connection(scene: ReachScene) -> None:
     for name in ("one:5", "two:5"):
         scene.say(name)
         scene.answer(("10.0.0.1",))
@@ -143,14 +143,14 @@ def test_two_names_of_one_address_share_a_connection(scene: Scene) -> None:
     assert scene.sockets.hung_up == ["10.0.0.1:5"]
 
 
-def test_who_hangs_up_before_the_answer_hears_no_more(scene: Scene) -> None:
+def test_who_hangs_up_before_the_answer_hears_no_more(scene: ReachScene) -> None:
     scene.say("peer:5")
     scene.reach.hang_up("peer:5")
     scene.answer(("10.0.0.1",))
     assert not scene.sockets.sent
 
 
-def test_a_new_dial_looks_the_name_up_anew(scene: Scene) -> None:
+def test_a_new_dial_looks_the_name_up_anew(scene: ReachScene) -> None:
     scene.say("peer:5")
     scene.answer(("10.0.0.1",))
     scene.reach.hang_up("peer:5")
@@ -159,7 +159,7 @@ def test_a_new_dial_looks_the_name_up_anew(scene: Scene) -> None:
     assert scene.sockets.sent[-1] == ("10.0.0.2:5", b"y")
 
 
-def test_names_that_nothing_is_said_to_are_forgotten(scene: Scene) -> None:
+def test_names_that_nothing_is_said_to_are_forgotten(scene: ReachScene) -> None:
     """Whoever names many hosts fills no memory."""
     for number in range(100):
         scene.say(f"peer-{number}:5")
@@ -171,7 +171,7 @@ def test_names_that_nothing_is_said_to_are_forgotten(scene: Scene) -> None:
     assert len(scene.sockets.hung_up) == 100
 
 
-def test_a_route_back_is_the_sockets_affair(scene: Scene) -> None:
+def test_a_route_back_is_the_sockets_affair(scene: ReachScene) -> None:
     route = Route(identity=b"session")
     assert scene.reach.send(route, b"x")
     scene.reach.hear(route, b"y")

@@ -28,7 +28,7 @@ def content(number: int) -> ContentKey:
     return TransferKey(f"request-{number}"), b"binding"
 
 
-class FakeLinks:
+class LinksDouble:
     """Links that are there at once; `said` are the contents of each RENEW."""
 
     def __init__(self) -> None:
@@ -55,12 +55,12 @@ class FakeLinks:
         return [contents for _, contents in said]
 
 
-class World:
+class RenewalsWorld:
     """A clock, links, and renewals that tell them."""
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.links = FakeLinks()
+        self.links = LinksDouble()
         self.failed: list[tuple[TransferKey, P2pError]] = []
         self.here: set[ContentKey] = set()
         self.renewals = Renewals(
@@ -78,11 +78,13 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> RenewalsWorld:
+    return RenewalsWorld()
 
 
-def test_new_contents_are_told_at_once_and_all_of_them_four_times_in_a_lease(world: World) -> None:
+def test_new_contents_are_told_at_once_and_all_of_them_four_times_in_a_lease(
+    world: RenewalsWorld,
+) -> None:
     world.renewals.keep(content(1), PEER)
     assert world.advance(0.125) == [[content(1)]]
     world.renewals.keep(content(2), PEER)
@@ -90,13 +92,13 @@ def test_new_contents_are_told_at_once_and_all_of_them_four_times_in_a_lease(wor
     assert world.advance(8) == [[content(1), content(2)]] * 4
 
 
-def test_a_peer_with_a_shorter_lease_is_told_more_often(world: World) -> None:
+def test_a_peer_with_a_shorter_lease_is_told_more_often(world: RenewalsWorld) -> None:
     world.renewals.keep(content(1), PEER)
     world.links.get(PEER, data=False).lease = 2
     assert len(world.advance(8)) == 16
 
 
-def test_what_is_dropped_is_told_no_more(world: World) -> None:
+def test_what_is_dropped_is_told_no_more(world: RenewalsWorld) -> None:
     for number in (1, 2):
         world.renewals.keep(content(number), PEER)
     world.renewals.drop(content(1))
@@ -107,7 +109,7 @@ def test_what_is_dropped_is_told_no_more(world: World) -> None:
     assert not world.renewals.is_kept(content(2))
 
 
-def test_what_has_no_peer_is_kept_here(world: World) -> None:
+def test_what_has_no_peer_is_kept_here(world: RenewalsWorld) -> None:
     world.renewals.keep(content(1), None)
     assert world.renewals.is_kept(content(1))
     assert world.renewals.is_kept((content(1)[0], b""))
@@ -115,7 +117,7 @@ def test_what_has_no_peer_is_kept_here(world: World) -> None:
     assert world.advance(50) == []
 
 
-def test_nothing_is_kept_for_longer_than_max_renewal_seconds(world: World) -> None:
+def test_nothing_is_kept_for_longer_than_max_renewal_seconds(world: RenewalsWorld) -> None:
     world.renewals.keep(content(1), PEER)
     world.advance(60)
     world.renewals.keep(content(2), PEER)
@@ -126,7 +128,7 @@ def test_nothing_is_kept_for_longer_than_max_renewal_seconds(world: World) -> No
     assert world.advance(50) == []
 
 
-def test_who_is_not_connected_is_told_when_it_is(world: World) -> None:
+def test_who_is_not_connected_is_told_when_it_is(world: RenewalsWorld) -> None:
     world.links.is_ready = False
     world.renewals.keep(content(1), PEER)
     assert world.advance(5) == []
@@ -136,7 +138,7 @@ def test_who_is_not_connected_is_told_when_it_is(world: World) -> None:
     assert world.advance(0.125) == [[content(1)]]
 
 
-def test_a_lost_link_is_dialled_again_long_before_a_lease_ends(world: World) -> None:
+def test_a_lost_link_is_dialled_again_long_before_a_lease_ends(world: RenewalsWorld) -> None:
     world.renewals.keep(content(1), PEER)
     world.advance(0.125)
     link = world.links.links.pop(PEER)
@@ -146,7 +148,7 @@ def test_a_lost_link_is_dialled_again_long_before_a_lease_ends(world: World) -> 
     assert PEER in world.links.links
 
 
-def test_what_a_peer_does_not_have_fails_once_and_is_remembered(world: World) -> None:
+def test_what_a_peer_does_not_have_fails_once_and_is_remembered(world: RenewalsWorld) -> None:
     world.renewals.keep(content(1), PEER)
     world.advance(1)
     error = TransferRejected("it was aborted")
@@ -159,7 +161,7 @@ def test_what_a_peer_does_not_have_fails_once_and_is_remembered(world: World) ->
     assert world.renewals.is_kept(content(1))  # so that its tombstone stands
 
 
-def test_a_restarted_peer_has_lost_what_its_last_start_had(world: World) -> None:
+def test_a_restarted_peer_has_lost_what_its_last_start_had(world: RenewalsWorld) -> None:
     """But for what is here, and for what it may have been asked for since."""
     world.here = {content(2)}
     for number in (1, 2):
@@ -177,13 +179,13 @@ def test_a_restarted_peer_has_lost_what_its_last_start_had(world: World) -> None
     assert world.advance(0.125) == [[content(2), content(3)]]
 
 
-def test_an_address_that_is_none_keeps_nothing(world: World) -> None:
+def test_an_address_that_is_none_keeps_nothing(world: RenewalsWorld) -> None:
     with pytest.raises(PeerUnreachable):
         world.renewals.keep(content(1), PeerAddress("nowhere"))
     assert not world.renewals.is_kept(content(1))
 
 
-def test_thousands_of_contents_are_some_messages(world: World) -> None:
+def test_thousands_of_contents_are_some_messages(world: RenewalsWorld) -> None:
     for number in range(10_000):
         world.renewals.keep(content(number), PEER)
     first = world.advance(0.125)
@@ -201,7 +203,7 @@ def test_messages_are_as_many_as_long_names_need() -> None:
         assert len(encode(Renew((1 << 63) - 1, (1 << 63) - 1, contents))) <= MAX_FRAME_BYTES
 
 
-def test_a_round_costs_nothing_between_its_times(world: World) -> None:
+def test_a_round_costs_nothing_between_its_times(world: RenewalsWorld) -> None:
     world.renewals.keep(content(1), PEER)
     world.advance(0.125)
     world.renewals._duties = cast("Any", None)  # nobody looks at it before the round is due

@@ -27,7 +27,7 @@ from tests.support import eventually
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-class Scene:
+class ResolverScene:
     """A loop with names, whose look-ups end when the test says so."""
 
     def __init__(self) -> None:
@@ -71,8 +71,8 @@ class Scene:
 
 
 @pytest.fixture
-def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    made = Scene()
+def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[ResolverScene]:
+    made = ResolverScene()
     monkeypatch.setattr(names, "look_up", made.look_up)
     yield made
     made.close()
@@ -80,12 +80,12 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "::1", "fe80::1%eth0"])
-def test_an_address_needs_no_look_up(scene: Scene, host: str) -> None:
+def test_an_address_needs_no_look_up(scene: ResolverScene, host: str) -> None:
     scene.ask(host)
     assert scene.told == [(host, (host,))]
 
 
-def test_all_who_ask_for_a_name_are_told_by_one_look_up(scene: Scene) -> None:
+def test_all_who_ask_for_a_name_are_told_by_one_look_up(scene: ResolverScene) -> None:
     for _ in range(3):
         scene.ask("a")
     assert scene.told == []
@@ -94,7 +94,7 @@ def test_all_who_ask_for_a_name_are_told_by_one_look_up(scene: Scene) -> None:
     assert scene.asked == []
 
 
-def test_an_answer_is_good_for_a_short_time(scene: Scene) -> None:
+def test_an_answer_is_good_for_a_short_time(scene: ResolverScene) -> None:
     scene.ask("a")
     scene.answer("a", ("10.0.0.1",))
     scene.ask("a")
@@ -105,7 +105,7 @@ def test_an_answer_is_good_for_a_short_time(scene: Scene) -> None:
     assert scene.told[-1] == ("a", ("10.0.0.2",))
 
 
-def test_a_failure_is_remembered_and_then_tried_again(scene: Scene) -> None:
+def test_a_failure_is_remembered_and_then_tried_again(scene: ResolverScene) -> None:
     scene.ask("a")
     scene.answer("a", error := PeerUnreachable("no such name"))
     scene.ask("a")
@@ -116,7 +116,7 @@ def test_a_failure_is_remembered_and_then_tried_again(scene: Scene) -> None:
     assert scene.told[-1] == ("a", ("10.0.0.1",))
 
 
-def test_who_waits_too_long_is_told_so_and_the_thread_goes_on(scene: Scene) -> None:
+def test_who_waits_too_long_is_told_so_and_the_thread_goes_on(scene: ResolverScene) -> None:
     scene.ask("a")
     scene.pass_time(4.4)
     assert scene.told == []
@@ -132,7 +132,7 @@ def test_who_waits_too_long_is_told_so_and_the_thread_goes_on(scene: Scene) -> N
     assert scene.told[-1] == ("a", ("10.0.0.1",))
 
 
-def test_bad_names_leave_threads_to_names_that_were_resolved_before(scene: Scene) -> None:
+def test_bad_names_leave_threads_to_names_that_were_resolved_before(scene: ResolverScene) -> None:
     known = [f"known {number}" for number in range(4)]
     for name in known:
         scene.ask(name)
@@ -162,7 +162,7 @@ def test_bad_names_leave_threads_to_names_that_were_resolved_before(scene: Scene
     assert scene.told[-1] == ("after the flood", ("10.0.0.3",))
 
 
-def resolved(scene: Scene, prefix: str, num: int) -> list[str]:
+def resolved(scene: ResolverScene, prefix: str, num: int) -> list[str]:
     """Names that were resolved, and whose answers are not good any more."""
     names = [f"{prefix} {number}" for number in range(num)]
     for name in names:
@@ -173,7 +173,7 @@ def resolved(scene: Scene, prefix: str, num: int) -> list[str]:
     return names
 
 
-def test_a_known_name_that_hangs_is_told_by_its_last_answer(scene: Scene) -> None:
+def test_a_known_name_that_hangs_is_told_by_its_last_answer(scene: ResolverScene) -> None:
     resolved(scene, "a", 1)
     scene.ask("a 0")
     scene.pass_time(SLOW_SECONDS * 0.9)
@@ -194,7 +194,7 @@ def test_a_known_name_that_hangs_is_told_by_its_last_answer(scene: Scene) -> Non
     assert isinstance(scene.told[-1][1], PeerUnreachable)  # a server has said so
 
 
-def test_known_names_that_hang_leave_threads_to_all_others(scene: Scene) -> None:
+def test_known_names_that_hang_leave_threads_to_all_others(scene: ResolverScene) -> None:
     """More of them than any kind of name has threads."""
     bad = resolved(scene, "bad", 2 * MAX_LOOKUPS[LookupKind.SWIFT])
     (good,) = resolved(scene, "good", 1)
@@ -213,7 +213,7 @@ def test_known_names_that_hang_leave_threads_to_all_others(scene: Scene) -> None
     assert {answer for _, answer in scene.told[:-2]} == {("10.0.0.1",)}
 
 
-def test_names_that_were_slow_the_last_time_have_few_threads(scene: Scene) -> None:
+def test_names_that_were_slow_the_last_time_have_few_threads(scene: ResolverScene) -> None:
     slow = resolved(scene, "slow", MAX_LOOKUPS[LookupKind.SWIFT])
     for name in slow:
         scene.ask(name)
@@ -234,7 +234,7 @@ def test_names_that_were_slow_the_last_time_have_few_threads(scene: Scene) -> No
         assert scene.names._known.get(name) is not None
 
 
-def test_there_are_never_more_threads_than_a_bound(scene: Scene) -> None:
+def test_there_are_never_more_threads_than_a_bound(scene: ResolverScene) -> None:
     names = resolved(scene, "bad", 2 * MAX_THREADS)
     for start in range(0, len(names), MAX_LOOKUPS[LookupKind.SWIFT]):
         for name in names[start : start + MAX_LOOKUPS[LookupKind.SWIFT]]:
@@ -246,7 +246,7 @@ def test_there_are_never_more_threads_than_a_bound(scene: Scene) -> None:
 
 
 def test_a_thread_that_cannot_be_had_is_a_failure(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
+    scene: ResolverScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -258,7 +258,7 @@ def test_a_thread_that_cannot_be_had_is_a_failure(
     assert "can't start new thread" in str(error)
 
 
-def test_nobody_is_told_after_the_end(scene: Scene) -> None:
+def test_nobody_is_told_after_the_end(scene: ResolverScene) -> None:
     scene.ask("a")
     eventually(lambda: scene.asked)
     scene.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -25,8 +24,8 @@ from p2p_engine.wire.messages import (
     TransferKey,
     Want,
     Welcome,
-    decode,
 )
+from tests.doubles.control import ControlDouble
 
 US, SESSION, OTHER = 1, 2, 3
 ADDRESS = "127.0.0.1:5"
@@ -34,26 +33,12 @@ HERE, THERE = Route(identity=b"here"), Route(identity=b"there")
 CONFIG = EngineConfig(peer_timeout_seconds=8)
 
 
-class FakeControl:
-    """Keeps what is sent; a connection in `ended` takes nothing any more."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[Route, AnyMessage]] = []
-        self.ended: set[Route] = set()
-
-    def send(self, route: Route, frame: bytes, over: Callable[[], None] = lambda: None) -> None:
-        if route in self.ended:
-            over()
-        else:
-            self.sent.append((route, decode(frame)))
-
-
-class Scene(SessionListener):
+class SessionsScene(SessionListener):
     """Sessions with one session, which came over HERE."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.control = FakeControl()
+        self.control = ControlDouble()
         self.lost: list[int] = []
         self.over: list[int] = []
         self.used: set[int] = set()
@@ -92,13 +77,13 @@ class Scene(SessionListener):
 
 
 @pytest.fixture
-def scene() -> Scene:
-    return Scene()
+def scene() -> SessionsScene:
+    return SessionsScene()
 
 
 @pytest.mark.parametrize("address", [ADDRESS, "127.0.0.1:6"])
 def test_an_epoch_that_somebody_has_read_takes_no_living_session_s_place(
-    scene: Scene, address: str
+    scene: SessionsScene, address: str
 ) -> None:
     scene.greet(THERE, SESSION, address)
     assert scene.said() == [(HERE, Ping)]
@@ -111,7 +96,9 @@ def test_an_epoch_that_somebody_has_read_takes_no_living_session_s_place(
     assert scene.lost == scene.over == []
 
 
-def test_a_session_that_greets_by_another_connection_too_says_so_and_moves(scene: Scene) -> None:
+def test_a_session_that_greets_by_another_connection_too_says_so_and_moves(
+    scene: SessionsScene,
+) -> None:
     """It dials us by two of our addresses; nothing that is open with it ends."""
     scene.greet(THERE, SESSION, number=8)
     ((_, ping),) = scene.control.sent
@@ -126,7 +113,7 @@ def test_a_session_that_greets_by_another_connection_too_says_so_and_moves(scene
 
 
 def test_a_session_that_greets_by_another_connection_too_is_not_refused_by_an_older_answer(
-    scene: Scene,
+    scene: SessionsScene,
 ) -> None:
     """Its PONG of a PING before that HELLO says nothing of it."""
     scene.greet(THERE, SESSION, number=8)
@@ -139,7 +126,7 @@ def test_a_session_that_greets_by_another_connection_too_is_not_refused_by_an_ol
     assert scene.said() == [(THERE, Welcome)]
 
 
-def test_a_session_whose_connection_has_ended_comes_back_at_once(scene: Scene) -> None:
+def test_a_session_whose_connection_has_ended_comes_back_at_once(scene: SessionsScene) -> None:
     scene.control.ended.add(HERE)
     scene.greet(THERE, SESSION)
     assert scene.said() == [(THERE, Welcome)]
@@ -147,14 +134,14 @@ def test_a_session_whose_connection_has_ended_comes_back_at_once(scene: Scene) -
     assert scene.lost == scene.over == []
 
 
-def test_a_hello_without_a_number_is_nobody_s_own(scene: Scene) -> None:
+def test_a_hello_without_a_number_is_nobody_s_own(scene: SessionsScene) -> None:
     scene.greet(THERE, SESSION, number=0)
     scene.said()
     scene.hear(HERE, Pong(SESSION, US, 0))
     assert scene.said() == [(THERE, Refuse)]
 
 
-def test_a_session_does_not_vouch_for_another_engine(scene: Scene) -> None:
+def test_a_session_does_not_vouch_for_another_engine(scene: SessionsScene) -> None:
     scene.greet(THERE, OTHER, number=9)
     assert scene.said() == [(HERE, Ping)]
     scene.hear(HERE, Pong(SESSION, US, 9))
@@ -163,7 +150,7 @@ def test_a_session_does_not_vouch_for_another_engine(scene: Scene) -> None:
 
 
 def test_who_greets_under_the_epoch_of_a_silent_session_waits_until_that_is_forgotten(
-    scene: Scene,
+    scene: SessionsScene,
 ) -> None:
     scene.greet(THERE, SESSION)
     scene.now += CONFIG.peer_timeout_seconds
@@ -177,12 +164,12 @@ def test_who_greets_under_the_epoch_of_a_silent_session_waits_until_that_is_forg
 # Rest
 
 
-def pass_time(scene: Scene, seconds: float) -> None:
+def pass_time(scene: SessionsScene, seconds: float) -> None:
     scene.now += seconds
     scene.sessions.tick()
 
 
-def test_a_session_of_which_nothing_is_open_may_be_silent_for_long(scene: Scene) -> None:
+def test_a_session_of_which_nothing_is_open_may_be_silent_for_long(scene: SessionsScene) -> None:
     for _ in range(5):
         for _ in range(int(SESSION_REST_SECONDS) // 2 - 1):
             pass_time(scene, 2.0)
@@ -198,7 +185,9 @@ def test_a_session_of_which_nothing_is_open_may_be_silent_for_long(scene: Scene)
     assert scene.lost == [SESSION]
 
 
-def test_a_session_of_which_something_is_open_is_asked_and_lost_in_time(scene: Scene) -> None:
+def test_a_session_of_which_something_is_open_is_asked_and_lost_in_time(
+    scene: SessionsScene,
+) -> None:
     pass_time(scene, 30.0)
     scene.hear(HERE, Want(SESSION, US, TransferKey("a"), b""))
     scene.used.add(SESSION)
@@ -214,7 +203,7 @@ def test_a_session_of_which_something_is_open_is_asked_and_lost_in_time(scene: S
 
 
 def test_a_session_whose_connection_has_ended_is_lost_in_time_and_not_spoken_to(
-    scene: Scene,
+    scene: SessionsScene,
 ) -> None:
     pass_time(scene, 30.0)
     scene.sessions.connection_ended(HERE)
@@ -226,7 +215,7 @@ def test_a_session_whose_connection_has_ended_is_lost_in_time_and_not_spoken_to(
 
 
 def test_a_session_whose_connection_had_ended_before_its_hello_was_read_is_lost_in_time(
-    scene: Scene,
+    scene: SessionsScene,
 ) -> None:
     """Nothing tells of its end any more, but that it cannot be answered."""
     pass_time(scene, 50.0)
@@ -239,7 +228,9 @@ def test_a_session_whose_connection_had_ended_before_its_hello_was_read_is_lost_
     assert set(scene.lost) == {OTHER, SESSION}
 
 
-def test_a_session_that_comes_back_by_another_connection_is_no_lost_one(scene: Scene) -> None:
+def test_a_session_that_comes_back_by_another_connection_is_no_lost_one(
+    scene: SessionsScene,
+) -> None:
     scene.sessions.connection_ended(HERE)
     scene.control.ended.add(HERE)
     pass_time(scene, 2.0)
@@ -249,7 +240,7 @@ def test_a_session_that_comes_back_by_another_connection_is_no_lost_one(scene: S
     assert (scene.lost, scene.said()) == ([], [(THERE, Welcome)])
 
 
-def test_a_resting_session_that_is_challenged_has_its_time_to_answer(scene: Scene) -> None:
+def test_a_resting_session_that_is_challenged_has_its_time_to_answer(scene: SessionsScene) -> None:
     pass_time(scene, 50.0)
     scene.greet(THERE, OTHER)
     for _ in range(3):

@@ -31,7 +31,7 @@ CONFIG = {"kv_connector": "P2pNcclConnector", "kv_role": "kv_both"}
 @pytest.mark.parametrize("receives", [True, False])
 @pytest.mark.parametrize("transport", ["nccl", "cuda_ipc"])
 def test_it_is_what_an_engine_takes_at_start(transport: str, receives: bool) -> None:
-    """Counted by the stand-in for CUDA, byte by byte."""
+    """Counted by the double of CUDA, byte by byte."""
     config = settings(transport, kv_buffer_size=9 * MIB + 1)
     free = Cuda(DOUBLE.path).memory()[0]
     with P2pNcclEngine(config, receives=receives):

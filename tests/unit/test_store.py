@@ -21,7 +21,7 @@ from p2p_engine.receive.ledger import LandingState
 from p2p_engine.receive.store import MAX_EMPTY_LANDINGS, MAX_EMPTY_LANDINGS_IN_ALL
 from p2p_engine.transports.base import Transport
 from p2p_engine.wire.messages import Cancelled, Manifest, Offer, TransferKey, decode
-from tests.doubles.world import MAX_BLOCKS, PEER, SETTINGS, SimJob, World, right_block
+from tests.doubles.world import MAX_BLOCKS, PEER, SETTINGS, World, WorldJob, right_block
 
 KEY = TransferKey("request-1")
 SETTINGS_OF_4_KIB = dataclasses.replace(
@@ -105,7 +105,7 @@ def test_what_comes_twice_is_freed_when_it_has_landed(shm: World) -> None:
     assert [item.transfer.error for item in shm.sendings] == [None, None]
 
 
-def run_jobs_but(world: World, spared: SimJob) -> None:
+def run_jobs_but(world: World, spared: WorldJob) -> None:
     for _ in range(3):
         for job in [job for job in world.jobs if job is not spared]:
             world.move(job, 1 << 20)
@@ -515,11 +515,11 @@ def test_discarded_key_is_refused(world: World) -> None:
     assert "aborted" in str(world.sendings[0].transfer.error)
 
 
-def write_jobs(world: World) -> list[SimJob]:
+def write_jobs(world: World) -> list[WorldJob]:
     return [job for job in world.jobs if job.kind == "write"]
 
 
-def land(world: World, job: SimJob) -> None:
+def land(world: World, job: WorldJob) -> None:
     """Let one chunk's bytes move and arrive; what it leads to does not move yet."""
     world.move(job, 1 << 20)
     if world.transport.receiver_writes:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from scripts.structure import circles, imports_of, layer_of, measure, repeated_classes, unit_of
+from scripts.structure import (
+    circles,
+    imports_of,
+    layer_of,
+    measure,
+    parsed,
+    repeated_classes,
+    unit_of,
+)
 
 
 def test_a_circle_is_found_and_a_chain_is_none() -> None:
@@ -33,6 +41,6 @@ def test_a_class_name_that_stands_twice_is_found() -> None:
 
 
 def test_everything_is_measured() -> None:
-    measured = measure()
+    measured = measure(parsed())
     assert measured["circles"] == 0
     assert all(measured[name] > 10 for name in ("units", "layers", "edges", "readme_words"))

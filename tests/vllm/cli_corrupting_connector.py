@@ -19,8 +19,8 @@ HEAD_SIZE = 64  # of the tiny model
 logger = logging.getLogger(__name__)
 
 
-class P2pNcclConnector(connector.P2pNcclConnector):
-    """Loaded by `kv_connector_module_path`, which asks for this name."""
+class CorruptingConnector(connector.P2pNcclConnector):
+    """Strikes once, when the first KV has landed."""
 
     _caches: dict[str, torch.Tensor]
     _first_blocks: dict[str, int]
@@ -55,3 +55,6 @@ class P2pNcclConnector(connector.P2pNcclConnector):
             index = int((values[:HEAD_SIZE].abs() < 2).nonzero()[0])
             values[index : index + 1].view(torch.uint8)[3] ^= 0x40
             logger.warning("one byte was changed: block=%d value=%d", block_id, index)
+
+
+P2pNcclConnector = CorruptingConnector  # the name that `kv_connector_module_path` asks for

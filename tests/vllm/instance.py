@@ -39,7 +39,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from tests.vllm.toy_model import BLOCK, ToyModel
+from tests.doubles.model import BLOCK, ModelDouble
 
 HOST = "127.0.0.1"
 TOKENS_PER_STEP = 4 * BLOCK
@@ -58,7 +58,7 @@ def distributed_environment(folder: Path) -> Iterator[None]:
     cleanup_dist_env_and_memory()
 
 
-class Instance:
+class VllmInstance:
     """One instance; step it until what is waited for has happened."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Instance:
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
         self.num_computed_tokens: dict[str, int] = {}  # by the model, for each request
         self._requests: dict[str, Request] = {}
-        self._model = ToyModel(num_blocks)
+        self._model = ModelDouble(num_blocks)
         transfer = {
             "kv_connector": CONNECTOR,
             "kv_role": kv_role,

@@ -105,7 +105,7 @@ class Asked:
         return f"{type(self.said).__name__} {code}".strip()
 
 
-class Load:
+class VllmLoad:
     """Asks without a pause, several at a time, the same questions again and again; compares."""
 
     def __init__(

@@ -28,7 +28,7 @@ from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
 from tests.compat.workload import Answer, Question
 from tests.support import eventually
 from tests.vllm.leaving import check_at_rest, leave_at_each_stage
-from tests.vllm.load import ENVIRONMENT, Asked, Load, answers_of_one, questions_for
+from tests.vllm.load import ENVIRONMENT, Asked, VllmLoad, answers_of_one, questions_for
 from tests.vllm.observing import by_label
 from tests.vllm.other_models import ensure_model
 
@@ -123,7 +123,7 @@ class Restarts:
         for role in (MemberRole.PREFILL, MemberRole.DECODE):
             self._members[role] = [self._start(role, which, send_type) for which in (0, 1)]
         self._fleet.wait_ready(timeout=BOOT_SECONDS)
-        load = Load(proxy.url, questions, expected, concurrency=NUM_CLIENTS)
+        load = VllmLoad(proxy.url, questions, expected, concurrency=NUM_CLIENTS)
         try:
             for number in turns[::2]:
                 if time.monotonic() < deadline:
@@ -144,7 +144,7 @@ class Restarts:
             config = {EXTRA: SETTINGS, "kv_load_failure_policy": POLICIES[which]}
         return self._fleet.start(role, transfer_config=config, successor_of=successor_of)
 
-    def _play(self, turns: Sequence[Turn], load: Load) -> None:
+    def _play(self, turns: Sequence[Turn], load: VllmLoad) -> None:
         """One after the other ends; both successors boot at the same time."""
         load.wait_for(NUM_BEFORE, BOOT_SECONDS)
         before = load.take()
@@ -160,7 +160,7 @@ class Restarts:
         eventually(all_served, 60, "the successors serve")
         self._judge(ended, [*before, *load.take()])
 
-    def _end(self, turn: Turn, load: Load) -> Ended:
+    def _end(self, turn: Turn, load: VllmLoad) -> Ended:
         victim = self._members[turn.role][turn.which]
         num_open, began_at = load.num_open, time.monotonic()
         (self._fleet.kill if turn.is_killed else self._fleet.stop)(victim)

@@ -28,7 +28,7 @@ from p2p_engine.cli.members import Member
 from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
 from tests.compat.workload import Answer, Question
 from tests.vllm.evidence import evidence_in
-from tests.vllm.load import CONCURRENCY, ENVIRONMENT, Load, answers_of_one, questions_for
+from tests.vllm.load import CONCURRENCY, ENVIRONMENT, VllmLoad, answers_of_one, questions_for
 from tests.vllm.other_models import ensure_model
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "stalls.jsonl"
@@ -91,7 +91,7 @@ def stacks(pid: int) -> str:
 class Watcher:
     """Notices that nothing ends, and writes down once a standstill what every thread is at."""
 
-    def __init__(self, load: Load, members: Sequence[Member], folder: Path) -> None:
+    def __init__(self, load: VllmLoad, members: Sequence[Member], folder: Path) -> None:
         """Start to watch."""
         self._load = load
         self._members = list(members)
@@ -190,7 +190,7 @@ def ask(
     log_dir: Path,
 ) -> dict[str, Any]:
     """Ask until enough is answered, watched; what came of it."""
-    load = Load(url, questions, expected, concurrency=CONCURRENCY)
+    load = VllmLoad(url, questions, expected, concurrency=CONCURRENCY)
     watcher = Watcher(load, members, log_dir)
     late = ""
     try:

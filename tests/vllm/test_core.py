@@ -33,7 +33,7 @@ pytestmark = [marks.vllm_core, pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True)
-class Servers:
+class SideBySide:
     """One of each, side by side."""
 
     fleet: Fleet
@@ -56,7 +56,7 @@ class Servers:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SideBySide]:
     fleet = Fleet(
         ensure_tiny_model(),
         vllm_args=(*VLLM_ARGS, "--max-num-batched-tokens=256"),  # long prompts leave in chunks
@@ -70,7 +70,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
             fleet.start(role) for role in (MemberRole.SINGLE, MemberRole.PREFILL, MemberRole.DECODE)
         ]
         fleet.wait_ready(timeout=BOOT_SECONDS)
-        yield Servers(fleet, *members)
+        yield SideBySide(fleet, *members)
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +79,12 @@ def questions() -> list[Question]:
 
 
 @pytest.fixture(scope="module")
-def expected(servers: Servers, questions: list[Question]) -> list[Answer]:
+def expected(servers: SideBySide, questions: list[Question]) -> list[Answer]:
     return ask_all(servers.single.url, questions, concurrency=4)
 
 
 def test_every_token_comes_from_transferred_kv(
-    servers: Servers, questions: list[Question], expected: list[Answer]
+    servers: SideBySide, questions: list[Question], expected: list[Answer]
 ) -> None:
     before = prompt_tokens(servers.decode)
     assert ask_all(servers.proxy_url, questions, concurrency=4) == expected
@@ -95,7 +95,7 @@ def test_every_token_comes_from_transferred_kv(
 
 
 def test_prompts_that_both_sides_know_give_the_same_tokens(
-    servers: Servers, questions: list[Question], expected: list[Answer]
+    servers: SideBySide, questions: list[Question], expected: list[Answer]
 ) -> None:
     before = prompt_tokens(servers.decode)
     assert ask_all(servers.proxy_url, questions, concurrency=4) == expected
@@ -104,7 +104,7 @@ def test_prompts_that_both_sides_know_give_the_same_tokens(
     assert tokens["local_compute"] == sum(question.num_lone_tokens for question in questions)
 
 
-def test_an_id_of_the_old_scheme_is_enough(servers: Servers) -> None:
+def test_an_id_of_the_old_scheme_is_enough(servers: SideBySide) -> None:
     for question in mixed_questions(str(ensure_tiny_model()), SEED + 1):
         before = prompt_tokens(servers.decode)
         answer = _ask_both(servers, question, servers.request_id)
@@ -113,7 +113,7 @@ def test_an_id_of_the_old_scheme_is_enough(servers: Servers) -> None:
         assert tokens["local_compute"] == question.num_lone_tokens
 
 
-def test_both_legs_may_be_sent_at_once(servers: Servers) -> None:
+def test_both_legs_may_be_sent_at_once(servers: SideBySide) -> None:
     questions = mixed_questions(str(ensure_tiny_model()), SEED + 2)
     before = prompt_tokens(servers.decode)
     with ThreadPoolExecutor(1) as pool:
@@ -127,7 +127,7 @@ def test_both_legs_may_be_sent_at_once(servers: Servers) -> None:
     _assert_nothing_left(servers)
 
 
-def test_a_seed_gives_the_same_samples(servers: Servers) -> None:
+def test_a_seed_gives_the_same_samples(servers: SideBySide) -> None:
     [question, *_] = mixed_questions(str(ensure_tiny_model()), SEED + 6)[2:]
     sampled = _with(question, temperature=1.0, seed=SEED, n=2)
     answer = ask(servers.proxy_url, sampled)
@@ -136,13 +136,13 @@ def test_a_seed_gives_the_same_samples(servers: Servers) -> None:
 
 
 def test_a_request_without_transfer_data_is_computed_locally(
-    servers: Servers, questions: list[Question], expected: list[Answer]
+    servers: SideBySide, questions: list[Question], expected: list[Answer]
 ) -> None:
     for member in (servers.prefill, servers.decode):
         assert ask_all(member.url, questions, concurrency=4) == expected
 
 
-def test_kv_that_never_comes_fails_the_one_request_by_its_deadline(servers: Servers) -> None:
+def test_kv_that_never_comes_fails_the_one_request_by_its_deadline(servers: SideBySide) -> None:
     [question, *_] = mixed_questions(str(ensure_tiny_model()), SEED + 3)[3:]
     params = {
         "do_remote_prefill": True,
@@ -158,7 +158,7 @@ def test_kv_that_never_comes_fails_the_one_request_by_its_deadline(servers: Serv
     assert answer == ask(servers.single.url, question)
 
 
-def test_a_replayed_id_never_swaps_kv(servers: Servers) -> None:
+def test_a_replayed_id_never_swaps_kv(servers: SideBySide) -> None:
     """The same id for different prompts: an error, or the right tokens, never another's."""
     asked = mixed_questions(str(ensure_tiny_model()), SEED + 4)[3:7]
     request_id = servers.request_id
@@ -170,7 +170,7 @@ def test_a_replayed_id_never_swaps_kv(servers: Servers) -> None:
     assert fresh == ask(servers.single.url, asked[0])
 
 
-def test_no_client_can_end_an_instance(servers: Servers) -> None:
+def test_no_client_can_end_an_instance(servers: SideBySide) -> None:
     source = random.Random(SEED)
     [question, *_] = mixed_questions(str(ensure_tiny_model()), SEED + 5)[2:]
     expected = ask(servers.single.url, question)
@@ -225,14 +225,14 @@ def _prefill_leg(question: Question) -> Question:
     return _with(question, max_tokens=1, stream=False)
 
 
-def _ask_both(servers: Servers, question: Question, request_id: str) -> Answer:
+def _ask_both(servers: SideBySide, question: Question, request_id: str) -> Answer:
     """As an old proxy does: only the header, prefill first."""
     headers = {"X-Request-Id": request_id}
     ask(servers.prefill.url, _prefill_leg(question), headers)
     return ask(servers.decode.url, question, headers)
 
 
-def _try_both(servers: Servers, question: Question, request_id: str) -> Answer | None:
+def _try_both(servers: SideBySide, question: Question, request_id: str) -> Answer | None:
     try:
         return _ask_both(servers, question, request_id)
     except urllib.error.HTTPError as error:
@@ -245,7 +245,7 @@ def _with(question: Question, **changes: Any) -> Question:
     return Question(question.path, body, question.num_prompts)
 
 
-def _assert_nothing_left(servers: Servers) -> None:
+def _assert_nothing_left(servers: SideBySide) -> None:
     for member in (servers.prefill, servers.decode):
         eventually(lambda member=member: holds_nothing(member), 30, member.name)  # type: ignore[misc]
     assert by_label(servers.decode, "vllm:p2p_landed_bytes", "place")["buffer"] > 0

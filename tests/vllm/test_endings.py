@@ -31,7 +31,7 @@ pytestmark = [marks.vllm, marks.slow, pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True)
-class Pair:
+class MemberPair:
     """One of each, asked directly."""
 
     prefill: Member
@@ -45,7 +45,7 @@ class Pair:
 @pytest.fixture(scope="module", params=["PUT_ASYNC", "GET"])
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Pair]:
+) -> Iterator[MemberPair]:
     fleet = Fleet(
         ensure_tiny_model(),
         send_type=request.param,
@@ -57,10 +57,10 @@ def pair(
     with fleet:
         members = [fleet.start(role) for role in (MemberRole.PREFILL, MemberRole.DECODE)]
         fleet.wait_ready(timeout=BOOT_SECONDS)
-        yield Pair(*members)
+        yield MemberPair(*members)
 
 
-def check_serving(pair: Pair, seed: int) -> None:
+def check_serving(pair: MemberPair, seed: int) -> None:
     """Both answer a fresh request with transferred KV, and hold nothing afterwards."""
     question, request_id = question_of(200, seed), pair.new_request_id()
     before = prompt_tokens(pair.decode)
@@ -71,13 +71,13 @@ def check_serving(pair: Pair, seed: int) -> None:
         assert num_requests(member) == 0
 
 
-def ask_both(pair: Pair, question: Question, request_id: str) -> Answer:
+def ask_both(pair: MemberPair, question: Question, request_id: str) -> Answer:
     headers = {"X-Request-Id": request_id}
     ask(pair.prefill.url, Question(question.path, {**question.body, "max_tokens": 1}), headers)
     return ask(pair.decode.url, question, headers)
 
 
-def test_decode_client_that_leaves_while_its_kv_is_awaited(pair: Pair) -> None:
+def test_decode_client_that_leaves_while_its_kv_is_awaited(pair: MemberPair) -> None:
     connection = leave_early(pair.decode, question_of(300, 1), pair.new_request_id())
     eventually(lambda: num_requests(pair.decode) == 1, 30)
     connection.close()
@@ -85,7 +85,7 @@ def test_decode_client_that_leaves_while_its_kv_is_awaited(pair: Pair) -> None:
     check_serving(pair, 2)
 
 
-def test_prefill_client_that_leaves_costs_decode_a_recompute_at_once(pair: Pair) -> None:
+def test_prefill_client_that_leaves_costs_decode_a_recompute_at_once(pair: MemberPair) -> None:
     """Decode is told: it does not wait for the transfer's deadline."""
     question, request_id = question_of(1900, 3), pair.new_request_id()
     with ThreadPoolExecutor(1) as pool:
@@ -97,7 +97,7 @@ def test_prefill_client_that_leaves_costs_decode_a_recompute_at_once(pair: Pair)
     check_serving(pair, 4)
 
 
-def test_kv_that_never_comes_is_computed_after_the_deadline(pair: Pair) -> None:
+def test_kv_that_never_comes_is_computed_after_the_deadline(pair: MemberPair) -> None:
     question = question_of(300, 5)
     before = prompt_tokens(pair.decode)
     answer = ask(pair.decode.url, question, {"X-Request-Id": pair.new_request_id()})
@@ -107,7 +107,7 @@ def test_kv_that_never_comes_is_computed_after_the_deadline(pair: Pair) -> None:
     check_serving(pair, 6)
 
 
-def test_kv_that_nobody_asks_for_ends_with_its_lease(pair: Pair) -> None:
+def test_kv_that_nobody_asks_for_ends_with_its_lease(pair: MemberPair) -> None:
     headers = {"X-Request-Id": pair.new_request_id()}
     ask(pair.prefill.url, question_of(300, 7, max_tokens=1), headers)
 

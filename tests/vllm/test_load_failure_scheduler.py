@@ -20,16 +20,16 @@ from vllm.v1.request import RequestStatus
 
 from p2p_engine.cli.ports import PortPlan
 from p2p_engine.cli.tiny_model import ensure_tiny_model
+from tests.doubles.model import BLOCK
 from tests.support import SeededRandom
 from tests.upstream.raising import HookCalled, raising
 from tests.vllm.instance import (
     CONNECTOR,
     HOST,
     TOKENS_PER_STEP,
-    Instance,
+    VllmInstance,
     distributed_environment,
 )
-from tests.vllm.toy_model import BLOCK
 
 pytestmark = pytest.mark.timeout(120)
 PROMPT_TOKENS = 2 * TOKENS_PER_STEP + BLOCK + 3
@@ -42,11 +42,11 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @dataclass
-class Pair:
+class VllmPair:
     """A prefill and a decode instance, and what they were asked."""
 
-    prefill: Instance
-    decode: Instance
+    prefill: VllmInstance
+    decode: VllmInstance
     rng: SeededRandom
 
     def prompt(self) -> list[int]:
@@ -103,26 +103,28 @@ class Pair:
         assert not self.decode.wrong_cached_blocks()
 
 
-MakePair = Callable[..., Pair]  # (failure policy, timeout in seconds)
+MakePair = Callable[..., VllmPair]  # (failure policy, timeout in seconds)
 
 
 @pytest.fixture
 def make_pair(rng: SeededRandom) -> Iterator[MakePair]:
     """Make the pair for one policy; whatever was made is closed in the end."""
     model = ensure_tiny_model()
-    made: list[Instance] = []
+    made: list[VllmInstance] = []
     with PortPlan(HOST) as ports:
 
-        def instance(kv_role: str, policy: str, timeout: float) -> Instance:
+        def instance(kv_role: str, policy: str, timeout: float) -> VllmInstance:
             extra = {"transfer_timeout_seconds": timeout}
             made.append(
-                Instance(model, kv_role, ports.take(), failure_policy=policy, extra_config=extra)
+                VllmInstance(
+                    model, kv_role, ports.take(), failure_policy=policy, extra_config=extra
+                )
             )
             return made[-1]
 
-        def pair(policy: str, timeout: float = 60.0) -> Pair:
+        def pair(policy: str, timeout: float = 60.0) -> VllmPair:
             prefill = instance("kv_producer", policy, timeout)
-            return Pair(prefill, instance("kv_consumer", policy, timeout), rng)
+            return VllmPair(prefill, instance("kv_consumer", policy, timeout), rng)
 
         yield pair
         for each in made:

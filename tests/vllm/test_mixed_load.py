@@ -30,7 +30,7 @@ pytestmark = [marks.vllm, marks.slow, pytest.mark.timeout(1800)]
 
 
 @dataclass(frozen=True)
-class Scenario:
+class MixedLoad:
     """One fleet; `late` are started when half of the requests have been answered."""
 
     send_type: str = "PUT_ASYNC"
@@ -55,23 +55,23 @@ SIDE_BY_SIDE = (
     "--no-scheduler-reserve-full-isl",
 )
 SCENARIOS = {
-    "put_async": Scenario(),
-    "put": Scenario("PUT"),
-    "get": Scenario("GET"),
-    "put_async_tcp": Scenario(extra={"transports": "tcp"}),
-    "get_tcp": Scenario("GET", extra={"transports": "tcp"}),
-    "chunked": Scenario(prefill_args=("--max-num-batched-tokens=256",)),
-    "few_prefill_blocks": Scenario(prefill_args=(*FEW_BLOCKS, *SIDE_BY_SIDE)),
-    "few_decode_blocks": Scenario(decode_args=FEW_BLOCKS, recomputes=True),
-    "buffer_and_pool": Scenario(extra=SMALL_BUFFER),
-    "1p3d": Scenario(decode=2, late=(MemberRole.DECODE,)),
-    "3p1d": Scenario(prefill=2, late=(MemberRole.PREFILL,)),
-    "tp2": Scenario(tp_size=2),
+    "put_async": MixedLoad(),
+    "put": MixedLoad("PUT"),
+    "get": MixedLoad("GET"),
+    "put_async_tcp": MixedLoad(extra={"transports": "tcp"}),
+    "get_tcp": MixedLoad("GET", extra={"transports": "tcp"}),
+    "chunked": MixedLoad(prefill_args=("--max-num-batched-tokens=256",)),
+    "few_prefill_blocks": MixedLoad(prefill_args=(*FEW_BLOCKS, *SIDE_BY_SIDE)),
+    "few_decode_blocks": MixedLoad(decode_args=FEW_BLOCKS, recomputes=True),
+    "buffer_and_pool": MixedLoad(extra=SMALL_BUFFER),
+    "1p3d": MixedLoad(decode=2, late=(MemberRole.DECODE,)),
+    "3p1d": MixedLoad(prefill=2, late=(MemberRole.PREFILL,)),
+    "tp2": MixedLoad(tp_size=2),
 }
 
 
 @pytest.fixture(params=SCENARIOS)
-def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Scenario, Fleet]]:
+def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[MixedLoad, Fleet]]:
     scenario = SCENARIOS[request.param]
     with _fleet(scenario, tmp_path) as fleet:
         fleet.start_proxy()
@@ -84,7 +84,7 @@ def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Sc
 
 
 def test_every_token_is_right_and_nothing_is_left(
-    running: tuple[Scenario, Fleet],
+    running: tuple[MixedLoad, Fleet],
     load: list[Question],
     answers_alone: Callable[[int], list[Answer]],
 ) -> None:
@@ -103,7 +103,7 @@ def test_every_token_is_right_and_nothing_is_left(
     assert answers == answers_alone(scenario.tp_size)
 
 
-def _check_pressure(scenario: Scenario, fleet: Fleet) -> None:
+def _check_pressure(scenario: MixedLoad, fleet: Fleet) -> None:
     """The scenario was what its name says."""
     landed = landed_bytes(decodes(fleet.instances))
     assert landed.total() > 0
@@ -117,7 +117,7 @@ def _check_pressure(scenario: Scenario, fleet: Fleet) -> None:
         assert by_label(member, "vllm:prompt_tokens", "")[""] > 0, f"{member.name} served nothing"
 
 
-def _fleet(scenario: Scenario, log_dir: Path) -> Fleet:
+def _fleet(scenario: MixedLoad, log_dir: Path) -> Fleet:
     return Fleet(
         ensure_tiny_model(),
         tp_size=scenario.tp_size,

@@ -29,7 +29,7 @@ from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
 from tests.compat.workload import Answer, Question, ask_all
 from tests.support import SeededRandom
 from tests.vllm import sibling_connector
-from tests.vllm.instance import HOST, Instance, distributed_environment
+from tests.vllm.instance import HOST, VllmInstance, distributed_environment
 from tests.vllm.load import CONCURRENCY, ENVIRONMENT, check_nothing_held, check_transferred
 
 PLACES = pytest.mark.parametrize("is_first", [True, False], ids=["ours first", "ours last"])
@@ -47,12 +47,12 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def instance(kv_role: str, kv_port: int, kind: str, *, is_first: bool) -> Instance:
+def instance(kv_role: str, kv_port: int, kind: str, *, is_first: bool) -> VllmInstance:
     beside = [sibling(kind, kv_role=kv_role)]
-    return Instance(ensure_tiny_model(), kv_role, kv_port, beside=beside, is_first=is_first)
+    return VllmInstance(ensure_tiny_model(), kv_role, kv_port, beside=beside, is_first=is_first)
 
 
-def step_while_idle(made: Instance) -> None:
+def step_while_idle(made: VllmInstance) -> None:
     """As vLLM's engine core before the first request: it steps as long as it is told to."""
     made.step_until(lambda: not made.scheduler.has_requests())
 
@@ -100,7 +100,7 @@ def test_one_that_answers_with_our_keys_is_refused(
     if kind == "P2pNcclConnector":
         beside["kv_connector_module_path"] = "tests.vllm.cli_corrupting_connector"
     with pytest.raises(ConfigError, match=f"{kind} beside P2pNcclConnector"):
-        Instance(ensure_tiny_model(), "kv_both", free_port, beside=[beside], is_first=is_first)
+        VllmInstance(ensure_tiny_model(), "kv_both", free_port, beside=[beside], is_first=is_first)
 
 
 def test_those_that_are_refused_are_known_by_their_names() -> None:

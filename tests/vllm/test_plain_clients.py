@@ -30,7 +30,7 @@ pytestmark = [marks.vllm, marks.slow, pytest.mark.timeout(1800)]
 
 
 @dataclass(frozen=True)
-class Servers:
+class TwoServers:
     """One prefill and one decode instance, asked directly."""
 
     transport: str
@@ -56,7 +56,7 @@ class Servers:
 
 
 @pytest.fixture(params=["shm", "tcp"])
-def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Servers]:
+def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TwoServers]:
     fleet = Fleet(
         ensure_tiny_model(),
         vllm_args=VLLM_ARGS,
@@ -67,11 +67,11 @@ def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Servers]
     with fleet:
         members = [fleet.start(role) for role in (MemberRole.PREFILL, MemberRole.DECODE)]
         fleet.wait_ready(timeout=BOOT_SECONDS)
-        yield Servers(request.param, *members)
+        yield TwoServers(request.param, *members)
 
 
 def test_the_header_alone_is_enough(
-    servers: Servers, load: list[Question], answers_alone: Callable[[], list[Answer]]
+    servers: TwoServers, load: list[Question], answers_alone: Callable[[], list[Answer]]
 ) -> None:
     """First some whose legs come at once, decode first, then the others prefill first."""
     members = [servers.prefill, servers.decode]

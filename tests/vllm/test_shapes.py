@@ -53,7 +53,7 @@ TOOL = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class RequestShape:
     """One request. Those of an error are refused alike; no KV of theirs is moved."""
 
     path: str
@@ -61,17 +61,17 @@ class Shape:
     status: int = 200
 
 
-def completion(prompt: Any = TEXT, status: int = 200, **more: Any) -> Shape:
+def completion(prompt: Any = TEXT, status: int = 200, **more: Any) -> RequestShape:
     """A completion of twelve tokens, unless it says otherwise."""
-    return Shape(COMPLETIONS, {"prompt": prompt, "max_tokens": 12, **more}, status)
+    return RequestShape(COMPLETIONS, {"prompt": prompt, "max_tokens": 12, **more}, status)
 
 
-def chat(messages: Any = None, status: int = 200, **more: Any) -> Shape:
+def chat(messages: Any = None, status: int = 200, **more: Any) -> RequestShape:
     """A chat of twelve tokens, unless it says otherwise."""
-    return Shape(CHAT, {"messages": messages or MESSAGES, "max_tokens": 12, **more}, status)
+    return RequestShape(CHAT, {"messages": messages or MESSAGES, "max_tokens": 12, **more}, status)
 
 
-SHAPES: dict[str, Shape] = {
+SHAPES: dict[str, RequestShape] = {
     "text": completion(),
     "token ids": completion(IDS),
     "one token": completion([17]),
@@ -90,7 +90,7 @@ SHAPES: dict[str, Shape] = {
     "stream of two choices": completion(IDS, **TWO, **WITH_USAGE),
     "max_tokens 1": completion(max_tokens=1),
     "max_tokens 1, stream": completion(max_tokens=1, **WITH_USAGE),
-    "no max_tokens": Shape(COMPLETIONS, {"prompt": "short"}),
+    "no max_tokens": RequestShape(COMPLETIONS, {"prompt": "short"}),
     "min_tokens": completion(min_tokens=12, max_tokens=20),
     "ignore_eos": completion(ignore_eos=True, max_tokens=40),
     "stop": completion(stop=["e", "a"]),
@@ -117,7 +117,9 @@ SHAPES: dict[str, Shape] = {
     "chat, unicode": chat([{"role": "user", "content": "Grüße, 世界 🌍"}]),
     "chat, stream": chat(**STREAM),
     "chat, stream with usage": chat(**WITH_USAGE),
-    "chat, max_completion_tokens": Shape(CHAT, {"messages": MESSAGES, "max_completion_tokens": 7}),
+    "chat, max_completion_tokens": RequestShape(
+        CHAT, {"messages": MESSAGES, "max_completion_tokens": 7}
+    ),
     "chat, max_tokens 1": chat(max_tokens=1),
     "chat, two choices": chat(**TWO),
     "chat, logprobs": chat(logprobs=True, top_logprobs=2),
@@ -133,13 +135,13 @@ SHAPES: dict[str, Shape] = {
     ),
     "best_of": completion(best_of=2, **TWO),
     "two greedy choices": completion(n=2, status=400),
-    "no prompt": Shape(COMPLETIONS, {"max_tokens": 4}, 400),
+    "no prompt": RequestShape(COMPLETIONS, {"max_tokens": 4}, 400),
     "a model that is not there": completion(model="another", status=404),
     "max_tokens below zero": completion(max_tokens=-1, status=400),
     "too long": completion(IDS * 20, status=400),
     "no temperature": completion(temperature=-1.0, status=400),
     "a suffix": completion(suffix="end", status=400),
-    "no messages": Shape(CHAT, {"messages": "hi", "max_tokens": 4}, 400),
+    "no messages": RequestShape(CHAT, {"messages": "hi", "max_tokens": 4}, 400),
     "an unknown role": chat([{"content": "hi"}], status=400),
 }
 
@@ -155,7 +157,7 @@ class Said:
     is_done: bool = False
 
 
-def ask(url: str, shape: Shape, model: str) -> Said:
+def ask(url: str, shape: RequestShape, model: str) -> Said:
     """Post one request."""
     body = {"model": model, "temperature": 0, **shape.body}
     request = urllib.request.Request(

@@ -39,7 +39,7 @@ COMPILED = ("--no-enforce-eager", '--compilation-config={"mode": 2, "backend": "
 
 
 @dataclass(frozen=True)
-class Member:
+class MemberShape:
     """What is told to one instance."""
 
     tp_size: int = 1
@@ -78,8 +78,8 @@ def _speculation(draft: str) -> str:
 class Scenario:
     """One fleet."""
 
-    prefill: Member
-    decodes: tuple[Member, ...]
+    prefill: MemberShape
+    decodes: tuple[MemberShape, ...]
     send_type: str = "PUT_ASYNC"
     transports: str = "shm,tcp"
     model: str = "llama"
@@ -97,29 +97,33 @@ class Scenario:
 
 
 SCENARIOS = {
-    "tp1_to_tp2": Scenario(Member(), (Member(2),)),
-    "tp2_to_tp1": Scenario(Member(2), (Member(),)),
-    "tp1_to_tp2_get": Scenario(Member(), (Member(2),), "GET"),
-    "tp2_to_tp1_tcp": Scenario(Member(2), (Member(),), transports="tcp"),
-    "blocks_32_to_64": Scenario(Member(), (Member(1, 64),)),
-    "blocks_64_to_32": Scenario(Member(1, 64), (Member(),)),
-    "tp1_blocks_32_to_tp2_blocks_64": Scenario(Member(), (Member(2, 64),)),
-    "tp1_to_tp1_and_tp2": Scenario(Member(), (Member(), Member(2))),
-    "windows": Scenario(Member(), (Member(),), model="gemma"),
-    "windows_tp1_to_tp2": Scenario(Member(), (Member(2),), model="gemma"),
-    "windows_tp2_to_tp1": Scenario(Member(2), (Member(),), model="gemma"),
-    "stages_to_one": Scenario(Member(pp_size=2), (Member(),)),
-    "one_to_stages": Scenario(Member(), (Member(pp_size=2),)),
-    "ranks_behind_one_address": Scenario(Member(dp_size=2), (Member(dp_size=2),)),
-    "draft_on_both": Scenario(Member(draft="llama"), (Member(draft="llama"),)),
-    "draft_on_both_tp1_to_tp2": Scenario(Member(draft="llama"), (Member(2, draft="llama"),)),
-    "draft_on_decode": Scenario(Member(), (Member(draft="llama"),)),
-    "draft_on_prefill_get": Scenario(Member(draft="llama"), (Member(),), "GET"),
-    "eagle_on_both_get": Scenario(Member(draft="eagle"), (Member(draft="eagle"),), "GET"),
-    "eagle_on_decode": Scenario(Member(), (Member(draft="eagle"),)),
-    "host_buffer": Scenario(Member(), (Member(),), is_on_device=True),
-    "host_buffer_get": Scenario(Member(2), (Member(1, 64),), "GET", is_on_device=True),
-    "few_blocks_on_prefill_get": Scenario(Member(num_blocks=FEW_BLOCKS), (Member(),), "GET"),
+    "tp1_to_tp2": Scenario(MemberShape(), (MemberShape(2),)),
+    "tp2_to_tp1": Scenario(MemberShape(2), (MemberShape(),)),
+    "tp1_to_tp2_get": Scenario(MemberShape(), (MemberShape(2),), "GET"),
+    "tp2_to_tp1_tcp": Scenario(MemberShape(2), (MemberShape(),), transports="tcp"),
+    "blocks_32_to_64": Scenario(MemberShape(), (MemberShape(1, 64),)),
+    "blocks_64_to_32": Scenario(MemberShape(1, 64), (MemberShape(),)),
+    "tp1_blocks_32_to_tp2_blocks_64": Scenario(MemberShape(), (MemberShape(2, 64),)),
+    "tp1_to_tp1_and_tp2": Scenario(MemberShape(), (MemberShape(), MemberShape(2))),
+    "windows": Scenario(MemberShape(), (MemberShape(),), model="gemma"),
+    "windows_tp1_to_tp2": Scenario(MemberShape(), (MemberShape(2),), model="gemma"),
+    "windows_tp2_to_tp1": Scenario(MemberShape(2), (MemberShape(),), model="gemma"),
+    "stages_to_one": Scenario(MemberShape(pp_size=2), (MemberShape(),)),
+    "one_to_stages": Scenario(MemberShape(), (MemberShape(pp_size=2),)),
+    "ranks_behind_one_address": Scenario(MemberShape(dp_size=2), (MemberShape(dp_size=2),)),
+    "draft_on_both": Scenario(MemberShape(draft="llama"), (MemberShape(draft="llama"),)),
+    "draft_on_both_tp1_to_tp2": Scenario(
+        MemberShape(draft="llama"), (MemberShape(2, draft="llama"),)
+    ),
+    "draft_on_decode": Scenario(MemberShape(), (MemberShape(draft="llama"),)),
+    "draft_on_prefill_get": Scenario(MemberShape(draft="llama"), (MemberShape(),), "GET"),
+    "eagle_on_both_get": Scenario(MemberShape(draft="eagle"), (MemberShape(draft="eagle"),), "GET"),
+    "eagle_on_decode": Scenario(MemberShape(), (MemberShape(draft="eagle"),)),
+    "host_buffer": Scenario(MemberShape(), (MemberShape(),), is_on_device=True),
+    "host_buffer_get": Scenario(MemberShape(2), (MemberShape(1, 64),), "GET", is_on_device=True),
+    "few_blocks_on_prefill_get": Scenario(
+        MemberShape(num_blocks=FEW_BLOCKS), (MemberShape(),), "GET"
+    ),
 }
 
 

@@ -40,7 +40,7 @@ def ports() -> Iterator[PortPlan]:
         yield plan
 
 
-class Router:
+class VllmRouter:
     """The process, and what its log says of the instances that it has found."""
 
     def __init__(self, command: str, ports: PortPlan, log_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_router_serves_the_same_tokens(
     tmp_path: Path,
 ) -> None:
     fleet = Fleet(ensure_tiny_model(), vllm_args=VLLM_ARGS, env=ENVIRONMENT, log_dir=tmp_path)
-    router = Router(router_command, ports, tmp_path / "router.log")
+    router = VllmRouter(router_command, ports, tmp_path / "router.log")
     with ExitStack() as stack:
         stack.callback(router.process.stop)
         stack.enter_context(fleet)

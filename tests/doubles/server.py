@@ -1,4 +1,4 @@
-"""MockVllm: a vLLM server as the proxy sees it, with heartbeats, a fault script and a memory.
+"""ServerDouble: a vLLM server as the proxy sees it, with heartbeats, a fault script and a memory.
 
 It is a real HTTP server on 127.0.0.1, without an engine: what it answers is what the stand-ins of
 `p2p-engine simulate` answer, unless its script says otherwise.
@@ -67,8 +67,8 @@ class Received:
         return int(self.headers.get("X-data-parallel-rank", 0))
 
 
-class MockVllm:
-    """One instance. `async with MockVllm("P") as instance:` starts and stops its server.
+class ServerDouble:
+    """One instance. `async with ServerDouble("P") as instance:` starts and stops its server.
 
     Stop the proxy first: CPython 3.11 leaks a connection that comes as a server closes.
     """
@@ -95,7 +95,7 @@ class MockVllm:
         self.received: list[Received] = []
         # KV that has arrived and nobody has asked for, by transfer id; and where ours is sent.
         self.kv: set[str] = set()
-        self.peers: dict[str, MockVllm] = {}
+        self.peers: dict[str, ServerDouble] = {}
         # Which requests it answers with 500, whatever its behaviour.
         self.fails_if: Callable[[dict[str, Any]], bool] = lambda _: False
         self.http_address = ""
@@ -107,7 +107,7 @@ class MockVllm:
         self._context: zmq.asyncio.Context | None = None
         self._dealer: zmq.asyncio.Socket | None = None
 
-    async def __aenter__(self) -> MockVllm:
+    async def __aenter__(self) -> ServerDouble:
         await self.start()
         return self
 

@@ -1,4 +1,4 @@
-"""Stands in for a model: what it writes to the KV cache and what it reads there is exact.
+"""Double of a model: what it writes to the KV cache and what it reads there is exact.
 
 The cache holds what only the right tokens at the right positions give, and each next token follows
 from all that lies in the cache. So a block that did not arrive, or arrived wrong, changes the
@@ -17,7 +17,7 @@ NUM_LAYERS = 2
 VOCABULARY = 1000
 
 
-class ToyModel:
+class ModelDouble:
     """The caches of one instance's layers, and the model that uses them."""
 
     def __init__(self, num_blocks: int) -> None:
