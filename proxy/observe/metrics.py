@@ -31,7 +31,7 @@ class Metrics:
         self.retries = self._counter("retries", "Requests tried with another pair")
         self.releases = self._counter("releases", "KV that decode was told to let go of", "result")
         self.heartbeats = self._counter("heartbeats", "Frames on the registration port", "result")
-        self.prefill = self._histogram("prefill_seconds", "From the choice to prefill's answer")
+        self.prefill = self._histogram("prefill_seconds", "From the request to prefill's answer")
         self.first_byte = self._histogram(
             "first_byte_seconds", "From the request to first byte out"
         )

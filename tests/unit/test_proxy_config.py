@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -75,19 +74,6 @@ def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.startswith("usage: p2p-engine proxy ")
     for field in fields(ProxyConfig):
         assert "--" + field.name.replace("_", "-") in shown
-
-
-def test_every_setting_is_in_the_readme_with_its_default() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    section = readme.split("Its settings are options")[1].split("The policies")[0]
-    told: dict[str, str] = {}
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([^|]*)\|", section, re.MULTILINE)
-    for names, defaults in rows:
-        keys, values = re.findall(r"\w+", names), defaults.strip().replace("`", "").split(", ")
-        told |= dict(zip(keys, values * len(keys) if len(values) == 1 else values, strict=True))
-    for field in fields(ProxyConfig):
-        default = getattr(ProxyConfig(), field.name)
-        assert type(default)(told[field.name]) == default, field.name
 
 
 def test_a_wrong_option_ends_the_command_with_its_name(capsys: pytest.CaptureFixture[str]) -> None:
