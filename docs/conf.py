@@ -28,6 +28,9 @@ CONTENTS = """
 :hidden:
 
 /README
+/docs/getting_started
+/docs/configuration
+/docs/proxy
 *
 /ARCHITECTURE
 /benchmarks/README

@@ -94,7 +94,7 @@ class LaunchOptions:
             if name in _SEVERAL_COMMANDS:
                 raise ConfigError(
                     f"{name} among the vLLM arguments: an instance of the launcher is one command "
-                    "with one server; start these with vllm serve, as the README's table says"
+                    "with one server; start these with vllm serve, see docs/configuration.md"
                 )
             if name in _OURS:
                 raise ConfigError(f"{name} among the vLLM arguments: use {_OURS[name]}")

@@ -1,4 +1,4 @@
-"""Where a rank is asked over HTTP, in each of vLLM's data-parallel ways; the README has the table.
+"""Where a rank is asked over HTTP, in each of vLLM's data-parallel ways (docs/configuration.md).
 
 A rank is told little of it: vLLM's engine core sets `data_parallel_index` (its number over all
 hosts) and `data_parallel_rank_local` (on this host), and with a dense model forgets the sizes.

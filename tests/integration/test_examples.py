@@ -1,4 +1,4 @@
-"""The examples of the README run."""
+"""The Python examples of the documents run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = [
+    pytest.param(example, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, example in enumerate(
+        re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    )
+]
 
 
-def test_the_example_of_the_engine_runs() -> None:
-    (example,) = EXAMPLES
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_example_runs(example: str) -> None:
     run = [sys.executable, "-W", "error", "-c", example]
     outcome = subprocess.run(run, capture_output=True, text=True, timeout=50, check=False)
     assert outcome.returncode == 0, outcome.stderr

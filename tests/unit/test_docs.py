@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
+import json
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
+from p2p_engine.cli.app import app
+from p2p_engine.cli.config_check import config_problems
 from p2p_engine.config import EXTRA_KEYS, EngineConfig
+from proxy.main import _parser as proxy_parser
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("csrc", "mempool", "p2p_engine", "proxy")
@@ -91,12 +99,55 @@ def test_every_make_command_is_a_target(document: str) -> None:
 
 
 def test_every_setting_is_explained_with_its_default() -> None:
-    section = (ROOT / "README.md").read_text().split("### Settings")[1].split("###")[0]
-    told = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", section, re.MULTILINE))
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    section = page.split("\n## Settings\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", section, re.MULTILINE)
+    told = dict(rows)
+    assert len(told) == len(rows)
     assert set(told) == EXTRA_KEYS
-    numbers = {key: float(text) for key, text in told.items() if text[0].isdecimal()}
+    defaults = {key: text for key, text in told.items() if text[0].isdecimal() or text == "false"}
     true = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
-    assert numbers == {key: true[key] for key in numbers}
+    known = {key for key in told if isinstance(true[key], int | float) and true[key]}
+    assert known <= set(defaults)
+    assert {key: float(text.replace("false", "0")) for key, text in defaults.items()} == {
+        key: true[key] for key in defaults
+    }
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_transfer_config_is_accepted(document: str) -> None:
+    blocks = FENCED.findall((ROOT / document).read_text())
+    whole = [text for language, text in blocks if language == "json"]
+    shell = "".join(text for language, text in blocks if language == "bash")
+    in_commands = re.findall(r"--kv-transfer-config '(\{.*?\})'", shell, re.DOTALL)
+    for text in (*whole, *in_commands):
+        assert config_problems(json.loads(text)) == []
+
+
+def commands_in(text: str) -> Iterator[list[str]]:
+    """The words of each `p2p-engine` command in the shell blocks of a page."""
+    for language, block in FENCED.findall(text):
+        if language == "bash":
+            script = re.sub(r"(^|\s)#.*", "", block).replace("\\\n", " ").replace("\n", " ; ")
+            words = iter(shlex.split(script))
+            for word in words:
+                if word.endswith("p2p-engine"):
+                    yield list(itertools.takewhile(lambda item: item not in (";", "--"), words))
+
+
+def options_of(command: str) -> set[str]:
+    """Every option that this command of ours takes."""
+    if command == "proxy":
+        return set(proxy_parser()._option_string_actions)
+    parameters = get_command(app).commands[command].params  # type: ignore[attr-defined]
+    return {option for parameter in parameters for option in parameter.opts}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_option_of_a_command_is_one(document: str) -> None:
+    for command, *words in commands_in((ROOT / document).read_text()):
+        given = {word for word in words if word.startswith("--") and " " not in word}
+        assert given - options_of(command) == set(), command
 
 
 def test_the_changelog_begins_with_this_version() -> None:
