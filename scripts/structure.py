@@ -21,7 +21,7 @@ LIMITS = {
     "edges": 182,
     "circles": 0,
     "repeated_classes": 0,
-    "readme_words": 3800,
+    "readme_words": 1200,
     "architecture_words": 2500,
 }
 Graph = Mapping[str, set[str]]

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -148,6 +149,39 @@ def test_every_option_of_a_command_is_one(document: str) -> None:
     for command, *words in commands_in((ROOT / document).read_text()):
         given = {word for word in words if word.startswith("--") and " " not in word}
         assert given - options_of(command) == set(), command
+
+
+def recorded(name: str, line: int) -> list[dict[str, Any]]:
+    """The rows of one run, by its line in the file of results."""
+    lines = (ROOT / "benchmarks" / "results" / f"{name}.jsonl").read_text().splitlines()
+    rows: list[dict[str, Any]] = json.loads(lines[line - 1])["rows"]
+    return rows
+
+
+def test_every_rate_of_the_readme_is_in_the_record_that_it_names() -> None:
+    text = (ROOT / "README.md").read_text()
+    rates = {
+        (row["case"], row["contender"]): row["gb_per_s_median"] for row in recorded("transfer", 2)
+    }
+    cases = {"16 KiB": "16 KiB", "64 KiB": "64 KiB", "1 MiB": "1024 KiB", "256 MiB": "262144 KiB"}
+    rows = re.findall(r"^\| (\d+ [KM]iB) \|([\d. |]+)\|$", text, re.MULTILINE)
+    told = {case: [float(rate) for rate in rest.split("|")] for case, rest in rows}
+    contenders = ("shm", "tcp", "nixl", "limit")
+    assert told == {
+        case: [rates[raw, contender] for contender in contenders] for case, raw in cases.items()
+    }
+    assert f"reach {rates['cold, at once', 'shm']} GB/s" in text
+
+
+def test_what_the_readme_says_of_the_proxys_cost_is_recorded() -> None:
+    rows = {row["router"]: row for row in recorded("proxy", 2)}
+    ratio = rows["ours"]["cpu_s_per_1000"] / rows["vllm-router"]["cpu_s_per_1000"]
+    assert f"{ratio:.1f} times the processor time of vllm-router" in unwrapped("README.md")
+
+
+def unwrapped(document: str) -> str:
+    """A page's text without its line breaks."""
+    return " ".join((ROOT / document).read_text().split())
 
 
 def test_the_changelog_begins_with_this_version() -> None:
