@@ -16,7 +16,7 @@ from benchmarks.harness import Row, alternate, arguments, progress, ratio, recor
 from benchmarks.processes import Remote
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.control.fleet_key import read_key_file, write_key_file
-from p2p_engine.control.plane import ControlPlane
+from p2p_engine.control.plane import ControlPlane, PlaneListener
 from p2p_engine.control.sockets import Route
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.wire.messages import Lookup, encode
@@ -68,7 +68,7 @@ class Far:
             directory.close()
 
 
-class DirectoryAsker:
+class DirectoryAsker(PlaneListener):
     """Asks a directory, one question after the other."""
 
     def __init__(self, address: str, key_file: str) -> None:
@@ -77,12 +77,15 @@ class DirectoryAsker:
         self._control = ControlPlane(
             "127.0.0.1",
             range(1),
-            on_frame=lambda route, frame: self._answered.set(),
-            on_tick=lambda now: None,
             name="p2p-bench",
+            listener=self,
             secrets=read_key_file(key_file),
         )
         self._control.start()
+
+    def on_frame(self, route: Route, frame: bytes) -> None:
+        """The answer has come."""
+        self._answered.set()
 
     def ask(self) -> float:
         """Return the mean seconds of one round trip, of many in a row."""

@@ -80,7 +80,7 @@ class OpenPair:
         return int(self.receiver.stats()["open_transfers"]) - self._num_received()
 
     def _num_received(self) -> int:
-        return len(self.receiver._store._ledger.receives)
+        return len(self.receiver._parts.store._ledger.receives)
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -110,7 +110,7 @@ class OpenPair:
             sender.hold(key("new hold", number), self.source).cancel()
 
         def tick(engine: P2pNcclEngine) -> Callable[[int], None]:
-            return lambda _: engine._on_tick(time.monotonic())
+            return lambda _: engine._parts.dispatch.on_tick(time.monotonic())
 
         return {
             "receive and cancel": receive,

@@ -1,24 +1,237 @@
-"""Gpu: what an engine has beside its usual parts when its caches are on a GPU."""
+"""Assembly: makes the parts of an engine and joins them; those of a GPU only if there is one.
+
+Facts flow down: the store is told nothing by the parts above it, it reads what they have written in
+`Expectations`. News flow up: links, sessions and the control plane tell their listeners.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from mempool import Mover
 from p2p_engine.config import EngineConfig
+from p2p_engine.control.fleet_key import read_key_file
 from p2p_engine.control.plane import ControlPlane
+from p2p_engine.control.tick_parts import TickParts
+from p2p_engine.control.timers import ListeningClock
+from p2p_engine.dispatch import Dispatch
 from p2p_engine.errors import ConfigError
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.device import Device
 from p2p_engine.gpu.landing import DeviceLanding
-from p2p_engine.memory.jobs import Moment
+from p2p_engine.health import OVERDUE_SECONDS, Counters, Watchdog
+from p2p_engine.memory.arena import LandingArena
+from p2p_engine.memory.jobs import Copier, Job, Moment
+from p2p_engine.peers.links import Links
+from p2p_engine.peers.locator import Locator
+from p2p_engine.peers.sessions import Sessions
+from p2p_engine.receive.expectations import Expectations
+from p2p_engine.receive.placement import Placement
+from p2p_engine.receive.pulls import Pulls
+from p2p_engine.receive.renewals import Renewals
+from p2p_engine.receive.store import Store
+from p2p_engine.send.fanout import Fanout
+from p2p_engine.send.holds import Holds
+from p2p_engine.send.sender import Sender
 from p2p_engine.transports.base import Transport
 from p2p_engine.transports.cuda_ipc import CudaIpcTransport
 from p2p_engine.transports.nccl.library import Nccl
 from p2p_engine.transports.nccl.transport import NcclTransport, check_environment
+from p2p_engine.transports.shm import ShmTransport
+from p2p_engine.transports.tcp import TcpTransport
+from p2p_engine.wire.messages import CacheSpec
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 2.0  # for each thread to end
+
+
+class Parts:
+    """All parts of one engine, and its lock. Everything but `close` and `collect` is made once."""
+
+    def __init__(
+        self, config: EngineConfig, spec: CacheSpec | None, *, receives: bool, spills: bool
+    ) -> None:
+        """Make all of them; no thread that calls back runs yet. If one cannot be made, close the
+        others.
+
+        Raises:
+            ConfigError: no port can be bound, or the key file or a GPU's library cannot be used.
+            OSError: the landing memory cannot be mapped.
+            TransportError: the device cannot be used.
+        """
+        self.config = config
+        self.epoch = secrets.randbits(62) | 1
+        self.secrets = read_key_file(config.key_file)
+        self.changed = threading.Condition(threading.RLock())
+        self.counters = Counters()
+        self.watchdog = Watchdog()
+        self._running = ListeningClock(OVERDUE_SECONDS, time.monotonic)
+        self._open: list[Callable[[], Any]] = []
+        try:
+            self._make_machinery(receives or spills)
+            self._make_peers(spec)
+            self._make_ways(spec, receives=receives)
+            self._join()
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_machinery(self, has_landing: bool) -> None:
+        """Threads, memory and transports."""
+        config = self.config
+        self.gpu = Gpu(config) if config.device != "cpu" else None
+        if self.gpu is not None:
+            device = self.gpu.device
+            self._open.append(lambda: device.close(STOP_SECONDS))
+        self.arena: LandingArena | None = None
+        if has_landing and config.kv_buffer_size + config.pool_bytes > 0:
+            self.arena = self._make_landing()
+            self._open.append(self.arena.close)
+        first, last = config.kv_port_range or (config.port, config.port)
+        self.control = ControlPlane(
+            config.host, range(first, last + 1), name="p2p-control", secrets=self.secrets,
+            connect_seconds=config.connect_timeout_seconds,
+        )  # fmt: skip
+        self._open.append(lambda: self.control.close(STOP_SECONDS))
+        self.mover = Mover()
+        self._open.append(lambda: self.mover.close(STOP_SECONDS))
+        self.transports = {name: self._make_transport(name) for name in config.transports}
+
+    def _make_peers(self, spec: CacheSpec | None) -> None:
+        """Links, sessions, and what finds the ranks of an instance."""
+        config, clock = self.config, time.monotonic
+        listening = ListeningClock(config.peer_timeout_seconds, clock)
+        transports = list(self.transports.values())
+        self.links = Links(
+            config, self.control, self.epoch, spec, transports,
+            lock=self.changed, clock=clock, listening=listening,
+        )  # fmt: skip
+        self.sessions = Sessions(
+            config, self.control, self.epoch, spec, transports,
+            lock=self.changed, clock=clock, listening=listening,
+            largest_landing=self.arena.largest_bytes if self.arena is not None else 0,
+        )  # fmt: skip
+        self.locator = Locator(config, self.control, self.epoch, spec, clock)
+
+    def _make_ways(self, spec: CacheSpec | None, *, receives: bool) -> None:
+        """What sends and what receives."""
+        config, clock, counters = self.config, time.monotonic, self.counters
+        copier: Copier = self.gpu.device if self.gpu is not None else self.mover
+        placement = Placement(config, self.arena, self.mover, clock, receives=receives)
+        self.sender = Sender(config, self.changed, self.links, counters, clock)
+        self.holds = Holds(
+            config, self.changed, self.sender, placement, copier, counters, clock, spec
+        )
+        self.fanout = Fanout(self.changed, self.locator, self.sender, spec, clock)
+        self.expectations = Expectations()
+        self.store = Store(
+            config, self.changed, placement, copier, counters,
+            reply=self.sessions.reply, clock=clock, expectations=self.expectations,
+        )  # fmt: skip
+        waits = (config, self.links, self.locator, spec, clock, self.store, self.expectations)
+        self.renewals = Renewals(*waits)
+        self.pulls = Pulls(*waits)
+
+    def _join(self) -> None:
+        """Say who hears whom."""
+        self.control.watch(self.mover.fileno(), self.collect)
+        if self.gpu is not None:
+            self.control.watch(self.gpu.device.fileno(), self.collect)
+        self.links.listeners = (self.locator, self.sender, self.pulls, self.renewals)
+        self.sessions.listeners = (self.store, self.links)
+        self.ticks = TickParts({
+            "jobs": lambda now: self._tell_ended_jobs(),
+            "arrivals": lambda now: self.store.poll(),
+            "links": self.links.tick,
+            "locator": self.locator.tick,
+            "sender": self.sender.tick,
+            "holds": self.holds.tick,
+            "store": self.store.tick,
+            "pulls": self.pulls.tick,
+            "renewals": self.renewals.tick,
+            "sessions": lambda now: self.sessions.tick(),
+            "watchdog": lambda now: self.watchdog.look(self._running(), self._overdue(now)),
+        })  # fmt: skip
+        self.dispatch = self.control.listener = Dispatch(
+            self.changed, self.counters, self.ticks, self.links, self.locator, self.sender,
+            self.pulls, self.renewals, self.sessions, self.holds, self.store, self.transports,
+        )  # fmt: skip
+
+    def _make_landing(self) -> LandingArena:
+        if self.gpu is not None:
+            return self.gpu.landing()
+        config = self.config
+        return LandingArena(config.kv_buffer_size, config.pool_bytes, page_lock=config.page_lock)
+
+    def _make_transport(self, name: str) -> Transport:
+        transport: Transport
+        if self.gpu is not None:
+            landing = self.arena if isinstance(self.arena, DeviceLanding) else None
+            transport = self.gpu.transport(name, self.mover, landing, self.control, self.epoch)
+        elif name == "shm":
+            transport = ShmTransport(self.mover, self.arena, self.control, self.epoch)
+        else:
+            transport = TcpTransport(
+                self.mover, self.control, self.epoch, self.config.host,
+                self.config.peer_timeout_seconds,
+            )  # fmt: skip
+        self._open.append(transport.close)
+        return transport
+
+    def _overdue(self, now: float) -> Iterable[str]:
+        timed = (self.links, self.locator, self.sender, self.holds, self.store)
+        return [name for part in timed for name in part.overdue(now)]
+
+    @property
+    def are_sound(self) -> bool:
+        """Whether all threads live, all parts work and no wait has outlived its deadline."""
+        threads_live = self.control.alive and bool(self.mover.stats()["alive"])
+        if self.gpu is not None:
+            threads_live = threads_live and self.gpu.device.alive
+        return threads_live and not self.ticks.broken and not self.watchdog.overdue
+
+    def collect(self) -> None:
+        """Take in what the mover and the GPU have ended, and what has landed."""
+        with self.changed:
+            now = time.monotonic()
+            self.ticks.run_one("jobs", now)
+            self.ticks.run_one("arrivals", now)
+
+    def _tell_ended_jobs(self) -> None:
+        for job in self.mover.drain():
+            self._tell_ended(job)
+        if self.gpu is not None:
+            for ended in self.gpu.device.drain():
+                self._tell_ended(ended)
+
+    def _tell_ended(self, job: Job) -> None:
+        """Run a job's callback; a bug in one must not cost the others their news."""
+        try:
+            if job.tag is not None:
+                job.tag(job)  # type: ignore[operator]
+        except Exception:
+            self.counters.callback_errors += 1
+            logger.exception("the callback of a %s job failed, the others run", job.state)
+
+    def close(self) -> int:
+        """Close all in reverse order; returns how many did not stop, and stay for the next time."""
+        parts, self._open = self._open, []
+        for close in reversed(parts):
+            try:
+                if close() is False:
+                    self._open.insert(0, close)
+            except Exception:
+                logger.exception("close: one part failed, the others are closed")
+        return len(self._open)
 
 
 class Gpu:

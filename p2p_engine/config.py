@@ -15,7 +15,7 @@ from p2p_engine.errors import ConfigError
 from p2p_engine.memory.host import memory_bytes
 from p2p_engine.wire.addresses import is_any_address
 
-HOST_TRANSPORTS = ("inproc", "shm", "tcp")
+HOST_TRANSPORTS = ("shm", "tcp")
 GPU_TRANSPORTS = ("cuda_ipc", "nccl")
 TRANSPORT_NAMES = HOST_TRANSPORTS + GPU_TRANSPORTS
 DEFAULT_KV_PORT = 14579

@@ -1,13 +1,18 @@
-"""Dispatch: which part of the engine hears which message. Called with the engine's lock."""
+"""Dispatch: what a peer may say, and which part of the engine hears it."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeAlias
 
+from p2p_engine.control.plane import PlaneListener
 from p2p_engine.control.sockets import Route
-from p2p_engine.errors import RemoteProtocolError, TransferRejected
+from p2p_engine.control.tick_parts import TickParts
+from p2p_engine.errors import PeerUnreachable, RemoteProtocolError, TransferRejected
+from p2p_engine.health import Counters
 from p2p_engine.peers.link import Link, PeerAddress
 from p2p_engine.peers.links import Links
 from p2p_engine.peers.locator import Locator
@@ -41,18 +46,28 @@ from p2p_engine.wire.messages import (
     Renew,
     TransferKey,
     Want,
+    decode,
     shorten,
 )
+
+logger = logging.getLogger(__name__)
 
 Handler: TypeAlias = Callable[[Any, Any], None]  # of a link or session, and of its message
 Handlers: TypeAlias = dict[type[Message], Handler]
 
 
-class Dispatch:
-    """All that a peer can say, and who hears it. What it may not say changes nothing."""
+class Dispatch(PlaneListener):
+    """Hears the control plane and takes the engine's lock. What a peer may not say changes nothing.
+
+    A handler is found by the type of its message: in one table for what peers that we dialled
+    answer, in another for what peers that dialled us ask.
+    """
 
     def __init__(
         self,
+        lock: AbstractContextManager[Any],
+        counters: Counters,
+        ticks: TickParts,
         links: Links,
         locator: Locator,
         sender: Sender,
@@ -63,6 +78,9 @@ class Dispatch:
         store: Store,
         transports: Mapping[str, Transport],
     ) -> None:
+        self._lock = lock
+        self._counters = counters
+        self._ticks = ticks
         self._links = links
         self._locator = locator
         self._sender = sender
@@ -87,6 +105,40 @@ class Dispatch:
             Release: self._on_release,
             **dict.fromkeys((Ping, Pong, Bye), _links_have_heard),
         }
+
+    def on_frame(self, route: Route, frame: bytes) -> None:
+        """Hand the message in a frame to its part; a wrong one is dropped and counted."""
+        with self._lock:
+            try:
+                self.on_message(route, decode(frame))
+            except RemoteProtocolError as error:
+                self._counters.wrong_messages += 1
+                logger.debug("message dropped: %s", str(error))
+
+    def on_tick(self, now: float) -> None:
+        """Run what is due in each part."""
+        with self._lock:
+            self._ticks.run(now)
+
+    def on_refused(self, address: str, reason: str) -> None:
+        """End what needs an address that breaks our handshakes off."""
+        with self._lock:
+            self._links.refused(address, reason)
+            self._locator.refused(address, reason)
+
+    def on_unresolved(self, address: str, error: PeerUnreachable) -> None:
+        """End what waits for an address whose name was not resolved."""
+        with self._lock:
+            self._links.unresolved(address, error)
+            self._locator.unresolved(address, error)
+
+    def on_ended(self, route: Route) -> None:
+        """Tell the links, or the sessions, that used a connection."""
+        with self._lock:
+            if route.address:
+                self._links.connection_ended(route.address)
+            else:
+                self._sessions.connection_ended(route)
 
     def on_message(self, route: Route, message: AnyMessage) -> None:
         """Hand a message to its part, if it comes from a known peer and is for this epoch.
@@ -122,7 +174,6 @@ class Dispatch:
         transport = self._transports.get(offer.transport)
         if transport is None:
             raise RemoteProtocolError(f"transport {offer.transport!r} was not agreed on")
-        self._pulls.on_offer(offer.key, offer.source_epoch)
         self._store.on_offer(offer.source_epoch, offer, transport)
 
     def _on_done(self, session: Session, done: Done) -> None:

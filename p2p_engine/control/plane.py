@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable
 
 from p2p_engine.control.affinity import restore_affinity
-from p2p_engine.control.dialler import Refused
 from p2p_engine.control.fleet_key import Secrets
 from p2p_engine.control.poller import Poller
-from p2p_engine.control.reach import Reach, Unresolved
+from p2p_engine.control.reach import Reach
 from p2p_engine.control.resolver import Resolver, Told
-from p2p_engine.control.sockets import Ended, Handler, Route, Sockets
+from p2p_engine.control.sockets import Route, Sockets
+from p2p_engine.errors import PeerUnreachable
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +27,31 @@ TICK_MILLISECONDS = 20  # how late a timer may be
 RESOLVE_SHARE = 0.9  # of the time for a first contact: then the name is to blame, not the peer
 
 
+class PlaneListener:
+    """Hears what happens on a control plane. What a listener does not care for, it does not
+    override. Every method is called with the I/O lock held; none may block."""
+
+    def on_frame(self, route: Route, frame: bytes) -> None:
+        """A frame has come on a route."""
+
+    def on_tick(self, now: float) -> None:
+        """TICK_MILLISECONDS have passed; in the control thread."""
+
+    def on_refused(self, address: str, reason: str) -> None:
+        """The peer at an address breaks our handshakes off."""
+
+    def on_unresolved(self, address: str, error: PeerUnreachable) -> None:
+        """The name in an address was not resolved in time."""
+
+    def on_ended(self, route: Route) -> None:
+        """A connection that we did not hang up has ended."""
+
+
 class ControlPlane:
     """The loop around the ZMQ sockets, the handshake sockets and the timer.
 
-    All callbacks run with the I/O lock held, `on_tick` in the control thread; an exception in them
-    is logged, counted and survived. `send`, `call_soon`, `pump` and `close` may be called from any
-    thread.
+    `listener` is told what happens; an exception in it, or in any other callback, is logged,
+    counted and survived. `send`, `call_soon`, `pump` and `close` may be called from any thread.
     """
 
     def __init__(
@@ -40,29 +59,22 @@ class ControlPlane:
         host: str,
         ports: range,
         *,
-        on_frame: Handler,
-        on_tick: Callable[[float], None],
         name: str,
-        on_refused: Refused = lambda address, reason: None,
-        on_unresolved: Unresolved = lambda address, error: None,
-        on_ended: Ended = lambda route: None,
+        listener: PlaneListener | None = None,
         secrets: Secrets = (),
         connect_seconds: float = 5.0,
         refresh_seconds: float = 60.0,
     ) -> None:
         """Bind the first free port of `ports` (0: any); with `secrets`, for who has one of them.
 
-        `on_refused` is told which address breaks its handshakes off, and why; `on_unresolved`,
-        which one has a name that was not resolved in nine tenths of `connect_seconds`; `on_ended`,
-        on which route a connection has ended that we did not hang up. A name in use is looked up
-        again after `refresh_seconds`.
+        Whoever makes the listener later sets it before `start`. A name has nine tenths of
+        `connect_seconds` to resolve, and is looked up again after `refresh_seconds` in use.
 
         Raises:
             ConfigError: none of the ports can be bound.
         """
         self.errors = 0
-        self._on_frame = on_frame
-        self._on_tick = on_tick
+        self.listener = listener or PlaneListener()
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._clocks: set[Callable[[float], None]] = set()
         self._io = threading.Lock()
@@ -73,9 +85,9 @@ class ControlPlane:
         self._names = Resolver(connect_seconds * RESOLVE_SHARE, self.call_soon)
         self._reach = Reach(
             self._names, refresh_seconds, time.monotonic, self._hear,
-            lambda address, reason: self._guard(lambda: on_refused(address, reason)),
-            lambda address, error: self._guard(lambda: on_unresolved(address, error)),
-            lambda route: self._guard(lambda: on_ended(route)),
+            lambda *refused: self._guard(lambda: self.listener.on_refused(*refused)),
+            lambda *unresolved: self._guard(lambda: self.listener.on_unresolved(*unresolved)),
+            lambda route: self._guard(lambda: self.listener.on_ended(route)),
         )  # fmt: skip
         try:
             self.sockets = self._reach.sockets = Sockets(
@@ -194,7 +206,7 @@ class ControlPlane:
             if now >= self._tick_at:
                 self._tick_at = now + TICK_MILLISECONDS / 1000
                 own = (self._names.tick, self._reach.tick, self.sockets.tick)
-                for tell in (self._on_tick, *own, *self._clocks):
+                for tell in (self.listener.on_tick, *own, *self._clocks):
                     self._guard(lambda tell=tell: tell(now))  # type: ignore[misc]
 
     def _serve(self) -> None:
@@ -215,7 +227,7 @@ class ControlPlane:
         self.sockets.receive_more()
 
     def _hear(self, route: Route, frame: bytes) -> None:
-        self._guard(lambda: self._on_frame(route, frame))
+        self._guard(lambda: self.listener.on_frame(route, frame))
 
     def _run_calls(self) -> None:
         for _ in range(len(self._calls)):

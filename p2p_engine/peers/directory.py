@@ -11,9 +11,9 @@ from types import TracebackType
 
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.fleet_key import read_key_file, warn_if_exposed
-from p2p_engine.control.plane import ControlPlane
+from p2p_engine.control.plane import ControlPlane, PlaneListener
 from p2p_engine.control.sockets import Route
-from p2p_engine.errors import RemoteProtocolError
+from p2p_engine.errors import PeerUnreachable, RemoteProtocolError
 from p2p_engine.wire.addresses import join_address
 from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,
@@ -49,7 +49,7 @@ class Server:
     rank: int | None = None
 
 
-class Directory:
+class Directory(PlaneListener):
     """Answers LOOKUP at host:kv_port and sends heartbeats; one thread.
 
     Without ranks it only has its address: it answers nobody, and nobody hears of it.
@@ -85,11 +85,8 @@ class Directory:
         self._control = ControlPlane(
             config.host,
             range(kv_port, kv_port + 1),
-            on_frame=self._answer,
-            on_tick=self._beat,
             name="p2p-directory",
-            on_refused=self._refused,
-            on_unresolved=lambda address, error: self._refused(address, str(error)),
+            listener=self,
             secrets=self._secrets,
             connect_seconds=config.connect_timeout_seconds,
             refresh_seconds=HEARTBEAT_SECONDS,
@@ -155,7 +152,8 @@ class Directory:
         """Close the directory."""
         self.close()
 
-    def _answer(self, route: Route, frame: bytes) -> None:
+    def on_frame(self, route: Route, frame: bytes) -> None:
+        """Answer a Lookup; anything else is dropped and counted."""
         try:
             message = decode(frame)
             if not isinstance(message, Lookup):
@@ -173,14 +171,18 @@ class Directory:
         )
         self._control.send(route, encode(answer))
 
-    def _beat(self, now: float) -> None:
+    def on_tick(self, now: float) -> None:
+        """Send the heartbeats that are due."""
         if now >= self._beat_at:
             self._beat_at = now + HEARTBEAT_SECONDS
             self._send_heartbeats()
 
-    def _refused(self, address: str, reason: str) -> None:
-        """The proxy's port does not take us, or its name stands for nothing; it is dialled again
-        with the next heartbeat."""
+    def on_unresolved(self, address: str, error: PeerUnreachable) -> None:
+        """A proxy cannot be reached, because its name stands for nothing."""
+        self.on_refused(address, str(error))
+
+    def on_refused(self, address: str, reason: str) -> None:
+        """A proxy does not take us; it is dialled again with the next heartbeat."""
         is_known = self._refusals.get(address) == reason
         level = logging.DEBUG if is_known else logging.ERROR
         logger.log(level, "not registered: proxy %s: %s", address, reason)

@@ -104,7 +104,8 @@ class Receive:
     landings: set[Landing] = field(default_factory=set)
     writers: Spans[Landing] = field(default_factory=Spans)  # of them, those that write to the sink
     delivered: Cover = field(default_factory=Cover)
-    senders: set[int] = field(default_factory=set)  # the epochs that have offered something
+    senders: set[int] = field(default_factory=set)  # the epochs whose chunks were granted
+    denied: set[int] = field(default_factory=set)  # those that will offer again
     source_lost: P2pError | None = None  # its sender is gone: only what is here can complete it
     ending: P2pError | None = None
     complete: bool = False

@@ -6,7 +6,7 @@ A peer is an engine, or those ranks of an instance that the plan names."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from p2p_engine.bounded import BoundedMap, Index
@@ -18,42 +18,15 @@ from p2p_engine.peers.link import InstanceAddress, Link, PeerAddress
 from p2p_engine.peers.links import Links
 from p2p_engine.peers.listeners import LinkListener
 from p2p_engine.peers.locator import Locator
+from p2p_engine.receive.expectations import AskedRank, Expectations, Expected
 from p2p_engine.receive.holders import givers, keepers
+from p2p_engine.receive.store import Store
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import CacheSpec, ContentKey, Release, TransferKey, Want
 
 MAX_ACCUSATIONS = 4096
 WANTS_IN_A_LEASE = 4
 MAX_DOUBLINGS = 16
-
-
-@dataclass(eq=False)
-class AskedRank:
-    """One rank that sends what is expected."""
-
-    link: Link
-    offered: bool = False
-    resend_at: float = 0.0
-    num_wants: int = 0
-
-
-@dataclass(eq=False)
-class Expected:
-    """One receive whose sender is known; `asked` follows when its directory has answered.
-
-    So do the `idle` ranks there, which hold it too, or what we have no place for, for nobody.
-    """
-
-    transfer: Transfer
-    binding: bytes
-    pull: bool
-    asked: list[AskedRank] = field(default_factory=list)
-    idle: list[tuple[TransferKey, PeerAddress]] = field(default_factory=list)
-
-    @property
-    def epochs(self) -> set[int]:
-        """Of those who send it; 0: of one that has not been met yet."""
-        return {asked.link.epoch for asked in self.asked}
 
 
 @dataclass(frozen=True)
@@ -74,25 +47,16 @@ class Pulls(LinkListener):
         locator: Locator,
         spec: CacheSpec | None,
         clock: Callable[[], float],
-        *,
-        fail: Callable[[TransferKey, P2pError], None],
-        source_lost: Callable[[TransferKey, P2pError], None],
-        abandoned: Callable[[TransferKey, int, P2pError], None],
-        introduced: Callable[[TransferKey], None],
+        store: Store,
+        expectations: Expectations,
     ) -> None:
-        """`fail(key, error)` ends the receives of a key, `source_lost` unless all of it is here.
-        `abandoned(key, epoch, error)` takes an ABANDON of a key that is awaited from no named peer;
-        `introduced(key)` is told when the epoch of such a peer becomes known."""
         self._config = config
         self._links = links
         self._locator = locator
         self._spec = spec
         self._clock = clock
-        self._fail = fail
-        self._source_lost = source_lost
-        self._abandoned = abandoned
-        self._introduced = introduced
-        self._expected: dict[TransferKey, Expected] = {}
+        self._store = store
+        self._expected = expectations.awaited
         self._of_link: Index[Link, Expected] = Index()
         self._timers: Timers[Expected] = Timers()  # of those to ask for, or that ended
         self._to_release: Index[Link, ContentKey] = Index()
@@ -136,17 +100,6 @@ class Pulls(LinkListener):
         """Whether anything is awaited over a link, or to be said."""
         return self._of_link.count(link) + self._to_release.count(link) > 0
 
-    def on_offer(self, key: TransferKey, epoch: int) -> None:
-        """A peer has answered."""
-        item = self._expected.get(key)
-        for asked in item.asked if item is not None else ():
-            asked.offered = asked.offered or asked.link.epoch == epoch
-
-    def is_from(self, key: TransferKey, epoch: int) -> bool:
-        """Whether a key is awaited from the engine of this epoch."""
-        item = self._expected.get(key)
-        return item is not None and epoch in item.epochs
-
     def on_gone(self, key: TransferKey, epoch: int, error: P2pError) -> None:
         """A peer does not have it.
 
@@ -159,7 +112,7 @@ class Pulls(LinkListener):
         if epoch not in item.epochs:
             raise RemoteProtocolError(f"GONE of {key} from {epoch:x}, which was not asked for it")
         self._remove(item)
-        self._fail(key, error)
+        self._store.fail_key(key, error)
         self._let_go(item)
 
     def on_abandon(self, key: TransferKey, epoch: int, error: P2pError) -> None:
@@ -171,9 +124,9 @@ class Pulls(LinkListener):
         """
         item = self._expected.get(key)
         if item is None:
-            self._abandoned(key, epoch, error)
+            self._store.on_abandon(key, epoch, error)
         elif epoch in item.epochs:
-            self._fail(key, error)
+            self._store.fail_key(key, error)
             return
         elif item.epochs and 0 not in item.epochs:
             raise RemoteProtocolError(f"ABANDON of {key} from {epoch:x}, which does not send it")
@@ -216,7 +169,7 @@ class Pulls(LinkListener):
         times = [
             asked.resend_at if asked.link.ready else max(later, asked.resend_at)
             for asked in item.asked
-            if not asked.offered
+            if not self._has_offered(item, asked)
         ]
         if times:
             self._timers.set(item, min(times))
@@ -238,7 +191,7 @@ class Pulls(LinkListener):
     def _lose(self, item: Expected, error: P2pError) -> None:
         self._remove(item)
         if not item.transfer.done:
-            self._source_lost(item.transfer.key, error)
+            self._store.source_lost(item.transfer.key, error)
 
     def _found(self, item: Expected, peer: InstanceAddress, answer: CacheSpec | P2pError) -> None:
         key = item.transfer.key
@@ -246,13 +199,13 @@ class Pulls(LinkListener):
             return
         if isinstance(answer, P2pError):
             self._remove(item)
-            self._fail(key, answer)
+            self._store.fail_key(key, answer)
             return
         item.idle = [(name, peer.rank(rank)) for name, rank in keepers(self._spec, key, answer)]
         sources = givers(self._spec, key, answer)
         self._watch(item, [peer.rank(rank) for rank in sources])
         if not sources:
-            self._fail(key, PeerRefused(f"peer {peer}: there are no such layers there"))
+            self._store.fail_key(key, PeerRefused(f"peer {peer}: there are no such layers there"))
 
     def _watch(self, item: Expected, peers: list[PeerAddress]) -> None:
         patient_until = 0.0 if item.pull else self._clock() + self._config.retry_seconds
@@ -278,20 +231,19 @@ class Pulls(LinkListener):
         if not asked.link.ready:
             return
         key = item.transfer.key
-        self._introduced(key)
+        self._store.sender_known(key)
         accusation = self._accused.pop((key, asked.link.epoch))
         if accusation is not None and accusation.until > self._clock():
-            self._fail(key, accusation.error)
+            self._store.fail_key(key, accusation.error)
         else:
             self._ask(item, asked, self._clock())
 
     def _let_go(self, item: Expected) -> None:
-        content = (item.transfer.key, item.binding)
         for key, peer in item.idle if item.pull else ():
             self._release((key, item.binding), peer)
         for asked in item.asked:
             if item.transfer.error is not None and asked.link.ready and asked.num_wants:
-                self._links.send(asked.link, Release, *content)
+                self._links.send(asked.link, Release, *item.content)
 
     def _release(self, content: ContentKey, peer: PeerAddress) -> None:
         link = self._links.get(peer, data=False)
@@ -301,11 +253,14 @@ class Pulls(LinkListener):
             self._to_release.add(link, content)
 
     def _ask(self, item: Expected, asked: AskedRank, now: float) -> None:
-        if asked.offered or not asked.link.ready or now < asked.resend_at:
+        if not asked.link.ready or now < asked.resend_at or self._has_offered(item, asked):
             return
         asked.resend_at = now + self._pause(asked)
         asked.num_wants += 1
-        self._links.send(asked.link, Want, item.transfer.key, item.binding, not item.pull)
+        self._links.send(asked.link, Want, *item.content, not item.pull)
+
+    def _has_offered(self, item: Expected, asked: AskedRank) -> bool:
+        return self._store.has_offer(item.content, asked.link.epoch)
 
     def _pause(self, asked: AskedRank) -> float:
         """How soon to ask again: more and more seldom, and four times in the peer's lease at least.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,7 +22,9 @@ from p2p_engine.peers.link import InstanceAddress, Link, PeerAddress
 from p2p_engine.peers.links import Links
 from p2p_engine.peers.listeners import LinkListener
 from p2p_engine.peers.locator import Locator
+from p2p_engine.receive.expectations import Expectations, Kept
 from p2p_engine.receive.holders import givers, keepers
+from p2p_engine.receive.store import Store
 from p2p_engine.wire.messages import (
     MAX_FRAME_BYTES,
     MAX_RENEWED,
@@ -37,17 +38,6 @@ logger = logging.getLogger(__name__)
 
 ROUNDS_IN_A_LEASE = 4  # so that three may be lost
 _OVERHEAD_BYTES = 64  # of a frame, and of the numbers in one content
-
-
-@dataclass(eq=False)
-class Kept:
-    """A content that will be asked for; `told` are the names under which ranks of its peer have it,
-    those of `sources` among them give it to this rank."""
-
-    content: ContentKey
-    began_at: float
-    sources: frozenset[PeerAddress] = frozenset()
-    told: list[tuple[PeerAddress, ContentKey]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -72,21 +62,16 @@ class Renewals(LinkListener):
         locator: Locator,
         spec: CacheSpec | None,
         clock: Callable[[], float],
-        *,
-        fail: Callable[[TransferKey, P2pError], None],
-        is_here: Callable[[ContentKey], bool],
+        store: Store,
+        expectations: Expectations,
     ) -> None:
-        """`fail(key, error)` says that a key will not come; `is_here` whether any of a content has
-        landed, or is waited for."""
         self._config = config
         self._links = links
         self._locator = locator
         self._spec = spec
         self._clock = clock
-        self._fail = fail
-        self._is_here = is_here
-        self._kept: dict[ContentKey, Kept] = {}  # oldest first
-        self._keys: Counter[TransferKey] = Counter()
+        self._store = store
+        self._expectations = expectations
         self._duties: dict[PeerAddress, Duty] = {}
         self._unplanned: dict[InstanceAddress, set[ContentKey]] = {}  # its directory did not answer
         self._look_at = math.inf  # when something is to be done at the earliest
@@ -100,8 +85,8 @@ class Renewals(LinkListener):
         if peer is not None:
             peer.check()
         self.drop(content)
-        self._kept[content] = kept = Kept(content, self._clock())
-        self._keys[content[0]] += 1
+        kept = Kept(content, self._clock())
+        self._expectations.keep(kept)
         self._look_at = min(self._look_at, self._end_of(kept))
         if isinstance(peer, PeerAddress):
             self._plan(kept, [peer], [])
@@ -110,16 +95,9 @@ class Renewals(LinkListener):
 
     def drop(self, content: ContentKey) -> None:
         """Keep a content no longer; idempotent. Leases end what is left of it."""
-        kept = self._kept.pop(content, None)
+        kept = self._expectations.drop(content)
         if kept is not None:
-            self._keys[content[0]] -= 1
-            if not self._keys[content[0]]:
-                del self._keys[content[0]]
             self._stop_telling(kept)
-
-    def is_kept(self, content: ContentKey) -> bool:
-        """Whether a content, or anything of a key without a binding, is kept."""
-        return content in self._kept or (not content[1] and content[0] in self._keys)
 
     def uses_link(self, link: Link) -> bool:
         """Whether a peer is asked to keep anything."""
@@ -167,16 +145,12 @@ class Renewals(LinkListener):
             self.drop(kept.content)
         unplanned, self._unplanned = self._unplanned, {}
         for instance, contents in unplanned.items():
-            for content in contents & self._kept.keys():
-                self._ask(instance, self._kept[content])
+            for still in filter(None, map(self._expectations.kept, contents)):
+                self._ask(instance, still)
         for peer, duty in list(self._duties.items()):
             if now >= duty.due_at or duty.fresh:
                 self._tell(peer, duty, now)
         self._look_at = self._next_look(now)
-
-    def num_kept(self) -> int:
-        """How many contents are kept."""
-        return len(self._kept)
 
     def _interval(self, link: Link | None = None) -> float:
         lease = self._config.lease_seconds
@@ -186,13 +160,13 @@ class Renewals(LinkListener):
 
     def _next_look(self, now: float) -> float:
         times = [duty.due_at for duty in self._duties.values()]
-        times += [self._end_of(kept) for kept in islice(self._kept.values(), 1)]
+        times += [self._end_of(kept) for kept in islice(self._expectations.all_kept(), 1)]
         times += [now + self._interval()] * bool(self._unplanned)
         return min(times, default=math.inf)
 
     def _overaged(self, now: float) -> list[Kept]:
         overaged = []
-        for kept in self._kept.values():
+        for kept in self._expectations.all_kept():
             if now < self._end_of(kept):
                 break
             overaged.append(kept)
@@ -206,7 +180,7 @@ class Renewals(LinkListener):
 
     def _found(self, instance: InstanceAddress, kept: Kept, answer: CacheSpec | P2pError) -> None:
         key, binding = kept.content
-        if self._kept.get(kept.content) is not kept:
+        if self._expectations.kept(kept.content) is not kept:
             return
         if isinstance(answer, P2pError):
             self._unplanned.setdefault(instance, set()).add(kept.content)
@@ -238,14 +212,14 @@ class Renewals(LinkListener):
         error = PeerLost(f"peer {link.target} was restarted")
         for kept in list(duty.contents.values()):
             was_told = duty.told_at.get(kept.content, duty.heard_at) < duty.heard_at
-            if link.target in kept.sources and was_told and not self._is_here(kept.content):
+            if link.target in kept.sources and was_told and not self._store.has_any(kept.content):
                 self._lose(kept, error)
         duty.told_at.clear()
 
     def _lose(self, kept: Kept, error: P2pError) -> None:
         """It is remembered as failed for as long as it is kept."""
         self._stop_telling(kept)
-        self._fail(kept.content[0], error)
+        self._store.fail_key(kept.content[0], error)
 
     def _stop_telling(self, kept: Kept) -> None:
         told, kept.told = kept.told, []

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from p2p_engine.bounded import BoundedMap
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError
+from p2p_engine.receive.expectations import Expectations
 from p2p_engine.receive.ledger import Landing, LandingId
 from p2p_engine.wire.messages import Cancel, Commit, ContentKey, Deny, Fail, Grant, Message, shorten
 
@@ -48,14 +49,14 @@ class Replies:
         config: EngineConfig,
         reply: Reply,
         clock: Callable[[], float],
-        is_kept: Callable[[ContentKey], bool] = lambda content: False,
+        expectations: Expectations,
     ) -> None:
         """`reply(epoch, kind, fields)` sends a message to a sender; a tombstone stands for longer
-        than its lease while `is_kept` says that somebody will ask for its content."""
+        than its lease while its content is kept."""
         self._config = config
         self._reply = reply
         self._clock = clock
-        self._is_kept = is_kept
+        self._expectations = expectations
         self._tombstones: BoundedMap[ContentKey, Tombstone] = BoundedMap()
         self._outcomes: BoundedMap[LandingId, Outcome] = BoundedMap()
 
@@ -114,7 +115,7 @@ class Replies:
         for name in (content, (content[0], b"")):
             tombstone = self._tombstones.pop(name)
             if tombstone is not None and (
-                tombstone.until > self._clock() or self._is_kept(content)
+                tombstone.until > self._clock() or self._expectations.is_kept(content)
             ):
                 return tombstone
         return None

@@ -29,6 +29,7 @@ from p2p_engine.health import Counters
 from p2p_engine.memory.jobs import Copier, Job, Moment, after
 from p2p_engine.memory.layout import Regions, Sink, ask, pair
 from p2p_engine.peers.listeners import SessionListener
+from p2p_engine.receive.expectations import Expectations
 from p2p_engine.receive.ledger import Landing, LandingId, LandingState, Ledger, Receive, Writer
 from p2p_engine.receive.placement import Placement
 from p2p_engine.receive.replies import Replies, Reply
@@ -42,7 +43,7 @@ MISMATCH_GRACE_SECONDS = 1.0
 MAX_LANDINGS = 1 << 16  # of one sender
 # Without bytes: no landing memory bounds them, and each may take 100 KiB of our own.
 MAX_EMPTY_LANDINGS, MAX_EMPTY_LANDINGS_IN_ALL = 256, 1024
-MAX_STRANGERS = 64  # that are remembered of one receive
+MAX_STRANGERS = 64  # of whom one receive remembers what they offered
 
 
 class Store(SessionListener):
@@ -58,22 +59,19 @@ class Store(SessionListener):
         *,
         reply: Reply,
         clock: Callable[[], float],
-        is_from: Callable[[TransferKey, int], bool] = lambda key, epoch: False,
-        is_kept: Callable[[ContentKey], bool] = lambda content: False,
+        expectations: Expectations,
     ) -> None:
-        """`reply(epoch, kind, fields)` sends a message to a sender. `is_from(key, epoch)` says
-        whether a key is awaited from the engine of an epoch, `is_kept` whether somebody will
-        ask for a content: then its lease does not end."""
+        """`reply(epoch, kind, fields)` sends a message to a sender. The lease of a content that
+        is kept does not end."""
         self._config = config
         self._changed = changed
         self._copier = copier
         self._counters = counters
         self._clock = clock
-        self._is_from = is_from
         self._placement = places
         self._credit = places.credit
-        self._replies = Replies(config, reply, clock, is_kept)
-        self._is_kept = is_kept
+        self._expectations = expectations
+        self._replies = Replies(config, reply, clock, expectations)
         self._ledger = Ledger()
         self._timers: Timers[Landing | Receive] = Timers()
         self._late: dict[Landing | Receive, None] = {}  # past their deadlines, and not over
@@ -292,7 +290,7 @@ class Store(SessionListener):
         elif item.state is LandingState.GRANTED:
             self._late[item] = None
             self._give_up(item, proven=False)
-        elif item.orphaned and self._is_kept(item.content):
+        elif item.orphaned and self._expectations.is_kept(item.content):
             item.deadline = now + self._config.lease_seconds
             self._timers.set(item, item.deadline)
         elif item.orphaned:
@@ -329,6 +327,11 @@ class Store(SessionListener):
     def has_any(self, content: ContentKey) -> bool:
         """Whether any of a content has landed or is on its way, or somebody waits for it."""
         return content in self._ledger.receives or bool(self._ledger.of_content(content))
+
+    def has_offer(self, content: ContentKey, epoch: int) -> bool:
+        """Whether the engine of an epoch has offered what somebody waits for."""
+        receive = self._ledger.receives.get(content)
+        return receive is not None and epoch in receive.senders | receive.denied
 
     def live_bytes(self) -> dict[str, int]:
         """Bytes that are reserved now, by place."""
@@ -380,6 +383,8 @@ class Store(SessionListener):
         if denial:
             pause = self._credit.wait(landing_id, landing.nbytes, is_awaited=receive is not None)
             self._replies.deny(landing_id, offer.attempt, denial, pause)
+            if receive is not None and len(receive.denied) < MAX_STRANGERS:
+                receive.denied.add(landing_id[0])
             return
         self._ledger.add(landing)
         self._timers.set(landing, landing.deadline)
@@ -650,7 +655,7 @@ class Store(SessionListener):
 
     def _may_end(self, receive: Receive, epoch: int) -> bool:
         """Whether what a sender offers can end a receive; any can where none is named."""
-        return not receive.is_named or self._is_from(receive.content[0], epoch)
+        return not receive.is_named or self._expectations.is_from(receive.content[0], epoch)
 
     def _overdue(self, receive: Receive) -> P2pError:
         key = receive.content[0]

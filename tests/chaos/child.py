@@ -128,21 +128,22 @@ class Child:
     def _lay_out_control(self, control: ControlPlane) -> None:
         reach = self.trap.reach
         control.send = _after(control.send, lambda _, frame, *__: reach(f"say {_kind(frame)}"))  # type: ignore[method-assign]
-        control._on_frame = _before(control._on_frame, lambda _, f: reach(f"hear {_kind(f)}"))
+        listener = control.listener
+        listener.on_frame = _before(listener.on_frame, lambda _, f: reach(f"hear {_kind(f)}"))  # type: ignore[method-assign]
 
     def _lay_out(self, engine: P2pNcclEngine) -> None:
         reach = self.trap.reach
-        self._lay_out_control(engine._control)
-        sender = engine._sender
+        self._lay_out_control(engine._parts.control)
+        sender = engine._parts.sender
         sender.channel_ready = _before(sender.channel_ready, lambda _: reach("connect"))  # type: ignore[method-assign]
-        answers, store = engine._store._replies, engine._store
+        answers, store = engine._parts.store._replies, engine._parts.store
         answers.conclude = _after(answers.conclude, lambda *a: a[2] is None and reach("land"))  # type: ignore[method-assign]
         store._scatter = _after(store._scatter, lambda *_: reach("scatter"))  # type: ignore[method-assign]
 
     def _lay_out_transports(self) -> None:
         for kind in (ArenaChannel, TcpChannel):
             kind.write = _after(kind.write, lambda *_, **__: self.trap.reach("write"))  # type: ignore[method-assign]
-        tcp = self.engine._transports.get("tcp")
+        tcp = self.engine._parts.transports.get("tcp")
         if isinstance(tcp, TcpTransport):
             honest = tcp.invite
 
@@ -154,12 +155,12 @@ class Child:
 
     def addresses(self) -> tuple[str, str]:
         """Where peers dial for messages, and for data."""
-        tcp = self.engine._transports.get("tcp")
+        tcp = self.engine._parts.transports.get("tcp")
         return self.engine.zmq_address, tcp._address if isinstance(tcp, TcpTransport) else ""
 
     def divert(self, control: str, data: str) -> None:
         """Be known by other addresses: those of relays."""
-        self.engine._control.sockets.address, self._data_address = control, data
+        self.engine._parts.control.sockets.address, self._data_address = control, data
         self.directory._addresses[0] = control
 
     def directory_address(self) -> str:
@@ -184,14 +185,14 @@ class Child:
 
     def forget(self) -> None:
         """Take everybody who has greeted us for silent."""
-        sessions = self.engine._sessions
+        sessions = self.engine._parts.sessions
 
         def lose_all() -> None:
-            with self.engine._changed:
+            with self.engine._parts.changed:
                 for epoch in list(sessions._sessions):
                     sessions._lose(epoch, "the round says so")
 
-        self.engine._control.call_soon(lose_all)
+        self.engine._parts.control.call_soon(lose_all)
 
     def jump(self, seconds: float) -> None:
         """Let the clock jump."""
@@ -212,8 +213,8 @@ class Child:
 
     def fill(self) -> None:
         """Take all landing memory."""
-        with self.engine._changed:
-            arena, size = self.engine._arena, 1 << 20
+        with self.engine._parts.changed:
+            arena, size = self.engine._parts.arena, 1 << 20
             while arena is not None and size >= 4096:
                 space = arena.reserve(size)
                 if space is None:
@@ -223,9 +224,9 @@ class Child:
 
     def drain(self) -> None:
         """Give it back."""
-        with self.engine._changed:
-            while self._spaces and self.engine._arena is not None:
-                self.engine._arena.release(self._spaces.pop())
+        with self.engine._parts.changed:
+            while self._spaces and self.engine._parts.arena is not None:
+                self.engine._parts.arena.release(self._spaces.pop())
 
     def send(self, names: list[str], nbytes: int, peer: str, mode: str, ready: bool) -> None:
         """Begin to send, or to hold."""

@@ -191,7 +191,7 @@ def test_connection_that_ends_by_itself_is_noticed(pair: TransportPair, closes_f
     if closes_first == "sender":
         pair.sender.in_control(channel.close)
     pair.receiver.close()
-    expected = closes_first == "receiver" and pair.sender.transport.name != "inproc"
+    expected = closes_first == "receiver"
 
     def is_noticed() -> bool:
         for job in pair.sender.mover.drain():

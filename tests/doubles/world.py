@@ -29,6 +29,7 @@ from p2p_engine.memory.layout import Regions
 from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
 from p2p_engine.peers.link import Link, LinkState, PeerAddress
 from p2p_engine.peers.links import Links
+from p2p_engine.receive.expectations import Expectations, Kept
 from p2p_engine.receive.placement import Placement
 from p2p_engine.receive.store import Store
 from p2p_engine.send.sender import Sender
@@ -338,7 +339,7 @@ class World:
         self.num_corrupted = 0
         self.unclosed: list[WorldChannel] = []
         self.sessions: set[int] = set()
-        self.kept: set[ContentKey] = set()  # by the receiver's caller
+        self.expectations = Expectations()  # of the receiver's caller
         self.channels: dict[int, WorldChannel] = {}
         self.sendings: list[Sending] = []
         self.receivings: list[Receiving] = []
@@ -349,10 +350,14 @@ class World:
         places = Placement(config, self.arena, mover, lambda: self.now)
         self.store = Store(
             config, self.lock, places, mover, self.counters,
-            reply=self._reply, clock=lambda: self.now, is_kept=self.kept.__contains__,
+            reply=self._reply, clock=lambda: self.now, expectations=self.expectations,
         )  # fmt: skip
         self.epoch = 100
         self.start_sender()
+
+    def kept(self) -> list[ContentKey]:
+        """What the receiver's caller will ask for."""
+        return [kept.content for kept in self.expectations.all_kept()]
 
     # Processes and links
 
@@ -613,11 +618,12 @@ class World:
 
     def keep(self, content: ContentKey) -> None:
         """Let the receiver's caller say that it will ask for a content, later."""
-        self.kept.add(content)
+        self.expectations.drop(content)
+        self.expectations.keep(Kept(content, self.now))
 
     def renew(self) -> None:
         """Let the receiver tell the sender what is kept."""
-        self.post("sender", Renew(STORE_EPOCH, self.epoch, sorted(self.kept, key=repr)))
+        self.post("sender", Renew(STORE_EPOCH, self.epoch, sorted(self.kept(), key=repr)))
 
     def want(self, content: ContentKey) -> None:
         """Let the receiver ask the sender for what should be pushed."""
@@ -632,7 +638,8 @@ class World:
         self.now += seconds
         self.store.poll()
         self.sender.tick(self.now)
-        waiting = [i for i in self.landings() if i.orphaned and i.content in self.kept]
+        kept = self.expectations.is_kept
+        waiting = [i for i in self.landings() if i.orphaned and kept(i.content)]
         self.store.tick(self.now)
         assert all(item in self.landings() for item in waiting)
         breaking, self.breaking = self.breaking, []
@@ -648,7 +655,8 @@ class World:
         Raises:
             AssertionError: something stays open for ever.
         """
-        self.kept.clear()  # every request ends
+        for content in self.kept():  # every request ends
+            self.expectations.drop(content)
         for _ in range(400):
             self.ping()
             self.connect()

@@ -28,7 +28,7 @@ from p2p_engine.wire.messages import (
 
 KINDS: Sequence[type] = get_args(AnyMessage)
 EDGES = (0, 1, 2, 255, 1 << 15, 1 << 31, (1 << 31) + 1, 1 << 48, (1 << 63) - 1, (1 << 64) - 1, -1)
-WORDS = ("", "x", "shm", "tcp", "inproc", "127.0.0.99:7", "[::1]:5", "no address", "\0", "é" * 200)
+WORDS = ("", "x", "shm", "tcp", "127.0.0.99:7", "[::1]:5", "no address", "\0", "é" * 200)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -201,7 +201,7 @@ class Frames:
             "code": lambda: "TransferRejected",
             "address": lambda: rng.choice(("127.0.0.99:7", *WORDS)),
             "reason": lambda: rng.choice(WORDS),
-            "transport": lambda: rng.choice(("shm", "tcp", "inproc", "x")),
+            "transport": lambda: rng.choice(("shm", "tcp", "x")),
         }  # fmt: skip
         return makers[name]() if name in makers else rng.choice((0, 1, 7, rng.choice(EDGES)))
 

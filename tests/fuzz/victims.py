@@ -119,7 +119,7 @@ def _serve(pipe: Connection, config: EngineConfig) -> None:
 
 def _obey(engine: P2pNcclEngine, directory: Directory, command: str, *arguments: Any) -> Any:
     if command == "addresses":
-        shm, tcp = engine._transports["shm"], engine._transports["tcp"]
+        shm, tcp = engine._parts.transports["shm"], engine._parts.transports["tcp"]
         assert isinstance(shm, ShmTransport)
         assert isinstance(tcp, TcpTransport)
         return {

@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from typing import Any
 
 from p2p_engine.control.plane import ControlPlane
-from p2p_engine.control.sockets import Route
 from p2p_engine.errors import TransportError
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.device import Device
@@ -29,9 +28,7 @@ class Ranks:
         self._device = Device(cuda, 0)
         self._cuda = cuda
         self._buffer = cuda.allocate(BUFFER_BYTES), BUFFER_BYTES
-        self._control = ControlPlane(
-            "127.0.0.1", range(1), on_frame=_ignore, on_tick=lambda now: None, name="p2p-ranks"
-        )
+        self._control = ControlPlane("127.0.0.1", range(1), name="p2p-ranks")
         self._control.start()
         self._transports: list[NcclTransport] = []
         self._channels: list[Channel] = []
@@ -85,7 +82,3 @@ class Ranks:
         )
         self._transports.append(transport)
         return transport
-
-
-def _ignore(route: Route, frame: bytes) -> None:
-    """Nobody sends messages here."""

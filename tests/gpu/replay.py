@@ -106,14 +106,16 @@ class ReplayedRank:
         """Let what was launched run only when its chunks wait for nothing else."""
 
         def only_wait_for_it() -> bool:
-            states = {chunk.state.name for chunk in list(self._engine._sender._chunks.values())}
+            states = {
+                chunk.state.name for chunk in list(self._engine._parts.sender._chunks.values())
+            }
             return bool(states) and not states & {"QUEUED", "OFFERED"}
 
         if not all(forward.opened.is_set() for forward in self._forwards):
             eventually(only_wait_for_it, timeout=20, what="chunks are granted")
-            assert self._engine._gpu is not None
+            assert self._engine._parts.gpu is not None
             for _ in range(20):  # its thread has looked at everything again
-                self._engine._gpu.device.run(lambda: None, 5.0)
+                self._engine._parts.gpu.device.run(lambda: None, 5.0)
         for forward in self._forwards:
             forward.opened.set()
 

@@ -48,9 +48,7 @@ def no_descriptor_left(but: int = 0) -> Iterator[None]:
 
 def start() -> ControlPlane:
     """Start a control plane."""
-    control = ControlPlane(
-        "127.0.0.1", range(1), on_frame=lambda r, f: None, on_tick=lambda now: None, name="test"
-    )
+    control = ControlPlane("127.0.0.1", range(1), name="test")
     control.start()
     return control
 

@@ -135,9 +135,9 @@ def test_callback_that_fails_is_counted_and_the_others_run() -> None:
             called.append("bad")
             raise KeyError("a bug")
 
-        with engine._changed:  # so that one poll meets them all
+        with engine._parts.changed:  # so that one poll meets them all
             jobs = [
-                engine._mover.copy(nothing, nothing, nothing, tag=tag)
+                engine._parts.mover.copy(nothing, nothing, nothing, tag=tag)
                 for tag in (fail, fail, lambda job: called.append("good"))
             ]
             assert all(job.wait(10) for job in jobs)
@@ -185,7 +185,7 @@ def test_who_waits_no_longer_has_its_memory_back_first(
     copies: list[SlowCopy] = []
 
     def copy(*_: Any, tag: Any, **__: Any) -> SlowCopy:
-        copies.append(SlowCopy(tag, engine._changed, 0.3))
+        copies.append(SlowCopy(tag, engine._parts.changed, 0.3))
         return copies[-1]
 
     changes = {"send_type": SendMode.PUT, "transfer_timeout_seconds": 0.5}
@@ -194,14 +194,14 @@ def test_who_waits_no_longer_has_its_memory_back_first(
         engine = sender if is_sent else receiver
         sender.send_tensor(GOOD, tensor, receiver.zmq_address)
         if is_sent:
-            (link,) = sender._links._links.values()
+            (link,) = sender._parts.links._links.values()
             monkeypatch.setattr(
                 link.channel, "write", lambda order: copy(tag=order.tag), raising=False
             )
             with pytest.raises(TransferTimeout):
                 sender.send_tensor(BAD, tensor, receiver.zmq_address)
         else:
-            monkeypatch.setattr(receiver._store, "_copier", SimpleNamespace(copy=copy))
+            monkeypatch.setattr(receiver._parts.store, "_copier", SimpleNamespace(copy=copy))
             with pytest.raises(TransferTimeout):
                 receiver.recv_tensor(GOOD, timeout=0.2, out=out)
         assert [item.done for item in copies] == [True]
@@ -217,11 +217,11 @@ def test_memory_that_cannot_be_given_back_is_named(
     with engines(2, "shm") as (sender, receiver):
 
         def copy(*_: Any, tag: Any, **__: Any) -> SlowCopy:
-            copies.append(SlowCopy(tag, receiver._changed, 0.5))
+            copies.append(SlowCopy(tag, receiver._parts.changed, 0.5))
             return copies[-1]
 
         sender.send_tensor(GOOD, random_tensor(rng, 5000), receiver.zmq_address)
-        monkeypatch.setattr(receiver._store, "_copier", SimpleNamespace(copy=copy))
+        monkeypatch.setattr(receiver._parts.store, "_copier", SimpleNamespace(copy=copy))
         with pytest.raises(TransferTimeout, match="still in use"):
             receiver.recv_tensor(GOOD, timeout=0.1)
         eventually(lambda: copies[0].done)
@@ -244,7 +244,7 @@ def test_order_that_waited_for_the_lock_while_the_engine_closed(
 ) -> None:
     """Nobody is left who would end it."""
     with engines(1) as (engine,):
-        lock = engine._changed
+        lock = engine._parts.changed
 
         class LockThatCloseHasFirst:
             def __enter__(self) -> None:
@@ -254,8 +254,8 @@ def test_order_that_waited_for_the_lock_while_the_engine_closed(
             def __exit__(self, *_: object) -> None:
                 lock.release()
 
-        engine._changed = LockThatCloseHasFirst()  # type: ignore[assignment]
+        engine._parts.changed = LockThatCloseHasFirst()  # type: ignore[assignment]
         with pytest.raises(EngineClosed):
             order(engine)
-        engine._changed, engine._closed = lock, False
+        engine._parts.changed, engine._closed = lock, False
         assert engine.stats()["open_transfers"] == 0

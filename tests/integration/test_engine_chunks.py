@@ -94,7 +94,7 @@ def test_a_few_chunks_are_open_at_a_time(transport: str, rng: SeededRandom) -> N
         sent = sender.send(KEY, peer, source.source(ALL), ready=False)
         granted = WINDOW * 2 * CHUNK
         eventually(lambda: sum(receiver.stats()["live_bytes_by_place"].values()) >= granted)
-        assert len(sender._sender._chunks) == WINDOW
+        assert len(sender._parts.sender._chunks) == WINDOW
         assert receiver.stats()["live_bytes"] < granted + CHUNK
         target = paged()
         waiting = receiver.receive(KEY, target.sink(ALL))
@@ -135,9 +135,9 @@ def test_data_connections_that_break_cost_the_open_chunks(
 
 
 def _break_channels(engine: P2pNcclEngine) -> int:
-    links = [link for link in engine._links._links.values() if link.channel is not None]
+    links = [link for link in engine._parts.links._links.values() if link.channel is not None]
     for link in links:
-        engine._links.break_channel(link, TransportError("the test breaks it"))
+        engine._parts.links.break_channel(link, TransportError("the test breaks it"))
     return len(links)
 
 
@@ -195,7 +195,7 @@ def test_chunks_that_are_late_together_leave_nothing_behind(transport: str, read
         with pytest.raises(TransferTimeout):
             sending.wait(10)
         later = time.monotonic() + 10
-        with sender._changed:
-            assert sender._sender.overdue(later) == []
+        with sender._parts.changed:
+            assert sender._parts.sender.overdue(later) == []
         receiver.drop_landed()
         assert_idle(sender, receiver)

@@ -22,14 +22,14 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 def drop_connections(receiver: P2pNcclEngine) -> None:
     """Let a receiver close its end of every data connection."""
-    (transport,) = receiver._transports.values()
-    with receiver._changed:
+    (transport,) = receiver._parts.transports.values()
+    with receiver._parts.changed:
         if isinstance(transport, NcclTransport):
             for pair in transport._senders.values():
                 transport._end(pair, "the test says so")
             return
         for channel in cast("TcpTransport", transport)._senders.values():
-            receiver._mover.detach(channel)
+            receiver._parts.mover.detach(channel)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "nccl"])
@@ -67,8 +67,8 @@ def test_connection_that_only_the_receiver_has_lost(rng: SeededRandom) -> None:
             sent = one.send_tensor(key, tensor, other.zmq_address)
             assert torch.equal(other.recv_tensor(key, timeout=10), tensor)
             sent.wait(10)
-            with other._changed:
-                cast("TcpTransport", other._transports["tcp"])._senders.clear()
+            with other._parts.changed:
+                cast("TcpTransport", other._parts.transports["tcp"])._senders.clear()
         assert_idle(one, other)
 
 
@@ -104,14 +104,14 @@ def test_connection_that_breaks_while_bytes_move(rng: SeededRandom) -> None:
         here, there = PeerAddress(one.zmq_address), PeerAddress(other.zmq_address)
         for number in range(20):
             key, tensor, sink = TransferKey(f"{number}"), random_tensor(rng, 4 * MIB), TensorSink()
-            is_held, moved = bool(number % 2), other._mover.stats()["bytes_received"]
+            is_held, moved = bool(number % 2), other._parts.mover.stats()["bytes_received"]
             if is_held:
                 sent = one.hold(key, TensorSource(tensor))
                 arriving = other.receive(key, sink, peer=here, pull=True)
             else:
                 arriving = other.receive(key, sink, peer=here)
                 sent = one.send(key, there, TensorSource(tensor))
-            eventually(lambda: other._mover.stats()["bytes_received"] > moved)  # noqa: B023
+            eventually(lambda: other._parts.mover.stats()["bytes_received"] > moved)  # noqa: B023
             drop_connections(other)
             eventually(lambda: sent.done and arriving.done)  # noqa: B023
             assert arriving.error is None or (not is_held and sent.error is not None)

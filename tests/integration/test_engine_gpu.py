@@ -126,11 +126,11 @@ def test_close_keeps_what_a_copy_to_the_pool_may_still_write(rng: SeededRandom) 
             sender.send_tensor(KEY, tensor, receiver.zmq_address)
             eventually(lambda: DOUBLE["hanging_copies"])
             receiver.close(0.2)
-            assert receiver._arena is not None
-            assert len(receiver._arena.arena.view(0, 8)) == 8  # it is mapped
+            assert receiver._parts.arena is not None
+            assert len(receiver._parts.arena.arena.view(0, 8)) == 8  # it is mapped
         receiver.close()
         with pytest.raises(ValueError, match="closed"):
-            receiver._arena.arena.view(0, 8)
+            receiver._parts.arena.arena.view(0, 8)
 
 
 def test_close_keeps_a_buffer_into_which_a_peer_may_still_copy(rng: SeededRandom) -> None:
@@ -141,8 +141,8 @@ def test_close_keeps_a_buffer_into_which_a_peer_may_still_copy(rng: SeededRandom
         def stand_still() -> None:  # as on a busy machine
             opened.wait(20)
 
-        assert sender._gpu is not None
-        sender._gpu.device.post(stand_still)
+        assert sender._parts.gpu is not None
+        sender._parts.gpu.device.post(stand_still)
         sent = sender.send_tensor(KEY, random_tensor(rng, 600_000), receiver.zmq_address)
         eventually(lambda: "WRITING" in states(sender))
         receiver.close()
@@ -151,8 +151,8 @@ def test_close_keeps_a_buffer_into_which_a_peer_may_still_copy(rng: SeededRandom
         assert num_kept == num_allocations
         with pytest.raises(P2pError):
             sent.wait(10)
-        assert isinstance(receiver._arena, DeviceLanding)
-        Cuda(DOUBLE.path).free(receiver._arena.device_address)
+        assert isinstance(receiver._parts.arena, DeviceLanding)
+        Cuda(DOUBLE.path).free(receiver._parts.arena.device_address)
 
 
 def test_groups_that_break_and_copies_that_hang_lose_nothing_of_the_rest(
@@ -173,9 +173,9 @@ def test_groups_that_break_and_copies_that_hang_lose_nothing_of_the_rest(
             open_transfers.append((sent, received, tensor, sink))
             DOUBLE["copies_hang"] ^= rng.random() < 0.1
             if rng.random() < 0.1:
-                transport = receiver._transports["nccl"]
+                transport = receiver._parts.transports["nccl"]
                 assert isinstance(transport, NcclTransport)
-                with receiver._changed:
+                with receiver._parts.changed:
                     for pair in transport._senders.values():
                         group = pair.group
                         if group is not None and group.state is GroupState.READY:
@@ -238,7 +238,7 @@ def test_no_memory_for_the_buffer_is_an_error_that_leaves_nothing() -> None:
 def test_an_engine_without_its_device_thread_is_not_healthy() -> None:
     with P2pNcclEngine(settings("nccl")) as engine:
         assert engine.healthy
-        device = engine._gpu.device if engine._gpu is not None else None
+        device = engine._parts.gpu.device if engine._parts.gpu is not None else None
         assert device is not None
         device._is_stopping = True
         eventually(lambda: not engine.healthy)
@@ -282,4 +282,4 @@ def test_a_peer_that_dies_while_a_kernel_waits_for_it_costs_its_own_transfers_on
 
 
 def states(engine: P2pNcclEngine) -> list[str]:
-    return [chunk.state.name for chunk in engine._sender._chunks.values()]
+    return [chunk.state.name for chunk in engine._parts.sender._chunks.values()]

@@ -77,9 +77,9 @@ def test_what_goes_into_a_peers_pool_waits_until_that_is_registered(rng: SeededR
             waiting = sender.send(keys[1], peer, ours.source(IDS))
             eventually(lambda: receiver.stats()["live_bytes_by_place"]["pool"] > 0)
             eventually(lambda: "WRITING" in states(sender))
-            assert sender._gpu is not None
+            assert sender._parts.gpu is not None
             for _ in range(20):  # its thread has looked at everything again
-                sender._gpu.device.run(lambda: None, 5.0)
+                sender._parts.gpu.device.run(lambda: None, 5.0)
             assert not waiting.released
         waiting.wait(10)
         for key in keys:
@@ -90,4 +90,4 @@ def test_what_goes_into_a_peers_pool_waits_until_that_is_registered(rng: SeededR
 
 
 def states(engine: P2pNcclEngine) -> list[str]:
-    return [chunk.state.name for chunk in engine._sender._chunks.values()]
+    return [chunk.state.name for chunk in engine._parts.sender._chunks.values()]

@@ -28,8 +28,8 @@ def kill_control_thread(engine: P2pNcclEngine) -> None:
     def die() -> None:
         raise SystemExit
 
-    engine._control.call_soon(die)
-    eventually(lambda: not engine._control.alive)
+    engine._parts.control.call_soon(die)
+    eventually(lambda: not engine._parts.control.alive)
 
 
 @marks.every_transport
@@ -60,7 +60,7 @@ def test_dead_control_thread_is_told_and_nobody_waits_for_ever(
 def test_dead_mover_makes_the_engine_unhealthy() -> None:
     with P2pNcclEngine(settings()) as engine:
         assert engine.healthy
-        assert engine._mover.close(10)
+        assert engine._parts.mover.close(10)
         assert not engine.healthy
 
 
@@ -70,13 +70,13 @@ def test_copy_that_does_not_end_is_reported(
     """The one wait that we cannot end: its memory is kept, and everybody can see it."""
     with engines(2, "shm", transfer_timeout_seconds=1.0) as (sender, receiver):
         target = PeerAddress(receiver.zmq_address)
-        with sender._changed:  # its own thread looks before or after, and finds nothing late
+        with sender._parts.changed:  # its own thread looks before or after, and finds nothing late
             transfer = sender.send(KEY, target, TensorSource(torch.zeros(9)), ready=False)
-            monkeypatch.setattr(sender._sender, "stop", lambda chunk, error: None)
+            monkeypatch.setattr(sender._parts.sender, "stop", lambda chunk, error: None)
             now = time.monotonic()
             for late in (1.1, 1.2, 1.2 + OVERDUE_SECONDS):
-                sender._sender.tick(now + late)
-                sender._watchdog.look(now + late, sender._sender.overdue(now + late))
+                sender._parts.sender.tick(now + late)
+                sender._parts.watchdog.look(now + late, sender._parts.sender.overdue(now + late))
             assert sender.stats()["overdue_waits"] == 1
             assert not sender.healthy
             monkeypatch.undo()

@@ -84,7 +84,7 @@ def test_restarted_sender_ends_what_is_awaited_from_it(pull: bool, free_port: in
             waiting = engine.receive(
                 KEY, TensorSink(), peer=PeerAddress(peer.address), pull=pull, timeout=600
             )
-            links = engine._links._links
+            links = engine._parts.links._links
             eventually(lambda: all(link.resend_at > monotonic() + 60 for link in [*links.values()]))
             peer.kill()
         with Peer(at_port) as peer:
@@ -129,7 +129,7 @@ def is_writing(engine: P2pNcclEngine) -> bool:
 
 def resting(engine: P2pNcclEngine) -> bool:
     """Whether all its links rest."""
-    return all(link.is_resting for link in engine._links._links.values())
+    return all(link.is_resting for link in engine._parts.links._links.values())
 
 
 def test_killed_peer_of_a_resting_link_is_noticed_before_its_rest_is_over() -> None:

@@ -204,17 +204,17 @@ class StuckMover:
 
 def test_close_keeps_what_a_copy_may_still_touch() -> None:
     engine = P2pNcclEngine(settings())
-    engine._mover = stuck = StuckMover(engine._mover)  # type: ignore[assignment]
+    engine._parts.mover = stuck = StuckMover(engine._parts.mover)  # type: ignore[assignment]
     waiting = engine.receive(KEY, TensorSink())
     engine.close()
     assert not waiting.released
-    assert engine._arena is not None
-    assert len(engine._arena.arena.view(0, 8)) == 8  # it is mapped
+    assert engine._parts.arena is not None
+    assert len(engine._parts.arena.arena.view(0, 8)) == 8  # it is mapped
     stuck.is_stuck = False
     engine.close()
     assert isinstance(waiting.error, EngineClosed)
     with pytest.raises(ValueError, match="closed"):
-        engine._arena.arena.view(0, 8)
+        engine._parts.arena.arena.view(0, 8)
 
 
 def test_close_that_gave_up_on_a_thread_is_finished_by_the_next_one() -> None:
@@ -224,13 +224,13 @@ def test_close_that_gave_up_on_a_thread_is_finished_by_the_next_one() -> None:
         def stand_still() -> None:
             goes_on.wait(60)
 
-        engine._control.call_soon(stand_still)
+        engine._parts.control.call_soon(stand_still)
         engine.close(0.1)
-        is_given_up = engine._control.alive
+        is_given_up = engine._parts.control.alive
         goes_on.set()
         assert is_given_up
         engine.close()
-        assert not engine._control.alive
+        assert not engine._parts.control.alive
 
 
 def test_closed_engine_says_so() -> None:
@@ -264,7 +264,7 @@ def test_engine_that_got_no_core_takes_nobody_for_dead(rng: SeededRandom) -> Non
         )
         eventually(lambda: receiver.stats()["sessions"] == 1)
         for engine in (sender, receiver):
-            engine._on_tick(time.monotonic() + 6)
+            engine._parts.dispatch.on_tick(time.monotonic() + 6)
         sender.mark_ready(unready)
         assert torch.equal(receiver.recv_tensor(KEY, sender.zmq_address, timeout=10), tensor)
         assert_idle(sender, receiver)
@@ -300,9 +300,9 @@ def test_who_was_not_heard_for_long_greets_again(
     with engines(2, transport) as (here, there):
         sender, receiver = (there, here) if pull else (here, there)
         for number in range(2):
-            with there._changed:
-                for epoch in list(there._sessions._sessions):
-                    there._sessions._lose(epoch, "it is silent")
+            with there._parts.changed:
+                for epoch in list(there._parts.sessions._sessions):
+                    there._parts.sessions._lose(epoch, "it is silent")
             key, tensor, sink = TransferKey(f"{number}"), random_tensor(rng, MIB), TensorSink()
             if pull:
                 sent = sender.hold(key, TensorSource(tensor))
@@ -461,7 +461,7 @@ def test_flood_of_wants_is_bounded(engine: P2pNcclEngine, stranger: TalkingStran
         stranger.say(encode(Want(5, engine.epoch, TransferKey(f"{number}"), b"")))
     stranger.say(encode(Ping(5, engine.epoch)))
     assert type(stranger.hear()).__name__ == "Pong"
-    assert len(engine._holds._unheld) <= 4096
+    assert len(engine._parts.holds._unheld) <= 4096
 
 
 @marks.every_transport
@@ -495,9 +495,7 @@ def _connect(endpoints: dict[str, dict[str, str]]) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect("\0" + endpoint["socket"])
         return connection
-    if "address" in endpoint:
-        return socket.create_connection(split_address(endpoint["address"]), 10)
-    return socket.socket()  # inproc has no port
+    return socket.create_connection(split_address(endpoint["address"]), 10)
 
 
 def _spill(connection: socket.socket, noise: bytes) -> None:

@@ -76,8 +76,8 @@ def test_nothing_arrives_and_leaves_the_memory_to_the_next_sender(
     with engines(3, transport, send_type=mode) as (sender, receiver, next_sender):
         source, sink = make()  # type: ignore[operator]
         send_nothing(sender, receiver, source, sink, first)
-        assert receiver._arena is not None
-        receiver._arena.check()
+        assert receiver._parts.arena is not None
+        receiver._parts.arena.check()
         tensor = random_tensor(rng, 5000)
         next_sender.send_tensor(TransferKey("next"), tensor, receiver.zmq_address)
         came = receiver.recv_tensor(TransferKey("next"), next_sender.zmq_address, timeout=10)
@@ -90,8 +90,8 @@ def test_chunk_of_which_nothing_is_wanted_takes_no_memory(transport: str) -> Non
     with engines(2, transport) as (sender, receiver):
         source, sink = blocks_that_are_there()
         send_nothing(sender, receiver, source, sink, "receiver")
-        assert receiver._arena is not None
-        receiver._arena.check()
+        assert receiver._parts.arena is not None
+        receiver._parts.arena.check()
         assert sender.stats()["sent_bytes"] == 0
         assert_idle(sender, receiver)
 

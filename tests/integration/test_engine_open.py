@@ -70,8 +70,8 @@ def pair(num_open: int) -> Iterator[tuple[P2pNcclEngine, P2pNcclEngine]]:
             receiver.receive(key("wanted", number), TensorSink(), peer=here, pull=True)
             sender.abandon(key("abandoned", number), there, "the test says so")
         eventually(lambda: receiver.stats()["open_transfers"] >= 4 * num_open, 60)
-        eventually(lambda: len(sender._holds._unheld) >= num_open, 60)
-        eventually(lambda: not len(sender._sender._abandoned), 60)
+        eventually(lambda: len(sender._parts.holds._unheld) >= num_open, 60)
+        eventually(lambda: not len(sender._parts.sender._abandoned), 60)
         yield sender, receiver
 
 
@@ -88,9 +88,15 @@ def costs(num_open: int) -> dict[str, int]:
     with pair(num_open) as (sender, receiver):
         there, here = PeerAddress(receiver.zmq_address), PeerAddress(sender.zmq_address)
         calls: dict[str, tuple[P2pNcclEngine, Callable[[], Any]]] = {
-            "tick of the sender": (sender, lambda: sender._on_tick(time.monotonic())),
-            "tick of the receiver": (receiver, lambda: receiver._on_tick(time.monotonic())),
-            "poll": (receiver, receiver._collect),
+            "tick of the sender": (
+                sender,
+                lambda: sender._parts.dispatch.on_tick(time.monotonic()),
+            ),
+            "tick of the receiver": (
+                receiver,
+                lambda: receiver._parts.dispatch.on_tick(time.monotonic()),
+            ),
+            "poll": (receiver, receiver._parts.collect),
             "receive": (
                 receiver,
                 lambda: receiver.receive(key("new", 0), TensorSink()).cancel(),
@@ -109,20 +115,20 @@ def costs(num_open: int) -> dict[str, int]:
             "abandon": (sender, lambda: sender.abandon(key("new", 4), there, "again")),
             "want": (
                 sender,
-                lambda: sender._holds.on_want(
+                lambda: sender._parts.holds.on_want(
                     (key("held", 0), b"other"), there, None, lambda _: None
                 ),
             ),
             "release": (
                 sender,
-                lambda: sender._holds.on_release((key("wanted", 0), b""), there, None),
+                lambda: sender._parts.holds.on_release((key("wanted", 0), b""), there, None),
             ),
             "renewal": (
                 sender,
-                lambda: sender._sender.on_renew(receiver.epoch, [(key("granted", 0), b"")]),
+                lambda: sender._parts.sender.on_renew(receiver.epoch, [(key("granted", 0), b"")]),
             ),
         }
-        return {name: least(call, engine._changed) for name, (engine, call) in calls.items()}
+        return {name: least(call, engine._parts.changed) for name, (engine, call) in calls.items()}
 
 
 def test_nothing_costs_more_because_much_is_open() -> None:

@@ -144,7 +144,7 @@ def test_who_has_two_names_is_heard_by_both() -> None:
             receiver.send_tensor(KEY, pattern("request", 9), holder.zmq_address)
             eventually(lambda: receiver.stats()["links"] == {"ready": 2})
             holder.abandon(KEY, None, "it was aborted")
-            eventually(lambda: not receiver._renewals._duties)
+            eventually(lambda: not receiver._parts.renewals._duties)
             with pytest.raises(TransferError, match="it was aborted"):
                 receiver.receive(KEY, TensorSink())
             holder.drop_landed()
@@ -194,11 +194,11 @@ def test_what_was_released_and_is_kept_again_is_held(says_want: bool) -> None:
         sink = TensorSink()
         if says_want:
             receiver.receive(KEY, sink, peer=peer, pull=True)
-            eventually(lambda: holder._holds._unheld)
+            eventually(lambda: holder._parts.holds._unheld)
         else:
             receiver.keep(KEY, peer=peer)
             eventually(lambda: holder.is_renewed(KEY))
-        assert KEY not in {key for key, _ in holder._holds._released._entries}
+        assert KEY not in {key for key, _ in holder._parts.holds._released._entries}
         held = hold(holder)
         if not says_want:
             assert not held.done

@@ -39,7 +39,7 @@ def fork_server() -> None:
 def claiming(address: str) -> Iterator[P2pNcclEngine]:
     """An engine that claims another one's address."""
     with start(settings("tcp")) as rival:
-        rival._control.sockets.address = address
+        rival._parts.control.sockets.address = address
         yield rival
 
 

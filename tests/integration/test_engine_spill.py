@@ -57,10 +57,10 @@ def test_want_that_comes_during_the_copy_is_served_after_it(
     with engines(2, transport) as (sender, receiver):
         waiting = receiver.receive(KEY, sink)
         held = sender.hold(KEY, TensorSource(tensor))
-        with sender._changed:  # nobody hears of the copy's end
+        with sender._parts.changed:  # nobody hears of the copy's end
             assert sender.spill(held)
             want = (KEY, b""), PeerAddress(receiver.zmq_address), None, pytest.fail
-            sender._holds.on_want(*want)
+            sender._parts.holds.on_want(*want)
             assert sender.stats()["open_transfers"] == 1
         waiting.wait(10)
         held.wait(10)
@@ -75,15 +75,15 @@ def test_spilled_memory_is_given_back_at_each_end(end: str, when: str, rng: Seed
     with P2pNcclEngine(settings("shm")) as engine:
         lease = 0.1 if end == "lease" else 100.0
         source = TensorSource(random_tensor(rng, 2 * MIB))
-        with engine._changed:  # no lease ends before the copy has begun
+        with engine._parts.changed:  # no lease ends before the copy has begun
             held = engine.hold(KEY, source, lease=lease)
             assert engine.spill(held)
             if when == "after it":
-                engine._changed.wait_for(lambda: held.released, 10)
+                engine._parts.changed.wait_for(lambda: held.released, 10)
             if end.startswith("cancel"):
                 held.cancel("not needed")
             if end == "cancel, close":
-                engine._mover.close()  # the copy has stopped, and nobody was told
+                engine._parts.mover.close()  # the copy has stopped, and nobody was told
         if end == "lease":
             with pytest.raises(TransferTimeout, match="lease"):
                 held.wait(10)
@@ -119,7 +119,7 @@ def test_pull_that_has_begun_needs_no_spill(rng: SeededRandom) -> None:
         waiting = receiver.receive(
             KEY, TensorSink(), peer=PeerAddress(sender.zmq_address), pull=True
         )
-        eventually(lambda: sender._holds._unheld)
+        eventually(lambda: sender._parts.holds._unheld)
         held = sender.hold(KEY, TensorSource(random_tensor(rng, 4 * MIB)))
         assert not sender.spill(held)
         waiting.wait(10)

@@ -145,7 +145,7 @@ def test_pages_in_chunks(transport: str, receiver_first: bool, rng: SeededRandom
             sender.send(KEY, peer, chunk, ready=False)
             transfer = sender.send(TransferKey(f"{first}"), peer, chunk, ready=False)
             transfer.cancel("only to disturb")
-        for transfer in list(sender._sender._shipments):
+        for transfer in list(sender._parts.sender._shipments):
             sender.mark_ready(transfer)
         if waiting is None:
             eventually(lambda: receiver.stats()["live_bytes"] > 0)
@@ -238,7 +238,7 @@ def test_full_receiver_denies_until_there_is_room(transport: str, rng: SeededRan
         assert_idle(sender, receiver)
 
 
-@pytest.mark.parametrize("transport", ["inproc", "shm", *GPU_TRANSPORTS])
+@pytest.mark.parametrize("transport", ["shm", *GPU_TRANSPORTS])
 def test_too_large_is_named_on_both_sides(transport: str) -> None:
     with engines(2, transport, kv_buffer_size=MIB, mem_pool_size_gb=0) as (sender, receiver):
         waiting = receiver.receive(KEY, TensorSink())
@@ -472,7 +472,7 @@ def test_hold_that_is_withdrawn_may_be_held_again(rng: SeededRandom, is_wanted: 
         first.cancel("preempted")
         assert first.wait_released(10)
         pulled = pulled or pull()
-        eventually(lambda: sender._holds._unheld)
+        eventually(lambda: sender._parts.holds._unheld)
         second = sender.hold(KEY, TensorSource(tensor))
         receiver.drop_landed()
         pulled.wait(10)

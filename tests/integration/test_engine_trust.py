@@ -71,25 +71,25 @@ class RogueScene:
         """The rogue says something to who has dialled it."""
         source = self.rogue.epoch if epoch is None else epoch
         message: Any = kind(source, self.engine.epoch, *fields)
-        self.engine._on_frame(Route(self.rogue.zmq_address), encode(message))
+        self.engine._parts.dispatch.on_frame(Route(self.rogue.zmq_address), encode(message))
 
     def request(self, kind: type[Message], *fields: Any, epoch: int | None = None) -> None:
         """The rogue says something to whom it has dialled."""
         source = self.rogue.epoch if epoch is None else epoch
         message: Any = kind(source, self.engine.epoch, *fields)
-        self.engine._on_frame(
-            self.engine._sessions._sessions[self.rogue.epoch].route, encode(message)
+        self.engine._parts.dispatch.on_frame(
+            self.engine._parts.sessions._sessions[self.rogue.epoch].route, encode(message)
         )
 
     @property
     def num_wrong(self) -> int:
-        return self.engine._counters.wrong_messages
+        return self.engine._parts.counters.wrong_messages
 
     def chunk(self) -> tuple[Transfer, int]:
         """A chunk for the right peer that is granted and not written; its number."""
         source = TensorSource(self.tensor)
         transfer = self.engine.send(KEY, self.target, source, ready=False)
-        chunks = self.engine._sender._chunks
+        chunks = self.engine._parts.sender._chunks
         eventually(lambda: [chunk for chunk in chunks.values() if chunk.grant is not None])
         return transfer, next(iter(chunks))
 
@@ -140,11 +140,11 @@ def test_the_answer_to_a_chunk_comes_from_who_it_is_for(
 
 
 def test_abandon_ok_of_another_peer_lets_the_news_be_repeated(scene: RogueScene) -> None:
-    with scene.engine._changed:  # before the peer's own answer
+    with scene.engine._parts.changed:  # before the peer's own answer
         scene.engine.abandon(KEY, scene.target, "over")
         scene.answer(AbandonOk, KEY)
-        assert scene.engine._sender._abandoned
-    eventually(lambda: not scene.engine._sender._abandoned)
+        assert scene.engine._parts.sender._abandoned
+    eventually(lambda: not scene.engine._parts.sender._abandoned)
 
 
 def test_gone_is_believed_from_who_was_asked(scene: RogueScene) -> None:
@@ -169,7 +169,7 @@ def test_abandon_before_anybody_waits_counts_when_its_speaker_is_who_sends_the_k
     scene.finish_waiting(transfer, sink)
     second = TransferKey("request-2")
     scene.peer.abandon(second, PeerAddress(scene.engine.zmq_address), "given up")
-    eventually(lambda: not scene.peer._sender._abandoned)
+    eventually(lambda: not scene.peer._parts.sender._abandoned)
     failed = scene.engine.receive(second, TensorSink(), peer=scene.target, timeout=30)
     with pytest.raises(TransferRejected, match="given up"):
         failed.wait(9)
@@ -177,16 +177,16 @@ def test_abandon_before_anybody_waits_counts_when_its_speaker_is_who_sends_the_k
 
 def test_abandon_before_the_sender_is_known_is_judged_when_it_is(scene: RogueScene) -> None:
     """The peer's address is known, its epoch is not yet."""
-    with scene.engine._changed:
-        scene.engine._links.session_over(scene.peer.epoch, TransferRejected("dial again"))
+    with scene.engine._parts.changed:
+        scene.engine._parts.links.session_over(scene.peer.epoch, TransferRejected("dial again"))
         transfer, sink = scene.waiting()
         scene.request(Abandon, KEY, "over")
         second = TransferKey("request-2")
         failed = scene.engine.receive(second, TensorSink(), peer=scene.target, timeout=30)
         scene.request(Abandon, second, "not theirs")
-        session = scene.engine._sessions._sessions[scene.peer.epoch]
+        session = scene.engine._parts.sessions._sessions[scene.peer.epoch]
         message = Abandon(scene.peer.epoch, scene.engine.epoch, second, "given up")
-        scene.engine._on_frame(session.route, encode(message))
+        scene.engine._parts.dispatch.on_frame(session.route, encode(message))
     with pytest.raises(TransferRejected, match="given up"):
         failed.wait(9)
     scene.finish_waiting(transfer, sink)
@@ -196,7 +196,7 @@ def test_where_nobody_is_named_abandon_is_believed_from_who_has_offered(scene: R
     transfer, _ = scene.waiting(is_named=False)
     to_engine = PeerAddress(scene.engine.zmq_address)
     sending = scene.peer.send(KEY, to_engine, TensorSource(scene.tensor), ready=False)
-    eventually(lambda: scene.engine._store._ledger.landings)
+    eventually(lambda: scene.engine._parts.store._ledger.landings)
     scene.request(Abandon, KEY, "over")
     assert scene.num_wrong == 1
     scene.peer.mark_ready(sending)
@@ -226,7 +226,7 @@ def test_another_content_from_another_peer_does_not_cut_a_wait_short(scene: Rogu
     transfer, sink = scene.waiting()
     after = scene.rogue.send(KEY, to_engine, source, binding=OTHER + b"!")
     after.wait(9)
-    (receive,) = scene.engine._store._ledger.receives.values()
+    (receive,) = scene.engine._parts.store._ledger.receives.values()
     assert not receive.mismatched
     scene.finish_waiting(transfer, sink)
     scene.engine.drop_landed()
@@ -238,8 +238,8 @@ def test_the_end_of_a_chunk_is_said_by_its_sender(
 ) -> None:
     to_engine, source = PeerAddress(scene.engine.zmq_address), TensorSource(scene.tensor)
     sending = scene.peer.send(KEY, to_engine, source, ready=False)
-    eventually(lambda: scene.engine._store._ledger.landings)
-    ((epoch, seq),) = scene.engine._store._ledger.landings
+    eventually(lambda: scene.engine._parts.store._ledger.landings)
+    ((epoch, seq),) = scene.engine._parts.store._ledger.landings
     scene.request(kind, seq, 0, *fields)
     scene.request(kind, seq, 0, *fields, epoch=epoch)  # in the other one's name
     scene.peer.mark_ready(sending)
@@ -257,7 +257,7 @@ def test_release_names_the_content(scene: RogueScene) -> None:
 
 def test_renew_names_the_content(scene: RogueScene) -> None:
     held = scene.engine.hold(KEY, TensorSource(scene.tensor))
-    (hold,) = scene.engine._holds._holds.values()
+    (hold,) = scene.engine._parts.holds._holds.values()
     ends_at = hold.lease_ends_at
     scene.request(Renew, [(KEY, OTHER)])
     assert hold.lease_ends_at == ends_at
@@ -271,7 +271,7 @@ def test_an_offer_of_a_transport_that_was_not_agreed_on_is_counted(scene: RogueS
     manifest = TensorSource(scene.tensor).manifest
     scene.request(Offer, 1, 0, KEY, manifest, b"", "pigeon")
     assert scene.num_wrong == 1
-    assert not scene.engine._store._ledger.landings
+    assert not scene.engine._parts.store._ledger.landings
 
 
 @pytest.mark.parametrize("kind", [Bye, Greet, Pong])
@@ -281,10 +281,10 @@ def test_what_ends_a_link_is_said_by_the_engine_that_is_meant(
     links = scene.engine.stats()["links"]
     scene.answer(kind, epoch=scene.peer.epoch)
     scene.request(kind, epoch=scene.peer.epoch)
-    link = scene.engine._links.get(scene.target, data=False)
+    link = scene.engine._parts.links.get(scene.target, data=False)
     assert link.ready
     assert link.epoch == scene.peer.epoch
-    assert scene.peer.epoch in scene.engine._sessions._sessions
+    assert scene.peer.epoch in scene.engine._parts.sessions._sessions
     assert sum(scene.engine.stats()["links"].values()) >= sum(links.values()) - 1
 
 
@@ -300,8 +300,8 @@ def test_the_answer_to_a_first_word_concerns_the_address_that_was_dialled(
     scene: RogueScene, message: AnyMessage
 ) -> None:
     transfer, sink = scene.waiting()
-    scene.engine._on_frame(Route(scene.rogue.zmq_address), encode(message))
-    link = scene.engine._links.get(scene.target, data=False)
+    scene.engine._parts.dispatch.on_frame(Route(scene.rogue.zmq_address), encode(message))
+    link = scene.engine._parts.links.get(scene.target, data=False)
     assert link.ready
     scene.finish_waiting(transfer, sink)
 

@@ -92,9 +92,7 @@ def test_connections_that_choose_one_name_leave_no_descriptor_behind() -> None:
 
 @pytest.fixture
 def control() -> Iterator[ControlPlane]:
-    plane = ControlPlane(
-        "127.0.0.1", range(1), on_frame=lambda r, f: None, on_tick=lambda now: None, name="test"
-    )
+    plane = ControlPlane("127.0.0.1", range(1), name="test")
     plane.start()
     yield plane
     plane.close(5)
@@ -134,9 +132,7 @@ def test_a_peer_that_we_dial_cannot_send_without_end(control: ControlPlane) -> N
 
 @pytest.mark.usefixtures("no_leaks")
 def test_many_short_messages_at_once_are_no_reason_to_cut(control: ControlPlane) -> None:
-    other = ControlPlane(
-        "127.0.0.1", range(1), on_frame=lambda r, f: None, on_tick=lambda now: None, name="other"
-    )
+    other = ControlPlane("127.0.0.1", range(1), name="other")
     other.start()
     try:
         for number in range(9000):

@@ -90,7 +90,7 @@ class TransferMachine(RuleBasedStateMachine):
         if kind == "keep":
             self.world.keep((key, binding))
         elif kind == "drop":
-            self.world.kept.discard((key, binding))
+            self.world.expectations.drop((key, binding))
         elif kind == "renew":
             self.world.renew()
         else:

@@ -12,7 +12,6 @@ import numpy as np
 
 from mempool import Mover
 from p2p_engine.control.plane import ControlPlane
-from p2p_engine.control.sockets import Route
 from p2p_engine.errors import TransportError
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.device import Device
@@ -26,7 +25,6 @@ from p2p_engine.transports.base import (
     Order,
     Transport,
 )
-from p2p_engine.transports.inproc import InprocTransport
 from p2p_engine.transports.nccl.library import Nccl
 from p2p_engine.transports.nccl.transport import NcclTransport
 from p2p_engine.transports.shm import ShmTransport
@@ -38,7 +36,7 @@ from tests.support import SeededRandom
 T = TypeVar("T")
 MIB = 1 << 20
 ARENA_BYTES = 8 * MIB
-NAMES = ("inproc", "shm", "tcp", "nccl", "nccl to host")
+NAMES = ("shm", "tcp", "nccl", "nccl to host")
 TRAILER = 0x1234567890ABCDEF
 
 
@@ -49,9 +47,7 @@ class TransportEnd:
         """`options` are those of the transport."""
         self.device: Device | None = None
         self.epoch = secrets.randbits(60)
-        self.control = ControlPlane(
-            "127.0.0.1", range(1), on_frame=_ignore, on_tick=lambda now: None, name="p2p-test"
-        )
+        self.control = ControlPlane("127.0.0.1", range(1), name="p2p-test")
         self.mover = Mover(slice_bytes=slice_bytes)
         self.arena = LandingArena(ARENA_BYTES, 0)
         self.transport = self._make(name, options)
@@ -83,8 +79,6 @@ class TransportEnd:
         self.arena.close()
 
     def _make(self, name: str, options: dict[str, Any]) -> Transport:
-        if name == "inproc":
-            return InprocTransport(self.mover, self.arena, self.epoch)
         if name == "shm":
             return ShmTransport(self.mover, self.arena, self.control, self.epoch)
         if name.startswith("nccl"):
@@ -102,10 +96,6 @@ class TransportEnd:
         return NcclTransport(
             Nccl(path), self.device, self.control, self.epoch, "127.0.0.1", **settings
         )
-
-
-def _ignore(route: Route, frame: bytes) -> None:
-    """Nobody sends messages here."""
 
 
 @dataclass

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
 from mempool import Arena, Mover
+from p2p_engine.control.plane import ControlPlane
 from p2p_engine.errors import TransportError
 from p2p_engine.memory.layout import one_region
 from p2p_engine.transports.base import Order
-from p2p_engine.transports.inproc import InprocChannel
+from p2p_engine.transports.shm import ShmChannel
 from p2p_engine.wire.messages import Grant
 
 
@@ -39,7 +42,9 @@ def test_copy_that_does_not_stop_keeps_the_mapping() -> None:
     theirs = Arena(8192)
     ours = Arena.attach(theirs.fileno(), 8192)
     mover, memory = StuckCopier(), np.zeros(8, np.uint8)
-    channel = InprocChannel(cast("Mover", mover), ours)
+    line, other = socket.socketpair()
+    control = cast("ControlPlane", MagicMock())
+    channel = ShmChannel(cast("Mover", mover), ours, line, control)
     grant = Grant(1, 2, 1, 0, 0, 1, 4096, 5, 4096)
     order = Order(one_region(memory.ctypes.data, 8), grant, keep=memory)
     channel.write(order)
@@ -52,3 +57,4 @@ def test_copy_that_does_not_stop_keeps_the_mapping() -> None:
     with pytest.raises(ValueError, match="closed"):
         ours.view(0, 8)
     theirs.close()
+    other.close()

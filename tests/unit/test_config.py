@@ -28,7 +28,7 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("chunk_bytes", "4e6", 4 * 10**6),
     ("transports", "shm,tcp", ("shm", "tcp")),
     ("transports", " tcp , shm ", ("tcp", "shm")),
-    ("transports", ["inproc"], ("inproc",)),
+    ("transports", ["tcp"], ("tcp",)),
     ("nccl_num_channels", "16", 16),
     ("nccl_num_channels", 8, 8),
     ("nccl_max_groups", "64", 64),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from p2p_engine.control import dialler
-from p2p_engine.control.plane import ControlPlane
+from p2p_engine.control.plane import ControlPlane, PlaneListener
 from p2p_engine.control.sockets import Route
 from p2p_engine.errors import ConfigError
 from p2p_engine.wire.addresses import join_address, split_address
@@ -21,20 +21,20 @@ from tests.support import eventually
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-class ControlParty:
+class ControlParty(PlaneListener):
     """A control plane that keeps what it hears; a frame b"raise" is one that it chokes on."""
 
-    def __init__(
-        self, ports: range = range(1), on_ended: Callable[[Route], None] = lambda route: None
-    ) -> None:
+    def __init__(self, ports: range = range(1), *, starts: bool = True) -> None:
         self.heard: list[tuple[Route, bytes]] = []
-        self.control = ControlPlane(
-            "127.0.0.1", ports, on_frame=self._hear, on_tick=lambda now: None, name="p2p-test",
-            on_ended=on_ended,
-        )  # fmt: skip
-        self.control.start()
+        self.ended: list[Route] = []
+        self.control = ControlPlane("127.0.0.1", ports, name="p2p-test", listener=self)
+        if starts:
+            self.control.start()
 
-    def _hear(self, route: Route, frame: bytes) -> None:
+    def on_ended(self, route: Route) -> None:
+        self.ended.append(route)
+
+    def on_frame(self, route: Route, frame: bytes) -> None:
         self.heard.append((route, frame))
         if frame == b"raise":
             raise RuntimeError("a bug")
@@ -223,9 +223,7 @@ def test_what_was_queued_leaves_before_the_end(parties: tuple[ControlParty, Cont
 
 
 def test_never_started_can_be_closed() -> None:
-    control = ControlPlane(
-        "127.0.0.1", range(1), on_frame=lambda r, f: None, on_tick=lambda now: None, name="x"
-    )
+    control = ControlPlane("127.0.0.1", range(1), name="x")
     assert control.close(1)
 
 
@@ -260,8 +258,8 @@ def test_connection_of_a_host_that_vanished_is_noticed(
 
 
 def test_the_end_of_a_connection_is_told_to_both_sides_unless_it_was_their_own() -> None:
-    ended: list[list[Route]] = [[], []]
-    one, other = (ControlParty(on_ended=heard.append) for heard in ended)
+    one, other = ControlParty(), ControlParty()
+    ended = one.ended, other.ended
     with FaultyRelay(other.control.address) as relay:
         one.control.send(Route(relay.address), b"a")
         eventually(lambda: other.heard)
@@ -281,17 +279,13 @@ def test_the_end_of_a_connection_is_told_to_both_sides_unless_it_was_their_own()
 
 def test_the_end_of_a_connection_is_not_told_of_who_has_its_descriptor_next() -> None:
     """Even if the first word of the next one is read before that end is."""
-    heard: list[Route] = []
-    ended: list[Route] = []
-    control = ControlPlane(
-        "127.0.0.1", range(1), on_frame=lambda route, frame: heard.append(route),
-        on_tick=lambda now: None, name="x", on_ended=ended.append,
-    )  # fmt: skip
-    sockets, one = control.sockets, ControlParty()
+    party, one = ControlParty(starts=False), ControlParty()
+    control = party.control
+    sockets = control.sockets
 
     def num_heard() -> int:
         sockets._receive(sockets._router)
-        return len(heard)
+        return len(party.heard)
 
     one.control.send(Route(control.address), b"a")
     eventually(lambda: num_heard() == 1)
@@ -302,6 +296,6 @@ def test_the_end_of_a_connection_is_not_told_of_who_has_its_descriptor_next() ->
     one.control.send(Route(control.address), b"b")
     eventually(lambda: num_heard() == 2)
     sockets._serve_events()
-    assert (list(sockets._names), ended) == (descriptors, [heard[0]])
+    assert (list(sockets._names), party.ended) == (descriptors, [party.heard[0][0]])
     one.control.close(5)
     assert control.close(5)

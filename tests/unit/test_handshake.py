@@ -56,9 +56,7 @@ class House:
     """A control plane with a door, and who was let in."""
 
     def __init__(self) -> None:
-        self.control = ControlPlane(
-            "127.0.0.1", range(1), on_frame=lambda r, f: None, on_tick=lambda now: None, name="t"
-        )
+        self.control = ControlPlane("127.0.0.1", range(1), name="t")
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         self.tokens, self.admitted = Tokens(), list[tuple[socket.socket, int]]()

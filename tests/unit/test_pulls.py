@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from p2p_engine.config import EngineConfig
 from p2p_engine.peers.link import Link, LinkState, PeerAddress
+from p2p_engine.receive.expectations import Expectations
 from p2p_engine.receive.pulls import WANTS_IN_A_LEASE, Pulls
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import TransferKey, Want
@@ -27,9 +29,10 @@ class PullsWorld:
         self.said: Counter[TransferKey] = Counter()
         self.link = Link(PEER, PEER.address, LinkState.READY, 0.0, epoch=5)
         nothing: Any = lambda *_: None  # noqa: E731
+        store = cast("Any", SimpleNamespace(sender_known=nothing, has_offer=lambda *_: False))
         self.awaited = Pulls(
             EngineConfig(), cast("Any", self), cast("Any", None), None, lambda: self.now,
-            fail=nothing, source_lost=nothing, abandoned=nothing, introduced=nothing,
+            store, Expectations(),
         )  # fmt: skip
         changed = threading.Condition()
         for number in range(NUM_KEYS):

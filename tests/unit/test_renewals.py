@@ -10,6 +10,7 @@ import pytest
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError, PeerLost, PeerUnreachable, TransferRejected
 from p2p_engine.peers.link import Link, LinkState, PeerAddress
+from p2p_engine.receive.expectations import Expectations
 from p2p_engine.receive.renewals import Renewals, batches
 from p2p_engine.wire.messages import (
     MAX_FRAME_BYTES,
@@ -63,11 +64,19 @@ class RenewalsWorld:
         self.links = LinksDouble()
         self.failed: list[tuple[TransferKey, P2pError]] = []
         self.here: set[ContentKey] = set()
+        self.expectations = Expectations()
         self.renewals = Renewals(
             CONFIG, cast("Any", self.links), cast("Any", None), None, lambda: self.now,
-            fail=lambda key, error: self.failed.append((key, error)),
-            is_here=lambda name: name in self.here,
+            cast("Any", self), self.expectations,
         )  # fmt: skip
+
+    def fail_key(self, key: TransferKey, error: P2pError) -> None:
+        """Stand in for the store."""
+        self.failed.append((key, error))
+
+    def has_any(self, content: ContentKey) -> bool:
+        """Stand in for the store."""
+        return content in self.here
 
     def advance(self, seconds: float) -> list[list[ContentKey]]:
         """Let time pass tick by tick; returns what was said."""
@@ -105,15 +114,15 @@ def test_what_is_dropped_is_told_no_more(world: RenewalsWorld) -> None:
     assert world.advance(0.125) == [[content(2)]]
     world.renewals.drop(content(2))
     assert world.advance(100) == []
-    assert world.renewals.num_kept() == 0
-    assert not world.renewals.is_kept(content(2))
+    assert world.expectations.num_kept() == 0
+    assert not world.expectations.is_kept(content(2))
 
 
 def test_what_has_no_peer_is_kept_here(world: RenewalsWorld) -> None:
     world.renewals.keep(content(1), None)
-    assert world.renewals.is_kept(content(1))
-    assert world.renewals.is_kept((content(1)[0], b""))
-    assert not world.renewals.is_kept((content(1)[0], b"another"))
+    assert world.expectations.is_kept(content(1))
+    assert world.expectations.is_kept((content(1)[0], b""))
+    assert not world.expectations.is_kept((content(1)[0], b"another"))
     assert world.advance(50) == []
 
 
@@ -122,8 +131,8 @@ def test_nothing_is_kept_for_longer_than_max_renewal_seconds(world: RenewalsWorl
     world.advance(60)
     world.renewals.keep(content(2), PEER)
     world.advance(41)
-    assert not world.renewals.is_kept(content(1))
-    assert world.renewals.is_kept(content(2))
+    assert not world.expectations.is_kept(content(1))
+    assert world.expectations.is_kept(content(2))
     world.advance(60)
     assert world.advance(50) == []
 
@@ -158,7 +167,7 @@ def test_what_a_peer_does_not_have_fails_once_and_is_remembered(world: RenewalsW
     world.renewals.on_gone(PEER, content(1)[0], error)
     assert world.failed == [(content(1)[0], error)]
     assert world.advance(50) == []
-    assert world.renewals.is_kept(content(1))  # so that its tombstone stands
+    assert world.expectations.is_kept(content(1))  # so that its tombstone stands
 
 
 def test_a_restarted_peer_has_lost_what_its_last_start_had(world: RenewalsWorld) -> None:
@@ -182,7 +191,7 @@ def test_a_restarted_peer_has_lost_what_its_last_start_had(world: RenewalsWorld)
 def test_an_address_that_is_none_keeps_nothing(world: RenewalsWorld) -> None:
     with pytest.raises(PeerUnreachable):
         world.renewals.keep(content(1), PeerAddress("nowhere"))
-    assert not world.renewals.is_kept(content(1))
+    assert not world.expectations.is_kept(content(1))
 
 
 def test_thousands_of_contents_are_some_messages(world: RenewalsWorld) -> None:
