@@ -4,7 +4,9 @@ Sphinx's source folder is the root of the repository, so that the relative links
 docs/ and benchmarks/ lead to the same pages here as on GitHub.
 """
 
+import re
 from importlib.metadata import version as version_of
+from pathlib import Path
 
 from sphinx.application import Sphinx
 
@@ -23,27 +25,22 @@ html_title = project
 html_extra_path = ["site"]  # the site's own index.html, which leads to docs/index.html
 
 CONTENTS = """
-```{toctree}
-:glob:
+```{{toctree}}
 :hidden:
 
-/README
-/docs/getting_started
-/docs/configuration
-/docs/proxy
-*
-/ARCHITECTURE
-/benchmarks/README
-/CONTRIBUTING
-/CHANGELOG
+{pages}
 ```
 """
 
 
 def _add_contents(app: Sphinx, name: str, text: list[str]) -> None:
-    """Add what Sphinx makes its sidebar of, and GitHub would show as it is."""
+    """Make the sidebar of the links in docs/index.md, in their order, and of all other pages."""
     if name == root_doc:
-        text[0] += CONTENTS
+        linked = re.findall(r"\]\((\S+)\.md\)", text[0])
+        beside = sorted(page.stem for page in Path(__file__).parent.glob("*.md"))
+        pages = dict.fromkeys([*linked, *beside])
+        del pages["index"]
+        text[0] += CONTENTS.format(pages="\n".join(pages))
 
 
 def setup(app: Sphinx) -> None:
