@@ -84,6 +84,15 @@ def test_every_file_in_a_drawing_is_there(document: str) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("package", ["p2p_engine", "proxy"])
+def test_architecture_shows_every_file_and_folder_of_a_package(package: str) -> None:
+    wings = (ROOT / "ARCHITECTURE.md").read_text().split("## The wings")[1]
+    drawing = re.split(r"^(\w+)/", wings.split("```")[1], flags=re.MULTILINE)
+    drawn = set(re.findall(r"[\w.]+", drawing[drawing.index(package) + 1]))
+    found = {path.name for path in (ROOT / package).iterdir() if not path.name.startswith("__")}
+    assert {name for name in found if name.endswith(".py") or "." not in name} - drawn == set()
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_link_leads_somewhere(document: str) -> None:
     path = ROOT / document
