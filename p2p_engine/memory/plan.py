@@ -2,7 +2,7 @@
 
 A rank has a range of the model's layers and a range of its KV heads. Ranks that have the same ones
 (more ranks than heads; MLA) are replicas of each other: exactly one of them serves a destination.
-Everything here is said of one group of layers, but for `counterpart`, `unclaimed` and `obstacles`.
+Up to `counterpart`, everything here is said of one group of layers.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from p2p_engine.errors import PeerRefused
-from p2p_engine.wire.messages import MAX_RANKS, CacheSpec, Part
+import msgspec
+
+from p2p_engine.errors import P2pError, PeerRefused
+from p2p_engine.wire.messages import MAX_RANKS, CacheSpec, Part, TransferKey
 
 SAME = ("model", "revision", "dtype", "num_kv_heads", "head_size", "packing", "window")
 
@@ -127,6 +129,52 @@ def unclaimed(source: CacheSpec, target: CacheSpec) -> list[tuple[int, int]]:
         if counterpart(group, target) is None
         for rank in range(target.rank, group.num_ranks, target.num_ranks)
     ]
+
+
+def takers(
+    mine: CacheSpec | None, key: TransferKey, theirs: CacheSpec | P2pError | None
+) -> list[int]:
+    """The ranks there to which this rank gives something of a key; `theirs` is what the peer's
+    directory has answered."""
+    mine, other = _both_sides(mine, key, theirs)
+    return targets_of(mine, mine.rank, other) if mine is not None and other is not None else []
+
+
+def givers(
+    mine: CacheSpec | None, key: TransferKey, theirs: CacheSpec | P2pError | None
+) -> list[int]:
+    """The ranks there from which this rank gets something of a key."""
+    mine, other = _both_sides(mine, key, theirs)
+    return sources_of(other, mine, mine.rank) if mine is not None and other is not None else []
+
+
+def keepers(
+    mine: CacheSpec | None, key: TransferKey, theirs: CacheSpec | P2pError | None
+) -> list[tuple[TransferKey, int]]:
+    """What is held there for nobody, and which rank holds it, as far as this rank minds it.
+
+    The first group that this rank has minds those that it has not.
+    """
+    group, other = _both_sides(mine, key, theirs)
+    if mine is None or group is None or not isinstance(theirs, CacheSpec):
+        return []
+    idle = idle_sources(other, group, group.rank) if other is not None else []
+    found = [(key, rank) for rank in idle]
+    own = (item.number for item in mine.groups if item.layers != ())
+    if group.number == next(own, None):
+        for number, rank in unclaimed(theirs, mine):
+            found.append((msgspec.structs.replace(key, group=number), rank))
+    return found
+
+
+def _both_sides(
+    mine: CacheSpec | None, key: TransferKey, theirs: CacheSpec | P2pError | None
+) -> tuple[CacheSpec | None, CacheSpec | None]:
+    """A key's group of layers here, and the one there that corresponds to it."""
+    if mine is None or not isinstance(theirs, CacheSpec):
+        return None, None
+    group = mine.group(key.group)
+    return group, counterpart(group, theirs)
 
 
 def part_between(source: CacheSpec, target: CacheSpec) -> Part | None:

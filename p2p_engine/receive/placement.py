@@ -17,7 +17,7 @@ from p2p_engine.memory.arena import LandingArena, Space, round_up
 from p2p_engine.memory.jobs import Job
 from p2p_engine.memory.layout import Regions, ask, one_region, packed_pages
 from p2p_engine.receive.credit import Credit, Reserve
-from p2p_engine.receive.ledger import BLOCKS, Landing, Receive
+from p2p_engine.receive.ledger import BLOCKS, Landing, LandingId, Receive
 from p2p_engine.transfer import lane_of
 from p2p_engine.transports.base import Arrival
 
@@ -38,7 +38,7 @@ class Placement:
     ) -> None:
         """Unless the engine `receives`, nothing is kept for what somebody waits for."""
         self.arena = self._arena = arena
-        self.credit = self._credit = Credit(config, clock)
+        self._credit = Credit(config, clock)
         self._reserve = Reserve(arena) if arena is not None and receives else None
         self._mover = mover
         self._live_block_bytes = 0
@@ -67,6 +67,18 @@ class Placement:
         _expect(landing, regions, ended, keep=receive)
         self._live_block_bytes += landing.nbytes
         return ""
+
+    def wait(self, landing: Landing, *, is_awaited: bool) -> float:
+        """Remember a landing that was denied; returns the seconds after which to offer it again."""
+        return self._credit.wait(landing.id, landing.nbytes, is_awaited=is_awaited)
+
+    def wait_no_more(self, landing_id: LandingId) -> None:
+        """What was denied, if it was, will not be offered again; idempotent."""
+        self._credit.discard(landing_id)
+
+    def sender_lost(self, epoch: int) -> None:
+        """A sender is gone: it waits for nothing."""
+        self._credit.forget(epoch)
 
     def give_back(self, landing: Landing) -> None:
         """Free a landing's memory: nobody can write into it any more."""

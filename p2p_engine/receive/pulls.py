@@ -14,12 +14,12 @@ from p2p_engine.config import EngineConfig
 from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
 from p2p_engine.errors import P2pError, PeerLost, PeerRefused, RemoteProtocolError
+from p2p_engine.memory.plan import givers, keepers
 from p2p_engine.peers.link import InstanceAddress, Link, PeerAddress
 from p2p_engine.peers.links import Links
 from p2p_engine.peers.listeners import LinkListener
 from p2p_engine.peers.locator import Locator
 from p2p_engine.receive.expectations import AskedRank, Expectations, Expected
-from p2p_engine.receive.holders import givers, keepers
 from p2p_engine.receive.store import Store
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import CacheSpec, ContentKey, Release, TransferKey, Want

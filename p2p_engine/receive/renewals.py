@@ -18,12 +18,12 @@ from itertools import islice
 
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError, PeerLost
+from p2p_engine.memory.plan import givers, keepers
 from p2p_engine.peers.link import InstanceAddress, Link, PeerAddress
 from p2p_engine.peers.links import Links
 from p2p_engine.peers.listeners import LinkListener
 from p2p_engine.peers.locator import Locator
 from p2p_engine.receive.expectations import Expectations, Kept
-from p2p_engine.receive.holders import givers, keepers
 from p2p_engine.receive.store import Store
 from p2p_engine.wire.messages import (
     MAX_FRAME_BYTES,

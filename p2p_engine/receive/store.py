@@ -69,7 +69,6 @@ class Store(SessionListener):
         self._counters = counters
         self._clock = clock
         self._placement = places
-        self._credit = places.credit
         self._expectations = expectations
         self._replies = Replies(config, reply, clock, expectations)
         self._ledger = Ledger()
@@ -218,7 +217,7 @@ class Store(SessionListener):
 
     def on_cancelled(self, epoch: int, seq: int, attempt: int) -> None:
         """The sender will not write any more, or not offer again what was denied."""
-        self._credit.discard((epoch, seq))
+        self._placement.wait_no_more((epoch, seq))
         landing = self._ledger.landings.get((epoch, seq))
         if landing is None or landing.attempt > attempt:
             return
@@ -229,7 +228,7 @@ class Store(SessionListener):
 
     def session_lost(self, epoch: int, error: PeerLost) -> None:
         """A sender is silent, restarted or closing: end what only it could have completed."""
-        self._credit.forget(epoch)
+        self._placement.sender_lost(epoch)
         source_lost = self._ledger.receives_from(epoch)
         for receive in source_lost:
             receive.source_lost = error
@@ -381,7 +380,7 @@ class Store(SessionListener):
         )
         denial = self._place(landing, receive)
         if denial:
-            pause = self._credit.wait(landing_id, landing.nbytes, is_awaited=receive is not None)
+            pause = self._placement.wait(landing, is_awaited=receive is not None)
             self._replies.deny(landing_id, offer.attempt, denial, pause)
             if receive is not None and len(receive.denied) < MAX_STRANGERS:
                 receive.denied.add(landing_id[0])
@@ -394,7 +393,7 @@ class Store(SessionListener):
 
     def _refuse(self, landing_id: LandingId, attempt: int, error: P2pError) -> None:
         """A chunk will never be granted memory: what it claimed, if it was denied, is over."""
-        self._credit.discard(landing_id)
+        self._placement.wait_no_more(landing_id)
         self._replies.fail(landing_id, attempt, error)
 
     def _place(self, landing: Landing, receive: Receive | None) -> str:

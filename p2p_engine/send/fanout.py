@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from p2p_engine.errors import P2pError, TransferCancelled
 from p2p_engine.memory.jobs import Moment
 from p2p_engine.memory.layout import Source
-from p2p_engine.memory.plan import counterpart, targets_of
+from p2p_engine.memory.plan import takers
 from p2p_engine.peers.link import InstanceAddress
 from p2p_engine.peers.locator import Locator
 from p2p_engine.send.sender import Sender
@@ -89,9 +89,8 @@ class Fanout:
         """Tell each rank that it concerns that this key will not be completed."""
 
         def tell(answer: CacheSpec | P2pError) -> None:
-            if isinstance(answer, CacheSpec):
-                for rank in self._targets(key, answer):
-                    self._sender.abandon(key, instance.rank(rank), reason)
+            for rank in takers(self._spec, key, answer):
+                self._sender.abandon(key, instance.rank(rank), reason)
 
         self._locator.ask(instance, tell)
 
@@ -118,16 +117,9 @@ class Fanout:
                 ready=state[0],
                 moments=state[1],
             )
-            for rank in self._targets(delivery.key, answer)
+            for rank in takers(self._spec, delivery.key, answer)
         ]
         transfer.join([shipment.transfer for shipment in shipments])
-
-    def _targets(self, key: TransferKey, peer: CacheSpec) -> list[int]:
-        if self._spec is None:
-            return []
-        mine = self._spec.group(key.group)
-        theirs = counterpart(mine, peer)
-        return targets_of(mine, mine.rank, theirs) if theirs is not None else []
 
     def _cancel(self, transfer: Transfer, reason: str) -> None:
         with self._changed:

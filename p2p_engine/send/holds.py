@@ -18,7 +18,7 @@ from p2p_engine.health import Counters
 from p2p_engine.memory.arena import BUFFER, POOL, LandingArena, Space
 from p2p_engine.memory.jobs import Copier, Job, Moment, after
 from p2p_engine.memory.layout import Int64s, Source, ask, ask_regions, pair
-from p2p_engine.memory.plan import counterpart, targets_of
+from p2p_engine.memory.plan import takers
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.receive.placement import Placement
 from p2p_engine.send.sender import Sender, as_withdrawn
@@ -341,9 +341,7 @@ class Holds:
         """The ranks of a peer's instance that pull from here."""
         if self._spec is None or spec is None or not spec.has_ranks:
             return frozenset({_rank_of(spec)})
-        mine = self._spec.group(content[0].group)
-        theirs = counterpart(mine, spec)
-        return frozenset(targets_of(mine, mine.rank, theirs) if theirs is not None else ())
+        return frozenset(takers(self._spec, content[0], spec))
 
     def _end(self, hold: Hold, error: P2pError | None, reason: str) -> None:
         """Forget it, and tell so whoever still asks for it."""

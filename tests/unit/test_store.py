@@ -175,14 +175,14 @@ def test_a_denied_chunk_that_nobody_wants_any_more_claims_no_memory(shm: World, 
     for name in ("a", "b", "c", "denied"):
         shm.send(TransferKey(name), b"", 0, 2, ready=True)
     converse(shm, 2)
-    assert len(shm.store._credit._waiting) == 1
+    assert len(shm.store._placement._credit._waiting) == 1
     if who == "sender":
         shm.sendings[-1].transfer.cancel("its request was aborted")
     else:
         shm.store.discard((TransferKey("denied"), b""), "its request was aborted")
         shm.advance(0.1)
     converse(shm, 1)
-    assert len(shm.store._credit._waiting) == 0
+    assert len(shm.store._placement._credit._waiting) == 0
 
 
 def test_chunk_that_can_never_fit_is_a_named_error() -> None:
