@@ -24,8 +24,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import numpy.random  # now, not when the descriptors have run out
 import torch
 
 from mempool import Arena
@@ -41,15 +39,11 @@ from p2p_engine.transports import shm
 from p2p_engine.transports.base import ArenaChannel
 from p2p_engine.transports.tcp import TcpChannel, TcpTransport
 from p2p_engine.wire.messages import CacheSpec, decode
+from tests.rigs.tensors import pattern
 from tests.support import eventually, held_resources
 
 REAL_CLOCK = time.monotonic
 TRAP_SECONDS = 3.0  # the parent's answer; a process that was stopped in the trap goes on by itself
-
-
-def pattern(name: str, nbytes: int) -> torch.Tensor:
-    """Bytes that depend on the name alone."""
-    return torch.from_numpy(np.random.default_rng([*name.encode()]).integers(0, 256, nbytes, "u1"))
 
 
 class Trap:

@@ -23,14 +23,8 @@ from p2p_engine.transports.nccl.memory import MIB, Side, estimated_bytes
 from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS
 from p2p_engine.transports.nccl.transport import NcclTransport, check_environment
 from tests.doubles.gpu import GpuDouble
-from tests.rigs.transports import (
-    ARENA_BYTES,
-    GrantedRegion,
-    TransportEnd,
-    TransportPair,
-    random_memory,
-    write,
-)
+from tests.rigs.tensors import random_memory
+from tests.rigs.transports import ARENA_BYTES, GrantedRegion, TransportEnd, TransportPair, write
 from tests.support import SeededRandom, eventually, held_resources
 
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

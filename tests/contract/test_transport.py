@@ -21,7 +21,8 @@ from p2p_engine.transports.handshake import PREAMBLE
 from p2p_engine.wire.addresses import split_address
 from p2p_engine.wire.messages import Grant
 from tests.doubles.gpu import GpuDouble
-from tests.rigs.transports import MIB, NAMES, TRAILER, TransportPair, random_memory, write
+from tests.rigs.tensors import random_memory
+from tests.rigs.transports import MIB, NAMES, TRAILER, TransportPair, write
 from tests.support import SeededRandom, eventually
 
 GpuDouble()  # before any test looks at the threads that there are

@@ -25,8 +25,9 @@ from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.transports.shm import ShmTransport
 from p2p_engine.transports.tcp import TcpTransport
 from tests.doubles.server import ServerDouble
-from tests.rigs.engines import pattern, settings, start_fork_server
+from tests.rigs.engines import settings, start_fork_server
 from tests.rigs.proxies import ASKED
+from tests.rigs.tensors import pattern
 from tests.support import eventually
 
 T = TypeVar("T")

@@ -24,7 +24,8 @@ from p2p_engine.memory.layout import Int64s, Regions, TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.messages import CacheSpec, Manifest
 from tests import marks
-from tests.rigs.engines import assert_idle, engines, random_tensor
+from tests.rigs.engines import assert_idle, engines
+from tests.rigs.tensors import random_tensor
 from tests.support import SeededRandom, eventually
 
 BAD, GOOD = TransferKey("bad"), TransferKey("good")

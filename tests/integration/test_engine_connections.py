@@ -13,7 +13,8 @@ from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.transports.nccl.transport import NcclTransport
 from p2p_engine.transports.tcp import TcpTransport
-from tests.rigs.engines import MIB, assert_idle, engines, random_tensor
+from tests.rigs.engines import MIB, assert_idle, engines
+from tests.rigs.tensors import random_tensor
 from tests.support import SeededRandom, eventually
 
 KEY, BACK = TransferKey("there"), TransferKey("back")

@@ -29,10 +29,10 @@ from tests.rigs.engines import (
     assert_idle,
     engines,
     patterned,
-    random_tensor,
     settings,
     start_fork_server,
 )
+from tests.rigs.tensors import random_tensor
 from tests.support import SeededRandom, eventually
 
 DOUBLE = GpuDouble()  # before any test looks at the threads that there are

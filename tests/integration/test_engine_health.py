@@ -15,7 +15,8 @@ from p2p_engine.health import OVERDUE_SECONDS, Watchdog
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
 from tests import marks
-from tests.rigs.engines import assert_idle, engines, random_tensor, settings
+from tests.rigs.engines import assert_idle, engines, settings
+from tests.rigs.tensors import random_tensor
 from tests.support import SeededRandom, eventually, records_of
 
 KEY = TransferKey("request-1")

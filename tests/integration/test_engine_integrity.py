@@ -16,8 +16,9 @@ from p2p_engine.receive.ledger import Landing
 from p2p_engine.receive.placement import Placement
 from p2p_engine.transports.tcp import TcpTransport
 from tests import marks
-from tests.rigs.engines import MIB, assert_idle, engines, random_tensor, settings
+from tests.rigs.engines import MIB, assert_idle, engines, settings
 from tests.rigs.relay import FaultyRelay
+from tests.rigs.tensors import random_tensor
 from tests.support import SeededRandom
 
 KEY = TransferKey("request-1")

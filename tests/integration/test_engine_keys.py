@@ -32,7 +32,8 @@ from p2p_engine.wire.messages import (
     encode,
 )
 from tests import marks
-from tests.rigs.engines import MIB, assert_idle, random_tensor, settings, start
+from tests.rigs.engines import MIB, assert_idle, settings, start
+from tests.rigs.tensors import random_tensor
 from tests.support import SeededRandom, eventually
 
 KEY, RANK = TransferKey("request"), RankAddress(0, "127.0.0.1:1", 1)

@@ -44,7 +44,8 @@ from p2p_engine.wire.messages import (
     encode,
 )
 from tests import marks
-from tests.rigs.engines import MIB, assert_idle, engines, random_tensor, settings, start
+from tests.rigs.engines import MIB, assert_idle, engines, settings, start
+from tests.rigs.tensors import random_tensor
 from tests.support import SeededRandom, eventually
 
 KEY = TransferKey("request-1")

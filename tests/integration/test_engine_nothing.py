@@ -12,7 +12,8 @@ from p2p_engine.memory.paged import PagedSink
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.transfer import Transfer
 from tests import marks
-from tests.rigs.engines import PagedMemory, assert_idle, engines, random_tensor, settings, start
+from tests.rigs.engines import PagedMemory, assert_idle, engines, settings, start
+from tests.rigs.tensors import random_tensor
 from tests.support import SeededRandom, eventually
 
 KEY = TransferKey("request-1", "layers.0")

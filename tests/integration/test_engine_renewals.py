@@ -17,8 +17,9 @@ from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.addresses import split_address
-from tests.rigs.engines import MIB, Peer, assert_idle, engines, pattern, settings
+from tests.rigs.engines import MIB, Peer, assert_idle, engines, settings
 from tests.rigs.relay import FaultyRelay
+from tests.rigs.tensors import pattern
 from tests.support import eventually
 
 KEY = TransferKey("request")

@@ -23,8 +23,9 @@ from p2p_engine.wire.messages import (
     decode,
     encode,
 )
-from tests.rigs.engines import MIB, Peer, engines, pattern, settings, start, start_fork_server
+from tests.rigs.engines import MIB, Peer, engines, settings, start, start_fork_server
 from tests.rigs.relay import FaultyRelay
+from tests.rigs.tensors import pattern
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

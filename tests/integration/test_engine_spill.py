@@ -12,15 +12,8 @@ from p2p_engine.errors import TransferCancelled, TransferTimeout
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
 from tests import marks
-from tests.rigs.engines import (
-    MIB,
-    PagedMemory,
-    assert_idle,
-    engines,
-    is_idle,
-    random_tensor,
-    settings,
-)
+from tests.rigs.engines import MIB, PagedMemory, assert_idle, engines, is_idle, settings
+from tests.rigs.tensors import random_tensor
 from tests.support import SeededRandom, eventually
 
 KEY = TransferKey("request-1")

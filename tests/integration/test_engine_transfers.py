@@ -26,15 +26,8 @@ from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.messages import CacheSpec
 from tests import marks
-from tests.rigs.engines import (
-    MIB,
-    PagedMemory,
-    assert_idle,
-    engines,
-    random_tensor,
-    settings,
-    start,
-)
+from tests.rigs.engines import MIB, PagedMemory, assert_idle, engines, settings, start
+from tests.rigs.tensors import random_tensor
 from tests.support import SeededRandom, eventually
 
 KEY = TransferKey("request-1", "layers.0")

@@ -44,7 +44,8 @@ from p2p_engine.wire.messages import (
     Welcome,
     encode,
 )
-from tests.rigs.engines import assert_idle, engines, random_tensor
+from tests.rigs.engines import assert_idle, engines
+from tests.rigs.tensors import random_tensor
 from tests.support import SeededRandom, eventually
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"

@@ -158,7 +158,7 @@ def test_refusals_are_mutual_and_nobody_refuses_himself() -> None:
 def set_in_vllm(**changes: Any) -> Callable[[], object]:
     """What an instance checks before it has a cache."""
     from p2p_engine.connector.support import check_supported
-    from tests.unit.test_connector_start import configs
+    from tests.doubles.start_config import configs
 
     return lambda: check_supported(configs(**changes)[0])
 
@@ -166,7 +166,7 @@ def set_in_vllm(**changes: Any) -> Callable[[], object]:
 def with_groups(*specs: Any) -> Callable[[], object]:
     """What an instance checks of its kinds of cache."""
     from p2p_engine.connector.groups import attention_groups
-    from tests.unit.test_connector_cache_spec import config_of
+    from tests.rigs.vllm_caches import config_of
 
     return lambda: attention_groups(config_of(*specs))
 
@@ -178,15 +178,14 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
 
     from p2p_engine.connector.host_buffer import make_host_buffer
     from p2p_engine.connector.spec_fields import check_fields
-    from tests.unit import test_connector_cache_spec as caches
-    from tests.unit import test_connector_spec_fields as fields
-    from tests.unit import test_host_buffer as host_buffers
+    from tests.rigs import host_buffers
+    from tests.rigs import vllm_caches as caches
 
     def scattered() -> None:
         caches.read(caches.caches_of("LHBNC")[1], num_kv_heads=2 * caches.HEADS)
 
     def small_buffer() -> None:
-        made = host_buffers.vllm_config("cpu", 25)
+        made = host_buffers.buffer_config("cpu", 25)
         make_host_buffer(made, host_buffers.handles(), 12, 3 * host_buffers.BLOCK_BYTES)
 
     def before_0_30() -> None:
@@ -204,10 +203,10 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
     mamba = MambaSpec(shapes=((2, 2),), dtypes=(torch.float32,), block_size=16)
     scaled = dataclasses.replace(caches.SPEC, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
     elsewhere = {"layers.0": torch.empty((caches.BLOCKS, 1, 1, 1), device="meta")}
-    several = dataclasses.replace(fields.MLA, tokens_per_state=4)
+    several = dataclasses.replace(caches.MLA, tokens_per_state=4)
     cases: dict[str, tuple[Callable[[], object], list[object]]] = {
         "a field of vLLM's that is not in [the list](cache.md)": (
-            lambda: check_fields(fields.FUTURE), ["FutureSpec.swizzle"],
+            lambda: check_fields(caches.FUTURE), ["FutureSpec.swizzle"],
         ),
         "rows of several tokens, caches of DeepSeek-V4, blocks that are not vLLM's": (
             with_groups(several), ["MLAAttentionSpec.tokens_per_state=4", 1],

@@ -1,6 +1,6 @@
 """Every state that transfers between two engines can reach, within bounds, explored one by one.
 
-The real sender and the real store, in the world of simulation.py. In each state every move is
+The real sender and the real store, in tests/doubles/world.py. In each state every move is
 tried: any message on its way may be delivered next, be lost or be doubled, bytes may move, the data
 connection may break, time may pass, the receiver may cancel, the sender may be restarted. How often
 the bad things happen is bounded. Each state that is new is checked for all promises, and for a way
@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from p2p_engine.errors import TransferError, TransportError
 from p2p_engine.wire.messages import Grant, decode
 from tests.doubles.world import MAX_BLOCKS, Receiving, Sending, World
-from tests.property.test_store_simulation import (
+from tests.property.transfer_machine import (
     KEYS,
     TransferMachine,
     WhenReceiverWrites,

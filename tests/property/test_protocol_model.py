@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.property.protocol_model import Bounds, explore
-from tests.property.test_store_simulation import (
+from tests.property.transfer_machine import (
     TransferMachine,
     WhenReceiverWrites,
     WhenSenderWrites,

@@ -22,6 +22,7 @@ from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.messages import CacheSpec
 from tests.doubles.gpu import GpuDouble
+from tests.rigs.tensors import pattern
 from tests.support import SeededRandom, eventually
 
 MIB = 1 << 20
@@ -63,11 +64,6 @@ def engines(count: int, transport: str = "shm", **changes: Any) -> Iterator[list
     with contextlib.ExitStack() as stack:
         made = settings(transport, **changes)
         yield [stack.enter_context(start(made)) for _ in range(count)]
-
-
-def random_tensor(rng: SeededRandom, nbytes: int) -> torch.Tensor:
-    """Return random bytes."""
-    return torch.from_numpy(rng.numpy.integers(0, 256, nbytes, np.uint8))
 
 
 class PagedMemory:
@@ -187,12 +183,6 @@ class Peer:
 def _state_of(pid: int) -> str:
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0]
-
-
-def pattern(name: str, nbytes: int) -> torch.Tensor:
-    """Return bytes that depend on a name, the same in every process."""
-    seed = np.random.default_rng([*name.encode(), 7])
-    return torch.from_numpy(seed.integers(0, 256, nbytes, np.uint8))
 
 
 def patterned(name: str) -> PagedMemory:

@@ -8,8 +8,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
-
 from mempool import Mover
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.errors import TransportError
@@ -31,7 +29,6 @@ from p2p_engine.transports.shm import ShmTransport
 from p2p_engine.transports.tcp import TcpTransport
 from p2p_engine.wire.messages import Grant
 from tests.doubles.gpu import GpuDouble
-from tests.support import SeededRandom
 
 T = TypeVar("T")
 MIB = 1 << 20
@@ -177,7 +174,3 @@ class TransportPair:
 def write(channel: Channel, source: Regions, landing: GrantedRegion, keep: object = None) -> Job:
     """Start to send."""
     return channel.write(Order(source, landing.grant, checked=True, keep=keep))
-
-
-def random_memory(rng: SeededRandom, nbytes: int) -> np.ndarray:
-    return rng.numpy.integers(0, 256, nbytes, np.uint8)

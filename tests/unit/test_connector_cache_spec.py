@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,55 +16,47 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVQuantMode,
     MLAAttentionSpec,
-    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from p2p_engine.connector import compat
 from p2p_engine.connector.cache_spec import read_cache, read_caches
 from p2p_engine.connector.groups import attention_groups, can_name_lost_blocks, is_draft_layer
-from p2p_engine.connector.layer_group import GroupCache, LayerGroup
+from p2p_engine.connector.layer_group import LayerGroup
 from p2p_engine.errors import ConfigError
 from p2p_engine.memory.paged import PagedCache
 from p2p_engine.memory.plan import obstacles, sources_of
 from p2p_engine.wire.messages import CacheSpec, Plane
+from tests.rigs.vllm_caches import (
+    BLOCKS,
+    CHUNKED,
+    FULL,
+    HEADS,
+    LAYERS,
+    NAMES,
+    SPEC,
+    TOKENS,
+    WIDTH,
+    WINDOW,
+    caches_of,
+    config_of,
+    group_of,
+    read,
+    read_all,
+    vllm_config,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
-
-LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 3, 10, 2, 16, 8
-NAMES = [f"layers.{index}" for index in range(LAYERS)]
-FULL: dict[str, Any] = {"block_size": TOKENS, "num_kv_heads": HEADS, "dtype": torch.float32}
-SPEC = FullAttentionSpec(head_size=WIDTH // 2, **FULL)
-SHAPE = dict(zip("LBHNC", (LAYERS, BLOCKS, HEADS, TOKENS, WIDTH), strict=True))
-
-
-def caches_of(layout: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """One allocation in this order, and each layer's view of it: [blocks, heads, tokens, width]."""
-    size = [SHAPE[axis] for axis in layout]
-    backing = torch.arange(torch.Size(size).numel(), dtype=torch.float32).reshape(size)
-    views = backing.permute([layout.index(axis) for axis in "LBHNC"])
-    return backing, dict(zip(NAMES, views, strict=True))
 
 
 def bytes_at(address: int, nbytes: int, backing: torch.Tensor) -> list[float]:
     start = (address - backing.data_ptr()) // 4
     return sorted(backing.flatten()[start : start + nbytes // 4].tolist())
-
-
-def read(views: dict[str, torch.Tensor], num_blocks: int = BLOCKS, **changes: Any) -> PagedCache:
-    spec = replace(SPEC, block_size=TOKENS * BLOCKS // num_blocks)
-    return read_cache(vllm_config(**changes), group_of(spec), views, num_blocks, 0)
-
-
-def group_of(spec: AttentionSpec) -> LayerGroup:
-    return LayerGroup(0, tuple(NAMES), spec)
 
 
 def spec_of(cache: PagedCache) -> CacheSpec:
@@ -214,15 +205,6 @@ def test_packings_that_we_do_not_know_move_whole() -> None:
     assert (shape.num_tokens, shape.rows) == (1, [(1, TOKENS * WIDTH * 4)])
 
 
-def config_of(*specs: Any) -> KVCacheConfig:
-    groups = [KVCacheGroupSpec(NAMES, spec) for spec in specs]
-    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
-
-
-WINDOW = SlidingWindowSpec(head_size=WIDTH // 2, sliding_window=64, **FULL)
-CHUNKED = ChunkedLocalAttentionSpec(head_size=WIDTH, attention_chunk_size=64, **FULL)
-
-
 def test_groups_of_attention_are_supported() -> None:
     mla = MLAAttentionSpec(head_size=576, **{**FULL, "num_kv_heads": 1})
     uniform = UniformTypeKVCacheSpecs(block_size=TOKENS, kv_cache_specs={"a": SPEC, "b": SPEC})
@@ -279,17 +261,6 @@ def test_scales_beside_the_values_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"FP8_PER_TOKEN_HEAD.*not transferred"):
         attention_groups(config_of(scaled))
     attention_groups(config_of(replace(SPEC, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)))
-
-
-def read_all(
-    views: dict[str, torch.Tensor], *layer_names: list[str], rank: int = 0, **changes: Any
-) -> tuple[CacheSpec, list[GroupCache]]:
-    """Describe groups of these layers: the first looks at all tokens, the others at a window."""
-    found = [
-        LayerGroup(number, tuple(names), WINDOW if number else SPEC, 64 if number else 0, number)
-        for number, names in enumerate(layer_names)
-    ]
-    return read_caches(vllm_config(**changes), found, views, BLOCKS, rank)
 
 
 def test_groups_lie_in_the_same_memory() -> None:
@@ -468,44 +439,3 @@ def test_peers_must_agree_on_whatever_changes_the_bytes(change: Any, named: str)
     first = spec_of(read(views, isa="vec"))
     assert not obstacles(first, spec_of(read(views, isa="vec16")))
     assert obstacles(first, spec_of(read(views, **{"isa": "vec", **change}))) == [named]
-
-
-def vllm_config(
-    *,
-    isa: str = "",
-    model: str = "m",
-    layout: str = "LBHNC",
-    tp_size: int = 1,
-    cache_dtype: str = "auto",
-    num_kv_heads: int = HEADS,
-    num_layers: int = LAYERS,
-    pp_size: int = 1,
-    draft: dict[str, Any] | None = None,
-) -> Any:
-    """What `read_spec` looks at."""
-    resolved = SimpleNamespace(name=layout)
-    layers = {name: SimpleNamespace(isa=isa) for name in NAMES}
-    return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_buffer_device="cuda"),
-        model_config=SimpleNamespace(
-            model=model,
-            revision=None,
-            get_total_num_kv_heads=lambda: num_kv_heads,
-            model_arch_config=SimpleNamespace(total_num_hidden_layers=num_layers),
-        ),
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size
-        ),
-        cache_config=SimpleNamespace(
-            cache_dtype=cache_dtype, get_resolved_kv_cache_layout=lambda: resolved
-        ),
-        compilation_config=SimpleNamespace(static_forward_context=layers),
-        speculative_config=_speculation(draft) if draft else None,
-    )
-
-
-def _speculation(draft: dict[str, Any]) -> Any:
-    model = SimpleNamespace(
-        model=draft["model"], revision=None, get_total_num_kv_heads=lambda: draft["num_kv_heads"]
-    )
-    return SimpleNamespace(draft_model_config=model)

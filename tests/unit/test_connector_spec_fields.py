@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     KVCacheTensor,
     KVQuantMode,
-    MLAAttentionSpec,
     SlidingWindowSpec,
     SparseCacheRole,
     UniformTypeKVCacheSpecs,
@@ -40,20 +39,17 @@ from p2p_engine.connector.spec_fields import ONLY, PLACED, TOLD, UNSEEN, check_f
 from p2p_engine.errors import ConfigError
 from p2p_engine.memory.plan import obstacles
 from p2p_engine.wire.messages import CacheSpec
-from tests.unit.test_connector_cache_spec import config_of, vllm_config
+from tests.rigs.vllm_caches import DEPTH, FUTURE, HEADS, MLA, TOKENS, config_of, vllm_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "cache.md"
-BLOCKS, TOKENS, HEADS, DEPTH = 6, 16, 2, 8
+BLOCKS = 6
 FULL = FullAttentionSpec(
     block_size=TOKENS, num_kv_heads=HEADS, head_size=DEPTH, dtype=torch.bfloat16
 )
 WINDOW = SlidingWindowSpec(
     block_size=TOKENS, num_kv_heads=HEADS, head_size=DEPTH, dtype=torch.bfloat16, sliding_window=32
-)
-MLA = MLAAttentionSpec(
-    block_size=TOKENS, num_kv_heads=1, head_size=3 * DEPTH, dtype=torch.bfloat16, max_tp_shards=1
 )
 INDEXER = replace(MLA, dtype=torch.uint8, head_size=DEPTH + 4, cache_role=SparseCacheRole.INDEXER)
 # What B12X's `customize_spec` makes of it.
@@ -122,16 +118,6 @@ def test_the_document_names_the_backends_that_are_not_plain_rows() -> None:
     text = DOCUMENT.read_text()
     special = page_shape.SLOTS | page_shape.INDEXERS | page_shape.PACKED_BY_ISA
     assert [name for name in special if f"`{name}`" not in text] == []
-
-
-@dataclass(frozen=True, kw_only=True)
-class FutureSpec(FullAttentionSpec):
-    """What a later release may do to the spec."""
-
-    swizzle: str = "none"
-
-
-FUTURE = FutureSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=DEPTH, dtype=torch.bfloat16)
 
 
 def test_a_field_that_is_not_known_is_refused_by_name() -> None:

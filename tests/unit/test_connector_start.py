@@ -25,6 +25,7 @@ from p2p_engine.connector.support import (
     read_config,
 )
 from p2p_engine.errors import ConfigError
+from tests.doubles.start_config import configs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -70,22 +71,6 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, version: str, outcome: bool |
             compat.check_version()
     else:
         assert compat.check_version() is outcome
-
-
-def configs(**changes: Any) -> tuple[Any, Any]:
-    """What `check_supported` looks at; a change of the name sets that field."""
-    parallel = SimpleNamespace(
-        pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1,
-        data_parallel_size=1, data_parallel_external_lb=False, data_parallel_hybrid_lb=False,
-        data_parallel_index=1, data_parallel_rank_local=0, data_parallel_size_local=1,
-        enable_elastic_ep=False, world_size=1, nnodes_within_dp=1, elastic_ep_max_dp_size=1,
-    )  # fmt: skip
-    model = SimpleNamespace(enable_sleep_mode=False)
-    transfer = SimpleNamespace(engine_id="e")
-    for name, value in changes.items():
-        owner = next(item for item in (parallel, model, transfer) if hasattr(item, name))
-        setattr(owner, name, value)
-    return SimpleNamespace(parallel_config=parallel, model_config=model), transfer
 
 
 @pytest.mark.parametrize(

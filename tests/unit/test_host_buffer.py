@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,9 @@ from p2p_engine.errors import ConfigError, TransportError
 from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
 from p2p_engine.peers.link import PeerAddress
 from tests.rigs.engines import engines
+from tests.rigs.host_buffers import BLOCK_BYTES, BLOCKS, buffer_config, handles, layers_on
 
-BLOCKS = 12
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # a CPU's is a device like any other
-BLOCK_BYTES = 2 * 2 * (2 * 4 * 6 * 2) + 8 * 4
 
 
 def copy_blocks(
@@ -34,16 +32,6 @@ def copy_blocks(
         target[torch.tensor(target_ids, device=target.device)] = source[
             torch.tensor(source_ids, device=source.device)
         ].to(target.device)
-
-
-def layers_on(device: str) -> dict[str, torch.Tensor]:
-    """Two layers of heads, one seen as tokens first, whose backend has cut each block in two; and
-    one of latents."""
-    first = torch.rand(2 * BLOCKS, 2, 4, 6).to(torch.float16)
-    second = torch.rand(2 * BLOCKS, 4, 2, 6).to(torch.float16).transpose(1, 2)
-    latent = torch.rand(BLOCKS, 4, 2)
-    caches = {"a": first, "b": second, "c": latent}
-    return {name: tensor.to(device) for name, tensor in caches.items()}
 
 
 def buffer_of(layers: dict[str, torch.Tensor], num_blocks: int = 5) -> HostBuffer:
@@ -137,31 +125,18 @@ def test_a_copy_that_fails_or_is_missing_is_named() -> None:
         buffer.load(ids(1, 2), ids(2, 3))
 
 
-def vllm_config(kv_buffer_device: str, max_model_len: int = 24) -> Any:
-    return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_buffer_device=kv_buffer_device),
-        model_config=SimpleNamespace(max_model_len=max_model_len),
-        cache_config=SimpleNamespace(block_size=8),
-    )
-
-
-def handles() -> dict[str, torch.Tensor]:
-    """Layers on a device whose memory cannot be touched at all."""
-    return {name: tensor.to("meta") for name, tensor in layers_on("cpu").items()}
-
-
 def test_it_is_made_only_where_it_is_asked_for_and_needed() -> None:
     budget = 3 * BLOCK_BYTES
-    assert make_host_buffer(vllm_config("meta"), handles(), BLOCKS, budget) is None
-    assert make_host_buffer(vllm_config("cpu"), layers_on("cpu"), BLOCKS, budget) is None
-    made = make_host_buffer(vllm_config("cpu"), handles(), BLOCKS, budget)
+    assert make_host_buffer(buffer_config("meta"), handles(), BLOCKS, budget) is None
+    assert make_host_buffer(buffer_config("cpu"), layers_on("cpu"), BLOCKS, budget) is None
+    made = make_host_buffer(buffer_config("cpu"), handles(), BLOCKS, budget)
     assert made is not None
     assert made.num_blocks == 3
-    whole = make_host_buffer(vllm_config("cpu", 10**6), handles(), BLOCKS, 10**9)
+    whole = make_host_buffer(buffer_config("cpu", 10**6), handles(), BLOCKS, 10**9)
     assert whole is not None
     assert whole.num_blocks == BLOCKS  # more than the device has is never needed
     with pytest.raises(ConfigError, match=r"hold 3 blocks.*one request may need 4"):
-        make_host_buffer(vllm_config("cpu", 25), handles(), BLOCKS, budget)
+        make_host_buffer(buffer_config("cpu", 25), handles(), BLOCKS, budget)
 
 
 def test_blocks_in_host_memory_stand_for_themselves() -> None:

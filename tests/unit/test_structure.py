@@ -10,6 +10,7 @@ from scripts.structure import (
     imports_of,
     layer_of,
     measure,
+    module_of,
     parsed,
     repeated_classes,
     unit_of,
@@ -44,3 +45,11 @@ def test_everything_is_measured() -> None:
     measured = measure(parsed())
     assert measured["circles"] == 0
     assert all(measured[name] > 10 for name in ("units", "layers", "edges", "readme_words"))
+
+
+def test_no_test_file_imports_another() -> None:
+    """What tests share lies in a helper module, where a reader looks for it."""
+    modules = {module_of(path): tree for path, tree in parsed().items()}
+    tests = {name for name in modules if name.rpartition(".")[2].startswith("test_")}
+    found = {name: tests & set(imports_of(modules[name], modules)) for name in modules}
+    assert {name: others for name, others in found.items() if others} == {}
