@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from typer.main import get_command
@@ -18,6 +18,7 @@ from typer.main import get_command
 from p2p_engine.cli.app import app
 from p2p_engine.cli.config_check import config_problems
 from p2p_engine.config import EXTRA_KEYS, EngineConfig
+from p2p_engine.wire.messages import AnyMessage
 from proxy.main import _parser as proxy_parser
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +107,13 @@ def test_every_make_command_is_a_target(document: str) -> None:
     commands = {name for block in code for name in COMMAND.findall("\n".join(block))}
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert commands - targets == set()
+
+
+def test_the_protocol_lists_every_message() -> None:
+    section = (ROOT / "docs" / "protocol.md").read_text().split("## Messages")[1].split("\n## ")[0]
+    table = "".join(line for line in section.splitlines() if line.startswith("|"))
+    tags = {kind.__struct_config__.tag for kind in get_args(AnyMessage)}
+    assert set(re.findall(r"`([A-Z_]+)`", table)) == tags
 
 
 def test_every_setting_is_explained_with_its_default() -> None:
