@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from p2p_engine.config import SendMode
+
 if TYPE_CHECKING:
     from p2p_engine.config import EngineConfig
 
@@ -69,6 +71,11 @@ class Room:
     def advice(self, needed: DeviceMemory) -> str:
         """Say which of vLLM's settings leaves room: the largest value of each, never 0, which vLLM
         refuses or takes for no setting. If there is none, say what does not fit."""
+        ways = self.remedies(needed)
+        return f"use {' or '.join(ways)}" if ways else self._refusal(needed)
+
+    def remedies(self, needed: DeviceMemory) -> list[str]:
+        """Return those settings, each as it is written; none: there is no such value."""
         ways = []
         if self.utilization is not None:
             lower = self.utilization - self.lacking(needed) / max(1, self.total_bytes)
@@ -76,7 +83,7 @@ class Room:
                 ways.append(f"--gpu-memory-utilization {_hundredths(lower):.2f}")
         if self.cache_bytes is not None and self.cache_bytes > self.lacking(needed):
             ways.append(f"--kv-cache-memory-bytes {self.cache_bytes - self.lacking(needed)}")
-        return f"use {' or '.join(ways)}" if ways else self._refusal(needed)
+        return ways
 
     def _refusal(self, needed: DeviceMemory) -> str:
         most = self.total_bytes
@@ -92,6 +99,12 @@ class Room:
             f"lower {remedy}: the engine's {what} do not fit; they need {nbytes / MIB:.0f} MiB, "
             f"and vLLM can leave less than {most / MIB:.0f} MiB"
         )
+
+
+def has_landing_memory(kv_role: str, send_type: SendMode) -> bool:
+    """Whether an engine has a buffer and a pool: for what it receives, or, with GET, for what it
+    spills while it holds it."""
+    return kv_role != "kv_producer" or send_type is SendMode.GET
 
 
 def device_memory(config: EngineConfig, *, receives: bool = True) -> DeviceMemory:

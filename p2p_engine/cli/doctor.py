@@ -21,12 +21,12 @@ from p2p_engine.cli.findings import Finding, change, note, ok, show
 from p2p_engine.cli.installation import check_installation
 from p2p_engine.cli.ports import is_port_free
 from p2p_engine.cli.rewrite import rewrite
-from p2p_engine.config import DEFAULT_KV_PORT, TRANSPORT_NAMES, EngineConfig, SendMode
+from p2p_engine.config import DEFAULT_KV_PORT, TRANSPORT_NAMES, EngineConfig
 from p2p_engine.control.auth import MAX_CONNECTIONS
 from p2p_engine.control.fleet_key import exposure, read_key_file
 from p2p_engine.errors import ConfigError
 from p2p_engine.memory.host import available_memory_bytes, memory_bytes
-from p2p_engine.sizing import MIB, Room, device_memory
+from p2p_engine.sizing import MIB, Room, device_memory, has_landing_memory
 from p2p_engine.transfer_config import TransferConfig, extra_of, is_multi, our_config
 
 PROXY_PORTS = (10001, 30001)
@@ -164,7 +164,7 @@ def check_memory(
     settings: EngineConfig, kv_role: str, tp_size: int, available_bytes: int
 ) -> Finding:
     """Do the buffer and the pool of each rank fit, and may they be locked if they are to be?"""
-    lands = kv_role != "kv_producer"  # which receives nothing, and so has neither
+    lands = has_landing_memory(kv_role, settings.send_type)
     per_rank = settings.kv_buffer_size + settings.pool_bytes if lands else 0
     needed = f"{per_rank * tp_size / GIB:.1f} GiB of {available_bytes / GIB:.1f} GiB available"
     needed += _about_pool(settings, tp_size) if lands else ""
@@ -185,8 +185,8 @@ def check_device_memory(config: TransferConfig, room: Room | None) -> Iterator[F
         if room is None or ours.get("kv_buffer_device") == "cpu":
             return
         settings = EngineConfig.from_extra_config(_settings_of(ours)).on_device("cuda:0")
-        pushes = ours.get("kv_role") == "kv_producer" and settings.send_type is not SendMode.GET
-        needed = device_memory(settings, receives=not pushes)
+        lands = has_landing_memory(str(ours.get("kv_role")), settings.send_type)
+        needed = device_memory(settings, receives=lands)
         state = f"the engine takes {needed}, vLLM leaves {room.left_bytes / MIB:.0f} MiB"
         if room.lacking(needed):
             yield change("GPU memory", state, room.advice(needed))
