@@ -54,6 +54,22 @@ TransferConfig = Annotated[
     dict[str, Any] | None,
     typer.Option("--kv-transfer-config", parser=_json_object, metavar="JSON"),
 ]
+GpuMemory = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=MAX_GPU_GIB,
+        callback=_number,
+        metavar="GIB",
+        help="Of each GPU; 0: asked of the driver if there is one.",
+    ),
+]
+GpuMemoryUtilization = Annotated[
+    float, typer.Option(min=0.01, max=1, callback=_number, help="vLLM's setting.")
+]
+KvCacheMemoryBytes = Annotated[
+    int, typer.Option(min=0, help="vLLM's setting, or its figure; 0: not set, as in vLLM.")
+]
 
 
 @app.command()
@@ -200,22 +216,9 @@ def doctor(
     kv_transfer_config: TransferConfig = None,
     model: Annotated[str, typer.Option(help="A model's name or folder.")] = "",
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size.")] = 1,
-    gpu_memory: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=MAX_GPU_GIB,
-            callback=_number,
-            metavar="GIB",
-            help="Of each GPU; 0: asked of the driver if there is one.",
-        ),
-    ] = 0.0,
-    gpu_memory_utilization: Annotated[
-        float, typer.Option(min=0.01, max=1, callback=_number, help="vLLM's setting.")
-    ] = 0.92,
-    kv_cache_memory_bytes: Annotated[
-        int, typer.Option(min=0, help="vLLM's setting, or its figure; 0: not set, as in vLLM.")
-    ] = 0,
+    gpu_memory: GpuMemory = 0.0,
+    gpu_memory_utilization: GpuMemoryUtilization = 0.92,
+    kv_cache_memory_bytes: KvCacheMemoryBytes = 0,
     rewrite: Annotated[
         str | None,
         typer.Option(metavar="TEXT", help="An old command line or --kv-transfer-config."),
@@ -235,6 +238,46 @@ def doctor(
             raise typer.BadParameter(str(error)) from error
     room = find_room(gpu_memory, gpu_memory_utilization, kv_cache_memory_bytes)
     raise typer.Exit(run_doctor(kv_transfer_config, model, tp, _console(), room))
+
+
+@app.command()
+def size(
+    model: Annotated[Path | None, typer.Option(help="A config.json, or a folder with one.")] = None,
+    layers: Annotated[int, typer.Option(min=0, help="Without --model: how many.")] = 0,
+    kv_heads: Annotated[int, typer.Option(min=0, help="Without --model: of all ranks.")] = 0,
+    head_size: Annotated[int, typer.Option(min=0, help="Without --model.")] = 0,
+    kv_cache_dtype: Annotated[str, typer.Option(help="vLLM's setting.")] = "auto",
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size.")] = 1,
+    block_size: Annotated[int, typer.Option(min=1, help="vLLM's setting, or its figure.")] = 16,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 8192,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Prompts whose KV waits at one instance at a time.")
+    ] = 16,
+    send_type: Annotated[SendMode | None, typer.Option(help="Default: PUT_ASYNC.")] = None,
+    device: Annotated[str, typer.Option(help="Where the KV cache is: cuda or cpu.")] = "cuda",
+    gpu_memory: GpuMemory = 0.0,
+    gpu_memory_utilization: GpuMemoryUtilization = 0.92,
+    kv_cache_memory_bytes: KvCacheMemoryBytes = 0,
+    kv_transfer_config: TransferConfig = None,
+) -> None:
+    """Compute the memory that the transfer of a model's KV takes, and the settings for it.
+
+    Of --kv-transfer-config, the role and our settings are taken, as kv_buffer_size. Exit code 1: no
+    setting of vLLM's leaves enough room on the GPU. Needs neither vLLM nor a GPU.
+    """
+    from p2p_engine.cli.devices import find_room
+    from p2p_engine.cli.size import Demand, Sizing, run_size
+    from p2p_engine.cli.size_input import chosen_model, chosen_roles, chosen_settings
+
+    try:
+        shape = chosen_model(model, layers, kv_heads, head_size, kv_cache_dtype)
+        roles = chosen_roles(kv_transfer_config)
+        settings = chosen_settings(kv_transfer_config, send_type, device, tp)
+        sizing = Sizing(shape, Demand(context, concurrency, tp, block_size), settings)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+    room = find_room(gpu_memory, gpu_memory_utilization, kv_cache_memory_bytes)
+    raise typer.Exit(run_size(sizing, roles, room, _console()))
 
 
 @app.command()

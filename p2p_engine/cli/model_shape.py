@@ -1,0 +1,235 @@
+"""What a model keeps in its KV cache for each token, read from its config.json. Needs no vLLM.
+
+A family is read only if a test compares the result with vLLM's own KV cache specs. All others are
+refused: a wrong size is worse than none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from p2p_engine.connector.layer_group import LayerGroup
+from p2p_engine.errors import ConfigError
+from p2p_engine.memory.plan import heads_per_rank
+from p2p_engine.wire.messages import CacheSpec
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+ELEMENT_BYTES = {
+    "bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1,
+}  # fmt: skip
+# What transformers assumes where a family's config.json does not say it. `pattern`: one layer of so
+# many is full attention, the others look back at a window.
+_PLAIN: Mapping[str, Mapping[str, Any]] = {
+    "gemma2": {"pattern": 2},
+    "gemma3_text": {
+        "pattern": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "sliding_window": 4096,
+    },
+    "gpt_oss": {"pattern": 2},
+    "llama": {},
+    "mistral": {"sliding_window": 4096},
+    "mixtral": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 128},
+    "qwen3_moe": {},
+}  # fmt: skip
+_LATENT = frozenset({"deepseek_v2", "deepseek_v3"})
+FAMILIES = frozenset(_PLAIN) | _LATENT
+# With one of these a layer keeps something else than the rest of config.json says.
+_UNKNOWN_KEYS = (
+    "attention_chunk_size", "compress_ratios", "index_topk",
+    "layers_block_type", "num_kv_shared_layers", "use_bidirectional_attention",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers that keep the same: `row_bytes` for each token and KV head of the model."""
+
+    name: str
+    num_layers: int
+    num_kv_heads: int
+    row_bytes: int
+    row: str  # how that comes about
+    window: int = 0  # tokens that its layers look back at; 0: all
+
+    def token_bytes(self, tp_size: int) -> int:
+        """Bytes of one token on one rank, in all of these layers."""
+        return self.num_layers * self.heads(tp_size) * self.row_bytes
+
+    def heads(self, tp_size: int) -> int:
+        """KV heads of one rank; with more ranks than heads, several ranks have the same one."""
+        return heads_per_rank(CacheSpec(num_kv_heads=self.num_kv_heads, tp_size=tp_size))
+
+    def num_blocks(self, num_tokens: int, block_size: int) -> int:
+        """How many blocks of a prompt are transferred: behind a window, none."""
+        spec = cast("Any", SimpleNamespace(block_size=block_size))
+        group = LayerGroup(0, (), spec, window=self.window)
+        return group.num_blocks(num_tokens) - group.first_block(num_tokens)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a model keeps; `dtype` is that of the KV cache."""
+
+    name: str
+    dtype: str
+    kinds: tuple[LayerKind, ...]
+
+    def check_ranks(self, tp_size: int) -> None:
+        """Check that so many ranks can share the KV heads.
+
+        Raises:
+            ConfigError: neither is a multiple of the other.
+        """
+        for heads in {kind.num_kv_heads for kind in self.kinds}:
+            if heads % tp_size and tp_size % heads:
+                raise ConfigError(
+                    f"--tp {tp_size}: the model has {heads} KV heads; allowed: what divides "
+                    f"{heads}, or a multiple of it"
+                )
+
+    def token_bytes(self, tp_size: int) -> int:
+        """Bytes of one token on one rank, where no layer has a window."""
+        return sum(kind.token_bytes(tp_size) for kind in self.kinds)
+
+    def prompt_bytes(self, num_tokens: int, block_size: int, tp_size: int) -> int:
+        """Bytes that one rank sends, or receives, for one prompt: whole blocks of each layer."""
+        return sum(
+            kind.num_blocks(num_tokens, block_size) * block_size * kind.token_bytes(tp_size)
+            for kind in self.kinds
+        )
+
+
+def read_model(path: Path, dtype: str) -> ModelShape:
+    """Read a model's config.json, or that of its folder; `dtype` as vLLM's --kv-cache-dtype.
+
+    Raises:
+        ConfigError: it cannot be read, or not computed from; the message says what to give instead.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        reason = f"--model {path}: {error}; allowed: a config.json, or a folder with one"
+        raise ConfigError(reason) from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file}: not a JSON object; allowed: a model's config.json")
+    inner = config.get("text_config")  # the language model of several
+    text = inner if isinstance(inner, dict) else config
+    family = str(text.get("model_type"))
+    if family not in FAMILIES:
+        raise _refusal(f"model_type {family!r} is not known; known: {', '.join(sorted(FAMILIES))}")
+    for key in _UNKNOWN_KEYS:
+        if text.get(key):
+            raise _refusal(f"{key} is set, and what its layers keep is not known")
+    element = _resolve_dtype(dtype, config, text)
+    kinds = _latents(text, element) if family in _LATENT else _plain(text, family, element)
+    return ModelShape(file.resolve().parent.name, element, kinds)
+
+
+def plain_model(num_layers: int, num_kv_heads: int, head_size: int, dtype: str) -> ModelShape:
+    """Describe a model whose layers all keep K and V of each token.
+
+    Raises:
+        ConfigError: the dtype is not known.
+    """
+    if dtype not in ELEMENT_BYTES:
+        raise ConfigError(f"--kv-cache-dtype {dtype}: allowed without a model: {_dtypes()}")
+    kind = _keys_and_values(num_layers, num_kv_heads, head_size, dtype)
+    return ModelShape("a model", dtype, (kind,))
+
+
+def _plain(text: Mapping[str, Any], family: str, dtype: str) -> tuple[LayerKind, ...]:
+    """Layers that keep K and V of each head, some of them within a window only."""
+    text = {**_PLAIN[family], **text}
+    total = _count(text, "num_hidden_layers")
+    queries = _count(text, "num_attention_heads")
+    # Of a llama without this key, each head has its own K and V; other families have a default.
+    is_shared = family != "llama" or "num_key_value_heads" in text
+    heads = _count(text, "num_key_value_heads") if is_shared else queries
+    size = text.get("head_dim") or _count(text, "hidden_size") // queries
+    types = _layer_types(text, family, total)
+    window = _count(text, "sliding_window") if SLIDING in types else 0
+    kinds = [
+        _keys_and_values(types.count(name), heads, size, dtype, window if name == SLIDING else 0)
+        for name in (FULL, SLIDING)
+    ]
+    return tuple(kind for kind in kinds if kind.num_layers)
+
+
+def _keys_and_values(
+    num_layers: int, num_kv_heads: int, head_size: int, dtype: str, window: int = 0
+) -> LayerKind:
+    item = ELEMENT_BYTES[dtype]
+    name = f"sliding window of {window:,} tokens" if window else "full attention"
+    row = f"K and V of {head_size} elements of {item} bytes"
+    return LayerKind(name, num_layers, num_kv_heads, 2 * head_size * item, row, window)
+
+
+def _layer_types(text: Mapping[str, Any], family: str, total: int) -> Sequence[str]:
+    """What each layer looks at, as vLLM's model of this family does."""
+    types = text.get("layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != total or not {*types} <= {FULL, SLIDING}:
+            raise _refusal(f"layer_types is not {total} times {FULL} or {SLIDING}")
+        return types
+    own = text.get("sliding_window_pattern") if family == "gemma3_text" else None
+    if pattern := own or text.get("pattern"):
+        return [SLIDING if (layer + 1) % pattern else FULL for layer in range(total)]
+    if family.startswith("qwen") and not text.get("use_sliding_window"):
+        return [FULL] * total
+    if family.startswith("qwen"):
+        raise _refusal("use_sliding_window is set without layer_types")
+    # Mistral's own default applies where the key is absent; null and 0 say that there is none.
+    return [SLIDING if text.get("sliding_window") else FULL] * total
+
+
+def _latents(text: Mapping[str, Any], dtype: str) -> tuple[LayerKind, ...]:
+    """MLA: one latent for all heads, the same on each rank."""
+    total, item = _count(text, "num_hidden_layers"), ELEMENT_BYTES[dtype]
+    size = _count(text, "kv_lora_rank") + _count(text, "qk_rope_head_dim")
+    row = f"one latent of {size} elements of {item} bytes"
+    return (LayerKind("MLA", total, 1, size * item, row),)
+
+
+def _resolve_dtype(dtype: str, config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    """The dtype of the cache, where "auto" is the model's."""
+    if dtype in ELEMENT_BYTES:
+        return dtype
+    if dtype != "auto":
+        raise ConfigError(f"--kv-cache-dtype {dtype}: allowed: auto, {_dtypes()}")
+    scheme = config.get("quantization_config") or {}
+    found = next(
+        (part[key] for part in (text, config) for key in ("dtype", "torch_dtype") if part.get(key)),
+        None,
+    )
+    remedy = f"give --kv-cache-dtype: {_dtypes()}"
+    if any(scheme.get(key) for key in ("kv_cache_scheme", "kv_cache_quant_algo")):
+        raise ConfigError(f"the checkpoint quantises its KV cache; {remedy}")
+    if found not in ("bfloat16", "float16"):  # vLLM chooses by the platform for all others
+        raise ConfigError(f"config.json says dtype {found!r}, which vLLM may change; {remedy}")
+    return str(found)
+
+
+def _count(text: Mapping[str, Any], key: str) -> int:
+    value = text.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise _refusal(f"{key} is {value!r}; allowed: a number above 0")
+    return value
+
+
+def _refusal(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what}. Where all layers keep K and V of each token, give --layers, --kv-heads, "
+        "--head-size and --kv-cache-dtype instead of --model"
+    )
+
+
+def _dtypes() -> str:
+    return ", ".join(ELEMENT_BYTES)
