@@ -1,8 +1,14 @@
 """Tensor memory over one arena, and the native parts it is made of. Imports nothing of ours."""
 
 from mempool._native import Arena, Buddy, Job, Mover, copy_now, read_word, write_word
-from mempool.errors import PoolError, PoolExhausted, StaleBlock
-from mempool.pool import PoolBlock, PoolStats, TensorMemoryPool
+from mempool.pool import (
+    PoolBlock,
+    PoolError,
+    PoolExhausted,
+    PoolStats,
+    StaleBlock,
+    TensorMemoryPool,
+)
 
 __all__ = [
     "Arena",

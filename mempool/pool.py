@@ -8,9 +8,20 @@ from types import TracebackType
 import torch
 
 from mempool._native import Arena, Buddy, copy_now
-from mempool.errors import PoolError, PoolExhausted, StaleBlock
 
 MIN_ALIGNMENT_BYTES = 64  # a cache line: every dtype may be viewed, and copies stream
+
+
+class PoolError(Exception):
+    """A pool cannot do what was asked; also raised as such once it is closed."""
+
+
+class PoolExhausted(PoolError):
+    """No free run of memory is long enough."""
+
+
+class StaleBlock(PoolError):
+    """The block was freed before, or belongs to another pool. Nothing was harmed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,10 +117,10 @@ class Proxy:
         )
         self._metrics = Metrics(self._registry.instances, clock)
         deadlines = Deadlines()
-        self._upstream = Upstream(self._metrics, deadlines)
+        self._upstream = Upstream(self._metrics.resends, deadlines)
         self._readiness = Readiness(config, self._registry, self._upstream, clock)
         self._discovery = Discovery(
-            config, self._registry, self._metrics, self._readiness.watch, clock
+            config, self._registry, self._metrics.heartbeats, self._readiness.watch, clock
         )
         self._admin = Admin(config, self._registry, self._readiness.watch, clock)
         self._router = Router(config, self._registry, clock, rng)

@@ -1,4 +1,7 @@
-"""ProxyConfig: every setting of the proxy, checked once; nothing here reads the environment."""
+"""ProxyConfig: every setting of the proxy, checked once; nothing here reads the environment.
+
+The names of routing policies are checked by the router, which has them.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,10 @@ from dataclasses import dataclass, fields
 
 from p2p_engine.errors import ConfigError
 from proxy.addresses import is_address, parse_static
-from proxy.routing.policies import POLICIES
 
 SEQUENTIAL = "sequential"
 CONCURRENT = "concurrent"
-CHOICES = {
-    "dispatch": (SEQUENTIAL, CONCURRENT),
-    "prefill_policy": tuple(POLICIES),
-    "decode_policy": tuple(POLICIES),
-}
+DISPATCHES = (SEQUENTIAL, CONCURRENT)
 # Where 0 means that it is not used.
 MAY_BE_ZERO = ("bypass_tokens", "max_queued", "max_retries")
 
@@ -102,9 +100,7 @@ class ProxyConfig:
             parse_static(getattr(self, key))
         for peer in self.peer_addresses:
             _require("peers", peer, is_address(peer), "host:port, separated by commas")
-        for key, allowed in CHOICES.items():
-            value = getattr(self, key)
-            _require(key, value, value in allowed, ", ".join(allowed))
+        _require("dispatch", self.dispatch, self.dispatch in DISPATCHES, ", ".join(DISPATCHES))
 
     @property
     def peer_addresses(self) -> list[str]:

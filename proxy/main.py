@@ -15,7 +15,8 @@ import uvicorn
 
 from p2p_engine.errors import ConfigError
 from proxy.app import create_app
-from proxy.config import CHOICES, ProxyConfig
+from proxy.config import DISPATCHES, ProxyConfig
+from proxy.routing.policies import POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,12 +120,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Route requests to prefill and decode instances, which register by heartbeat.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    policies = tuple(POLICIES)
+    choices = {"dispatch": DISPATCHES, "prefill_policy": policies, "decode_policy": policies}
     for field in fields(ProxyConfig):
         parser.add_argument(
             "--" + field.name.replace("_", "-"),
             type=type(field.default),
             default=field.default,
-            choices=CHOICES.get(field.name),
+            choices=choices.get(field.name),
             help=HELP[field.name],
         )
     levels = ("debug", "info", "warning", "error")

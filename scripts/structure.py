@@ -16,9 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("mempool", "p2p_engine", "proxy")
 LIMITS = {
-    "units": 40,
-    "layers": 16,
-    "edges": 182,
+    "units": 38,
+    "layers": 12,
+    "edges": 175,
     "circles": 0,
     "repeated_classes": 0,
     "readme_words": 1200,
@@ -106,7 +106,7 @@ def measure(trees: Mapping[Path, ast.AST]) -> dict[str, int]:
         "units": len(units),
         "layers": max(layer_of(unit, units) for unit in units),
         "edges": sum(map(len, units.values())),
-        "circles": len(circles(graph)),
+        "circles": len(circles(graph)) + len(circles(units)),
         "repeated_classes": len(repeated_classes(trees)),
         "readme_words": len((ROOT / "README.md").read_text("utf-8").split()),
         "architecture_words": len((ROOT / "ARCHITECTURE.md").read_text("utf-8").split()),

@@ -15,10 +15,10 @@ import threading
 from collections.abc import Callable, Iterable
 
 from mempool import write_word
-from p2p_engine.control.loop import Loop
 from p2p_engine.errors import P2pError, TransportError
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.pack import Pack, Way
+from p2p_engine.gpu.worker_loop import Loop
 from p2p_engine.memory.jobs import Moment, still_running
 from p2p_engine.memory.layout import Int64s
 

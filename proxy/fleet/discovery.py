@@ -20,11 +20,13 @@ from proxy.fleet.registry import AddressTaken, RegistryFull
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from prometheus_client import Counter
+
     from p2p_engine.wire.messages import Heartbeat
     from proxy.config import ProxyConfig
     from proxy.fleet.instances import Instance
     from proxy.fleet.registry import Registry
-    from proxy.observe.metrics import Metrics
+
 
 logger = logging.getLogger(__name__)
 
@@ -45,18 +47,19 @@ class Discovery:
         self,
         config: ProxyConfig,
         registry: Registry,
-        metrics: Metrics,
+        heartbeats: Counter,
         on_instance: Callable[[Instance], None],
         clock: Callable[[], float],
     ) -> None:
-        """Read the key file, if one is named; nothing is bound yet.
+        """Read the key file, if one is named; nothing is bound yet. `heartbeats` counts them by
+        what came of them.
 
         Raises:
             ConfigError: the key file cannot be used.
         """
         self._config = config
         self._registry = registry
-        self._metrics = metrics
+        self._heartbeats = heartbeats
         self._on_instance = on_instance
         self._clock = clock
         self._secrets = read_key_file(config.key_file)
@@ -162,7 +165,7 @@ class Discovery:
         except Exception:
             logger.exception("error over a heartbeat, the next one is taken")
             result = "error"
-        self._metrics.heartbeats.labels(result).inc()
+        self._heartbeats.labels(result).inc()
 
     def _observe(self, frame: bytes) -> str:
         try:

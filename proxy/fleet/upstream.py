@@ -22,9 +22,11 @@ from proxy.http.client import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from prometheus_client import Counter
+
     from proxy.fleet.instances import Instance, Role
     from proxy.http.deadlines import Deadlines
-    from proxy.observe.metrics import Metrics
+
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +41,9 @@ RANK_HEADER = "X-data-parallel-rank"
 class Upstream:
     """Sends requests to instances and names what goes wrong. Open it inside the event loop."""
 
-    def __init__(self, metrics: Metrics, deadlines: Deadlines) -> None:
-        self._metrics = metrics
+    def __init__(self, resends: Counter, deadlines: Deadlines) -> None:
+        """`resends` counts, by role, the requests that were sent again over a new connection."""
+        self._resends = resends
         self._deadlines = deadlines
         self._pool: Pool | None = None
 
@@ -125,7 +128,7 @@ class Upstream:
                 # and the instance lost it.
                 if not connection.is_reused or clock() - started >= RACE_SECONDS:
                     raise
-                self._metrics.resends.labels(role.label).inc()
+                self._resends.labels(role.label).inc()
             except BaseException:
                 response.close()
                 raise

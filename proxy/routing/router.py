@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from p2p_engine.errors import P2pError
+from p2p_engine.errors import ConfigError, P2pError
 from proxy.fleet.instances import Instance, Role
 from proxy.fleet.registry import Registry
 from proxy.routing.policies import POLICIES
@@ -59,12 +59,21 @@ class Router:
     def __init__(
         self, config: ProxyConfig, registry: Registry, clock: Callable[[], float], rng: Random
     ) -> None:
+        """Make both policies.
+
+        Raises:
+            ConfigError: there is no policy of a name.
+        """
         self._registry = registry
         self._clock = clock
         self._bypass_tokens = config.bypass_tokens
         self._max_legs = config.max_in_flight_per_instance
         self._tree = PrefixTree[Instance](config.max_prefix_blocks)
         names = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
+        for role, name in names.items():
+            if name not in POLICIES:
+                allowed = ", ".join(POLICIES)
+                raise ConfigError(f"{role.label}_policy is {name!r}; allowed: {allowed}")
         self._policies = {role: POLICIES[names[role]](rng, self._tree) for role in Role}
         has_readers = any(policy.uses_tree for policy in self._policies.values())
         self._keeps_tree = has_readers or config.bypass_tokens > 0

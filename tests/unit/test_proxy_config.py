@@ -40,7 +40,7 @@ def test_the_defaults_are_the_ports_that_people_know() -> None:
 )
 def test_an_impossible_value_is_refused_by_name(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{key} is .*{value!r}.*; allowed: "):
-        ProxyConfig(**{key: value})
+        create_app(ProxyConfig(**{key: value}))
 
 
 @pytest.mark.parametrize("listed", ["10.0.0.1", "10.0.0.1:80@", "h:80,h:81@h"])

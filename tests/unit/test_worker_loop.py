@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from p2p_engine.control.loop import Loop
 from p2p_engine.errors import TransportError
+from p2p_engine.gpu.worker_loop import Loop
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
