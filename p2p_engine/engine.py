@@ -253,8 +253,9 @@ class P2pNcclEngine:
                 peer.check()
             self._parts.ticks.run_one("arrivals", time.monotonic())
             transfer = self._parts.store.receive(
-                key, sink, binding, seconds, self._now(stream), is_named=peer is not None
-            )
+                key, sink, binding, seconds, self._now(stream),
+                is_named=peer is not None, is_pulled=pull,
+            )  # fmt: skip
             if peer is not None and not transfer.done:
                 self._parts.pulls.add(transfer, peer, binding, pull=pull)
             return transfer
@@ -270,7 +271,8 @@ class P2pNcclEngine:
     ) -> None:
         """Say that a key will not be received here: what came is freed, what comes is refused.
 
-        With `pull` the peer that holds it is told, so that it can free it now. Never blocks.
+        With `pull` the peer that holds it is told, so that it can free it now. A key that is kept
+        is left as it is, for who receives it next, until `drop`. Never blocks.
 
         Raises:
             EngineClosed: the engine is closed.
@@ -279,7 +281,8 @@ class P2pNcclEngine:
         """
         check_fits(Want(0, 0, key, binding))
         with self._open():
-            self._parts.store.discard((key, binding), reason or "not wanted here")
+            if not self._parts.store.leave((key, binding), is_pulled=pull):
+                self._parts.store.discard((key, binding), reason or "not wanted here")
             if pull and peer is not None:
                 self._parts.pulls.release((key, binding), peer)
 
@@ -307,7 +310,8 @@ class P2pNcclEngine:
             self._parts.store.revive((key, binding))
 
     def drop(self, key: TransferKey, *, binding: bytes = b"") -> None:
-        """Keep a key no longer; idempotent. What is left of it ends by its leases.
+        """Keep a key no longer; idempotent. What is left of it ends by its leases, or now, if a
+        receive of it has failed, or it was discarded, since it is kept.
 
         Raises:
             EngineClosed: the engine is closed.

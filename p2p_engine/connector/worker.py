@@ -91,8 +91,8 @@ class WorkerHalf:
         ordered = {load.party.request_id for load in metadata.loads}
         cancelled = set(metadata.cancelled_loads)
         for loads in self._loads:
+            loads.drop(metadata.dropped)  # first: what is kept is left to who loads it next
             loads.cancel(cancelled - ordered)  # first: a new request may load the same content
-            loads.drop(metadata.dropped)  # first: RENEW takes a RELEASE back
             loads.discard(metadata.unwanted)
             loads.start(metadata.loads)
             loads.cancel(cancelled & ordered)  # 0.33 may tell of a load when it is over

@@ -7,10 +7,10 @@ whose word counts about a key, and which content outlives its lease. The engine'
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from p2p_engine.peers.link import Link, PeerAddress
+from p2p_engine.peers.link import InstanceAddress, Link, PeerAddress
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import ContentKey, TransferKey
 
@@ -32,6 +32,7 @@ class Expected:
     """
 
     transfer: Transfer
+    peer: PeerAddress | InstanceAddress
     binding: bytes
     pull: bool
     asked: list[AskedRank] = field(default_factory=list)
@@ -64,6 +65,8 @@ class Expectations:
 
     def __init__(self) -> None:
         self.awaited: dict[TransferKey, Expected] = {}
+        # How to tell peers that what was left for another receive here is wanted by none any more.
+        self.let_go: dict[ContentKey, Callable[[], None]] = {}
         self._kept: dict[ContentKey, Kept] = {}  # oldest first
         self._keys: Counter[TransferKey] = Counter()
 

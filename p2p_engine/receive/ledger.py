@@ -110,6 +110,7 @@ class Receive:
     ending: P2pError | None = None
     complete: bool = False
     is_named: bool = False  # who sends it
+    is_pulled: bool = False  # from them
     strangers: set[int] = field(default_factory=set)  # epochs that offer another content of its key
     mismatched: bool = False  # one of them is who sends it
 

@@ -57,6 +57,7 @@ class Pulls(LinkListener):
         self._clock = clock
         self._store = store
         self._expected = expectations.awaited
+        self._let_go_later = expectations.let_go
         self._of_link: Index[Link, Expected] = Index()
         self._timers: Timers[Expected] = Timers()  # of those to ask for, or that ended
         self._to_release: Index[Link, ContentKey] = Index()
@@ -72,10 +73,11 @@ class Pulls(LinkListener):
     ) -> None:
         """Watch the peer until the transfer has ended; with `pull`, ask it for the key, without,
         ask it when nothing has come for a while: it may hold what we take for pushed."""
+        self._let_go_later.pop((transfer.key, binding), None)
         previous = self._expected.get(transfer.key)
         if previous is not None:  # no RELEASE for it: it would end what is asked for now
             self._remove(previous)
-        item = self._expected[transfer.key] = Expected(transfer, binding, pull)
+        item = self._expected[transfer.key] = Expected(transfer, peer, binding, pull)
         transfer.on_end = partial(self._ended, item)
         if isinstance(peer, PeerAddress):
             self._watch(item, [peer])
@@ -83,7 +85,11 @@ class Pulls(LinkListener):
             self._locator.ask(peer, partial(self._found, item, peer))
 
     def release(self, content: ContentKey, peer: PeerAddress | InstanceAddress) -> None:
-        """Tell the holders once, soon, that nothing is wanted; a lease covers a lost message."""
+        """Tell the holders once, soon, that nothing is wanted; a lease covers a lost message. If it
+        is left for another receive here, they are told when it is kept no longer."""
+        if self._store.is_left(content):
+            self._let_go_later[content] = partial(self.release, content, peer)
+            return
         if isinstance(peer, PeerAddress):
             self._release(content, peer)
             return
@@ -239,11 +245,18 @@ class Pulls(LinkListener):
             self._ask(item, asked, self._clock())
 
     def _let_go(self, item: Expected) -> None:
+        if item.transfer.error is not None and self._store.is_left(item.content):
+            self._let_go_later[item.content] = partial(self._let_go, item)
+            return
         for key, peer in item.idle if item.pull else ():
             self._release((key, item.binding), peer)
+        if item.transfer.error is None:
+            return
         for asked in item.asked:
-            if item.transfer.error is not None and asked.link.ready and asked.num_wants:
-                self._links.send(asked.link, Release, *item.content)
+            if item.pull or asked.num_wants:
+                self._release(item.content, asked.link.target)
+        if item.pull and not item.asked:  # its directory has not answered yet
+            self.release(item.content, item.peer)
 
     def _release(self, content: ContentKey, peer: PeerAddress) -> None:
         link = self._links.get(peer, data=False)

@@ -84,7 +84,7 @@ class Renewals(LinkListener):
         """
         if peer is not None:
             peer.check()
-        self.drop(content)
+        self._remove(content)
         kept = Kept(content, self._clock())
         self._expectations.keep(kept)
         self._look_at = min(self._look_at, self._end_of(kept))
@@ -94,7 +94,15 @@ class Renewals(LinkListener):
             self._ask(peer, kept)
 
     def drop(self, content: ContentKey) -> None:
-        """Keep a content no longer; idempotent. Leases end what is left of it."""
+        """Keep a content no longer; idempotent. What was left for another receive is discarded, and
+        its peer told; leases end what has come since."""
+        self._remove(content)
+        self._store.dropped(content)
+        let_go = self._expectations.let_go.pop(content, None)
+        if let_go is not None:
+            let_go()
+
+    def _remove(self, content: ContentKey) -> None:
         kept = self._expectations.drop(content)
         if kept is not None:
             self._stop_telling(kept)

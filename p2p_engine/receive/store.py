@@ -75,6 +75,8 @@ class Store(SessionListener):
         self._timers: Timers[Landing | Receive] = Timers()
         self._late: dict[Landing | Receive, None] = {}  # past their deadlines, and not over
         self._held_up: dict[Landing, None] = {}  # landed where somebody else still writes
+        # Kept for the next receive, though one has ended; and whether that one was pulled.
+        self._left: dict[ContentKey, bool] = {}
 
     # What the caller asks for
 
@@ -87,9 +89,11 @@ class Store(SessionListener):
         moments: tuple[Moment, ...] = (),
         *,
         is_named: bool = False,
+        is_pulled: bool = False,
     ) -> Transfer:
         """Wait for a content; what has landed already is taken at once. The sink is written after
         all `moments`. Where the sender `is_named`, no other peer can end the wait.
+        `is_pulled`: it sends nothing but what it is asked for.
 
         Raises:
             TransferError: the same content is being waited for.
@@ -103,7 +107,10 @@ class Store(SessionListener):
             raise TransferRejected(f"{key}: {tombstone.reason}")
         transfer = Transfer(key, 0, self._changed, self._cancel_transfer)
         deadline = self._clock() + timeout
-        receive = Receive(content, sink, transfer, deadline, moments, is_named=is_named)
+        receive = Receive(
+            content, sink, transfer, deadline, moments, is_named=is_named, is_pulled=is_pulled
+        )
+        self._left.pop(content, None)
         self._ledger.open(receive)
         self._timers.set(receive, deadline)
         for landing in self._ledger.of_content(content):
@@ -116,8 +123,28 @@ class Store(SessionListener):
 
     def discard(self, content: ContentKey, reason: str) -> None:
         """Nobody here will ask for this content: free what came, refuse what comes."""
+        self._left.pop(content, None)
         self._replies.leave_tombstone(content, reason)
         self._drop(content)
+
+    def leave(self, content: ContentKey, *, is_pulled: bool) -> bool:
+        """One who would have asked for this content will not. False: nobody else will, either.
+
+        Else it stays as it is until somebody receives it, or it is `dropped`. What was pulled for
+        the first one is not granted meanwhile.
+        """
+        if self._expectations.kept(content) is not None:
+            self._left[content] = is_pulled
+        return content in self._left
+
+    def is_left(self, content: ContentKey) -> bool:
+        """Whether a content was left for the next one who asks for it."""
+        return content in self._left
+
+    def dropped(self, content: ContentKey) -> None:
+        """A content is kept no longer: discard what was left of it."""
+        if content in self._left:
+            self.discard(content, "the requests that wanted it have ended")
 
     def revive(self, content: ContentKey) -> None:
         """Somebody will ask for it after all: take what comes, as if it had not been discarded.
@@ -186,6 +213,10 @@ class Store(SessionListener):
             self._refuse(landing_id, offer.attempt, TransferRejected(tombstone.reason))
             return
         receive = self._ledger.receives.get(content)
+        if receive is None and self._left.get(content):
+            reason = "no request waits for it now; another one will"
+            self._replies.deny(landing_id, offer.attempt, reason, self._config.retry_seconds)
+            return
         if receive is None:
             self._note_mismatch(offer.key, epoch)
         elif receive.ending is not None:
@@ -573,7 +604,8 @@ class Store(SessionListener):
             if landing.orphaned:  # it came twice
                 self._free(landing)
         if error is not None:
-            self.discard(receive.content, str(error))
+            if receive.senders or not self.leave(receive.content, is_pulled=receive.is_pulled):
+                self.discard(receive.content, str(error))  # what has come of it is lost to others
             logger.info("receive ended: key=%s error=%s", receive.content[0], str(error))
         self._counters.count("received", error)
         receive.transfer.end(error)

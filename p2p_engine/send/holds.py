@@ -305,6 +305,7 @@ class Holds:
     def _serve(self, hold: Hold, peer: PeerAddress, want: PendingWant) -> None:
         hold.readers = self._readers(hold.content, want.spec)
         hold.wants.setdefault(peer, want)
+        hold.served.discard(_rank_of(want.spec))  # it has released it before, or got it
         if hold.copying is None and peer not in hold.shipments:
             key, binding = hold.content
             shipment = self._sender.send(
@@ -330,6 +331,8 @@ class Holds:
             self._timers.set(hold, hold.lease_ends_at)
         if shipment.transfer.error is None:
             self._served(hold, spec, "it was pulled already")
+        elif hold.is_over:
+            self._end(hold, None, "the peer released it")  # while it was on its way
 
     def _served(self, hold: Hold, spec: CacheSpec | None, reason: str) -> None:
         """A rank of the peer wants nothing more of it."""

@@ -603,7 +603,9 @@ class World:
             self._fill(sending)
         self.sender.mark_ready(sending.transfer)
 
-    def receive(self, key: TransferKey, binding: bytes, first: int) -> None:
+    def receive(
+        self, key: TransferKey, binding: bytes, first: int, *, is_pulled: bool = False
+    ) -> None:
         """Receive blocks [first, MAX_BLOCKS) of a content.
 
         Raises:
@@ -612,7 +614,9 @@ class World:
         memory = np.full((MAX_BLOCKS, sum(PAGES)), CANARY, np.uint8)
         ids = np.arange(first, MAX_BLOCKS)
         sink = PagedSink(cache_over(memory), ids, first, NUM_TOKENS)
-        transfer = self.store.receive(key, sink, binding, self.config.transfer_timeout_seconds)
+        transfer = self.store.receive(
+            key, sink, binding, self.config.transfer_timeout_seconds, is_pulled=is_pulled
+        )
         self.receivings.append(Receiving(transfer, memory, key, binding, sink, first))
         self._note_ends()
 
@@ -620,6 +624,11 @@ class World:
         """Let the receiver's caller say that it will ask for a content, later."""
         self.expectations.drop(content)
         self.expectations.keep(Kept(content, self.now))
+
+    def drop(self, content: ContentKey) -> None:
+        """Let the receiver's caller say that it will not."""
+        self.expectations.drop(content)
+        self.store.dropped(content)
 
     def renew(self) -> None:
         """Let the receiver tell the sender what is kept."""
@@ -656,7 +665,7 @@ class World:
             AssertionError: something stays open for ever.
         """
         for content in self.kept():  # every request ends
-            self.expectations.drop(content)
+            self.drop(content)
         for _ in range(400):
             self.ping()
             self.connect()

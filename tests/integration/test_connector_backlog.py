@@ -128,6 +128,77 @@ def test_what_is_aborted_and_asked_for_again_in_one_step_arrives(
     pair.check_at_rest()
 
 
+def load_and_queue_again(pair: Pair) -> tuple[str, str]:
+    """Ask D only; when it waits for KV, and all its slots are taken, ask it once more for the same.
+
+    Returns both names: of the one that loads, and of the one that queues.
+    """
+    from vllm.v1.request import RequestStatus
+
+    prompt = prompt_of(4 * BLOCK_SIZE)
+    first = pair.ask(prompt, order="decode first")
+    loads = RequestStatus.WAITING_FOR_REMOTE_KVS
+    pair.run(until=lambda: pair.d._requests[first].status is loads, only=pair.d)
+    for name in BUSY:
+        pair.d.add(name, prompt_of(10), max_tokens=1900)
+    pair.run(until=lambda: len(pair.d.scheduler.running) == NUM_SLOTS, only=pair.d)
+    second = f"{first[:-1]}c"
+    pair.d.add(second, prompt)
+    pair.expect(second, prompt)
+    return first, second
+
+
+def num_open_loads(pair: Pair) -> int:
+    """How many requests D's first rank loads."""
+    worker = pair.d.ranks[0].connector._worker
+    assert worker is not None
+    return len(worker._loads[0]._loading)
+
+
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_one_of_two_that_ask_for_the_same_is_aborted_before_it_comes(
+    make_pair: MakePair, send_type: str, is_first: bool
+) -> None:
+    """The one that loads, or the one that queues: the other one has it all from P."""
+    pair = make_pair(send_type=send_type, lease_seconds=60, decode={"max_num_seqs": NUM_SLOTS})
+    first, second = load_and_queue_again(pair)
+    aborted = first if is_first else second
+    pair.d.abort(aborted)
+    del pair._expected[aborted]
+    pair.run(until=lambda: num_open_loads(pair) == (not is_first), only=pair.d)
+    pair.ask_waiting()
+    pair.run(until=lambda: set(pair.prefill_ids) <= set(pair.p.finished))
+    free_the_slots(pair)
+    pair.run()
+    pair.check_answers(num_computed=1)
+    assert kept(pair) == [0]
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+@pytest.mark.parametrize("order", [1, -1])
+def test_both_that_ask_for_the_same_are_aborted_before_it_comes(
+    make_pair: MakePair, send_type: str, order: int
+) -> None:
+    """P is told at once, and nothing of it is taken in."""
+    pair = make_pair(send_type=send_type, lease_seconds=60, decode={"max_num_seqs": NUM_SLOTS})
+    names = load_and_queue_again(pair)
+    for name in names[::order]:
+        pair.d.abort(name)
+        for _ in range(3):
+            pair.d.step()
+    free_the_slots(pair)
+    pair.run(until=lambda: pair.d.is_idle, only=pair.d)
+    pair.ask_waiting()
+    began_at = time.monotonic()
+    pair.run(timeout=15)
+    assert time.monotonic() - began_at < 15, "a lease ended it"
+    assert kept(pair) == [0]
+    assert pair.landed_bytes() == 0
+    pair.check_at_rest()
+
+
 @pytest.mark.parametrize("send_type", SEND_TYPES)
 def test_a_prompt_that_is_aborted_and_sent_again_in_one_step_arrives(
     make_pair: MakePair, send_type: str

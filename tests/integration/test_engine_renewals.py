@@ -16,6 +16,7 @@ from p2p_engine.errors import TransferError, TransferTimeout
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import PeerAddress
+from p2p_engine.transfer import Transfer
 from p2p_engine.wire.addresses import split_address
 from tests.rigs.engines import MIB, Peer, assert_idle, engines, settings
 from tests.rigs.relay import FaultyRelay
@@ -36,6 +37,10 @@ def wait_leases(count: float = 1.5) -> None:
 
 def hold(engine: P2pNcclEngine, nbytes: int = 1000) -> Any:
     return engine.hold(KEY, TensorSource(pattern("request", nbytes)))
+
+
+def ended(transfer: Transfer) -> None:
+    eventually(lambda: transfer.done)
 
 
 def pull(engine: P2pNcclEngine, peer: str, nbytes: int = 1000) -> bool:
@@ -180,6 +185,71 @@ def test_what_was_discarded_and_is_kept_again_may_come() -> None:
         sender.send_tensor(KEY, pattern("request", 1000), receiver.zmq_address).wait(10)
         tensor = receiver.recv_tensor(KEY, timeout=10)
         assert torch.equal(tensor, pattern("request", 1000))
+
+
+@pytest.mark.parametrize("is_held_first", [True, False])
+def test_who_asks_next_gets_what_was_kept_when_the_first_receive_ended(
+    is_held_first: bool,
+) -> None:
+    """Before anything had come: the holder is not told to let go, and what it offers meanwhile is
+    put off."""
+    with engines(2, lease_seconds=60, send_type=SendMode.GET) as (holder, receiver):
+        peer = PeerAddress(holder.zmq_address)
+        receiver.keep(KEY, peer=peer)
+        first = receiver.receive(KEY, TensorSink(), peer=peer, pull=True)
+        eventually(lambda: holder._parts.holds._unheld)
+        first.cancel("its request was aborted")
+        held = []
+        if is_held_first:
+            held.append(hold(holder))
+            eventually(lambda: holder.stats()["denied_offers"])
+            assert receiver.stats()["live_bytes"] == 0
+        sink = TensorSink()
+        second = receiver.receive(KEY, sink, peer=peer, pull=True)
+        held = held or [hold(holder)]
+        second.wait(10)
+        held[0].wait(10)
+        assert sink.tensor is not None
+        assert torch.equal(sink.tensor, pattern("request", 1000))
+        receiver.drop(KEY)
+        assert_idle(holder, receiver)
+
+
+def test_what_is_released_while_it_is_offered_is_held_no_longer() -> None:
+    with engines(2, lease_seconds=60, send_type=SendMode.GET) as (holder, receiver):
+        peer = PeerAddress(holder.zmq_address)
+        receiver.keep(KEY, peer=peer)
+        first = receiver.receive(KEY, TensorSink(), peer=peer, pull=True)
+        eventually(lambda: holder._parts.holds._unheld)
+        first.cancel("its request was aborted")
+        held = hold(holder)
+        eventually(lambda: holder.stats()["denied_offers"])
+        receiver.drop(KEY)
+        held.wait(10)
+        assert_idle(holder, receiver)
+
+
+@pytest.mark.parametrize("way", ["cancelled", "discarded", "overdue"])
+@pytest.mark.parametrize("is_dropped_first", [True, False])
+def test_what_nobody_keeps_any_more_is_let_go_of_at_once(way: str, is_dropped_first: bool) -> None:
+    """Whatever has ended its receive before."""
+    with engines(2, lease_seconds=60, send_type=SendMode.GET) as (holder, receiver):
+        peer = PeerAddress(holder.zmq_address)
+        receiver.keep(KEY, peer=peer)
+        eventually(lambda: holder.is_renewed(KEY))
+        steps: list[Callable[[], None]] = [lambda: receiver.drop(KEY)]
+        if way == "discarded":
+            steps.append(lambda: receiver.discard(KEY, peer=peer, pull=True))
+        else:
+            seconds = 0.2 if way == "overdue" else 60
+            first = receiver.receive(KEY, TensorSink(), peer=peer, pull=True, timeout=seconds)
+            steps.append(first.cancel if way == "cancelled" else lambda: ended(first))
+        for step in steps if is_dropped_first else reversed(steps):
+            step()
+        hold(holder).wait(10)
+        assert_idle(holder, receiver)
+        assert not receiver._parts.store._left
+        assert not receiver._parts.expectations.let_go
 
 
 @pytest.mark.parametrize("says_want", [False, True])

@@ -165,7 +165,7 @@ def parts_of(world: World) -> list[str]:
         link is not None and (link.state.name, link.channel is not None),
         len(world.breaking), sorted(world.transport.connected),
     )  # fmt: skip
-    kept = [("kept", str(key)) for key, _ in world.kept()]
+    kept = [("kept", str(key), world.store.is_left((key, b))) for key, b in world.kept()]
     abandoned = [("abandoned", str(key)) for key in world.sender._abandoned]
     network = [("message", _message(to, frame)) for to, frame in world.network]
     everything = [*chunks, *landings, *jobs, *streams, *ends, *kept, *abandoned, *network, rest]

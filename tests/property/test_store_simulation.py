@@ -53,8 +53,8 @@ def _arguments(name: str, rng: SeededRandom) -> list[Any]:
     which = rng.randrange(1 << 16)
     arguments: dict[str, list[Any]] = {
         "send": [key, binding, rng.choice(CHUNKS), rng.random() < 0.7, rng.random() < 0.3],
-        "receive": [key, binding, rng.choice([0, 0, 0, 1, 2, 3])],
-        "let_go": [key, b"", rng.choice(["discard", "abandon", "drop landed"])],
+        "receive": [key, binding, rng.choice([0, 0, 0, 1, 2, 3]), rng.random() < 0.4],
+        "let_go": [key, b"", rng.choice(["discard", "leave", "abandon", "drop landed"])],
         "keep": [key, binding, rng.choice(["keep", "keep", "drop", "renew", "want"])],
         "advance": [rng.choice([0.3, 0.3, 1.0, 7.0])],
         "move": [which, rng.choice([512, 1 << 20])],

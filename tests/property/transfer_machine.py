@@ -58,10 +58,15 @@ class TransferMachine(RuleBasedStateMachine):
     ) -> None:
         self.world.send(key, binding, *blocks, ready=ready, is_held=is_held)
 
-    @rule(key=keys, binding=bindings, first=st.integers(0, MAX_BLOCKS - 1))
-    def receive(self, key: TransferKey, binding: bytes, first: int) -> None:
+    @rule(
+        key=keys,
+        binding=bindings,
+        first=st.integers(0, MAX_BLOCKS - 1),
+        is_pulled=st.booleans(),
+    )
+    def receive(self, key: TransferKey, binding: bytes, first: int, is_pulled: bool) -> None:
         with contextlib.suppress(TransferError):
-            self.world.receive(key, binding, first)
+            self.world.receive(key, binding, first, is_pulled=is_pulled)
 
     @precondition(lambda self: self.world.sendings)
     @rule(which=index)
@@ -73,10 +78,16 @@ class TransferMachine(RuleBasedStateMachine):
     def cancel(self, which: int) -> None:
         _choose(self.world.transfers(), which).cancel("the test says so")
 
-    @rule(key=keys, binding=bindings, kind=st.sampled_from(["discard", "abandon", "drop landed"]))
+    @rule(
+        key=keys,
+        binding=bindings,
+        kind=st.sampled_from(["discard", "leave", "abandon", "drop landed"]),
+    )
     def let_go(self, key: TransferKey, binding: bytes, kind: str) -> None:
         if kind == "discard":
             self.world.store.discard((key, binding), "not wanted")
+        elif kind == "leave":
+            self.world.store.leave((key, binding), is_pulled=True)
         elif kind == "abandon":
             self.world.sender.abandon(key, PEER, "it will never be complete")
         else:
@@ -87,7 +98,7 @@ class TransferMachine(RuleBasedStateMachine):
         if kind == "keep":
             self.world.keep((key, binding))
         elif kind == "drop":
-            self.world.expectations.drop((key, binding))
+            self.world.drop((key, binding))
         elif kind == "renew":
             self.world.renew()
         else:
@@ -213,6 +224,10 @@ class TransferMachine(RuleBasedStateMachine):
             assert shipment.num_taken <= shipment.manifest.num_blocks
 
     @invariant()
+    def only_what_is_kept_is_left_for_the_next(self) -> None:
+        assert self.world.store._left.keys() <= set(self.world.kept())
+
+    @invariant()
     def success_means_right(self) -> None:
         for receiving in self.world.receivings:
             if receiving.transfer.done and receiving.transfer.error is None:
@@ -234,6 +249,7 @@ class TransferMachine(RuleBasedStateMachine):
         self.what_has_landed_stays_right()
         self.no_read_after_release()
         self.few_chunks_of_a_send_are_open()
+        self.only_what_is_kept_is_left_for_the_next()
         self.success_means_right()
         self.each_transfer_ends_once()
 

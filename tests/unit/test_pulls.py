@@ -10,14 +10,16 @@ from typing import Any, cast
 import pytest
 
 from p2p_engine.config import EngineConfig
-from p2p_engine.peers.link import Link, LinkState, PeerAddress
+from p2p_engine.errors import TransferCancelled
+from p2p_engine.peers.link import InstanceAddress, Link, LinkState, PeerAddress
 from p2p_engine.receive.expectations import Expectations
 from p2p_engine.receive.pulls import WANTS_IN_A_LEASE, Pulls
 from p2p_engine.transfer import Transfer
-from p2p_engine.wire.messages import TransferKey, Want
+from p2p_engine.wire.messages import ContentKey, TransferKey, Want
 
 PEER = PeerAddress("127.0.0.1:1")
 LEASE = 60.0
+KEY = TransferKey("of an instance")
 NUM_KEYS = 2_000
 
 
@@ -27,12 +29,17 @@ class PullsWorld:
     def __init__(self, *, pull: bool) -> None:
         self.now = 0.0
         self.said: Counter[TransferKey] = Counter()
+        self.expectations = Expectations()
+        self.asked_where: list[InstanceAddress] = []
+        self.left: set[ContentKey] = set()
         self.link = Link(PEER, PEER.address, LinkState.READY, 0.0, epoch=5)
         nothing: Any = lambda *_: None  # noqa: E731
-        store = cast("Any", SimpleNamespace(sender_known=nothing, has_offer=lambda *_: False))
+        store = cast("Any", SimpleNamespace(
+            sender_known=nothing, has_offer=lambda *_: False, is_left=lambda key: key in self.left
+        ))  # fmt: skip
         self.awaited = Pulls(
-            EngineConfig(), cast("Any", self), cast("Any", None), None, lambda: self.now,
-            store, Expectations(),
+            EngineConfig(), cast("Any", self), cast("Any", self), None, lambda: self.now,
+            store, self.expectations,
         )  # fmt: skip
         changed = threading.Condition()
         for number in range(NUM_KEYS):
@@ -47,6 +54,10 @@ class PullsWorld:
         """Stand in for Links."""
         assert kind is Want
         self.said[key] += 1
+
+    def ask(self, instance: InstanceAddress, answered: object) -> None:
+        """Stand in for Locator; it never answers."""
+        self.asked_where.append(instance)
 
     def run(self, seconds: float) -> Counter[TransferKey]:
         """Let time go by in ticks; returns what was said meanwhile."""
@@ -67,6 +78,21 @@ def test_what_is_not_answered_is_asked_for_four_times_in_a_lease(pull: bool) -> 
         said = world.run(LEASE)
         assert set(said.values()) == {WANTS_IN_A_LEASE}
         assert len(said) == NUM_KEYS
+
+
+def test_who_could_not_be_asked_yet_is_told_that_nothing_is_wanted() -> None:
+    """Its directory had not answered, and it may have been told to keep it."""
+    world, instance, content = PullsWorld(pull=True), InstanceAddress("127.0.0.1:9"), (KEY, b"")
+    transfer = Transfer(KEY, 0, threading.Condition(), lambda *_: None)
+    world.awaited.add(transfer, instance, b"", pull=True)
+    with transfer._changed:
+        transfer.end(TransferCancelled("its request was aborted"))
+    world.left.add(content)
+    world.awaited.tick(world.now)
+    assert world.asked_where == [instance]
+    world.left.clear()
+    world.expectations.let_go.pop(content)()
+    assert world.asked_where == [instance, instance]
 
 
 def test_a_peer_that_is_met_again_is_asked_at_once() -> None:

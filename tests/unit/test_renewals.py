@@ -64,6 +64,7 @@ class RenewalsWorld:
         self.links = LinksDouble()
         self.failed: list[tuple[TransferKey, P2pError]] = []
         self.here: set[ContentKey] = set()
+        self.discarded: list[ContentKey] = []
         self.expectations = Expectations()
         self.renewals = Renewals(
             CONFIG, cast("Any", self.links), cast("Any", None), None, lambda: self.now,
@@ -73,6 +74,10 @@ class RenewalsWorld:
     def fail_key(self, key: TransferKey, error: P2pError) -> None:
         """Stand in for the store."""
         self.failed.append((key, error))
+
+    def dropped(self, content: ContentKey) -> None:
+        """Stand in for the store."""
+        self.discarded.append(content)
 
     def has_any(self, content: ContentKey) -> bool:
         """Stand in for the store."""
@@ -116,6 +121,19 @@ def test_what_is_dropped_is_told_no_more(world: RenewalsWorld) -> None:
     assert world.advance(100) == []
     assert world.expectations.num_kept() == 0
     assert not world.expectations.is_kept(content(2))
+
+
+def test_what_is_kept_no_longer_is_told_of_however_that_ends(world: RenewalsWorld) -> None:
+    let_go = []
+    world.renewals.keep(content(1), PEER)
+    world.expectations.let_go[content(1)] = lambda: let_go.append(1)
+    world.renewals.keep(content(1), PEER)  # another request wants it, too
+    assert world.discarded == []
+    world.renewals.drop(content(1))
+    assert let_go == [1]
+    world.renewals.keep(content(2), PEER)
+    world.advance(101)
+    assert world.discarded == [content(1), content(2)]
 
 
 def test_what_has_no_peer_is_kept_here(world: RenewalsWorld) -> None:
