@@ -38,13 +38,11 @@ class UnheldWants:
         return len(self._unheld)
 
     def put(self, content: ContentKey, peer: PeerAddress, want: PendingWant) -> None:
-        """Remember what a peer wants. One that says it again, before or after its restart, waits no
-        longer for that. Beyond MAX_UNHELD_WANTS a want is dropped: it is said again."""
+        """Remember what a peer wants, until the deadline of the last time that it said so: it may
+        ask for another request by then. Beyond MAX_UNHELD_WANTS a want is dropped: it comes
+        again."""
         name = (content, peer)
-        known = self._unheld.get(name)
-        if known is not None:
-            want = PendingWant(want.spec, known.deadline, want.refuse)
-        elif len(self._unheld) >= MAX_UNHELD_WANTS:
+        if name not in self._unheld and len(self._unheld) >= MAX_UNHELD_WANTS:
             return
         self._unheld[name] = want
         self._of_key.add(content[0], name)
