@@ -21,7 +21,7 @@ import numpy as np
 from p2p_engine.config import SendMode
 from p2p_engine.connector.layer_group import NULL_BLOCK
 from p2p_engine.connector.orders import EndedSend, Int64s, Party, SendStep
-from p2p_engine.errors import EngineClosed, P2pError, PeerError, TransferRejected
+from p2p_engine.errors import EngineClosed, P2pError, PeerError, TransferError, TransferRejected
 from p2p_engine.memory.paged import PagedSource
 from p2p_engine.peers.link import InstanceAddress
 from p2p_engine.transfer import Transfer
@@ -347,7 +347,8 @@ class Sends:
             transfer = self._engine.hold(key, source, binding=party.binding)
         except P2pError as error:
             self._staging.give_back(item.places)
-            self._fail(item.sending, str(error))
+            # It is held for another request already: no peer must be told that it will not come.
+            self._fail(item.sending, str(error), tells=not isinstance(error, TransferError))
             return None
         end = item.first_block + len(item.block_ids)
         return self._add(item.sending, transfer, item.places, end)
@@ -358,9 +359,9 @@ class Sends:
             self._fail(sending, str(sending.error))
         return not sending.failed
 
-    def _fail(self, sending: _SendInProgress, reason: str) -> None:
+    def _fail(self, sending: _SendInProgress, reason: str, *, tells: bool = True) -> None:
         logger.warning("send failed: request=%s reason=%s", sending.party.request_id, reason)
-        self._give_up(sending, reason)
+        self._give_up(sending, reason, tells=tells)
 
     def _give_up(self, sending: _SendInProgress, reason: str, *, tells: bool = True) -> None:
         """Let nothing more of a request leave, and tell the peer."""

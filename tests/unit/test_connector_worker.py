@@ -345,6 +345,20 @@ def test_a_refused_send_costs_that_request_only(engine: EngineDouble, worker: Wo
         assert run(worker, ended_sends=[ended]).finished_sending == {mode.value}
 
 
+def test_a_prompt_that_is_held_for_another_request_is_not_abandoned(
+    engine: EngineDouble, worker: WorkerHalf
+) -> None:
+    """It was sent twice: decode waits for the first, and must not be told that it will not come."""
+    run(worker, sends=[step(party("first", mode=SendMode.GET), blocks(0, 7), 100)])
+    engine.refusal = TransferError("held already")
+    second = party("second", mode=SendMode.GET)
+    run(worker, sends=[step(second, blocks(10, 7), 100)])
+    ended = EndedSend(second, None, is_held=True)
+    assert run(worker, ended_sends=[ended]).finished_sending == {"second"}
+    assert not engine.abandoned
+    assert not engine.cancelled
+
+
 # Loads
 
 
