@@ -277,7 +277,7 @@ def size(
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     room = find_room(gpu_memory, gpu_memory_utilization, kv_cache_memory_bytes)
-    raise typer.Exit(run_size(sizing, roles, room, _console()))
+    raise typer.Exit(run_size(sizing, roles, room, _console(), kv_transfer_config))
 
 
 @app.command()

@@ -21,7 +21,7 @@ from p2p_engine.memory.arena import MIN_BLOCK_BYTES
 from p2p_engine.receive.credit import RESERVED_PART, SHARE
 from p2p_engine.send.shipment import SHARE_OF_LANDING, WINDOW
 from p2p_engine.sizing import MIB, DeviceMemory, Room, device_memory, has_landing_memory
-from p2p_engine.transfer_config import CONNECTOR, EXTRA
+from p2p_engine.transfer_config import CONNECTOR, EXTRA, TransferConfig, merge_configs
 
 KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 _WAITING = (
@@ -128,9 +128,15 @@ class Sizing:
         return nbytes + math.ceil(nbytes / self.chunk_bytes) * MIN_BLOCK_BYTES
 
 
-def run_size(sizing: Sizing, kv_roles: tuple[str, ...], room: Room | None, console: Console) -> int:
+def run_size(
+    sizing: Sizing,
+    kv_roles: tuple[str, ...],
+    room: Room | None,
+    console: Console,
+    given: TransferConfig | None = None,
+) -> int:
     """Print the figures of the model and of each role; return the exit code, 1 if something cannot
-    fit. `room`: that on each GPU; None: its size is not known."""
+    fit. `room`: that on each GPU; None: its size is not known. `given`: what there is so far."""
     model, demand = sizing.model, sizing.demand
     ranks = f"{demand.tp_size} ranks" if demand.tp_size > 1 else "1 rank"
     console.print(f"{model.name}: {_layers(model)}; KV cache in {model.dtype}; {ranks}")
@@ -142,7 +148,7 @@ def run_size(sizing: Sizing, kv_roles: tuple[str, ...], room: Room | None, conso
         figures, fits = of_role(sizing, kv_role, size, room)
         _show(figures, console)
         can_fit = can_fit and fits
-        text = f"  --kv-transfer-config '{_config(kv_role, size.settings)}'"
+        text = f"  --kv-transfer-config '{_config(given or {}, kv_role, size.settings)}'"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     return int(not can_fit)
 
@@ -226,12 +232,14 @@ def _of_room(room: Room, needed: DeviceMemory) -> Iterator[Figure]:
         yield Figure("--gpu-memory-utilization", "none", room.advice(needed))
 
 
-def _config(kv_role: str, settings: EngineConfig) -> str:
+def _config(given: TransferConfig, kv_role: str, settings: EngineConfig) -> str:
+    """The given value, or a new one, with these sizes."""
     extra: dict[str, object] = {"send_type": settings.send_type.value}
     if has_landing_memory(kv_role, settings.send_type):
         extra["kv_buffer_size"] = settings.kv_buffer_size
         extra["mem_pool_size_gb"] = settings.mem_pool_size_gb
-    return json.dumps({"kv_connector": CONNECTOR, "kv_role": kv_role, EXTRA: extra})
+    ours = {"kv_connector": CONNECTOR, "kv_role": kv_role, EXTRA: extra}
+    return json.dumps(merge_configs(given, ours))
 
 
 def _layers(model: ModelShape) -> str:

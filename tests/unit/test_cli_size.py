@@ -157,6 +157,30 @@ def denied(config: EngineConfig, rng: SeededRandom, count: int, nbytes: int) -> 
         return int(sender.stats()["denied_offers"])
 
 
+def test_other_settings_of_a_given_configuration_stay() -> None:
+    """Also those of a MultiConnector, in which the entry of ours is changed."""
+    extra = {"chunk_bytes": 1 << 20, "proxy_ip": "10.0.0.1", "proxy_port": 30001, "http_port": 8100}
+    ours = {**CONFIG, "kv_port": 21001, "kv_connector_extra_config": extra}
+    other = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [other, ours]},
+    }
+    for given in (ours, both):
+        config = json.dumps(given)
+        result = run(*NUMBERS, "--kv-cache-dtype", "float16", "--kv-transfer-config", config)
+        assert value(result.output, "chunk") == "2.0 MiB"  # one block
+        found = re.search(r"--kv-transfer-config '(.+)'", result.output)
+        assert found is not None, result.output
+        printed = json.loads(found[1])
+        entries = printed["kv_connector_extra_config"].get("connectors", [other, printed])
+        assert entries[0] == other
+        assert entries[1]["kv_port"] == 21001
+        assert extra.items() <= entries[1]["kv_connector_extra_config"].items()
+        assert entries[1]["kv_connector_extra_config"]["mem_pool_size_gb"] > 0
+
+
 @pytest.mark.parametrize("mode", ["PUT_ASYNC", "GET"])
 @pytest.mark.parametrize("kv_role", KV_ROLES)
 def test_the_doctor_agrees(kv_role: str, mode: str) -> None:
@@ -270,7 +294,7 @@ def test_it_needs_no_vllm(tmp_path: Path) -> None:
 
 def test_the_families_are_those_of_the_page() -> None:
     text = (ROOT / "docs" / "sizing.md").read_text()
-    (line,) = re.findall(r"^Families: (.+)\.$", text, re.M)
+    (line,) = re.findall(r"^Families: (.+?)\.$", text, re.M | re.S)
     assert set(re.findall(r"`(\w+)`", line)) == FAMILIES
 
 
