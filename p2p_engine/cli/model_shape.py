@@ -10,10 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-from p2p_engine.connector.layer_group import LayerGroup
 from p2p_engine.errors import ConfigError
 from p2p_engine.memory.plan import heads_per_rank
 from p2p_engine.wire.messages import CacheSpec
@@ -68,9 +66,8 @@ class LayerKind:
 
     def num_blocks(self, num_tokens: int, block_size: int) -> int:
         """How many blocks of a prompt are transferred: behind a window, none."""
-        spec = cast("Any", SimpleNamespace(block_size=block_size))
-        group = LayerGroup(0, (), spec, window=self.window)
-        return group.num_blocks(num_tokens) - group.first_block(num_tokens)
+        first = max(0, num_tokens - self.window) // block_size if self.window else 0
+        return -(-num_tokens // block_size) - first
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,13 @@ from rich.text import Text
 
 from p2p_engine.cli.model_shape import ModelShape
 from p2p_engine.config import GIB, EngineConfig, SendMode
-from p2p_engine.memory.arena import MIN_BLOCK_BYTES
-from p2p_engine.receive.credit import RESERVED_PART, SHARE
-from p2p_engine.send.shipment import SHARE_OF_LANDING, WINDOW
+from p2p_engine.memory.arena import (
+    MIN_BLOCK_BYTES,
+    RESERVED_PART,
+    SHARE,
+    SHARE_OF_LANDING,
+    WINDOW,
+)
 from p2p_engine.sizing import MIB, DeviceMemory, Room, device_memory, has_landing_memory
 from p2p_engine.transfer_config import CONNECTOR, EXTRA, TransferConfig, merge_configs
 

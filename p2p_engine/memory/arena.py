@@ -23,6 +23,10 @@ HEADER_BYTES = MIN_BLOCK_BYTES  # at offset 0: the nonce; no landing is ever gra
 MAX_WORDS = 1 << 16  # landings at a time that senders write by themselves
 PREFAULT_BYTES = 256 << 20  # touched ahead of what was ever used
 BUFFER, POOL = "buffer", "pool"
+SHARE = 8  # a sender may have so many times what it leaves free
+RESERVED_PART = 8  # one of so many is kept for what somebody waits for
+WINDOW = 4  # chunks of one shipment that are open at a time
+SHARE_OF_LANDING = 2 * WINDOW  # a chunk is at most this part of what its receiver can ever take
 WORD_BYTES = 8
 _NEVER = -1  # no completion word is negative
 

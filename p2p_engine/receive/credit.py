@@ -20,13 +20,18 @@ import numpy as np
 
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.timers import Timers
-from p2p_engine.memory.arena import MIN_BLOCK_BYTES, LandingArena, Space, round_up
+from p2p_engine.memory.arena import (
+    MIN_BLOCK_BYTES,
+    RESERVED_PART,
+    SHARE,
+    LandingArena,
+    Space,
+    round_up,
+)
 from p2p_engine.receive.ledger import LandingId
 
-SHARE = 8
 RETRY_AFTER_SECONDS = 0.02  # for each chunk of the same sender that waits: it asks at one pace
 MAX_WAITING = 4096  # chunks of one sender that are remembered
-RESERVED_PART = 8  # one of so many
 SCARCE_PART = 2  # one of so many must be free, else the reserve is taken
 _FIRST_ROWS = 16
 

@@ -13,15 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from p2p_engine.errors import P2pError
+from p2p_engine.memory.arena import SHARE_OF_LANDING, WINDOW
 from p2p_engine.memory.jobs import Job, Moment
 from p2p_engine.memory.layout import Source, ask
 from p2p_engine.peers.link import Link
 from p2p_engine.transfer import Transfer
 from p2p_engine.transports.base import Channel
 from p2p_engine.wire.messages import ContentKey, Grant, Manifest, TransferKey
-
-WINDOW = 4  # chunks of one shipment that are open at a time
-SHARE_OF_LANDING = 2 * WINDOW  # a chunk is at most this part of what its receiver can ever take
 
 
 class ChunkState(enum.Enum):

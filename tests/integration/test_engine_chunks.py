@@ -8,8 +8,8 @@ import pytest
 
 from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.errors import PeerError, TransferTimeout, TransferTooLarge, TransportError
+from p2p_engine.memory.arena import WINDOW
 from p2p_engine.peers.link import PeerAddress
-from p2p_engine.send.shipment import WINDOW
 from tests import marks
 from tests.rigs.engines import MIB, PagedMemory, assert_idle, engines, settings, start
 from tests.support import SeededRandom, eventually

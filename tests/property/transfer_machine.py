@@ -12,8 +12,9 @@ import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from p2p_engine.errors import TransferError, TransportError
+from p2p_engine.memory.arena import WINDOW
 from p2p_engine.receive.ledger import LandingState
-from p2p_engine.send.shipment import WINDOW, ChunkState
+from p2p_engine.send.shipment import ChunkState
 from p2p_engine.wire.messages import Grant, TransferKey, decode
 from tests.doubles.world import MAX_BLOCKS, PAGES, PEER, SETTINGS, Receiving, World, WorldJob
 

@@ -124,7 +124,8 @@ def test_a_proxy_that_is_not_there_yet(free_port: int) -> None:
         (2, "kv_consumer", 1, "PUT_ASYNC", Level.OK),
         (5, "kv_consumer", 1, "PUT_ASYNC", Level.CHANGE),
         (2, "kv_consumer", 2, "PUT_ASYNC", Level.CHANGE),  # each rank has its own
-        (5, "kv_producer", 1, "GET", Level.OK),  # one that receives nothing has none
+        (5, "kv_producer", 1, "PUT_ASYNC", Level.OK),  # it neither receives nor holds
+        (5, "kv_producer", 1, "GET", Level.CHANGE),  # it spills what it holds
         (5, "kv_both", 1, "PUT_ASYNC", Level.CHANGE),
     ],
 )

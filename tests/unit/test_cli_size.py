@@ -10,7 +10,8 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from typer.main import get_command
@@ -22,6 +23,7 @@ from p2p_engine.cli.app import app
 from p2p_engine.cli.model_shape import FAMILIES, LayerKind, ModelShape, plain_model
 from p2p_engine.cli.size import KV_ROLES, Demand, Sizing
 from p2p_engine.config import EngineConfig, SendMode
+from p2p_engine.connector.layer_group import LayerGroup
 from p2p_engine.memory.arena import MIN_BLOCK_BYTES
 from p2p_engine.sizing import Room, has_landing_memory
 from tests.rigs.engines import settings, start
@@ -88,6 +90,9 @@ def test_behind_a_window_no_block_is_counted() -> None:
     for num_tokens in (1, 90, 100, 101, 1000):
         expected = {position // 16 for position in range(max(0, num_tokens - 100), num_tokens)}
         assert kind.num_blocks(num_tokens, 16) == len(expected)
+        group = LayerGroup(0, (), cast("Any", SimpleNamespace(block_size=16)), window=100)
+        sent = group.num_blocks(num_tokens) - group.first_block(num_tokens)
+        assert kind.num_blocks(num_tokens, 16) == sent
 
 
 def test_a_prompt_is_whole_blocks() -> None:

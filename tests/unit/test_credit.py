@@ -8,7 +8,8 @@ from collections import Counter
 
 import pytest
 
-from p2p_engine.receive.credit import MAX_WAITING, RETRY_AFTER_SECONDS, SHARE, Claims, Credit
+from p2p_engine.memory.arena import SHARE
+from p2p_engine.receive.credit import MAX_WAITING, RETRY_AFTER_SECONDS, Claims, Credit
 from tests.doubles.world import SETTINGS
 from tests.support import SeededRandom
 

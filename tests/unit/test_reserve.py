@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from p2p_engine.memory.arena import BUFFER, MIN_BLOCK_BYTES, LandingArena, Space
-from p2p_engine.receive.credit import RESERVED_PART, Reserve
+from p2p_engine.memory.arena import BUFFER, MIN_BLOCK_BYTES, RESERVED_PART, LandingArena, Space
+from p2p_engine.receive.credit import Reserve
 from tests.support import SeededRandom
 
 BLOCKS = 64
