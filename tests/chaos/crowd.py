@@ -14,6 +14,7 @@ import resource
 import socket
 import threading
 import zlib
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -42,33 +43,43 @@ PAUSE_SECONDS = 0.5
 
 
 class Crowd:
-    """The process that all of them live in; `polite` and `mute` are addresses to dial."""
+    """Two processes, so that no stranger takes the interpreter from the polite ones; `polite` and
+    `mute` are addresses to dial."""
 
     def __init__(self, num_polite: int, victims: list[str], seed: int) -> None:
         """Start it; strangers go for `victims` as soon as `harm` is called."""
-        context = multiprocessing.get_context("forkserver")
-        self._pipe, theirs = context.Pipe()
-        self._process: Any = context.Process(
-            target=_live, args=(theirs, num_polite, victims, seed), daemon=True
-        )
-        self._process.start()
-        theirs.close()
-        self.polite, self.mute = self._pipe.recv()
+        self._members = [_Member(_be_polite, num_polite), _Member(_be_strange, victims, seed)]
+        self.polite, self.mute = (member.pipe.recv() for member in self._members)
 
     def harm(self) -> None:
         """Let the strangers begin."""
-        self._pipe.send("harm")
+        self._members[1].pipe.send("harm")
 
     def close(self) -> None:
-        """End it."""
-        self._pipe.close()
+        """End both."""
+        for member in self._members:
+            member.close()
+
+
+class _Member:
+    """A process that ends when its pipe does."""
+
+    def __init__(self, main: Callable[..., None], *arguments: object) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.pipe, theirs = context.Pipe()
+        self._process: Any = context.Process(target=main, args=(theirs, *arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def close(self) -> None:
+        self.pipe.close()
         self._process.join(10)
         self._process.kill()
         self._process.join(10)
 
 
-def _live(pipe: Connection, num_polite: int, victims: list[str], seed: int) -> None:
-    """The process's main function."""
+def _be_polite(pipe: Connection, num_polite: int) -> None:
+    """Welcome everybody, on so many ports, until the pipe ends."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     stopping = threading.Event()
@@ -78,11 +89,22 @@ def _live(pipe: Connection, num_polite: int, victims: list[str], seed: int) -> N
     polite = [
         f"127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}" for _ in range(num_polite)
     ]
+    welcoming = threading.Thread(target=_welcome, args=(router, stopping))
+    welcoming.start()
+    pipe.send(polite)
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+    stopping.set()
+    welcoming.join(5)
+    context.destroy(linger=0)
+
+
+def _be_strange(pipe: Connection, victims: list[str], seed: int) -> None:
+    """Take connections and say nothing; when told so, do harm, until the pipe ends."""
+    stopping = threading.Event()
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(NUM_MUTE)]
-    mute = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
-    threads = [threading.Thread(target=_welcome, args=(router, stopping))]
-    threads[0].start()
-    pipe.send((polite, mute))
+    threads: list[threading.Thread] = []
+    pipe.send([f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners])
     with contextlib.suppress(EOFError):
         while pipe.recv() == "harm":
             for number, victim in enumerate(victims):
@@ -93,7 +115,6 @@ def _live(pipe: Connection, num_polite: int, victims: list[str], seed: int) -> N
     stopping.set()
     for thread in threads:
         thread.join(5)
-    context.destroy(linger=0)
 
 
 def _welcome(router: zmq.Socket[bytes], stopping: threading.Event) -> None:

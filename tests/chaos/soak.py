@@ -84,9 +84,15 @@ class Soak:
     def gather(self, seed: int) -> None:
         """Let the crowd come, link to all of it, and let the strangers begin."""
         self._crowd = crowd = Crowd(self._num_links, [p.control for p in self._pair], seed)
-        self._meet(crowd.polite, LINK_SECONDS)
-        eventually(lambda: self._pair[0].ask("num_links") >= self._num_links, LINK_SECONDS)
+        for first in range(0, self._num_links, BATCH):  # all at once take longer than they may
+            few = crowd.polite[first : first + BATCH]
+            num_links = self._links() + len(few)
+            self._meet(few, LINK_SECONDS)
+            eventually(lambda n=num_links: self._links() >= n, LINK_SECONDS)  # type: ignore[misc]
         crowd.harm()
+
+    def _links(self) -> int:
+        return int(self._pair[0].ask("num_links"))
 
     def _meet(self, addresses: list[str], seconds: float) -> None:
         names = [f"meeting {next(self._meetings)}" for _ in addresses]
@@ -97,7 +103,7 @@ class Soak:
         if self._crowd is not None and time.monotonic() - self._met_at > MEET_SECONDS:
             self._met_at = time.monotonic()
             self._meet([*self._crowd.mute, *UNRESOLVABLE], MEET_SECONDS)
-            self.fewest_links = min(self.fewest_links, self._pair[0].ask("num_links"))
+            self.fewest_links = min(self.fewest_links, self._links())
         sender, receiver = self._random.sample(self._pair, 2)
         nbytes, mode = self._random.choice(SIZES), self._random.choice(list(SendMode))
         began_at = time.monotonic()
