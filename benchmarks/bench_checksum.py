@@ -86,14 +86,14 @@ class ChecksumBench:
         """One round; returns the seconds."""
         number, cache = next(self._numbers), HostCache(self._memory, 1, block_bytes).paged
         block_ids = scattered(cache.num_blocks // 2, cache.num_blocks, self._seed)
-        peer = PeerAddress(self._receiver.call("address", contender))
-        self._receiver.call("begin", contender, number, block_bytes)
-        self._receiver.begin("finish")
+        peer = PeerAddress(self._receiver.ask("address", contender))
+        self._receiver.ask("begin", contender, number, block_bytes)
+        self._receiver.tell("finish")
         start = time.monotonic()
         self._engines[contender].send(
             round_key(number), peer, PagedSource(cache, block_ids, 0, 0)
         ).wait(SECONDS)
-        ended: float = self._receiver.result()
+        ended: float = self._receiver.answer()
         return ended - start
 
     def close(self) -> None:

@@ -120,7 +120,7 @@ class ChunksBench:
 
     def contenders(self, transport: str) -> dict[str, Callable[[], float]]:
         """Each cut with an engine of its own."""
-        peer = PeerAddress(self._receiver.call("address", transport))
+        peer = PeerAddress(self._receiver.ask("address", transport))
         self._engines = {name: make_engine(transport, size) for name, size in SIZES.items()}
         self._engines[BY_LAYERS] = make_engine(transport)
         self.cpu.clear()
@@ -130,17 +130,17 @@ class ChunksBench:
         """One round; returns its seconds."""
         engine, number, by_layers = self._engines[name], next(self._numbers), name == BY_LAYERS
         self._cache.stamp(self._ids, number)
-        self._receiver.call("start", transport, number, by_layers)
+        self._receiver.ask("start", transport, number, by_layers)
         caches = caches_of(self._cache.paged, by_layers=by_layers)
         before = engine.stats()["messages_sent"]
         start, cpu = time.monotonic(), time.process_time()
         for key, cache in zip(keys_of(number, by_layers=by_layers), caches, strict=True):
             engine.send(key, peer, PagedSource(cache, self._ids, 0, 0))
-        end, its_cpu = self._receiver.call("finish")
+        end, its_cpu = self._receiver.ask("finish")
         seconds: float = end - start
         self.cpu.setdefault(name, []).append(its_cpu + time.process_time() - cpu)
         self.messages[name] = engine.stats()["messages_sent"] - before
-        if not self._receiver.call("verify", number):
+        if not self._receiver.ask("verify", number):
             raise RuntimeError(f"{name}: the bytes that arrived are not those that were sent")
         return seconds
 

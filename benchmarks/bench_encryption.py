@@ -107,7 +107,7 @@ class TensorSender:
 
     def __init__(self, far: Remote, variant: str, transport: str, key_file: str) -> None:
         self._far, self._place = far, (variant, transport)
-        self._address = far.call("address", variant, transport)
+        self._address = far.ask("address", variant, transport)
         self._engine = P2pNcclEngine(config(transport, key_file))
         self._number = 0
 
@@ -117,11 +117,11 @@ class TensorSender:
         name = f"{nbytes}-{self._number}"
         words = np.random.default_rng([seed, self._number]).integers(0, 1 << 60, nbytes // 8)
         tensor = torch.from_numpy(words)
-        self._far.begin("receive", *self._place, name, int(tensor.sum()))
+        self._far.tell("receive", *self._place, name, int(tensor.sum()))
         start = time.perf_counter()
         self._engine.send_tensor(TransferKey(name), tensor, self._address).wait(SECONDS)
         seconds = time.perf_counter() - start
-        if not self._far.result():
+        if not self._far.answer():
             raise RuntimeError("the bytes that arrived are not those that were sent")
         return seconds
 
@@ -147,7 +147,7 @@ def measure(far: Remote, key_file: str, repetitions: int, seed: int) -> list[Row
     """Round trips, then transfers of each size by each transport."""
     files = dict(zip(VARIANTS, ("", key_file), strict=True))
     progress("round trips")
-    askers = {v: DirectoryAsker(far.call("address", v), files[v]) for v in VARIANTS}
+    askers = {v: DirectoryAsker(far.ask("address", v), files[v]) for v in VARIANTS}
     rows = rows_of("round trip", alternate({v: askers[v].ask for v in VARIANTS}, repetitions))
     closing: list[Any] = list(askers.values())
     for transport in TRANSPORTS:

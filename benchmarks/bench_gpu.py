@@ -29,7 +29,8 @@ from p2p_engine.gpu.pack_kernel import compile_kernel
 from p2p_engine.memory.layout import Int64s
 from tests.gpu import checks
 from tests.gpu.machine import Machine
-from tests.gpu.peer import Processes, together
+from tests.gpu.peer import Processes
+from tests.processes import together
 
 MIB = 1 << 20
 Contenders = Mapping[str, Callable[[], float]]

@@ -156,13 +156,13 @@ def idle_share() -> float:
 def transfers(engine: P2pNcclEngine, peer: Remote, address: str, prefix: str) -> list[float]:
     """Return how long small tensors take from the order to COMMIT, in milliseconds."""
     names = [f"{prefix}-{number}" for number in range(ROUND_TRIPS)]
-    peer.begin("receive", names)
+    peer.tell("receive", names)
     took = []
     for name in names:
         start = time.perf_counter()
         engine.send_tensor(TransferKey(name), torch.ones(16), address).wait(SECONDS)
         took.append((time.perf_counter() - start) * 1e3)
-    peer.result(SECONDS)
+    peer.answer(SECONDS)
     return took
 
 
@@ -189,7 +189,7 @@ def measure(num: int) -> list[Row]:
         Remote(FarEngine) as peer,
         P2pNcclEngine(config()) as engine,
     ):
-        address = peer.call("address")
+        address = peer.ask("address")
 
         def look(case: str) -> None:
             stats = engine.stats()
@@ -206,7 +206,7 @@ def measure(num: int) -> list[Row]:
 
         look("alone")
         progress("links")
-        ports = crowd.call("ports")
+        ports = crowd.ask("ports")
         for start in range(0, num, AT_ONCE):
             asked = [ask(engine, port) for port in ports[start : start + AT_ONCE]]
             linked = start + len(asked)
@@ -215,7 +215,7 @@ def measure(num: int) -> list[Row]:
                 transfer.cancel()
         look("links")
         progress("sessions")
-        crowd.call("come", engine.zmq_address, num)
+        crowd.ask("come", engine.zmq_address, num)
         until(lambda: engine.stats()["sessions"] >= num, "all are sessions")
         look("links and sessions")
     alone = rows[0]

@@ -129,7 +129,7 @@ class RequestBench:
         self.other = HostCache(ordinary_memory(nbytes), NUM_LAYERS, PAGE_BYTES)
         self.shared = Arena(nbytes)
         self.decode = Remote(Decode, transport, self.num_blocks, seed)
-        self.peer = PeerAddress(self.decode.call("address"))
+        self.peer = PeerAddress(self.decode.ask("address"))
         self.engine = make_engine(transport, nbytes)
         self.numbers = itertools.count(1)
         self.messages: list[int] = []
@@ -149,12 +149,12 @@ class RequestBench:
         block_ids, its_ids = self.blocks(num_tokens, number)
         self.cache.stamp(block_ids, number)
         before = self.num_messages()
-        self.decode.call("expect", number, num_tokens, its_ids)
-        self.decode.begin("finished", held)
+        self.decode.ask("expect", number, num_tokens, its_ids)
+        self.decode.tell("finished", held)
         started_at = self.send(number, num_tokens, block_ids, held=held, ahead=ahead)
-        seconds: float = self.decode.result() - started_at
+        seconds: float = self.decode.answer() - started_at
         self.messages.append(self.num_messages() - before)
-        if not self.decode.call("verify", number, its_ids, block_ids):
+        if not self.decode.ask("verify", number, its_ids, block_ids):
             raise RuntimeError("the bytes that arrived are not those that were sent")
         return seconds
 
@@ -199,7 +199,7 @@ class RequestBench:
 
     def num_messages(self) -> int:
         """How many messages both sides have sent."""
-        sent: int = self.engine.stats()["messages_sent"] + self.decode.call("messages")
+        sent: int = self.engine.stats()["messages_sent"] + self.decode.ask("messages")
         return sent
 
     def close(self) -> None:

@@ -22,11 +22,12 @@ import torch
 from benchmarks.harness import Row, alternate, arguments, progress, ratio, record, spread
 from benchmarks.memory import HostCache, address_of, ordinary_memory, random_memory, scattered
 from benchmarks.nixl_peer import NixlInitiator, NixlTarget, installed
-from benchmarks.processes import Remote, RemoteError
+from benchmarks.processes import Remote
 from mempool import Arena, copy_now
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.memory.paged import PagedSink, PagedSource
 from p2p_engine.peers.link import PeerAddress
+from tests.processes import ChildError
 
 TRANSPORTS = ("shm", "tcp")
 SECONDS = 60.0
@@ -99,9 +100,9 @@ class TransferBench:
         started = []
         try:
             started.append(Remote(NixlTarget, self.total_bytes, self.seed))
-            endpoint = started[0].call("endpoint")
+            endpoint = started[0].ask("endpoint")
             started.append(Remote(NixlInitiator, self.total_bytes, self.seed, *endpoint))
-        except RemoteError as error:
+        except ChildError as error:
             progress(f"without NIXL: {error}")
             for remote in started:
                 remote.close()
@@ -114,7 +115,7 @@ class TransferBench:
         out_of = self.cache.paged.num_blocks
         self.block_bytes, self.block_ids = block_bytes, scattered(out_of // 2, out_of, self.seed)
         if self.nixl_pair:
-            self.nixl_pair[1].call("prepare", block_bytes, self.seed)
+            self.nixl_pair[1].ask("prepare", block_bytes, self.seed)
 
     def send(self, transport: str, address: str) -> float:
         """One round of ours; returns the seconds from send to COMMIT."""
@@ -126,15 +127,15 @@ class TransferBench:
         engine.send(round_key(number), peer, source).wait(SECONDS)
         seconds = time.perf_counter() - start
         place = (transport, number, self.block_bytes, self.seed)
-        self._check(transport, self.receiver.call("verify", *place))
+        self._check(transport, self.receiver.ask("verify", *place))
         return seconds
 
     def nixl(self) -> float:
         """One round of NIXL's; returns the seconds of one WRITE."""
         number = next(self.numbers)
         target, initiator = self.nixl_pair
-        seconds: float = initiator.call("write", number)
-        self._check("nixl", target.call("verify", self.block_bytes, self.seed, number))
+        seconds: float = initiator.ask("write", number)
+        self._check("nixl", target.ask("verify", self.block_bytes, self.seed, number))
         return seconds
 
     def limit(self) -> float:
@@ -160,7 +161,7 @@ class TransferBench:
 
     def cold(self, transport: str, settle: float) -> float:
         """The first transfer of two new engines, `settle` seconds after their start."""
-        address = self.receiver.call("restart", transport)
+        address = self.receiver.ask("restart", transport)
         self.engines[transport].close()
         self.engines[transport] = make_engine(transport)
         time.sleep(settle)
@@ -182,7 +183,7 @@ def contenders(bench: TransferBench) -> dict[str, Callable[[], float]]:
     """Who takes part, in the order of a round."""
     runs: dict[str, Callable[[], float]] = {"limit": bench.limit, "copy_now": bench.native_limit}
     for name in TRANSPORTS:
-        address = bench.receiver.call("address", name)
+        address = bench.receiver.ask("address", name)
         runs[name] = lambda n=name, a=address: bench.send(n, a)  # type: ignore[misc]
     if bench.nixl_pair:
         runs["nixl"] = bench.nixl

@@ -18,9 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.chaos.faults import FAULTS, Fault
-from tests.chaos.parent import ChaosChild, start_fork_server
+from tests.chaos.parent import ChaosChild
 from tests.chaos.round import Round, RoundResult
 from tests.chaos.steps import STEPS, Step
+from tests.processes import start_fork_server
 
 TRANSPORTS = ("shm", "tcp")
 
@@ -104,7 +105,7 @@ def run(
     at_least: int = 0,
 ) -> list[RoundResult]:
     """Play rounds for so many seconds, and at least so many; at most one round more."""
-    start_fork_server()
+    start_fork_server("tests.chaos.child")
     first = last_number(record, seed) if record is not None else 0
     campaign = Campaign(seed, first, time.monotonic() + seconds, at_least, record, only)
     try:

@@ -100,12 +100,18 @@ class Open:
         return self.name, word, right, self.ended_at
 
 
-class Child:
-    """The commands."""
+class ChaosEngine:
+    """The commands of a ChaosChild."""
 
-    def __init__(self, config: EngineConfig, trap: Trap) -> None:
+    def __init__(self, config: EngineConfig, trap: Connection) -> None:
+        os.setpgid(0, 0)  # the terminal's Ctrl-C is for the campaign
+        torch.set_num_threads(1)
+        logging.disable(logging.ERROR)  # what is to be seen is in the record
+        auth.SILENCE_SECONDS = 2
+        dialler.IDLE_SECONDS = max(2.0, config.peer_timeout_seconds)  # none is closed between pings
+        gc.freeze()  # what was imported before is nobody's leak, and a look for leaks is quick
         self.clock = JumpingClock()
-        self.trap = trap
+        self._trap = Trap(trap)
         self.engine = self.acting = P2pNcclEngine(config)
         ranks = [RankAddress(0, self.engine.zmq_address, self.engine.epoch)]
         self.directory = Directory(config, ranks, kv_port=0, role="D")
@@ -120,13 +126,13 @@ class Child:
         self._before = held_resources()
 
     def _lay_out_control(self, control: ControlPlane) -> None:
-        reach = self.trap.reach
+        reach = self._trap.reach
         control.send = _after(control.send, lambda _, frame, *__: reach(f"say {_kind(frame)}"))  # type: ignore[method-assign]
         listener = control.listener
         listener.on_frame = _before(listener.on_frame, lambda _, f: reach(f"hear {_kind(f)}"))  # type: ignore[method-assign]
 
     def _lay_out(self, engine: P2pNcclEngine) -> None:
-        reach = self.trap.reach
+        reach = self._trap.reach
         self._lay_out_control(engine._parts.control)
         sender = engine._parts.sender
         sender.channel_ready = _before(sender.channel_ready, lambda _: reach("connect"))  # type: ignore[method-assign]
@@ -136,7 +142,7 @@ class Child:
 
     def _lay_out_transports(self) -> None:
         for kind in (ArenaChannel, TcpChannel):
-            kind.write = _after(kind.write, lambda *_, **__: self.trap.reach("write"))  # type: ignore[method-assign]
+            kind.write = _after(kind.write, lambda *_, **__: self._trap.reach("write"))  # type: ignore[method-assign]
         tcp = self.engine._parts.transports.get("tcp")
         if isinstance(tcp, TcpTransport):
             honest = tcp.invite
@@ -156,6 +162,10 @@ class Child:
         """Be known by other addresses: those of relays."""
         self.engine._parts.control.sockets.address, self._data_address = control, data
         self.directory._addresses[0] = control
+
+    def trap(self, event: str) -> None:
+        """Stand still at this event, once."""
+        self._trap.set(event)
 
     def directory_address(self) -> str:
         """Where this engine can be looked up."""
@@ -318,6 +328,11 @@ class Child:
             time.sleep(0.01)
         return left
 
+    def close(self) -> None:
+        """End the directory and the engine; idempotent."""
+        self.directory.close()
+        self.engine.close()
+
     def _left(self) -> list[str]:
         stats = self.engine.stats()
         wanted = {
@@ -369,30 +384,3 @@ def _before(call: Callable[..., Any], first: Callable[..., Any]) -> Callable[...
         return call(*arguments, **named)
 
     return both
-
-
-def serve(pipe: Connection, trap_pipe: Connection, config: EngineConfig) -> None:
-    """The process's main function."""
-    os.setpgid(0, 0)  # the terminal's Ctrl-C is for the campaign
-    torch.set_num_threads(1)
-    logging.disable(logging.ERROR)  # what is to be seen is in the record
-    auth.SILENCE_SECONDS = 2
-    dialler.IDLE_SECONDS = max(2.0, config.peer_timeout_seconds)  # no link is closed between pings
-    gc.freeze()  # what was imported before is nobody's leak, and every look for leaks is quick
-    trap = Trap(trap_pipe)
-    child = Child(config, trap)
-    with child.engine, child.directory:
-        while True:
-            try:
-                command, arguments = pipe.recv()
-            except (EOFError, OSError):
-                return  # the campaign is over
-            if command == "trap":
-                trap.set(*arguments)
-                pipe.send(None)
-            elif command == "close":
-                child.directory.close()
-                child.engine.close()
-                pipe.send(None)
-            else:
-                pipe.send(getattr(child, command)(*arguments))

@@ -8,14 +8,11 @@ garbage, messages that never end, and questions whose answers they do not read.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import random
 import resource
 import socket
 import threading
 import zlib
-from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 import zmq
@@ -32,6 +29,7 @@ from p2p_engine.wire.messages import (
     decode,
     encode,
 )
+from tests.processes import Child
 
 NUM_MUTE = 20
 UNRESOLVABLE = [f"prefill-{number}.invalid:4567" for number in range(20)]
@@ -42,79 +40,79 @@ POLL_MILLISECONDS = 200
 PAUSE_SECONDS = 0.5
 
 
+class PoliteProcess:
+    """The commands of those who welcome everybody, on so many ports."""
+
+    def __init__(self, num_polite: int) -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        self._stopping = threading.Event()
+        self._context = zmq.Context()
+        router = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.LINGER, 0)
+        ports = [router.bind_to_random_port("tcp://127.0.0.1") for _ in range(num_polite)]
+        self._addresses = [f"127.0.0.1:{port}" for port in ports]
+        self._welcoming = threading.Thread(target=_welcome, args=(router, self._stopping))
+        self._welcoming.start()
+
+    def addresses(self) -> list[str]:
+        """Where to dial."""
+        return self._addresses
+
+    def close(self) -> None:
+        """End them."""
+        self._stopping.set()
+        self._welcoming.join(5)
+        self._context.destroy(linger=0)
+
+
+class StrangeProcess:
+    """The commands of those who take connections and say nothing and, when told so, do harm."""
+
+    def __init__(self, victims: list[str], seed: int) -> None:
+        self._victims, self._seed = victims, seed
+        self._stopping = threading.Event()
+        self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(NUM_MUTE)]
+        self._threads: list[threading.Thread] = []
+
+    def addresses(self) -> list[str]:
+        """Of the mute ones."""
+        return [f"127.0.0.1:{listener.getsockname()[1]}" for listener in self._listeners]
+
+    def harm(self) -> None:
+        """Let the strangers begin."""
+        for number, victim in enumerate(self._victims):
+            for harm in (_noise, _unfinished, _unread):
+                source = random.Random(f"{self._seed} {number} {harm.__name__}")
+                arguments = (victim, source, self._stopping)
+                self._threads.append(threading.Thread(target=harm, args=arguments))
+                self._threads[-1].start()
+
+    def close(self) -> None:
+        """End them."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(5)
+
+
 class Crowd:
     """Two processes, so that no stranger takes the interpreter from the polite ones; `polite` and
     `mute` are addresses to dial."""
 
     def __init__(self, num_polite: int, victims: list[str], seed: int) -> None:
         """Start it; strangers go for `victims` as soon as `harm` is called."""
-        self._members = [_Member(_be_polite, num_polite), _Member(_be_strange, victims, seed)]
-        self.polite, self.mute = (member.pipe.recv() for member in self._members)
+        self._strange = Child(StrangeProcess, victims, seed)
+        self._members = (Child(PoliteProcess, num_polite), self._strange)
+        self.polite, self.mute = (member.ask("addresses") for member in self._members)
 
     def harm(self) -> None:
         """Let the strangers begin."""
-        self._members[1].pipe.send("harm")
+        self._strange.ask("harm")
 
     def close(self) -> None:
         """End both."""
         for member in self._members:
             member.close()
-
-
-class _Member:
-    """A process that ends when its pipe does."""
-
-    def __init__(self, main: Callable[..., None], *arguments: object) -> None:
-        context = multiprocessing.get_context("forkserver")
-        self.pipe, theirs = context.Pipe()
-        self._process: Any = context.Process(target=main, args=(theirs, *arguments), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def close(self) -> None:
-        self.pipe.close()
-        self._process.join(10)
-        self._process.kill()
-        self._process.join(10)
-
-
-def _be_polite(pipe: Connection, num_polite: int) -> None:
-    """Welcome everybody, on so many ports, until the pipe ends."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    stopping = threading.Event()
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.setsockopt(zmq.LINGER, 0)
-    polite = [
-        f"127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}" for _ in range(num_polite)
-    ]
-    welcoming = threading.Thread(target=_welcome, args=(router, stopping))
-    welcoming.start()
-    pipe.send(polite)
-    with contextlib.suppress(EOFError):
-        pipe.recv()
-    stopping.set()
-    welcoming.join(5)
-    context.destroy(linger=0)
-
-
-def _be_strange(pipe: Connection, victims: list[str], seed: int) -> None:
-    """Take connections and say nothing; when told so, do harm, until the pipe ends."""
-    stopping = threading.Event()
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(NUM_MUTE)]
-    threads: list[threading.Thread] = []
-    pipe.send([f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners])
-    with contextlib.suppress(EOFError):
-        while pipe.recv() == "harm":
-            for number, victim in enumerate(victims):
-                for harm in (_noise, _unfinished, _unread):
-                    source = random.Random(f"{seed} {number} {harm.__name__}")
-                    threads.append(threading.Thread(target=harm, args=(victim, source, stopping)))
-                    threads[-1].start()
-    stopping.set()
-    for thread in threads:
-        thread.join(5)
 
 
 def _welcome(router: zmq.Socket[bytes], stopping: threading.Event) -> None:

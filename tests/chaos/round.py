@@ -10,7 +10,7 @@ from typing import Any
 
 from p2p_engine import SendMode
 from tests.chaos.faults import Fault, FaultScene
-from tests.chaos.parent import ChaosChild, ChildGone
+from tests.chaos.parent import ChaosChild
 from tests.chaos.steps import (
     ABANDON,
     ABORT,
@@ -26,6 +26,7 @@ from tests.chaos.steps import (
     SHORT,
     Step,
 )
+from tests.processes import ChildError
 from tests.rigs.relay import FaultyRelay
 
 SIZES = [100, 200_000, 2_000_000]
@@ -86,7 +87,7 @@ class Round:
         scene = FaultScene(victim, self._survivor, self._random)
         try:
             self._play(scene)
-        except ChildGone as error:
+        except ChildError as error:
             self.result.violations.append(str(error))
         finally:
             scene.victim.close()
@@ -203,7 +204,7 @@ class Round:
             self._fault.lift(scene)
         sender, receiver = self._roles(scene)
         for process in (scene.survivor, scene.victim):
-            if not process.is_alive:
+            if process.is_killed:
                 continue
             for _ in range(self._owed[id(process)]):
                 process.answer()
@@ -212,10 +213,10 @@ class Round:
             if process is sender and self._step.work in (ABORT, FORGET):
                 process.ask("mark_ready")
         for process in (scene.survivor, scene.victim):
-            if process.is_alive:
+            if not process.is_killed:
                 process.tell("finish", END_SECONDS)
         for process in (scene.survivor, scene.victim):
-            if process.is_alive:
+            if not process.is_killed:
                 self._judge(process, process is receiver, process.answer(), laid_at)
         if not self._fault.lasts:
             self._fault.lift(scene)
@@ -266,5 +267,5 @@ class Round:
         left = scene.survivor.ask("leftovers", REST_SECONDS)
         self.result.violations += [f"left on the survivor: {item}" for item in left]
         scene.victim.kill()
-        with contextlib.suppress(ChildGone):
+        with contextlib.suppress(ChildError):
             scene.victim.answer(0)

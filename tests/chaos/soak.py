@@ -30,7 +30,8 @@ from benchmarks.harness import machine
 from p2p_engine import SendMode
 from p2p_engine.bounded import MAX_ENTRIES
 from tests.chaos.crowd import UNRESOLVABLE, Crowd
-from tests.chaos.parent import ChaosChild, settings, start_fork_server
+from tests.chaos.parent import ChaosChild, settings
+from tests.processes import start_fork_server
 from tests.support import eventually
 
 SAMPLE_SECONDS = 5.0
@@ -193,7 +194,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--unfilled", action="store_true", help="for a quick try")
     options = parser.parse_args()
-    start_fork_server()
+    start_fork_server("tests.chaos.child")
     soaks = [Soak(transport, options.seed, options.links) for transport in ("shm", "tcp")]
     try:
         for soak in soaks if not options.unfilled else ():

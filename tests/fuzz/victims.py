@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import multiprocessing
 import secrets
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import urllib.error
 import urllib.request
-from collections.abc import Coroutine
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -25,12 +20,12 @@ from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.transports.shm import ShmTransport
 from p2p_engine.transports.tcp import TcpTransport
 from tests.doubles.server import ServerDouble
-from tests.rigs.engines import settings, start_fork_server
-from tests.rigs.proxies import ASKED
+from tests.processes import Child, start_fork_server
+from tests.rigs.engines import settings
+from tests.rigs.proxies import ASKED, LoopThread
 from tests.rigs.tensors import pattern
 from tests.support import eventually
 
-T = TypeVar("T")
 CHECK_BYTES = 1 << 20
 CHECK_SECONDS = 30.0
 
@@ -51,8 +46,45 @@ class Victim:
         }
 
 
-class EngineVictim(Victim):
+class VictimEngine:
+    """The commands of an EngineVictim."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._engine = P2pNcclEngine(config)
+        ranks = [RankAddress(0, self._engine.zmq_address, self._engine.epoch)]
+        self._directory = Directory(config, ranks, kv_port=0, role="D")
+
+    def addresses(self) -> dict[str, str]:
+        """All that can be dialled."""
+        transports = self._engine._parts.transports
+        shm, tcp = transports["shm"], transports["tcp"]
+        assert isinstance(shm, ShmTransport)
+        assert isinstance(tcp, TcpTransport)
+        return {
+            "control": self._engine.zmq_address,
+            "directory": self._directory.address,
+            "tcp": tcp._address,
+            "shm": f"\0{shm._name}",
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """What the engine counts."""
+        return self._engine.stats()
+
+    def directory(self) -> tuple[bool, int]:
+        """Whether it is healthy, and the bugs that it has met."""
+        return self._directory.healthy, self._directory._control.errors
+
+    def receive(self, name: str) -> bool:
+        """Receive a tensor; whether it is the right one."""
+        tensor = self._engine.recv_tensor(TransferKey(name), timeout=CHECK_SECONDS)
+        return bool(torch.equal(tensor, pattern(name, CHECK_BYTES)))
+
+
+class EngineVictim(Victim, Child):
     """An engine and a directory; honest engines in this process try whether it still works."""
+
+    PATIENCE = 2 * CHECK_SECONDS
 
     def __init__(self, key_file: str) -> None:
         config = settings(
@@ -63,24 +95,12 @@ class EngineVictim(Victim):
             peer_timeout_seconds=2,
         )
         start_fork_server()
-        context = multiprocessing.get_context("forkserver")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, config), daemon=True)
-        self._process.start()
-        theirs.close()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
+        super().__init__(VictimEngine, config)
         self.addresses: dict[str, str] = self.ask("addresses")
         self._honest = [
             P2pNcclEngine(settings(name, key_file=key_file, retry_seconds=0.1))
             for name in ("shm", "tcp")
         ]
-
-    def ask(self, command: str, *arguments: Any) -> Any:
-        """Run a command in the victim."""
-        self._pipe.send((command, arguments))
-        assert self._pipe.poll(2 * CHECK_SECONDS), f"the victim does not answer: {command}"
-        return self._pipe.recv()
 
     def check(self) -> None:
         """Move a tensor by each transport, and look at what the engine says of itself."""
@@ -89,7 +109,7 @@ class EngineVictim(Victim):
             sent = honest.send_tensor(
                 TransferKey(name), pattern(name, CHECK_BYTES), self.addresses["control"]
             )
-            assert self.ask("receive", name) == "equal"
+            assert self.ask("receive", name)
             sent.wait(CHECK_SECONDS)
         stats = self.ask("stats")
         assert stats["healthy"], stats
@@ -100,61 +120,7 @@ class EngineVictim(Victim):
         """End all."""
         for honest in self._honest:
             honest.close()
-        self._process.kill()
-        self._process.join(10)
-        self._process.close()
-        self._pipe.close()
-
-
-def _serve(pipe: Connection, config: EngineConfig) -> None:
-    with P2pNcclEngine(config) as engine:
-        ranks = [RankAddress(0, engine.zmq_address, engine.epoch)]
-        with Directory(config, ranks, kv_port=0, role="D") as directory:
-            while True:
-                try:
-                    command, arguments = pipe.recv()
-                except EOFError:
-                    return
-                pipe.send(_obey(engine, directory, command, *arguments))
-
-
-def _obey(engine: P2pNcclEngine, directory: Directory, command: str, *arguments: Any) -> Any:
-    if command == "addresses":
-        shm, tcp = engine._parts.transports["shm"], engine._parts.transports["tcp"]
-        assert isinstance(shm, ShmTransport)
-        assert isinstance(tcp, TcpTransport)
-        return {
-            "control": engine.zmq_address,
-            "directory": directory.address,
-            "tcp": tcp._address,
-            "shm": f"\0{shm._name}",
-        }
-    if command == "stats":
-        return engine.stats()
-    if command == "directory":
-        return directory.healthy, directory._control.errors
-    key = TransferKey(arguments[0])
-    tensor = engine.recv_tensor(key, timeout=CHECK_SECONDS)
-    return "equal" if torch.equal(tensor, pattern(arguments[0], CHECK_BYTES)) else "WRONG"
-
-
-class LoopThread:
-    """An event loop in a thread, for the doubles of instances behind the proxy."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine to its end."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(CHECK_SECONDS)
-
-    def close(self) -> None:
-        """Stop."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._loop.close()
+        super().close()
 
 
 class ProxyVictim(Victim):

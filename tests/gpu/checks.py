@@ -19,7 +19,8 @@ from p2p_engine.gpu.device import Device
 from p2p_engine.memory.layout import one_region
 from p2p_engine.transports.nccl.memory import Side, estimated_bytes
 from tests.gpu.machine import Machine
-from tests.gpu.peer import GpuPeer, Processes, together
+from tests.gpu.peer import GpuPeer, Processes
+from tests.processes import together
 from tests.support import eventually
 
 MIB = 1 << 20

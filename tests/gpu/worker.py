@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
-import os
-import sys
 import threading
 import time
 from typing import Any
@@ -23,7 +20,7 @@ WINDOW = 8  # transfers that a side has open in each direction
 
 
 class Worker:
-    """One process; every public method is a command, its arguments and results are JSON."""
+    """One process; every public method is a command."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -233,22 +230,3 @@ class Worker:
             "bytes": sum(size for _, size in theirs),
             "seconds": time.monotonic() - start,
         }
-
-
-def main() -> None:
-    """Serve the parent until it closes the pipe; what libraries print is no answer."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    worker = Worker(Machine(**json.loads(sys.argv[1])))
-    for line in sys.stdin:
-        command, *arguments = json.loads(line)
-        try:
-            said = {"answer": getattr(worker, command)(*arguments)}
-        except Exception as error:  # noqa: BLE001  # the parent's to judge
-            said = {"error": repr(error)}
-        answers.write(json.dumps(said) + "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,8 @@
-"""A process without a descriptor left: `python -m tests.hostile.shortage NAME` prints JSON."""
+"""A process without a descriptor left."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import subprocess
@@ -67,66 +66,63 @@ def cpu_seconds(records: list[int]) -> float:
     return sum(int(row[11]) + int(row[12]) for row in fields) / os.sysconf("SC_CLK_TCK")
 
 
-def waiting() -> dict[str, Any]:
-    """Somebody waits to be accepted for two seconds."""
-    control, port = start(), 0
-    port = int(control.address.rpartition(":")[2])
-    records = io_threads()
-    command = [sys.executable, "-c", _WAITER, str(port)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as waiter:  # type: ignore[call-overload]
-        # The waiter starts more slowly than what follows.
-        with no_descriptor_left():
-            waiter.stdout.readline()
-            before, start_at = cpu_seconds(records), time.monotonic()
-            time.sleep(2.0)
-            share = (cpu_seconds(records) - before) / (time.monotonic() - start_at)
-            turned_away = control.sockets.refused_connections
-        waiter.stdin.write("\n")
-        waiter.stdin.flush()
-        waiter.stdout.readline()  # connected again, and spoke no ZMTP: refused as such
-        eventually(lambda: control.sockets.refused_connections > turned_away)
-        waiter.stdin.write("\n")
-        waiter.stdin.flush()
-    control.close(5)
-    return {"share": share, "turned_away": turned_away}
+class Shortage:
+    """The commands of a process that runs out of descriptors: each says what it saw."""
 
+    def waiting(self) -> dict[str, Any]:
+        """Somebody waits to be accepted for two seconds."""
+        control, port = start(), 0
+        port = int(control.address.rpartition(":")[2])
+        records = io_threads()
+        command = [sys.executable, "-c", _WAITER, str(port)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, **pipes) as waiter:  # type: ignore[call-overload]
+            # The waiter starts more slowly than what follows.
+            with no_descriptor_left():
+                waiter.stdout.readline()
+                before, start_at = cpu_seconds(records), time.monotonic()
+                time.sleep(2.0)
+                share = (cpu_seconds(records) - before) / (time.monotonic() - start_at)
+                turned_away = control.sockets.refused_connections
+            waiter.stdin.write("\n")
+            waiter.stdin.flush()
+            waiter.stdout.readline()  # connected again, and spoke no ZMTP: refused as such
+            eventually(lambda: control.sockets.refused_connections > turned_away)
+            waiter.stdin.write("\n")
+            waiter.stdin.flush()
+        control.close(5)
+        return {"share": share, "turned_away": turned_away}
 
-def dialling() -> dict[str, Any]:
-    """Addresses are dialled with a few descriptors left, and hung up."""
-    control = start()
-    before = len(os.listdir("/proc/self/fd"))
-    for room in range(9):
-        addresses = [f"127.0.0.1:{port}" for port in range(901, 907)]
-        with no_descriptor_left(but=room):
-            for address in addresses:
-                control.send(Route(address), b"hello")
-            time.sleep(0.3)
-            for address in addresses:
-                control.hang_up(address)
-            time.sleep(0.2)
-        eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
-    other = start()
-    control.send(Route(other.address), b"hello")
-    eventually(lambda: other.sockets.frames_received == 1)
-    errors = control.errors
-    for plane in (control, other):
-        plane.close(5)
-    return {"errors": errors}
+    def dialling(self) -> dict[str, Any]:
+        """Addresses are dialled with a few descriptors left, and hung up."""
+        control = start()
+        before = len(os.listdir("/proc/self/fd"))
+        for room in range(9):
+            addresses = [f"127.0.0.1:{port}" for port in range(901, 907)]
+            with no_descriptor_left(but=room):
+                for address in addresses:
+                    control.send(Route(address), b"hello")
+                time.sleep(0.3)
+                for address in addresses:
+                    control.hang_up(address)
+                time.sleep(0.2)
+            eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
+        other = start()
+        control.send(Route(other.address), b"hello")
+        eventually(lambda: other.sockets.frames_received == 1)
+        errors = control.errors
+        for plane in (control, other):
+            plane.close(5)
+        return {"errors": errors}
 
-
-def starting() -> dict[str, Any]:
-    """A control plane is started with a few descriptors left, which libzmq would die of."""
-    before = len(os.listdir("/proc/self/fd"))
-    said = []
-    for room in range(START_FILES):
-        with no_descriptor_left(but=room):
-            try:
-                start().close(5)
-            except (ConfigError, OSError) as error:
-                said.append(str(error))
-    return {"said": said, "left": len(os.listdir("/proc/self/fd")) - before}
-
-
-if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]]()), flush=True)  # noqa: T201
+    def starting(self) -> dict[str, Any]:
+        """A control plane is started with a few descriptors left, which libzmq would die of."""
+        before = len(os.listdir("/proc/self/fd"))
+        said = []
+        for room in range(START_FILES):
+            with no_descriptor_left(but=room):
+                try:
+                    start().close(5)
+                except (ConfigError, OSError) as error:
+                    said.append(str(error))
+        return {"said": said, "left": len(os.listdir("/proc/self/fd")) - before}

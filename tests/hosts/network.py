@@ -1,17 +1,15 @@
 """Hosts of a network of their own: network namespaces that a bridge joins, without any privilege.
 
-`python -m tests.hosts.network` is run by `run_in_namespaces` as root of new user, network and mount
-namespaces, which end with it, and with them all that it has made.
+A Network lives in a child that UNSHARE makes root of new user, network and mount namespaces, which
+end with it, and with them all that it has made.
 """
 
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
-from typing import Any
 
-from tests.hosts.rank import NUM_RANKS
+from tests.hosts.rank import NUM_RANKS, HostRank
+from tests.processes import Child
 
 TOOLS = "ip link add name probe0 type veth peer name probe1 && nsenter --version >/dev/null"
 UNSHARE = ["unshare", "--user", "--map-root-user", "--net", "--mount", "--fork", "--kill-child"]
@@ -29,19 +27,10 @@ def why_not() -> str:
     return "" if tried.returncode == 0 else tried.stderr.strip() or "not permitted"
 
 
-def run_in_namespaces(timeout: float = 240) -> None:
-    """Run every scenario of this module among hosts of its own.
-
-    Raises:
-        AssertionError: it failed; says how.
-    """
-    command = [*UNSHARE, sys.executable, "-m", "tests.hosts.network"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stderr
-
-
-class RankHost:
+class RankHost(Child):
     """A rank's process on a host of its own, `10.77.0.NUMBER`."""
+
+    PATIENCE = 120.0
 
     def __init__(self, number: int, role: str, rank: int) -> None:
         self.number, self.ip = number, f"10.77.0.{number}"
@@ -50,37 +39,8 @@ class RankHost:
         _ip(f"link set bridge{number} master bridge up")
         for change in ("link set lo up", f"addr add {self.ip}/24 dev eth0", "link set eth0 up"):
             _ip(f"-n host{number} {change}")
-        command = [
-            "nsenter", f"--net=/run/netns/host{number}", sys.executable, "-m",
-            "tests.hosts.rank", self.ip, role, str(rank),
-        ]  # fmt: skip
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def close(self) -> None:
-        """Let the rank end, which it does when nobody can tell it anything."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        assert self._process.wait(60) == 0
-
-    def tell(self, command: str, **arguments: Any) -> None:
-        """Start a command."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([command, arguments]) + "\n")
-        self._process.stdin.flush()
-
-    def ask(self, command: str, **arguments: Any) -> Any:
-        """Run a command and return its answer."""
-        self.tell(command, **arguments)
-        return self.answer()
-
-    def answer(self) -> Any:
-        """Wait for the answer to the oldest command."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, f"host {self.number} ended"
-        return json.loads(line)
+        entering = ["nsenter", f"--net=/run/netns/host{number}"]
+        super().__init__(HostRank, self.ip, role, rank, through=entering)
 
 
 def _ip(arguments: str) -> None:
@@ -105,19 +65,19 @@ class Network:
         self.port += 1
         for instance in (self.prefill, [self.decode]):
             for host in instance:
-                host.tell("open", transports=transports)
+                host.tell("open", transports)
             addresses = [host.answer() for host in instance]
             hosts = [address.partition(":")[0] for address, _ in addresses]
             assert hosts == [host.ip for host in instance], addresses
-            instance[0].ask("serve", port=self.port, ranks=addresses)
+            instance[0].ask("serve", self.port, addresses)
         return f"{self.prefill[0].ip}:{self.port}", f"{self.decode.ip}:{self.port}"
 
-    def transfer(self, transports: str, *, pull: bool) -> None:
+    def transfer(self, transports: str, pull: bool) -> None:
         """Each host's heads reach decode, by the address that its own rank has told."""
         prefill, decode = self.open(transports)
-        self.decode.tell("receive", peer=prefill, pull=pull)
+        self.decode.tell("receive", prefill, pull)
         for host in self.prefill:
-            host.tell("hold" if pull else "send", peer=decode)
+            host.tell("hold" if pull else "send", decode)
         for host in (self.decode, *self.prefill):
             assert (outcome := host.answer()) == "", (host.ip, outcome)
         for host in self.prefill:
@@ -128,27 +88,13 @@ class Network:
     def lose_a_host(self) -> None:
         """A cable is pulled: half of the heads are no KV, and the error says who is missing."""
         prefill, decode = self.open("tcp")
-        self.prefill[0].ask("send", peer=decode)
+        self.prefill[0].ask("send", decode)
         lost = self.prefill[1]
         _ip(f"link set bridge{lost.number} down")
-        error = self.decode.ask("receive", peer=prefill, pull=False)
+        error = self.decode.ask("receive", prefill, False)
         assert "rank 1" in error or lost.ip in error, error
 
     def close(self) -> None:
         """Let everybody end."""
         for host in (self.decode, *self.prefill):
-            host.close()
-
-
-def main() -> None:
-    """Run every scenario."""
-    network = Network()
-    for transports in ("tcp", "shm,tcp"):
-        for pull in (False, True):
-            network.transfer(transports, pull=pull)
-    network.lose_a_host()
-    network.close()
-
-
-if __name__ == "__main__":
-    main()
+            host.end()

@@ -1,12 +1,8 @@
-"""One rank of an instance, in a process that may be on a host of its own. It is told what to do by
-lines of JSON, `[command, arguments]`, and answers each by one."""
+"""One rank of an instance, in a process that may be on a host of its own."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
-from typing import Any
 
 import numpy as np
 
@@ -43,7 +39,7 @@ class HostRank:
         self._engine = self._stack.enter_context(engine)
         return engine.zmq_address, engine.epoch
 
-    def serve(self, port: int, ranks: list[tuple[str, int]]) -> str:
+    def serve(self, port: int, ranks: list[tuple[str, int]]) -> None:
         """Be the directory of these ranks."""
         known = [
             RankAddress(rank, address, epoch, RankCache(MODEL, self._side, rank, 8).spec)
@@ -51,7 +47,6 @@ class HostRank:
         ]
         directory = Directory(self._config, known, kv_port=port, role="P")
         self._stack.enter_context(directory)
-        return ""
 
     def send(self, peer: str) -> str:
         """Push the cache to an instance; returns why it did not arrive."""
@@ -75,10 +70,9 @@ class HostRank:
         sent: int = self._engine.stats()["sent_bytes"]
         return sent
 
-    def close(self) -> str:
+    def close(self) -> None:
         """Close everything; another engine may be opened."""
         self._stack.close()
-        return ""
 
 
 def _outcome(transfer: Transfer) -> str:
@@ -87,21 +81,3 @@ def _outcome(transfer: Transfer) -> str:
     except P2pError as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def main() -> None:
-    """Serve one rank until the input ends."""
-    host, role, rank = sys.argv[1:]
-    served = HostRank(host, role, int(rank))
-    for line in sys.stdin:
-        command, arguments = json.loads(line)
-        _say(getattr(served, command)(**arguments))
-    served.close()
-
-
-def _say(answer: Any) -> None:
-    print(json.dumps(answer), flush=True)  # noqa: T201  # the protocol
-
-
-if __name__ == "__main__":
-    main()

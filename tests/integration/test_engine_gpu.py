@@ -21,6 +21,7 @@ from p2p_engine.transports.nccl.group import GroupState
 from p2p_engine.transports.nccl.memory import estimated_bytes
 from p2p_engine.transports.nccl.transport import NcclTransport
 from tests.doubles.gpu import GpuDouble
+from tests.processes import start_fork_server
 from tests.rigs.engines import (
     BLOCKS,
     MIB,
@@ -30,7 +31,6 @@ from tests.rigs.engines import (
     engines,
     patterned,
     settings,
-    start_fork_server,
 )
 from tests.rigs.tensors import random_tensor
 from tests.support import SeededRandom, eventually

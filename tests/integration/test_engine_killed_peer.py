@@ -15,7 +15,8 @@ from p2p_engine.errors import P2pError, PeerLost
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
 from tests import marks
-from tests.rigs.engines import MIB, Peer, assert_idle, settings, start, start_fork_server
+from tests.processes import start_fork_server
+from tests.rigs.engines import MIB, Peer, assert_idle, settings, start
 from tests.rigs.tensors import pattern
 from tests.support import eventually
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from p2p_engine import EngineConfig, P2pNcclEngine
+from p2p_engine import EngineConfig
 from p2p_engine.errors import P2pError
-from tests.rigs.engines import MIB, _obey, settings, start_fork_server
+from tests.processes import Child, start_fork_server
+from tests.rigs.engines import MIB, PeerEngine, settings
 from tests.support import eventually
 
 CLONE_NEWNET = 0x40000000
@@ -32,27 +30,34 @@ def may_make_namespaces() -> bool:
     return bool(tools) and subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
 
-def serve(pipe: Connection, config: EngineConfig) -> None:
-    """Obey: first in an empty network, then with an engine; errors are answered by name."""
-    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), "unshare")
-    pipe.send(os.getpid())
-    with contextlib.ExitStack() as stack, contextlib.suppress(EOFError):
-        engine, transfers = None, list[Any]()
-        while True:
-            command, arguments = pipe.recv()
-            if command == "ip":
-                subprocess.run(["ip", *arguments], check=True)
-                pipe.send(None)
-            elif command == "start":
-                engine = stack.enter_context(P2pNcclEngine(config))
-                pipe.send(engine.zmq_address)
-            else:
-                assert engine is not None
-                try:
-                    pipe.send(_obey(engine, transfers, command, arguments))
-                except P2pError as error:
-                    pipe.send(type(error).__name__)
+class LonelyEngine(PeerEngine):
+    """The commands: first in an empty network, then with an engine."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "unshare")
+        self._config = config
+
+    def ip(self, *words: str) -> None:
+        """Run ip(8)."""
+        subprocess.run(["ip", *words], check=True)
+
+    def start(self) -> str:
+        """Make the engine; its address."""
+        super().__init__(self._config)
+        return self.address()
+
+    def send(self, name: str, nbytes: int, peer: str) -> None:
+        """Begin to send a tensor, if anybody can be told of it."""
+        with contextlib.suppress(P2pError):
+            super().send(name, nbytes, peer)
+
+    def moves(self, name: str, nbytes: int, peer: str, timeout: float) -> bool | str:
+        """Receive a tensor; whether it is the right one, or the name of the error."""
+        try:
+            return self.receive(name, nbytes, peer, timeout)
+        except P2pError as error:
+            return type(error).__name__
 
 
 needs_namespaces = pytest.mark.skipif(
@@ -60,57 +65,34 @@ needs_namespaces = pytest.mark.skipif(
 )
 
 
-class Host:
+class LonelyHost(Child):
     """A process with a network of its own."""
 
     def __init__(self, host: str, **changes: float) -> None:
-        context = multiprocessing.get_context("forkserver")
-        self._pipe, theirs = context.Pipe()
         config = settings("tcp", host=host, peer_timeout_seconds=1.5, **changes)
-        self._process: Any = context.Process(target=serve, args=(theirs, config), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.pid = self.answer()
-
-    def answer(self) -> Any:
-        """The answer to the last command."""
-        assert self._pipe.poll(30), "no answer"
-        return self._pipe.recv()
-
-    def ask(self, command: str, *arguments: Any) -> Any:
-        """Run a command."""
-        self._pipe.send((command, arguments))
-        return self.answer()
+        super().__init__(LonelyEngine, config)
 
     def ip(self, text: str) -> None:
         """Run ip(8) in its network."""
         self.ask("ip", *text.split())
 
-    def close(self) -> None:
-        """End it; its network goes with it."""
-        self._process.kill()
-        self._process.join(10)
-        self._process.close()
-        self._pipe.close()
-
 
 @contextlib.contextmanager
-def two_hosts(**changes: float) -> Iterator[list[Host]]:
+def two_hosts(**changes: float) -> Iterator[list[LonelyHost]]:
     """Two processes, each in a network of its own; a wire joins them."""
     start_fork_server()
     with contextlib.ExitStack() as stack:
-        hosts = [Host(host, **changes) for host in HOSTS]
-        for party in hosts:
-            stack.callback(party.close)
+        hosts = [stack.enter_context(LonelyHost(host, **changes)) for host in HOSTS]
+        hosts[0].ip("link set lo up")  # it has its own network by now
+        hosts[1].ip("link set lo up")
         hosts[0].ip(f"link add wire type veth peer name wire netns {hosts[1].pid}")
         for host, party in zip(HOSTS, hosts, strict=True):
-            party.ip("link set lo up")
             party.ip(f"addr add {host}/24 dev wire")
             party.ip("link set wire up")
         yield hosts
 
 
-def assert_sound(*parties: Host) -> None:
+def assert_sound(*parties: LonelyHost) -> None:
     """No bug was met, and no wait outlived its deadline."""
     for party in parties:
         stats = party.ask("stats")
@@ -125,7 +107,7 @@ def test_packets_that_are_dropped_cost_what_was_on_its_way() -> None:
 
         def moves(name: str) -> Any:
             east.ask("send", name, MIB, there)
-            return west.ask("receive", name, MIB, here, 3.0)
+            return west.ask("moves", name, MIB, here, 3.0)
 
         assert moves("before") is True
         west.ip("link set wire down")
@@ -146,7 +128,7 @@ def test_connection_that_the_network_forgets_costs_what_was_on_its_way() -> None
 
         def moves(name: str) -> Any:
             east.ask("send", name, MIB, there)
-            return west.ask("receive", name, MIB, here, 20.0)
+            return west.ask("moves", name, MIB, here, 20.0)
 
         assert moves("before") is True
         (port,) = data_ports(east, here, there)
@@ -156,7 +138,7 @@ def test_connection_that_the_network_forgets_costs_what_was_on_its_way() -> None
         assert_sound(east, west)
 
 
-def data_ports(host: Host, *control: str) -> set[int]:
+def data_ports(host: LonelyHost, *control: str) -> set[int]:
     """The ports of a host's end of its data connections: those that no control connection has."""
     known = {int(address.rpartition(":")[2]) for address in control}
     lines = Path(f"/proc/{host.pid}/net/tcp").read_text().splitlines()[1:]

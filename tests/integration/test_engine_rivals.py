@@ -23,7 +23,8 @@ from p2p_engine.wire.messages import (
     decode,
     encode,
 )
-from tests.rigs.engines import MIB, Peer, engines, settings, start, start_fork_server
+from tests.processes import start_fork_server
+from tests.rigs.engines import MIB, Peer, engines, settings, start
 from tests.rigs.relay import FaultyRelay
 from tests.rigs.tensors import pattern
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.hosts.network import run_in_namespaces, why_not
+from tests.hosts.network import UNSHARE, Network, why_not
+from tests.processes import Child
 
 
 @pytest.mark.timeout(300)
@@ -13,4 +14,10 @@ def test_ranks_on_two_hosts_serve_a_third() -> None:
     reason = why_not()
     if reason:
         pytest.skip(f"no network namespaces here: {reason}")
-    run_in_namespaces()
+    with Child(Network, through=UNSHARE) as network:
+        network.PATIENCE = 240
+        for transports in ("tcp", "shm,tcp"):
+            for pull in (False, True):
+                network.ask("transfer", transports, pull)
+        network.ask("lose_a_host")
+        network.end()

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 from p2p_engine.control.listener import START_FILES
+from tests.hostile.shortage import Shortage
+from tests.processes import Child
 
 
-def seen(scenario: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.hostile.shortage", scenario]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+def seen(scenario: str) -> Any:
+    with Child(Shortage, through=()) as child:
+        child.PATIENCE = 100
+        saw = child.ask(scenario)
+        child.end()
+    return saw
 
 
 def test_who_waits_for_a_descriptor_makes_no_thread_spin() -> None:

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
-import os
-import signal
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -22,12 +15,12 @@ from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.messages import CacheSpec
 from tests.doubles.gpu import GpuDouble
+from tests.processes import Child
 from tests.rigs.tensors import pattern
 from tests.support import SeededRandom, eventually
 
 MIB = 1 << 20
 BLOCKS = 16  # of `patterned`
-START_SECONDS = 120.0  # of a first child: all that it needs is imported then, on whatever is left
 PAGE_BYTES = 1 << 17
 
 
@@ -106,85 +99,6 @@ def assert_idle(*parties: P2pNcclEngine) -> None:
         assert engine.stats()["control_errors"] == 0
 
 
-def start_fork_server() -> None:
-    """Start what makes the children: it imports torch once, and it stays."""
-    multiprocessing.set_forkserver_preload(["tests.rigs.engines", "p2p_engine.engine"])
-    multiprocessing.resource_tracker.ensure_running()
-    multiprocessing.forkserver.ensure_running()
-
-
-class Peer:
-    """An engine in a child process that does what it is told, one command after the other."""
-
-    def __init__(self, config: EngineConfig, spec: CacheSpec | None = None) -> None:
-        context = multiprocessing.get_context("forkserver")
-        self._pipe, theirs = context.Pipe()
-        self._process: BaseProcess = context.Process(
-            target=_serve, args=(theirs, config, spec), daemon=True
-        )
-        self._process.start()
-        theirs.close()
-        self.tell("address")
-        self.address: str = self.answer(START_SECONDS)
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def tell(self, command: str, *arguments: Any) -> None:
-        """Start a command; its answer comes with `answer`."""
-        self._pipe.send((command, arguments))
-
-    def answer(self, timeout: float = 30.0) -> Any:
-        """Wait for the answer to the oldest command.
-
-        Raises:
-            AssertionError: none came.
-        """
-        if not self._pipe.poll(timeout):
-            raise AssertionError(f"child {self.pid} did not answer within {timeout} s")
-        return self._pipe.recv()
-
-    def ask(self, command: str, *arguments: Any) -> Any:
-        """Run a command and return its answer."""
-        self.tell(command, *arguments)
-        return self.answer()
-
-    def kill(self) -> None:
-        """Send SIGKILL and reap."""
-        os.kill(self.pid, signal.SIGKILL)
-        self._process.join(10)
-
-    def stop(self) -> None:
-        """Send SIGSTOP and wait until the process has stopped."""
-        os.kill(self.pid, signal.SIGSTOP)
-        eventually(lambda: _state_of(self.pid) == "T", what="the child stops")
-
-    def wake(self) -> None:
-        """Send SIGCONT."""
-        os.kill(self.pid, signal.SIGCONT)
-
-    def close(self) -> None:
-        """End the process, whatever it is doing."""
-        self._process.kill()
-        self._process.join(10)
-        self._process.close()
-        self._pipe.close()
-
-    def __enter__(self) -> Peer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _state_of(pid: int) -> str:
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
-
-
 def patterned(name: str) -> PagedMemory:
     """Return a cache of BLOCKS blocks whose bytes depend on a name."""
     memory = PagedMemory(BLOCKS, page_bytes=PAGE_BYTES)
@@ -192,41 +106,55 @@ def patterned(name: str) -> PagedMemory:
     return memory
 
 
-def _serve(pipe: Connection, config: EngineConfig, spec: CacheSpec | None) -> None:
-    with start(config, spec=spec) as engine, contextlib.suppress(EOFError):
-        transfers: list[Any] = []
-        while True:
-            command, arguments = pipe.recv()
-            pipe.send(_obey(engine, transfers, command, arguments))
+class PeerEngine:
+    """The commands of a Peer."""
 
+    def __init__(self, config: EngineConfig, spec: CacheSpec | None = None) -> None:
+        self.engine = start(config, spec=spec)
+        self._kept: list[Any] = []  # transfers, and what they read
 
-def _obey(engine: P2pNcclEngine, transfers: list[Any], command: str, arguments: Any) -> Any:
-    if command == "address":
-        return engine.zmq_address
-    if command == "stats":
-        return engine.stats()
-    if command == "send":
-        name, nbytes, peer = arguments
-        transfers.append(engine.send_tensor(TransferKey(name), pattern(name, nbytes), peer))
-        return None
-    if command == "receive":
-        name, nbytes, peer, timeout = arguments
-        tensor = engine.recv_tensor(TransferKey(name), peer, timeout=timeout)
+    def address(self) -> str:
+        """Where it listens."""
+        return self.engine.zmq_address
+
+    def stats(self) -> dict[str, Any]:
+        """What the engine counts."""
+        return self.engine.stats()
+
+    def send(self, name: str, nbytes: int, peer: str) -> None:
+        """Begin to send a tensor."""
+        self._kept.append(self.engine.send_tensor(TransferKey(name), pattern(name, nbytes), peer))
+
+    def receive(self, name: str, nbytes: int, peer: str, timeout: float) -> bool:
+        """Receive a tensor; whether it is the right one."""
+        tensor = self.engine.recv_tensor(TransferKey(name), peer, timeout=timeout)
         return bool(torch.equal(tensor, pattern(name, nbytes)))
-    if command == "keep":
-        names, peer = arguments
+
+    def keep(self, names: list[str], peer: str) -> None:
+        """Say that these will be received."""
         for name in names:
-            engine.keep(TransferKey(name), peer=PeerAddress(peer))
-        return None
-    if command == "send_blocks":
-        name, peer = arguments
+            self.engine.keep(TransferKey(name), peer=PeerAddress(peer))
+
+    def send_blocks(self, name: str, peer: str) -> None:
+        """Begin to send a cache."""
         memory = patterned(name)
         source = memory.source(list(range(BLOCKS)))
-        transfers.append((memory, engine.send(TransferKey(name), PeerAddress(peer), source)))
-        return None
-    if command == "receive_blocks":
-        name, timeout = arguments
+        self._kept += [memory, self.engine.send(TransferKey(name), PeerAddress(peer), source)]
+
+    def receive_blocks(self, name: str, timeout: float) -> bool:
+        """Receive a cache; whether it is the right one."""
         memory = PagedMemory(BLOCKS, page_bytes=PAGE_BYTES)
-        engine.receive(TransferKey(name), memory.sink(list(range(BLOCKS)))).wait(timeout)
+        self.engine.receive(TransferKey(name), memory.sink(list(range(BLOCKS)))).wait(timeout)
         return bool((memory.data == patterned(name).data).all())
-    raise ValueError(command)
+
+    def close(self) -> None:
+        """End the engine."""
+        self.engine.close()
+
+
+class Peer(Child):
+    """An engine in a child process."""
+
+    def __init__(self, config: EngineConfig, spec: CacheSpec | None = None) -> None:
+        super().__init__(PeerEngine, config, spec)
+        self.address: str = self.ask("address")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import uvicorn
@@ -17,6 +18,7 @@ from proxy.config import ProxyConfig
 from proxy.main import server_config
 from tests.doubles.server import DECODE, PREFILL, ServerDouble
 
+T = TypeVar("T")
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 ASKED = {"model": "tiny", "prompt": "once upon", "max_tokens": 8}
@@ -157,3 +159,22 @@ async def fleet(
             double.beat(proxy.registration_address)
         await proxy.until_ready(*doubles)
         yield proxy, doubles[:num_prefill], doubles[num_prefill:]
+
+
+class LoopThread:
+    """An event loop in a thread, where nothing else runs one."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine to its end."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
+
+    def close(self) -> None:
+        """Stop."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
