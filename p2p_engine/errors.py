@@ -91,3 +91,9 @@ class TransportError(P2pError):
 
 class EngineClosed(P2pError):
     """The engine is closed."""
+
+
+def named(error: BaseException) -> str:
+    """Return an error's name and text, for a log line. A log record that kept the error itself
+    would keep its frames, and the memory that they hold."""
+    return f"{type(error).__name__}: {error}"

@@ -12,7 +12,7 @@ import numpy as np
 
 from p2p_engine.config import SendMode
 from p2p_engine.connector.orders import BlockRange, Int64s, Load, Party
-from p2p_engine.errors import P2pError, TransferTimeout
+from p2p_engine.errors import P2pError, TransferTimeout, named
 from p2p_engine.memory.paged import PagedSink
 from p2p_engine.peers.link import InstanceAddress
 from p2p_engine.transfer import Transfer
@@ -101,7 +101,7 @@ class Loads:
             try:
                 self._engine.keep(key, binding=party.binding, peer=peer)
             except P2pError as error:
-                logger.info("not kept: request=%s error=%s", party.request_id, str(error))
+                logger.info("not kept: request=%s error=%s", party.request_id, named(error))
 
     def drop(self, parties: Iterable[Party]) -> None:
         """Keep it no longer: it was loaded, or will not be."""
@@ -109,7 +109,7 @@ class Loads:
             try:
                 self._engine.drop(party.key_of(self._group.number), binding=party.binding)
             except P2pError as error:
-                logger.info("not dropped: request=%s error=%s", party.request_id, str(error))
+                logger.info("not dropped: request=%s error=%s", party.request_id, named(error))
 
     def start(self, loads: Iterable[Load]) -> None:
         """Give blocks to the engine, to be filled."""
@@ -172,7 +172,7 @@ class Loads:
                     pull=party.send_type is SendMode.GET,
                 )
             except P2pError as error:
-                logger.info("not discarded: request=%s error=%s", party.request_id, str(error))
+                logger.info("not discarded: request=%s error=%s", party.request_id, named(error))
 
     def take_results(self) -> LoadResults:
         """Return what has ended, each request exactly once."""
@@ -187,10 +187,10 @@ class Loads:
                 self._staging.give_back(loading.places)
             if loading.error is not None and self._group.is_draft:
                 logger.debug(
-                    "draft not loaded: request=%s error=%s", request_id, str(loading.error)
+                    "draft not loaded: request=%s error=%s", request_id, named(loading.error)
                 )
             elif loading.error is not None:
-                logger.warning("load failed: request=%s error=%s", request_id, str(loading.error))
+                logger.warning("load failed: request=%s error=%s", request_id, named(loading.error))
                 self._add_failure(results, loading)
         self._begin()
         return results

@@ -24,6 +24,7 @@ from p2p_engine.connector.orders import BlockRange, EndedSend, Int64s, Load, Par
 from p2p_engine.connector.pins import Pins
 from p2p_engine.connector.pressure import Pressure
 from p2p_engine.connector.wanted import Wanted
+from p2p_engine.errors import named
 from p2p_engine.wire.messages import ContentKey
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class SchedulerHalf:
                 return
             self._refuse_unsupported(request)
         except InvalidParams as error:
-            logger.warning("computed locally: request=%s reason=%s", request_id, str(error))
+            logger.warning("computed locally: request=%s reason=%s", request_id, named(error))
             return
         binding = binding_of(request, self._model)
         party = Party(

@@ -21,7 +21,14 @@ import numpy as np
 from p2p_engine.config import SendMode
 from p2p_engine.connector.layer_group import NULL_BLOCK
 from p2p_engine.connector.orders import EndedSend, Int64s, Party, SendStep
-from p2p_engine.errors import EngineClosed, P2pError, PeerError, TransferError, TransferRejected
+from p2p_engine.errors import (
+    EngineClosed,
+    P2pError,
+    PeerError,
+    TransferError,
+    TransferRejected,
+    named,
+)
 from p2p_engine.memory.paged import PagedSource
 from p2p_engine.peers.link import InstanceAddress
 from p2p_engine.transfer import Transfer
@@ -202,7 +209,7 @@ class Sends:
             except P2pError as error:
                 self._to_spill.remove(sending)
                 name = sending.party.request_id
-                logger.warning("not spilled: request=%s error=%s", name, str(error))
+                logger.warning("not spilled: request=%s error=%s", name, named(error))
 
     def take_released(self) -> set[str]:
         """Return the held requests whose blocks are free now; each exactly once."""
@@ -356,7 +363,7 @@ class Sends:
     def _is_usable(self, sending: _SendInProgress) -> bool:
         """Whether the request's KV can still arrive; the first time that it cannot, say so."""
         if not sending.failed and sending.error is not None:
-            self._fail(sending, str(sending.error))
+            self._fail(sending, named(sending.error))
         return not sending.failed
 
     def _fail(self, sending: _SendInProgress, reason: str, *, tells: bool = True) -> None:
@@ -380,7 +387,7 @@ class Sends:
         try:
             self._engine.abandon(party.key_of(self._group.number), peer, reason)
         except P2pError as failure:
-            logger.info("peer not told: request=%s error=%s", party.request_id, str(failure))
+            logger.info("peer not told: request=%s error=%s", party.request_id, named(failure))
 
 
 def _take_back(sending: _SendInProgress) -> list[_Chunk]:

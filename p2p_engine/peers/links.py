@@ -36,6 +36,7 @@ from p2p_engine.errors import (
     PeerRefused,
     PeerUnreachable,
     TransportError,
+    named,
 )
 from p2p_engine.peers.closing_channels import ClosingChannels
 from p2p_engine.peers.link import Link, LinkState, PeerAddress
@@ -252,7 +253,7 @@ class Links(SessionListener):
             return
         link.state, link.error, link.connecting = LinkState.CLOSED, error, False
         self._forget(link)
-        logger.info("link closed: peer=%s reason=%s", link.target, str(error))
+        logger.info("link closed: peer=%s reason=%s", link.target, named(error))
         self._close_channel(link)
         if link.address and not self._reached_at(link.address):
             self._control.hang_up(link.address)
@@ -484,7 +485,7 @@ class Links(SessionListener):
                     self._lose_channel(link, error)
 
         for link in links:
-            logger.info("channel broken: peer=%s reason=%s", link.target, str(error))
+            logger.info("channel broken: peer=%s reason=%s", link.target, named(error))
             link.is_losing = True
             self._close_channel(link, lose if link is links[-1] else lambda: None)
 

@@ -24,6 +24,7 @@ from p2p_engine.errors import (
     TransferTimeout,
     TransferTooLarge,
     TransportError,
+    named,
 )
 from p2p_engine.health import Counters
 from p2p_engine.memory.jobs import Copier, Job, Moment, after
@@ -474,7 +475,7 @@ class Store(SessionListener):
         self._counters.corrupted += 1
         error = TransferCorrupted(f"{landing.content[0]}: {reason}, {landing.nbytes} bytes")
         logger.error(
-            "a chunk arrived with wrong bytes: sender=%x error=%s", landing.id[0], str(error)
+            "a chunk arrived with wrong bytes: sender=%x error=%s", landing.id[0], named(error)
         )
         self._replies.fail(landing.id, landing.attempt, error)
         self._ledger.quarantine(landing)  # for no longer than this
@@ -606,7 +607,7 @@ class Store(SessionListener):
         if error is not None:
             if receive.senders or not self.leave(receive.content, is_pulled=receive.is_pulled):
                 self.discard(receive.content, str(error))  # what has come of it is lost to others
-            logger.info("receive ended: key=%s error=%s", receive.content[0], str(error))
+            logger.info("receive ended: key=%s error=%s", receive.content[0], named(error))
         self._counters.count("received", error)
         receive.transfer.end(error)
 

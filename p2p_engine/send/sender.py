@@ -30,6 +30,7 @@ from p2p_engine.errors import (
     TransferTimeout,
     TransferTooLarge,
     TransportError,
+    named,
 )
 from p2p_engine.health import Counters
 from p2p_engine.memory.jobs import Job, Moment
@@ -465,7 +466,7 @@ class Sender(LinkListener):
         self._counters.count("sent", error)
         if error is not None:
             target = shipment.link.target
-            logger.info("send ended: key=%s peer=%s error=%s", shipment.key, target, str(error))
+            logger.info("send ended: key=%s peer=%s error=%s", shipment.key, target, named(error))
         shipment.transfer.end(error)
         if shipment.on_end is not None:
             shipment.on_end(shipment)

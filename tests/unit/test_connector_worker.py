@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from p2p_engine.config import EngineConfig, SendMode
+from p2p_engine.connector import loads
 from p2p_engine.connector.groups import names_lost_blocks
 from p2p_engine.connector.host_buffer import InPlace
 from p2p_engine.connector.layer_group import GroupCache, LayerGroup
@@ -35,6 +36,7 @@ from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
 from p2p_engine.peers.link import InstanceAddress
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import CacheSpec, Manifest, TransferKey
+from tests.support import records_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -379,6 +381,16 @@ def test_a_load_is_reported_once_when_it_is_done(engine: EngineDouble, worker: W
     assert (results.finished_recving, results.failed_recving) == ({"r"}, set())
     assert not results.invalid_block_ids
     assert run(worker).finished_recving == set()
+
+
+def test_the_log_names_the_error_of_a_failed_load(
+    engine: EngineDouble, worker: WorkerHalf, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(worker, loads=[load()])
+    end(engine.received["t-r"][1], TransferTimeout("late"))
+    run(worker)
+    (record,) = records_of(loads.logger, caplog)
+    assert record.getMessage() == "load failed: request=r error=TransferTimeout: late"
 
 
 @pytest.mark.parametrize("first_block", [0, 2])

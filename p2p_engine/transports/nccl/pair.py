@@ -13,7 +13,7 @@ import socket
 import time
 from dataclasses import dataclass
 
-from p2p_engine.errors import TransportError
+from p2p_engine.errors import TransportError, named
 from p2p_engine.gpu.device import Device
 from p2p_engine.transports.nccl.group import Group, GroupState, Memory, describe_overdue
 from p2p_engine.transports.nccl.library import Nccl
@@ -102,7 +102,7 @@ class NcclPair(abc.ABC):
         if self.is_broken:
             return
         self.error = error
-        logger.info("nccl pair ended: rank=%d reason=%s", self.rank, str(error))
+        logger.info("nccl pair ended: rank=%d reason=%s", self.rank, named(error))
         self._wire.close()
         self.end_group(is_idle=False)
         self.broken()
