@@ -19,6 +19,7 @@ import torch
 from p2p_engine.config import GPU_TRANSPORTS
 from tests import marks
 from tests.doubles.gpu import GpuDouble
+from tests.processes import start_fork_server
 from tests.support import SeededRandom, eventually, held_resources
 
 
@@ -79,6 +80,12 @@ def no_leaks() -> Iterator[None]:
         eventually(lambda: held_resources() <= before)
     except AssertionError:
         pytest.fail(f"not given back: {sorted(held_resources() - before)}")
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> None:
+    """Have what makes child processes before leaks are looked for."""
+    start_fork_server()
 
 
 @pytest.fixture(scope="session")

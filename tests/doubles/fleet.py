@@ -1,4 +1,4 @@
-"""A fleet whose processes are cheap doubles, and questions about processes."""
+"""A fleet whose processes are cheap doubles."""
 
 from __future__ import annotations
 
@@ -31,23 +31,6 @@ class FleetDouble(Fleet):
 
     def _is_registered(self, member: Member) -> bool:
         return self.registers or super()._is_registered(member)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether the process is there and not merely waiting to be collected."""
-    try:
-        return _stat(pid)[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def parent_of(pid: int) -> int:
-    """The process id of its parent."""
-    return int(_stat(pid)[1])
-
-
-def _stat(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def grandchild_of(log_path: Path) -> int | None:

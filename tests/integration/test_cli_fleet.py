@@ -10,7 +10,8 @@ import pytest
 
 from p2p_engine.cli.fleet import FleetInterrupted
 from p2p_engine.cli.members import MemberLost, fetch_text
-from tests.doubles.fleet import FleetDouble, grandchild_of, is_alive
+from tests.doubles.fleet import FleetDouble, grandchild_of
+from tests.processes import is_alive
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -15,7 +15,8 @@ import pytest
 
 from p2p_engine.cli.members import fetch_text
 from p2p_engine.cli.ports import PortPlan
-from tests.doubles.fleet import MEMBER_DOUBLE, is_alive, parent_of
+from tests.doubles.fleet import MEMBER_DOUBLE
+from tests.processes import is_alive, parent_of
 from tests.support import eventually
 
 SECONDS = 80.0  # a double is up in two, but the machine may be busy with others' tests

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from p2p_engine.cli.processes import ChildProcess, stop_all
-from tests.doubles.fleet import MEMBER_DOUBLE, grandchild_of, is_alive, parent_of
+from tests.doubles.fleet import MEMBER_DOUBLE, grandchild_of
+from tests.processes import is_alive, parent_of
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -21,7 +21,6 @@ from p2p_engine.transports.nccl.group import GroupState
 from p2p_engine.transports.nccl.memory import estimated_bytes
 from p2p_engine.transports.nccl.transport import NcclTransport
 from tests.doubles.gpu import GpuDouble
-from tests.processes import start_fork_server
 from tests.rigs.engines import (
     BLOCKS,
     MIB,
@@ -39,13 +38,7 @@ DOUBLE = GpuDouble()  # before any test looks at the threads that there are
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 KEY = TransferKey("request")
 IDS = [3, 1, 2, 7]
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fork_server() -> None:
-    """Have it before leaks are looked for."""
-    start_fork_server()
+pytestmark = pytest.mark.usefixtures("fork_server", "no_leaks")
 
 
 @pytest.fixture(params=GPU_TRANSPORTS)

@@ -15,7 +15,6 @@ from p2p_engine.errors import P2pError, PeerLost
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
 from tests import marks
-from tests.processes import start_fork_server
 from tests.rigs.engines import MIB, Peer, assert_idle, settings, start
 from tests.rigs.tensors import pattern
 from tests.support import eventually
@@ -24,13 +23,7 @@ KEY = TransferKey("request-1")
 SIZE = 32 * MIB
 # Of who is killed or stopped the silence is waited for; who only gets no core keeps his transfers.
 ROOM = {"kv_buffer_size": 40 * MIB, "mem_pool_size_gb": 0, "peer_timeout_seconds": 3.0}
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(120)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fork_server() -> None:
-    """Have it before leaks are looked for."""
-    start_fork_server()
+pytestmark = [pytest.mark.usefixtures("fork_server", "no_leaks"), pytest.mark.timeout(120)]
 
 
 @contextlib.contextmanager

@@ -23,18 +23,11 @@ from p2p_engine.wire.messages import (
     decode,
     encode,
 )
-from tests.processes import start_fork_server
 from tests.rigs.engines import MIB, Peer, engines, settings, start
 from tests.rigs.relay import FaultyRelay
 from tests.rigs.tensors import pattern
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fork_server() -> None:
-    """Have it before leaks are looked for."""
-    start_fork_server()
+pytestmark = pytest.mark.usefixtures("fork_server", "no_leaks")
 
 
 @contextlib.contextmanager

@@ -168,7 +168,7 @@ async def test_silence_ends_an_instance_but_not_its_streams() -> None:
             await response.content.readany()
             serving, idle = (one, other) if one.received else (other, one)
             await serving.fall_silent()
-            await until_state(proxy, serving, "gone")
+            await proxy.until_state(serving, "gone")
             idle.behaviour = Behaviour()
             for _ in range(3):
                 assert (await proxy.ask())[0] == 200
@@ -176,12 +176,12 @@ async def test_silence_ends_an_instance_but_not_its_streams() -> None:
             assert await proxy.in_flight(serving) == {"prefill": 0, "decode": 1}
 
             serving.beat(proxy.registration_address)  # it was only held up
-            await until_state(proxy, serving, "ready")
+            await proxy.until_state(serving, "ready")
             assert await proxy.in_flight(serving) == {"prefill": 0, "decode": 1}
             await serving.fall_silent()
             release.set()
             await response.read()
-        await until_unknown(proxy, serving)
+        await proxy.until_state(serving, "")
 
 
 async def test_a_farewell_takes_effect_at_once() -> None:
@@ -189,7 +189,7 @@ async def test_a_farewell_takes_effect_at_once() -> None:
         leaving.beat(proxy.registration_address)
         await proxy.until_ready(leaving)
         await leaving.leave()
-        await until_unknown(proxy, leaving)
+        await proxy.until_state(leaving, "")
         for _ in range(3):
             assert (await proxy.ask())[0] == 200
         assert len(decode.received) == 3
@@ -266,8 +266,8 @@ async def test_the_log_says_why_an_instance_is_gone(caplog: pytest.LogCaptureFix
     async with fleet(2, 1) as (proxy, [leaves, falls_silent], _):
         await leaves.leave()
         await falls_silent.fall_silent()
-        await until_unknown(proxy, leaves)
-        await until_unknown(proxy, falls_silent)
+        await proxy.until_state(leaves, "")
+        await proxy.until_state(falls_silent, "")
         told = f"instance gone http={leaves.http_address} reason=it left"
         await until(lambda: told in caplog.text, "it has left")
         told = f"instance gone http={falls_silent.http_address} reason=no heartbeat for"
@@ -343,21 +343,3 @@ async def until_known(proxy: RunningProxy, double: ServerDouble) -> None:
         return double.http_address in await proxy.states()
 
     await until(is_known, f"{double.http_address} is known")
-
-
-async def until_unknown(proxy: RunningProxy, double: ServerDouble) -> None:
-    """Wait until the proxy has forgotten an instance."""
-
-    async def is_unknown() -> bool:
-        return double.http_address not in await proxy.states()
-
-    await until(is_unknown, f"{double.http_address} is forgotten")
-
-
-async def until_state(proxy: RunningProxy, double: ServerDouble, state: str) -> None:
-    """Wait until `/status` shows an instance in a state."""
-
-    async def is_so() -> bool:
-        return bool((await proxy.states()).get(double.http_address) == state)
-
-    await until(is_so, f"{double.http_address} is {state}")

@@ -123,14 +123,14 @@ async def test_draining_lets_what_runs_end_and_begins_nothing(key_file: str) -> 
             assert (await proxy.states())[leaving.http_address] == "draining"
             release.set()
             assert first + await response.read() == b"".join(events(STREAMED))
-        await until_state(proxy, leaving, "drained")
+        await proxy.until_state(leaving, "drained")
         status, _ = await order(proxy, "add", {"instance": leaving.http_address})
         assert status == 200
         assert (await proxy.states())[leaving.http_address] == "ready"
         await order(proxy, "remove", {"instance": leaving.http_address})
         leaving.epoch = 2
         await leaving.beat_once()  # but a restart does
-        await until_state(proxy, leaving, "ready")
+        await proxy.until_state(leaving, "ready")
 
 
 async def test_a_drain_has_a_deadline(key_file: str) -> None:
@@ -140,7 +140,7 @@ async def test_a_drain_has_a_deadline(key_file: str) -> None:
             await response.content.readany()
             body = {"instance": decode.http_address, "timeout_seconds": 0.05}
             await order(proxy, "remove", body)
-            await until_state(proxy, decode, "drained")
+            await proxy.until_state(decode, "drained")
             assert (await proxy.in_flight(decode))["decode"] == 1  # it is not cut
 
 
@@ -195,7 +195,7 @@ async def test_one_that_begins_to_beat_lives_by_its_heartbeats(key_file: str) ->
 
         await until(beats, "a heartbeat has come")
         await new.leave()
-        await until(lambda: gone(proxy, new), "it is forgotten")
+        await proxy.until_state(new, "")
 
 
 async def test_proxies_tell_each_other_of_heartbeats() -> None:
@@ -208,17 +208,3 @@ async def test_proxies_tell_each_other_of_heartbeats() -> None:
                 await proxy.until_ready(prefill, decode)
                 assert (await proxy.ask(STREAMED))[1] == b"".join(events(STREAMED))
         assert (await second.ask())[0] == 200  # the other is gone: it lives on for three beats
-
-
-async def gone(proxy: RunningProxy, double: ServerDouble) -> bool:
-    """Tell whether the proxy has forgotten an instance."""
-    return double.http_address not in await proxy.states()
-
-
-async def until_state(proxy: RunningProxy, double: ServerDouble, state: str) -> None:
-    """Wait until `/status` shows an instance in a state."""
-
-    async def is_so() -> bool:
-        return bool((await proxy.states()).get(double.http_address) == state)
-
-    await until(is_so, f"{double.http_address} is {state}")

@@ -271,9 +271,6 @@ async def test_13_coming_and_going_under_load_costs_no_request(tmp_path: Any) ->
             async with proxy.client.post(url, json=body, headers={"X-Api-Key": "k"}) as response:
                 assert response.status == 200
 
-        async def is_drained(double: ServerDouble) -> bool:
-            return bool((await proxy.states())[double.http_address] == "drained")
-
         async def has_served(double: ServerDouble, count: int) -> bool:
             return len(double.received) >= count
 
@@ -285,7 +282,7 @@ async def test_13_coming_and_going_under_load_costs_no_request(tmp_path: Any) ->
             )
             await until(partial(has_served, double, 5), "the new one serves")
             await order("remove", instance=leaving.http_address)
-            await until(partial(is_drained, leaving), "the old one has ended its work")
+            await proxy.until_state(leaving, "drained")
             num_received = len(leaving.received)
             await until(partial(has_served, double, len(double.received) + 5), "the others go on")
             assert len(leaving.received) == num_received

@@ -90,6 +90,14 @@ class RunningProxy:
 
         await until(are_ready, f"{addresses} ready")
 
+    async def until_state(self, instance: ServerDouble, state: str) -> None:
+        """Wait until `/status` shows an instance in a state; "": until it shows none."""
+
+        async def is_so() -> bool:
+            return (await self.states()).get(instance.http_address, "") == state
+
+        await until(is_so, f"{instance.http_address} is {state or 'forgotten'}")
+
     async def until_idle(self) -> None:
         """Wait until every count of work in progress is zero."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.processes import Child, ChildError, start_fork_server, together
+from tests.processes import Child, ChildError, together
 
 WAYS = {"the fork server": None, "a new interpreter": ()}
 
@@ -44,9 +44,7 @@ class Counter:
             sys.exit("odd")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _fork_server() -> None:
-    start_fork_server()
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 
 @pytest.fixture(params=WAYS)
