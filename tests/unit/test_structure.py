@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 from scripts.structure import (
     circles,
     imports_of,
@@ -15,6 +17,11 @@ from scripts.structure import (
     repeated_classes,
     unit_of,
 )
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[Path, ast.AST]:
+    return parsed()
 
 
 def test_a_circle_is_found_and_a_chain_is_none() -> None:
@@ -41,15 +48,15 @@ def test_a_class_name_that_stands_twice_is_found() -> None:
     assert repeated_classes({Path("one"): one, Path("other"): other}) == ["A"]
 
 
-def test_everything_is_measured() -> None:
-    measured = measure(parsed())
+def test_everything_is_measured(files: dict[Path, ast.AST]) -> None:
+    measured = measure(files)
     assert measured["circles"] == 0
     assert all(measured[name] > 10 for name in ("units", "layers", "edges", "readme_words"))
 
 
-def test_no_test_file_imports_another() -> None:
+def test_no_test_file_imports_another(files: dict[Path, ast.AST]) -> None:
     """What tests share lies in a helper module, where a reader looks for it."""
-    modules = {module_of(path): tree for path, tree in parsed().items()}
+    modules = {module_of(path): tree for path, tree in files.items()}
     tests = {name for name in modules if name.rpartition(".")[2].startswith("test_")}
     found = {name: tests & set(imports_of(modules[name], modules)) for name in modules}
     assert {name: others for name, others in found.items() if others} == {}
