@@ -210,8 +210,9 @@ class Message(msgspec.Struct, array_like=True, tag_field="type"):
 
 
 class Hello(Message, tag="HELLO"):
-    """First words of a link; `endpoints` are what each transport of the sender offers. The `number`
-    is known to nobody else: by it the sender recognises its own HELLO (0: it has none)."""
+    """First words of a link. `endpoints` is empty; it keeps its place so that engines of other
+    protocol versions can read a HELLO and refuse it by name. Only the sender knows the `number`, by
+    which it recognises its own HELLO (0: it has none)."""
 
     version: Count
     address: Text
