@@ -1,4 +1,4 @@
-"""Addresses of instances: what is one, and which are allowed; pure."""
+"""Parse the addresses of instances and check them against the allowed networks; pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from p2p_engine.wire.request_ids import ProxyId, parse_proxy_id
 
 
 def is_address(text: str) -> bool:
-    """Tell whether it is `host:port` that comes through a request id unharmed."""
+    """Tell whether `text` is a `host:port` that a request id can carry and give back unchanged."""
     return parse_proxy_id(str(ProxyId(text, text, "0" * 32))) is not None
 
 
 class AllowList:
-    """Host names and networks, separated by commas, from which instances may come; empty: any.
+    """The host names and networks, separated by commas, from which instances may register.
 
-    A name is compared as it is written and never looked up: who controls the answer of a name
-    server must not be able to send requests elsewhere.
+    An empty list permits every address. Names are compared as text and never resolved: otherwise,
+    whoever controls the name server could send requests elsewhere.
     """
 
     def __init__(self, text: str) -> None:
@@ -28,7 +28,7 @@ class AllowList:
         self._names = {name.lower() for name, network in networks.items() if network is None}
 
     def permits(self, address: str) -> bool:
-        """Tell whether an instance may be at this `host:port`."""
+        """Tell whether an instance may use this `host:port`."""
         if not self._names and not self._networks:
             return True
         host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
@@ -40,10 +40,10 @@ class AllowList:
 
 
 def parse_static(text: str) -> list[tuple[str, str]]:
-    """Return the HTTP and KV addresses in `HTTP[@KV],...`; the second is empty where left out.
+    """Return the HTTP and KV addresses in `HTTP[@KV],...`; a missing KV address is "".
 
     Raises:
-        ConfigError: names the part that is no address.
+        ConfigError: a part is not `host:port`; the message names it.
     """
     pairs = []
     for entry in filter(None, (part.strip() for part in text.split(","))):

@@ -47,7 +47,7 @@ DIRECT_PATHS = (*COMPLETION_PATHS, *ERRAND_PATHS)
 
 
 class ProxyApp(Quart):
-    """The Quart application; what instances answer does not take Quart's way, but the short one."""
+    """The Quart application. Completions and errands skip Quart's request objects, for speed."""
 
     def __init__(self, proxy: Proxy) -> None:
         super().__init__(__name__, static_folder=None)
@@ -56,7 +56,7 @@ class ProxyApp(Quart):
     async def __call__(
         self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
     ) -> None:
-        """Serve what a server hands on."""
+        """Serve one ASGI event; POSTs to `DIRECT_PATHS` go straight to the forwarder."""
         is_direct = scope["type"] == "http" and scope["path"] in DIRECT_PATHS
         if is_direct and cast("HTTPScope", scope)["method"] == "POST":
             await serve_directly(self._serve, cast("HTTPScope", scope), receive, send)
@@ -69,16 +69,16 @@ def create_app(
     clock: Callable[[], float] = time.monotonic,
     rng: random.Random | None = None,
 ) -> ProxyApp:
-    """Build the application; it opens its sockets when a server starts it."""
+    """Build the application. It opens its sockets when a server starts it."""
     proxy = Proxy(config, clock, rng or random.Random())
     app = ProxyApp(proxy)
     app.asgi_http_class = QuartConnection
-    # Quart would cut a long stream off without a word, and read a slow or large body no further.
+    # Quart would end a long stream silently, and stop reading a slow or large body.
     app.config["RESPONSE_TIMEOUT"] = None
     app.config["BODY_TIMEOUT"] = config.client_timeout_seconds
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
     app.while_serving(proxy.serving)
-    for path in DIRECT_PATHS:  # so that other methods are refused with 405
+    for path in DIRECT_PATHS:  # makes Quart answer 405 to other methods
         app.add_url_rule(path, view_func=proxy.refuse, methods=["POST"], endpoint=path)
     for path, view in {
         "/instances/add": proxy.add_instances,
@@ -100,7 +100,7 @@ def create_app(
 
 
 class Proxy:
-    """Owns the parts and shows them to the web."""
+    """Owns the proxy's parts and serves its routes."""
 
     def __init__(self, config: ProxyConfig, clock: Callable[[], float], rng: random.Random) -> None:
         self._config = config
@@ -130,11 +130,11 @@ class Proxy:
         )
         self._registry.on_room = self._admission.wake
         watch = self._metrics.watch
-        watch("authenticated", "1 if only members of the fleet register",
+        watch("authenticated", "1 if only members of the fleet can register",
               lambda: self._discovery.is_authenticated)  # fmt: skip
-        watch("refused_connections", "Connections to the registration port that were ended",
+        watch("refused_connections", "Connections to the registration port that the proxy closed",
               lambda: self._discovery.refused_connections)  # fmt: skip
-        watch("dropped_frames", "Messages on the registration port with too many frames",
+        watch("dropped_frames", "Messages dropped: too many frames, or not deliverable",
               lambda: self._discovery.dropped_frames)  # fmt: skip
         watch("queued", "Requests that wait for room", lambda: self._admission.num_queued)
         watch("running", "Requests in progress", lambda: self._admission.num_running)
@@ -147,7 +147,7 @@ class Proxy:
         self._status = Status(self._registry, self._discovery, self._admission, self._log, clock)
 
     async def serving(self) -> AsyncGenerator[None, None]:
-        """Open the sockets, and close them in the opposite order."""
+        """Open the sockets; close the parts in reverse order at shutdown."""
         async with AsyncExitStack() as parts:
             self._upstream.open()
             parts.callback(self._log.flush)
@@ -176,21 +176,21 @@ class Proxy:
                 self._readiness.watch(instance)
 
     async def add_instances(self) -> Response:
-        """Add or resume instances."""
+        """Add instances, or resume draining ones; needs the admin key."""
         self._admin.authorize(request.headers)
         return _json(self._admin.add(cast("bytes", await request.get_data())))
 
     async def remove_instances(self) -> Response:
-        """Drain instances and forget them."""
+        """Drain instances, then forget them; needs the admin key."""
         self._admin.authorize(request.headers)
         return _json(self._admin.remove(cast("bytes", await request.get_data())))
 
     async def complete(self, request: ProxyRequest) -> Answer:
-        """Serve what instances answer: a completion, a chat completion, or an errand."""
+        """Serve a completion, a chat completion or an errand."""
         return await self._forwarder.serve(request)
 
     async def refuse(self) -> Response:
-        """Never called: `ProxyApp` takes what would come here."""
+        """Hold the place of a direct path in Quart's routes; `ProxyApp` serves these requests."""
         raise NotImplementedError
 
     async def models(self) -> Response:
@@ -201,7 +201,7 @@ class Proxy:
         return await list_models(instances, self._upstream, headers, self._clock())
 
     async def health(self) -> Response:
-        """Tell whether the proxy itself works; instances may be missing all the same."""
+        """Answer 200 while discovery runs, else 500, with the number of ready instances by role."""
         now, instances = self._clock(), self._registry.instances()
         is_ok = self._discovery.is_running
         ready = {role.label: sum(i.is_routable(role, now) for i in instances) for role in Role}
@@ -210,19 +210,19 @@ class Proxy:
         )
 
     async def status(self) -> Response:
-        """Show every instance and what is in flight."""
+        """Return all instances and the number of requests in flight and queued."""
         return _json(self._status.snapshot())
 
     async def status_events(self) -> Response:
-        """Show the same and the last requests, again and again."""
+        """Stream the status and the latest requests, once a second."""
         return self._status.events()
 
     async def page(self) -> Response:
-        """Show all of it to people."""
+        """Return the status page."""
         return self._status.page()
 
     async def show_metrics(self) -> Response:
-        """Show the metrics in the text form of Prometheus."""
+        """Return the metrics in Prometheus' text format."""
         return Response(self._metrics.render(), content_type=CONTENT_TYPE_LATEST)
 
 

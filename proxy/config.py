@@ -1,6 +1,6 @@
-"""ProxyConfig: every setting of the proxy, checked once; nothing here reads the environment.
+"""ProxyConfig: every setting of the proxy, validated once; reads no environment variables.
 
-The names of routing policies are checked by the router, which has them.
+The router validates the names of routing policies, because it knows them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from proxy.addresses import is_address, parse_static
 SEQUENTIAL = "sequential"
 CONCURRENT = "concurrent"
 DISPATCHES = (SEQUENTIAL, CONCURRENT)
-# Where 0 means that it is not used.
+# For these settings, 0 turns the feature off.
 MAY_BE_ZERO = ("bypass_tokens", "max_queued", "max_retries")
 
 
@@ -21,7 +21,7 @@ MAY_BE_ZERO = ("bypass_tokens", "max_queued", "max_retries")
 class ProxyConfig:
     """Where to listen, how long each stage may take, and how much is accepted.
 
-    Port 0 asks the system for a free one; `/status` tells the registration address in use.
+    Port 0 lets the system choose a free port; `/status` shows the registration address in use.
     """
 
     host: str = "0.0.0.0"
@@ -29,64 +29,66 @@ class ProxyConfig:
     registration_host: str = "0.0.0.0"
     registration_port: int = 30001
 
-    # Other proxies: the registration address of each is told of every heartbeat that comes here.
+    # Registration addresses of other proxies. This proxy forwards every heartbeat to them.
     peers: str = ""
     # Instances that send no heartbeats, as HTTP_ADDRESS or HTTP_ADDRESS@KV_ADDRESS.
     prefill: str = ""
     decode: str = ""
     both: str = ""
-    # Host names and networks from which instances may come; empty: any.
+    # Host names and networks from which instances may register; empty: any.
     allowed_addresses: str = ""
-    # The fleet's key: only who has it registers, and heartbeats are encrypted; empty: anybody does.
+    # The fleet's key. With it, heartbeats are encrypted and only members register; empty: anyone
+    # can.
     key_file: str = ""
-    # A file with the key for adding and removing instances; empty: nobody can.
+    # File with the key for adding and removing instances; empty: nobody can.
     admin_key_file: str = ""
     drain_timeout_seconds: float = 300.0
     max_instances: int = 256
-    # An instance that beats every 3 s is expired 10 s after its last beat.
+    # An instance with a heartbeat every 3 s expires 10 s after its last heartbeat.
     missed_beats: int = 3
     probe_interval_seconds: float = 2.0
     probe_timeout_seconds: float = 5.0
 
     prefill_policy: str = "least_loaded"
     decode_policy: str = "least_loaded"
-    # A prompt of which a decode instance must compute fewer tokens than this needs no prefill.
+    # If a decode instance must compute fewer tokens of a prompt than this, it gets no prefill leg.
     bypass_tokens: int = 0
-    # What the proxy remembers of prompts, in blocks of 256 bytes; about 100 bytes of memory each.
+    # Prompt prefixes that the proxy remembers, in blocks of 256 bytes; each takes about 100 bytes.
     max_prefix_blocks: int = 250_000
 
-    # What is in progress at a time: legs of one role at one instance, and requests in all. What
-    # comes on top waits, so many at most and so long.
+    # Limits on legs in flight (one role at one instance) and on running requests (in all). Requests
+    # above a limit wait in the queue, up to `max_queued` of them, each for `queue_timeout_seconds`.
     max_in_flight_per_instance: int = 1024
     max_in_flight: int = 4096
     max_queued: int = 1024
     queue_timeout_seconds: float = 60.0
-    # How many other pairs are tried when one fails before the client was told anything.
+    # How many other pairs are tried if one fails before the client has received anything.
     max_retries: int = 2
-    # An instance that failed so many legs of a role in a row gets none for a while, then one.
+    # After this many failures in a row, a role of an instance gets no legs for `breaker_seconds`,
+    # then one as a trial.
     breaker_failures: int = 5
     breaker_seconds: float = 30.0
 
-    # Prefill first, then decode; or both at once, decode's answer held back until prefill is done.
+    # Sequential: prefill, then decode. Concurrent: both at once; decode's answer waits for prefill.
     dispatch: str = SEQUENTIAL
     max_body_bytes: int = 64 << 20
-    # The client sends its request within this time, and takes each piece of the answer within it.
+    # Limit on the client: to send its whole request, and to take each piece of the answer.
     client_timeout_seconds: float = 120.0
     connect_timeout_seconds: float = 5.0
     prefill_timeout_seconds: float = 600.0
-    # Decode: the first byte of a stream, the silence between two of its pieces, and the whole
-    # generation of an answer that is not a stream.
+    # Limits on decode: a stream's first byte, the gap between two pieces of it, and the whole of an
+    # answer that is not a stream.
     first_byte_timeout_seconds: float = 600.0
     gap_timeout_seconds: float = 120.0
     response_timeout_seconds: float = 3600.0
-    # How long requests in progress may still take after the proxy was told to stop.
+    # How long requests in progress may continue after the proxy is told to stop.
     shutdown_timeout_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        """Refuse impossible values.
+        """Validate every value.
 
         Raises:
-            ConfigError: names the key, the value and what is allowed.
+            ConfigError: names the key, its value and the allowed values.
         """
         for field in fields(self):
             value = getattr(self, field.name)

@@ -1,4 +1,4 @@
-"""Errors that a client sees, in the shape of OpenAI's API."""
+"""Errors that a client sees, in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RETRY_AFTER_SECONDS = 3
 
 
 class ProxyError(P2pError):
-    """A request that ends here; `code` is stable, for programs, and the message is for people."""
+    """A request failed. `code` is stable, for programs; the message is for people."""
 
     def __init__(self, status: int, code: str, message: str, **details: Any) -> None:
         super().__init__(message)
@@ -23,23 +23,23 @@ class ProxyError(P2pError):
         self.details = details
 
     def answer_to_client(self) -> Answer:
-        """Build the answer."""
+        """Build the HTTP answer; 429 and 503 carry `Retry-After`."""
         headers = [(b"content-type", b"application/json")]
         if self.status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
             headers.append((b"retry-after", b"%d" % RETRY_AFTER_SECONDS))
         return Answer(self.status, headers, msgspec.json.encode(self.body()))
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON object of the answer."""
+        """Return the answer's JSON object."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": str(self), "type": kind, "param": None, "code": self.code}
         return {"error": {**error, **self.details}}
 
 
 class LegFailed(ProxyError):
-    """An instance could not be reached, fell silent or answered what nobody can use.
+    """An instance could not be reached, timed out, or sent an answer that cannot be used.
 
-    `can_retry`: another instance may do better, and nothing has been said to the client.
+    `can_retry`: another instance may succeed, and the client has received nothing yet.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class LegFailed(ProxyError):
         self.answer = answer
 
     def answer_to_client(self) -> Answer:
-        """Return the instance's own answer, if it gave one that is for the client."""
+        """Return the instance's own answer if there is one to pass on, else one of ours."""
         return self.answer or super().answer_to_client()
 
 
 class Refused(ProxyError):
-    """An instance refused the request: its own answer is the client's answer."""
+    """An instance refused the request; the client gets its answer unchanged."""
 
     def __init__(self, role: str, answer: Answer) -> None:
         status = answer.status

@@ -26,34 +26,34 @@ HELP = {
     "port": "port of the HTTP server",
     "registration_host": "address on which the proxy takes heartbeats",
     "registration_port": "port on which the proxy takes heartbeats",
-    "peers": "registration addresses of other proxies, separated by commas; the proxy passes every "
-    "heartbeat on to them",
+    "peers": "registration addresses of other proxies, separated by commas; the proxy forwards "
+    "every heartbeat to them",
     "prefill": "prefill instances that send no heartbeats: HTTP_ADDRESS[@KV_ADDRESS],...",
     "decode": "decode instances that send no heartbeats",
     "both": "instances of both roles that send no heartbeats",
     "allowed_addresses": "host names and networks from which instances may register; empty: any",
-    "key_file": "file with the fleet's key (p2p-engine keygen); empty: anybody can register",
+    "key_file": "file with the fleet's key (p2p-engine keygen); empty: anyone can register",
     "admin_key_file": "file with the key for adding and removing instances; empty: nobody can",
-    "drain_timeout_seconds": "how long an instance that is removed may finish its requests",
+    "drain_timeout_seconds": "how long a removed instance may take to finish its requests",
     "max_instances": "how many instances may be registered at a time",
-    "missed_beats": "an instance may miss this many heartbeats in a row before it is dropped",
-    "probe_interval_seconds": "how often the proxy asks each instance's /health",
+    "missed_beats": "after this many missed heartbeats in a row the proxy drops an instance",
+    "probe_interval_seconds": "seconds between two probes of an instance's /health",
     "probe_timeout_seconds": "how long an instance may take to answer /health",
     "prefill_policy": "how the proxy chooses a prefill instance",
     "decode_policy": "how the proxy chooses a decode instance",
-    "bypass_tokens": "decode computes a prompt itself if it lacks fewer tokens than this",
+    "bypass_tokens": "if decode lacks fewer tokens of a prompt than this, it computes them itself",
     "max_prefix_blocks": "how many blocks of 256 bytes of prompts the proxy remembers",
-    "max_in_flight_per_instance": "requests in progress at one instance in one role",
-    "max_in_flight": "requests in progress in all",
-    "max_queued": "how many requests may wait for room",
-    "queue_timeout_seconds": "how long a request may wait for room",
+    "max_in_flight_per_instance": "how many requests one instance may have in progress in one role",
+    "max_in_flight": "how many requests may be in progress in all",
+    "max_queued": "how many requests may wait in the queue",
+    "queue_timeout_seconds": "how long a request may wait in the queue",
     "max_retries": "how many other pairs are tried if one fails before the first byte",
-    "breaker_failures": "an instance that fails this often in a row gets no more requests",
-    "breaker_seconds": "after this time it gets one request as a trial",
-    "dispatch": "prefill before decode, or both at once",
-    "max_body_bytes": "size of the largest request",
-    "client_timeout_seconds": "how long a client may take to send its request, or to read a piece "
-    "of the answer",
+    "breaker_failures": "after this many failures in a row an instance gets no more requests",
+    "breaker_seconds": "after this time such an instance gets one request as a trial",
+    "dispatch": "run prefill before decode, or both at once",
+    "max_body_bytes": "how large the body of a request may be",
+    "client_timeout_seconds": "how long a client may take to send its request, and to read each "
+    "piece of the answer",
     "connect_timeout_seconds": "how long connecting to an instance may take",
     "prefill_timeout_seconds": "how long the prefill instance may take in all",
     "first_byte_timeout_seconds": "how long the first byte of a stream may take",
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         level=options.pop("log_level").upper(),
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
-    # Its lines are JSON as they are, for programs.
+    # These lines are JSON for programs, so they get no prefix.
     access = logging.getLogger("proxy.access")
     access.propagate = False
     access.addHandler(logging.StreamHandler())
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         parser.error(str(error))
     _look_for_garbage_seldom()
-    # The server stops at either signal and then raises it again: being told to stop is no failure.
+    # uvicorn raises the signal again after it has stopped. SIGTERM is a normal end: exit with 0.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with suppress(KeyboardInterrupt):
         server.run()
@@ -88,8 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _look_for_garbage_seldom() -> None:
-    """Requests leave few cycles behind, but a tenth of the time would go into looking for them,
-    and a look through all that was imported would hold up every request for 50 ms."""
+    """Make garbage collections rare.
+
+    Requests create few reference cycles. With the default threshold, collections would take a tenth
+    of the time, and a full one, over all imported modules, would delay every request by 50 ms.
+    """
     gc.freeze()
     gc.set_threshold(20_000)
 
@@ -108,7 +111,8 @@ def server_config(config: ProxyConfig) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        # Load balancers keep an idle connection for 60 s: theirs must be the first to close it.
+        # Load balancers keep idle connections for 60 s. Ours must last longer, so that they close
+        # first.
         timeout_keep_alive=75,
         timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_seconds)),
     )

@@ -1,4 +1,4 @@
-"""Status: what the proxy knows of its instances and requests, as JSON, as events and as a page."""
+"""Status: the proxy's instances and requests, as JSON, as server-sent events and as a page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 INTERVAL_SECONDS = 1.0
 MAX_VIEWERS = 32
 MAX_PAIRS = 50
-# The page asks nobody but the proxy, and shows nothing as code that an instance or client has said.
+# The page connects to the proxy only, and never runs text from an instance or client as code.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'",
@@ -33,7 +33,7 @@ _PAGE_HEADERS = {
 
 
 class Status:
-    """Everything is read when it is asked for; nothing is kept here."""
+    """Reads everything on demand; keeps nothing."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Status:
         self._page = files("proxy").joinpath("status.html").read_text(encoding="utf-8")
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the instances and what is in flight."""
+        """Return the instances and the number of requests in flight and queued."""
         now = self._clock()
         self._registry.sweep(now)
         return {
@@ -65,17 +65,13 @@ class Status:
         }
 
     def page(self) -> Response:
-        """Return the page, which then follows `events`."""
+        """Return the page, which then reads `events`."""
         return Response(self._page, content_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
 
     def events(self) -> Response:
-        """Return a stream with a picture of everything each second, until the viewer leaves.
-
-        Raises:
-            ProxyError: 429, there are too many viewers.
-        """
+        """Return a stream with a snapshot every second, until the viewer leaves."""
         if self._num_viewers >= MAX_VIEWERS:
-            raise ProxyError(429, "too_many_viewers", f"{MAX_VIEWERS} look already")
+            raise ProxyError(429, "too_many_viewers", f"at most {MAX_VIEWERS} viewers at a time")
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return Response(self._pictures(), content_type="text/event-stream", headers=headers)
 
@@ -97,9 +93,11 @@ class Status:
         }
 
     def _pairs(self) -> list[dict[str, Any]]:
-        """Return the busiest pairs: their requests now, and all KV that went from one to the other.
+        """Return the busiest pairs: requests in flight, and KV transferred since the instances
+        joined.
 
-        KV is counted by the tokens of prompts: what decode still had of them did not move.
+        KV is computed from the prompts' lengths; tokens that decode had cached did not move but
+        count.
         """
         requests = Counter((j.prefill, j.decode) for j in self._log.open if j.decode is not None)
         moved: dict[tuple[str | None, str], int] = {

@@ -1,1 +1,1 @@
-"""Which instances there are, and what each is doing."""
+"""The fleet: instances, their state, and the ways to join and leave."""

@@ -1,4 +1,4 @@
-"""Admin: adds, drains and removes instances by hand, for whoever has the key."""
+"""Admin: adds, drains and removes instances for a holder of the admin key."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ROLES = {
 
 
 class _Named(msgspec.Struct):
-    """Either key is in use elsewhere: one address, or one or several."""
+    """The instances of a request. Both keys are accepted, because other routers use either."""
 
     instance: str = ""
     instances: str | list[str] = []
@@ -54,7 +54,10 @@ class _Removal(_Named):
 
 
 class Admin:
-    """Off without a key file. The key itself is not kept, and compared in constant time."""
+    """Handles the admin requests; disabled without a key file.
+
+    Only the key's hash is kept, and it is compared in constant time.
+    """
 
     def __init__(
         self,
@@ -70,10 +73,10 @@ class Admin:
         self._key_hash = _read_key(config.admin_key_file)
 
     def authorize(self, headers: Headers) -> None:
-        """Let only the holder of the key pass.
+        """Check the admin key of a request.
 
         Raises:
-            ProxyError: 403 when there is no key at all, 401 when it is not this one.
+            ProxyError: 403 if the proxy has no admin key, 401 if the given key is missing or wrong.
         """
         if self._key_hash is None:
             raise ProxyError(
@@ -85,10 +88,10 @@ class Admin:
             raise ProxyError(401, "unauthorized", "the admin key is missing or wrong")
 
     def add(self, body: bytes) -> dict[str, Any]:
-        """Add instances that send no heartbeats, or resume some that drain.
+        """Add instances that send no heartbeats, or resume draining ones.
 
         Raises:
-            ProxyError: 400, the body or an address cannot be; 409, there are too many.
+            ProxyError: 400, the body or an address is invalid; 409, the registry is full.
         """
         asked = _decode(body, _Addition)
         addresses = asked.addresses()
@@ -106,10 +109,11 @@ class Admin:
         return self._answer(f"Added {', '.join(addresses)}{kind}.", added)
 
     def remove(self, body: bytes) -> dict[str, Any]:
-        """Drain instances: they get nothing new, and are gone when their own work has ended.
+        """Drain instances: they get no new requests, and are removed when their requests have
+        ended.
 
         Raises:
-            ProxyError: 400, the body cannot be; 404, one is not known.
+            ProxyError: 400, the body is invalid; 404, an instance is not registered.
         """
         asked = _decode(body, _Removal)
         found = {address: self._registry.find(address) for address in asked.addresses()}

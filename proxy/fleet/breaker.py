@@ -1,13 +1,14 @@
-"""Breaker: keeps requests away from an instance whose legs of one role fail in a row; pure."""
+"""Breaker: keeps legs of a role away from an instance after several failures in a row; pure."""
 
 from __future__ import annotations
 
 
 class Breaker:
-    """Closed until `max_failures` in a row; then open for `pause_seconds`; then half open: one leg
-    is let through, and its end closes the breaker or opens it again.
+    """A circuit breaker with the states closed, open and half open.
 
-    What the client has done wrong is no failure, and says nothing about the instance either.
+    It opens after `max_failures` in a row. After `pause_seconds` it is half open and lets one leg
+    through: the leg's end closes the breaker or opens it again. Errors of the client do not count,
+    and say nothing about the instance.
     """
 
     def __init__(self, max_failures: int = 5, pause_seconds: float = 30.0) -> None:
@@ -18,7 +19,7 @@ class Breaker:
         self._has_probe = False
 
     def allows(self, now: float) -> bool:
-        """Tell whether a leg may be begun."""
+        """Tell whether a leg may start."""
         return self.state(now) != "open" and not self._has_probe
 
     def state(self, now: float) -> str:
@@ -28,27 +29,28 @@ class Breaker:
         return "half_open" if now >= self._opens_at else "open"
 
     def begin(self) -> bool:
-        """Note a leg that begins; return whether it is the one that decides."""
+        """Record the start of a leg; return whether it is the trial leg of a half-open breaker."""
         is_probe = self._opens_at is not None and not self._has_probe
         self._has_probe |= is_probe
         return is_probe
 
     def recover(self) -> None:
-        """Note an answer that has begun well: others may follow, but one failure is enough now."""
+        """Record an answer that has begun well: close the breaker, but one more failure opens it
+        again."""
         if self._opens_at is not None:
             self._opens_at, self._has_probe = None, False
             self._num_failures = self._max_failures - 1
 
     def succeed(self) -> None:
-        """Note a leg that ended well."""
+        """Record a success."""
         self._opens_at, self._has_probe, self._num_failures = None, False, 0
 
     def fail(self, now: float) -> None:
-        """Note a leg that the instance failed."""
+        """Record a failure of the instance."""
         self._num_failures += 1
         if self._num_failures >= self._max_failures:
             self._opens_at, self._has_probe = now + self._pause_seconds, False
 
     def give_up(self) -> None:
-        """Note that the deciding leg ended without a verdict: the next one decides."""
+        """Record that the trial leg ended without a verdict; the next leg is the trial."""
         self._has_probe = False

@@ -1,5 +1,8 @@
-"""Discovery: listens for heartbeats and feeds the registry. Whatever is no heartbeat is counted
-and dropped. With a key, only members of the fleet are heard, other proxies among them."""
+"""Discovery: receives heartbeats and feeds them to the registry.
+
+Other frames are counted and dropped. With a key, only members of the fleet are heard, and other
+proxies need the key, too.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +33,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NAME_SECONDS = 4.5  # for the name of another proxy to be resolved
-REFRESH_SECONDS = 3.0  # then it is looked up again
-TICK_SECONDS = 0.02  # between two looks at what connections cost
+NAME_SECONDS = 4.5  # to resolve the name of another proxy
+REFRESH_SECONDS = 3.0  # between two look-ups of that name
+TICK_SECONDS = 0.02  # between two checks of timeouts and of the connections' cost
 
 _OLD_FORM = (
-    "a heartbeat of the old form: those and authentication exclude each other. Run the proxy "
-    "without key_file, or the instance with this connector and the key"
+    "an old-form heartbeat; those and authentication exclude each other. Run the proxy without "
+    "key_file, or run the instance with this connector and the key"
 )
 
 
 class Discovery:
-    """The registration port. Bind it inside the event loop that runs it."""
+    """The registration port. Call `start` inside the event loop."""
 
     def __init__(
         self,
@@ -51,8 +54,9 @@ class Discovery:
         on_instance: Callable[[Instance], None],
         clock: Callable[[], float],
     ) -> None:
-        """Read the key file, if one is named; nothing is bound yet. `heartbeats` counts them by
-        what came of them.
+        """Read the key file, if one is configured; bind nothing yet.
+
+        `heartbeats` counts received frames by their result.
 
         Raises:
             ConfigError: the key file cannot be used.
@@ -64,7 +68,7 @@ class Discovery:
         self._clock = clock
         self._secrets = read_key_file(config.key_file)
         self._warnings = RateLimitedWarnings(logger, clock)
-        self._refusals: dict[str, str] = {}  # of other proxies, the last of each
+        self._refusals: dict[str, str] = {}  # the last refusal, by proxy address
         self._epoll: select.epoll | None = None
         self._sockets: Sockets | None = None
         self._names: Resolver | None = None
@@ -74,22 +78,22 @@ class Discovery:
 
     @property
     def is_running(self) -> bool:
-        """Tell whether heartbeats are being read."""
+        """Tell whether the port is bound and heartbeats are read."""
         return self._sockets is not None
 
     @property
     def exposure(self) -> str:
-        """Say what is wrong with listening there without a key, or ""."""
+        """Return a warning if the port is reachable from other hosts without a key, else ""."""
         return exposure(self._config.registration_host, self._secrets)
 
     @property
     def is_authenticated(self) -> bool:
-        """Tell whether only members of the fleet are heard."""
+        """Tell whether only members of the fleet can register."""
         return bool(self._secrets)
 
     @property
     def refused_connections(self) -> int:
-        """Count the connections that proved nothing, or were too many."""
+        """Count the connections that were closed: no proof of membership, or too many at a time."""
         return self._sockets.refused_connections if self._sockets is not None else 0
 
     @property
@@ -98,7 +102,7 @@ class Discovery:
         return self._sockets.dropped_frames if self._sockets is not None else 0
 
     def start(self) -> None:
-        """Bind the port and read from it until closed.
+        """Bind the port and read from it until `close`.
 
         Raises:
             ConfigError: the port cannot be bound.
@@ -126,7 +130,7 @@ class Discovery:
         logger.info("registration address=%s authenticated=%s", self.address, self.is_authenticated)
 
     def close(self) -> None:
-        """Stop reading and give the port back; idempotent."""
+        """Stop reading and release the port; idempotent."""
         if self._sockets is not None and self._epoll is not None:
             asyncio.get_running_loop().remove_reader(self._epoll.fileno())
             if self._timer is not None:
@@ -138,7 +142,7 @@ class Discovery:
             self._sockets = None
 
     def _tick(self) -> None:
-        """Tell whose name was not resolved in time, and cut who costs too much."""
+        """Report names that were not resolved in time, and close connections that cost too much."""
         if self._names is not None and self._reach is not None and self._sockets is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(TICK_SECONDS, self._tick)
@@ -146,7 +150,7 @@ class Discovery:
                 tick(loop.time())
 
     def _serve(self) -> None:
-        """Read what is there, but not all of a flood: the requests have their turns between."""
+        """Read pending messages, but yield to requests during a flood."""
         if self._sockets is None or self._epoll is None:
             return
         for fd, _ in self._epoll.poll(0):
@@ -157,13 +161,13 @@ class Discovery:
             asyncio.get_running_loop().call_soon(self._serve)
 
     def _take(self, route: Route, frame: bytes) -> None:
-        """Handle one message and count what became of it."""
+        """Handle one message and count its result."""
         if route.address:
-            return  # another proxy has nothing to answer
+            return  # an answer of another proxy; there is nothing to do
         try:
             result = self._observe(frame)
         except Exception:
-            logger.exception("error over a heartbeat, the next one is taken")
+            logger.exception("a heartbeat could not be handled; discovery continues")
             result = "error"
         self._heartbeats.labels(result).inc()
 
@@ -189,7 +193,7 @@ class Discovery:
         return "accepted"
 
     def _relay(self, beat: Heartbeat) -> None:
-        """Pass a heartbeat on to the other proxies, unless it comes from one."""
+        """Forward a heartbeat to the other proxies, unless one of them forwarded it."""
         if beat.relayed or self._reach is None or self._sockets is None:
             return
         beat.relayed = True
@@ -197,8 +201,10 @@ class Discovery:
             self._reach.send(Route(peer), encode_heartbeat(beat))
 
     def _refused(self, address: str, reason: str) -> None:
-        """Another proxy does not take us, or its name stands for nothing; it is dialled again with
-        the next heartbeat."""
+        """Log that another proxy refused us or that its name does not resolve, once per reason.
+
+        The next heartbeat dials it again.
+        """
         if self._refusals.get(address) != reason:
             logger.error("heartbeats are not passed on: proxy %s: %s", address, reason)
         self._refusals[address] = reason

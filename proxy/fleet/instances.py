@@ -1,4 +1,4 @@
-"""Instance: one vLLM server as the proxy knows it, its roles, and the legs that it runs."""
+"""Instance: one vLLM server as the proxy knows it, its roles and its legs in flight."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from proxy.fleet.breaker import Breaker
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# So many probes in a row may go unanswered before an instance that was ready is not any more.
+# A ready instance becomes not ready after this many unanswered probes in a row.
 PATIENCE = 3
-# So many that had a name before are remembered.
+# Earlier incarnations that are remembered for each name.
 MAX_REPLACED = 64
-# Instances come and go at other addresses; what came from so many is not remembered any more.
+# Prefill instances come and go at new addresses; above this many, the counts start again.
 MAX_SOURCES = 1024
 
 
 class Role(enum.Enum):
-    """What an instance can do for a request; the value is its letter in a heartbeat."""
+    """The role of an instance in a request; the value is its letter in a heartbeat."""
 
     PREFILL = "P"
     DECODE = "D"
 
-    # There is one of each, and they are keys on the way of every request.
+    # Members are unique, so identity is enough; dicts with role keys are in the path of every
+    # request.
     __hash__ = object.__hash__
 
     @property
     def label(self) -> str:
-        """The role's name in answers, logs and metrics."""
+        """The role's name in answers, logs and metrics: `prefill` or `decode`."""
         return self.name.lower()
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What makes an incarnation: if any of it changes at an address, that is a new instance.
+    """The fields that define an incarnation: if one changes at an address, it is a new instance.
 
-    `zmq_address` and `model` are empty where nobody has told us.
+    `zmq_address` and `model` are empty if they are not known.
     """
 
     http_address: str
@@ -54,23 +55,25 @@ class Identity:
 
     @property
     def name(self) -> str:
-        """What it is known by: its HTTP address, and its rank where that has several."""
+        """The instance's name: its HTTP address, with "#rank" if several ranks share that
+        address."""
         return self.http_address if self.dp_rank is None else f"{self.http_address}#{self.dp_rank}"
 
 
 @dataclass(eq=False)
 class Instance:
-    """One incarnation of one instance. Its counts die with it, never before its last leg ends."""
+    """One incarnation of an instance. Its counts last until it is removed and its last leg has
+    ended."""
 
     identity: Identity
     expires: dict[Role, float] = field(default_factory=dict)
-    # None for one that was added by hand and is not expected to beat.
+    # None if it was added by hand and sends no heartbeats.
     last_beat: float | None = None
-    # Seconds after its last heartbeat in which it is taken to live.
+    # Seconds after its last heartbeat at which it expires.
     lifetime: float = math.inf
-    # While it drains it gets nothing new; what still runs there then counts as its own affair.
+    # When its drain ends; it gets no new legs, and legs that outlast the drain are not waited for.
     drains_until: float | None = None
-    # Nobody has seen it ready yet, so its patience is used up from the start.
+    # Starts at the limit: a new instance is not ready until a probe succeeds.
     missed_probes: int = PATIENCE
     in_flight: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
     # The estimated tokens of all legs in flight, of either role.
@@ -78,19 +81,20 @@ class Instance:
     breakers: dict[Role, Breaker] = field(
         default_factory=lambda: {role: Breaker() for role in Role}
     )
-    # The events of its streams that clients got: one is about one token.
+    # Stream events from it that clients received; an event is about one token.
     num_events: int = 0
-    # What its heartbeats say; and, of a decode instance, the bytes of KV that it used, by the
-    # prefill instance from which they came.
+    # `kv_bytes_per_token` is from its heartbeats. `kv_bytes_from` counts the bytes of KV that it
+    # used as a decode instance, by the name of the prefill instance.
     kv_bytes_per_token: int = 0
     kv_bytes_from: Counter[str] = field(default_factory=Counter)
-    # Who had the name before it, the last first: who beats again lives, and has no right to it.
+    # Earlier incarnations of its name, newest first. If one sends a heartbeat while this one is
+    # alive, it is refused.
     replaced: tuple[Identity, ...] = ()
-    # When it was last chosen, in turns of the registry: breaks ties between equal loads.
+    # The registry's sequence number of its last leg; breaks ties between equal loads.
     last_turn: int = 0
 
     def count_kv(self, prefill: Instance, num_tokens: int) -> None:
-        """Count the KV of so many tokens that came from another instance."""
+        """Count the KV of `num_tokens` tokens that came from `prefill`."""
         if len(self.kv_bytes_from) > MAX_SOURCES:
             self.kv_bytes_from.clear()
         nbytes = num_tokens * prefill.kv_bytes_per_token
@@ -98,30 +102,33 @@ class Instance:
 
     @property
     def is_idle(self) -> bool:
-        """No leg is in flight."""
+        """Tell whether no leg is in flight."""
         return not any(self.in_flight.values())
 
     @property
     def may_serve_any(self) -> bool:
-        """Somebody added it who knows what model it serves, and did not tell us."""
+        """Tell whether it was added by hand without a model; its user knows which models it
+        serves."""
         return self.last_beat is None and not self.identity.model
 
     @property
     def is_ready(self) -> bool:
-        """Its HTTP server answered 200 and has not failed since."""
+        """Tell whether its last `/health` answer was 200 and it has not failed since."""
         return self.missed_probes < PATIENCE
 
     def has_role(self, role: Role, now: float) -> bool:
-        """Tell whether it announced this role and is not overdue."""
+        """Tell whether it announced this role and has not expired."""
         return now < self.expires.get(role, now)
 
     def is_alive(self, now: float) -> bool:
-        """Tell whether it has any role."""
+        """Tell whether any of its roles has not expired."""
         return any(self.has_role(role, now) for role in Role)
 
     def is_routable(self, role: Role, now: float) -> bool:
-        """Tell whether a leg of this role may be sent to it: it beats, its server answers, it does
-        not drain, and its last legs did not fail."""
+        """Tell whether a leg of this role may be sent to it.
+
+        It must be alive, ready and not draining, and its breaker must allow the leg.
+        """
         return (
             now < self.expires.get(role, now)
             and self.missed_probes < PATIENCE
@@ -130,7 +137,7 @@ class Instance:
         )
 
     def is_drained(self, now: float) -> bool:
-        """Tell whether it was told to drain, and has or should have."""
+        """Tell whether it was told to drain, and is idle or out of time."""
         return self.drains_until is not None and (self.is_idle or now >= self.drains_until)
 
     def state(self, now: float) -> str:
@@ -142,24 +149,24 @@ class Instance:
         return "ready" if self.is_ready else "not_ready"
 
     def pin(self, roles: list[Role]) -> None:
-        """Give it roles that no silence takes away: it sends no heartbeats."""
+        """Give it roles that never expire, because it sends no heartbeats."""
         self.expires = dict.fromkeys(roles, math.inf)
 
     def record_answer(self, status: int) -> None:
-        """Note what its `/health` answered."""
+        """Record the status of a `/health` answer."""
         self.missed_probes = 0 if status == 200 else PATIENCE
 
     def record_silence(self) -> None:
-        """Note a probe that was not answered in time: it may only be busy."""
+        """Record a probe that timed out; the instance may only be busy."""
         self.missed_probes += 1
 
     def record_unreachable(self) -> None:
-        """Note that no connection to it can be made: it is not ready until a probe succeeds."""
+        """Record a failed connection: the instance is not ready until a probe succeeds."""
         self.missed_probes = PATIENCE
 
 
 class Leg:
-    """One request's use of one instance: counted from the choice until `release`."""
+    """One request's use of one instance, counted from the choice until `release`."""
 
     def __init__(
         self, instance: Instance, role: Role, num_tokens: int, on_release: Callable[[], None]
@@ -175,7 +182,7 @@ class Leg:
         instance.load += num_tokens
 
     def release(self) -> None:
-        """Stop counting; idempotent."""
+        """Stop counting the leg; idempotent."""
         if self._is_released:
             return
         self._is_released = True

@@ -1,7 +1,7 @@
-"""Readiness: asks every registered instance again and again whether its HTTP server works.
+"""Readiness: probes `/health` of every registered instance.
 
-A heartbeat says only that the engine's process lives: it starts before the server listens, and
-goes on when the server has died.
+A heartbeat shows only that the engine's process is alive. Heartbeats begin before the HTTP server
+listens, and continue if the server has died.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# One that is not ready yet is asked more often, so that it serves soon after it can.
+# An instance that is not ready is probed more often, so that it gets requests soon after it is.
 EAGER_INTERVAL_SECONDS = 0.5
 
 
 class Readiness:
-    """One small task for each registered address, whatever incarnation is there."""
+    """One task for each registered name; it ends with its incarnation."""
 
     def __init__(
         self,
@@ -43,14 +43,14 @@ class Readiness:
         self._watches: dict[str, asyncio.Task[None]] = {}
 
     def watch(self, instance: Instance) -> None:
-        """Begin to ask this instance; ends by itself when the instance is gone."""
+        """Start to probe an instance; the task ends when the instance is removed or replaced."""
         name = instance.identity.name
         if (previous := self._watches.get(name)) is not None:
             previous.cancel()
         self._watches[name] = asyncio.ensure_future(self._watch(instance))
 
     async def close(self) -> None:
-        """End all watches."""
+        """Cancel all tasks and wait for them."""
         watches = list(self._watches.values())
         for watch in watches:
             watch.cancel()
@@ -71,7 +71,7 @@ class Readiness:
         del self._watches[name]
 
     def _end_of(self, instance: Instance) -> str:
-        """Say why it is not known any more."""
+        """Return the reason why the instance was removed."""
         if instance.last_beat is None:
             return "it was removed"
         if all(expires <= instance.last_beat for expires in instance.expires.values()):

@@ -1,4 +1,4 @@
-"""Registry: which instances live, which may be used, and what each is doing.
+"""Registry: the instances that are known, and their state.
 
 Pure: heartbeats, probe results and the time come from outside.
 """
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
     from p2p_engine.wire.messages import Heartbeat
 
-# An instance may announce any interval, but not one that makes it immortal.
+# Announced intervals are clamped to these bounds, so that no instance lives forever.
 INTERVAL_BOUNDS_SECONDS = (0.05, 30.0)
 
 
 class RegistryFull(P2pError):
-    """No more instances are taken; the message has the limit."""
+    """The registry is full; the message states the limit."""
 
 
 class AddressTaken(RemoteProtocolError):
-    """Several live instances claim one HTTP address; the message has two of them."""
+    """Two live instances claim the same HTTP address; the message names both KV addresses."""
 
 
 class Registry:
-    """All instances by name. num_instances <= max_instances at any time."""
+    """All instances by name. Invariant: num_instances <= max_instances."""
 
     def __init__(
         self,
@@ -48,17 +48,17 @@ class Registry:
         self._breaker_failures = breaker_failures
         self._breaker_seconds = breaker_seconds
         self._allowed = allowed or AllowList("")
-        # Called when an instance may have room, or may have become ready.
+        # Called when an instance may have room or may have become ready.
         self.on_room: Callable[[], None] = lambda: None
         self._by_name: dict[str, Instance] = {}
         self._turns = itertools.count(1)
 
     def observe(self, beat: Heartbeat, now: float) -> tuple[Instance, bool]:
-        """Take in a heartbeat; return its instance and whether it is a new incarnation.
+        """Process a heartbeat; return its instance and whether it is a new incarnation.
 
         Raises:
-            RemoteProtocolError: a role or an address that cannot be, or another has that address.
-            RegistryFull: it would be one instance too many.
+            RemoteProtocolError: the roles or an address are invalid, or the HTTP address is taken.
+            RegistryFull: the instance is new and the registry is full.
         """
         roles = _roles(beat)
         self._check_addresses(beat.http_address, beat.zmq_address)
@@ -82,13 +82,14 @@ class Registry:
         zmq_address: str = "",
         model: str = "",
     ) -> tuple[Instance, bool]:
-        """Take in an instance by hand, or resume one that drains; return it and whether it is new.
+        """Add an instance by hand, or resume a draining one; return it and whether it is new.
 
-        One that beats keeps the roles that it announces; one that begins to beat lives by that.
+        An instance with heartbeats keeps the roles that it announces. If an instance that was added
+        by hand starts to send heartbeats, it expires like any other.
 
         Raises:
-            RemoteProtocolError: an address that cannot be, or is not allowed.
-            RegistryFull: it would be one instance too many.
+            RemoteProtocolError: an address is invalid or not allowed.
+            RegistryFull: the instance is new and the registry is full.
         """
         self._check_addresses(http_address, *filter(None, [zmq_address]))
         instance = self._by_name.get(http_address)
@@ -103,39 +104,44 @@ class Registry:
         return instance, is_new
 
     def find(self, name: str) -> Instance | None:
-        """Return the instance of a name: "host:port", of a data-parallel rank "host:port#rank"."""
+        """Return the instance with this name: "host:port", or "host:port#rank" for a data-parallel
+        rank."""
         return self._by_name.get(name)
 
     def instances(self) -> list[Instance]:
-        """Return all that are known, ready or not."""
+        """Return all registered instances, ready or not."""
         return list(self._by_name.values())
 
     def announces(self, model: str | None) -> bool:
-        """Tell whether an instance says that it serves this model."""
+        """Tell whether any instance announces this model."""
         return any(i.identity.model == model for i in self._by_name.values())
 
     def is_current(self, instance: Instance) -> bool:
-        """Tell whether this incarnation is still the one of its name."""
+        """Tell whether this incarnation is the registered one of its name."""
         return self._by_name.get(instance.identity.name) is instance
 
     def excuse(self, seconds: float, now: float) -> None:
-        """Count no silence of those who lived when we began to be away, so many seconds ago. Who
-        was heard since lives no longer than by that."""
+        """Extend the expiry of all instances after the proxy itself paused for `seconds`.
+
+        An instance that was alive when the pause began gets `seconds` more, but at most its
+        lifetime from now.
+        """
         for instance in self._by_name.values():
             for role, expires in instance.expires.items():
                 if expires > now - seconds:
                     instance.expires[role] = min(expires + seconds, now + instance.lifetime)
 
     def sweep(self, now: float) -> None:
-        """Forget all that have expired, or were drained."""
+        """Remove all instances that have expired or drained."""
         for instance in self.instances():
             self.let_go(instance, now)
 
     def let_go(self, instance: Instance, now: float) -> None:
-        """Forget one that has expired, or was drained unless its next beat would bring it back.
+        """Remove an instance that has expired, or has drained and sends no heartbeats.
 
-        One with legs in flight stays, so that it keeps its counts if the heartbeats were only held
-        up.
+        A draining instance with heartbeats stays, because the next heartbeat would add it again. An
+        expired instance with legs in flight stays, so that its counts survive if its heartbeats
+        were only delayed.
         """
         is_expired = not instance.is_alive(now) and instance.is_idle
         is_over = is_expired or (instance.last_beat is None and instance.is_drained(now))
@@ -148,14 +154,18 @@ class Registry:
         return Leg(instance, role, num_tokens, lambda: self.on_room())
 
     def _succeed(self, instance: Instance | None, identity: Identity, now: float) -> Instance:
-        """Add an incarnation; it may replace one, but not take turns with one that lives."""
+        """Add an incarnation; it replaces `instance`, if there is one.
+
+        Raises:
+            AddressTaken: it was replaced before, and its replacement is still alive.
+        """
         if instance is None:
             return self._add(identity, now)
         if identity in instance.replaced and instance.is_alive(now):
             raise AddressTaken(
-                f"two instances say that {identity.name} is their HTTP server: KV address "
+                f"two instances announce {identity.name} as their HTTP server: KV address "
                 f"{instance.identity.zmq_address} is taken, {identity.zmq_address} is refused; "
-                "http_host and http_port must be those of each one's own server"
+                "set http_host and http_port of each to its own server"
             )
         successor = self._add(identity, now)
         before = [item for item in instance.replaced if item != identity]

@@ -1,4 +1,4 @@
-"""Upstream: requests to instances, and what it means when they fail."""
+"""Upstream: sends requests to instances and maps failures to errors."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# vLLM's server closes a connection that was idle for 5 s; ours must never be the older one.
+# vLLM's server closes connections that were idle for 5 s; the proxy must close them first.
 KEEPALIVE_SECONDS = 3.0
-# A connection that was closed before our request reached it shows that at once.
+# If the server had closed a connection before our request, the failure shows within this time.
 RACE_SECONDS = 1.0
-# vLLM's server hands a request to the data-parallel rank that this names.
+# vLLM's server routes a request to the data-parallel rank in this header.
 RANK_HEADER = "X-data-parallel-rank"
 
 
 class Upstream:
-    """Sends requests to instances and names what goes wrong. Open it inside the event loop."""
+    """Sends requests to instances. Call `open` inside the event loop."""
 
     def __init__(self, resends: Counter, deadlines: Deadlines) -> None:
         """`resends` counts, by role, the requests that were sent again over a new connection."""
@@ -48,7 +48,7 @@ class Upstream:
         self._pool: Pool | None = None
 
     def open(self) -> None:
-        """Begin to keep connections."""
+        """Create the connection pool."""
         self._pool = Pool(KEEPALIVE_SECONDS, self._deadlines)
 
     async def close(self) -> None:
@@ -59,10 +59,10 @@ class Upstream:
     async def get(
         self, instance: Instance, path: str, headers: Mapping[str, str], timeout: float
     ) -> tuple[int, bytes]:
-        """Send a GET on a connection of its own; return the answer's status and body.
+        """Send a GET on a new connection; return the answer's status and body.
 
         Raises:
-            ClientError: there is none within `timeout` seconds.
+            ClientError: no complete answer came within `timeout` seconds.
         """
         address = instance.identity.http_address
         connection = await self._opened().connect_anew(address, timeout)
@@ -90,10 +90,10 @@ class Upstream:
     ) -> Response:
         """Send one leg's request and wait for the answer's headers.
 
-        `on_sent` is called when the request is on its way: from then on the instance may have it.
+        `on_sent` is called after the request is written: from then on, the instance may act on it.
 
         Raises:
-            LegFailed: there is no answer.
+            LegFailed: no answer came.
         """
         identity = instance.identity
         if identity.dp_rank is not None:
@@ -123,9 +123,10 @@ class Upstream:
                 await response.head()
                 return response
             except Broken:
-                # A connection out of the pool may have been closed before it carried our request,
-                # and so may all of them. A fresh one, or one that breaks later, has carried it,
-                # and the instance lost it.
+                # The server may have closed any pooled connection before our request reached it.
+                # Then the instance has not seen the request and another connection may carry it. If
+                # a new connection breaks, or a pooled one breaks later, the instance may have seen
+                # it.
                 if not connection.is_reused or clock() - started >= RACE_SECONDS:
                     raise
                 self._resends.labels(role.label).inc()
@@ -140,7 +141,7 @@ class Upstream:
 
 
 def leg_failed(instance: Instance, role: Role, error: ClientError) -> LegFailed:
-    """Turn a client failure into one that names the leg, and note an unreachable instance."""
+    """Map a client error to one that names the leg; mark an unreachable instance."""
     name = instance.identity.name
     logger.warning("leg failed role=%s instance=%s error=%r", role.label, name, error)
     is_unreachable = isinstance(error, Unreachable)
@@ -152,6 +153,6 @@ def leg_failed(instance: Instance, role: Role, error: ClientError) -> LegFailed:
         what = "cannot be reached" if is_unreachable else "broke the connection"
         status, kind = HTTPStatus.BAD_GATEWAY, "failed"
     message = f"the {role.label} instance {what}"
-    # One that has fallen silent has used up the request's time.
+    # After a timeout there is no retry: the instance has used up the request's time.
     can_retry = is_unreachable or status == HTTPStatus.BAD_GATEWAY
     return LegFailed(status, f"{role.label}_{kind}", message, can_retry=can_retry)

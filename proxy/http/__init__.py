@@ -1,1 +1,1 @@
-"""HTTP to instances, and limits of time."""
+"""HTTP to instances, and deadlines."""

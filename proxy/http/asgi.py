@@ -1,7 +1,7 @@
-"""The lifetime of a request that instances answer: beneath Quart's own objects, in one task.
+"""The lifetime of a forwarded request: one task, below Quart's request objects.
 
-Whatever a request holds is let go of when that task ends it, however it ends. Everything else that
-the application serves takes Quart's usual way.
+When the task ends, however it ends, everything that the request holds is released. All other routes
+of the application are served by Quart as usual.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Whether the client is still there is asked of requests that are not over by then.
+# Requests that are still open after this time are watched for a client that disconnects.
 WATCH_SECONDS = 0.05
 
 Headers = list[tuple[bytes, bytes]]
 
 
 class AnswerCut(P2pError):
-    """The answer cannot be completed: the client must see its connection closed."""
+    """The answer cannot be completed; the server must close the client's connection."""
 
 
 class BodyRefused(P2pError):
-    """The request's body is not taken: 413, it is too large; 408, it did not come in time."""
+    """The request's body is refused: 413 if it is too large, 408 if it did not come in time."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -45,14 +45,14 @@ class BodyRefused(P2pError):
 
 @dataclass
 class Answer:
-    """What a client is told; a body that comes piece by piece is read while it is sent."""
+    """The answer to a client. A body in pieces is read while it is sent."""
 
     status: int
     headers: Headers
     body: bytes | AsyncGenerator[bytes, None] = b""
 
     async def send_to(self, send: Any) -> None:
-        """Send it, no faster than the client takes it."""
+        """Send the answer, no faster than the client takes it."""
         headers = self.headers
         if isinstance(self.body, bytes):
             headers = [*headers, (b"content-length", b"%d" % len(self.body))]
@@ -67,7 +67,7 @@ class Answer:
 
 
 class Ends:
-    """What to do when something is over, the last first. All of it is quick and never awaits."""
+    """Callbacks for the end of a request, called last to first; they are quick and never await."""
 
     __slots__ = ("_callbacks",)
 
@@ -75,21 +75,21 @@ class Ends:
         self._callbacks: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
 
     def callback(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Call this at the end."""
+        """Register a callback."""
         self._callbacks.append((call, arguments))
 
     def close(self) -> None:
-        """Call all; one that fails does not keep the others from it. Idempotent."""
+        """Call all callbacks, even if one raises. Idempotent."""
         while self._callbacks:
             call, arguments = self._callbacks.pop()
             try:
                 call(*arguments)
             except Exception:
-                logger.exception("the end of a request failed in part")
+                logger.exception("a cleanup step at the end of a request failed")
 
 
 class ProxyRequest:
-    """A request and what it holds: `ends` run when its task is over."""
+    """A request and its resources; `ends` is closed when its task is over."""
 
     __slots__ = ("_is_late", "_receive", "ends", "handler", "headers", "is_abandoned", "path")
 
@@ -105,12 +105,7 @@ class ProxyRequest:
         self._is_late = False
 
     async def body(self, max_bytes: int, timeout: float, deadlines: Deadlines) -> bytes:
-        """Return the whole body, and from then on cancel the handler when the client leaves.
-
-        Raises:
-            BodyRefused: it is larger than `max_bytes`, or took longer than `timeout` seconds.
-            asyncio.CancelledError: the client left.
-        """
+        """Return the whole body. From then on, cancel the handler when the client disconnects."""
         pieces: list[bytes] = []
         num_bytes, is_last = 0, False
         limit = deadlines.add(timeout, self._be_late)
@@ -152,9 +147,9 @@ async def serve_directly(
     receive: ASGIReceiveCallable,
     send: ASGISendCallable,
 ) -> None:
-    """Serve one request in the server's own task, which is cancelled when the client leaves.
+    """Serve one request in the server's own task, which is cancelled when the client disconnects.
 
-    Returning before the answer is complete makes the server close the connection.
+    If this returns before the answer is complete, the server closes the connection.
     """
     handler = asyncio.current_task()
     assert handler is not None
@@ -164,30 +159,30 @@ async def serve_directly(
         await answer.send_to(send)
     except AnswerCut:
         pass
-    except asyncio.CancelledError:  # the client left, or the server has waited long enough
+    except asyncio.CancelledError:  # the client left, or shutdown timed out
         request.is_abandoned = True
     finally:
         request.ends.close()
 
 
 class QuartConnection(ASGIHTTPConnection):
-    """Quart's own way, but for a stop of the server in the middle of a request."""
+    """Quart's own handling, and a clean end if the server stops in the middle of a request."""
 
     def __init__(self, app: Quart, scope: HTTPScope) -> None:
         super().__init__(app, scope)
         self._handler: asyncio.Task[Any] | None = None
 
     async def __call__(self, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        """Serve one request; the server cancels it when it has waited long enough to stop."""
+        """Serve one request. The server cancels it when the shutdown timeout ends."""
         try:
             await super().__call__(receive, send)
         except asyncio.CancelledError:
-            # Quart would leave the handler running.
+            # Quart would leave its handler task running.
             if self._handler is not None:
                 self._handler.cancel()
                 await asyncio.gather(self._handler, return_exceptions=True)
 
     async def handle_request(self, request: Any, send: ASGISendCallable) -> None:
-        """Handle the request in a task of its own, which is noted."""
+        """Handle the request and note its task, so that `__call__` can cancel it."""
         self._handler = asyncio.current_task()
         await super().handle_request(request, send)

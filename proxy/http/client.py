@@ -1,6 +1,7 @@
-"""Client: HTTP/1.1 to instances, over connections that are kept; as little as two legs need.
+"""Client: HTTP/1.1 to instances over keep-alive connections; only what two legs need.
 
-One request at a time on a connection. An answer's body is read no faster than it is taken.
+A connection carries one request at a time. The client reads an answer's body no faster than its
+caller takes it.
 """
 
 from __future__ import annotations
@@ -16,36 +17,36 @@ from p2p_engine.control.resolver import Answer, Resolver
 from p2p_engine.errors import P2pError, PeerUnreachable
 from proxy.http.deadlines import Deadline, Deadlines
 
-# What is read ahead of who takes an answer, before the instance has to wait.
+# Bytes of an answer that are buffered before the client stops reading from the instance.
 HIGH_WATER_BYTES = 64 << 10
 MAX_HEADER_BYTES = 64 << 10
-NAME_SECONDS = 4.5  # for an instance's name to be resolved
+NAME_SECONDS = 4.5  # to resolve an instance's name
 
 
 class ClientError(P2pError):
-    """An instance gave no whole answer."""
+    """An instance did not send a complete answer."""
 
 
 class Unreachable(ClientError):
-    """No connection to it could be made."""
+    """The instance could not be connected to."""
 
 
 class TimedOut(ClientError):
-    """It was silent for too long."""
+    """The instance was silent for too long."""
 
 
 class ConnectTimedOut(Unreachable, TimedOut):
-    """No connection to it was made in time."""
+    """The connection was not established in time."""
 
 
 class Broken(ClientError):
-    """The connection ended, or what came is not HTTP, before the answer was whole."""
+    """The connection ended before the answer was complete, or the bytes were not HTTP."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: to connect, for any silence of the instance, and from the request to its last byte;
-    None: any."""
+    """Timeouts in seconds: to connect, for a silence of the instance, and from the request to the
+    last byte of the answer. None: no limit."""
 
     connect: float
     silence: float | None = None
@@ -53,7 +54,8 @@ class Limits:
 
 
 class Response:
-    """An answer, from the moment that its request is written. `close` it, whatever happened."""
+    """An answer, from the moment its request is written. The owner must `close` it in every
+    case."""
 
     def __init__(self, connection: _Connection, limits: Limits) -> None:
         self.status = 0
@@ -74,19 +76,20 @@ class Response:
             )
 
     async def head(self) -> None:
-        """Wait for status and headers.
+        """Wait for the status and the headers.
 
         Raises:
-            ClientError: they do not come.
+            ClientError: they do not arrive.
         """
         while not self.status:
             await self._wait()
 
     async def piece(self) -> bytes:
-        """Return what has come since the last call, as soon as there is any; nothing at the end.
+        """Return the bytes that came since the last call; wait for some; empty at the end of the
+        answer.
 
         Raises:
-            ClientError: the answer does not go on.
+            ClientError: the answer broke off.
         """
         while not self._pieces:
             if self.is_complete:
@@ -95,17 +98,18 @@ class Response:
         return self.taken()
 
     async def ahead(self, num_bytes: int) -> bytes:
-        """Return what the body begins with, once it is complete or so much is here; it stays there.
+        """Return the start of the body, once it is complete or has `num_bytes`; does not consume
+        it.
 
         Raises:
-            ClientError: the answer does not go on.
+            ClientError: the answer broke off.
         """
         while not self.is_complete and self._num_buffered < num_bytes:
             await self._wait()
         return b"".join(self._pieces)
 
     def taken(self) -> bytes:
-        """Return what has come since the last call; never waits."""
+        """Return the bytes that came since the last call; never waits."""
         taken = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces.clear()
         if self._num_buffered > HIGH_WATER_BYTES:
@@ -114,30 +118,30 @@ class Response:
         return taken
 
     def header(self, name: bytes) -> bytes:
-        """Return a header's value, or nothing; the name is in lower case."""
+        """Return the value of a header, empty if it is missing; `name` is in lower case."""
         return next((value for key, value in self.headers if key.lower() == name), b"")
 
     @property
     def content_type(self) -> bytes:
-        """The type without its parameters."""
+        """The content type without its parameters."""
         return self.header(b"content-type").partition(b";")[0].strip().lower()
 
     def close(self) -> None:
-        """Read no more: what has not come whole ends its connection. Idempotent."""
+        """Stop reading. If the answer is incomplete, the connection is closed. Idempotent."""
         if not self.is_complete:
             self.fail(Broken("closed here"))
 
-    # What the connection tells.
+    # Called by the connection.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take in a header."""
+        """Add a header; too many bytes of headers fail the answer."""
         self._num_header_bytes += len(name) + len(value)
         if self._num_header_bytes > MAX_HEADER_BYTES:
             self.fail(Broken(f"headers of more than {MAX_HEADER_BYTES} bytes"))
         self.headers.append((name, value))
 
     def on_headers(self, status: int) -> None:
-        """Take in the status, unless the real one is still to come."""
+        """Set the status; interim (1xx) answers are skipped."""
         if status < 200:
             self.headers.clear()
             return
@@ -145,7 +149,7 @@ class Response:
         self._wake()
 
     def on_body(self, piece: bytes) -> None:
-        """Take in a piece of the body."""
+        """Add a piece of the body; pause the connection above `HIGH_WATER_BYTES`."""
         self._pieces.append(piece)
         self._num_buffered += len(piece)
         if self._num_buffered > HIGH_WATER_BYTES:
@@ -153,12 +157,12 @@ class Response:
         self._wake()
 
     def complete(self) -> None:
-        """The whole answer is here."""
+        """Mark the answer as complete."""
         self.is_complete = True
         self._end()
 
     def fail(self, error: ClientError) -> None:
-        """Nothing more will come; what came can still be taken."""
+        """Fail the answer and abort its connection; buffered bytes can still be taken."""
         if self._error is None and not self.is_complete:
             self._error = error
             self._end()
@@ -192,7 +196,8 @@ class Response:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection; `response` is what is being answered on it."""
+    """One connection; `response` is the answer in progress, or None while the connection is
+    idle."""
 
     def __init__(self, pool: Pool, address: str) -> None:
         self.loop = pool.loop
@@ -208,40 +213,40 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether a request may be written to it."""
+        """Tell whether a request can be written."""
         return not self._transport.is_closing()
 
     def ask(self, request: tuple[bytes, bytes], limits: Limits) -> Response:
-        """Write a request."""
+        """Write a request and return its answer."""
         self.response = Response(self, limits)
         self._transport.writelines(request)
         return self.response
 
     def abort(self) -> None:
-        """Break the connection now."""
+        """Abort the connection at once."""
         self._transport.abort()
 
     def pause(self) -> None:
-        """Read no more until `resume`."""
+        """Stop reading until `resume`."""
         if not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue to read."""
         if self._is_paused:
             self._is_paused = False
             if not self._transport.is_closing():
                 self._transport.resume_reading()
 
-    # What asyncio and the parser tell.
+    # Called by asyncio and by the HTTP parser.
 
     def connection_made(self, transport: Any) -> None:
         """Remember the transport."""
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Parse; bytes that nobody asked for end the connection."""
+        """Parse the bytes; abort the connection if no request is in progress."""
         if self.response is None:
             self.abort()
             return
@@ -253,7 +258,8 @@ class _Connection(asyncio.Protocol):
             self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End the answer; without a length it is whole now."""
+        """End the answer. An answer without framing headers is complete when the connection closes
+        cleanly."""
         self._pool.forget(self)
         response, self.response = self.response, None
         if response is None:
@@ -265,27 +271,27 @@ class _Connection(asyncio.Protocol):
             response.fail(Broken(f"the connection ended: {error!r}"))
 
     def on_message_begin(self) -> None:
-        """End a connection on which an answer begins that nobody asked for."""
+        """Abort the connection if an answer begins without a request."""
         if self.response is None:
             self.abort()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Hand on a header."""
+        """Pass a header to the answer."""
         if self.response is not None:
             self.response.on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Hand on the status."""
+        """Pass the status to the answer."""
         if self.response is not None:
             self.response.on_headers(self._parser.get_status_code())
 
     def on_body(self, piece: bytes) -> None:
-        """Hand on a piece of the body."""
+        """Pass a piece of the body to the answer."""
         if self.response is not None:
             self.response.on_body(piece)
 
     def on_message_complete(self) -> None:
-        """Give the connection back, if it may be kept."""
+        """Complete the answer; return the connection to the pool if it may be kept."""
         response = self.response
         if response is None or not response.status:
             return
@@ -299,20 +305,22 @@ class _Connection(asyncio.Protocol):
 
 
 class Pool:
-    """Connections by address: without a limit, because the 101st stream must not wait for one of
-    the first 100 to end; those that are idle are kept for `keepalive_seconds`."""
+    """Connections by address. Idle ones are kept for `keepalive_seconds`.
+
+    Their number has no limit, because stream 101 must not wait until one of the first 100 ends.
+    """
 
     def __init__(self, keepalive_seconds: float, deadlines: Deadlines) -> None:
         self.loop = asyncio.get_running_loop()
         self.deadlines = deadlines
         self._keepalive_seconds = keepalive_seconds
-        # In order of their last use.
+        # For each address, in order of last use.
         self._idle: dict[str, dict[_Connection, None]] = {}
         self._open: set[_Connection] = set()
         self._names = Resolver(NAME_SECONDS, self.loop.call_soon_threadsafe, self.loop.time)
 
     async def connect(self, address: str, timeout: float) -> _Connection:
-        """Return a connection, a kept one if there is any; raises like `connect_anew`."""
+        """Return a connection, an idle one if there is any; raises like `connect_anew`."""
         kept = self._idle.get(address)
         while kept:
             connection, _ = kept.popitem()
@@ -323,13 +331,14 @@ class Pool:
         return await self.connect_anew(address, timeout)
 
     async def connect_anew(self, address: str, timeout: float) -> _Connection:
-        """Return a connection that carried nothing yet.
+        """Return a new connection.
 
         Raises:
-            Unreachable: none can be made; ConnectTimedOut, within `timeout` seconds.
+            Unreachable: the connection failed.
+            ConnectTimedOut: it was not established within `timeout` seconds.
         """
         making = asyncio.ensure_future(self._make(address))
-        try:  # wait_for would lose a cancellation that comes with the connection
+        try:  # wait_for can lose a cancellation that arrives with the result
             await asyncio.wait([making], timeout=timeout)
         except asyncio.CancelledError:
             _abandon(making)
@@ -360,8 +369,11 @@ class Pool:
         raise OSError(f"{host!r} has no address")
 
     async def _resolve(self, host: str) -> tuple[str, ...]:
-        """Return a host's addresses; asyncio's own resolver has few threads, and bad names take
-        them all."""
+        """Return a host's addresses.
+
+        asyncio's own resolver is not used: a few names that do not resolve block all of its
+        threads.
+        """
         resolved: asyncio.Future[Answer] = self.loop.create_future()
 
         def told(answer: Answer) -> None:
@@ -377,7 +389,7 @@ class Pool:
         return answer
 
     def keep(self, connection: _Connection) -> None:
-        """Keep a connection for the next request; close what was idle for too long."""
+        """Keep a connection for the next request; close those that were idle for too long."""
         connection.idle_since = self.loop.time()
         kept = self._idle.setdefault(connection.address, {})
         kept[connection] = None
@@ -386,7 +398,7 @@ class Pool:
             oldest.abort()
 
     def forget(self, connection: _Connection) -> None:
-        """A connection has ended."""
+        """Remove a connection that has ended."""
         self._open.discard(connection)
         kept = self._idle.get(connection.address, {})
         kept.pop(connection, None)
@@ -398,7 +410,7 @@ class Pool:
         self._names.close()
         for connection in list(self._open):
             connection.abort()
-        await asyncio.sleep(0)  # their ends are told in the loop's next turn
+        await asyncio.sleep(0)  # asyncio reports the ends in the loop's next turn
 
     def _is_old(self, connection: _Connection) -> bool:
         return self.loop.time() - connection.idle_since > self._keepalive_seconds
@@ -412,7 +424,7 @@ def _abandon(making: asyncio.Future[_Connection]) -> None:
 def request_bytes(
     method: str, address: str, path: str, headers: Mapping[str, str], body: bytes
 ) -> tuple[bytes, bytes]:
-    """Return the head and the body of a request."""
+    """Return the head and the body of an HTTP/1.1 request."""
     lines = [f"{method} {path} HTTP/1.1\r\nHost: {address}\r\nContent-Length: {len(body)}\r\n"]
     lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
     lines.append("\r\n")

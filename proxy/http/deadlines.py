@@ -1,4 +1,4 @@
-"""Deadlines: many limits of time that are seldom reached, on one timer of the event loop."""
+"""Deadlines: many timeouts that seldom expire, on one timer of the event loop."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 from proxy.http.stall import ABSENCE_SECONDS
 
-# How late a limit may be noticed. A timer of its own for each would cost more than what it limits.
+# A timeout may fire this late. One loop timer for each request would cost more than the request.
 TICK_SECONDS = 0.05
 
 
 class Deadline:
-    """One limit; `cancel` it when what it limits is over."""
+    """One timeout; `cancel` it when the operation is over."""
 
     __slots__ = ("_call", "_deadlines", "_due", "_seconds")
 
@@ -26,25 +26,25 @@ class Deadline:
         self._call = call
 
     def cancel(self) -> None:
-        """Forget it; idempotent."""
+        """Remove the timeout; idempotent."""
         self._deadlines.pending.pop(self, None)
 
     def excuse(self, absence: float, now: float) -> None:
-        """Put it off by an absence that ends now, but not beyond its own length."""
+        """Extend the timeout by an absence that ends now, up to its full length from now."""
         self._due = min(self._due + absence, now + self._seconds)
 
     def check(self, now: float) -> None:
-        """Act if it is time."""
+        """Call the callback if the timeout has expired."""
         if now >= self._due:
             self.cancel()
             self._call()
 
 
 class Deadlines:
-    """All limits of one event loop. The timer runs only while there are any.
+    """All timeouts of one event loop. The timer runs only while there are any.
 
-    While this process stands still, time does not count: what has come meanwhile is read first. Of
-    absences in a row only the first is excused.
+    Time during which the process did not run does not count, because input may have arrived and
+    must be read first. Of several such absences in a row, only the first is excused.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -56,7 +56,7 @@ class Deadlines:
         self._is_ticking = False
 
     def add(self, seconds: float, call: Callable[[], None]) -> Deadline:
-        """Call this after so many seconds, or up to TICK_SECONDS later, unless it is cancelled."""
+        """Call `call` after `seconds`, up to TICK_SECONDS late, unless it is cancelled."""
         loop = self._loop = self._loop or asyncio.get_running_loop()
         now = self._clock()
         deadline = Deadline(self, now, seconds, call)

@@ -1,6 +1,6 @@
-"""StallWatch: notices that this process stood still, because it was stopped or got no core.
+"""StallWatch: detects that this process did not run, because it was stopped or got no CPU.
 
-It heard nobody meanwhile: that is not the others' silence.
+The proxy could not receive meanwhile, so the silence of others is not their fault.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Less may come from a long callback, and ends no deadline that anybody would set.
+# A long callback may cause shorter pauses, and no sensible deadline is that short.
 ABSENCE_SECONDS = 1.0
 LOOK_SECONDS = 0.25
 
 
 class StallWatch:
-    """Looks at the clock again and again, and tells `excuse` for how long nobody looked.
+    """Compares the clock at regular intervals and reports a pause of the process to `excuse`.
 
-    In a callback of the loop's timer: what had come meanwhile has been read by then, and no task
-    has acted on it yet. Of absences in a row only the first is excused: after it there was a look,
-    and who was silent then may be gone.
+    The check is a timer callback of the loop: by then the loop has read what arrived, and no task
+    has acted on it. Of several pauses in a row, only the first is excused: the loop ran between
+    them, so a peer that was silent then may be gone.
     """
 
     def __init__(self, clock: Callable[[], float], excuse: Callable[[float], None]) -> None:
@@ -35,12 +35,12 @@ class StallWatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin to look; in the event loop."""
+        """Start; call it inside the event loop."""
         self._looked_at = self._clock()
         self._again()
 
     def close(self) -> None:
-        """Look no more; idempotent."""
+        """Stop; idempotent."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -51,7 +51,7 @@ class StallWatch:
         now = self._clock()
         absence, self._looked_at = now - self._looked_at, now
         if absence > ABSENCE_SECONDS and self._was_here:
-            logger.warning("this process stood still seconds=%.1f: nobody is late by that", absence)
+            logger.warning("process paused seconds=%.1f: instances get that much longer", absence)
             self._excuse(absence)
         self._was_here = absence <= ABSENCE_SECONDS
         self._again()

@@ -1,1 +1,1 @@
-"""What a person or Prometheus can see of the proxy."""
+"""Metrics and request records of the proxy."""

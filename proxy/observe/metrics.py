@@ -1,4 +1,4 @@
-"""What the proxy tells Prometheus: counters that it feeds, and gauges read from the registry."""
+"""Prometheus metrics: counters that the proxy feeds, and gauges read from the registry."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ class Metrics:
             "requests", "Requests that ended", "route", "status", "outcome"
         )
         self._requests: dict[tuple[str, str, str], Counter] = {}
-        self.resends = self._counter("resends", "Requests sent again on a fresh connection", "role")
-        self.retries = self._counter("retries", "Requests tried with another pair")
-        self.releases = self._counter("releases", "KV that decode was told to let go of", "result")
+        self.resends = self._counter("resends", "Requests sent again on a new connection", "role")
+        self.retries = self._counter("retries", "Requests retried with another pair")
+        self.releases = self._counter(
+            "releases", "Unused KV that decode was told to release", "result"
+        )
         self.heartbeats = self._counter("heartbeats", "Frames on the registration port", "result")
         self.prefill = self._histogram("prefill_seconds", "From the request to prefill's answer")
         self.first_byte = self._histogram(
@@ -40,10 +42,10 @@ class Metrics:
         self.bytes = self._counter("answer_bytes", "Bytes of answers sent to clients")
 
     def count_request(self, record: RequestRecord) -> None:
-        """Account for a request that has ended."""
+        """Count a request that has ended."""
         labels = (record.route, str(record.status), record.outcome)
         counter = self._requests.get(labels)
-        if counter is None:  # label sets are few, and to look one up there is slow
+        if counter is None:  # there are few label sets, and `labels` is slow
             counter = self._requests[labels] = self.requests.labels(*labels)
         counter.inc()
         self.request.observe(record.total_seconds)
@@ -56,11 +58,11 @@ class Metrics:
             self.first_byte.observe(record.first_byte_seconds)
 
     def watch(self, name: str, help_text: str, value: Callable[[], float]) -> None:
-        """Show a number that is read when somebody asks for it."""
+        """Export a gauge; `value` is called for each scrape."""
         Gauge(f"p2p_proxy_{name}", help_text, registry=self._registry).set_function(value)
 
     def render(self) -> bytes:
-        """Return the text that Prometheus reads."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
@@ -71,7 +73,7 @@ class Metrics:
 
 
 class _InstanceGauges(Collector):
-    """Reads the counts where they live, so that they cannot drift from them."""
+    """Reads the counts from the instances for each scrape, so that the two cannot differ."""
 
     def __init__(self, instances: Callable[[], list[Instance]], clock: Callable[[], float]) -> None:
         self._instances = instances
@@ -81,18 +83,18 @@ class _InstanceGauges(Collector):
         instances, now = self._instances(), self._clock()
         yield self._by_role(
             "routable",
-            "1 if legs are sent to it",
+            "1 if the proxy sends it legs",
             lambda i, role: i.is_routable(role, now) if i.has_role(role, now) else None,
         )
         yield self._by_role("in_flight", "Legs in flight", lambda i, role: i.in_flight[role])
         yield self._by_role(
             "breaker_open",
-            "1 if legs are kept away from it",
+            "1 if its breaker is open or half open",
             lambda i, role: i.breakers[role].state(now) != "closed",
         )
         tokens = _family("tokens_in_flight", "Estimated tokens of its legs", "instance")
-        ages = _family("heartbeat_age_seconds", "Since its last heartbeat", "instance")
-        draining = _family("draining", "1 if it gets nothing new", "instance")
+        ages = _family("heartbeat_age_seconds", "Seconds since its last heartbeat", "instance")
+        draining = _family("draining", "1 if it gets no new legs", "instance")
         for instance in instances:
             address = [instance.identity.name]
             tokens.add_metric(address, instance.load)

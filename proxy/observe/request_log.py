@@ -1,4 +1,4 @@
-"""RequestLog: the requests that are open, the last that ended, and a line for each in the log."""
+"""RequestLog: open requests, the last ones that ended, and a log line for each."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ NUM_RECENT = 50
 
 @dataclass(eq=False)
 class RequestRecord:
-    """What happened to one request, until it ends. Times are seconds on `clock` since `started`; a
-    stage that was not reached has None."""
+    """The record of one request.
+
+    Times are seconds on `clock` since `started`; None if the request did not reach that stage.
+    """
 
     route: str
     client_id: str
@@ -36,7 +38,7 @@ class RequestRecord:
     decode: str | None = None
     transfer_id: str | None = None
     num_tries: int = 0
-    # What the client was told; 0 when nothing was.
+    # The status that the client received; 0 before any.
     status: int = 0
     outcome: str = ""
     queue_seconds: float | None = None
@@ -46,7 +48,7 @@ class RequestRecord:
     bytes_sent: int = 0
 
     def chose(self, prefill: Instance | None, decode: Instance, transfer_id: str) -> None:
-        """Note where the request goes and under which name its KV travels."""
+        """Record the chosen instances and the transfer id."""
         self.prefill = prefill.identity.name if prefill else None
         self.decode = decode.identity.name
         self.transfer_id = transfer_id
@@ -55,35 +57,35 @@ class RequestRecord:
             self.queue_seconds = self._elapsed()
 
     def prefilled(self) -> None:
-        """Note the end of the prefill leg."""
+        """Record the end of the prefill leg."""
         self.prefill_seconds = self._elapsed()
 
     def sent(self, num_bytes: int) -> None:
-        """Note a piece of the answer."""
+        """Record a piece of the answer."""
         if self.first_byte_seconds is None:
             self.first_byte_seconds = self._elapsed()
         self.bytes_sent += num_bytes
 
     def failed(self, error: ProxyError) -> None:
-        """Note why it failed; the status stands if the client was told one already."""
+        """Record an error; a status that the client has already received stays."""
         self.outcome = error.code
         self.status = self.status or error.status
 
     def answered(self) -> None:
-        """Note that the whole answer of the decode instance went out."""
+        """Record that the whole answer was sent."""
         self.outcome = "ok" if self.status < 400 else "decode_refused"
 
     def abandoned(self) -> None:
-        """Note that nobody waits for the answer any more, unless more is known already."""
+        """Record that the client left, unless an outcome is known already."""
         self.outcome = self.outcome or "client_left"
 
     def end(self) -> None:
-        """Note that it is over."""
+        """Record the end of the request."""
         self.total_seconds = self._elapsed()
         self.outcome = self.outcome or "internal_error"
 
     def describe(self) -> dict[str, Any]:
-        """Return what is known, without a word of the request itself."""
+        """Return the record as JSON values, without any content of the request."""
         return {
             "route": self.route,
             "status": self.status,
@@ -105,26 +107,28 @@ class RequestRecord:
 
 
 class RequestLog:
-    """One line of JSON for each request that has ended. Lines are written some at a time: a record
-    of its own for each would cost as much as choosing the instances does."""
+    """Writes a line of JSON for each request that has ended.
+
+    Lines are written in batches, because a log record for each costs as much as choosing instances.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        # Requests that have not ended, in order of arrival.
+        # Open requests, in order of arrival.
         self.open: dict[RequestRecord, None] = {}
-        # The last ones that have ended, oldest first.
+        # The last requests that ended, oldest first.
         self.recent: deque[RequestRecord] = deque(maxlen=NUM_RECENT)
         self._unwritten: list[tuple[float, RequestRecord]] = []
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, route: str, client_id: str) -> RequestRecord:
-        """Open the record of a request that has just arrived."""
+        """Open the record of a new request."""
         record = RequestRecord(route, client_id, self._clock, started=self._clock())
         self.open[record] = None
         return record
 
     def end(self, record: RequestRecord) -> None:
-        """Close a record; its line is written soon."""
+        """Close a record; its line is written within `LOG_SECONDS`."""
         del self.open[record]
         record.end()
         self.recent.append(record)
@@ -134,7 +138,7 @@ class RequestLog:
             self._timer = loop.call_later(LOG_SECONDS, self.flush)
 
     def flush(self) -> None:
-        """Write what is left."""
+        """Write the pending lines now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,1 +1,1 @@
-"""What OpenAI's API says: bodies, prompts, answers, usage."""
+"""OpenAI's API: bodies, prompts, answers and usage."""

@@ -1,4 +1,5 @@
-"""What an instance's answer to a leg means: good, the client's fault, or the instance's."""
+"""Classifies an instance's answer to a leg: success, the client's fault, or the instance's
+fault."""
 
 from __future__ import annotations
 
@@ -14,23 +15,24 @@ from proxy.http.client import ClientError, Response
 from proxy.openai import payload
 
 EVENT_STREAM = b"text/event-stream"
-# An instance's own gateway errors keep their status, and another instance may do better; its other
-# 5xx are a bad gateway to the client, and may be due to the request: it is not tried elsewhere.
+# Gateway errors of an instance keep their status and are retried on another instance. Other 5xx may
+# be due to the request itself, so they are not retried.
 _GATEWAY_ERRORS = (502, 503, 504)
-# How vLLM says, with a 500, that the client's prompt is too long.
+# Texts in vLLM's 500 answers to a prompt that is too long: the client's fault.
 _TOO_LONG = (b"maximum context length", b"maximum model length", b"max_model_len")
 
-# Not from an instance to the client: what belongs to the one connection or to the instance.
+# Headers of an instance that the client does not get: they belong to the connection or the
+# instance.
 KEPT_BACK_HEADERS = {
     b"connection", b"date", b"keep-alive", b"proxy-connection", b"server", b"set-cookie", b"te",
     b"trailer", b"transfer-encoding", b"upgrade", b"x-request-id",
 }  # fmt: skip
 
 
-# How vLLM answers, with a 200, what it no longer computes because it was told to stop. Inside a
-# text, the quotes would be escaped.
+# vLLM answers 200 with this reason if it aborts a request at shutdown. The pattern cannot match
+# inside a text, because quotes are escaped there.
 _ABORTED = re.compile(rb'"finish_reason": ?"abort"')
-# Such an answer is shorter, and of any other this much comes at once.
+# An aborted answer is shorter than this. Other answers deliver this much at once.
 _MAX_ABORTED_BYTES = 4096
 
 
@@ -44,11 +46,11 @@ class _ErrorAnswer(msgspec.Struct):
 
 
 def check_prefill(response: Response, answer: bytes) -> payload.Prefilled:
-    """Return what is to be known of a prefill instance's answer.
+    """Return the relevant part of a prefill instance's answer.
 
     Raises:
         LegFailed: the prefill did not succeed.
-        ProxyError: it was refused; 4xx are passed on as they are.
+        ProxyError: the instance refused the request; 4xx answers go to the client unchanged.
     """
     status = response.status
     if 400 <= status < 500:
@@ -71,14 +73,14 @@ def check_prefill(response: Response, answer: bytes) -> payload.Prefilled:
 
 
 async def check_answer(response: Response, role: str, max_bytes: int) -> None:
-    """Pass all answers but 5xx, which the client gets as they are if nobody else can help.
+    """Accept all answers but 5xx; waits until an answer without an error has begun.
 
-    Waits until an answer that is no failure has begun.
+    A 5xx goes to the client unchanged if no other instance can answer.
 
     Raises:
-        ClientError: it does not begin.
-        LegFailed: the instance failed.
-        ProxyError: it was the client's fault.
+        ClientError: the answer did not begin.
+        LegFailed: the instance failed or is stopping.
+        ProxyError: the request was at fault.
     """
     status = response.status
     if status == HTTPStatus.OK:
@@ -107,7 +109,7 @@ def _aborted(role: str) -> LegFailed:
 
 
 async def read(response: Response, max_bytes: int) -> bytes:
-    """Return an answer's body; nothing if it is longer than any that we can use."""
+    """Return an answer's body; empty if it is longer than `max_bytes`."""
     body = bytearray()
     while piece := await response.piece():
         body += piece
@@ -121,7 +123,7 @@ def _as_answer(response: Response, body: bytes) -> Answer:
 
 
 def passed_headers(response: Response, *dropped: bytes) -> Headers:
-    """Return what the client may see of an instance's headers; without those `dropped`."""
+    """Return the headers for the client, without those of `dropped`; names are in lower case."""
     return [
         (name, value)
         for name, value in response.headers

@@ -1,4 +1,4 @@
-"""The bodies of the two legs, made from the client's; values are never parsed, only moved; pure."""
+"""Builds the bodies of both legs from the client's; moves values without parsing them; pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KV_PARAMS = "kv_transfer_params"
 _ONE = msgspec.Raw(b"1")
 _FALSE = msgspec.Raw(b"false")
 _TRUE = b"true"
-# What makes no sense for a single token, and what only we may say.
+# Fields without meaning for a single token, and the field that only the proxy may set.
 _NOT_FOR_PREFILL = ("min_tokens", "stream_options", KV_PARAMS)
 
 _fields_decoder = msgspec.json.Decoder(Fields)
@@ -27,14 +27,14 @@ _fields_decoder = msgspec.json.Decoder(Fields)
 
 @dataclass(frozen=True, eq=False)
 class ClientRequest:
-    """A client's request: its own bytes, and its top-level fields as they stand in them."""
+    """A client's request: its body, and its top-level fields as raw JSON."""
 
     body: bytes
     fields: Fields
 
     @property
     def is_stream(self) -> bool:
-        """The client wants server-sent events."""
+        """Tell whether the client wants server-sent events."""
         return bytes(self.fields.get("stream", b"")) == _TRUE
 
 
@@ -43,7 +43,7 @@ NOTHING = ClientRequest(b"", {})
 
 @dataclass(frozen=True)
 class Prefilled:
-    """What a prefill instance has answered: its parameters for decode, and its counts of tokens."""
+    """A prefill instance's answer: its parameters for decode, and its token counts."""
 
     params: Fields
     cached_tokens: int | None
@@ -71,10 +71,10 @@ BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def parse(body: bytes) -> ClientRequest:
-    """Split a request into its top-level fields, each as it was written.
+    """Split a request into its top-level fields, as raw JSON.
 
     Raises:
-        ProxyError: 400, it is not a JSON object.
+        ProxyError: 400, the body is not a JSON object.
     """
     try:
         return ClientRequest(body, _fields_decoder.decode(body))
@@ -83,7 +83,7 @@ def parse(body: bytes) -> ClientRequest:
 
 
 def model_of(fields: Fields) -> str | None:
-    """Return the model that was asked for; None when it is not a string."""
+    """Return the requested model; None if it is not a string."""
     try:
         return _model_decoder.decode(fields.get("model", b"null"))
     except BAD_JSON:
@@ -91,13 +91,14 @@ def model_of(fields: Fields) -> str | None:
 
 
 def num_choices(fields: Fields) -> int:
-    """Return how many continuations of each prompt were asked for."""
+    """Return the number of continuations of each prompt."""
     given = bytes(fields.get("n", b"1"))
     return int(given) if given.isdigit() else 1
 
 
 def prefill_body(fields: Fields, params: Params | None) -> bytes:
-    """Ask for one token and no stream; `n` stays, since each choice is its own transfer."""
+    """Return the prefill body: one token, no stream. `n` stays: each choice is a separate
+    transfer."""
     kept: dict[str, Any] = {k: v for k, v in fields.items() if k not in _NOT_FOR_PREFILL}
     kept |= {"max_tokens": _ONE, "stream": _FALSE}
     if "max_completion_tokens" in kept:
@@ -108,9 +109,9 @@ def prefill_body(fields: Fields, params: Params | None) -> bytes:
 
 
 def decode_body(asked: ClientRequest, params: Params | None) -> bytes:
-    """Return the client's own bytes with our parameters spliced in before the last brace.
+    """Return the client's body with our parameters spliced in before the last brace.
 
-    A client's own parameters are taken out first: they could name an instance of its choice.
+    The client's own `kv_transfer_params` are removed: they could name any instance.
     """
     body, fields = asked.body, asked.fields
     if KV_PARAMS in fields:
@@ -124,14 +125,17 @@ def decode_body(asked: ClientRequest, params: Params | None) -> bytes:
 
 
 def request_id(proxy_id: ProxyId) -> str:
-    """Return the id of both legs: of the old scheme, unless an address is missing in it."""
+    """Return the request id of both legs: the old form with both addresses, if both are known."""
     is_whole = proxy_id.prefill and proxy_id.decode
     return str(proxy_id) if is_whole else proxy_id.transfer_id
 
 
 def prefill_params(proxy_id: ProxyId) -> Params:
-    """Tell the prefill instance to whom the KV goes; to nobody, if that is not known: it then
-    holds the KV and answers where."""
+    """Return the parameters that name the decode instance as the destination of the KV.
+
+    If its KV address is unknown, they are None: prefill holds the KV and answers with its own
+    address.
+    """
     host, port = _split(proxy_id.decode)
     return {
         "do_remote_decode": True,
@@ -146,7 +150,8 @@ def prefill_params(proxy_id: ProxyId) -> Params:
 
 
 def decode_params(proxy_id: ProxyId, answered: Fields) -> Params:
-    """Tell the decode instance whence the KV comes; what the prefill instance says wins."""
+    """Return the parameters that name the source of the KV; those of prefill's answer take
+    precedence."""
     host, port = _split(proxy_id.prefill)
     ours = {
         "do_remote_prefill": True,
@@ -159,10 +164,10 @@ def decode_params(proxy_id: ProxyId, answered: Fields) -> Params:
 
 
 def read_prefill(answer: bytes) -> Prefilled:
-    """Read a prefill instance's answer, which may have no parameters.
+    """Read a prefill instance's answer; its parameters may be missing.
 
     Raises:
-        ValueError: it is not an answer to a completion.
+        ValueError: it is not a completion.
     """
     try:
         said = _answer_decoder.decode(answer)

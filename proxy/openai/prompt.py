@@ -1,4 +1,4 @@
-"""Prompt: what routing wants to know of a request; pure."""
+"""Prompt: the facts about a request that routing uses; pure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value", int, str)
 
-# A guess that serves text and lists of token ids alike: it weighs requests, it counts nothing.
+# An estimate for text and for lists of token ids; it is used to weigh requests only.
 BYTES_PER_TOKEN = 4
 BLOCK_BYTES = 256
 TOKENS_PER_BLOCK = BLOCK_BYTES // BYTES_PER_TOKEN
-# What a request is expected to generate when it says nothing, and at most: limits are seldom met.
+# Estimated output tokens if the request sets no limit; also the maximum, as limits are seldom met.
 EXPECTED_OUTPUT_TOKENS = 256
 _TEXTS = ("prompt", "messages", "input")
-# What vLLM puts in front of, or mixes into, the prompt: equal texts share KV only if these agree.
+# Fields that change the prompt's KV: equal texts share KV only if these are equal, too.
 _CONTEXT = ("model", "tools", "chat_template", "chat_template_kwargs", "cache_salt")
 _ABOUT_THE_PROMPT = {"prompt_logprobs", "echo", "use_beam_search"}
 _NOTHING = (b"", b"null", b"false")
@@ -30,38 +30,39 @@ _NOTHING = (b"", b"null", b"false")
 
 @dataclass(eq=False)
 class Prompt:
-    """One request as the policies see it. `text` is the prompt as the client wrote it, in JSON."""
+    """One request, as policies see it. `text` is the prompt in the client's JSON."""
 
     model: str | None = None
     session: str = ""
     text: bytes = b""
     context: tuple[bytes, ...] = ()
     num_output_tokens: int = EXPECTED_OUTPUT_TOKENS
-    # It asks for something about the prompt itself, which only who computes the prompt can tell.
+    # It asks about the prompt itself, so the instance that decodes must compute the prompt.
     needs_whole_prompt: bool = False
 
     @property
     def num_tokens(self) -> int:
-        """The estimated length of the prompt; at least 1."""
+        """The estimated number of prompt tokens; at least 1."""
         return max(1, len(self.text) // BYTES_PER_TOKEN)
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:
-        """One hash for the context and one for each whole block of the text."""
+        """One hash for the context, then one for each whole block of the text."""
         text = self.text
         ends = range(BLOCK_BYTES, len(text) + 1, BLOCK_BYTES)
         return (hash(self.context), *(hash(text[end - BLOCK_BYTES : end]) for end in ends))
 
     def num_new_tokens(self, num_held_blocks: int) -> int:
-        """Return what is left to compute for one that holds so many of `blocks`."""
+        """Return the estimated tokens left to compute for a holder of the first
+        `num_held_blocks`."""
         held = max(0, num_held_blocks - 1) * TOKENS_PER_BLOCK
         return max(0, self.num_tokens - held)
 
 
 def read_prompt(fields: Fields, session: str = "") -> Prompt:
-    """Read a request; a value of a wrong type is read as if it were not there.
+    """Read a request; a value of a wrong type counts as missing.
 
-    `session` is what the client calls its session; without it, the field `user` does.
+    `session` is the client's session id; without one, the field `user` is used.
     """
     text = next((bytes(fields[name]) for name in _TEXTS if name in fields), b"")
     return Prompt(
@@ -80,7 +81,7 @@ def _num_output_tokens(fields: Fields) -> int:
 
 
 def _needs_whole_prompt(fields: Fields) -> bool:
-    """Its log-probabilities are not in its KV, and beam search gives its children new names."""
+    """Prompt log-probabilities are not in the KV, and beam search renames its child requests."""
     asked = _ABOUT_THE_PROMPT & fields.keys()
     return any(bytes(fields[name]) not in _NOTHING for name in asked)
 

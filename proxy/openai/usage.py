@@ -1,21 +1,21 @@
-"""Usage: after the split, decode has "cached" the whole prompt; prefill knows what really was."""
+"""Usage: decode reports the whole prompt as cached; prefill's count is the true one."""
 
 from __future__ import annotations
 
 import re
 
-# Inside a text, the quotes would be escaped: these bytes can only be the key itself.
+# Quotes inside a text are escaped, so these bytes can only be the key itself.
 _KEY = b'"cached_tokens":'
 _NUMBER = re.compile(rb'("cached_tokens": ?)\d+(?!\d)')
-# The key, and a number that may go on in the next piece.
+# The key, and a number that may continue in the next piece.
 _OPEN_END = re.compile(rb'"cached_tokens": ?\d*\Z')
 
 
 class CachedTokens:
-    """Puts prefill's number in the place of decode's, in JSON or events that come in pieces.
+    """Replaces decode's count by prefill's, in JSON or events that arrive in pieces.
 
-    Everything else passes as it is, at once; only a piece's end that may be the beginning of the
-    number is held back until the next piece or `finish`.
+    Other bytes pass unchanged and at once. Only the end of a piece that may be part of the key or
+    the number is held until the next piece or `finish`.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -23,14 +23,14 @@ class CachedTokens:
         self._held = b""
 
     def feed(self, piece: bytes) -> bytes:
-        """Return what may go on now."""
+        """Return the bytes that can be forwarded now."""
         whole = self._held + piece
         end = _open_end(whole)
         self._held = whole[end:]
         return self._replace(whole[:end])
 
     def finish(self) -> bytes:
-        """Return what was held back."""
+        """Return the bytes that were held."""
         held, self._held = self._held, b""
         return self._replace(held)
 
@@ -39,7 +39,7 @@ class CachedTokens:
 
 
 def _open_end(content: bytes) -> int:
-    """Return where the end begins that may be a part of the key and its number."""
+    """Return where a possible beginning of the key and its number starts, or the length."""
     if (match := _OPEN_END.search(content, max(0, len(content) - 64))) is not None:
         return match.start()
     sizes = range(min(len(_KEY) - 1, len(content)), 0, -1)

@@ -1,1 +1,1 @@
-"""One request's way through its legs."""
+"""The path of one request through its legs."""

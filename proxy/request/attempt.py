@@ -1,4 +1,4 @@
-"""Attempt: what every try to answer a request has, whether it takes one leg or two."""
+"""Attempt: the common part of every try to answer a request, with one leg or two."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from proxy.request.services import Services
 
 REQUEST_ID = "X-Request-Id"
-# From the client to the instances. Its request id stays here: ours carries addresses.
+# Headers of the client that go to the instances. Its request id does not: ours carries addresses.
 FORWARDED_HEADERS = ("authorization", "content-type", "traceparent", "tracestate", "user-agent")
 
 
 class Attempt:
-    """One try: whatever it holds is let go of by `ends`, at the latest when the request ends."""
+    """One try. `ends` releases everything it holds, at the latest when the request ends."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class Attempt:
         """Answer the request.
 
         Raises:
-            LegFailed: before the client was told anything; `failed` is the instance.
+            LegFailed: a leg failed before the client received anything; `failed` is its instance.
             ProxyError: the request cannot be answered.
         """
         raise NotImplementedError
 
     def take_leg(self, instance: Instance, role: Role, num_tokens: int) -> Leg:
-        """Count a leg until it, or the attempt, ends."""
+        """Count a leg until it is released, at the latest when the attempt ends."""
         leg = self.services.registry.take_leg(instance, role, num_tokens)
         self.ends.callback(leg.release)
         return leg
@@ -64,7 +64,12 @@ class Attempt:
     async def send(
         self, leg: Leg, body: bytes, request_id: str, on_sent: Callable[[], None] = lambda: None
     ) -> Response:
-        """Send the leg that answers the client; its answer is open until `ends`."""
+        """Send the leg that answers the client; its answer is open until `ends`.
+
+        Raises:
+            LegFailed: the instance failed; `judge` has recorded it.
+            ProxyError: the instance found a fault in the request.
+        """
         limits = self.limits(silence=self._first_byte_timeout())
         headers = self.headers(request_id, "accept", "accept-encoding")
         try:
@@ -82,34 +87,36 @@ class Attempt:
         return response
 
     def relay(self, leg: Leg, response: Response, cached_tokens: int | None = None) -> Answer:
-        """Hand the answer to the client."""
+        """Return the answer for the client; 2xx and 3xx close the leg's breaker."""
         if response.status < 400:
             leg.breaker.recover()
-            self.asked = payload.NOTHING  # it has done its part; prompts are large, streams long
+            self.asked = payload.NOTHING  # free the prompt: it may be large, and the stream long
         relay = Relay(self.services, self.request, self.record, leg, response, cached_tokens)
         return relay.answer()
 
     def judge(self, leg: Leg, failure: LegFailed) -> None:
-        """Decide whose fault it is that the answering leg failed: its instance's."""
+        """Record which instance is to blame for the failure: here, the one that answers."""
         self.fail(leg)
 
     def fail(self, leg: Leg) -> None:
-        """Note that an instance failed its leg."""
+        """Record that an instance failed its leg."""
         leg.breaker.fail(self.record.clock())
         self.failed = leg.instance
 
     def headers(self, request_id: str, *more: str) -> dict[str, str]:
-        """Return the headers of a leg, with these of the client's beside the usual ones."""
+        """Return the headers of a leg: the forwarded ones, and those of the client named in
+        `more`."""
         theirs = self.request.headers
         headers = {name: theirs[name] for name in (*FORWARDED_HEADERS, *more) if name in theirs}
         return {"content-type": "application/json", **headers, REQUEST_ID: request_id}
 
     def limits(self, *, silence: float | None = None, total: float | None = None) -> Limits:
-        """Return the limits of a leg, in seconds."""
+        """Return the timeouts of a leg, in seconds."""
         return Limits(self.config.connect_timeout_seconds, silence, total)
 
     def _first_byte_timeout(self) -> float:
-        """Only a stream shows its first byte before the whole generation is done."""
+        """Return the timeout of the first byte; only a stream sends it before the generation
+        ends."""
         config = self.config
         return (
             config.first_byte_timeout_seconds
@@ -119,7 +126,7 @@ class Attempt:
 
 
 class Errand(Attempt):
-    """A request that any one instance answers by itself: nothing is prefilled or decoded."""
+    """A request that one instance answers alone: nothing is prefilled or decoded."""
 
     def __init__(
         self,
@@ -135,6 +142,6 @@ class Errand(Attempt):
         record.chose(None, instance, self.transfer_id)
 
     async def run(self) -> Answer:
-        """Send the client's own bytes, and the answer back."""
+        """Send the client's body to the instance and return its answer."""
         body = payload.decode_body(self.asked, None)
         return self.relay(self._leg, await self.send(self._leg, body, self.transfer_id))

@@ -1,6 +1,6 @@
-"""Exchange: takes one request through its prefill leg and then its decode leg.
+"""Exchange: runs one request through its prefill leg and its decode leg.
 
-No decode is sent, or answered to the client, without a prefill that succeeded.
+With a prefill leg, no decode is answered to the client before the prefill has succeeded.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 
 
 class Exchange(Attempt):
-    """One request and its two legs. Both instances count it from the choice: prefill until its
-    answer is in, decode until the last byte has gone to the client, both at most until `ends`."""
+    """One request and its legs. Both instances count it from the moment they are chosen.
+
+    The prefill leg counts until its answer is complete, the decode leg until the last byte has gone
+    to the client. `ends` releases both at the latest.
+    """
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class Exchange(Attempt):
     ) -> None:
         super().__init__(services, request, record, asked)
         self._pair = pair
-        # What prefill has sent to decode, and whether decode was asked to use it.
+        # The KV that prefill has sent to decode, and whether decode was asked to use it.
         self._kv: tuple[ProxyId, payload.Prefilled] | None = None
         self._is_claimed = False
         self._decode_leg = self.take_leg(pair.decode, Role.DECODE, pair.decode_tokens)
@@ -51,18 +54,18 @@ class Exchange(Attempt):
         record.chose(pair.prefill, pair.decode, self.transfer_id)
 
     async def run(self) -> Answer:
-        """Answer the request; errors as in `Attempt`."""
+        """Answer the request; raises like `Attempt.run`."""
         if self._pair.prefill is None:
             return self._answer(await self._decode_alone())
         proxy_id = _proxy_id(self._pair.prefill, self._pair.decode, self.transfer_id)
-        # Both at once only where neither leg needs to learn an address from the other's answer.
+        # Concurrent dispatch needs both KV addresses: neither leg can wait for the other's answer.
         if self.config.dispatch == CONCURRENT and proxy_id.prefill and proxy_id.decode:
             return self._answer(await self._run_together(proxy_id))
         prefilled = await self._prefill(proxy_id)
         return self._answer(await self._decode(proxy_id, prefilled.params))
 
     async def _run_together(self, proxy_id: ProxyId) -> Response:
-        """Prefill and decode at once; decode's answer waits for prefill's success."""
+        """Run prefill and decode at once; decode's answer waits for prefill's success."""
         legs = (
             asyncio.ensure_future(self._prefill(proxy_id)),
             asyncio.ensure_future(self._decode(proxy_id, {})),
@@ -76,7 +79,7 @@ class Exchange(Attempt):
         return response
 
     async def _prefill(self, proxy_id: ProxyId) -> payload.Prefilled:
-        """Run the prefill leg and return what is to be known of its answer."""
+        """Run the prefill leg and return the relevant part of its answer."""
         params = None if self._pair.is_old_wire else payload.prefill_params(proxy_id)
         body = payload.prefill_body(self.asked.fields, params)
         leg = self._prefill_leg
@@ -109,7 +112,7 @@ class Exchange(Attempt):
         return response, answer
 
     async def _decode(self, proxy_id: ProxyId, answered: payload.Fields) -> Response:
-        """Start the decode leg of a pair."""
+        """Send the decode leg of a pair."""
         params = None if self._pair.is_old_wire else payload.decode_params(proxy_id, answered)
         body = payload.decode_body(self.asked, params)
         return await self.send(
@@ -117,13 +120,17 @@ class Exchange(Attempt):
         )
 
     async def _decode_alone(self) -> Response:
-        """Start a decode that computes the prompt itself: its id names no other instance."""
+        """Send a decode leg that computes the prompt itself; its request id names no other
+        instance."""
         body = payload.decode_body(self.asked, None)
         return await self.send(self._decode_leg, body, self.transfer_id)
 
     def judge(self, leg: Leg, failure: LegFailed) -> None:
-        """Suspect the transfer where decode works and answers 500: KV that does not arrive whole
-        fails there. Another prefill may do better, and decode has done nothing wrong."""
+        """Blame the prefill instance if decode answers 500, and allow a retry.
+
+        A KV transfer that does not complete makes decode answer 500. Another prefill instance may
+        succeed.
+        """
         if failure.status != HTTPStatus.INTERNAL_SERVER_ERROR or self._pair.prefill is None:
             return super().judge(leg, failure)
         failure.can_retry = True
@@ -131,20 +138,20 @@ class Exchange(Attempt):
         return None
 
     def _claim(self) -> None:
-        """Decode has the request: the KV is its own, unless it refuses."""
+        """Record that decode has the request and will use the KV, unless it refuses."""
         self._is_claimed = True
 
     def _answer(self, response: Response) -> Answer:
         self._is_claimed = response.status < 400
         cached_tokens = self._kv[1].cached_tokens if self._kv else None
         if self._is_claimed and self._kv is not None and self._pair.prefill is not None:
-            # Each continuation of a prompt is a transfer of its own.
+            # Each continuation of a prompt is a separate transfer.
             num_tokens = self._kv[1].prompt_tokens * payload.num_choices(self.asked.fields)
             self._pair.decode.count_kv(self._pair.prefill, num_tokens)
         return self.relay(self._decode_leg, response, cached_tokens)
 
     def _release_unclaimed(self) -> None:
-        """Have decode let go of KV that it was never asked to use."""
+        """Make decode release KV that it was never asked to use."""
         decode = self._pair.decode
         if self._kv is None or self._is_claimed or not decode.is_ready:
             return

@@ -1,4 +1,4 @@
-"""Forwarder: serves completions, each by an exchange of its own, and answers what goes wrong."""
+"""Forwarder: answers requests by attempts, retries them, and turns failures into answers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 MAX_ECHO_CHARS = 256
 SESSION_ID = "X-Session-Id"
 COMPLETION_PATHS = ("/v1/completions", "/v1/chat/completions")
-# What any one instance can answer.
+# Paths that any one instance can answer alone.
 ERRAND_PATHS = ("/tokenize", "/detokenize", "/v1/embeddings")
 
 
 class Forwarder:
-    """Serves completions. Each request is an `Exchange` of its own."""
+    """Answers requests. Each attempt at one is an `Exchange` or an `Errand`."""
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class Forwarder:
         self._log = log
 
     async def serve(self, request: ProxyRequest) -> Answer:
-        """Answer one request; the legs it needs end with it."""
+        """Answer one request; its legs end with it. Failures become answers, so nothing is
+        raised."""
         record = self._begin(request)
         try:
             answer = await self._answer(request, record)
@@ -60,7 +61,7 @@ class Forwarder:
             record.failed(error)
             answer = error.answer_to_client()
         except Exception:
-            logger.exception("a request failed by a fault of ours")
+            logger.exception("a request failed: internal error of the proxy")
             failure = ProxyError(500, "internal_error", "the proxy failed")
             record.failed(failure)
             answer = failure.answer_to_client()
@@ -103,9 +104,10 @@ class Forwarder:
     async def _run(
         self, attempt: Attempt, start: Callable[[], Attempt], failed: list[Instance]
     ) -> Answer:
-        """Run an attempt, and others in its place while instances fail and others are left.
+        """Run an attempt; while instances fail, retry with those that have not.
 
-        Each has a transfer id of its own, and what a failed one holds is let go of at once.
+        Each attempt has its own transfer id. A failed one releases its resources before the next
+        starts.
         """
         while True:
             try:

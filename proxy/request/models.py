@@ -1,4 +1,4 @@
-"""The answer of `/v1/models`: what the instances serve, each model once."""
+"""`/v1/models`: the models that the instances serve, each once."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class _Models(msgspec.Struct):
 async def list_models(
     instances: list[Instance], upstream: Upstream, headers: Mapping[str, str], now: float
 ) -> Response:
-    """Ask one ready decode instance of each announced model, and merge what they say.
+    """Ask one ready decode instance of each announced model, and merge the answers.
 
     Raises:
-        ProxyError: no decode instance is ready, or none gave an answer.
+        ProxyError: no decode instance is ready, or none answered with models.
     """
     asked = {i.identity.model: i for i in instances if i.is_routable(Role.DECODE, now)}
     if not asked:
@@ -50,7 +50,7 @@ async def list_models(
     status, body = answers[0]
     if 400 <= status < 500:
         return Response(body, status, content_type="application/json")
-    raise ProxyError(502, "models_failed", "no decode instance told its models")
+    raise ProxyError(502, "models_failed", "no decode instance listed its models")
 
 
 async def _ask(

@@ -1,4 +1,4 @@
-"""Relay: hands an instance's answer to the client as it comes, and says where it was cut."""
+"""Relay: forwards an instance's answer to the client, and reports where it broke off."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from proxy.observe.request_log import RequestRecord
     from proxy.request.services import Services
 
-# With one of these, nothing of ours can be put behind what was cut.
+# With one of these headers, no event can be appended to a broken stream.
 _FRAMING_HEADERS = (b"content-length", b"content-encoding")
 
 
 class Relay:
-    """One answer on its way. It reads no further than the client takes it."""
+    """One answer in progress. It reads no faster than the client does."""
 
     def __init__(
         self,
@@ -48,16 +48,16 @@ class Relay:
         self._usage = None if cached_tokens is None or not is_plain else CachedTokens(cached_tokens)
 
     def answer(self) -> Answer:
-        """Return the answer to the client; its bytes are read while they are sent."""
+        """Return the answer for the client; its bytes are read while they are sent."""
         status = self._record.status = self._response.status
-        # Another number may be shorter.
+        # The replaced number may be shorter, so the length would be wrong.
         is_whole = self._response.is_complete and not self._is_stream
         dropped = (b"content-length",) if is_whole or self._usage is not None else ()
         headers = passed_headers(self._response, *dropped)
         return Answer(status, headers, self._whole() if is_whole else self._pieces())
 
     def _whole(self) -> bytes:
-        """Return a body that is here already."""
+        """Return a body that has arrived completely."""
         body = self._response.taken()
         if self._usage is not None:
             body = self._usage.feed(body) + self._usage.finish()
@@ -91,7 +91,7 @@ class Relay:
         self._record.answered()
 
     async def _next(self) -> bytes:
-        """Return what may go on to the client; nothing at the end."""
+        """Return the next bytes for the client; empty at the end."""
         usage = self._usage
         while piece := await self._response.piece():
             if passed := piece if usage is None else usage.feed(piece):
@@ -99,19 +99,19 @@ class Relay:
         return b"" if usage is None else usage.finish()
 
     def _cut(self, failure: LegFailed) -> bytes:
-        """Return the event that ends a cut stream; any other answer can only be broken off.
+        """Return the event that ends a broken stream. Other answers can only be cut off.
 
         Raises:
-            AnswerCut: the client must see a broken connection.
+            AnswerCut: the server must close the client's connection.
         """
         self._record.failed(failure)
         is_plain = not any(map(self._response.header, _FRAMING_HEADERS))
         if not self._is_stream or not is_plain:
             raise AnswerCut(str(failure))
-        # The empty line first closes the event that may have been cut in the middle.
+        # The empty line first ends an event that may have been cut off.
         return b"\n\ndata: %b\n\n" % msgspec.json.encode(failure.body())
 
     def _client_stalled(self) -> None:
-        message = "the client does not take its answer"
+        message = "the client stopped reading its answer"
         self._record.failed(ProxyError(408, "client_stalled", message))
         self._handler.cancel()

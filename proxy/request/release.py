@@ -1,4 +1,4 @@
-"""Releases: lets go of KV that a prefill has sent and that no decode took."""
+"""Releases: frees KV that a prefill instance has sent and no decode request will use."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ TIMEOUT_SECONDS = 10.0
 
 
 class Releases:
-    """Asks decode to take the KV and generate one token for nobody: the one thing that every
-    engine understands, and the cheapest that frees the memory of both instances at once.
+    """Asks decode to load the KV and generate one token, and discards the answer.
 
-    A decode instance that cannot be reached holds nothing, or lets go when its lease ends.
+    Every engine understands such a request, and it is the cheapest one that frees memory on both
+    instances at once. If decode cannot be reached, its memory is freed when the lease ends.
     """
 
     def __init__(self, upstream: Upstream, metrics: Metrics) -> None:
@@ -35,13 +35,13 @@ class Releases:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, decode: Instance, path: str, body: bytes, headers: Mapping[str, str]) -> None:
-        """Release in the background; nobody waits for it."""
+        """Start a release in the background; does not block."""
         task = asyncio.ensure_future(self._release(decode, path, body, headers))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """End all that run; idempotent."""
+        """Cancel all releases in progress; idempotent."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

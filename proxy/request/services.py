@@ -1,4 +1,4 @@
-"""Services: what all attempts work with; the application owns them."""
+"""Services: the parts of the proxy that attempts use; the application owns them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from proxy.request.release import Releases
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """One of each in a proxy."""
+    """The shared parts; a proxy has one of each."""
 
     config: ProxyConfig
     registry: Registry

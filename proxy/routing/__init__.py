@@ -1,1 +1,1 @@
-"""Which pair of instances a request goes to."""
+"""The choice of a pair of instances for each request, and the queue in front of it."""

@@ -1,4 +1,4 @@
-"""Admission: a bounded queue before instances that have no room, and a limit on all that runs."""
+"""Admission: a limit on running requests, and a bounded queue for those above it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Started = TypeVar("Started")
 
 @dataclass(eq=False)
 class _Waiter(Generic[Started]):
-    """`start` begins the request at once or raises Busy; `turn` says that it may be tried."""
+    """A queued request. `start` begins it at once or raises Busy; `turn` allows the next try."""
 
     start: Callable[[], Started]
     ends: Ends
@@ -25,15 +25,16 @@ class _Waiter(Generic[Started]):
     is_late: bool = False
 
     def give_up(self) -> None:
-        """End the wait."""
+        """End the wait after one last try."""
         self.is_late = True
         self.turn.set()
 
 
 class Admission:
-    """Requests wait in one line for each model, so that none waits for the room of another's.
+    """Admits requests. Each model has its own queue, so that no model waits for another's
+    instances.
 
-    num_queued <= max_queued and num_running <= max_running at any time.
+    Invariant: num_queued <= max_queued and num_running <= max_running.
     """
 
     def __init__(self, max_running: int, max_queued: int, timeout_seconds: float) -> None:
@@ -45,18 +46,19 @@ class Admission:
         self.num_queued = 0
 
     async def enter(self, model: str | None, start: Callable[[], Started], ends: Ends) -> Started:
-        """Return what `start` returns, as soon as there is room; the request runs until `ends`.
+        """Call `start` as soon as there is room and return its result; the request runs until
+        `ends`.
 
         Raises:
-            ProxyError: 429, too many wait already, or it has waited too long.
-            NoInstance: nobody is there to wait for.
+            ProxyError: 429, the queue is full or the wait timed out.
+            NoInstance: no instance could serve the request.
         """
         waiter = _Waiter(start, ends)
         started = None if model in self._lines else self._try(waiter)
         return await self._wait(model, waiter) if started is None else started
 
     def wake(self) -> None:
-        """Let the first of each line try again: there may be room."""
+        """Let the first request of each queue try again; call this when there may be room."""
         for line in self._lines.values():
             line[0].turn.set()
 
@@ -77,7 +79,7 @@ class Admission:
 
     async def _wait(self, model: str | None, waiter: _Waiter[Started]) -> Started:
         if self.num_queued >= self._max_queued:
-            message = f"all instances are busy and {self.num_queued} requests wait already"
+            message = f"all instances are busy, and the queue of {self.num_queued} requests is full"
             raise ProxyError(429, "queue_full", message)
         line = self._lines.setdefault(model, deque())
         line.append(waiter)

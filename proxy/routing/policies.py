@@ -1,4 +1,4 @@
-"""Routing policies: each chooses one instance among those that can take a leg; nothing else.
+"""Routing policies: each chooses one instance among those that can take a leg.
 
 CONTRIBUTING.md shows how to add one.
 """
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from proxy.openai.prompt import Prompt
     from proxy.routing.prefix_tree import PrefixTree
 
-# A session's own instance is passed over when it has this many times the average load.
+# An instance with more than this many times the average load is skipped by session affinity.
 SESSION_OVERLOAD = 2.0
 
 
 class Policy:
-    """Chooses an instance for one role. `tree` tells which one holds which prompts, where kept."""
+    """Chooses an instance for one role. `tree` maps prompts to holders if `uses_tree` is set."""
 
     uses_tree = False
 
@@ -31,63 +31,64 @@ class Policy:
         self.tree = tree
 
     def choose(self, candidates: Sequence[Instance], prompt: Prompt) -> Instance:
-        """Return one of `candidates`; there is at least one.
+        """Return one of `candidates`, a non-empty sequence.
 
-        They come least loaded first, then longest unused. It is called for every request, and
-        never waits.
+        Candidates are sorted: least loaded first, then least recently chosen. The method is called
+        for every request and must not wait.
         """
         raise NotImplementedError
 
 
 class LeastLoaded(Policy):
-    """The fewest tokens in flight."""
+    """Chooses the instance with the fewest tokens in flight."""
 
     def choose(self, candidates: Sequence[Instance], prompt: Prompt) -> Instance:
-        """Return the first, since they come in this order."""
+        """Return the first candidate, because they are sorted by load."""
         return candidates[0]
 
 
 class RoundRobin(Policy):
-    """Each in its turn, whatever its load."""
+    """Chooses each instance in turn, regardless of load."""
 
     def choose(self, candidates: Sequence[Instance], prompt: Prompt) -> Instance:
-        """Return the one that was chosen longest ago."""
+        """Return the least recently chosen candidate."""
         return min(candidates, key=lambda instance: instance.last_turn)
 
 
 class RandomChoice(Policy):
-    """Any."""
+    """Chooses at random."""
 
     def choose(self, candidates: Sequence[Instance], prompt: Prompt) -> Instance:
-        """Return one at random."""
+        """Return a random candidate."""
         return self.rng.choice(candidates)
 
 
 class PowerOfTwo(Policy):
-    """The less loaded of two at random: several proxies do not all run to the same one."""
+    """Chooses the less loaded of two random instances, so that several proxies do not pick the
+    same."""
 
     def choose(self, candidates: Sequence[Instance], prompt: Prompt) -> Instance:
-        """Return the less loaded of two."""
+        """Return the less loaded of two random candidates."""
         two = self.rng.sample(candidates, min(2, len(candidates)))
         return min(two, key=lambda instance: instance.load)
 
 
 class PrefixAware(Policy):
-    """Where the prompt's computation ends soonest: behind the least work, with the most held."""
+    """Chooses the instance with the least work: tokens in flight plus new tokens of this prompt."""
 
     uses_tree = True
 
     def choose(self, candidates: Sequence[Instance], prompt: Prompt) -> Instance:
-        """Weigh tokens in flight against tokens that an instance need not compute again."""
+        """Return the candidate with the fewest tokens in flight and left to compute, in sum."""
         held = self.tree.match(prompt.blocks)
         return min(candidates, key=lambda i: i.load + prompt.num_new_tokens(held.get(i, 0)))
 
 
 class SessionAffinity(Policy):
-    """The same instance for all requests of a session, while it lives and is not overloaded."""
+    """Chooses the same instance for all requests of a session, unless it is gone or overloaded."""
 
     def choose(self, candidates: Sequence[Instance], prompt: Prompt) -> Instance:
-        """Return the first of the session's own order of the instances that is not overloaded."""
+        """Return the session's highest-ranked candidate that is not overloaded."""
         if not prompt.session:
             return candidates[0]
         average = sum(instance.load for instance in candidates) / len(candidates)
@@ -97,7 +98,7 @@ class SessionAffinity(Policy):
 
 
 def _rank(session: str, instance: Instance) -> bytes:
-    """Rank them so that one more, or one less, moves only that one's share of the sessions."""
+    """Rank by rendezvous hashing: adding or removing an instance moves only its own sessions."""
     text = f"{session}\0{instance.identity.name}"
     return hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest()
 

@@ -1,4 +1,4 @@
-"""PrefixTree: which instance holds which beginnings of prompts. A radix tree, bounded in size."""
+"""PrefixTree: a radix tree of prompt prefixes and their holders, bounded in size."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 Holder = TypeVar("Holder")
 
-# Tidying lets others run after so many nodes.
+# `tidy` yields after this many nodes, so that other tasks can run.
 SLICE = 512
-# Tidying makes room for what comes until the next time.
+# `tidy` evicts down to this share of the bound, to leave room until it runs again.
 LOW_WATER = 0.8
 
 
 class _Node(Generic[Holder]):
-    """A run of blocks below its parent; whoever holds it holds all of its ancestors."""
+    """A run of blocks below its parent. A holder of a node also holds all of its ancestors."""
 
     __slots__ = ("blocks", "children", "holders", "parent")
 
@@ -31,11 +31,11 @@ class _Node(Generic[Holder]):
 
 
 class PrefixTree(Generic[Holder]):
-    """num_blocks <= max_blocks at any time: what does not fit is not remembered.
+    """A radix tree over block hashes. Invariant: num_blocks <= max_blocks.
 
-    Nothing is evicted by `match` or `insert`; `tidy` does that, beside the requests. Nodes are kept
-    in the order of their last use, and a use of a node is one of its ancestors a moment later, so
-    that the least recently used node is always a leaf: an eviction is one step.
+    When the tree is full, `insert` drops the rest of a prompt; only `tidy` evicts, in the
+    background. Nodes are ordered by last use, and using a node also uses its ancestors a moment
+    later. So the least recently used node is always a leaf, and an eviction takes one step.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -46,7 +46,8 @@ class PrefixTree(Generic[Holder]):
         self._holders: set[Holder] = set()
 
     def match(self, blocks: Sequence[int]) -> dict[Holder, int]:
-        """Return how many of the first blocks each holder holds; those with none are left out."""
+        """Return the number of leading blocks that each holder has; holders of none are left
+        out."""
         held: dict[Holder, int] = {}
         depth = 0
         for node, num_equal in self._walk(blocks):
@@ -55,7 +56,7 @@ class PrefixTree(Generic[Holder]):
         return held
 
     def insert(self, blocks: Sequence[int], holder: Holder) -> None:
-        """Remember that `holder` holds these blocks, as far as there is room."""
+        """Record that `holder` holds these blocks, as far as there is room."""
         node, depth = self._root, 0
         for child, num_equal in list(self._walk(blocks)):
             node = child if num_equal == len(child.blocks) else self._split(child, num_equal)
@@ -71,7 +72,8 @@ class PrefixTree(Generic[Holder]):
         self._use(node)
 
     def tidy(self, is_alive: Callable[[Holder], bool]) -> Iterator[None]:
-        """Evict the least recently used and forget dead holders; yields between slices of work."""
+        """Evict the least recently used nodes and remove dead holders; yield between slices of
+        work."""
         if self.num_blocks > LOW_WATER * self.max_blocks:
             yield from self._evict()
         gone = {holder for holder in self._holders if not is_alive(holder)}
@@ -80,7 +82,7 @@ class PrefixTree(Generic[Holder]):
             yield from self._forget(gone)
 
     def check(self) -> None:
-        """Raise AssertionError unless all invariants hold; walks the whole tree."""
+        """Raise AssertionError if an invariant is broken; walks the whole tree."""
         place = {node: number for number, node in enumerate(self._by_use)}
         assert self.num_blocks == sum(len(node.blocks) for node in place)
         assert self.num_blocks <= self.max_blocks
@@ -93,7 +95,10 @@ class PrefixTree(Generic[Holder]):
             assert parent is self._root or node.holders <= parent.holders
 
     def _walk(self, blocks: Sequence[int]) -> Iterator[tuple[_Node[Holder], int]]:
-        """Yield the nodes on the way and how many blocks of each agree: all, but for the last."""
+        """Yield the matching nodes from the root down, with the number of equal blocks in each.
+
+        All but the last match completely.
+        """
         node, start = self._root, 0
         while start < len(blocks) and (child := node.children.get(blocks[start])) is not None:
             num_equal = _num_equal(child.blocks, blocks, start)
@@ -103,9 +108,9 @@ class PrefixTree(Generic[Holder]):
             node, start = child, start + num_equal
 
     def _split(self, node: _Node[Holder], num_blocks: int) -> _Node[Holder]:
-        """Cut a node in two and return the upper half; it has no place in the order of use yet."""
+        """Split a node and return the upper half, which is not in the order of use yet."""
         assert node.parent is not None
-        node.holders &= self._holders  # while `tidy` is at work, some are gone already
+        node.holders &= self._holders  # `tidy` may be between slices: drop dead holders
         upper = _Node(node.parent, node.blocks[:num_blocks], set(node.holders))
         node.parent.children[node.blocks[0]] = upper
         node.parent, node.blocks = upper, node.blocks[num_blocks:]
@@ -132,7 +137,8 @@ class PrefixTree(Generic[Holder]):
                 yield
 
     def _forget(self, gone: set[Holder]) -> Iterator[None]:
-        """Children first, so that a child never has a holder that its parent has lost."""
+        """Remove dead holders, children first, so that no child has a holder that its parent
+        lacks."""
         for count, node in enumerate(list(self._by_use), 1):
             node.holders -= gone
             if count % SLICE == 0:
@@ -140,6 +146,6 @@ class PrefixTree(Generic[Holder]):
 
 
 def _num_equal(label: tuple[int, ...], blocks: Sequence[int], start: int) -> int:
-    """Return how many blocks of the label are the blocks from `start` on."""
+    """Return how many leading blocks of `label` equal those of `blocks` from `start` on."""
     most = min(len(label), len(blocks) - start)
     return next((n for n in range(most) if label[n] != blocks[start + n]), most)

@@ -1,4 +1,4 @@
-"""Router: chooses one prefill and one decode instance for a request, by a policy for each."""
+"""Router: chooses a prefill and a decode instance for each request, with one policy per role."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TIDY_SECONDS = 0.2
 
 @dataclass(eq=False)
 class InstancePair:
-    """The two instances of one request, and the estimated tokens that each leg costs.
+    """The two instances of one request, and the estimated tokens of each leg.
 
-    Without `prefill`, decode computes the prompt itself.
+    If `prefill` is None, decode computes the prompt itself.
     """
 
     prefill: Instance | None
@@ -37,12 +37,12 @@ class InstancePair:
 
     @property
     def is_old_wire(self) -> bool:
-        """They know no `kv_transfer_params`: only the request id tells them of each other."""
+        """Tell whether both use the old wire: they read addresses from the request id only."""
         return self.decode.identity.protocol is None
 
 
 class NoInstance(P2pError):
-    """No pair can be made; `missing` are the roles that nobody can take."""
+    """No pair exists; `missing` lists the roles that no instance can take."""
 
     def __init__(self, message: str, missing: list[Role]) -> None:
         super().__init__(message)
@@ -50,19 +50,19 @@ class NoInstance(P2pError):
 
 
 class Busy(P2pError):
-    """There are instances, but none that can take one more leg now."""
+    """All instances that could serve the request are at their limit."""
 
 
 class Router:
-    """Chooses pairs. Only `tidy` awaits; the rest is quick, and runs once for each request."""
+    """Chooses pairs. Only `tidy` awaits; all other methods are quick and run for each request."""
 
     def __init__(
         self, config: ProxyConfig, registry: Registry, clock: Callable[[], float], rng: Random
     ) -> None:
-        """Make both policies.
+        """Create both policies.
 
         Raises:
-            ConfigError: there is no policy of a name.
+            ConfigError: a policy's name is unknown.
         """
         self._registry = registry
         self._clock = clock
@@ -81,16 +81,16 @@ class Router:
     def choose(self, prompt: Prompt, excluded: Collection[Instance] = ()) -> InstancePair:
         """Choose a decode instance, and a prefill instance that can send to it.
 
-        Decode comes first because it is the longer work: where every instance has both roles, the
-        other order would prefill on one for ever and pile up all decodes on its partner.
+        Decode is chosen first because it is the longer work. The other order would fail where every
+        instance has both roles: one would get all prefills, and its partner all decodes.
 
-        A model that some instance announces restricts the choice to its instances. One that none
-        announces (a LoRA adapter, an alias) does not: the instances know what they serve.
-        One that was added by hand without its model is always among the choice.
+        If any instance announces the model, only instances of that model are candidates, plus those
+        that were added by hand without a model. If none announces it (a LoRA adapter, an alias),
+        all are candidates, because the instances themselves know what they serve.
 
         Raises:
-            NoInstance: says which role is missing.
-            Busy: nobody who is ready has room.
+            NoInstance: no pair exists; names the missing roles.
+            Busy: a pair exists, but its instances are at their limit.
         """
         candidates, now = self._candidates(prompt.model, excluded), self._clock()
         prefills, free_prefills = self._able(candidates, Role.PREFILL, now)
@@ -102,21 +102,21 @@ class Router:
             partners = [p for p in free_prefills if are_partners(p, decode)]
             return self._together(self._choose(Role.PREFILL, partners, prompt), decode, prompt)
         if _with_partner(decodes, prefills) or self._need_no_prefill(decodes, prompt):
-            raise Busy("every instance that could serve the request has all it can take")
+            raise Busy("every instance that could serve the request is at its limit")
         raise _no_instance(prefills, decodes)
 
     @property
     def num_prefix_blocks(self) -> int:
-        """How many blocks of prompts are remembered."""
+        """The number of remembered blocks of prompts."""
         return self._tree.num_blocks
 
     def choose_any(
         self, model: str | None, excluded: Collection[Instance] = ()
     ) -> tuple[Instance, Role]:
-        """Choose the least loaded instance of any role, for what one leg can answer.
+        """Choose the least loaded instance of any role, for a request with a single leg.
 
         Raises:
-            NoInstance: there is none.
+            NoInstance: no instance is ready.
         """
         now, candidates = self._clock(), self._candidates(model, excluded)
         able = [(i, role) for role in Role for i in self._able(candidates, role, now)[0]]
@@ -125,7 +125,7 @@ class Router:
         return min(able, key=lambda place: (place[0].load, place[0].last_turn))
 
     async def tidy(self) -> None:
-        """Keep the memory of prompts within its bounds, until cancelled."""
+        """Keep the prefix tree within its bounds, until cancelled."""
         while True:
             await asyncio.sleep(TIDY_SECONDS)
             for _ in self._tree.tidy(self._registry.is_current):
@@ -140,7 +140,8 @@ class Router:
     def _able(
         self, candidates: list[Instance], role: Role, now: float
     ) -> tuple[list[Instance], list[Instance]]:
-        """Return those that can take a role's legs, and those of them that have room for one."""
+        """Return the instances that can take the role's legs, and those of them with room for
+        one."""
         able = [instance for instance in candidates if instance.is_routable(role, now)]
         return able, [instance for instance in able if instance.in_flight[role] < self._max_legs]
 
@@ -149,7 +150,7 @@ class Router:
         return self._policies[role].choose(in_order, prompt)
 
     def _need_no_prefill(self, decodes: list[Instance], prompt: Prompt) -> list[Instance]:
-        """Return those that had better compute the rest of the prompt themselves."""
+        """Return the decode instances that should compute the rest of the prompt themselves."""
         if prompt.needs_whole_prompt:
             return decodes
         if not self._bypass_tokens:
@@ -170,7 +171,8 @@ class Router:
         return InstancePair(None, decode, 0, prompt.num_tokens + prompt.num_output_tokens)
 
     def _remember(self, prompt: Prompt, *instances: Instance) -> None:
-        """They will hold it soon, and others with the same beginning may come before that."""
+        """Record the instances as holders now, because requests with the same prefix may arrive
+        earlier."""
         if self._keeps_tree:
             for instance in instances:
                 self._tree.insert(prompt.blocks, instance)
@@ -181,9 +183,9 @@ def _with_partner(decodes: list[Instance], prefills: list[Instance]) -> list[Ins
 
 
 def are_partners(prefill: Instance, decode: Instance) -> bool:
-    """Tell whether KV can go from one to the other: same wire, same model, not itself.
+    """Tell whether KV can go from one to the other: same protocol and model, not the same instance.
 
-    Of an instance that was added by hand the model may be unknown; its user knows it.
+    An instance that was added by hand without a model matches any model.
     """
     ours, theirs = prefill.identity, decode.identity
     return (
@@ -200,8 +202,10 @@ def _no_instance(prefills: list[Instance], decodes: list[Instance]) -> NoInstanc
         names = " and no ".join(role.label for role in missing)
         return NoInstance(f"no {names} instance is ready", missing)
     if len({*prefills, *decodes}) == 1:
-        return NoInstance("no decode instance is ready beside the prefill one", [Role.DECODE])
+        return NoInstance(
+            "only one instance is ready, so no decode instance is left for it", [Role.DECODE]
+        )
     return NoInstance(
-        "no prefill and decode instance that belong together (protocol, model) are ready",
+        "no ready prefill and decode instance match in protocol and model",
         list(Role),
     )
