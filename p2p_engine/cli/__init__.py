@@ -1,5 +1,4 @@
-"""The command line `p2p-engine`: launch, simulate, keygen, proxy, bench, doctor
-and demo."""
+"""The command line `p2p-engine`: launch, simulate, keygen, proxy, bench, doctor, size and demo."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line; its libraries are loaded only then."""
+    """Run the command line; heavy libraries are imported only when a command needs them."""
     from p2p_engine.cli.app import app
 
     app()

@@ -1,4 +1,4 @@
-"""The commands and their options; what they do lives in a module each."""
+"""The commands and their options. Each command's work is in a module of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_GPU_GIB = 1 << 20
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-_UNBOUNDED_COLUMNS = 160  # where there is no terminal, lines are long enough not to be broken
+_UNBOUNDED_COLUMNS = 160  # without a terminal, lines must not be wrapped
 
 
 def _console(*, stderr: bool = False) -> Console:
@@ -44,7 +44,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _number(value: float) -> float:
-    """Refuse NaN, which is inside every range."""
+    """Refuse NaN, which passes every range check."""
     if math.isnan(value):
         raise typer.BadParameter("nan is not a number")
     return value
@@ -61,14 +61,14 @@ GpuMemory = Annotated[
         max=MAX_GPU_GIB,
         callback=_number,
         metavar="GIB",
-        help="Of each GPU; 0: asked of the driver if there is one.",
+        help="Memory of each GPU; 0: ask the driver, if there is one.",
     ),
 ]
 GpuMemoryUtilization = Annotated[
     float, typer.Option(min=0.01, max=1, callback=_number, help="vLLM's setting.")
 ]
 KvCacheMemoryBytes = Annotated[
-    int, typer.Option(min=0, help="vLLM's setting, or its figure; 0: not set, as in vLLM.")
+    int, typer.Option(min=0, help="vLLM's setting; 0: not set, as in vLLM.")
 ]
 
 
@@ -77,7 +77,7 @@ def launch(
     model: Annotated[str, typer.Option(help="A model's name or folder.")],
     prefill: Annotated[int, typer.Option(min=0, help="How many prefill instances.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="How many decode instances.")] = 1,
-    both: Annotated[int, typer.Option(min=0, help="How many instances that do both.")] = 0,
+    both: Annotated[int, typer.Option(min=0, help="How many instances with both roles.")] = 0,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of each.")] = 1,
     send_type: Annotated[str, typer.Option(help="PUT_ASYNC, PUT or GET.")] = "PUT_ASYNC",
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
@@ -95,8 +95,8 @@ def launch(
 ) -> None:
     """Start a proxy and vLLM instances on this machine; Ctrl-C stops them all.
 
-    Each gets free ports, its own cores or GPUs, a log file and its --kv-transfer-config, into
-    which the JSON of --kv-transfer-config is merged.
+    Each instance gets free ports, its own cores or GPUs, a log file and a --kv-transfer-config. The
+    JSON of the option --kv-transfer-config is merged into each.
     """
     from p2p_engine.cli.launch import LaunchOptions, run_launch
 
@@ -130,8 +130,8 @@ def launch(
 def simulate(
     prefill: Annotated[int, typer.Option(min=0, help="How many prefill stand-ins.")] = 2,
     decode: Annotated[int, typer.Option(min=0, help="How many decode stand-ins.")] = 2,
-    both: Annotated[int, typer.Option(min=0, help="How many stand-ins that do both.")] = 0,
-    model: Annotated[str, typer.Option(help="The name that they serve.")] = "simulated",
+    both: Annotated[int, typer.Option(min=0, help="How many stand-ins with both roles.")] = 0,
+    model: Annotated[str, typer.Option(help="The model name that they serve.")] = "simulated",
     send_type: Annotated[str, typer.Option(help="PUT_ASYNC, PUT or GET.")] = "PUT_ASYNC",
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The proxy's HTTP port.")] = 10001,
@@ -142,10 +142,10 @@ def simulate(
     proxy_args: Annotated[str, typer.Option(help="Arguments of the proxy: policies, ...")] = "",
     arguments: Annotated[list[str] | None, typer.Argument(metavar="-- COSTS")] = None,
 ) -> None:
-    """Start a proxy and stand-ins for vLLM: real servers and transfers, KV and tokens made up.
+    """Start a proxy and stand-ins for vLLM: servers and transfers are real, KV and tokens made up.
 
-    Commands on standard input add, drain, stop and kill them; `help` lists these. What tokens
-    cost follows after --: see `python -m p2p_engine.simulate --help`.
+    Commands on standard input add, drain, stop and kill stand-ins; `help` lists the commands.
+    Options after -- set the simulated costs: see `python -m p2p_engine.simulate --help`.
     """
     from p2p_engine.cli.launch import LaunchOptions
     from p2p_engine.cli.simulate import run_simulate
@@ -174,16 +174,16 @@ def simulate(
 
 @app.command()
 def keygen(
-    path: Annotated[Path, typer.Argument(help="The file to write; never an existing one.")],
+    path: Annotated[Path, typer.Argument(help="The file to write; it must not exist.")],
 ) -> None:
-    """Make a key for a fleet: whoever has the file belongs to it (docs/security.md)."""
+    """Make a key for a fleet. Every process with this file is a member (docs/security.md)."""
     from p2p_engine.control.fleet_key import write_key_file
 
     try:
         write_key_file(path)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
-    _console().print(f"{path}: give it to every instance and proxy, as key_file", soft_wrap=True)
+    _console().print(f"{path}: set it as key_file of every instance and proxy", soft_wrap=True)
 
 
 @app.command(context_settings=_PASS_ON)
@@ -197,12 +197,12 @@ def proxy(context: typer.Context) -> None:
 @app.command(context_settings=_PASS_ON)
 def bench(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Such as transfer; the rest are its own options.")],
+    name: Annotated[str, typer.Argument(help="Such as transfer; options after it are its own.")],
 ) -> None:
-    """Run one benchmark of this checkout; benchmarks/README.md says what each of them asks."""
+    """Run one benchmark of this checkout; benchmarks/README.md describes each of them."""
     from p2p_engine.cli.bench import run_bench
 
-    if name == "--help":  # one that follows a name is the benchmark's own
+    if name == "--help":  # after a name, --help is the benchmark's own
         typer.echo(context.get_help())
         raise typer.Exit
     try:
@@ -224,9 +224,9 @@ def doctor(
         typer.Option(metavar="TEXT", help="An old command line or --kv-transfer-config."),
     ] = None,
 ) -> None:
-    """Check the installation and a configuration; exit code 1 when something must change.
+    """Check the installation and a configuration; exit code 1 if something must change.
 
-    With --rewrite, say instead how an old launch command reads for current vLLM.
+    With --rewrite, print an old launch command in the form that current vLLM takes.
     """
     from p2p_engine.cli.devices import find_room
     from p2p_engine.cli.doctor import run_doctor, run_rewrite
@@ -243,15 +243,17 @@ def doctor(
 @app.command()
 def size(
     model: Annotated[Path | None, typer.Option(help="A config.json, or a folder with one.")] = None,
-    layers: Annotated[int, typer.Option(min=0, help="Without --model: how many.")] = 0,
-    kv_heads: Annotated[int, typer.Option(min=0, help="Without --model: of all ranks.")] = 0,
-    head_size: Annotated[int, typer.Option(min=0, help="Without --model.")] = 0,
+    layers: Annotated[int, typer.Option(min=0, help="Without --model: number of layers.")] = 0,
+    kv_heads: Annotated[
+        int, typer.Option(min=0, help="Without --model: KV heads of all ranks.")
+    ] = 0,
+    head_size: Annotated[int, typer.Option(min=0, help="Without --model: elements of a head.")] = 0,
     kv_cache_dtype: Annotated[str, typer.Option(help="vLLM's setting.")] = "auto",
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size.")] = 1,
-    block_size: Annotated[int, typer.Option(min=1, help="vLLM's setting, or its figure.")] = 16,
+    block_size: Annotated[int, typer.Option(min=1, help="vLLM's setting.")] = 16,
     context: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 8192,
     concurrency: Annotated[
-        int, typer.Option(min=1, help="Prompts whose KV waits at one instance at a time.")
+        int, typer.Option(min=1, help="How many prompts' KV waits at one instance at a time.")
     ] = 16,
     send_type: Annotated[SendMode | None, typer.Option(help="Default: PUT_ASYNC.")] = None,
     device: Annotated[str, typer.Option(help="Where the KV cache is: cuda or cpu.")] = "cuda",
@@ -262,8 +264,8 @@ def size(
 ) -> None:
     """Compute the memory that the transfer of a model's KV takes, and the settings for it.
 
-    Of --kv-transfer-config, the role and our settings are taken, as kv_buffer_size. Exit code 1: no
-    setting of vLLM's leaves enough room on the GPU. Needs neither vLLM nor a GPU.
+    The role and the connector's settings are read from --kv-transfer-config. Exit code 1: no
+    setting of vLLM leaves enough room on the GPU. Needs neither vLLM nor a GPU.
     """
     from p2p_engine.cli.devices import find_room
     from p2p_engine.cli.size import Demand, Sizing, run_size
@@ -284,12 +286,12 @@ def size(
 def demo(
     modes: Annotated[str, typer.Option(help="PUT_ASYNC, PUT, GET, several, or all.")] = "PUT_ASYNC",
     requests: Annotated[int, typer.Option(min=1, help="How many for each mode.")] = 60,
-    seed: Annotated[int, typer.Option(help="Another one gives other prompts.")] = 0,
-    keys: Annotated[bool, typer.Option(help="Authenticate and encrypt, with a new key.")] = False,
+    seed: Annotated[int, typer.Option(help="Another seed gives other prompts.")] = 0,
+    keys: Annotated[bool, typer.Option(help="Authenticate and encrypt with a new key.")] = False,
 ) -> None:
-    """Show it on real vLLM with a tiny model: prefill and decode against a single instance.
+    """Run real vLLM with a tiny model: compare prefill and decode with a single instance.
 
-    Exit code 1 if one token differs, or if any KV was computed again instead of transferred.
+    Exit code 1 if a token differs, or if any KV was recomputed instead of transferred.
     """
     from p2p_engine.cli.demo import DemoOptions, run_demo
 

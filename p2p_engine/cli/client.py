@@ -1,4 +1,4 @@
-"""Sends requests to an OpenAI-style server and keeps every token id of the answers."""
+"""Sends requests to an OpenAI-style server and collects every token id of the answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIMEOUT_SECONDS = 180.0
 
 @dataclass
 class CompletionAnswer:
-    """What came back, by the index of the sequence; `error` is empty when all went well."""
+    """The answer, by index of the sequence; `error` is empty on success."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     prompts: dict[int, list[int]] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class CompletionAnswer:
     error: str = ""
 
     def add(self, part: dict[str, Any]) -> None:
-        """Take in an answer, or one piece of a stream."""
+        """Add an answer, or one piece of a stream."""
         for choice in part.get("choices", ()):
             index = choice["index"]
             self.tokens.setdefault(index, []).extend(choice.get("token_ids") or ())
@@ -45,7 +45,7 @@ def send_all(
     concurrency: int,
     on_answer: Callable[[], None] = lambda: None,
 ) -> list[CompletionAnswer]:
-    """Send all, `concurrency` at a time; block until each was answered or has failed."""
+    """Send all requests, `concurrency` at a time; block until each is answered or has failed."""
     return asyncio.run(_send_all(url, requests, concurrency, on_answer))
 
 
@@ -84,10 +84,10 @@ async def _send(session: aiohttp.ClientSession, url: str, request: Request) -> C
 
 
 async def _parts(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The pieces of a stream of server-sent events.
+    """Yield the pieces of a stream of server-sent events.
 
     Raises:
-        ValueError: a piece tells of an error, or the stream ended before its last word.
+        ValueError: a piece is an error, or the stream ended before [DONE].
     """
     async for line in response.content:
         data = line.decode().removeprefix("data:").strip()

@@ -1,4 +1,4 @@
-"""The command lines and environments of the processes that a fleet starts."""
+"""The command lines and environments of a fleet's processes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 from p2p_engine.errors import ConfigError
 from p2p_engine.transfer_config import CONNECTOR, EXTRA, merge_configs, with_role
 
-# vLLM's own default is to kill its engine at once, and then the connector can take leave of nobody.
-# Less than a fleet's grace period, after which nobody is asked any more.
+# By default vLLM kills its engine at once, and the connector cannot say goodbye to its peers. This
+# is less than the fleet's grace period, after which everything is killed.
 _SHUTDOWN_SECONDS = 12
 
 
 class MemberRole(str, enum.Enum):
-    """What an instance is for; a single one serves alone, without a connector."""
+    """The role of an instance; a single one serves alone, without a connector."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -36,7 +36,7 @@ _KV_ROLES = {
 
 @dataclass(frozen=True)
 class InstancePlan:
-    """Everything that one vLLM instance is started with."""
+    """The settings of one vLLM instance."""
 
     name: str
     role: MemberRole
@@ -53,22 +53,23 @@ class InstancePlan:
 
     @property
     def http_address(self) -> str:
-        """Where its HTTP server listens."""
+        """The address of its HTTP server."""
         return f"{self.host}:{self.http_port}"
 
     @property
     def kv_address(self) -> str:
-        """The directory that it registers with: its identity for its peers."""
+        """The address of its directory, by which its peers know it."""
         return f"{self.host}:{self.kv_port}"
 
     @property
     def kv_ports(self) -> range:
-        """The ports of all its data-parallel ranks' directories."""
+        """The ports of the directories of all its data-parallel ranks."""
         return range(self.kv_port, self.kv_port + self.dp_size)
 
 
 def option_value(arguments: Sequence[str], *names: str) -> str | None:
-    """Return what the last of these options is given, as `--name value` or `--name=value`."""
+    """Return the value of the last of these options, as `--name value` or `--name=value`; None:
+    absent."""
     found = None
     for number, word in enumerate(arguments):
         name, equals, value = word.partition("=")
@@ -78,10 +79,10 @@ def option_value(arguments: Sequence[str], *names: str) -> str | None:
 
 
 def data_parallel_size(arguments: Sequence[str]) -> int:
-    """Return how many data-parallel ranks these options of vLLM's ask for.
+    """Return the number of data-parallel ranks that these vLLM options set.
 
     Raises:
-        ConfigError: not a number of ranks.
+        ConfigError: the value is not a number of ranks.
     """
     value = option_value(arguments, "--data-parallel-size", "-dp") or "1"
     if not value.isdecimal() or int(value) < 1:
@@ -90,7 +91,7 @@ def data_parallel_size(arguments: Sequence[str]) -> int:
 
 
 def transfer_config(plan: InstancePlan) -> dict[str, Any]:
-    """The --kv-transfer-config that an instance needs."""
+    """Return an instance's --kv-transfer-config."""
     extra = {"host": plan.host, "http_port": plan.http_port, "send_type": plan.send_type}
     if plan.registration_address:
         proxy_ip, _, proxy_port = plan.registration_address.rpartition(":")
@@ -106,7 +107,8 @@ def transfer_config(plan: InstancePlan) -> dict[str, Any]:
 
 
 def vllm_command(plan: InstancePlan, overrides: Mapping[str, Any]) -> list[str]:
-    """Start vLLM by its module: the `vllm` script of the CPU wheel cannot start."""
+    """Return the command of a vLLM instance; it runs the module, as the CPU wheel's script is
+    broken."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", plan.model, "--host", plan.host, "--port", str(plan.http_port)]
     command += ["--tensor-parallel-size", str(plan.tp_size)]
@@ -121,13 +123,14 @@ def vllm_command(plan: InstancePlan, overrides: Mapping[str, Any]) -> list[str]:
 def proxy_command(
     host: str, port: int, registration_port: int, arguments: Sequence[str] = ()
 ) -> list[str]:
-    """Start our proxy."""
+    """Return the command of the proxy."""
     command = [sys.executable, "-m", "proxy", "--host", host, "--port", str(port)]
     command += ["--registration-host", host, "--registration-port", str(registration_port)]
     return [*command, *arguments]
 
 
 def vllm_environment(plan: InstancePlan) -> dict[str, str]:
-    """What an instance needs besides its binding: one address, and no look at the model hub."""
+    """Return an instance's other variables: its address, and offline mode if the model is a
+    folder."""
     offline = {"HF_HUB_OFFLINE": "1"} if Path(plan.model).is_dir() else {}
     return {"VLLM_HOST_IP": plan.host, **offline}

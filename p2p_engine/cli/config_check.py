@@ -1,4 +1,4 @@
-"""What is wrong with a --kv-transfer-config, each with what would be right."""
+"""Finds the errors in a --kv-transfer-config; each message names the allowed values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
 
 def config_problems(config: TransferConfig) -> list[str]:
-    """Say what vLLM or our connector would refuse, or would silently not read."""
+    """Return everything that vLLM or the connector would refuse, or would silently ignore."""
     problems = [*_of_any(config), *(_of_multi(config) if is_multi(config) else _of_ours(config))]
     if not is_multi(config):
         return problems
@@ -54,7 +54,7 @@ def config_problems(config: TransferConfig) -> list[str]:
 
 
 def has_old_keys(config: TransferConfig) -> bool:
-    """Whether the whole or an entry has a key that vLLM refuses."""
+    """Tell whether the configuration, or an entry of it, has a key that vLLM refuses."""
     try:
         below = children(config)
     except ConfigError:
@@ -63,7 +63,7 @@ def has_old_keys(config: TransferConfig) -> bool:
 
 
 def port_problem(config: TransferConfig) -> str | None:
-    """What is wrong with kv_port, if anything is."""
+    """Return the error in kv_port, or None."""
     port = config.get("kv_port", 0)
     if (re.fullmatch(r"[0-9]{1,5}", str(port)) and int(port) <= MAX_PORT) or is_variable(port):
         return None
@@ -71,7 +71,7 @@ def port_problem(config: TransferConfig) -> str | None:
 
 
 def is_variable(value: object) -> bool:
-    """Whether the shell will put something else there."""
+    """Tell whether the shell will substitute a variable in this value."""
     return isinstance(value, str) and "$" in value
 
 
@@ -105,7 +105,7 @@ def _of_multi(config: TransferConfig) -> Iterator[str]:
         yield str(error)
         return
     for key in sorted(EXTRA_KEYS & extra_of(config).keys()):
-        yield f"{key}: {MULTI} does not read it; it belongs into the {EXTRA} of our entry"
+        yield f"{key}: {MULTI} does not read it; set it in the {EXTRA} of our entry"
     for number, entry in enumerate(entries):
         for problem in _of_entry(entry):
             yield f"{CHILDREN}[{number}]: {problem}"
@@ -114,7 +114,7 @@ def _of_multi(config: TransferConfig) -> Iterator[str]:
 def _of_entry(entry: TransferConfig) -> Iterator[str]:
     yield from _of_any(entry)
     for key in sorted(WHOLE_KEYS & entry.keys()):
-        yield f"{key}: not read from an entry; it belongs beside {EXTRA} of {MULTI}"
+        yield f"{key}: not read from an entry; set it beside the {EXTRA} of {MULTI}"
     if is_multi(entry):
         yield from _of_multi(entry)
     elif entry.get("kv_connector") == CONNECTOR:
@@ -124,7 +124,8 @@ def _of_entry(entry: TransferConfig) -> Iterator[str]:
 
 
 def _of_siblings(config: TransferConfig) -> Iterator[str]:
-    """Those known by name; a class of another module is looked at when the connector is made."""
+    """Report connectors known by name; classes of other modules are checked when they are
+    created."""
     for entry in single_connectors(config):
         name = entry.get("kv_connector")
         if isinstance(name, str) and name in CLASHING - {CONNECTOR}:
@@ -132,6 +133,6 @@ def _of_siblings(config: TransferConfig) -> Iterator[str]:
 
 
 def _without_variables(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What can be judged: a shell variable is taken to be right; a key that is None, as absent."""
+    """Return the settings that can be checked: shell variables count as valid, None as absent."""
     right = {"http_port": 1, "proxy_ip": "proxy", "proxy_port": 1}
     return {key: right.get(key) if is_variable(value) else value for key, value in extra.items()}

@@ -1,4 +1,4 @@
-"""`p2p-engine demo`: real vLLM, one prefill and one decode instance, token for token."""
+"""`p2p-engine demo`: compares prefill and decode on real vLLM with one instance, token by token."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _CONCURRENCY = 4
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What is shown; `decode_config` is merged into the decode instance's configuration."""
+    """The options; `decode_config` is merged into the decode instance's configuration."""
 
     modes: Sequence[str] = ("PUT_ASYNC",)
     num_requests: int = 60
@@ -60,7 +60,7 @@ class DemoOptions:
 
 @dataclass(frozen=True)
 class Trial:
-    """The requests of one mode, and what a single instance answers to them."""
+    """The requests of one mode, and a single instance's answers to them."""
 
     mode: str
     requests: Sequence[Request]
@@ -68,12 +68,12 @@ class Trial:
 
 
 class Demo:
-    """One prefill, one decode and one single instance, and what they are asked."""
+    """Runs one prefill, one decode and one single instance, and compares their answers."""
 
     def __init__(
         self, options: DemoOptions, fleet: Fleet, model: TinyModel, console: Console
     ) -> None:
-        """Nothing is started yet."""
+        """Prepare; nothing is started yet."""
         self._options = options
         self._fleet = fleet
         self._console = console
@@ -81,7 +81,7 @@ class Demo:
         self._shape = Shape(model.kv_bytes_per_token(_ELEMENT_BYTES), BLOCK_SIZE)
 
     def run(self) -> list[Verdict]:
-        """Boot all, ask all, and judge each mode."""
+        """Start the instances, send the requests, and judge each mode."""
         fleet, modes = self._fleet, self._options.modes
         proxy = fleet.start_proxy()
         single = fleet.start(MemberRole.SINGLE)
@@ -99,7 +99,8 @@ class Demo:
         return verdicts
 
     def _start_prefill(self, mode: str) -> Member:
-        """The mode is the prefill instance's: it tells the decode one with each request."""
+        """Start a prefill instance with this mode, which it tells the decode instance in each
+        request."""
         config = {"kv_connector_extra_config": {"send_type": mode}}
         return self._fleet.start(MemberRole.PREFILL, transfer_config=config)
 
@@ -108,7 +109,7 @@ class Demo:
             self._fleet.wait_ready(*members, timeout=_BOOT_SECONDS, on_look=display.show)
 
     def _prepare(self, number: int, mode: str, single: Member) -> Trial:
-        """Each mode has prompts of its own: the decode instance must not know them from before."""
+        """Make a mode's own prompts: the decode instance must not have them in its prefix cache."""
         workload = Workload(
             SERVED_NAME,
             vocab_size=self._vocab_size,
@@ -143,7 +144,8 @@ class Demo:
             return send_all(member.url, requests, concurrency=_CONCURRENCY, on_answer=on_answer)
 
     def _settled(self, member: Member) -> Samples:
-        """Its counters when nothing is held any more: they reach the page after the answers."""
+        """Return a member's counters once nothing is held, or after a timeout: they lag behind the
+        answers."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while live_bytes(samples := read_samples(member)) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -151,7 +153,8 @@ class Demo:
 
 
 def run_demo(options: DemoOptions, console: Console) -> int:
-    """Run the demo, print its table; return the exit code: 0 only if all was moved and equal."""
+    """Run the demo and print its table; return 0 only if all KV was moved and all tokens are
+    equal."""
     model = TinyModel()
     with busy(console, "making the tiny model"):
         path = ensure_tiny_model(model)
@@ -170,7 +173,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
 
 
 def report(verdicts: Sequence[Verdict], console: Console) -> int:
-    """Print the table, what is wrong, and the last line."""
+    """Print the table, the failures and the last line; return the exit code."""
     table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
     for heading in ("mode", "requests", "identical", "KV moved", "GB/s", "landed in"):
         table.add_column(heading, no_wrap=True)
@@ -186,7 +189,7 @@ def report(verdicts: Sequence[Verdict], console: Console) -> int:
 
 
 def last_line(verdicts: Sequence[Verdict]) -> str:
-    """The sum of all modes in one line, for scripts."""
+    """Return the sum of all modes in one line, for scripts."""
     identical = sum(verdict.num_identical for verdict in verdicts)
     num_requests = sum(verdict.num_requests for verdict in verdicts)
     recomputed = sum(verdict.recomputed_tokens for verdict in verdicts)
@@ -199,7 +202,7 @@ def last_line(verdicts: Sequence[Verdict]) -> str:
 
 @contextlib.contextmanager
 def counting(title: str, total: int, console: Console) -> Iterator[Callable[[], None]]:
-    """Show how many of `total` are done: a bar in a terminal, elsewhere a line at the end."""
+    """Show progress towards `total`: a bar in a terminal, elsewhere one line at the end."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     began = time.monotonic()
     visible = console.is_terminal

@@ -1,4 +1,4 @@
-"""Which cores or GPUs each instance of a fleet gets."""
+"""Assigns cores or GPUs to the instances of a fleet."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _PROBE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Devices:
-    """What instances of `tp_size` ranks run on; `planned` of them are expected at once.
+    """The devices for instances of `tp_size` ranks; `planned` instances are expected at once.
 
-    Instance `slot` (0, 1, ...) gets its share; with more instances than shares they wrap around.
+    Instance `slot` (0, 1, ...) gets its own share. With more instances than shares, they share.
     """
 
     kind: str  # "cpu" or "gpu"
@@ -31,7 +31,7 @@ class Devices:
     kv_space_gib: int = 1
 
     def environment(self, slot: int) -> dict[str, str]:
-        """The variables that bind the ranks of one instance."""
+        """Return the variables that bind the ranks of one instance."""
         ranks = range(slot * self.tp_size, (slot + 1) * self.tp_size)
         if self.kind == "gpu":
             chosen = [self.ids[rank % len(self.ids)] for rank in ranks]
@@ -39,8 +39,11 @@ class Devices:
         return {**self._threads(ranks), "VLLM_CPU_KVCACHE_SPACE": str(self.kv_space_gib)}
 
     def _threads(self, ranks: Sequence[int]) -> dict[str, str]:
-        """Cores for each rank. One core alone is not bound: whatever else computed on it, another
-        instance above all, would keep this one from its only core, for seconds at a time."""
+        """Return the cores of each rank.
+
+        A share of one core is not bound: any other process on it, such as another instance, would
+        keep the rank from running for seconds.
+        """
         if self._share == 1:
             return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         cores = "|".join(",".join(self._cores(rank)) for rank in ranks)
@@ -48,7 +51,7 @@ class Devices:
 
     @property
     def _share(self) -> int:
-        """How many cores a rank gets."""
+        """The number of cores of a rank."""
         return max(1, len(self.ids) // (self.planned * self.tp_size))
 
     def _cores(self, rank: int) -> Sequence[str]:
@@ -57,12 +60,12 @@ class Devices:
 
     @property
     def is_shared(self) -> bool:
-        """Whether two of the planned ranks get the same core or GPU."""
+        """Tell whether two of the planned ranks share a core or GPU."""
         return self.planned * self.tp_size > len(self.ids)
 
 
 def find_devices(tp_size: int, planned: int, env: Mapping[str, str]) -> Devices:
-    """Choose GPUs when vLLM was built for them and there are any, else the cores we may use."""
+    """Choose GPUs if vLLM was built for them and there are any, else the cores of this process."""
     gpus = () if is_cpu_vllm() else visible_gpus(env)
     if gpus:
         return Devices("gpu", gpus, tp_size, planned)
@@ -72,7 +75,7 @@ def find_devices(tp_size: int, planned: int, env: Mapping[str, str]) -> Devices:
 
 
 def vllm_version() -> str | None:
-    """The version of the installed vLLM, whatever its distribution is called; None without one."""
+    """Return the version of the installed vLLM, of any distribution; None if there is none."""
     for name in VLLM_DISTRIBUTIONS:
         try:
             return metadata.version(name)
@@ -82,14 +85,14 @@ def vllm_version() -> str | None:
 
 
 def is_cpu_vllm() -> bool:
-    """Whether the installed vLLM, or the torch that it runs on, was built without CUDA."""
+    """Tell whether the installed vLLM, or its torch, was built without CUDA."""
     names = {dist.metadata["Name"] for dist in metadata.distributions()}
     builds = [metadata.version(name) for name in ("vllm", "torch") if name in names]
     return "vllm-cpu" in names or any("+cpu" in version for version in builds)
 
 
 def visible_gpus(env: Mapping[str, str]) -> tuple[str, ...]:
-    """The GPUs that this environment shows; empty without a driver."""
+    """Return the visible GPUs; empty without a driver."""
     if "CUDA_VISIBLE_DEVICES" in env:
         return tuple(gpu.strip() for gpu in env["CUDA_VISIBLE_DEVICES"].split(",") if gpu.strip())
     if shutil.which("nvidia-smi") is None:
@@ -102,13 +105,16 @@ def visible_gpus(env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def find_room(gpu_gib: float, utilization: float, cache_bytes: int) -> Room | None:
-    """What vLLM leaves on a GPU of this size (0: of the smallest here); None: there is none."""
+    """Return the memory that vLLM leaves on a GPU of this size; None if there is no GPU.
+
+    `gpu_gib` 0: the size of the smallest GPU here.
+    """
     total = int(gpu_gib * GIB) or _gpu_memory_bytes()
     return Room(total, utilization, cache_bytes or None) if total else None
 
 
 def _gpu_memory_bytes() -> int:
-    """Of the smallest GPU here; 0: there is none."""
+    """Return the memory of the smallest GPU here; 0 if there is none."""
     if shutil.which("nvidia-smi") is None:
         return 0
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -120,5 +126,6 @@ def _gpu_memory_bytes() -> int:
 
 
 def _kv_space_gib(planned: int) -> int:
-    """Whole GiB of KV cache per CPU instance: a quarter of what its share of memory is, 1 to 4."""
+    """Return the GiB of KV cache of a CPU instance: a quarter of its share of memory, from 1 to
+    4."""
     return max(1, min(4, available_memory_bytes() // (4 * planned * GIB)))

@@ -1,4 +1,4 @@
-"""What a person sees while processes start."""
+"""The display while processes start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from p2p_engine.cli.members import Member
 
 
 def busy(console: Console, task: str) -> AbstractContextManager[object]:
-    """Say what is being done: a spinner in a terminal, elsewhere a line at the beginning."""
+    """Show a task in progress: a spinner in a terminal, elsewhere one line at the beginning."""
     if console.is_terminal:
         return console.status(task)
     console.print(f"{task} ...", markup=False, highlight=False)
@@ -23,17 +23,17 @@ def busy(console: Console, task: str) -> AbstractContextManager[object]:
 
 
 class StartDisplay:
-    """Each member's stage: a live table in a terminal, elsewhere a line for each change."""
+    """Shows each member's stage: a live table in a terminal, elsewhere a line for each change."""
 
     def __init__(self, console: Console) -> None:
-        """Show on this console, from `__enter__` to `__exit__`."""
+        """Show on this console, between `__enter__` and `__exit__`."""
         self._console = console
         self._live = Live(console=console, transient=True) if console.is_terminal else None
         self._spinner = Spinner("dots")
         self._shown: dict[str, str] = {}
 
     def show(self, members: Collection[Member]) -> None:
-        """Show how far they are now."""
+        """Show the current stages."""
         if self._live is not None:
             self._live.update(self._table(members))
         for member in members:
@@ -62,7 +62,7 @@ class StartDisplay:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Leave the console as it was, with the lines of what is ready."""
+        """End the live table; the lines of ready members stay."""
         if self._live is not None:
             self._live.stop()
 

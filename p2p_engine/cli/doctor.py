@@ -1,4 +1,4 @@
-"""`p2p-engine doctor`: checks an installation and a configuration before anything is started."""
+"""`p2p-engine doctor`: checks an installation and a configuration before a fleet is started."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ def run_doctor(
     console: Console,
     room: Room | None = None,
 ) -> int:
-    """Check everything; return the exit code: 1 when something must change. `room` is that on each
-    GPU."""
-    with busy(console, "looking at the installation; importing vLLM may take half a minute"):
+    """Check everything; return the exit code: 1 if something must change.
+
+    `room` is the memory that vLLM leaves on each GPU.
+    """
+    with busy(console, "checking the installation; importing vLLM may take half a minute"):
         findings = list(check_installation())
     findings += check_transports()
     findings.append(check_descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
@@ -57,7 +59,8 @@ def run_doctor(
 
 
 def run_rewrite(text: str, console: Console) -> int:
-    """Print what changes on the console and the new text on stdout; 1 if something is left over."""
+    """Print the changes on the console and the new text on stdout; 1 if the user must decide
+    something."""
     result = rewrite(text)
     for title, lines in (("changed", result.changes), ("decide", result.problems)):
         for line in lines:
@@ -67,7 +70,7 @@ def run_rewrite(text: str, console: Console) -> int:
 
 
 def check_descriptors(limit: int) -> Finding:
-    """Look at how many descriptors a process may have: a peer takes four, two in each direction."""
+    """Check the limit of descriptors: a peer takes four, two in each direction."""
     if limit == resource.RLIM_INFINITY or limit >= 4 * MAX_CONNECTIONS:
         return ok("descriptors", f"{limit} for each process" if limit > 0 else "no limit")
     state = f"{limit} for each process: at most {limit // 4} peers may connect to each rank"
@@ -75,7 +78,7 @@ def check_descriptors(limit: int) -> Finding:
 
 
 def check_config(config: TransferConfig, tp_size: int) -> Iterator[Finding]:
-    """Look at one instance's --kv-transfer-config and at what it needs of this machine."""
+    """Check one instance's --kv-transfer-config, and its needs on this machine."""
     problems = config_problems(config)
     old = has_old_keys(config)
     remedy = (
@@ -102,7 +105,7 @@ def _check_needs(ours: TransferConfig, settings: EngineConfig, tp_size: int) -> 
 
 
 def check_key(settings: EngineConfig, *, listens_on: str) -> Finding:
-    """Can the key be used; and if there is none, who could listen in?"""
+    """Check the key; without one, warn if other hosts can reach the instance."""
     try:
         secrets = read_key_file(settings.key_file)
     except ConfigError as error:
@@ -114,14 +117,14 @@ def check_key(settings: EngineConfig, *, listens_on: str) -> Finding:
 
 
 def _settings_of(ours: TransferConfig) -> Mapping[str, Any]:
-    """Return our settings; none where they are no object, which is a problem of its own."""
+    """Return our settings; empty if they are not an object, which is reported elsewhere."""
     with contextlib.suppress(ConfigError):
         return extra_of(ours)
     return {}
 
 
 def check_kv_port(host: str, port: int) -> Finding:
-    """Could the directory listen there?"""
+    """Check that the directory could listen there."""
     return check_port(host, port, "kv_port") if port else ok("kv_port", "0: any free port")
 
 
@@ -136,7 +139,7 @@ def _check_addresses(settings: EngineConfig) -> Iterator[Finding]:
 
 
 def check_port(host: str, port: int, what: str) -> Finding:
-    """Could a server listen there?"""
+    """Check that a server could listen there."""
     where = f"{host}:{port}"
     try:
         if is_port_free(host, port):
@@ -147,7 +150,7 @@ def check_port(host: str, port: int, what: str) -> Finding:
 
 
 def check_proxy(host: str, port: int) -> Finding:
-    """Does somebody listen where heartbeats are to be sent?"""
+    """Check that a proxy listens at the address for heartbeats; blocks for up to 2 seconds."""
     where = f"{host}:{port}"
     try:
         socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
@@ -163,7 +166,8 @@ def check_proxy(host: str, port: int) -> Finding:
 def check_memory(
     settings: EngineConfig, kv_role: str, tp_size: int, available_bytes: int
 ) -> Finding:
-    """Do the buffer and the pool of each rank fit, and may they be locked if they are to be?"""
+    """Check that the buffer and pool of each rank fit, and that they can be page-locked if
+    configured."""
     lands = has_landing_memory(kv_role, settings.send_type)
     per_rank = settings.kv_buffer_size + settings.pool_bytes if lands else 0
     needed = f"{per_rank * tp_size / GIB:.1f} GiB of {available_bytes / GIB:.1f} GiB available"
@@ -179,7 +183,8 @@ def check_memory(
 
 
 def check_device_memory(config: TransferConfig, room: Room | None) -> Iterator[Finding]:
-    """Does vLLM leave on each GPU what the engine takes there, which vLLM does not count?"""
+    """Check that vLLM leaves enough memory on each GPU for the engine, which vLLM does not
+    count."""
     with contextlib.suppress(ConfigError):
         ours = our_config(config)
         if room is None or ours.get("kv_buffer_device") == "cpu":
@@ -202,7 +207,7 @@ def _about_pool(settings: EngineConfig, tp_size: int) -> str:
 
 
 def check_transports() -> Iterator[Finding]:
-    """Which of our transports could work here."""
+    """Check which transports can work here."""
     for name in TRANSPORT_NAMES:
         if name == "shm":
             yield check_shm()
@@ -214,7 +219,7 @@ def check_transports() -> Iterator[Finding]:
 
 
 def check_tcp() -> Finding:
-    """Does a connection to ourselves work?"""
+    """Check that a loopback connection works."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=_CONNECT_SECONDS).close()
@@ -224,7 +229,7 @@ def check_tcp() -> Finding:
 
 
 def check_shm() -> Finding:
-    """Can memory files be made, and be handed over a Unix socket?"""
+    """Check that memory files can be created and passed over a Unix socket."""
     try:
         memory = os.memfd_create("p2p-doctor", os.MFD_ALLOW_SEALING)
         try:
@@ -249,10 +254,10 @@ def _hand_over(descriptor: int) -> None:
 
 
 def check_model(model: str, tp_size: int) -> Finding:
-    """Is the model there, and can its KV heads be shared out?"""
+    """Check that the model exists and that its KV heads can be divided among the ranks."""
     path = Path(model)
     if not path.is_dir():
-        return note("model", f"{model} is not a folder", "vLLM will look for it on the model hub")
+        return note("model", f"{model} is not a folder", "vLLM looks for it on the model hub")
     try:
         config = json.loads((path / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -269,7 +274,7 @@ def check_model(model: str, tp_size: int) -> Finding:
 
 
 def _num_kv_heads(config: Mapping[str, Any]) -> int | None:
-    """As config.json says it, for the language model of several; None: not in a way we know."""
+    """Return the number of KV heads in config.json; None if it is not stated in a known way."""
     text = config.get("text_config")
     for part in (text if isinstance(text, dict) else {}, config):
         for key in ("num_key_value_heads", "num_attention_heads"):

@@ -1,4 +1,4 @@
-"""What the doctor finds: one line each, and how they are shown."""
+"""The doctor's findings, one line each, and their output."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Level(enum.Enum):
     """How much a finding matters; the value is its colour."""
 
     OK = "green"
-    NOTE = "yellow"  # works, but somebody may want to know
+    NOTE = "yellow"  # works; worth knowing
     CHANGE = "red"  # must change
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The state of one thing; `remedy` says what to change, or what to know."""
+    """The state of one subject; `remedy` says what to change or to know."""
 
     level: Level
     subject: str
@@ -30,22 +30,22 @@ class Finding:
 
 
 def ok(subject: str, state: str) -> Finding:
-    """Nothing to do."""
+    """Make a finding that needs no action."""
     return Finding(Level.OK, subject, state)
 
 
 def note(subject: str, state: str, remedy: str = "") -> Finding:
-    """Nothing to do, but good to know."""
+    """Make a finding that needs no action but is worth knowing."""
     return Finding(Level.NOTE, subject, state, remedy)
 
 
 def change(subject: str, state: str, remedy: str) -> Finding:
-    """This must change."""
+    """Make a finding that must be fixed."""
     return Finding(Level.CHANGE, subject, state, remedy)
 
 
 def show(findings: Sequence[Finding], console: Console) -> int:
-    """Print the findings, and what to change; return the exit code: 1 if something must change."""
+    """Print the findings and the remedies; return the exit code: 1 if something must change."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for finding in findings:
         word = Text(finding.level.name.lower(), style=finding.level.value)

@@ -1,4 +1,4 @@
-"""A proxy and vLLM instances on this machine, for the commands, the tests and the benchmarks."""
+"""A proxy and vLLM instances on this machine, for commands, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ _KILL_SECONDS = 10.0
 
 
 class FleetInterrupted(P2pError):
-    """Somebody asked the fleet to stop while something waited for it."""
+    """The fleet was asked to stop while a call waited for it."""
 
 
 class Fleet:
     """Starts, watches and stops the processes. Not thread-safe; a context manager.
 
-    `vllm_args`, `transfer_config` (merged into each instance's --kv-transfer-config) and `env` are
-    for all instances; `start` adds to them. Cores or GPUs are shared out for `planned_instances`.
+    `vllm_args`, `transfer_config` (merged into each instance's --kv-transfer-config) and `env`
+    apply to all instances; `start` adds to them. Cores or GPUs are divided among
+    `planned_instances`.
     """
 
     def __init__(
@@ -57,9 +58,9 @@ class Fleet:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.proxy: Member | None = None
         self.members: list[Member] = []
-        self.registration_address = ""  # of the proxy that new instances tell of themselves
-        self.key_file = ""  # of all that are started from now on
-        self.interrupted = False  # set by signal handlers; what waits notices within a poll
+        self.registration_address = ""  # the proxy with which new instances register
+        self.key_file = ""  # for every process that is started from now on
+        self.interrupted = False  # set by signal handlers; waiting calls see it within a poll
         self._model = str(model)
         self._tp_size = tp_size
         self._send_type = send_type
@@ -81,7 +82,7 @@ class Fleet:
     def start_proxy(
         self, port: int = 0, *, registration_port: int = 0, arguments: Sequence[str] = ()
     ) -> Member:
-        """Start the proxy on these ports or on any; instances started later register with it.
+        """Start the proxy on these ports, 0 for any; instances started later register with it.
 
         Raises:
             OSError: a port is in use, or the process could not be started.
@@ -106,12 +107,12 @@ class Fleet:
         env: Mapping[str, str] | None = None,
         successor_of: Member | None = None,
     ) -> Member:
-        """Start one more instance and return at once; `wait_ready` waits for it.
+        """Start one more instance; does not wait for it (`wait_ready` does).
 
-        The successor of a member that was stopped or killed has its addresses.
+        `successor_of` is a member that was stopped or killed; the new one gets its addresses.
 
         Raises:
-            OSError: the process could not be started.
+            OSError: a port is in use, or the process could not be started.
         """
         predecessor = successor_of.plan if successor_of is not None else None
         plan = self._plan(MemberRole(role), name, vllm_args, predecessor)
@@ -130,12 +131,12 @@ class Fleet:
         timeout: float = 600.0,
         on_look: Callable[[Collection[Member]], object] | None = None,
     ) -> None:
-        """Block until these members (or all) serve; `on_look` is called after each look at them.
+        """Block until these members (or all) serve; `on_look` is called after each poll.
 
         Raises:
-            MemberLost: one of the fleet has ended instead.
+            MemberLost: a member of the fleet has ended.
             FleetInterrupted: `interrupted` was set.
-            TimeoutError: names who was not ready after `timeout` seconds, and its stage.
+            TimeoutError: after `timeout` seconds; names the members that are not ready.
         """
         watched = members or tuple(self.members)
         deadline = time.monotonic() + timeout
@@ -164,7 +165,7 @@ class Fleet:
             time.sleep(_POLL_SECONDS)
 
     def check(self, *, ignore_interrupt: bool = False) -> None:
-        """Look at once whether all is well.
+        """Check the fleet once, without waiting.
 
         Raises:
             MemberLost: a member has ended by itself.
@@ -177,23 +178,23 @@ class Fleet:
             raise FleetInterrupted("the fleet was asked to stop")
 
     def stop(self, member: Member) -> None:
-        """End one member cleanly; what does not end in the grace period is killed."""
+        """End one member cleanly; kill it after the grace period."""
         member.process.stop()
         self._forget(member)
 
     def kill(self, member: Member) -> None:
-        """Kill a member and all its processes with SIGKILL, as a crash of its machine would."""
+        """Kill a member and all its processes with SIGKILL, like a crash of its machine."""
         member.process.kill()
         member.process.wait(_KILL_SECONDS)
         self._forget(member)
 
     def hurry(self) -> None:
-        """Kill all that is left; does not block, and may be called from a signal handler."""
+        """Kill all members; does not block, and is safe in a signal handler."""
         for member in self.members:
             member.process.kill()
 
     def close(self) -> None:
-        """End all, the proxy last; bounded and idempotent."""
+        """End all members, the proxy last; bounded and idempotent."""
         stop_all([member.process for member in self.instances])
         stop_all([member.process for member in self.members])
         self.members.clear()
@@ -237,7 +238,7 @@ class Fleet:
         )
 
     def _new_name(self, role: MemberRole) -> str:
-        """A name that no process of this fleet has had, so that each keeps its own log."""
+        """Return a name that no process of this fleet has had, so that each keeps its own log."""
         names = (f"{role.value}-{number}" for number in itertools.count(1))
         return next(name for name in names if name not in self._names)
 
@@ -269,7 +270,7 @@ class Fleet:
         is_complete = len(mine) >= member.plan.dp_size
         return is_complete and all(item["state"] == "ready" for item in mine)
 
-    # What the processes are; tests put cheap ones in their place.
+    # The processes' commands; tests replace them by cheap ones.
     _instance_command = staticmethod(commands.vllm_command)
 
     def _proxy_command(

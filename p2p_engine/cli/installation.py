@@ -1,4 +1,4 @@
-"""The doctor's look at the installation: Python, torch, our extension, vLLM, the plug-in."""
+"""The doctor's checks of the installation: Python, torch, the C extension, vLLM, the plug-in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUPPORTED_VLLM = ((0, 29), (0, 33))
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN = "p2p_nccl_connector"
 _RESOLVE_SECONDS = 120.0
-# Runs in a child, because importing vLLM takes long and changes the process.
+# Runs in a child process: importing vLLM is slow and changes the process.
 _RESOLVE = f"""
 import json
 from vllm.plugins import load_general_plugins
@@ -32,7 +32,7 @@ print(json.dumps(found.__module__))
 
 
 def check_installation() -> Iterator[Finding]:
-    """Look at what is installed; the look at the plug-in takes as long as importing vLLM."""
+    """Check the installed parts; blocks for the import of vLLM, half a minute or so."""
     yield check_python(sys.version_info[:2])
     yield _check_torch()
     yield _check_extension()
@@ -45,7 +45,7 @@ def check_installation() -> Iterator[Finding]:
 
 
 def check_python(version: tuple[int, int]) -> Finding:
-    """Is this Python one that we support?"""
+    """Check that this Python is supported."""
     words = ".".join(map(str, version))
     if SUPPORTED_PYTHON[0] <= version <= SUPPORTED_PYTHON[1]:
         return ok("Python", words)
@@ -68,7 +68,7 @@ def _check_extension() -> Finding:
 
 
 def check_vllm(version: str | None) -> Finding:
-    """Is this vLLM one that we support?"""
+    """Check that this vLLM is supported."""
     if version is None:
         remedy = "install vLLM 0.29 to 0.33; without it, only the engine and the proxy work"
         return change("vLLM", "not installed", remedy)
@@ -90,7 +90,7 @@ def _check_numa_library() -> Finding:
 
 
 def check_plugin() -> Finding:
-    """Will vLLM find the connector by its name?"""
+    """Check that vLLM finds the connector by its name."""
     entries = metadata.entry_points(group=PLUGIN_GROUP)
     if PLUGIN not in {entry.name for entry in entries}:
         remedy = "pip install . again; a folder on PYTHONPATH has no entry points"

@@ -1,4 +1,4 @@
-"""`p2p-engine launch`: start a fleet, say how to use it, stop it cleanly."""
+"""`p2p-engine launch`: starts a fleet, shows how to use it, and stops it cleanly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from p2p_engine.transfer_config import (
     with_role,
 )
 
-# vLLM's options that the launcher itself gives to each instance, and how to set them instead.
+# vLLM options that the launcher sets for each instance, and how to set them instead.
 _OURS = {
     "--host": "--host before the --",
     "--kv-transfer-config": "--kv-transfer-config before the --",
@@ -43,7 +43,7 @@ _OURS = {
     "--tensor-parallel-size": "--tp before the --",
     "-tp": "--tp before the --",
 }
-# Ways of vLLM's in which one instance is several commands, or has several servers.
+# vLLM options that make one instance several commands, or give it several servers.
 _SEVERAL_COMMANDS = (
     *("--data-parallel-address", "-dpa", "--data-parallel-external-lb"),
     *("--data-parallel-hybrid-lb", "--data-parallel-multi-port-external-lb"),
@@ -56,7 +56,7 @@ _ANY_ADDRESS = ("0.0.0.0", "")
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What the user asked for."""
+    """The options of a launch, validated."""
 
     model: str
     num_prefill: int = 1
@@ -78,10 +78,10 @@ class LaunchOptions:
     proxy_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what could only fail minutes later, inside vLLM.
+        """Validate the options, because vLLM would report errors only minutes later.
 
         Raises:
-            ConfigError: names the option and what to use instead.
+            ConfigError: names the option and the alternative.
         """
         if self.num_prefill + self.num_decode + self.num_both < 1:
             raise ConfigError("nothing to launch: --prefill, --decode and --both are all 0")
@@ -103,16 +103,16 @@ class LaunchOptions:
         self._check_transfer_config()
 
     def _check_transfer_config(self) -> None:
-        """Look at what instances will be given; port and role stand in for those of each."""
+        """Check the configuration of the instances; port and role are placeholders."""
         extra = {"http_port": 1, "send_type": self.send_type}
         config = merge_configs({"kv_connector": CONNECTOR, EXTRA: extra}, self.transfer_config)
         for problem in config_problems(with_role(config, "kv_both")):
             raise ConfigError(problem)
-        # Once more as it is: here no shell puts something else in the place of a variable.
+        # Check it again as it is: no shell substitutes variables here.
         EngineConfig.from_extra_config(extra_of(our_config(config)))
 
     def roles(self) -> list[tuple[MemberRole, tuple[str, ...]]]:
-        """Each instance to start, with the vLLM arguments of its role."""
+        """Return each instance to start, with the vLLM arguments of its role."""
         return [
             *[(MemberRole.PREFILL, self.prefill_args)] * self.num_prefill,
             *[(MemberRole.DECODE, self.decode_args)] * self.num_decode,
@@ -121,14 +121,14 @@ class LaunchOptions:
 
     @property
     def served_model(self) -> str:
-        """The name to ask for in requests."""
+        """The model name for requests."""
         arguments = [part for word in self.vllm_args for part in word.split("=", 1)]
         names = dict(itertools.pairwise(arguments))
         return names.get("--served-model-name", self.model)
 
 
 def run_launch(options: LaunchOptions, console: Console) -> int:
-    """Launch, then block until a signal or a lost member; return the exit code."""
+    """Launch, then block until a signal or the loss of a member; return the exit code."""
     fleet = Fleet(
         options.model,
         tp_size=options.tp_size,
@@ -151,13 +151,13 @@ def run_launch(options: LaunchOptions, console: Console) -> int:
             console.print(str(error), markup=False, highlight=False, soft_wrap=True)
             return 1
         finally:
-            console.print("stopping all; once more to kill them", highlight=False)
+            console.print("stopping all; press Ctrl-C again to kill them", highlight=False)
     console.print("stopped", highlight=False)
     return 0
 
 
 def start_members(fleet: Fleet, options: LaunchOptions, console: Console) -> None:
-    """Start the proxy (or join one) and all instances together, and wait until they serve."""
+    """Start the proxy (or join one) and all instances at once; wait until they serve."""
     fleet.key_file = options.key_file and os.path.abspath(options.key_file)
     warn_if_exposed(options.host, read_key_file(options.key_file))
     console.print(f"logs in {fleet.log_dir}", highlight=False, soft_wrap=True)
@@ -175,7 +175,7 @@ def start_members(fleet: Fleet, options: LaunchOptions, console: Console) -> Non
 
 @contextlib.contextmanager
 def stopping_on_signals(fleet: Fleet) -> Iterator[None]:
-    """SIGINT and SIGTERM ask the fleet to stop; a second one kills what is left."""
+    """Make SIGINT and SIGTERM stop the fleet, and a second signal kill it."""
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if fleet.interrupted:

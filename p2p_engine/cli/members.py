@@ -1,4 +1,4 @@
-"""One process of a fleet: its address, how far it has come, and how it was lost."""
+"""One process of a fleet: its address, its stage, and its loss."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from p2p_engine.errors import P2pError
 _PROBE_SECONDS = 2.0
 _ORDER_SECONDS = 30.0
 
-# Never through a proxy that the environment names: all addresses are of this machine.
+# Ignore proxies of the environment: all addresses are on this machine.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class MemberLost(P2pError):
-    """A process of the fleet ended by itself; the message says how and shows the end of its log."""
+    """A process of the fleet ended by itself; the message has its exit and the end of its log."""
 
     def __init__(self, member: Member) -> None:
         """Describe the end of this member."""
@@ -52,7 +52,7 @@ class Member:
 
     @property
     def url(self) -> str:
-        """Where to send requests."""
+        """The base URL for requests."""
         return f"http://{self.http_address}"
 
     @property
@@ -66,7 +66,7 @@ class Member:
         return (self.ready_at or time.monotonic()) - self.started_at
 
     def look(self, *, registered: Callable[[Member], bool]) -> None:
-        """Update the stage; ready means that it answers and that the proxy knows it."""
+        """Update the stage; a member is ready when it answers and the proxy knows it."""
         self.stage = self._stages.update()
         if fetch_text(f"{self.url}/health") is None:
             return
@@ -77,7 +77,7 @@ class Member:
 
 
 def fetch_text(url: str, timeout: float = _PROBE_SECONDS) -> str | None:
-    """The body of a successful GET, else None."""
+    """Return the body of a successful GET, else None."""
     try:
         with _direct.open(url, timeout=timeout) as answer:
             return str(answer.read().decode())
@@ -86,7 +86,7 @@ def fetch_text(url: str, timeout: float = _PROBE_SECONDS) -> str | None:
 
 
 def post_json(url: str, content: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
-    """Post an object and return the object that is answered.
+    """Post a JSON object and return the JSON answer.
 
     Raises:
         OSError: no answer in time, or an error status.

@@ -1,7 +1,7 @@
-"""What a model keeps in its KV cache for each token, read from its config.json. Needs no vLLM.
+"""Computes a model's KV cache per token from its config.json; needs no vLLM.
 
-A family is read only if a test compares the result with vLLM's own KV cache specs. All others are
-refused: a wrong size is worse than none.
+A family is supported only if a test compares the result with vLLM's own KV cache specs. All others
+are refused, because a wrong size is worse than none.
 """
 
 from __future__ import annotations
@@ -47,56 +47,57 @@ _UNKNOWN_KEYS = (
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers that keep the same: `row_bytes` for each token and KV head of the model."""
+    """Layers with equal KV: `row_bytes` for each token and KV head of the model."""
 
     name: str
     num_layers: int
     num_kv_heads: int
     row_bytes: int
-    row: str  # how that comes about
-    window: int = 0  # tokens that its layers look back at; 0: all
+    row: str  # the formula of row_bytes, in words
+    window: int = 0  # tokens that the layers attend to; 0: all
 
     def token_bytes(self, tp_size: int) -> int:
-        """Bytes of one token on one rank, in all of these layers."""
+        """Return the bytes of one token on one rank, in all of these layers."""
         return self.num_layers * self.heads(tp_size) * self.row_bytes
 
     def heads(self, tp_size: int) -> int:
-        """KV heads of one rank; with more ranks than heads, several ranks have the same one."""
+        """Return the KV heads of one rank; with more ranks than heads, ranks share heads."""
         return heads_per_rank(CacheSpec(num_kv_heads=self.num_kv_heads, tp_size=tp_size))
 
     def num_blocks(self, num_tokens: int, block_size: int) -> int:
-        """How many blocks of a prompt are transferred: behind a window, none."""
+        """Return the number of blocks of a prompt that are transferred: none behind the window."""
         first = max(0, num_tokens - self.window) // block_size if self.window else 0
         return -(-num_tokens // block_size) - first
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a model keeps; `dtype` is that of the KV cache."""
+    """The KV cache of a model; `dtype` is that of the cache."""
 
     name: str
     dtype: str
     kinds: tuple[LayerKind, ...]
 
     def check_ranks(self, tp_size: int) -> None:
-        """Check that so many ranks can share the KV heads.
+        """Check that the KV heads can be divided among `tp_size` ranks.
 
         Raises:
-            ConfigError: neither is a multiple of the other.
+            ConfigError: neither number is a multiple of the other.
         """
         for heads in {kind.num_kv_heads for kind in self.kinds}:
             if heads % tp_size and tp_size % heads:
                 raise ConfigError(
-                    f"--tp {tp_size}: the model has {heads} KV heads; allowed: what divides "
+                    f"--tp {tp_size}: the model has {heads} KV heads; allowed: a divisor of "
                     f"{heads}, or a multiple of it"
                 )
 
     def token_bytes(self, tp_size: int) -> int:
-        """Bytes of one token on one rank, where no layer has a window."""
+        """Return the bytes of one token on one rank, without regard to windows."""
         return sum(kind.token_bytes(tp_size) for kind in self.kinds)
 
     def prompt_bytes(self, num_tokens: int, block_size: int, tp_size: int) -> int:
-        """Bytes that one rank sends, or receives, for one prompt: whole blocks of each layer."""
+        """Return the bytes that one rank sends or receives for a prompt: whole blocks of each
+        layer."""
         return sum(
             kind.num_blocks(num_tokens, block_size) * block_size * kind.token_bytes(tp_size)
             for kind in self.kinds
@@ -124,17 +125,17 @@ def read_model(path: Path, dtype: str) -> ModelShape:
         raise _refusal(f"model_type {family!r} is not known; known: {', '.join(sorted(FAMILIES))}")
     for key in _UNKNOWN_KEYS:
         if text.get(key):
-            raise _refusal(f"{key} is set, and what its layers keep is not known")
+            raise _refusal(f"{key} is set, and the KV of such layers is not known")
     element = _resolve_dtype(dtype, config, text)
     kinds = _latents(text, element) if family in _LATENT else _plain(text, family, element)
     return ModelShape(file.resolve().parent.name, element, kinds)
 
 
 def plain_model(num_layers: int, num_kv_heads: int, head_size: int, dtype: str) -> ModelShape:
-    """Describe a model whose layers all keep K and V of each token.
+    """Describe a model in which every layer keeps K and V of every token.
 
     Raises:
-        ConfigError: the dtype is not known.
+        ConfigError: the dtype is unknown.
     """
     if dtype not in ELEMENT_BYTES:
         raise ConfigError(f"--kv-cache-dtype {dtype}: allowed without a model: {_dtypes()}")
@@ -143,7 +144,7 @@ def plain_model(num_layers: int, num_kv_heads: int, head_size: int, dtype: str) 
 
 
 def _plain(text: Mapping[str, Any], family: str, dtype: str) -> tuple[LayerKind, ...]:
-    """Layers that keep K and V of each head, some of them within a window only."""
+    """Return the layers with K and V per head; some may have a window."""
     text = {**_PLAIN[family], **text}
     total = _count(text, "num_hidden_layers")
     queries = _count(text, "num_attention_heads")
@@ -170,7 +171,7 @@ def _keys_and_values(
 
 
 def _layer_types(text: Mapping[str, Any], family: str, total: int) -> Sequence[str]:
-    """What each layer looks at, as vLLM's model of this family does."""
+    """Return each layer's kind of attention, as in vLLM's implementation of the family."""
     types = text.get("layer_types")
     if types is not None:
         if not isinstance(types, list) or len(types) != total or not {*types} <= {FULL, SLIDING}:
@@ -188,7 +189,7 @@ def _layer_types(text: Mapping[str, Any], family: str, total: int) -> Sequence[s
 
 
 def _latents(text: Mapping[str, Any], dtype: str) -> tuple[LayerKind, ...]:
-    """MLA: one latent for all heads, the same on each rank."""
+    """Return MLA layers: one latent for all heads, equal on every rank."""
     total, item = _count(text, "num_hidden_layers"), ELEMENT_BYTES[dtype]
     size = _count(text, "kv_lora_rank") + _count(text, "qk_rope_head_dim")
     row = f"one latent of {size} elements of {item} bytes"
@@ -196,7 +197,7 @@ def _latents(text: Mapping[str, Any], dtype: str) -> tuple[LayerKind, ...]:
 
 
 def _resolve_dtype(dtype: str, config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
-    """The dtype of the cache, where "auto" is the model's."""
+    """Return the dtype of the cache; "auto" is the model's."""
     if dtype in ELEMENT_BYTES:
         return dtype
     if dtype != "auto":

@@ -1,4 +1,4 @@
-"""Free TCP ports that stay ours until the process they are meant for has bound them."""
+"""Reserves free TCP ports until the processes that need them have bound them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _TRIES = 100  # to find free ports in a row
 
 
 def claim_port(host: str, port: int) -> socket.socket:
-    """Bind without listening, so that the kernel gives the port to nobody who asks for any port.
+    """Bind a port without listening, so that the kernel gives it to no one who asks for any port.
 
-    A process that asks for it by number and sets SO_REUSEADDR, as every server does, may still
-    bind it and listen: our child does.
+    A process that names the port and sets SO_REUSEADDR, as every server does, can still bind it and
+    listen. Our child process does so.
 
     Raises:
-        OSError: somebody listens there, or the address is not one of this machine.
+        OSError: the port is in use, or the address is not one of this machine.
     """
     claim = socket.socket(family_of(host), socket.SOCK_STREAM)
     try:
@@ -32,7 +32,7 @@ def claim_port(host: str, port: int) -> socket.socket:
 
 
 def is_port_free(host: str, port: int) -> bool:
-    """Whether a server could listen on this port now.
+    """Tell whether a server could listen on this port now.
 
     Raises:
         OSError: the address is not one of this machine.
@@ -47,10 +47,10 @@ def is_port_free(host: str, port: int) -> bool:
 
 
 class PortPlan:
-    """Hands out the ports of one address, each once, and holds them until it is closed."""
+    """Hands out each port of one address once, and reserves it until closed."""
 
     def __init__(self, host: str) -> None:
-        """Plan for this address of this machine."""
+        """Plan for this address, which must be one of this machine."""
         self._host = host
         self._claims: dict[int, socket.socket] = {}
 
@@ -68,10 +68,10 @@ class PortPlan:
         return taken
 
     def take_range(self, count: int, first: int = 0) -> int:
-        """Claim so many ports one after the other, from this one on or from any; return the first.
+        """Claim `count` consecutive ports, from `first` or any; return the first one.
 
         Raises:
-            OSError: one of them is in use; or, of any, no such row was found in some tries.
+            OSError: a port is in use; with `first` 0, no such range was found in 100 tries.
         """
         for _ in range(0 if first else _TRIES):
             with contextlib.suppress(OSError):
@@ -92,13 +92,13 @@ class PortPlan:
         return taken[0]
 
     def release(self, port: int) -> None:
-        """Let one port go, so that it can be taken again; unknown ones are ignored."""
+        """Release one port; unknown ports are ignored."""
         claim = self._claims.pop(port, None)
         if claim is not None:
             claim.close()
 
     def close(self) -> None:
-        """Let all ports go; idempotent."""
+        """Release all ports; idempotent."""
         for port in list(self._claims):
             self.release(port)
 
@@ -112,5 +112,5 @@ class PortPlan:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Let all ports go."""
+        """Release all ports."""
         self.close()

@@ -1,4 +1,4 @@
-"""One child process with a name, a log file and a certain end."""
+"""One child process with a name, a log file and a guaranteed end."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 
 from p2p_engine.cli import warden
 
-_START_SECONDS = 30.0  # for the warden to say that the command runs; a bare interpreter start
-_KILL_SECONDS = 5.0  # for the warden to collect what it has killed
+_START_SECONDS = 30.0  # for the warden to report that the command runs
+_KILL_SECONDS = 5.0  # for the warden to reap the processes that it killed
 _TAIL_BYTES = 1 << 16
 
 
 class ChildProcess:
-    """A command under a warden: it and all its descendants end with us, however we end.
+    """A command under a warden: the command and all descendants end with us, however we end.
 
-    Its process group is its own, so that Ctrl-C in a terminal is for the launcher alone; its
-    session is ours. Linux shares a machine's cores between sessions first (autogroup, sched(7)),
-    and beside busy ones a member whose threads slept most was not run for ten seconds.
+    It has its own process group, so that Ctrl-C in a terminal reaches the launcher only. It stays
+    in our session: Linux divides cores between sessions first (autogroup, sched(7)), and a mostly
+    sleeping member in a session of its own did not run for ten seconds beside busy ones.
 
     Not thread-safe.
     """
@@ -36,7 +36,7 @@ class ChildProcess:
         env: Mapping[str, str] | None = None,
         grace_seconds: float = 15.0,
     ) -> None:
-        """Start the command; both its outputs go to a new `log_path`. Blocks until it has started.
+        """Start the command, with stdout and stderr in a new `log_path`; block until it runs.
 
         Raises:
             OSError: it could not be started.
@@ -73,12 +73,12 @@ class ChildProcess:
 
     @property
     def running(self) -> bool:
-        """Whether anything of it is still there."""
+        """Tell whether any of its processes is still running."""
         return self._warden.poll() is None
 
     @property
     def end(self) -> str:
-        """How it ended, in words; empty while it runs."""
+        """Its end in words; empty while it runs."""
         status = self._warden.poll()
         if status is None:
             return ""
@@ -88,7 +88,7 @@ class ChildProcess:
         return f"ended with exit code {status}"
 
     def terminate(self) -> None:
-        """Ask it to end; what is left after the grace period is killed. Does not block."""
+        """Ask it to end; after the grace period it is killed. Does not block."""
         self._tell(b"t")
 
     def kill(self) -> None:
@@ -96,11 +96,11 @@ class ChildProcess:
         self._tell(b"k")
 
     def _tell(self, word: bytes) -> None:
-        with contextlib.suppress(OSError):  # the warden is gone, and with it all it guarded
+        with contextlib.suppress(OSError):  # the warden is gone, and so are all its processes
             self._control.sendall(word)
 
     def wait(self, timeout: float) -> bool:
-        """Wait until nothing of it is left; False when `timeout` seconds were not enough."""
+        """Wait until all its processes have ended; return False after `timeout` seconds."""
         try:
             self._warden.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -109,14 +109,14 @@ class ChildProcess:
         return True
 
     def stop(self) -> None:
-        """End it cleanly, or else by force; blocks no longer than grace plus 10 seconds."""
+        """End it cleanly, or else by force; blocks for at most the grace period plus 10 seconds."""
         self.terminate()
         if not self.wait(self._grace_seconds + _KILL_SECONDS):
             self._warden.kill()  # its death kills the command, and nothing else can be done
             self.wait(_KILL_SECONDS)
 
     def log_tail(self, num_lines: int = 30) -> str:
-        """The last lines of its log."""
+        """Return the last lines of its log."""
         with self.log_path.open("rb") as log:
             log.seek(0, 2)
             log.seek(max(0, log.tell() - _TAIL_BYTES))
@@ -125,7 +125,7 @@ class ChildProcess:
 
 
 def stop_all(children: Sequence[ChildProcess]) -> None:
-    """End all at once, so that the whole takes no longer than the slowest one."""
+    """End all at once, so that it takes no longer than the slowest child."""
     for child in children:
         child.terminate()
     for child in children:

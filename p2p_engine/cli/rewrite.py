@@ -1,4 +1,4 @@
-"""Turns a launch command or --kv-transfer-config of the old connector into one of today."""
+"""Converts a launch command or --kv-transfer-config of the old connector to the current form."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DROPPED_KEYS = {
     "kv_rank": _NEVER_USED,
 }
 _GONE = "vLLM 0.32 has no such option"
-# Options that old launch commands carry, each with the number of values that follow it.
+# Options of old launch commands, each with its number of values.
 _DROPPED_OPTIONS = {
     "--cuda-graph-sizes": 1,
     "--device": 1,
@@ -58,7 +58,7 @@ _WORD = re.compile(r"""(?:\\[^\n]|'[^']*'|"(?:\\.|[^"\\])*"|[^\s'"\\])+""", re.D
 
 @dataclass
 class Rewrite:
-    """The new text; what was changed; and what somebody must still decide."""
+    """The new text, the changes, and the problems that the user must solve."""
 
     text: str = ""
     changes: list[str] = field(default_factory=list)
@@ -82,10 +82,10 @@ def rewrite(text: str) -> Rewrite:
 
 
 def rewrite_config(old: TransferConfig, result: Rewrite) -> dict[str, Any]:
-    """Return the configuration as vLLM 0.29 to 0.33 take it; note changes in `result`.
+    """Return the configuration in the form of vLLM 0.29 to 0.33; add changes to `result`.
 
     Raises:
-        ConfigError: what must be a JSON object is not.
+        ConfigError: a value that must be a JSON object is not.
     """
     config = _rewrite_any(old, result)
     result.problems += config_problems(config)
@@ -93,7 +93,7 @@ def rewrite_config(old: TransferConfig, result: Rewrite) -> dict[str, Any]:
 
 
 def _rewrite_any(old: TransferConfig, result: Rewrite) -> dict[str, Any]:
-    """Drop what nobody reads; change the rest in what is ours, alone or in a MultiConnector."""
+    """Drop unused keys; convert our settings, alone or in a MultiConnector."""
     config = {key: value for key, value in old.items() if key not in _DROPPED_KEYS}
     result.changes += [
         f"{key}: dropped; {_DROPPED_KEYS[key]}" for key in sorted(old.keys() - config)
@@ -135,7 +135,7 @@ def _load(text: str) -> dict[str, Any]:
 
 
 class _CommandRewrite:
-    """Walks over the words of a command; the gaps between kept words stay as they are."""
+    """Converts the words of a command; the gaps between kept words do not change."""
 
     def __init__(self, text: str, result: Rewrite) -> None:
         self._text = text
@@ -154,7 +154,7 @@ class _CommandRewrite:
             self._result.problems.append(f"no {_OPTION} in this command: no KV is transferred")
 
     def _step(self, number: int) -> int:
-        """Keep, change or drop the word of this number; return the number of the next."""
+        """Keep, convert or drop the word at this index; return the index of the next."""
         word = self._words[number].group()
         name = word.partition("=")[0]
         if name in _DROPPED_VARIABLES and "=" in word:
@@ -216,7 +216,7 @@ def _unquote(word: str) -> str:
 
 
 def _quote_like(word: str, text: str) -> str:
-    """Quote for the shell; in double quotes, so that variables still work, where they were."""
+    """Quote for the shell; keep double quotes, so that variables in them are still substituted."""
     if not word.startswith('"'):
         return shlex.quote(text)
     return '"' + re.sub(r'(["\\`])', r"\\\1", text) + '"'

@@ -1,4 +1,4 @@
-"""`p2p-engine simulate`: a fleet of stand-ins in a box, and commands for it while it runs."""
+"""`p2p-engine simulate`: a fleet of stand-ins, controlled by commands while it runs."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from p2p_engine.transfer_config import EXTRA, merge_configs
 
 _POLL_SECONDS = 0.25
 _READY_SECONDS = 60.0
-# Landing memory of each stand-in: some hundred prompts of usual length.
+# Landing memory of each stand-in: enough for some hundred prompts of usual length.
 _SMALL = {EXTRA: {"kv_buffer_size": 64 << 20, "mem_pool_size_gb": 0.0625}}
 _HELP = """add ROLE [COUNT]   one or more prefill, decode or both
-drain NAME         no new request; resume NAME takes it back
-stop NAME          it says goodbye, ends its work and is gone
-kill NAME          gone at once, as by a power cut
-list               who is there
+drain NAME         no new requests; `resume NAME` ends that
+stop NAME          ends its work, says goodbye and exits
+kill NAME          ends at once, as by a power cut
+list               all processes
 quit               stop all"""
 
 
 class SimulatedFleet(Fleet):
-    """A fleet whose instances are stand-ins; their options go where vLLM's would."""
+    """A fleet of stand-ins; their options take the place of vLLM's."""
 
     def __init__(self, *, transfer_config: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Plan a fleet; nothing is started yet. Arguments as for Fleet."""
@@ -43,7 +43,7 @@ class SimulatedFleet(Fleet):
         self._admin_key = secrets.token_hex(16)
 
     def start_proxy(self, *ports: Any, arguments: Any = (), **more: Any) -> Member:
-        """Start the proxy with an admin key of its own."""
+        """Start the proxy with its own admin key."""
         if "--admin-key-file" not in arguments:
             self.admin_key_file.write_text(self._admin_key)
             arguments = (*arguments, "--admin-key-file", str(self.admin_key_file))
@@ -58,7 +58,7 @@ class SimulatedFleet(Fleet):
         """Return a stand-in by its name.
 
         Raises:
-            ValueError: there is none; names those that there are.
+            ValueError: there is none; the message lists the names.
         """
         names = {member.name: member for member in self.instances}
         if name not in names:
@@ -66,13 +66,13 @@ class SimulatedFleet(Fleet):
         return names[name]
 
     def order(self, verb: str, member: Member) -> str:
-        """Have the proxy `remove` (drain) an instance or `add` (resume) it; return what it says.
+        """Make the proxy `remove` (drain) or `add` (resume) an instance; return its message.
 
         Raises:
-            OSError: there is no proxy of ours, or it refuses.
+            OSError: this fleet joined another proxy, or the proxy refused.
         """
         if self.proxy is None:
-            raise OSError("the proxy is another one's")
+            raise OSError("this fleet has no proxy of its own")
         url, asked = f"{self.proxy.url}/instances/{verb}", {"instance": member.http_address}
         answer = post_json(url, asked, {"X-Api-Key": self.admin_key_file.read_text()})
         return str(answer["message"])
@@ -85,7 +85,10 @@ class SimulatedFleet(Fleet):
 
 
 def run_simulate(options: LaunchOptions, console: Console) -> int:
-    """Start the fleet, then obey standard input until a signal or `quit`; return the exit code."""
+    """Start the fleet, then run commands from standard input until a signal or `quit`.
+
+    Returns the exit code.
+    """
     fleet = SimulatedFleet(
         model=options.model,
         send_type=options.send_type,
@@ -167,7 +170,7 @@ def _say(console: Console, text: str) -> None:
 
 
 class _Lines:
-    """Whole lines of a descriptor, without a thread; after its end, nothing more."""
+    """Reads complete lines from a descriptor without a thread; nothing more after its end."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int = descriptor

@@ -1,6 +1,6 @@
-"""`p2p-engine size`: how much memory the transfer of a model's KV takes, and how to set it.
+"""`p2p-engine size`: computes the memory for KV transfer of a model, and the settings for it.
 
-Each figure comes with its formula in words; docs/sizing.md explains them.
+Each figure is shown with its formula in words; docs/sizing.md explains them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _WAITING = (
     f"x {RESERVED_PART}/{RESERVED_PART - 1} (1/{RESERVED_PART} is kept for what is asked for)"
 )
 _SPILLED = "all prompts, if vLLM needs the blocks of each while it is held"
-_MOVING = f"{WINDOW} chunks of each prompt: what is on its way at a time"
+_MOVING = f"{WINDOW} chunks of each prompt: the most that is on its way at a time"
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What an instance is to bear: prompts of `num_tokens`, of which so many wait at a time."""
+    """The load of an instance: `num_prompts` of `num_tokens` each wait at a time."""
 
     num_tokens: int
     num_prompts: int
@@ -48,7 +48,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Figure:
-    """One value, as it is shown, and how it comes about."""
+    """One value as it is shown, and its formula in words."""
 
     name: str
     value: str
@@ -57,7 +57,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class RankSize:
-    """What one rank of a role needs: its settings, and why."""
+    """The needs of one rank of a role: its settings, its landing memory, and the reason."""
 
     settings: EngineConfig
     landing_bytes: int
@@ -79,12 +79,13 @@ class Sizing:
 
     @property
     def block_bytes(self) -> int:
-        """One block of all layers on one rank: a chunk is no smaller, if these are one group."""
+        """The bytes of one block of all layers on one rank, the smallest chunk if they are one
+        group."""
         return self.demand.block_size * self.model.token_bytes(self.demand.tp_size)
 
     @property
     def chunk_bytes(self) -> int:
-        """The most that travels at once."""
+        """The bytes of the largest chunk."""
         whole = max(1, self.settings.chunk_bytes // self.block_bytes)
         return min(whole * self.block_bytes, max(self.block_bytes, self.prompt_bytes))
 
@@ -108,12 +109,12 @@ class Sizing:
         )
 
     def _landing(self, kv_role: str) -> tuple[int, str]:
-        """Bytes of buffer and pool together, and what for."""
+        """Return the bytes of buffer and pool together, and their purpose."""
         mode = self.settings.send_type
         if not has_landing_memory(kv_role, mode):
             return 0, "none: it receives nothing, and PUT and PUT_ASYNC hold nothing"
         count, prompt = self.demand.num_prompts, self._landed(self.prompt_bytes)
-        if mode is not SendMode.GET:  # one chunk more: what is left at the buffer's end may be less
+        if mode is not SendMode.GET:  # plus one chunk: the buffer's end may be too small for one
             waiting = count * prompt + self.chunk_bytes
             total = waiting * (SHARE + 1) * RESERVED_PART / (SHARE * (RESERVED_PART - 1))
             return math.ceil(total), _WAITING
@@ -128,7 +129,7 @@ class Sizing:
         return total, f"{_SPILLED}, {kept}; and {_MOVING}"
 
     def _landed(self, nbytes: int) -> int:
-        """What so many bytes take where they land: each chunk in pages of its own."""
+        """Return the landing memory of `nbytes`: each chunk takes its own pages."""
         return nbytes + math.ceil(nbytes / self.chunk_bytes) * MIN_BLOCK_BYTES
 
 
@@ -139,8 +140,10 @@ def run_size(
     console: Console,
     given: TransferConfig | None = None,
 ) -> int:
-    """Print the figures of the model and of each role; return the exit code, 1 if something cannot
-    fit. `room`: that on each GPU; None: its size is not known. `given`: what there is so far."""
+    """Print the figures of the model and of each role; return the exit code, 1 if they cannot fit.
+
+    `room` is the memory that vLLM leaves on each GPU; None if the size of the GPU is unknown.
+    """
     model, demand = sizing.model, sizing.demand
     ranks = f"{demand.tp_size} ranks" if demand.tp_size > 1 else "1 rank"
     console.print(f"{model.name}: {_layers(model)}; KV cache in {model.dtype}; {ranks}")
@@ -158,7 +161,7 @@ def run_size(
 
 
 def of_model(sizing: Sizing) -> Iterator[Figure]:
-    """What a token and a prompt take on one rank."""
+    """Return the KV of a token and of a prompt on one rank."""
     model, demand = sizing.model, sizing.demand
     for kind in model.kinds:
         heads = f"{kind.heads(demand.tp_size)} of {kind.num_kv_heads} heads x "
@@ -188,7 +191,7 @@ def of_model(sizing: Sizing) -> Iterator[Figure]:
 def of_role(
     sizing: Sizing, kv_role: str, size: RankSize, room: Room | None
 ) -> tuple[list[Figure], bool]:
-    """What one rank of this role needs; and whether a GPU can have it."""
+    """Return the needs of one rank of this role, and whether a GPU has room for them."""
     settings = size.settings
     figures = [Figure("landing memory", _size(size.landing_bytes), size.why)]
     if size.landing_bytes:

@@ -1,4 +1,4 @@
-"""What `p2p-engine size` is asked for, checked before anything is computed."""
+"""Validates the input of `p2p-engine size`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def chosen_model(
     """Return the model of this config.json, or of these numbers.
 
     Raises:
-        ConfigError: both are given, or neither, or it cannot be computed from.
+        ConfigError: both are given, or neither, or the model is not supported.
     """
     numbers = {"--layers": num_layers, "--kv-heads": num_kv_heads, "--head-size": head_size}
     if path is not None:
@@ -36,10 +36,10 @@ def chosen_model(
 
 
 def chosen_roles(config: TransferConfig | None) -> tuple[str, ...]:
-    """Return the role that the configuration names; without one, each.
+    """Return the role of the configuration; without one, all roles.
 
     Raises:
-        ConfigError: the configuration is not one that an instance would take.
+        ConfigError: an instance would refuse the configuration.
     """
     if config is None:
         return KV_ROLES

@@ -1,4 +1,4 @@
-"""How far an instance has come, read from its log as vLLM writes it."""
+"""The stage of a starting instance, read from vLLM's log."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 STARTING = "starting"
 READY = "ready"
 
-# What vLLM 0.29 to 0.33 says when a step of its start is over, and the step that begins then.
+# vLLM 0.29 to 0.33: a text in the log that ends one step, and the name of the next step.
 _STAGES = (
     ("non-default args", "reading the model's configuration"),
     ("Initializing a V1 LLM engine", "starting workers"),
@@ -20,10 +20,10 @@ _STAGES = (
 
 
 class StageReader:
-    """Follows one log; reads only what was added since the last look."""
+    """Follows one log; each call reads only the new part."""
 
     def __init__(self, log_path: Path) -> None:
-        """Follow this file, which need not exist yet."""
+        """Follow this file, which may not exist yet."""
         self._path = log_path
         self._position = 0
         self._partial = ""
@@ -31,7 +31,7 @@ class StageReader:
         self.stage = STARTING
 
     def update(self) -> str:
-        """Return the stage that the log has come to. Stages are never left backwards."""
+        """Return the latest stage in the log; stages only advance."""
         for line in self._new_lines():
             for number in range(self._next, len(_STAGES)):
                 if _STAGES[number][0] in line:

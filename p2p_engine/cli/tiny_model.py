@@ -1,7 +1,7 @@
-"""A tiny Llama made on this machine, with no download: weights, tokenizer and chat template.
+"""Creates a tiny Llama without a download: weights, tokenizer and chat template.
 
-Its random weights have a large spread, which makes it chaotic: one wrong byte in the KV cache
-changes the continuation at once, so equal tokens prove that the cache arrived whole.
+Its random weights have a large spread, so that its output is chaotic: one wrong byte in the KV
+cache changes the continuation at once. Equal tokens therefore prove that the cache arrived whole.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class TinyModel:
-    """The shape of the model; `version` changes when anything else about it does."""
+    """The shape of the model; `version` changes with anything else about it."""
 
     num_layers: int = 8
     num_heads: int = 8
@@ -38,23 +38,23 @@ class TinyModel:
     version: int = 1
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """The bytes of K and V that one token leaves in the cache, over all layers."""
+        """Return the bytes of K and V per token, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * HEAD_DIM * element_bytes
 
     @property
     def path(self) -> Path:
-        """Where the model is kept once it has been made."""
+        """The folder in which the model is cached."""
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return cache / "p2p-engine" / ("tiny-llama-" + "-".join(map(str, astuple(self))))
 
 
 def ensure_tiny_model(model: TinyModel | None = None, *, timeout: float = 180.0) -> Path:
-    """Return the model's folder; make it in a child process when it is not there yet.
+    """Return the model's folder; create the model in a child process if it does not exist.
 
     The child keeps torch and transformers out of this process. Blocks for up to `timeout` seconds.
 
     Raises:
-        subprocess.CalledProcessError: it could not be made; the child's words are on stderr.
+        subprocess.CalledProcessError: the child failed; its error is on stderr.
     """
     model = model or TinyModel()
     if not model.path.exists():
@@ -65,14 +65,14 @@ def ensure_tiny_model(model: TinyModel | None = None, *, timeout: float = 180.0)
 
 
 def make_tiny_model(model: TinyModel) -> None:
-    """Write the model's folder at once or not at all, so that half a model is never found."""
+    """Write the model's folder atomically, so that no reader finds half a model."""
     model.path.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(dir=model.path.parent))
     try:
         _write_model(model, draft)
         draft.rename(model.path)
     except OSError:
-        if not model.path.exists():  # else somebody else was faster: theirs is the same
+        if not model.path.exists():  # else another process created the same model first
             raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -125,12 +125,13 @@ def _write_tokenizer(model: TinyModel, folder: Path) -> int:
 
 
 def _optional(name: str) -> Any:
-    """A library that comes with vLLM, and is not there (nor its types) without it."""
+    """Import a library that vLLM brings; neither it nor its types are there without vLLM."""
     return importlib.import_module(name)
 
 
 def _words() -> Iterator[str]:
-    """A made-up language, the same on every machine and Python: what the tokenizer learns from."""
+    """Yield the tokenizer's training text: a made-up language, equal on every machine and
+    Python."""
     yield "system: user: assistant:"
     for syllables in itertools.product(_SYLLABLES, repeat=3):
         yield " " + "".join(syllables)

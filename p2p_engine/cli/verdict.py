@@ -1,4 +1,4 @@
-"""Holds the answers of prefill and decode against a single instance's, and counts what moved."""
+"""Compares the answers of prefill and decode with a single instance's, and counts the moved KV."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from p2p_engine.cli.members import Member, fetch_text
 from p2p_engine.cli.workload import Request
 
 PLACES = ("blocks", "buffer", "pool")
-Samples = Mapping[tuple[str, str], float]  # by name and by the value of the label that we ask for
+Samples = Mapping[tuple[str, str], float]  # by name and by the value of the label below
 _LABELS = ("source", "place", "outcome")
 
 
@@ -30,7 +30,7 @@ def read_samples(member: Member) -> Samples:
 
 
 def parse_samples(text: str) -> Samples:
-    """Sum the samples of a Prometheus page by name and by the first label that we know."""
+    """Sum the samples of a Prometheus page by name and by the first label in `_LABELS`."""
     totals: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -41,28 +41,28 @@ def parse_samples(text: str) -> Samples:
 
 
 def growth(before: Samples, after: Samples, name: str, part: str = "") -> float:
-    """How much a counter has grown."""
+    """Return the increase of a counter."""
     return after.get((name, part), 0.0) - before.get((name, part), 0.0)
 
 
 def live_bytes(samples: Samples) -> float:
-    """The bytes that an instance holds for transfers that have not ended."""
+    """Return the bytes that an instance holds for open transfers."""
     return sum(value for (name, _), value in samples.items() if name == "vllm:p2p_live_bytes")
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What the two instances say of themselves, from before the requests to after them."""
+    """The changes of both instances' counters over the requests."""
 
-    cached_tokens: int  # of prompts, that the decode instance had in its own prefix cache
-    received_tokens: int  # of prompts, that came from the prefill instance
+    cached_tokens: int  # prompt tokens that were in decode's own prefix cache
+    received_tokens: int  # prompt tokens that came from the prefill instance
     landed_bytes: Mapping[str, int]
     leftover_bytes: int = 0  # still held on either side
     writing_seconds: float = 0.0
 
     @classmethod
     def between(cls, before: Sequence[Samples], after: Sequence[Samples]) -> Moved:
-        """Read the growth of the counters of the prefill and the decode instance."""
+        """Read the changes from the samples of the prefill and the decode instance."""
         decode = (before[1], after[1])
         tokens = "vllm:prompt_tokens_by_source_total"
         landed = "vllm:p2p_landed_bytes_total"
@@ -77,26 +77,26 @@ class Moved:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a cached token weighs in this model, and how many of them make a block."""
+    """The bytes of a cached token in this model, and the tokens of a block."""
 
     bytes_per_token: int
     block_size: int
 
     def bytes_of(self, num_tokens: int) -> int:
-        """The bytes of the whole blocks that hold so many tokens."""
+        """Return the bytes of the whole blocks that hold these tokens."""
         num_blocks = -(-num_tokens // self.block_size)
         return num_blocks * self.block_size * self.bytes_per_token
 
 
 @dataclass
 class Verdict:
-    """One run: what should have happened and what did."""
+    """The result of one run, beside the expected one."""
 
     mode: str
     num_requests: int
     moved: Moved
-    least_bytes: int  # without the blocks that the decode instance had in its prefix cache
-    most_bytes: int  # with them: they are pushed before it can say that it has them
+    least_bytes: int  # without the blocks in decode's prefix cache
+    most_bytes: int  # with them: prefill may push them before decode reports them
     recomputed_tokens: int
     leftover_bytes: int
     seconds_to_first: float
@@ -105,17 +105,17 @@ class Verdict:
 
     @property
     def num_identical(self) -> int:
-        """Requests whose every token is as it should be."""
+        """The number of requests with only correct tokens."""
         return self.num_requests - len(self.differences)
 
     @property
     def num_bytes(self) -> int:
-        """The KV bytes that have landed."""
+        """The KV bytes that landed."""
         return sum(self.moved.landed_bytes.values())
 
     @property
     def failures(self) -> list[str]:
-        """What is wrong, in words; empty when all is right."""
+        """The failures in words; empty on success."""
         failures = list(self.differences)
         if self.recomputed_tokens:
             failures.append(f"{self.recomputed_tokens} prompt tokens were not transferred")
@@ -167,7 +167,7 @@ def judge(
 def _difference(
     number: int, request: Request, expected: CompletionAnswer, answer: CompletionAnswer
 ) -> str:
-    """Say where the two differ; empty when they do not, and only if both are complete."""
+    """Return the difference of the two in words; empty only if both are complete and equal."""
     where = f"request {number} ({request.kind})"
     for name, one in (("the single instance", expected), ("prefill and decode", answer)):
         if one.error:

@@ -1,9 +1,9 @@
-"""Runs one command and sees to it that nothing of it outlives the launcher, not even by SIGKILL.
+"""Runs one command and ensures that none of its processes outlives the launcher, even by SIGKILL.
 
-Started by its path with the bare interpreter, so it imports nothing but the standard library:
-`python -I -S warden.py CONTROL_FD GRACE_SECONDS COMMAND...`. The launcher holds the other end of
-the control socket: `t` asks for a clean end, `k` for an immediate one, and the end of the stream
-says that the launcher itself is gone. The warden's first line back is the command's process id.
+It is started by path with the bare interpreter, so it imports only the standard library: `python -I
+-S warden.py CONTROL_FD GRACE_SECONDS COMMAND...`. The launcher holds the other end of the control
+socket: `t` asks for a clean end, `k` for an immediate one, and the end of the stream means that the
+launcher is gone. The warden's first line back is the command's process id.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_ORPHAN_GRACE_SECONDS = 3.0  # for what is left when the command itself has ended
+_ORPHAN_GRACE_SECONDS = 3.0  # for descendants after the command itself has ended
 _KILL_AGAIN_SECONDS = 0.1  # a process may fork while its tree is read
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -34,7 +34,7 @@ def _die_with_warden() -> None:
 
 
 def _parents() -> dict[int, int]:
-    """Each process's parent; processes that end while we read are left out."""
+    """Return each process's parent; processes that end meanwhile are left out."""
     parent_by_pid = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
@@ -45,7 +45,8 @@ def _parents() -> dict[int, int]:
 
 
 def _descendants() -> list[int]:
-    """Everything below us. As a subreaper we are the ancestor of orphans in any session, too."""
+    """Return all descendants. As the warden is a subreaper, orphans of any session are among
+    them."""
     parent_by_pid = _parents()
     found = {os.getpid()}
     before = 0
@@ -62,10 +63,10 @@ def _signal_all(number: signal.Signals) -> None:
 
 
 class Warden:
-    """The command, all its descendants, and when what is left of them is killed."""
+    """The command, all its descendants, and the time at which they are killed."""
 
     def __init__(self, control: socket.socket, grace_seconds: float, command: list[str]) -> None:
-        """Start the command; every signal that the loop must see arrives in a pipe."""
+        """Start the command; signals wake the loop through a pipe."""
         self._control: socket.socket | None = control
         self._grace_seconds = grace_seconds
         self._wakeup, wakeup_end = os.pipe()
@@ -84,7 +85,7 @@ class Warden:
         control.sendall(b"%d\n" % self._leader.pid)
 
     def run(self) -> int:
-        """Return the command's exit status, as a shell would say it, when all have ended."""
+        """Wait until all processes have ended; return the command's exit status as a shell does."""
         while self._reap():
             if self._leader_status is not None and self._kill_at is None:
                 _signal_all(signal.SIGTERM)
@@ -97,7 +98,7 @@ class Warden:
         return status if status >= 0 else 128 - status
 
     def _reap(self) -> bool:
-        """Collect the dead; False when no child is left."""
+        """Reap ended children; return False if none is left."""
         try:
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)

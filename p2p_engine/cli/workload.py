@@ -1,4 +1,4 @@
-"""A varied set of requests, the same for the same seed: every shape of prompt that matters."""
+"""A varied set of requests with all important shapes of prompts; the same for the same seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORDS = ("kalomi", "rensuta", "vone", "shidor", "pelqua", "mire", "tavone", "qu
 
 @dataclass(frozen=True)
 class Request:
-    """What a client sends; `num_sequences` is how many continuations it asks for."""
+    """One request; `num_sequences` is the number of continuations it asks for."""
 
     kind: str
     path: str
@@ -25,7 +25,7 @@ class Request:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the answer comes piece by piece."""
+        """Tell whether the answer is streamed."""
         return bool(self.body.get("stream"))
 
 
@@ -33,7 +33,7 @@ class Workload:
     """Makes requests for a model with this vocabulary, served under this name."""
 
     def __init__(self, model: str, *, vocab_size: int, block_size: int, seed: int) -> None:
-        """Start the sequence of this seed."""
+        """Start the sequence of requests for this seed."""
         self._model = model
         self._vocab_size = vocab_size
         self._block_size = block_size
@@ -41,7 +41,7 @@ class Workload:
         self._known: list[int] = []
 
     def requests(self, num_requests: int) -> list[Request]:
-        """Return the next requests; each kind comes up equally often."""
+        """Return the next requests; all kinds are equally frequent."""
         return list(itertools.islice(self._endless(), num_requests))
 
     def _endless(self) -> Iterator[Request]:
@@ -70,7 +70,7 @@ class Workload:
             yield make()
 
     def _tokens(self, shortest: int, longest: int) -> list[int]:
-        """A prompt that nobody has seen, as token ids."""
+        """Return a new prompt, as token ids."""
         length = self._random.randint(shortest, longest)
         ids = range(_NUM_SPECIAL_TOKENS, self._vocab_size)
         return self._random.choices(ids, k=length)
@@ -93,7 +93,8 @@ class Workload:
         return Request(request.kind, request.path, request.body, num_sequences=len(prompts))
 
     def _two_choices(self) -> Request:
-        """Greedy by `top_k`: vLLM wants n > 1 sampled, and its CPU runner dies of chunked seeds."""
+        """Use top_k=1 for greedy sampling: vLLM needs n > 1 sampled, and its CPU runner fails on
+        chunked seeds."""
         settings = {"n": 2, "temperature": 1.0, "top_k": 1}
         prompt = self._tokens(self._block_size, 6 * self._block_size)
         request = self._completion("two choices", prompt, **settings)
@@ -104,7 +105,7 @@ class Workload:
         return self._completion("long", self._known)
 
     def _known_prefix(self) -> Request:
-        """Starts like a prompt of some requests ago, which both instances may still have."""
+        """Start like an earlier prompt, which both instances may still have cached."""
         head = self._known[: self._random.randint(0, 20 * self._block_size)]
         return self._completion(
             "known prefix", head + self._tokens(1, 2 * self._block_size), stream=True
