@@ -26,11 +26,7 @@ def run_bench(name: str, arguments: Sequence[str], root: Path = ROOT) -> int:
     """
     names = benchmark_names(root)
     if name not in names:
-        known = (
-            f"allowed: {', '.join(names)}"
-            if names
-            else "there are none here: run it from a checkout"
-        )
+        known = f"one of {', '.join(names)}" if names else "none here: run it from a checkout"
         raise ConfigError(f"benchmark {name!r}: {known}")
     command = [sys.executable, "-m", f"benchmarks.bench_{name}", *arguments]
     return subprocess.run(command, cwd=root, check=False).returncode
