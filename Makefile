@@ -26,7 +26,8 @@ demo: setup  ## real vLLM, one prefill and one decode instance, token for token 
 	@$(BIN)/p2p-engine demo $(if $(MODES),--modes $(MODES))
 
 test: setup test-c tsan asan  ## everything that needs no GPU; at most 25 minutes on two cores
-	$(PYTEST) tests/unit tests/property tests/contract tests/integration tests/vllm -m "not vllm and not gpu"
+	$(PYTEST) tests/unit tests/property tests/contract tests/integration tests/vllm \
+		-m "not vllm and not gpu" --durations=20
 
 scale: setup  ## stand-ins come and go at random under load for DURATION= seconds (600)
 	$(BIN)/python -m tests.scale.run $(if $(DURATION),--seconds $(DURATION))
