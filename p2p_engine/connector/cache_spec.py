@@ -1,6 +1,6 @@
-"""Reads where vLLM's KV cache lies and what peers must agree on, from what vLLM has resolved.
+"""Describes vLLM's KV cache: its layout in memory, and the facts on which peers must agree.
 
-Strides are read, never assumed; what cannot be moved is refused by name.
+Strides are read from the tensors, never assumed. A cache that cannot be transferred is refused.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def read_spec(
     rank: int,
     page_bytes: list[int],
 ) -> CacheSpec:
-    """Say what a peer must know before a byte moves."""
+    """Return the description that a peer needs before a byte moves."""
     model, parallel = _model_of(vllm_config, group), vllm_config.parallel_config
     spec, is_mla = group.spec, isinstance(group.spec, MLAAttentionSpec)
     known = layers or vllm_config.compilation_config.static_forward_context
@@ -168,7 +168,7 @@ def _model_of(vllm_config: VllmConfig, group: LayerGroup) -> ModelConfig:
 def _check_drafts(
     vllm_config: VllmConfig, groups: Sequence[LayerGroup], kv_caches: dict[str, torch.Tensor]
 ) -> None:
-    """A draft's layers are on every rank, and have memory of their own."""
+    """Check that this rank has all layers of the draft, in memory of their own."""
     drafts = [group for group in groups if group.is_draft]
     if drafts and vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise ConfigError("only the last of several pipeline stages has them")
@@ -180,7 +180,7 @@ def _check_drafts(
 
 
 def _check_grouped(groups: Sequence[LayerGroup], kv_caches: dict[str, torch.Tensor]) -> None:
-    """Every cache is some group's, or shared with a layer that is in one."""
+    """Check that every cache belongs to a group, or is shared with a layer of a group."""
     grouped = {name for group in groups for name in group.layer_names} & kv_caches.keys()
     places = {_place_of(kv_caches[name]) for name in grouped}
     for name, tensor in kv_caches.items():
@@ -189,7 +189,7 @@ def _check_grouped(groups: Sequence[LayerGroup], kv_caches: dict[str, torch.Tens
 
 
 def _distinct_layers(kv_caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The layers that do not share another one's cache, in the model's order."""
+    """Return the layers that do not share another layer's cache, in the model's order."""
     by_place: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
     for name in sorted(kv_caches, key=lambda name: (numbers_in(name), name)):
         by_place.setdefault(_place_of(kv_caches[name]), (name, kv_caches[name]))
@@ -243,7 +243,7 @@ def _nbytes(tensor: torch.Tensor, num_elements: int) -> int:
 
 
 def _is_dense(page: torch.Tensor) -> bool:
-    """Whether the elements lie side by side, in whatever order."""
+    """Tell whether the elements are contiguous, in any order."""
     span = 1 + sum(
         (size - 1) * stride for size, stride in zip(page.shape, page.stride(), strict=True)
     )

@@ -1,4 +1,4 @@
-"""What differs between the vLLM releases that we support, each difference in one place."""
+"""The differences between the supported vLLM releases, each in one place."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from p2p_engine.errors import ConfigError
 
 OLDEST, NEWEST = (0, 29), (0, 33)
 
-# 0.30 brought failures by request; 0.29 knows invalid blocks only.
+# 0.30 added failures by request; 0.29 reports invalid blocks only.
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 HAS_FAILED_REQUESTS = TransferResults is not None
 
 
 def check_version() -> bool:
-    """Say whether this vLLM is one that we are tested with; False: it is newer.
+    """Return True if this vLLM release is tested, False if it is newer.
 
     Raises:
-        ConfigError: it is too old.
+        ConfigError: it is older than the supported releases.
     """
     match = re.match(r"(\d+)\.(\d+)", vllm.__version__)
     if match is None:  # built from a checkout: trust whoever did it
@@ -39,9 +39,10 @@ def check_version() -> bool:
 
 
 def num_lookahead_tokens(vllm_config: Any) -> int:
-    """How many tokens behind a position a draft's layers have read when they compute it.
+    """Return how many tokens after a position a draft's layers have read when they compute it.
 
-    Before 0.31 only vLLM's scheduler counts them; here it matters whether they are more than one.
+    Before 0.31, only vLLM's scheduler has this number; the connector needs to know if it is above
+    one.
     """
     known = getattr(vllm_config, "num_prefill_lookahead_tokens", None)
     if known is not None:
@@ -58,7 +59,7 @@ def has_random_request_ids() -> bool:
 
 
 def p2p_hit_source() -> Any:
-    """The label of our cache hits, from 0.32 on; None before."""
+    """Return the label of our cache hits, from 0.32 on; None before."""
     try:
         module = importlib.import_module("vllm.v1.metrics.cache_hit_source")
     except ModuleNotFoundError:
@@ -67,10 +68,10 @@ def p2p_hit_source() -> Any:
 
 
 def show_logs() -> None:
-    """Let our loggers write where vLLM's write: vLLM configures only its own."""
+    """Give our loggers vLLM's handlers; vLLM configures only its own loggers."""
     ours, theirs = logging.getLogger("p2p_engine"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.setLevel(theirs.level)
-        ours.propagate = theirs.propagate  # else each line comes twice where the root logger writes
+        ours.propagate = theirs.propagate  # else the root logger repeats each line
         for handler in theirs.handlers:
             ours.addHandler(handler)

@@ -1,4 +1,4 @@
-"""P2pNcclConnector: what vLLM loads; it forwards each hook to the half that lives there."""
+"""P2pNcclConnector: the class that vLLM loads; it forwards each hook to its half."""
 
 from __future__ import annotations
 
@@ -128,25 +128,29 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Heads before tokens, so that a head's bytes lie together; MLA has no heads."""
+        """Return the layout with heads before tokens: a head's bytes are contiguous. MLA has no
+        heads."""
         return None if vllm_config.model_config.use_mla else "HND"
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No: nothing is done between layers. Bytes leave after the forward, behind an event of its
-        stream, and are loaded between forwards, so that whole graphs may be replayed."""
+        """Return False: no work is done between layers, so whole graphs may be replayed.
+
+        Bytes leave after the forward, behind an event of its stream, and are loaded between
+        forwards.
+        """
         return False
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """No: registered memory must stay where it is."""
+        """Return False: registered memory must not move."""
         return False
 
     @classmethod
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
-        """Make statistics of what has crossed a process boundary."""
+        """Rebuild statistics that have crossed a process boundary."""
         return P2pConnectorStats(data=data or {})
 
     @classmethod
@@ -169,18 +173,19 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     def on_new_request(self, request: Request) -> None:
-        """Decide what the request's part is."""
+        """Decide the request's part in a transfer."""
         self._planner.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens come from the other instance; always loaded between steps."""
+        """Return the number of tokens that come from the other instance; always loaded between
+        steps."""
         num_tokens = self._planner.num_loadable_tokens(request, num_computed_tokens)
         return num_tokens, num_tokens > 0
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """All groups that are transferred at all."""
+        """Return all groups that are transferred."""
         return self._kv_cache_config.transfer_group_ids
 
     def update_state_after_alloc(
@@ -196,13 +201,15 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM must step although nothing runs: a rank is still to be found, or the workers
-        must be told what to keep."""
+        """Tell whether vLLM must step although nothing runs.
+
+        It must if a rank has not reported its address, or if the workers need new orders.
+        """
         is_searching = self._roll_call is not None and self._roll_call.is_open
         return is_searching or self._planner.has_orders_for_idle_workers()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Note what the workers reported."""
+        """Process the workers' reports."""
         self._planner.workers_reported(connector_output)
         report = connector_output.kv_connector_worker_meta
         call = self._roll_call
@@ -222,15 +229,15 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         return self._planner.request_finished(request, block_ids)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Count free blocks, and hold blocks, in this pool."""
+        """Use this pool to count free blocks and to hold blocks."""
         self._planner.bind_pool(gpu_block_pool)
 
     def has_pending_block_frees(self) -> bool:
-        """Whether to wait for what is being spilled, rather than preempt (since 0.30)."""
+        """Tell whether to wait for spills in progress instead of preempting (since 0.30)."""
         return self._planner.can_wait_for_blocks()
 
     def reset_cache(self) -> bool | None:
-        """Drop what has landed: it was computed with what vLLM has just dropped."""
+        """Drop landed KV, because vLLM has just reset the caches it belongs to."""
         self._planner.reset_cache()
         return True
 
@@ -314,18 +321,18 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         self._reporter = StatsReporter(rank)
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        """Copy device blocks by this, where there are host buffers."""
+        """Use this operation to copy device blocks to and from host buffers."""
         for buffer in self._host_buffers:
             buffer.set_copy(copy_operation)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Where peers find this rank; nothing, if it would take the place of a sibling's."""
+        """Return this rank's address; None if it would replace a sibling connector's metadata."""
         if self._worker is None or self._yields_handshake:
             return None
         return RankHandshake(self._worker.location)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """The same, when the scheduler's half asks for it in a step."""
+        """Return this rank's address if the scheduler half asked for it in this step."""
         metadata = self._connector_metadata
         if self._worker is None or not isinstance(metadata, P2pConnectorMetadata):
             return None
@@ -349,25 +356,25 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.start_loads(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: what a forward needs has been loaded before it."""
+        """Do nothing: loads finish before the forward that needs them."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: blocks leave after the forward, all layers together."""
+        """Do nothing: blocks leave after the forward, all layers together."""
 
     def wait_for_save(self) -> None:
-        """Let what the forward has computed leave; PUT waits for it."""
+        """Release the blocks that the forward computed to their transfers; PUT waits for them."""
         if self._worker is not None:
             self._worker.finish_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Report what has ended (0.29; later releases ask for `get_transfer_results`)."""
+        """Return the transfers that ended (0.29; later releases call `get_transfer_results`)."""
         results = self._take_results()
         return results.finished_sending, results.finished_recving
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Report what has ended."""
+        """Return the transfers that ended."""
         results = self._take_results()
         return compat.TransferResults(
             finished_sending=results.finished_sending,
@@ -381,12 +388,12 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks that did not arrive, of the requests just reported."""
+        """Return the blocks that did not arrive, of the requests just reported."""
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What has changed in the engine's statistics since the last step."""
+        """Return the changes of the engine's statistics since the last step."""
         if self._worker is None or self._reporter is None:
             return None
         return self._reporter.report(self._worker.engine.stats())

@@ -1,4 +1,4 @@
-"""Room on the GPU: says at start whether vLLM has left what the engine takes beside it."""
+"""Checks at start whether vLLM leaves enough GPU memory for the engine."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ def check_room(
     *,
     receives: bool,
 ) -> None:
-    """Compare what this rank's engine takes with what is left; call it before the engine starts.
+    """Compare the engine's needs with the memory that is left; call it before the engine starts.
 
-    vLLM has its cache by now; the graphs that it captures later are part of what it counts on.
+    vLLM has allocated its cache by now, and has reserved memory for the graphs that it captures
+    later.
 
     Raises:
-        ConfigError: there is too little for the engine to start; says what vLLM needs.
+        ConfigError: the engine cannot start; the message names vLLM's setting to change.
     """
     cuda, needed = Cuda(config.cudart_library), device_memory(config, receives=receives)
     with cuda.on(config.device_index):
@@ -48,6 +49,6 @@ def check_room(
 
 
 def _nbytes(kv_caches: dict[str, torch.Tensor]) -> int:
-    """Of all caches; several of them may lie in one allocation."""
+    """Return the bytes of all caches; several may be in one allocation."""
     storages = (tensor.untyped_storage() for tensor in kv_caches.values())
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

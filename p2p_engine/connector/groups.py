@@ -1,9 +1,9 @@
-"""Groups: layers that are alike and share a block table. What vLLM has made of the model's layers;
-what cannot be moved is refused by name.
+"""Groups: sets of equal layers that share a block table.
 
-vLLM may give one table to layers that keep different things: DeepSeek-V3.2's latents and its
-indexer's keys. Each kind is a group of its own. So are the layers of a draft, with which vLLM
-speculates: peers may lack them, and no token depends on them.
+A layer that cannot be transferred is refused by name. vLLM may use one table for layers with
+different contents, such as DeepSeek-V3.2's latents and its indexer's keys; each kind is a group of
+its own. The layers of a draft model are separate groups, too: peers may lack them, and no token
+depends on them.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def attention_groups(
 
 
 def numbers_in(name: str) -> tuple[int, ...]:
-    """The place of a layer in its model, which vLLM writes into its name."""
+    """Return the numbers in a layer's name, by which vLLM states its place in the model."""
     return tuple(int(word) for word in name.split(".") if word.isdecimal())
 
 
 def is_draft_layer(vllm_config: VllmConfig, name: str) -> bool:
-    """Whether a layer is a draft's: vLLM numbers these after the model's own, or adds a prefix."""
+    """Tell whether a layer is a draft's: vLLM numbers these after the model's, or adds a prefix."""
     if vllm_config.speculative_config is None:
         return False
     num_layers = vllm_config.model_config.model_arch_config.total_num_hidden_layers
@@ -83,10 +83,10 @@ def is_draft_layer(vllm_config: VllmConfig, name: str) -> bool:
 
 
 def names_lost_blocks(groups: Sequence[LayerGroup]) -> bool:
-    """Whether vLLM can go on behind a block that did not arrive.
+    """Tell whether vLLM can continue after a block that did not arrive.
 
-    It cannot where a block's id is not that of one group's block only, nor where the blocks before
-    it are those of a window that ends elsewhere.
+    It cannot if a block id may belong to several groups, or if the blocks before it are those of a
+    window that ends elsewhere.
     """
     return len(groups) == 1 and not groups[0].window
 
@@ -118,7 +118,7 @@ def _split(
 
 
 def _kinds(group: KVCacheGroupSpec, names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """These layers of a table, parted into such as are alike."""
+    """Return these layers of a table, divided into sets of equal layers."""
     found: dict[tuple[Any, ...], list[str]] = {}
     for name in names:
         found.setdefault(kind_of(_spec_of(group, name)), []).append(name)
@@ -126,7 +126,7 @@ def _kinds(group: KVCacheGroupSpec, names: tuple[str, ...]) -> list[tuple[str, .
 
 
 def _spec_of(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
-    """What a layer of a table keeps; of a layer that is not known, what the first one keeps."""
+    """Return the spec of a layer of a table; of an unknown layer, the spec of the first one."""
     spec = group.kv_cache_spec
     if not isinstance(spec, UniformTypeKVCacheSpecs):
         return spec

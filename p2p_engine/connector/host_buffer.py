@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Staging(Protocol):
-    """Where the engine finds vLLM's blocks. Used by one thread, vLLM's."""
+    """Maps vLLM's blocks to the host blocks that the engine uses. Used by vLLM's thread only."""
 
     is_copy: bool
 
@@ -56,16 +56,16 @@ class Staging(Protocol):
 
 
 class InPlace:
-    """vLLM's blocks are in host memory: they are their own host blocks."""
+    """vLLM's blocks are in host memory, so each is its own host block."""
 
     is_copy = False
 
     def take(self, block_ids: Int64s) -> Int64s | None:
-        """Return the same."""
+        """Return the same ids."""
         return block_ids
 
     def give_back(self, places: Int64s) -> None:
-        """Nothing: they are vLLM's."""
+        """Do nothing: the blocks are vLLM's."""
 
     def save(self, block_ids: Int64s, places: Int64s) -> None:
         """Nothing."""
@@ -122,12 +122,12 @@ class HostBuffer:
 
     @property
     def nbytes(self) -> int:
-        """What it may take of host memory."""
+        """The bytes of host memory that it may use."""
         return self.num_blocks * self._block_bytes
 
     @property
     def num_lent(self) -> int:
-        """How many blocks are lent."""
+        """The number of lent blocks."""
         return self.num_blocks - self._num_free
 
     def set_copy(self, copy: CopyBlocksOp) -> None:
@@ -165,7 +165,8 @@ class HostBuffer:
         self._run("h2d", places, block_ids)
 
     def _run(self, direction: Literal["d2h", "h2d"], sources: Int64s, targets: Int64s) -> None:
-        """Layers that the backend has cut into equally many pieces are copied together."""
+        """Copy blocks; layers that the backend has cut into equally many pieces are copied
+        together."""
         if not len(sources):
             return
         if self._copy is None:

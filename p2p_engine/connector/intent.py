@@ -1,6 +1,6 @@
-"""Intent: what a request asks of us, read from `kv_transfer_params` or from its id. Pure.
+"""Intent: the transfer that a request asks for, by `kv_transfer_params` or by its id. Pure.
 
-Both come from clients: whatever is malformed raises InvalidParams and nothing else.
+Both come from clients. Malformed values raise InvalidParams and nothing else.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})")
 
 
 class InvalidParams(ValueError):
-    """A client's transfer parameters make no sense; the message says which and why."""
+    """A client's transfer parameters are invalid; the message names the value and the reason."""
 
 
 class Direction(enum.Enum):
-    """Which way the KV of a request goes."""
+    """The direction of a request's KV."""
 
     SEND = "send"
     LOAD = "load"
@@ -33,7 +33,7 @@ class Direction(enum.Enum):
 
 @dataclass(frozen=True)
 class ThisInstance:
-    """What deciding needs to know of the instance that we are."""
+    """The facts about this instance on which an intent depends."""
 
     role: str  # kv_producer, kv_consumer or kv_both
     address: str  # host:port of its directory
@@ -43,7 +43,7 @@ class ThisInstance:
 
 @dataclass(frozen=True)
 class Intent:
-    """A request that takes part; `peer` is the other instance's address, when it is known."""
+    """A request that takes part in a transfer; `peer` is the other instance's address, if known."""
 
     direction: Direction
     key: TransferKey
@@ -54,10 +54,10 @@ class Intent:
 def read_intent(
     request_id: str, params: Mapping[str, Any] | None, instance: ThisInstance
 ) -> Intent | None:
-    """Read what a request asks for; None: it takes no part and is computed here.
+    """Return the intent of a request; None if it takes no part and is computed here.
 
-    The flags of `params` decide before anything else; without them the proxy's id does, with the
-    role of this instance.
+    The flags in `params` take precedence. Without them, the proxy's request id and the role of this
+    instance decide.
 
     Raises:
         InvalidParams: the parameters are malformed.
@@ -182,7 +182,7 @@ def _peer(params: Mapping[str, Any]) -> str | None:
 
 
 def _host(host: str) -> str:
-    """Return the host as it stands in an address; an IPv6 one in brackets."""
+    """Return the host in the form of an address; IPv6 in brackets."""
     if _HOST_NAME.fullmatch(host):
         return host
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
@@ -193,7 +193,7 @@ def _host(host: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """Show a client's value, never more of it than a log line bears."""
+    """Return a client's value for a message, cut to the length of a log line."""
     if isinstance(value, str):
         return repr(value if len(value) <= 64 else f"{value[:64]}...")
     if isinstance(value, bool | float) or (isinstance(value, int) and value.bit_length() <= 64):

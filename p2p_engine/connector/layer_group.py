@@ -36,11 +36,11 @@ class LayerGroup:
         return self.spec.block_size
 
     def first_block(self, num_tokens: int) -> int:
-        """The first block that the last of so many tokens looks at."""
+        """Return the first block that the last of these tokens attends to."""
         return max(0, num_tokens - self.window) // self.block_size if self.window else 0
 
     def num_blocks(self, num_tokens: int) -> int:
-        """How many blocks so many tokens fill, the last one perhaps in part."""
+        """Return the number of blocks for these tokens; the last one may be partial."""
         return -(-num_tokens // self.block_size)
 
 

@@ -1,4 +1,4 @@
-"""Loads: on one rank, the KV that comes into one group's blocks, from the order to its report."""
+"""Loads: receives KV into one group's blocks on one rank, from the order to the report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _LoadInProgress:
-    """One request whose blocks, or host blocks, belong to the engine until its transfer is done."""
+    """One request being loaded; its blocks, or host blocks, belong to the engine until the end."""
 
     party: Party
     blocks: BlockRange
@@ -39,14 +39,14 @@ class _LoadInProgress:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no byte of its blocks can be written any more."""
+        """Tell whether no more bytes can be written to its blocks."""
         if self.transfer is not None:
             return self.transfer.done
         return self.failure is not None or self.is_cancelled
 
     @property
     def error(self) -> P2pError | None:
-        """Why it has not arrived; None also when nobody wants it any more."""
+        """The reason of the failure; None also if the request was cancelled."""
         if self.is_cancelled:
             return None
         found = self.transfer.error if self.transfer is not None else None
@@ -64,7 +64,7 @@ class _LoadInProgress:
 
 @dataclass
 class LoadResults:
-    """What has ended since the last look, in vLLM's terms."""
+    """The loads that ended since the last call, in vLLM's terms."""
 
     finished: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -93,7 +93,7 @@ class Loads:
         self._loading: dict[str, _LoadInProgress] = {}
 
     def keep(self, parties: Iterable[Party]) -> None:
-        """Let KV outlive its leases, here and at its sender, while its request has no slot."""
+        """Renew KV beyond its lease, here and at its sender, while its request waits for a slot."""
         for party in parties:
             if self._group.is_draft and party.peer is None:
                 continue  # it is never loaded
@@ -104,7 +104,7 @@ class Loads:
                 logger.info("not kept: request=%s error=%s", party.request_id, named(error))
 
     def drop(self, parties: Iterable[Party]) -> None:
-        """Keep it no longer: it was loaded, or will not be."""
+        """Stop to renew KV: it was loaded, or will not be."""
         for party in parties:
             try:
                 self._engine.drop(party.key_of(self._group.number), binding=party.binding)
@@ -122,7 +122,8 @@ class Loads:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin all that there is room for, in order: a large one must not starve."""
+        """Begin loads in order while there is room; later ones wait, so that a large one cannot
+        starve."""
         for loading in self._loading.values():
             if loading.places is not None or loading.has_ended:
                 continue
@@ -150,7 +151,7 @@ class Loads:
             loading.failure = error
 
     def cancel(self, request_ids: Iterable[str], reason: str = "the request ended") -> None:
-        """Stop; each is still reported, once no byte can land in its blocks any more."""
+        """Cancel loads. Each is still reported, once no byte can be written to its blocks."""
         for request_id in request_ids:
             loading = self._loading.get(request_id)
             if loading is None:  # it was reported while the cancellation was on its way
@@ -162,7 +163,7 @@ class Loads:
                 self.discard([loading.party])
 
     def discard(self, parties: Iterable[Party]) -> None:
-        """Say that these will not be loaded, so that nobody keeps their KV."""
+        """Tell the engine that these will not be loaded, so that no one keeps their KV."""
         for party in parties:
             try:
                 self._engine.discard(
@@ -175,7 +176,7 @@ class Loads:
                 logger.info("not discarded: request=%s error=%s", party.request_id, named(error))
 
     def take_results(self) -> LoadResults:
-        """Return what has ended, each request exactly once."""
+        """Return the loads that ended, each exactly once."""
         results = LoadResults()
         ended = [loading for loading in self._loading.values() if loading.has_ended]
         self._bring_over([loading for loading in ended if not loading.is_cancelled])
@@ -196,7 +197,7 @@ class Loads:
         return results
 
     def _bring_over(self, ended: list[_LoadInProgress]) -> None:
-        """Copy what has arrived into vLLM's blocks, all of it at once."""
+        """Copy all KV that has arrived in host blocks into vLLM's blocks, in one operation."""
         if not ended or not self._staging.is_copy:
             return
         places, block_ids = zip(*(loading.arrived for loading in ended), strict=True)

@@ -1,4 +1,4 @@
-"""What the two halves of the connector tell each other, in the classes that vLLM carries."""
+"""The messages between the two halves of the connector, in classes that vLLM carries."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Orders: what the scheduler half tells every worker half to do in one step. Plain data, pickled
-once per step; nothing here needs vLLM."""
+"""Orders: the scheduler half's instructions to all worker halves for one step.
+
+Plain data, pickled once per step; needs no vLLM.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Party:
-    """One request's part in a transfer: what it is called, what it is about, and with whom.
+    """One request's part in a transfer: its name, its content and its peer.
 
-    `peer` is the other instance's address; None when a producer was not told it.
+    `peer` is the other instance's address; None if a producer was not told it.
     """
 
     request_id: str
@@ -31,11 +33,11 @@ class Party:
 
     @property
     def content(self) -> ContentKey:
-        """What it is about, over all groups."""
+        """The content of the transfer, over all groups."""
         return self.key, self.binding
 
     def key_of(self, group: int) -> TransferKey:
-        """What the KV of one group is called."""
+        """Return the transfer key of one group's KV."""
         return msgspec.structs.replace(self.key, group=group)
 
 

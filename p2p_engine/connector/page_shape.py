@@ -1,9 +1,8 @@
-"""How a block of a group is arranged inside, and the name of that arrangement.
+"""The arrangement of bytes in a group's blocks, and its name.
 
-vLLM's views are [block, head slot, token, content]. What the content means is the attention
-backend's: it may keep K and V in slots of their own, reorder what lies inside, or put scales beside
-the values. Only what is known of a backend is described; blocks of any other move whole, between
-instances that are alike.
+vLLM's views are [block, head slot, token, content]. The attention backend defines the content: it
+may keep K and V in separate slots, reorder a slot's bytes, or put scales beside the values. Only
+known arrangements are described. Other blocks move whole, between equal instances.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ PACKED_BY_ISA = frozenset({"CPU_ATTN", "AMX_MLA"})
 
 @dataclass(frozen=True)
 class Inside:
-    """What decides how the bytes of a group's blocks are arranged, beside their shape and dtype."""
+    """The facts that define the arrangement of a group's blocks, beside their shape and dtype."""
 
     platform: str
     cache_dtype: str
@@ -52,7 +51,7 @@ class Inside:
 
     @property
     def packing(self) -> str:
-        """The name under which peers compare it."""
+        """The name by which peers compare arrangements."""
         kind = "columns" if self.isa in COLUMN_ISAS else self.isa
         named = sorted(self.backends - ROWS - (PACKED_BY_ISA if self.isa else frozenset()))
         slots = ("slots",) if self.has_slots else ()
@@ -68,7 +67,7 @@ class Inside:
 
 
 def inside_of(vllm_config: VllmConfig, spec: AttentionSpec, names: Iterable[str]) -> Inside:
-    """Read it from the layers of these names."""
+    """Read the facts from these layers."""
     context = vllm_config.compilation_config.static_forward_context
     layers = [context[name] for name in names if name in context]
     backends = frozenset(_backend_of(layer) for layer in layers) - {""}
@@ -173,13 +172,14 @@ def _role_of(spec: AttentionSpec) -> str:
 
 
 def _cache_dtype(vllm_config: VllmConfig, layers: list[Any]) -> str:
-    """What the layers themselves say: some of a model's may be kept out of its quantisation."""
+    """Return the layers' own cache dtype; some layers may be exempt from the model's
+    quantisation."""
     found = {str(getattr(layer, "kv_cache_dtype", "")) for layer in layers} - {""}
     return "+".join(sorted(found)) or str(vllm_config.cache_config.cache_dtype)
 
 
 def _marks(layers: list[Any]) -> tuple[str, ...]:
-    """Whatever else two machines may do otherwise with equal settings."""
+    """Return other facts in which machines with equal settings may differ."""
     is_shuffled = any(getattr(layer, "uses_shuffled_layout", False) for layer in layers)
     kind = str(current_platform.fp8_dtype()).removeprefix("torch.")
     unusual = (kind,) if kind != "float8_e4m3fn" else ()  # AMD's MI300 counts exponents otherwise

@@ -27,14 +27,14 @@ class Pins:
         self._pinned: dict[str, dict[int, KVCacheBlock]] = {}
 
     def bind(self, pool: BlockPool) -> None:
-        """Pin in this pool; vLLM says which, before its first step."""
+        """Use this pool; vLLM binds it before its first step."""
         self._pool = pool
 
     def __len__(self) -> int:
         return len(self._pinned)
 
     def pin(self, request_id: str, block_ids: Iterable[int]) -> None:
-        """Keep these blocks for a request, beside those that are kept already."""
+        """Pin these blocks for a request, in addition to earlier ones."""
         assert self._pool is not None, "vLLM binds its block pool before its first step"
         known = self._pinned.setdefault(request_id, {})
         wanted = dict.fromkeys(block_ids)
@@ -43,7 +43,7 @@ class Pins:
         known.update((block.block_id, block) for block in added)
 
     def release(self, request_id: str) -> None:
-        """Give a request's blocks back; nothing happens if it has none."""
+        """Unpin a request's blocks; does nothing if it has none."""
         pinned = self._pinned.pop(request_id, None)
         if pinned and self._pool is not None:  # from the end: a prefix is reused last
             self._pool.free_blocks(reversed(pinned.values()))

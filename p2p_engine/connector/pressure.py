@@ -1,7 +1,7 @@
-"""Block pressure: which of the requests that are held for GET are spilled when vLLM lacks blocks.
+"""Block pressure: selects held GET requests to spill when vLLM lacks blocks.
 
-A held request keeps vLLM's blocks until it is pulled; vLLM cannot take them back. When it finds too
-few, the oldest held ones are ordered into the engines' own memory, as many as it lacks.
+A held request keeps vLLM's blocks until it is pulled, and vLLM cannot take them back. When vLLM has
+too few free blocks, the oldest held requests are copied into the engines' own memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Held:
 
 
 class Pressure:
-    """All requests that are held, oldest first."""
+    """All held requests, oldest first."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -35,19 +35,19 @@ class Pressure:
         self._orders: list[str] = []
 
     def bind(self, pool: BlockPool) -> None:
-        """Look here for free blocks."""
+        """Use this pool to count free blocks."""
         self._pool = pool
 
     def hold(self, request_id: str, num_blocks: int) -> None:
-        """Note that a finished request keeps its blocks."""
+        """Record that a finished request keeps its blocks."""
         self._held[request_id] = _Held(num_blocks)
 
     def release(self, request_id: str) -> None:
-        """Note that its blocks are free."""
+        """Record that its blocks are free."""
         self._held.pop(request_id, None)
 
     def want(self, num_blocks: int | None = None) -> None:
-        """Order what is needed for so many blocks (None: for one more than are free)."""
+        """Order spills until `num_blocks` are free (None: one more than are free now)."""
         free = self._pool.get_num_free_blocks() if self._pool is not None else 0
         lacking = 1 if num_blocks is None else num_blocks - free
         lacking -= sum(held.num_blocks for held in self._coming())
@@ -61,7 +61,7 @@ class Pressure:
 
     @property
     def is_easing(self) -> bool:
-        """Whether blocks will be free soon; not to be hoped for, once a spill was overdue."""
+        """Tell whether ordered spills will free blocks soon; False once a spill is overdue."""
         return 0 < len(self._coming()) == len(self._ordered)
 
     def take_orders(self) -> list[str]:

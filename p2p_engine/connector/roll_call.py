@@ -1,8 +1,8 @@
-"""RollCall: finds out where this instance's ranks listen when vLLM did not hand it on.
+"""RollCall: collects the addresses of this instance's ranks if vLLM did not pass them on.
 
-vLLM gives the scheduler's half each rank's handshake metadata at start; but MultiConnector passes
-on only those of its first child that has any. What a worker reports after a step comes to each
-child's own scheduler half, in every release, so there we ask in a step.
+At start, vLLM gives the scheduler half each rank's handshake metadata. MultiConnector, however,
+passes on only those of the first child that has any. A worker's report after a step reaches each
+child's scheduler half in every release, so the addresses are requested in a step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_STEPS = 1000
 
 
 class RollCall:
-    """Open until `num_ranks` ranks have answered."""
+    """A request for addresses, open until `num_ranks` ranks have answered."""
 
     def __init__(self, num_ranks: int) -> None:
         """Nothing is asked yet."""
@@ -31,7 +31,7 @@ class RollCall:
 
     @property
     def is_open(self) -> bool:
-        """Whether a rank has not answered; vLLM must go on stepping until all have."""
+        """Tell whether a rank has not answered; vLLM must keep stepping until all have."""
         return len(self._found) < self._num_ranks
 
     @property
@@ -40,10 +40,10 @@ class RollCall:
         return list(self._found.values())
 
     def ask(self) -> bool:
-        """Say whether the next step is to ask.
+        """Return whether the next step must ask.
 
         Raises:
-            ConfigError: so many steps did, and not all ranks have answered.
+            ConfigError: too many steps have asked, and some ranks have not answered.
         """
         self._num_steps += self.is_open
         if self._num_steps > MAX_STEPS:

@@ -1,6 +1,6 @@
-"""Scheduler half: decides who takes part, and turns vLLM's schedule into orders for the workers.
+"""Scheduler half: decides each request's part, and turns vLLM's schedule into orders for workers.
 
-It moves nothing, blocks on nothing, and raises for nothing that a client can send.
+It moves no bytes, never blocks, and raises for no input of a client.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Loading:
 
 
 class SchedulerHalf:
-    """State per request, and what has to be said in the next step."""
+    """The state of each request, and the orders for the next step."""
 
     def __init__(
         self,
@@ -99,16 +99,17 @@ class SchedulerHalf:
         self._pins.bind(pool)
 
     def announce(self, address: str) -> None:
-        """Go by this address from now on: with `kv_port: 0` it is known only when it is bound."""
+        """Use this address from now on; with `kv_port: 0` it is known only after the port is
+        bound."""
         self._instance = dataclasses.replace(self._instance, address=address)
 
     # A request arrives, is given blocks, ends
 
     def on_new_request(self, request: Request) -> None:
-        """Decide once what the request's part is."""
+        """Decide the request's part, once."""
         request_id, params = request.request_id, request.kv_transfer_params
         if params is not None and not isinstance(params, dict):
-            # vLLM itself takes it for a map from here on, and would die of it.
+            # vLLM itself treats it as a map from here on, and would crash.
             request.kv_transfer_params = None
         try:
             intent = read_intent(request_id, params, self._instance)
@@ -135,7 +136,7 @@ class SchedulerHalf:
             self._sent[party.content] += 1
 
     def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """How many tokens beyond the computed ones will come from the other instance."""
+        """Return how many tokens after the computed ones come from the other instance."""
         wanted = sum(group.num_blocks(request.num_tokens) for group in self._groups)
         self._asked[request.request_id] = wanted
         loading = self._loading.get(request.request_id)
@@ -164,7 +165,8 @@ class SchedulerHalf:
     def request_finished(
         self, request: Request, block_ids: Sequence[list[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Say whether the blocks must outlive the request, and what the response says of them."""
+        """Return whether the blocks must outlive the request, and the response's transfer
+        parameters."""
         loading = self._loading.pop(request.request_id, None)
         if loading is not None:
             self._end_load(loading)
@@ -189,7 +191,8 @@ class SchedulerHalf:
             self._wanted.remove(loading.party, was_ordered=loading.is_open)
 
     def _response(self, party: Party, block_ids: Sequence[list[int]]) -> dict[str, Any]:
-        """What a proxy hands to the decode side; a superset of NixlConnector's."""
+        """Return the parameters that a proxy passes to the decode side, a superset of
+        NixlConnector's."""
         host, _, port = self._instance.address.rpartition(":")
         return {
             "do_remote_prefill": True,
@@ -207,7 +210,8 @@ class SchedulerHalf:
     # A step
 
     def build_metadata(self, output: SchedulerOutput) -> P2pConnectorMetadata:
-        """Order one step: everything said since the last one, and what this step computes."""
+        """Return the orders of one step: all changes since the last one, and the tokens it
+        computes."""
         metadata, self._next = self._next, P2pConnectorMetadata()
         self._wanted.take_orders(metadata)
         metadata.ended_sends = [
@@ -229,10 +233,10 @@ class SchedulerHalf:
         return metadata
 
     def _scheduled(self, output: SchedulerOutput) -> Iterator[tuple[_Sending, int]]:
-        """Requests that send after this step, with the tokens computed by then.
+        """Yield the requests that send after this step, with the tokens computed by then.
 
-        A decode step has nothing new to send. A request that starts or resumes always has: even
-        when its whole prompt lies in the prefix cache.
+        A decode step has no new KV to send. A request that starts or resumes always has, even if
+        its whole prompt is in the prefix cache.
         """
         if not self._sending:
             return
@@ -271,7 +275,8 @@ class SchedulerHalf:
         return SendStep(party, tables, min(num_computed_tokens, party.num_tokens))
 
     def _pin_windows(self, sending: _Sending) -> None:
-        """Hold what is sent of windows: vLLM frees it from the next token on, or at the end."""
+        """Pin the blocks of windows that are sent: vLLM frees them from the next token on, or at
+        the end."""
         num_tokens = sending.party.num_tokens
         for group, table in zip(self._groups, sending.tables, strict=True):
             if group.window:
@@ -299,12 +304,12 @@ class SchedulerHalf:
         return self._wanted.has_orders or self._next.is_reset
 
     def can_wait_for_blocks(self) -> bool:
-        """Whether vLLM, which lacks blocks for a running request, will have some soon."""
+        """Tell whether vLLM, which lacks blocks for a running request, will have some soon."""
         self._pressure.want()
         return self._pressure.is_easing
 
     def reset_cache(self) -> None:
-        """Let the workers forget what has landed and nobody has claimed, and what is held."""
+        """Make the workers drop landed KV that no request has claimed, and held KV."""
         self._next.is_reset = True
 
     def _num_loaded(self, party: Party) -> int:

@@ -53,12 +53,12 @@ class _Chunk:
 
     @property
     def is_released(self) -> bool:
-        """Whether vLLM's blocks are not read any more."""
+        """Tell whether vLLM's blocks are no longer read."""
         return self.is_saved or self.transfer.released
 
     @property
     def has_left(self) -> bool:
-        """Whether its blocks may be overwritten, with nothing lost."""
+        """Tell whether its blocks may be overwritten without loss."""
         return self.is_released and self.transfer.error is None
 
 
@@ -78,26 +78,26 @@ class _SendInProgress:
 
     @property
     def is_released(self) -> bool:
-        """Whether none of vLLM's blocks is read any more."""
+        """Tell whether none of vLLM's blocks is read any more."""
         return all(chunk.is_released for chunk in self.chunks)
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine reads nothing of it any more, wherever it lies."""
+        """Tell whether the engine no longer reads any of its KV, here or in the host buffer."""
         return all(chunk.transfer.released for chunk in self.chunks)
 
     @property
     def error(self) -> P2pError | None:
-        """Why a chunk of it has not arrived."""
+        """The reason why a chunk did not arrive."""
         errors = (chunk.transfer.error for chunk in self.chunks)
         return next((error for error in errors if error is not None), None)
 
 
 @dataclass(frozen=True, eq=False)
 class _Due:
-    """What may be read after this step's forward: these blocks, in host memory at `places`.
+    """Blocks that may be read after this step's forward, in host memory at `places`.
 
-    What is pushed has its transfer by then; what is held is given to the engine only now.
+    Pushed blocks already have a transfer; held blocks are given to the engine only now.
     """
 
     sending: _SendInProgress
@@ -135,7 +135,7 @@ class Sends:
         self._trailing: list[_SendInProgress] = []
 
     def withdraw(self, request_ids: Iterable[str]) -> None:
-        """Take back what has not left: vLLM is about to overwrite these requests' blocks."""
+        """Withdraw chunks that have not left: vLLM is about to overwrite these requests' blocks."""
         withdrawn: list[tuple[_SendInProgress, _Chunk]] = []
         for request_id in request_ids:
             sending = self._sendings.get(request_id)
@@ -147,11 +147,12 @@ class Sends:
         deadline = time.monotonic() + WITHDRAW_SECONDS
         for sending, chunk in withdrawn:
             if not chunk.transfer.wait_released(deadline - time.monotonic()):
-                # Its bytes may be torn: nobody must take them for the request's KV.
+                # Its bytes may be torn, so no one may use them as the request's KV.
                 self._fail(sending, "preempted while its blocks were being read")
 
     def start_step(self, steps: Iterable[SendStep]) -> None:
-        """Offer what this step's forward will complete; bytes move after `finish_step` only."""
+        """Offer the blocks that this step's forward completes; bytes move after `finish_step`
+        only."""
         if self._due:  # a draft's, of a step that did not finish
             self.finish_step()
         self._resume()
@@ -183,7 +184,7 @@ class Sends:
                 logger.warning("PUT is not over at its deadline: key=%s", transfer.key)
 
     def end(self, ended: Iterable[EndedSend]) -> None:
-        """Take note that requests have finished; report the held ones when all has left."""
+        """Record that requests have finished; report held ones once all their KV has left."""
         for item in ended:
             party = item.party
             sending = self._sendings.pop(party.request_id, None) or self._new(party)
@@ -193,7 +194,7 @@ class Sends:
                 self._held[party.request_id] = sending
 
     def give_up_held(self, reason: str) -> None:
-        """Let nothing more leave of the requests that have finished."""
+        """Give up all sends of finished requests."""
         for sending in [*self._held.values(), *self._trailing]:
             self._give_up(sending, reason)
 
@@ -234,7 +235,7 @@ class Sends:
         return _SendInProgress(party, self._group.first_block(party.num_tokens))
 
     def _forget_plans(self, sending: _SendInProgress) -> None:
-        """Read nothing more of vLLM's blocks: they are lost, or nobody wants them."""
+        """Stop reading vLLM's blocks: they are lost, or no one wants them."""
         self._waiting.pop(sending, None)
         for item in self._due:
             if item.sending is sending and item.chunk is None:
@@ -258,7 +259,7 @@ class Sends:
         self._waiting[sending] = _Waiting(step, deadline, latest_end)
 
     def _resume(self) -> None:
-        """Start what has waited for room, the longest first."""
+        """Start the steps that wait for room, oldest first."""
         is_full = False
         for sending, waiting in list(self._waiting.items()):
             if self._is_overdue(sending, waiting):
@@ -280,7 +281,8 @@ class Sends:
         return now >= waiting.latest_end or not self._engine.is_renewed(key, binding=party.binding)
 
     def _start(self, sending: _SendInProgress, step: SendStep) -> bool:
-        """Prepare what a step completes; False: there is no room in the host buffer now."""
+        """Prepare the blocks that a step completes; return False if the host buffer has no room
+        now."""
         party, first, table = sending.party, sending.cursor, step.tables[self._group.table]
         is_last = step.num_computed_tokens == party.num_tokens
         end = len(table) if is_last else step.num_computed_tokens // self._group.block_size
@@ -321,7 +323,7 @@ class Sends:
         return chunk
 
     def _save(self, due: list[_Due]) -> bool:
-        """Copy what is due into the host buffer, all at once; if that fails, nothing goes."""
+        """Copy all due blocks into the host buffer at once; if that fails, none is sent."""
         if not due or not self._staging.is_copy:
             return True
         block_ids, places = (
@@ -338,7 +340,7 @@ class Sends:
         return True
 
     def _let_go(self, item: _Due) -> None:
-        """Let the engine read what is due."""
+        """Let the engine read the due blocks."""
         chunk = item.chunk if item.chunk is not None else self._hold(item)
         if chunk is None:
             return
@@ -371,7 +373,7 @@ class Sends:
         self._give_up(sending, reason, tells=tells)
 
     def _give_up(self, sending: _SendInProgress, reason: str, *, tells: bool = True) -> None:
-        """Let nothing more of a request leave, and tell the peer."""
+        """Stop sending a request's KV, and tell the peer."""
         party, error = sending.party, sending.error
         has_told, sending.failed = sending.failed, True
         self._forget_plans(sending)

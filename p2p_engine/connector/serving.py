@@ -1,7 +1,7 @@
-"""Where a rank is asked over HTTP, in each of vLLM's data-parallel ways (docs/configuration.md).
+"""Finds the HTTP server of a rank, in each of vLLM's data-parallel modes (docs/configuration.md).
 
-A rank is told little of it: vLLM's engine core sets `data_parallel_index` (its number over all
-hosts) and `data_parallel_rank_local` (on this host), and with a dense model forgets the sizes.
+vLLM's engine core sets only `data_parallel_index` (over all hosts) and `data_parallel_rank_local`
+(on this host). With a dense model it does not keep the sizes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What vLLM's supervisor calls the server of each rank with --data-parallel-multi-port-external-lb.
+# The name that vLLM's supervisor gives a rank's server with --data-parallel-multi-port-external-lb.
 _SUPERVISED = re.compile(r"APIServer_DPRank_(\d+)")
-_LOOKS_BEFORE_WARNING = 20  # a heartbeat apart
+_LOOKS_BEFORE_WARNING = 20  # one for each heartbeat
 
 
 def find_server(
@@ -85,7 +85,8 @@ class SupervisedServer:
         self._num_looks = 0
 
     def address(self) -> str:
-        """Return where it listens; empty while it does not. Reads a few files of /proc."""
+        """Return the server's address; empty while it does not listen. Reads a few files of
+        /proc."""
         if not self._found:
             ports = sorted(_listening_ports().intersection(self._ports))
             if len(ports) == 1:

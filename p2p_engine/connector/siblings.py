@@ -1,4 +1,4 @@
-"""The other children of the MultiConnector that we are in: which of them cannot be beside us."""
+"""The other children of our MultiConnector: refuses those that conflict with us."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def siblings(ours: KVTransferConfig) -> dict[str, type[KVConnectorBaseType]]:
 
 
 def check_siblings(classes: Mapping[str, type[KVConnectorBaseType]]) -> None:
-    """Refuse those that answer requests with keys of ours.
+    """Refuse connectors that answer requests with the same keys.
 
     Raises:
-        ConfigError: names the first.
+        ConfigError: names the first of them.
     """
     for name, sibling in classes.items():
         if CLASHING.intersection(base.__name__ for base in sibling.__mro__):

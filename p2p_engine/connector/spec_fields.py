@@ -16,8 +16,8 @@ from p2p_engine.errors import ConfigError
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
-# Told to the peer, and by which field of our own description. The order is that of `kind_of`: what
-# depends on the tensor parallel size or came with a later release is last.
+# Fields that the peer is told, and the name in our own description. The order is that of `kind_of`:
+# fields that depend on the tensor parallel size or came with a later release are last.
 TOLD: Mapping[str, str] = {
     "head_size": "head_size",
     "head_size_v": "shape",
@@ -33,15 +33,15 @@ TOLD: Mapping[str, str] = {
     "cache_role": "packing",
     "max_tp_shards": "shape",
 }
-# Only where a block lies, which is read from its tensor's strides.
+# Fields that only decide where a block is; the strides of its tensor show that.
 PLACED = frozenset({"page_size_padded", "alignment", "block_stride_alignment"})
-# What vLLM computes and when, and never what a block holds.
+# Fields that decide what vLLM computes and when, but not a block's content.
 UNSEEN = frozenset({
     "attention_chunk_size", "non_causal", "non_causal_multi_token_decode", "is_index_group_leader",
     "topk_buffer_width", "storage_block_size", "is_draft", "dcp_sharded",
     "layer_names", "kv_cache_spec", "kv_cache_specs", "is_eagle_group",
 })  # fmt: skip
-# What can be transferred has this value.
+# Fields of which only this value can be transferred.
 ONLY: Mapping[str, object] = {
     "tokens_per_state": 1,
     "model_version": None,
@@ -74,10 +74,10 @@ def check_fields(item: KVCacheSpec | KVCacheGroupSpec) -> None:
 
 
 def kind_of(spec: KVCacheSpec) -> tuple[Any, ...]:
-    """What layers of one table must have in common to be alike for a peer.
+    """Return the properties that layers of one table must share to be equal for a peer.
 
-    Kinds sort alike on every rank of every instance, whichever of them it has; the longest rows
-    come first.
+    Kinds sort alike on every rank of every instance, also if an instance lacks some; the longest
+    rows come first.
     """
     told = (repr(getattr(spec, name, None)) for name, place in TOLD.items() if place != "window")
     return (-getattr(spec, "head_size", 0), type(spec).__name__, *told)

@@ -60,10 +60,10 @@ def _values(table: dict[str, tuple[str, str, str]], snapshot: dict[str, Any]) ->
 
 @dataclass
 class P2pConnectorStats(KVConnectorStats):
-    """What has happened on some ranks during some interval."""
+    """The statistics of some ranks over an interval."""
 
     def __post_init__(self) -> None:
-        """Begin empty, where no data is given."""
+        """Start with empty values if no data is given."""
         if not self.data:
             self.reset()
 
@@ -100,12 +100,12 @@ class P2pConnectorStats(KVConnectorStats):
         }
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Tell whether it has no values."""
         return not self.data["counters"] and not self.data["gauges"]
 
 
 class StatsReporter:
-    """Turns one rank's snapshots into what has changed since the last one."""
+    """Turns one rank's snapshots into the changes since the last one."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -113,7 +113,7 @@ class StatsReporter:
         self._gauges: Values = {}
 
     def report(self, snapshot: dict[str, Any]) -> P2pConnectorStats | None:
-        """Return what has changed; None: nothing."""
+        """Return the changes; None if there are none."""
         counters, gauges = _values(COUNTERS, snapshot), _values(GAUGES, snapshot)
         increments: Values = {}
         for metric, by_label in counters.items():

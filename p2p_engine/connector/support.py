@@ -1,4 +1,4 @@
-"""vLLM's configuration: what of it we refuse by name at start, and our own settings in it."""
+"""vLLM's configuration: refuses unsupported settings at start, and parses our own."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_supported(vllm_config: VllmConfig) -> None:
-    """Refuse what would give wrong results or hang.
+    """Refuse settings that would give wrong results or hang.
 
     Raises:
-        ConfigError: names the first thing that is not supported.
+        ConfigError: names the first unsupported setting.
     """
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -75,9 +75,10 @@ def read_config(transfer: KVTransferConfig, num_local_ranks: int = 1) -> EngineC
 
 
 def _own_host(proxy_hosts: Sequence[str]) -> str:
-    """The address that vLLM knows itself by; where it knows none, the one that proxies see.
+    """Return vLLM's address of this machine; if it has none, the one from which proxies are
+    reached.
 
-    One that is on this machine sees the loopback address, by which nobody else would find us.
+    A proxy on this machine would show the loopback address, which other machines cannot use.
     """
     host = get_ip()
     if not is_any_address(host):
@@ -98,10 +99,8 @@ def _own_host(proxy_hosts: Sequence[str]) -> str:
 
 
 def num_local_ranks(parallel: ParallelConfig) -> int:
-    """How many ranks of the instance are on this host, or at most, where vLLM does not say.
-
-    Dense models lose the count of their data-parallel ranks on the way to a rank.
-    """
+    """Return the number of the instance's ranks on this host, or a bound if vLLM does not state
+    it."""
     per_engine = parallel.world_size // getattr(parallel, "nnodes_within_dp", 1)
     num_engines = int(parallel.data_parallel_size_local)
     if parallel.data_parallel_size == 1:

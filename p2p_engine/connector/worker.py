@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResults:
-    """What this rank reports after a step."""
+    """This rank's report after a step."""
 
     finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
@@ -33,7 +33,7 @@ class StepResults:
 
 
 class WorkerHalf:
-    """The engine of one rank and what it does for vLLM, group by group; owns the engine."""
+    """Owns the engine of one rank, and carries out vLLM's orders group by group."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class WorkerHalf:
         can_fail_requests: bool,
         names_lost_blocks: bool = True,
     ) -> None:
-        """See `Loads` for what vLLM can make of a failure."""
+        """`Loads` explains the two flags."""
         self.engine = engine
         self._spec = spec
         self._sends = [Sends(engine, cache) for cache in caches]
@@ -63,18 +63,18 @@ class WorkerHalf:
 
     @property
     def location(self) -> RankAddress:
-        """Where peers find this rank."""
+        """The address at which peers find this rank."""
         engine, spec = self.engine, self._spec
         return RankAddress(spec.rank, engine.zmq_address, engine.epoch, spec)
 
     def withdraw(self, metadata: StepOrders) -> None:
-        """Before anything of the step runs: take back the preempted requests' chunks."""
+        """Take back the chunks of preempted requests; call it before the step."""
         if metadata.preempted:
             for sends in self._sends:
                 sends.withdraw(metadata.preempted)
 
     def start_step(self, metadata: StepOrders) -> None:
-        """Before the forward: offer what it will complete."""
+        """Offer the blocks that the forward will complete; call it before the forward."""
         if metadata.is_reset:
             self.engine.drop_landed()
         for loads in self._loads:
@@ -87,23 +87,23 @@ class WorkerHalf:
             sends.spill(metadata.spills)
 
     def start_loads(self, metadata: StepOrders) -> None:
-        """After the forward, which may still have zeroed the blocks to be filled."""
+        """Start the step's loads; call it after the forward, which may still zero the blocks."""
         ordered = {load.party.request_id for load in metadata.loads}
         cancelled = set(metadata.cancelled_loads)
         for loads in self._loads:
-            loads.drop(metadata.dropped)  # first: what is kept is left to who loads it next
+            loads.drop(metadata.dropped)  # first: kept KV passes to the next request for it
             loads.cancel(cancelled - ordered)  # first: a new request may load the same content
             loads.discard(metadata.unwanted)
             loads.start(metadata.loads)
             loads.cancel(cancelled & ordered)  # 0.33 may tell of a load when it is over
 
     def finish_step(self) -> None:
-        """After the forward: what it computed may leave."""
+        """Let computed blocks leave; call it after the forward."""
         for sends in self._sends:
             sends.finish_step()
 
     def take_results(self) -> StepResults:
-        """Report what has ended, in all groups, since the last step."""
+        """Return the requests that ended since the last step, in all groups."""
         self.engine.poll()
         results = StepResults()
         for sends in self._sends:
@@ -118,7 +118,7 @@ class WorkerHalf:
         return results
 
     def _fail(self, request_ids: set[str]) -> None:
-        """What failed in one group is of no use in the others."""
+        """Cancel requests in all groups: after a failure in one, the others are of no use."""
         self._failed |= request_ids
         for loads in self._loads:
             loads.cancel(request_ids, "another group of layers failed")
@@ -136,7 +136,7 @@ class Tally:
         self._counts: Counter[str] = Counter()
 
     def add(self, request_ids: Iterable[str]) -> list[str]:
-        """These have ended in one more group; return those that have in all."""
+        """Count requests that ended in one more group; return those that ended in all."""
         self._counts.update(request_ids)
         ended = [name for name in request_ids if self._counts[name] == self._num_groups]
         for name in ended:
