@@ -35,15 +35,15 @@ scale: setup  ## stand-ins come and go at random under load for DURATION= second
 test-c: setup  ## the C tests under AddressSanitizer and UBSan
 	tests/c/run.sh
 
-chaos: setup  ## the fault campaign: DURATION= seconds, SEED=, JOBS= rounds side by side; goes on where it was
+chaos: setup  ## the fault campaign: DURATION= seconds, SEED=, JOBS= rounds in parallel; continues where it stopped
 	$(BIN)/python -m tests.chaos.campaign --seconds $(or $(DURATION),60) --seed $(or $(SEED),1) \
 		--jobs $(or $(JOBS),4) --record build/chaos.jsonl
 
-soak: setup  ## two processes under load for DURATION= seconds (1200), beside LINKS= peers (0): does anything grow?
+soak: setup  ## two processes under load for DURATION= seconds (1200), beside LINKS= peers (0); reports what each process uses
 	$(BIN)/python -m tests.chaos.soak $(if $(DURATION),--seconds $(DURATION)) $(if $(LINKS),--links $(LINKS)) \
 		--output benchmarks/results/soak.jsonl
 
-restarts: setup  ## real vLLM instances end and start again under load: TURNS= of them (20), from FIRST= (0) on
+restarts: setup  ## real vLLM instances restart under load: TURNS= restarts (20), from FIRST= (0) on
 	$(BIN)/python -m tests.vllm.restarts $(if $(TURNS),--turns $(TURNS)) $(if $(FIRST),--first $(FIRST))
 
 stalls: setup  ## real vLLM's first loads on busy cores, TURNS= times (50) beside BUSY= processes (16)
@@ -76,7 +76,7 @@ bench: setup  ## one benchmark: NAME=transfer, and without NAME= a list
 test-vllm: setup  ## every test with real vLLM; with VLLM=0.29.0, a comparison on that release
 	$(if $(VLLM),$(BIN)/python -m tests.compat.matrix $(VLLM),$(PYTEST) tests/vllm)
 
-test-upstream: setup  ## vLLM's own connector tests held against ours (VLLM=0.33.0)
+test-upstream: setup  ## vLLM's own connector tests, run against ours (VLLM=0.33.0)
 	$(BIN)/python -m tests.upstream.run $(if $(VLLM),--vllm $(VLLM))
 
 test-gpu:  ## the tests that need a GPU, or PART= of them; GPU_PYTHON= an interpreter with torch for CUDA, no network
@@ -85,7 +85,7 @@ test-gpu:  ## the tests that need a GPU, or PART= of them; GPU_PYTHON= an interp
 bench-gpu:  ## rates, latencies and memory on a GPU, or PART= of them, each with its limit
 	@scripts/gpu.sh bench "$(PART)"
 
-gpu-wheels: setup  ## fetch what a GPU machine without a network may lack, into build/gpu-wheels
+gpu-wheels: setup  ## fetch packages for a GPU machine without a network, into build/gpu-wheels
 	@scripts/gpu.sh wheels
 
 check: setup  ## ruff, mypy, import contracts, oldest Python, C format, shell, spelling
@@ -100,7 +100,7 @@ check: setup  ## ruff, mypy, import contracts, oldest Python, C format, shell, s
 	$(BIN)/shellcheck scripts/*.sh .ci/run $(wildcard tests/c/*.sh)
 	$(BIN)/codespell
 
-fix: setup  ## format everything and mend what the linters can
+fix: setup  ## format everything and apply the linters' fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(if $(C_FILES),$(BIN)/clang-format -i $(C_FILES))
@@ -108,7 +108,7 @@ fix: setup  ## format everything and mend what the linters can
 screenshots: setup  ## pictures of the status page for docs/; needs Chromium
 	$(BIN)/python -m tests.page.screenshots
 
-coverage: setup  ## lines and branches that the quick tests reach
+coverage: setup  ## coverage of lines and branches by the quick tests
 	$(BIN)/coverage run -m pytest tests/unit tests/property tests/contract -m "not vllm and not gpu"
 	$(BIN)/coverage report
 

@@ -1,7 +1,7 @@
-"""What a checksum of every chunk costs: the same transfers with it and without, side by side.
+"""The cost of a checksum for every chunk: the same transfers with and without it, side by side.
 
-Two processes, 256 MiB in scattered blocks, engine.receive() first and engine.send() then, timed
-from the send until the bytes are verified and in the receiver's final memory. The ratio is taken
+Two processes move 256 MiB in scattered blocks, with engine.receive() before engine.send(). The time
+runs from the send until the verified bytes are in the receiver's final memory. The ratio is taken
 round by round: seconds with checksums over seconds without.
 """
 

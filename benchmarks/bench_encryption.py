@@ -1,4 +1,4 @@
-"""What does the fleet's key cost? A control round trip and whole transfers, with it and without."""
+"""The cost of the fleet's key: a control round trip and whole transfers, with and without it."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class TensorSender:
 
 
 def rows_of(case: str, seconds: dict[str, list[float]]) -> list[Row]:
-    """One row for each variant, in microseconds, and what the key costs as a ratio."""
+    """Return one row for each variant, in microseconds, and the key's cost as a ratio."""
     return [
         {
             "case": case,

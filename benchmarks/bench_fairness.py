@@ -1,9 +1,9 @@
-"""Eight senders of unequal speed and one receiver that is slower than all of them together.
+"""Eight senders of unequal speed share one receiver that is slower than all of them together.
 
-Sender n keeps 2**n chunks of 1 MiB offered at a time; landing memory has room for 32 of them, and
-what has landed is taken out in the order in which it landed, at a steady rate. With credit, and,
-for contrast, with the memory given to whoever asks, in alternation. Jain's index of the bytes that
-were served is 1 when all have the same and 1/8 when one has everything.
+Sender n keeps 2**n chunks of 1 MiB offered at a time. Landing memory has room for 32 chunks, and
+landed chunks are taken out in order at a steady rate. Rounds with credit alternate with rounds
+without it, in which memory goes to every sender that asks. Jain's index of the served bytes is 1 if
+all have the same share and 1/8 if one has everything.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROOM_CHUNKS = 32
 
 
 class FirstCome(Credit):
-    """No credit: whatever fits is granted, and whoever asks more often gets more."""
+    """Grants every offer that fits, without credit: a sender that asks more often gets more."""
 
     def refusal(
         self, landing_id: LandingId, nbytes: int, free: int, *, is_awaited: bool = False

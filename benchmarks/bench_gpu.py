@@ -1,4 +1,4 @@
-"""What a GPU engine's parts reach beside the machine's own limits, on one GPU.
+"""The rates of a GPU engine's parts beside the machine's own limits, on one GPU.
 
 push     CUDA IPC, process to process            beside a device-to-device copy of the same size
 pack     scattered regions into one and back     beside the same
@@ -226,7 +226,7 @@ def _pinned(cuda: Cuda, nbytes: int) -> Iterator[int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """Return the command's options."""
     made = arguments("gpu", __doc__ or "", repetitions=10)
     made.add_argument("--part", choices=["pack", "pool", "push", "groups"])
     return made

@@ -1,6 +1,6 @@
-"""What does a link cost? One engine with 2,000 peers that it dialled and 2,000 that dialled it.
+"""The cost of a link: one engine that has dialled 2,000 peers and that 2,000 peers have dialled.
 
-Memory, descriptors, threads, CPU while idle, and how long a transfer to a healthy peer takes.
+Measures memory, descriptors, threads, CPU while idle, and the time of a transfer to a healthy peer.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class FarEngine:
 
 
 def resources() -> Row:
-    """What this process holds."""
+    """Return this process's memory, descriptors and threads."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
         "rss_kib": int(status["VmRSS"].split()[0]),

@@ -1,11 +1,12 @@
-"""What an engine costs with few and with many transfers open: nothing may grow with what is open.
+"""The cost of an engine's operations with few and with many open transfers; none may grow.
 
-Each row is one operation of one side, with so many others of each kind open there: granted and not
-ready, held, waited for from anybody, awaited from a named peer, wanted (GET) and not held. Its cost
-is CPU time of the thread that does it. `ratio` is that cost beside the one with the fewest open.
+Each row is one operation of one side, with the given number of others of each kind open there:
+granted and not ready, held, awaited from any peer, awaited from a named peer, wanted (GET) and not
+held. Its cost is CPU time of the thread that does it. `ratio` compares that cost with the one at
+the fewest open transfers.
 
-What is said again after retry_seconds is a message for each unanswered transfer, however it is
-looked up; it is not in these figures. Nor is what opens the transfers.
+The figures do not contain the messages that each unanswered transfer repeats after retry_seconds,
+nor the cost to open the transfers.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class OpenPair:
         self.receiver.close()
 
     def operations(self) -> dict[str, Callable[[int], Any]]:
-        """What is measured; each leaves as much open as it found."""
+        """The measured operations; each leaves the number of open transfers unchanged."""
         sender, receiver = self.sender, self.receiver
 
         def receive(number: int) -> None:
@@ -137,10 +138,10 @@ def threads() -> set[int]:
 
 
 def slice_cost(num_lanes: int) -> float:
-    """Microseconds of the mover's own CPU for one slice, with so many lanes that take turns.
+    """Return microseconds of the mover's CPU for one slice, with `num_lanes` lanes that take turns.
 
-    All have the same number of slices, so that they all wait until nearly the end. What is copied
-    lies in cache: that a slice is copied is the least of a busy mover's costs.
+    All lanes have the same number of slices, so that they all wait until nearly the end. The copied
+    bytes lie in cache: a copy is the smallest part of a busy mover's costs.
     """
     known = threads()
     mover, arena = Mover(slice_bytes=SLICE_BYTES), Arena(1 << 20)

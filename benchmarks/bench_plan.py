@@ -1,9 +1,10 @@
-"""The planner: what it costs to map caches that are not alike, beside the copy of the same bytes.
+"""The planner: the cost to map unequal caches onto each other, beside the copy of the same bytes.
 
-One rank of a model with 80 layers and 8 KV heads of 128 in bfloat16 sends 10,000 tokens to one
-rank of another instance. The plan is all that both compute for it: the regions of the source, those
-of the destination, and how they meet a packed landing. The copy gathers the same bytes once. A plan
-is timed among others, and alone right after a copy, which has emptied the processor's caches.
+One rank of a model with 80 layers and 8 KV heads of 128 in bfloat16 sends 10,000 tokens to one rank
+of another instance. The plan is everything that both sides compute for it: the regions of the
+source, the regions of the destination, and their mapping to a packed landing. The copy gathers the
+same bytes once. A plan is timed among others, and alone right after a copy, which has emptied the
+processor's caches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tensor pool: what a block costs, how full the pool gets, and its copies beside plain ones.
+"""The tensor pool: the cost of a block, the fill of the pool, and its copies beside plain ones.
 
 pairs         nanoseconds of processor time for one alloc + free, from C and from Python
 fill          bytes asked for / capacity when the first request of a random mix is refused, beside

@@ -1,6 +1,6 @@
-"""What does a router cost? Direct calls and routers before the same light instances, in one run.
+"""The cost of a router: direct calls and routers before the same light instances, in one run.
 
-The router has a core of its own; the instances and the load share the other one.
+The router has a core of its own; the instances and the load share another one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RATE = 200.0
 NUM_STREAMS = 250
 STREAM_TOKENS = 200
 DIRECT = "direct"
-# Those that find the instances by heartbeats: what nobody hears piles up.
+# Routers that find the instances by heartbeats; for others, unread heartbeats would pile up.
 REGISTRATION = ("ours", "vllm-router")
 
 
@@ -45,7 +45,7 @@ class Contender:
     addresses: list[str]
     process: RouterProcess | None = None
     measured: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    # What it did not answer in some round; of that round nothing is measured.
+    # Requests that it did not answer in some round; such a round is not measured.
     failures: list[str] = field(default_factory=list)
 
     def client(self, **changes: Any) -> Client:
@@ -56,7 +56,7 @@ class Contender:
         return Client(self.addresses, [body] * len(self.addresses))
 
     def cpu_seconds(self) -> float:
-        """What its process has used so far."""
+        """Return the CPU time that its process has used so far."""
         return self.process.cpu_seconds() if self.process else 0.0
 
 

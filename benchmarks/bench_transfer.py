@@ -1,6 +1,6 @@
 """Host to host: 256 MiB in scattered blocks into another process's memory, peers side by side.
 
-What is timed, for each contender:
+The timed part, for each contender:
   shm, tcp   engine.send() of a chunk whose bytes are ready, until COMMIT: they lie in the
              receiver's arena, as after a one-sided WRITE
   nixl       transfer() until DONE of a WRITE whose descriptors are prepared
@@ -180,7 +180,7 @@ class TransferBench:
 
 
 def contenders(bench: TransferBench) -> dict[str, Callable[[], float]]:
-    """Who takes part, in the order of a round."""
+    """Return the contenders, in the order of a round."""
     runs: dict[str, Callable[[], float]] = {"limit": bench.limit, "copy_now": bench.native_limit}
     for name in TRANSPORTS:
         address = bench.receiver.ask("address", name)

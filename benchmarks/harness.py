@@ -1,4 +1,4 @@
-"""What every benchmark shares: alternating repetitions, the machine in words, results.
+"""Common parts of all benchmarks: alternating repetitions, the machine in words, results.
 
 One run prints a table and appends one JSON line (command, machine, versions, seed, rows) to
 benchmarks/results/NAME.jsonl.
@@ -36,9 +36,10 @@ def arguments(name: str, description: str, *, repetitions: int) -> argparse.Argu
 def alternate(
     contenders: Mapping[Name, Callable[[], float]], repetitions: int
 ) -> dict[Name, list[float]]:
-    """Run every contender once per round: what else the machine does then hits all alike.
+    """Run every contender once per round, so that other load on the machine affects all alike.
 
-    A contender returns what it measured, in any unit; a first round that does not count warms up.
+    A contender returns its measurement, in any unit. The first round is a warm-up and does not
+    count.
     """
     samples: dict[Name, list[float]] = {name: [] for name in contenders}
     for run in contenders.values():

@@ -12,7 +12,7 @@ import httptools
 Result = TypeVar("Result")
 
 PATH = b"/v1/completions"
-# What an answer may take at most: each of the instances' takes milliseconds.
+# The time limit of an answer; each of the instances' answers takes milliseconds.
 ANSWER_SECONDS = 10.0
 
 

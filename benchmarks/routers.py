@@ -104,7 +104,7 @@ def litellm(ports: Ports, folder: Path) -> list[str]:
 
 
 class RouterProcess:
-    """A command on one core, and what it uses."""
+    """A command on one core, and the CPU time that it uses."""
 
     def __init__(self, command: Sequence[str], core: int, log: Path) -> None:
         environment = {**os.environ, "NO_PROXY": "*", "LITELLM_LOG": "ERROR"}

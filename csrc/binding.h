@@ -1,4 +1,4 @@
-/* What the binding's files share. Only they include Python; each parses, calls, and raises. */
+/* Shared by the binding's files. Only they include Python; each parses, calls, and raises. */
 #ifndef P2P_BINDING_H
 #define P2P_BINDING_H
 

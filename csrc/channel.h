@@ -1,4 +1,4 @@
-/* One connected stream socket of the mover, and the jobs that use it: what both directions need. */
+/* One connected stream socket of the mover, its jobs, and the parts common to both directions. */
 #ifndef P2P_CHANNEL_H
 #define P2P_CHANNEL_H
 
@@ -10,11 +10,11 @@
 
 enum { CHANNEL_MAX_VECTORS = 256, CHANNEL_SCRATCH_BYTES = 64 << 10 };
 
-/* What all channels of a mover share. `lock` guards everything below it, and the queues of each
- * channel. */
+/* State that all channels of a mover share. `lock` guards everything below it, and the queues of
+ * each channel. */
 typedef struct {
     size_t slice_bytes;
-    char scratch[CHANNEL_SCRATCH_BYTES]; /* the thread's: receives what nobody wants */
+    char scratch[CHANNEL_SCRATCH_BYTES]; /* the thread's: receives unwanted payload */
 
     pthread_mutex_t* lock;      /* the mover's */
     completions_t* completions; /* the mover's */
@@ -50,7 +50,7 @@ typedef struct channel {
     struct channel* next;
 } channel_t;
 
-/* What one attempt to move bytes came to. */
+/* The result of one attempt to move bytes. */
 typedef enum { PUMP_MOVED, PUMP_WOULD_BLOCK, PUMP_IDLE, PUMP_BROKEN } pump_t;
 
 /* The descriptor is dup'ed. NULL: see errno. */
@@ -62,7 +62,7 @@ void channel_free(channel_t* channel);
 /* Says why the channel must be broken. Returns PUMP_BROKEN. */
 pump_t channel_fail(channel_t* channel, const char* error);
 
-/* What the result of `call` means; sets the channel's error. */
+/* Maps the result of `call` to a pump_t; sets the channel's error. */
 pump_t channel_io_result(channel_t* channel, const char* call, ssize_t result);
 
 #endif

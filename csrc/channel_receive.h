@@ -1,4 +1,4 @@
-/* What comes in on a channel: it lands in the jobs that expect it, and the rest is dropped. */
+/* Receives on a channel: payload lands in the jobs that expect it, and other payload is dropped. */
 #ifndef P2P_CHANNEL_RECEIVE_H
 #define P2P_CHANNEL_RECEIVE_H
 

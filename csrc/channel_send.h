@@ -1,4 +1,4 @@
-/* What goes out on a channel: its jobs take turns, segment by segment. */
+/* Sends on a channel: its jobs take turns, segment by segment. */
 #ifndef P2P_CHANNEL_SEND_H
 #define P2P_CHANNEL_SEND_H
 

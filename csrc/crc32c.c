@@ -9,7 +9,7 @@ enum { RUN_BYTES = 1024, NUM_RUNS = 3, LINE_BYTES = 64 };
 static const uint32_t POLYNOMIAL = 0x82f63b78; /* reflected */
 
 static uint32_t BYTE_TABLE[256];
-static uint32_t SKIP_TABLE[4][256]; /* what RUN_BYTES of zeros make of each byte of a state */
+static uint32_t SKIP_TABLE[4][256]; /* each byte of a state after RUN_BYTES of zeros */
 
 static uint32_t
 step_table(uint32_t state, const unsigned char* data, size_t nbytes) {

@@ -1,5 +1,4 @@
-/* CRC-32C (Castagnoli; RFC 3720, appendix B.4): what leaves one process and what arrives in another
- * are compared by it. */
+/* CRC-32C (Castagnoli; RFC 3720, appendix B.4): compares bytes before and after a transfer. */
 #ifndef P2P_CRC32C_H
 #define P2P_CRC32C_H
 

@@ -17,7 +17,7 @@ typedef struct lane {
 } lane_t;
 
 typedef struct {
-    lane_t* first; /* whose turn it is */
+    lane_t* first; /* has the next turn */
     lane_t* last;
     lane_t* buckets[LANES_NUM_BUCKETS];
 } lanes_t;

@@ -81,7 +81,7 @@ serve_cancels(mover_t* mover) {
     }
 }
 
-/* What the callers asked for. Returns the next copy, if any. */
+/* Serves the callers' requests. Returns the next copy, if any. */
 static job_t*
 serve_callers(mover_t* mover, bool* is_closing) {
     pthread_mutex_lock(&mover->lock);

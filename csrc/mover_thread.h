@@ -6,8 +6,9 @@
 #include "lanes.h"
 #include "thread.h"
 
-/* `lock` guards everything below it, and what the channels share. The thread alone ends jobs that
- * it has accepted and frees channels, so it may use both without the lock while they are open. */
+/* `lock` guards everything below it, and the state that channels share. Only the thread ends jobs
+ * that it has accepted and frees channels, so it may use both without the lock while they are open.
+ */
 struct mover {
     size_t slice_bytes;
     atomic_uint num_references;

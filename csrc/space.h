@@ -2,8 +2,8 @@
  * take.
  *
  * Free units are kept as the maximal buddy blocks: a block of order k is 2^k units that start at a
- * multiple of 2^k. What lies above the frontier was never taken, or has come back; it is free and
- * belongs to no block.
+ * multiple of 2^k. Units above the frontier were never taken, or were given back; they are free
+ * and belong to no block.
  *
  *   [0, frontier)    == the disjoint union of the taken runs and the free blocks
  *   frontier         == 0, or unit frontier - 1 is taken

