@@ -1,8 +1,8 @@
-"""Where our threads may run: wherever the parent process may.
+"""CPU affinity: lets our threads run on every core that the parent process may use.
 
-vLLM pins its workers' main threads to cores, and the threads that they make inherit that. A pinned
-thread of ours would wait, for seconds on a busy machine, for the one core that a model computes on.
-The native threads do the same for themselves (`csrc/thread.c`).
+vLLM pins the main threads of its workers to cores, and threads that they start inherit the mask. A
+pinned thread of ours could wait for seconds, on a busy machine, for the one core that a model
+computes on. The native threads reset their own affinity (`csrc/thread.c`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Authenticator: who may connect to a ROUTER, and with which keys a DEALER does.
+"""Authenticator: decides which peers may connect to a ROUTER, and sets the keys of a DEALER.
 
-The keys of a fleet (fleet_key.py) become CURVE keys: both sides prove theirs, and all after that is
-encrypted (ZMTP 3.1, RFC 26/CurveZMQ; the client's key is checked as RFC 27/ZAP says). A
-connection that does not prove itself ends with its handshake's deadline, and there are never many
-of them. Nothing here blocks or has a thread: who owns the sockets calls `serve`.
+The keys of a fleet (fleet_key.py) become CURVE keys. Both sides prove that they have theirs, and
+all later traffic is encrypted (ZMTP 3.1, RFC 26/CurveZMQ; the client's key is checked as in RFC
+27/ZAP). A connection that does not prove itself ends when its handshake times out, and the number
+of such connections is bounded. Nothing here blocks or has a thread: the owner of the sockets calls
+`serve`.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from p2p_engine.wire.messages import MAX_FRAME_BYTES
 
 logger = logging.getLogger(__name__)
 
-SILENCE_SECONDS = 10  # of a connection that no packet ends: its host is gone, or the way there
-ANSWER_QUEUE_FRAMES = 500  # for who dialled us; what is more is dropped, and said again when asked
+SILENCE_SECONDS = 10  # until a connection without any packet is closed
+ANSWER_QUEUE_FRAMES = 500  # to a peer that dialled us; more are dropped until it asks again
 HANDSHAKE_SECONDS = 3.0
 MAX_CONNECTIONS = 4096  # of one ROUTER, and at most a quarter of what the process may open
-MAX_YOUNG = 128  # from one address, whose handshake may not be over
-MAX_FAILURES = 3  # handshakes in a row that a peer may break off before it is given up
+MAX_YOUNG = 128  # from one address: connections whose handshake may still be running
+MAX_FAILURES = 3  # handshakes in a row that a peer may break off before we give it up
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"p2p-engine"
 _EVENT = struct.Struct("=HI")
@@ -56,7 +57,7 @@ _FAILURES = (
 
 
 class Curve:
-    """The CURVE keys of a member of a fleet; without secrets there are none, and no encryption."""
+    """The CURVE keys of a fleet's member. Without secrets there are no keys and no encryption."""
 
     def __init__(self, secrets: Secrets) -> None:
         self._servers = [_key_pair(derive(secret, b"server")) for secret in secrets]
@@ -64,20 +65,21 @@ class Curve:
         self._allowed = {z85.decode(public) for public, _ in self._clients}
 
     def __len__(self) -> int:
-        """How many keys there are to dial with."""
+        """Return how many keys there are to dial with."""
         return len(self._clients)
 
     def serve(self, router: zmq.Socket[bytes]) -> None:
-        """Let only members in, if there are keys; before it is bound."""
+        """Admit members only, if there are keys. Call it before the router is bound."""
         router.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
         if self:
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.CURVE_SECRETKEY, self._servers[0][1])
             router.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-            router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer nobody is let in
+            router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer, nobody is admitted
 
     def dial(self, dealer: zmq.Socket[bytes], turn: int = 0) -> None:
-        """Be a member, and demand that the other side is one; the `turn`-th of our keys."""
+        """Dial as a member, with the `turn`-th of our keys, and demand that the listener is one
+        too."""
         dealer.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
         if self:
             number = turn % len(self)
@@ -87,21 +89,21 @@ class Curve:
             dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
 
     def allows(self, public: bytes) -> bool:
-        """Whether a client's key is one of the fleet's; it has proven that it has the secret."""
+        """Whether a client's key is one of the fleet's. libzmq has checked the secret behind it."""
         return public in self._allowed
 
 
 @dataclass(frozen=True)
 class Connection:
-    """One that was accepted, known by its descriptor."""
+    """An accepted connection, known by its descriptor."""
 
     address: str
     since: float
 
 
 class Connections:
-    """Counts what was accepted. No more than some of one address are young at a time: that is how
-    long a handshake may last, so that all who have not proven themselves are among them."""
+    """Counts accepted connections, and bounds how many of one address are young. A connection is
+    young for as long as a handshake may last, so every unproven connection is among them."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -115,7 +117,7 @@ class Connections:
         return len(self._open)
 
     def add(self, fd: int, address: str, now: float) -> bool:
-        """Count one; False: it is one too many, whoever calls ends it."""
+        """Count a connection. False: it is over a limit, and the caller must end it."""
         self.remove(fd)
         for young, item in list(self._young.items()):
             if now - item.since < HANDSHAKE_SECONDS:
@@ -133,11 +135,11 @@ class Connections:
         return True
 
     def prove(self, fd: int) -> None:
-        """A whole message came on one, so its handshake is over; idempotent."""
+        """Note that a connection brought a whole message, so its handshake is over; idempotent."""
         self._grow_old(fd)
 
     def remove(self, fd: int) -> None:
-        """One has ended; idempotent."""
+        """Forget a connection that has ended; idempotent."""
         self._grow_old(fd)
         item = self._open.pop(fd, None)
         if item is not None:
@@ -161,9 +163,9 @@ class Authenticator:
         clock: Callable[[], float] = time.monotonic,
         on_ended: Callable[[int], None] = lambda fd: None,
     ) -> None:
-        """Guard a router that is not bound yet, and bind it; the context must be its own.
-        `on_ended` is told the descriptor of a connection that has ended."""
-        self.refused = 0  # connections that proved nothing, or were too many
+        """Guard a router that is not bound yet, and bind it. The context must be the router's own.
+        `on_ended` is called with the descriptor of each connection that ends."""
+        self.refused = 0  # connections that failed the handshake, or were over a limit
         self.connections = Connections(min(MAX_CONNECTIONS, _most_files() // 4))
         if _most_files() < 4 * MAX_CONNECTIONS:
             text = "descriptors are limited to %d (ulimit -n): at most %d peers may connect"
@@ -184,14 +186,14 @@ class Authenticator:
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _FAILURES
         self._monitor = open_monitor(context, router, events)
         router.setsockopt(zmq.USE_FD, listener.lend())
-        router.bind(f"tcp://127.0.0.1:{listener.port}")  # where it is bound the descriptor says
+        router.bind(f"tcp://127.0.0.1:{listener.port}")  # the descriptor is bound already
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """The authenticator's own. Call `serve` when one of them is readable."""
+        """Return the authenticator's own sockets. Call `serve` when one of them is readable."""
         return [self._monitor] if self._zap is None else [self._monitor, self._zap]
 
     def serve(self) -> None:
-        """Answer who asks to be let in, and count who came; until nothing is waiting."""
+        """Answer the waiting ZAP requests and count connections; never blocks."""
         while self._zap is not None:
             try:
                 self._zap.send_multipart(self._judge(self._zap.recv_multipart(zmq.NOBLOCK)))
@@ -201,14 +203,14 @@ class Authenticator:
             self._count(event, value)
 
     def close(self) -> None:
-        """Close the authenticator's own sockets; before the router is closed."""
+        """Close the authenticator's own sockets. Call it before the router is closed."""
         close_monitor(self._router, self._monitor)
         if self._zap is not None:
             self._zap.close()
         self.intake.close()
 
     def _judge(self, request: list[bytes]) -> list[bytes]:
-        _, request_id, _, _, _, mechanism, *credentials = request  # libzmq's own words
+        _, request_id, _, _, _, mechanism, *credentials = request  # the format is libzmq's
         is_member = mechanism == b"CURVE" and self._curve.allows(b"".join(credentials))
         status = [b"200", b"OK"] if is_member else [b"400", b"not of this fleet"]
         return [b"1.0", request_id, *status, b"", b""]
@@ -246,7 +248,7 @@ class Authenticator:
 
 
 class Handshakes:
-    """Those of one DEALER: libzmq says nothing of their failure but in these events."""
+    """The handshakes of one DEALER. Only these events tell that one has failed."""
 
     EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILURES
 
@@ -256,12 +258,12 @@ class Handshakes:
         self._max_failures = MAX_FAILURES + max(0, num_keys - 1)  # each key is tried
 
     def take(self, event: int, value: int) -> str:
-        """Take an event; returns why the peer is not to be had, or "" (yet)."""
+        """Take an event; returns why the peer cannot be reached, or "" (for now)."""
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.failures = 0
             return ""
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value == errno.EAGAIN:
-            return ""  # its time is over, and nobody has hung up: a peer that does not run now
+            return ""  # timed out without a hang-up: the peer does not run at the moment
         self.failures += 1
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return f"it does not accept our key ({value})"
@@ -272,7 +274,7 @@ class Handshakes:
                 return "it takes no keys: it was started without key_file, or is of the old kind"
             return "it asks for a key, and no key_file is named here"
         if self.failures < self._max_failures:
-            return ""  # it may be starting, ending, or full
+            return ""  # the peer may be starting, stopping or full
         hint = "has another key, or takes none" if self._has_keys else "may ask for a key"
         return f"it breaks every handshake off: it {hint}"
 
@@ -280,7 +282,7 @@ class Handshakes:
 def open_router(
     context: zmq.Context[zmq.Socket[bytes]], send_queue_frames: int
 ) -> zmq.Socket[bytes]:
-    """Return a ROUTER whose queues, frames and kernel buffers are bounded, for each peer."""
+    """Return a ROUTER with bounded queues, frames and kernel buffers for each peer."""
     _scatter_names()
     opened = _open(context, zmq.ROUTER, send_queue_frames)
     opened.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -288,8 +290,8 @@ def open_router(
 
 
 def open_dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """Return a DEALER that only hears, with the same bounds. It asks nobody for a name, so nobody
-    can come under the name of somebody else, or of who comes next."""
+    """Return a DEALER that only receives, with the same bounds. It does not use the routing ids of
+    its peers, so no peer can pose as another one."""
     return _open(context, zmq.DEALER, 1)
 
 
@@ -304,7 +306,7 @@ def _open(
     opened.setsockopt(zmq.SNDBUF, KERNEL_BUFFER_BYTES)
     opened.setsockopt(zmq.RCVBUF, KERNEL_BUFFER_BYTES)
     opened.setsockopt(zmq.IPV6, 1)
-    # The kernel asks, not ZMTP's heartbeats: with those libzmq aborts the process (its #4767).
+    # TCP keep-alive, not ZMTP heartbeats: with those, libzmq aborts the process (its #4767).
     opened.setsockopt(zmq.TCP_KEEPALIVE, 1)
     opened.setsockopt(zmq.TCP_KEEPALIVE_IDLE, SILENCE_SECONDS // 2)
     opened.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, SILENCE_SECONDS // 10))
@@ -313,10 +315,10 @@ def _open(
 
 
 def _scatter_names() -> None:
-    """Let the next ROUTER begin anywhere with the names that it makes up for who has none.
+    """Let the next ROUTER start at a random number when it makes up ids for peers without one.
 
-    It counts from rand(), which is the same in every process that nobody seeds. libzmq ends the
-    process when the next of these names is borne already, by a stranger who has chosen it.
+    libzmq numbers them from rand(), which is the same in every process that does not seed it. If a
+    stranger has chosen the next id already, libzmq ends the process.
     """
     ctypes.CDLL(None).srand(ctypes.c_uint(secrets.randbits(32)))
 
@@ -330,17 +332,17 @@ def send(router: zmq.Socket[bytes], name: bytes, frame: bytes) -> None:
     try:
         router.send_multipart([name, frame], zmq.NOBLOCK)
     except zmq.Again:
-        router.getsockopt(zmq.EVENTS)  # lets it hear what has left meanwhile
+        router.getsockopt(zmq.EVENTS)  # lets the socket notice what has been sent meanwhile
         router.send_multipart([name, frame], zmq.NOBLOCK)
 
 
 def open_monitor(
     context: zmq.Context[zmq.Socket[bytes]], watched: zmq.Socket[bytes], events: int
 ) -> zmq.Socket[bytes]:
-    """Return a socket on which the events of another one can be read; before that one is bound
-    or connected.
+    """Return a socket that reports the events of `watched`. Call it before that one is bound or
+    connected.
 
-    Its queue has no limit: at one, libzmq's I/O thread would wait for us to read.
+    Its queue has no limit. With one, libzmq's I/O thread would wait until we read.
     """
     address = f"inproc://monitor-{os.urandom(8).hex()}"
     watched.monitor(address, events)
@@ -348,18 +350,18 @@ def open_monitor(
     monitor.setsockopt(zmq.LINGER, 0)
     monitor.setsockopt(zmq.RCVHWM, 0)
     monitor.connect(address)
-    monitor.getsockopt(zmq.EVENTS)  # a pipe that was never looked at tells its descriptor nothing
+    monitor.getsockopt(zmq.EVENTS)  # until a pipe was read once, its descriptor signals nothing
     return monitor
 
 
 def close_monitor(watched: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
-    """Stop the events and close their socket; before the watched one is closed."""
+    """Stop the events and close their socket. Call it before the watched one is closed."""
     watched.monitor(None, 0)
     monitor.close()
 
 
 def read_events(monitor: zmq.Socket[bytes]) -> list[tuple[int, int, str]]:
-    """Return what has happened, as (event, value, endpoint), until nothing is waiting."""
+    """Return the waiting events as (event, value, endpoint); never blocks."""
     events: list[tuple[int, int, str]] = []
     while True:
         try:

@@ -1,7 +1,8 @@
 """Keys: the secrets of a fleet, from which all of its CURVE keys derive. No sockets here.
 
-A key file has one secret in each line, 64 hexadecimal digits; whoever has it belongs to the fleet.
-The first one is served and dialled with, the others are good too: so one can follow another.
+A key file has one secret in each line, 64 hexadecimal digits. Every holder of a secret belongs to
+the fleet. An engine serves and dials with the first secret and accepts the others, so that keys can
+be replaced without a stop.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ MAX_FILE_BYTES = 1 << 14
 Secrets: TypeAlias = tuple[bytes, ...]
 
 _HEADER = """\
-# Key of a p2p-engine fleet: whoever has it belongs to the fleet. Keep it secret, mode 0600.
+# Key of a p2p-engine fleet. Every holder of this file is a member: keep it secret, mode 0600.
 # One secret in each line; the first is used, the others are accepted too (see docs/security.md).
 """
 
 
 def write_key_file(path: Path) -> None:
-    """Write a file with a new secret, for its owner's eyes only.
+    """Write a file with a new secret, readable by its owner only.
 
     Raises:
-        ConfigError: there is such a file already, or it cannot be written; it is left as it is.
+        ConfigError: the file exists already, and is left as it is; or it cannot be written.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -49,10 +50,10 @@ def write_key_file(path: Path) -> None:
 
 
 def read_key_file(path: str) -> Secrets:
-    """Return the secrets of a key file, the one to use first; none where no file is named.
+    """Return the secrets of a key file, the one to use first; none if `path` is empty.
 
     Raises:
-        ConfigError: names the file, and the line that is no secret; or everybody may read it.
+        ConfigError: the file cannot be read, everybody may read it, or a line (named) is no secret.
     """
     if not path:
         return ()
@@ -78,7 +79,7 @@ def derive(secret: bytes, purpose: bytes) -> bytes:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens there; a name is not looked up."""
+    """Whether only this machine can reach a listener on this host; a name is not looked up."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
     return host == "localhost"
@@ -89,14 +90,14 @@ def exposure(host: str, secrets: Secrets) -> str:
     if secrets or is_loopback(host):
         return ""
     return (
-        f"NOT AUTHENTICATED: whoever reaches {host} can register, read and write KV. "
+        f"NOT AUTHENTICATED: anyone who can reach {host} can register, read and write KV. "
         "Make a key with `p2p-engine keygen FILE`, give it to every instance and proxy, and name "
         "it as key_file."
     )
 
 
 def warn_if_exposed(host: str, secrets: Secrets) -> None:
-    """Log a warning that cannot be missed, once in each process for each host."""
+    """Log a warning that cannot be missed, once per process for each host."""
     text = exposure(host, secrets)
     if text:
         _warn(text)

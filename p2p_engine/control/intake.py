@@ -1,8 +1,9 @@
-"""Intake: bounds what a connection has brought and nobody has taken yet.
+"""Intake: bounds the bytes that a connection has brought and that nobody has read yet.
 
-libzmq bounds the whole messages that wait and the bytes of one part. It takes in the parts of a
-message that does not end without a bound. So the kernel's count of what came in on a connection is
-held against what was taken from it, and a connection that owes too much is cut.
+libzmq bounds the whole messages that wait, and the bytes of one message part. It does not bound the
+number of parts of a message that never ends. So the intake compares the kernel's count of bytes
+received on a connection with the bytes read from it, and cuts a connection whose difference is too
+large.
 """
 
 from __future__ import annotations
@@ -25,50 +26,50 @@ from p2p_engine.wire.messages import MAX_FRAME_BYTES
 
 logger = logging.getLogger(__name__)
 
-RECEIVE_QUEUE_FRAMES = 8  # whole ones that libzmq may hold for one connection
+RECEIVE_QUEUE_FRAMES = 8  # whole messages that libzmq may hold for one connection
 KERNEL_BUFFER_BYTES = 1 << 16  # asked for in each direction; Linux takes twice that
 FRAME_OVERHEAD_BYTES = 64  # ZMTP's header with CURVE's nonce and tag are 42
 FRAME_BYTES = MAX_FRAME_BYTES + FRAME_OVERHEAD_BYTES
-# The whole ones, one that is being read, one that waits for room, and what the kernel holds.
+# Whole messages, one being read, one that waits for room, and the kernel's buffers.
 MAX_UNREAD_BYTES = (RECEIVE_QUEUE_FRAMES + 2) * FRAME_BYTES + 2 * KERNEL_BUFFER_BYTES
-MAX_UNREAD_BYTES_IN_ALL = 1 << 26  # of those connections that owe more than LIGHT_BYTES
+MAX_UNREAD_BYTES_IN_ALL = 1 << 26  # of all connections with more than LIGHT_BYTES
 LIGHT_BYTES = 1 << 14
-BATCH_BYTES = 1 << 13  # that libzmq reads at a time (in_batch_size)
+BATCH_BYTES = 1 << 13  # the bytes that libzmq reads at a time (in_batch_size)
 MAX_HELD_BYTES = FRAME_BYTES + BATCH_BYTES
-CHECKS_IN_A_ROUND = 100  # until each connection was looked at, whatever epoll says
+CHECKS_IN_A_ROUND = 100  # to look at each connection once, even if epoll is silent
 _RESET = struct.pack("ii", 1, 0)
 _RECEIVED = struct.Struct("=128xQ")  # tcpi_bytes_received in struct tcp_info, since Linux 4.1
 
 
 @dataclass(eq=False)
 class Account:
-    """One connection. Its descriptor is libzmq's: it may be closed, and given away, at any time."""
+    """One connection. Its descriptor is libzmq's, which may close and reuse it at any time."""
 
-    peer: Any  # the address of the other end: whoever has another one is another connection
+    peer: Any  # the peer's address: if it differs, the descriptor is another connection's
     taken_bytes: int
-    held_bytes: int = 0  # by libzmq, at the look before
-    moved: bool = True  # something was taken since
+    held_bytes: int = 0  # by libzmq, at the previous look
+    moved: bool = True  # a message was taken since that look
 
 
 class Intake:
-    """The connections of one ZMQ socket. Whoever owns that socket calls everything here."""
+    """The connections of one ZMQ socket. Only the owner of that socket may call its methods."""
 
     def __init__(self) -> None:
-        """There are none yet; `close` gives a descriptor back."""
-        self.num_cut = 0  # connections that owed too much
-        self.drained = False  # all whole messages were taken, at least once since the last check
+        """Start without connections; `close` gives a descriptor back."""
+        self.num_cut = 0  # connections with too many unread bytes
+        self.drained = False  # the socket was read empty at least once since the last check
         self._accounts: dict[int, Account] = {}
-        self._heavy: dict[int, int] = {}  # what those owe that owe much
-        self._unseen: list[int] = []  # of this round
+        self._heavy: dict[int, int] = {}  # unread bytes, where more than LIGHT_BYTES
+        self._unseen: list[int] = []  # connections still to check in this round
         self._epoll = select.epoll()
         self._warnings = RateLimitedWarnings(logger)
 
     def __len__(self) -> int:
-        """How many connections are watched."""
+        """Return how many connections are watched."""
         return len(self._accounts)
 
     def add(self, fd: int) -> None:
-        """Watch a connection; what it has brought by now is not counted."""
+        """Watch a connection; bytes that came before do not count."""
         with contextlib.suppress(OSError), _borrowed(fd) as connection:
             received = _received_bytes(connection)
             self._accounts[fd] = Account(connection.getpeername(), received)
@@ -89,10 +90,11 @@ class Intake:
             account.moved = True
 
     def check(self) -> None:
-        """Cut the connections that owe too much.
+        """Cut the connections with too many unread bytes.
 
-        It looks at those that something waits on, at those that owe much, and at a few others: what
-        comes slowly has been read by libzmq whenever we look, and epoll tells nothing of it.
+        It looks at connections that epoll reports, at those with many unread bytes, and at a few
+        others. The last are needed because libzmq has already read what arrives slowly, so that
+        epoll does not report it.
         """
         for fd in {fd for fd, _ in self._epoll.poll(0)} | self._heavy.keys() | self._some():
             self._look(fd)
@@ -101,25 +103,25 @@ class Intake:
             self.end(max(self._heavy, key=self._heavy.__getitem__), "all owe too much")
 
     def end(self, fd: int, reason: str) -> None:
-        """Cut a connection, if it still is the one that it was."""
+        """Cut a connection, if the descriptor still belongs to it."""
         account = self._accounts.get(fd)
         self.remove(fd)
         if account is None:
             return
         with contextlib.suppress(OSError), duplicate(fd) as connection:
             if connection.getpeername() == account.peer:
-                # A reset when libzmq closes it: whoever is blocked in writing hears of it.
+                # libzmq's close sends a reset, so that a peer blocked in a write notices it.
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 connection.shutdown(socket.SHUT_RDWR)
                 self.num_cut += 1
                 self._warnings.warn("cut: connection of %s: %s", account.peer[0], reason)
 
     def close(self) -> None:
-        """Watch nothing more; idempotent."""
+        """Stop watching; idempotent."""
         self._epoll.close()
 
     def _some(self) -> set[int]:
-        """Return the next connections of a round, in which all have their turn."""
+        """Return the next connections of a round; each connection has its turn once a round."""
         if not self._unseen:
             self._unseen = list(self._accounts)
         count = -(-len(self._accounts) // CHECKS_IN_A_ROUND)
@@ -132,14 +134,15 @@ class Intake:
             with contextlib.suppress(OSError), _borrowed(fd) as connection:
                 if connection.getpeername() == account.peer:
                     received = _received_bytes(connection)
-                    waiting = _waiting_bytes(connection)  # what comes in between is not held
+                    waiting = _waiting_bytes(connection)  # second: held is never overestimated
         if account is None or received is None:
             self.remove(fd)
             return
         account.taken_bytes = min(account.taken_bytes, received)
         unread = received - account.taken_bytes
-        # Once all whole messages are taken, libzmq holds one that is not whole, and what it reads
-        # at a time. What still waits in the kernel is its thread's delay, and nobody's fault.
+        # Once all whole messages are taken, libzmq holds one incomplete message and at most one
+        # read batch. Bytes that still wait in the kernel are a delay of its I/O thread, not the
+        # peer's fault.
         is_stuck = self.drained and not account.moved and account.held_bytes > MAX_HELD_BYTES
         account.held_bytes, account.moved = unread - waiting, False
         if unread > MAX_UNREAD_BYTES or is_stuck:
@@ -151,10 +154,10 @@ class Intake:
 
 
 def duplicate(fd: int) -> socket.socket:
-    """Return what a descriptor is now; the duplicate cannot become something else.
+    """Return a duplicate of a descriptor as a socket; it stays what the descriptor is now.
 
     Raises:
-        OSError: it is closed by now, or no socket, or there is no descriptor left.
+        OSError: the descriptor is closed or no socket, or none is left for the duplicate.
     """
     copy = os.dup(fd)
     try:
@@ -166,7 +169,7 @@ def duplicate(fd: int) -> socket.socket:
 
 @contextlib.contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """Lend a descriptor of somebody else's, to be read from only: it may change at any time.
+    """Lend another owner's descriptor, for reading its state only: it may change at any time.
 
     Raises:
         OSError: it is closed by now, or no socket.
@@ -179,7 +182,7 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
 
 
 def _waiting_bytes(connection: socket.socket) -> int:
-    """What the kernel holds and libzmq has not read."""
+    """Return the bytes that the kernel holds and libzmq has not read."""
     count = array.array("i", [0])
     fcntl.ioctl(connection.fileno(), termios.FIONREAD, count)
     return count[0]

@@ -1,7 +1,8 @@
-"""Listener: the listening socket of a ROUTER, and what becomes of who cannot be accepted.
+"""Listener: the listening socket of a ROUTER. It also turns away peers that cannot be accepted.
 
-libzmq accepts from it. When the process has no descriptor left, libzmq's I/O thread tries again at
-once, for as long as somebody waits. So a descriptor is kept in reserve for turning them away.
+libzmq accepts from the socket. When the process has no descriptor left, libzmq's I/O thread retries
+in a busy loop for as long as a peer waits. So the listener keeps a descriptor in reserve, with
+which it accepts and closes such connections.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from p2p_engine.wire.addresses import family_of
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1024  # a whole fleet may come back at once; Linux takes net.core.somaxconn at most
-START_FILES = 32  # libzmq ends the process when it finds none for its threads
+START_FILES = 32  # libzmq ends the process if none is left for its threads
 
 
 class Listener:
-    """Bound and listening; its connections have small kernel buffers."""
+    """A bound, listening socket; its connections have small kernel buffers."""
 
     def __init__(self, host: str, ports: range) -> None:
         """Bind the first free port of `ports` (0: any).
@@ -42,11 +43,11 @@ class Listener:
         self._reserve: int | None = os.dup(self._socket.fileno())
 
     def lend(self) -> int:
-        """Return a descriptor of the socket for libzmq, which closes it."""
+        """Return a duplicate of the socket's descriptor for libzmq, which closes it."""
         return os.dup(self._socket.fileno())
 
     def check(self) -> None:
-        """Turn away who waits, if there is no descriptor to accept them with; never blocks."""
+        """Turn waiting peers away if there is no descriptor to accept them with; never blocks."""
         self.is_short = not self._has_files()
         if self.is_short and self._is_waited_for():
             self._give_up_reserve()
@@ -61,12 +62,12 @@ class Listener:
             )
 
     def close(self) -> None:
-        """Give the port and the reserve back; idempotent."""
+        """Close the socket and the reserved descriptor; idempotent."""
         self._give_up_reserve()
         self._socket.close()
 
     def _has_files(self) -> bool:
-        """Whether a descriptor is left beside the reserve, which is filled first."""
+        """Whether a descriptor is left beside the reserve; refills the reserve first."""
         try:
             if self._reserve is None:
                 self._reserve = os.dup(self._socket.fileno())
@@ -87,7 +88,7 @@ class Listener:
 
 
 def check_files(count: int) -> None:
-    """Check that the process may open so many descriptors more.
+    """Check that the process may open `count` more descriptors.
 
     Raises:
         ConfigError: it may not.

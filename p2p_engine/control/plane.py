@@ -1,8 +1,8 @@
 """ControlPlane: the thread, the timers and the event loop of an engine.
 
-It moves frames and calls back; it knows neither messages nor transfers. The sockets belong to
-whoever holds the I/O lock: the control thread, or a caller of `pump` that has the interpreter
-anyway and would make the control thread wait 5 ms for each of its turns.
+It moves frames and calls back; it knows neither messages nor transfers. The sockets belong to the
+holder of the I/O lock: the control thread, or a caller of `pump`. Such a caller has the interpreter
+already, and would make the control thread wait 5 ms for each of its turns.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from p2p_engine.errors import PeerUnreachable
 logger = logging.getLogger(__name__)
 
 TICK_MILLISECONDS = 20  # how late a timer may be
-RESOLVE_SHARE = 0.9  # of the time for a first contact: then the name is to blame, not the peer
+RESOLVE_SHARE = 0.9  # of the time for a first contact: a timeout then blames the name
 
 
 class PlaneListener:
-    """Hears what happens on a control plane. What a listener does not care for, it does not
-    override. Every method is called with the I/O lock held; none may block."""
+    """Hears the events of a control plane; a subclass overrides those that it needs. Every method
+    is called with the I/O lock held; none may block."""
 
     def on_frame(self, route: Route, frame: bytes) -> None:
-        """A frame has come on a route."""
+        """Take a frame that has come on a route."""
 
     def on_tick(self, now: float) -> None:
-        """TICK_MILLISECONDS have passed; in the control thread."""
+        """Do what is due; called in the control thread, every TICK_MILLISECONDS."""
 
     def on_refused(self, address: str, reason: str) -> None:
-        """The peer at an address breaks our handshakes off."""
+        """Note that the peer at an address breaks our handshakes off."""
 
     def on_unresolved(self, address: str, error: PeerUnreachable) -> None:
-        """The name in an address was not resolved in time."""
+        """Note that the name in an address was not resolved in time."""
 
     def on_ended(self, route: Route) -> None:
-        """A connection that we did not hang up has ended."""
+        """Note that a connection has ended which we did not close."""
 
 
 class ControlPlane:
     """The loop around the ZMQ sockets, the handshake sockets and the timer.
 
-    `listener` is told what happens; an exception in it, or in any other callback, is logged,
-    counted and survived. `send`, `call_soon`, `pump` and `close` may be called from any thread.
+    If `listener` or any other callback raises, the exception is logged and counted, and the loop
+    goes on. `send`, `call_soon`, `pump` and `close` may be called from any thread.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class ControlPlane:
         connect_seconds: float = 5.0,
         refresh_seconds: float = 60.0,
     ) -> None:
-        """Bind the first free port of `ports` (0: any); with `secrets`, for who has one of them.
+        """Bind the first free port of `ports` (0: any). With `secrets`, only members may connect.
 
-        Whoever makes the listener later sets it before `start`. A name has nine tenths of
-        `connect_seconds` to resolve, and is looked up again after `refresh_seconds` in use.
+        If the listener is made later, set it before `start`. A name must resolve within nine tenths
+        of `connect_seconds`. While it is in use, it is looked up again after `refresh_seconds`.
 
         Raises:
             ConfigError: none of the ports can be bound.
@@ -78,7 +78,7 @@ class ControlPlane:
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._clocks: set[Callable[[float], None]] = set()
         self._io = threading.Lock()
-        self._server = 0  # the thread that serves the sockets now and will see what is queued
+        self._server = 0  # the thread that serves the sockets now; it will run new calls too
         self._tick_at = 0.0
         self._stopping = threading.Event()
         self._watches = Poller()
@@ -110,12 +110,13 @@ class ControlPlane:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs; when it has died, `pump` still serves the sockets."""
+        """Whether the thread runs. If it has died, `pump` still serves the sockets."""
         return self._thread.is_alive()
 
     def send(self, route: Route, frame: bytes, over: Callable[[], None] = lambda: None) -> None:
-        """Queue a frame; what cannot be delivered is dropped and counted: senders say it again.
-        `over` is called if the connection that the route leads back over has ended."""
+        """Queue a frame; never blocks. A frame that cannot be delivered is dropped and counted:
+        every sender repeats its messages. `over` is called if the connection that the route replies
+        to has ended."""
 
         def send() -> None:
             if not self._reach.send(route, frame):
@@ -139,19 +140,16 @@ class ControlPlane:
                 self._io.release()
 
     def hang_up(self, address: str) -> None:
-        """Close the DEALER to an address; the next frame dials afresh."""
+        """Close the connection to an address; the next frame dials again."""
         self.call_soon(lambda: self._reach.hang_up(address))
 
     def resolve(self, host: str, told: Told) -> None:
-        """Call `told` once, in a callback, with a host's addresses or why there are none: at once
-        if that is known. In callbacks only; never blocks."""
+        """Call `told` once, in a callback, with a host's addresses or the error. It is called at
+        once if the answer is known. In callbacks only; never blocks."""
         self._names.resolve(host, told)
 
     def watch(self, fd: int, callback: Callable[[], None], *, writable: bool = False) -> None:
-        """As in `Poller`.
-
-        In callbacks only, or before start.
-        """
+        """Watch a descriptor, as `Poller.watch` does; in callbacks only, or before start."""
         self._watches.watch(fd, callback, writable=writable)
 
     def unwatch(self, fd: int) -> None:
@@ -163,11 +161,11 @@ class ControlPlane:
         self._clocks.add(callback)
 
     def unwatch_time(self, callback: Callable[[float], None]) -> None:
-        """Stop that; idempotent."""
+        """Stop the calls of `watch_time`; idempotent."""
         self._clocks.discard(callback)
 
     def stop(self, timeout: float) -> bool:
-        """Stop and join the thread; idempotent; False if it did not stop in time."""
+        """Stop and join the thread; idempotent. Returns False if it did not stop in time."""
         self._stopping.set()
         self._names.close()
         if self._thread.ident is not None and self._thread.is_alive():
@@ -176,9 +174,9 @@ class ControlPlane:
         return not self._thread.is_alive()
 
     def close(self, timeout: float, linger_seconds: float = 0.2) -> bool:
-        """Stop, then close every socket, after what is queued has left or `linger_seconds`.
+        """Stop, then close every socket once its queue is sent, or after `linger_seconds`.
 
-        Idempotent; False if the thread did not stop, and then everything is left as it is.
+        Idempotent. Returns False if the thread did not stop; then nothing is closed.
         """
         stopped = self.stop(timeout)
         if stopped:
@@ -210,7 +208,7 @@ class ControlPlane:
                     self._guard(lambda tell=tell: tell(now))  # type: ignore[misc]
 
     def _serve(self) -> None:
-        """Serve what is ready and run what is queued, once; what is left over wakes the thread."""
+        """Serve what is ready and run the queued calls, once; wakes the thread if work is left."""
         self._server = threading.get_ident()
         self._guard(self._serve_ready)
         self._server = 0
@@ -234,9 +232,9 @@ class ControlPlane:
             self._guard(self._calls.popleft())
 
     def _guard(self, call: Callable[[], None]) -> None:
-        """Whatever a peer or a bug does, the thread lives on."""
+        """Run a call, and survive any exception: no peer and no bug may end the thread."""
         try:
             call()
         except Exception:
             self.errors += 1
-            logger.exception("error in the control thread, which goes on")
+            logger.exception("error in the control thread; the thread continues")

@@ -1,4 +1,4 @@
-"""Poller: the descriptors that the thread of an event loop waits for, and what is called then."""
+"""Poller: watches descriptors for the thread of an event loop, and knows their callbacks."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from collections.abc import Callable
 
 
 class Poller:
-    """`wake` is for any thread, the rest for the one that waits, or for who holds its lock."""
+    """Descriptors and callbacks. `wake` may be called from any thread; everything else belongs to
+    the thread that waits, or to the holder of its lock."""
 
     def __init__(self) -> None:
         self.epoll = select.epoll()
         self._callbacks: dict[int, Callable[[], None]] = {}
-        self._waking = threading.Lock()  # guards _wake_fd's end: its number may be given away
+        self._waking = threading.Lock()  # guards closing _wake_fd: its number may be reused
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.epoll.register(self._wake_fd, select.EPOLLIN)
 
     def watch(self, fd: int, callback: Callable[[], None], *, writable: bool = False) -> None:
-        """Call back when `fd` is readable (with `writable`: or writable) or hung up, instead of the
-        callback before."""
+        """Call back when `fd` is readable (with `writable`: or writable) or hung up. Replaces its
+        previous callback."""
         events = select.EPOLLIN | (select.EPOLLOUT if writable else 0)
         if fd in self._callbacks:
             self.epoll.modify(fd, events)
@@ -35,17 +36,17 @@ class Poller:
             self.epoll.unregister(fd)
 
     def wake(self) -> None:
-        """End a wait; nothing happens once it is closed."""
+        """End a wait; does nothing after `close`. From any thread."""
         with self._waking, contextlib.suppress(BlockingIOError):
             if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
 
     def wait(self, seconds: float) -> None:
-        """Block until something is ready, `wake`, or for so many seconds."""
+        """Block until a descriptor is ready, `wake` is called, or `seconds` have passed."""
         self.epoll.poll(seconds)
 
     def ready(self, seconds: float = 0.0) -> list[int]:
-        """Wait, and return the descriptors that are ready; a `wake` has ended its wait."""
+        """Return the descriptors that are ready; blocks for at most `seconds`, or until `wake`."""
         ready = [fd for fd, _ in self.epoll.poll(seconds)]
         if self._wake_fd in ready:
             ready.remove(self._wake_fd)
@@ -54,11 +55,11 @@ class Poller:
         return ready
 
     def callback(self, fd: int) -> Callable[[], None] | None:
-        """Return what to call for a descriptor; None where another call has ended the watch."""
+        """Return the callback of a descriptor; None if another callback has ended the watch."""
         return self._callbacks.get(fd)
 
     def close(self) -> None:
-        """Close what is its own; idempotent."""
+        """Close the poller's own descriptors; idempotent."""
         with self._waking:
             wake_fd, self._wake_fd = self._wake_fd, -1
             if wake_fd >= 0:

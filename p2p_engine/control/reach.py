@@ -1,8 +1,8 @@
-"""Reach: frames to addresses whose host may be a name.
+"""Reach: sends frames to addresses whose host may be a name.
 
-Sockets dial numeric addresses only: libzmq would look a name up in its one I/O thread, and hold
-everybody up. Everywhere above, a peer goes by the address that was given. A name that is in use is
-looked up again from time to time, because what it stands for may move.
+The sockets dial numeric addresses only: libzmq would look a name up in its one I/O thread, and
+block all other traffic. The layers above know a peer by the address that was configured. A name in
+use is looked up again from time to time, because it may move to another address.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from p2p_engine.control.sockets import Ended, Handler, Route, Sockets
 from p2p_engine.errors import PeerUnreachable
 from p2p_engine.wire.addresses import join_address, split_address
 
-IDLE_SECONDS = 60.0  # without a word of ours, a name is forgotten
-MAX_FRAMES = 8  # that wait for one name; what is more is dropped: senders say it again
+IDLE_SECONDS = 60.0  # a name that we send nothing to for so long is forgotten
+MAX_FRAMES = 8  # that wait for one name; more are dropped: senders repeat them
 
 Unresolved: TypeAlias = Callable[[str, PeerUnreachable], None]
 
 
 @dataclass(eq=False)
 class Lead:
-    """What a name stands for; "" until that is known, and what waits for it."""
+    """The numeric address of a name ("" until it is known), and the frames that wait for it."""
 
     numeric: str = ""
     resolved_at: float = 0.0
-    said_at: float = 0.0  # the last word to it
+    said_at: float = 0.0  # when a frame was last sent to it
     is_asking: bool = False
     frames: list[bytes] = field(default_factory=list)
 
 
 class Reach:
-    """Whoever holds the sockets calls everything here; nothing blocks."""
+    """Names and their numeric addresses. Only the holder of the sockets may call it; nothing
+    blocks."""
 
     def __init__(
         self,
@@ -47,8 +48,8 @@ class Reach:
         on_unresolved: Unresolved,
         on_ended: Ended = lambda route: None,
     ) -> None:
-        """`on_unresolved` is told which address has a name that stands for nothing, and why. Give
-        it its `sockets` before the first frame."""
+        """`on_unresolved` is called with an address whose name has no known host, and the error.
+        Set `sockets` before the first frame."""
         self.sockets: Sockets
         self._names = names
         self._refresh_seconds = refresh_seconds
@@ -62,8 +63,8 @@ class Reach:
         self._by_numeric: dict[str, set[str]] = {}
 
     def send(self, route: Route, frame: bytes) -> bool:
-        """Send a frame, now or when its address is known; what cannot be delivered is dropped and
-        counted. False: the connection that the route leads back over has ended."""
+        """Send a frame, now or when its address is known; a frame that cannot be delivered is
+        dropped and counted. False: the connection that the route replies to has ended."""
         address = route.address
         if not address or _is_numeric(address):
             return self.sockets.send(route, frame)
@@ -72,7 +73,7 @@ class Reach:
         if not lead.numeric:
             if len(lead.frames) >= MAX_FRAMES:
                 self.sockets.dropped_frames += 1
-            elif frame not in lead.frames:  # said again
+            elif frame not in lead.frames:  # else it is a repetition
                 lead.frames.append(frame)
         else:
             self.sockets.send(Route(lead.numeric), frame)
@@ -81,7 +82,7 @@ class Reach:
         return True
 
     def hang_up(self, address: str) -> None:
-        """Close the connection to an address; the next frame dials afresh."""
+        """Close the connection to an address; the next frame dials again."""
         lead = self._leads.pop(address, None)
         if lead is None:
             self.sockets.hang_up(address)
@@ -91,7 +92,7 @@ class Reach:
             self._leave(address, lead)
 
     def tick(self, now: float) -> None:
-        """Forget the names to which nothing was said for long; their connections are closed."""
+        """Forget names to which nothing was sent for IDLE_SECONDS, and close their connections."""
         if now >= self._tick_at:
             self._tick_at = now + 1.0
             for address, lead in list(self._leads.items()):
@@ -99,19 +100,19 @@ class Reach:
                     self.hang_up(address)
 
     def hear(self, route: Route, frame: bytes) -> None:
-        """Hand a frame on, by each name that its sender goes by."""
+        """Hand a frame on, once for each name of its sender and once for its numeric address."""
         names = self._by_numeric.get(route.address, ()) if route.address else ()
         for name in list(names):
             self._on_frame(Route(name), frame)
         self._on_frame(route, frame)
 
     def refused(self, address: str, reason: str) -> None:
-        """A connection's handshakes are broken off."""
+        """Report, for each name of an address, that it breaks our handshakes off."""
         for name in [*self._by_numeric.get(address, ()), address]:
             self._on_refused(name, reason)
 
     def ended(self, route: Route) -> None:
-        """A connection has ended, and not by us."""
+        """Report, for each name of a route, that its connection has ended, not by us."""
         for name in list(self._by_numeric.get(route.address, ())):
             self._on_ended(Route(name))
         self._on_ended(route)
@@ -129,7 +130,7 @@ class Reach:
             return  # hung up meanwhile
         lead.resolved_at = self._clock()
         if isinstance(answer, PeerUnreachable):
-            if not lead.numeric:  # else where it led goes on until that is known better
+            if not lead.numeric:  # else keep the last known address
                 self.sockets.dropped_frames += len(lead.frames)
                 del self._leads[address]
                 self._on_unresolved(address, answer)
@@ -160,4 +161,4 @@ def _is_numeric(address: str) -> bool:
     try:
         return is_numeric(split_address(address)[0])
     except ValueError:
-        return True  # it is no address: the sockets drop what is sent there
+        return True  # not an address at all: the sockets drop the frame

@@ -1,12 +1,13 @@
-"""Resolver: which addresses a host name stands for, found out in threads of their own.
+"""Resolver: looks host names up, in threads of their own.
 
-`getaddrinfo` blocks for 10 s and more where no name server answers, and cannot be stopped. So each
-look-up has a thread. A name is looked up once at a time, however many ask for it. Whoever asks
-waits until a deadline, or is told the last answer if there was one and none comes soon.
+`getaddrinfo` blocks for 10 s and more if no name server answers, and cannot be interrupted. So each
+look-up has a thread. A name has one look-up at a time, however many callers ask for it. A caller
+gets the answer, an error when its deadline passes, or the last known answer if a new one does not
+come soon.
 
-A stranger may name many hosts that nobody knows, and names that were good may begin to hang. So
-there are three kinds of names, and each has threads of its own. A look-up that hangs passes to the
-kind SLOW with its thread, so that the others of its kind go on.
+A stranger may name many hosts that do not exist, and names that resolved may begin to hang. So
+there are three kinds of names, each with a limit of its own on threads. A look-up that hangs moves
+to the kind SLOW with its thread, so that it does not hold up its former kind.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from p2p_engine.bounded import BoundedMap
 from p2p_engine.control.affinity import restore_affinity
 from p2p_engine.errors import PeerUnreachable
 
-MAX_NAMES = 1024  # that are being looked up, or wait for a thread; and that are remembered
+MAX_NAMES = 1024  # being looked up or waiting for a thread; also the number remembered
 MAX_THREADS = 64  # in all: only if many names begin to hang at the same time
-SLOW_SECONDS = 1.0  # for a new answer, before the last one is told
-FRESH_SECONDS = 2.0  # an answer is good for so long
-FAILURE_SECONDS = 5.0  # and a failure
+SLOW_SECONDS = 1.0  # until a caller gets the last known answer instead of a new one
+FRESH_SECONDS = 2.0  # for which an answer is reused
+FAILURE_SECONDS = 5.0  # for which an error is reused
 
 Addresses: TypeAlias = tuple[str, ...]
 Answer: TypeAlias = Addresses | PeerUnreachable
@@ -38,11 +39,11 @@ Told: TypeAlias = Callable[[Answer], None]
 
 
 class LookupKind(enum.Enum):
-    """What the look-ups of a name were like."""
+    """How the earlier look-ups of a name went."""
 
-    SWIFT = enum.auto()  # the last one brought an answer soon
-    NEW = enum.auto()  # none has ever brought one
-    SLOW = enum.auto()  # one has, but the last one took long
+    SWIFT = enum.auto()  # the last one was fast and found an address
+    NEW = enum.auto()  # none has ever found an address
+    SLOW = enum.auto()  # one has found an address, but the last one was slow
 
 
 MAX_LOOKUPS = {LookupKind.SWIFT: 16, LookupKind.NEW: 12, LookupKind.SLOW: 4}  # threads at a time
@@ -50,7 +51,7 @@ MAX_LOOKUPS = {LookupKind.SWIFT: 16, LookupKind.NEW: 12, LookupKind.SLOW: 4}  # 
 
 @dataclass(eq=False)
 class NameLookup:
-    """A name that is being looked up, or waits for a thread; and who is told, until when."""
+    """A name that is looked up or waits for a thread, with its callers and their deadlines."""
 
     kind: LookupKind
     asked_at: float
@@ -60,14 +61,14 @@ class NameLookup:
 
 @dataclass(frozen=True)
 class Known:
-    """A name that was resolved: its last addresses, and how long it took to look it up last."""
+    """A name that was resolved: its last addresses, and how its last look-up went."""
 
     addresses: Addresses
     kind: LookupKind
 
 
 class Resolver:
-    """The names that one event loop asks for. Everything but `_work` runs in that loop."""
+    """The names that one event loop asks for. All but `_work` and `close` runs in that loop."""
 
     def __init__(
         self,
@@ -75,7 +76,8 @@ class Resolver:
         post: Callable[[Callable[[], None]], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`post` runs a call in the loop, from any thread; whoever asks waits `timeout_seconds`."""
+        """`post` runs a call in the loop, from any thread. A caller waits `timeout_seconds` at
+        most."""
         self._timeout = timeout_seconds
         self._post = post
         self._clock = clock
@@ -87,11 +89,11 @@ class Resolver:
         self._known: BoundedMap[str, Known] = BoundedMap(MAX_NAMES)
         self._answers: BoundedMap[str, tuple[Answer, float]] = BoundedMap(MAX_NAMES)  # good until
         self._is_closed = False
-        self._closing = threading.Lock()  # guards _is_closed against posting after it
+        self._closing = threading.Lock()  # guards _is_closed: nothing is posted after it is set
 
     def resolve(self, host: str, told: Told) -> None:
-        """Call `told` once with a host's addresses, the best first, or why there are none: at once
-        where that is known, else soon. Never blocks."""
+        """Call `told` once with a host's addresses, the best first, or with the error. It is called
+        at once if the answer is known, else later. Never blocks."""
         if is_numeric(host):
             told((host,))
             return
@@ -115,7 +117,7 @@ class Resolver:
         self._start()
 
     def tick(self, now: float) -> None:
-        """Tell who has waited for too long."""
+        """Answer the callers that have waited too long."""
         for host, lookup in list(self._lookups.items()):
             known = self._known.get(host)
             if known is not None and now - lookup.asked_at >= SLOW_SECONDS:
@@ -124,7 +126,7 @@ class Resolver:
                 self._tell_late(host, lookup, now)
 
     def _call_slow(self, host: str, lookup: NameLookup, known: Known, now: float) -> None:
-        """The last answer has to do; a look-up that hangs makes room for others of its kind."""
+        """Answer with the last known addresses. A look-up that hangs moves to SLOW."""
         hangs = lookup.started_at is not None and now - lookup.started_at >= SLOW_SECONDS
         if hangs and lookup.kind is not LookupKind.SLOW:
             self._num_threads[lookup.kind] -= 1
@@ -156,8 +158,8 @@ class Resolver:
             self._waiting[lookup.kind].remove(host)
 
     def close(self) -> None:
-        """Tell nobody any more; a thread that hangs in the resolver ends with it, or with the
-        process. Idempotent, from any thread."""
+        """Call no callback any more; idempotent, from any thread. A thread that hangs in the
+        resolver ends when the look-up does, or with the process."""
         with self._closing:
             self._is_closed = True
 
@@ -176,7 +178,7 @@ class Resolver:
         work = partial(self._work, host)
         try:
             threading.Thread(target=work, name="p2p-name", daemon=True).start()
-        except RuntimeError as error:  # the process may have no more threads
+        except RuntimeError as error:  # the process has reached its limit of threads
             self._post(partial(self._found, host, PeerUnreachable(f"name {host!r}: {error}")))
 
     def _work(self, host: str) -> None:
@@ -193,7 +195,7 @@ class Resolver:
         good_for = FAILURE_SECONDS if isinstance(answer, PeerUnreachable) else FRESH_SECONDS
         addresses = () if isinstance(answer, PeerUnreachable) else answer
         if known is not None and is_slow and not addresses:
-            answer = addresses = known.addresses  # no server has said that there is no such name
+            answer = addresses = known.addresses  # a slow failure proves nothing
         if addresses:
             self._known.put(
                 host, Known(addresses, LookupKind.SLOW if is_slow else LookupKind.SWIFT)
@@ -205,17 +207,17 @@ class Resolver:
 
 
 def look_up(host: str) -> Answer:
-    """Return a name's addresses, those of IPv4 first, or why there are none; blocks."""
+    """Return a name's addresses, IPv4 first, or the error; blocks."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, ValueError) as error:  # a UnicodeError where no host can have such a name
+    except (OSError, ValueError) as error:  # UnicodeError: not a possible host name
         return PeerUnreachable(f"name {host!r}: {error}")
     ordered = sorted(found, key=lambda item: item[0] is not socket.AF_INET)
     return tuple(dict.fromkeys(str(item[4][0]) for item in ordered))
 
 
 def is_numeric(host: str) -> bool:
-    """Whether a host is an address, without brackets, and no name."""
+    """Whether a host is a numeric address (without brackets), not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -1,6 +1,6 @@
-"""Sockets: the ZMQ sockets of one control plane, whose frames come and go here.
+"""Sockets: the ZMQ sockets of one control plane, which send and receive its frames.
 
-They belong to whoever holds the I/O lock of plane.py; nothing here blocks.
+They belong to the holder of the I/O lock of plane.py; nothing here blocks.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from p2p_engine.wire.addresses import join_address
 
 logger = logging.getLogger(__name__)
 
-FRAMES_PER_TURN = 64  # then the other sockets have theirs
+FRAMES_PER_TURN = 64  # from one socket, before the others have their turn
 
 
 @dataclass(frozen=True)
 class Route:
-    """Where a frame goes: to an address that we dial, or back to who dialled us."""
+    """The destination of a frame: an address that we dial, or a peer that dialled us."""
 
     address: str = ""
     identity: bytes = field(default=b"", repr=False)
@@ -46,7 +46,7 @@ Ended: TypeAlias = Callable[[Route], None]
 
 
 class Sockets:
-    """One socket that is dialled, a ROUTER if it answers, and one ROUTER that dials."""
+    """One listening socket (a ROUTER if it answers) and one ROUTER that dials."""
 
     def __init__(
         self,
@@ -60,16 +60,17 @@ class Sockets:
         answers: bool = True,
         on_ended: Ended = lambda route: None,
     ) -> None:
-        """Bind the first free port of `ports` (0: any); `epoll` tells when to call `receive`.
+        """Bind the first free port of `ports` (0: any). `epoll` tells when to call `receive`.
 
-        With `secrets` all is encrypted, and only who has one of them is talked to. `on_refused` is
-        told which address breaks its handshakes off, and why; `on_ended`, on which route somebody
-        has gone, if he had said something or we had dialled him.
+        With `secrets`, all traffic is encrypted, and only members are talked to. `on_refused` is
+        called with an address that breaks its handshakes off, and the reason. `on_ended` is called
+        with a route whose connection has ended, if a frame came on it or if we had dialled it.
 
-        Without `answers`, who dials us is only heard: its routes lead nowhere, and any name will
-        do. The old connectors choose theirs, and come back under it while their last connection is
-        not known to have ended. A ROUTER would be deaf to them then; or, if it lets the newer one
-        take over, libzmq keeps the older one for ever, when data follow on it (its #4407).
+        Without `answers`, peers that dial us are only heard: their routes lead nowhere, and they
+        may use any routing id. The old connectors choose theirs, and reconnect under the same id
+        before their last connection is known to have ended. A ROUTER would ignore such a
+        connection. With ROUTER_HANDOVER, libzmq would keep the older connection for ever if data
+        follow on it (its #4407).
 
         Raises:
             ConfigError: none of the ports can be bound, or there are too few descriptors.
@@ -80,9 +81,9 @@ class Sockets:
         self._epoll = epoll
         self._on_frame = on_frame
         self._on_ended = on_ended
-        self._names: dict[int, bytes] = {}  # of who dialled us, by descriptor
+        self._names: dict[int, bytes] = {}  # routing ids of peers that dialled us, by descriptor
         self._served: dict[int, Callable[[], None]] = {}  # by descriptor
-        self._suspects: set[zmq.Socket[bytes]] = set()  # may hold frames unannounced
+        self._suspects: set[zmq.Socket[bytes]] = set()  # may hold unsignalled frames
         self._answers = answers
         self._is_closed = False
         self._listener = Listener(host, ports)
@@ -101,22 +102,22 @@ class Sockets:
 
     @property
     def has_more(self) -> bool:
-        """Whether frames may be waiting of which no descriptor tells."""
+        """Whether frames may be waiting that no descriptor signals."""
         return bool(self._suspects)
 
     @property
     def refused_connections(self) -> int:
-        """How many connections were ended because they proved nothing, were too many, or brought
-        what nobody can take."""
+        """Return how many connections were ended because they failed the handshake, were over a
+        limit, or brought too many unread bytes or a message of several parts."""
         cut = sum(intake.num_cut for intake in self._intakes.values())
         return self._authenticator.refused + self._listener.turned_away + cut
 
     def send(self, route: Route, frame: bytes) -> bool:
-        """Send a frame; what cannot be delivered is dropped and counted. False: the connection that
-        the route leads back over has ended."""
+        """Send a frame; one that cannot be delivered is dropped and counted. False: the connection
+        that the route replies to has ended."""
         try:
             if route.address:
-                self._suspects.add(self._dialler.socket)  # sending takes in a frame's event
+                self._suspects.add(self._dialler.socket)  # sending consumes an input event
                 self._dialler.send(route.address, frame)
             else:
                 self._suspects.add(self._router)
@@ -129,21 +130,21 @@ class Sockets:
         return True
 
     def receive(self, fd: int) -> None:
-        """Take in what has come on the socket behind a descriptor."""
+        """Take in the frames on the socket behind a descriptor."""
         self._served[fd]()
 
     def receive_more(self) -> None:
-        """Hand on what has come without a descriptor's telling."""
+        """Take in frames that no descriptor has signalled."""
         suspects, self._suspects = self._suspects, set()
         for source in suspects:
             self._receive(source)
 
     def hang_up(self, address: str) -> None:
-        """Close the connection to an address; the next frame dials afresh."""
+        """Close the connection to an address; the next frame dials again."""
         self._dialler.hang_up(address)
 
     def tick(self, now: float) -> None:
-        """Cut what costs too much, and close what is idle; some fifty times a second."""
+        """Cut connections that are over a limit, and close idle ones; call it in every tick."""
         self._listener.check()
         for source, intake in self._intakes.items():
             self._receive(source)
@@ -151,7 +152,7 @@ class Sockets:
         self._dialler.close_idle(now)
 
     def close(self, linger_seconds: float = 0.0) -> None:
-        """Close every socket, after what is queued has left or `linger_seconds`; idempotent."""
+        """Close every socket once its queue is sent, or after `linger_seconds`; idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -160,7 +161,7 @@ class Sockets:
         self._dialler.close(linger_milliseconds)
         self._router.close(linger=linger_milliseconds)
         self._served.clear()
-        self._context.term()  # bounded: every socket's linger is
+        self._context.term()  # bounded, because every socket has a linger
         self._listener.close()
 
     def _open(self, curve: Curve, on_refused: Refused) -> None:
@@ -226,7 +227,7 @@ class Sockets:
         self.frames_received += 1
         intake.take(fd, len(frame))
         if source is self._router:
-            if self._names.get(fd) != name:  # the end of who had it before may be unread
+            if self._names.get(fd) != name:  # the event that ended its former peer may be unread
                 self._authenticator.serve()
             self._authenticator.connections.prove(fd)
             self._names[fd] = name
@@ -236,7 +237,7 @@ class Sockets:
 
 
 def _descriptor_of(frame: zmq.Frame) -> int:
-    """Return the descriptor of the connection that brought a frame; -1 where nothing tells."""
+    """Return the descriptor of the connection that brought a frame; -1 if it is unknown."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:

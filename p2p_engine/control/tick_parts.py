@@ -1,4 +1,4 @@
-"""TickParts: what an engine does in each tick, part by part. A fault in one part stops no other."""
+"""TickParts: runs the parts of an engine's tick. If one part raises, the others still run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from p2p_engine.bounded import RateLimitedWarnings
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-FAILING_SECONDS = 2.0  # a part that has failed for so long, each time, is broken
+FAILING_SECONDS = 2.0  # a part that has raised each time for so long is broken
 
 
 class TickParts:
@@ -27,16 +27,16 @@ class TickParts:
         self._warnings = {name: RateLimitedWarnings(logger) for name in self._calls}
 
     def __iter__(self) -> Iterator[str]:
-        """Name the parts."""
+        """Return the names of the parts."""
         return iter(self._calls)
 
     def run(self, now: float) -> None:
-        """Run all parts; never raises what they raise."""
+        """Run all parts; never raises."""
         for name in self._calls:
             self.run_one(name, now)
 
     def run_one(self, name: str, now: float) -> None:
-        """Run one part; what it raises is logged and counted."""
+        """Run one part. If it raises, the exception is logged and counted."""
         try:
             self._calls[name](now)
         except Exception as error:  # noqa: BLE001  # it is logged there
@@ -46,7 +46,7 @@ class TickParts:
 
     @property
     def broken(self) -> list[str]:
-        """The parts that have failed each time for FAILING_SECONDS, and still do."""
+        """Return the parts that have raised each time for FAILING_SECONDS, and still do."""
         return sorted(self._broken)
 
     def _failed(self, name: str, now: float, error: Exception) -> None:
@@ -68,9 +68,9 @@ class TickParts:
 
 
 def for_each(entries: Iterable[T], step: Callable[[T], object]) -> None:
-    """Take the step for every entry, whatever one of them raises; then raise the first of that.
+    """Take the step for every entry, even if it raises for one; then raise the first exception.
 
-    The entries may change meanwhile.
+    The entries may change meanwhile: the loop runs over a copy.
     """
     failure: Exception | None = None
     for entry in list(entries):

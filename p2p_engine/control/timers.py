@@ -1,12 +1,12 @@
-"""Timers, and the clock of what could have been heard.
+"""Timers, and a clock that counts only the time in which this process listened.
 
-`Timers`: when each of many entries is to be looked at next. What a look costs does not grow with
-what is open: only what is due is touched.
+`Timers`: when to look at each of many entries next. A look touches only the entries that are due,
+so its cost does not grow with the number of entries.
 
 `ListeningClock`: the time in which this process could have heard its peers. A process that was
-stopped, got no core, or whose interpreter was held, heard nobody: that is not its peers' silence.
-So this clock stands still in such an absence. It never counts more than was missed, and a process
-that is absent again and again still notices which peer is dead.
+stopped, got no core, or could not get the interpreter, heard nobody; its peers were not silent. So
+this clock stands still in such an absence. It never counts more than has passed, and even a process
+that is absent again and again still notices a dead peer.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Hashable)
 
-AGAIN_SECONDS = 1.0  # until an entry whose look has set no other time is looked at again
+AGAIN_SECONDS = 1.0  # until an entry is looked at again, if its look set no other time
 MIN_STALE = 64
-NUM_STEPS = 4  # looks that the silence of a peer takes at least, however long each absence is
+NUM_STEPS = 4  # looks that it takes to find a peer silent, at least
 
 
 @dataclass(order=True, slots=True)
 class _Item(Generic[T]):
     at: float
     number: int
-    entry: T | None = field(compare=False)  # None: it is stale
+    entry: T | None = field(compare=False)  # None: the item is stale
 
 
 class Timers(Generic[T]):
     """Entries with one time each, in a heap. The engine's lock guards it.
 
-    A time that is moved on, or cancelled, stays in the heap until it comes, or until more than half
-    of the heap is stale. A cancelled entry is let go of at once.
+    If an entry is moved to a later time, or cancelled, its item stays in the heap until its old
+    time comes, or until more than half of the heap is stale. A cancelled entry itself is released
+    at once.
     """
 
     def __init__(self) -> None:
@@ -50,11 +51,11 @@ class Timers(Generic[T]):
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        """How many entries have a time."""
+        """Return how many entries have a time."""
         return len(self._times)
 
     def set(self, entry: T, at: float) -> None:
-        """Look at an entry at this time, and at no other."""
+        """Look at an entry at this time, instead of any time set before."""
         self._times[entry] = at
         item = self._items.get(entry)
         if item is None or at < item.at:
@@ -66,15 +67,16 @@ class Timers(Generic[T]):
             self._items.pop(entry).entry = None
 
     def look(self, now: float, step: Callable[[T], object]) -> None:
-        """Take the step for what is due, the oldest first, unless an earlier step has cancelled it.
+        """Take the step for each entry that is due, the oldest first, unless an earlier step has
+        cancelled it.
 
-        Raises what a step raised first, once all were taken.
+        If steps raise, the first exception is raised again after all steps were taken.
         """
         for_each(self.take_due(now), lambda entry: step(entry) if entry in self._times else None)
 
     def take_due(self, now: float) -> list[T]:
-        """Return what is due, the oldest first; each is due again AGAIN_SECONDS later, unless it is
-        set or cancelled: a look that fails loses no entry."""
+        """Return the entries that are due, the oldest first. Each is due again after AGAIN_SECONDS,
+        unless it is set or cancelled: a look that fails loses no entry."""
         due: list[T] = []
         while self._heap and self._heap[0].at <= now:
             entry = heapq.heappop(self._heap).entry
@@ -102,25 +104,26 @@ class Timers(Generic[T]):
 
 
 class ListeningClock:
-    """Seconds that were listened to. Look at it often: what lies between two looks may be absence.
+    """Counts the seconds in which this process listened. Look often: a long interval between two
+    looks is taken for an absence.
 
-    An interval of up to a step counts whole; a longer one is an absence. The first absence counts
-    nothing, because the sockets are read only after it. Until `patience_seconds` have been counted
-    since then, each further one counts one step. So at most five looks are needed to notice a
-    silence of `patience_seconds`, and where looks are less than a step apart, no more time than it
-    takes. Not for more than one thread at a time.
+    An interval of up to one step (`patience_seconds` / NUM_STEPS) counts in full; a longer one is
+    an absence. The first absence counts nothing, because the sockets are read only after it. Until
+    `patience_seconds` have been counted since then, each further absence counts one step. So a
+    silence of `patience_seconds` is noticed after five looks at most; if looks are less than a step
+    apart, it is noticed without delay. For one thread at a time.
     """
 
     def __init__(self, patience_seconds: float, clock: Callable[[], float]) -> None:
-        """`patience_seconds` is the longest silence of a peer."""
+        """`patience_seconds` is the longest silence that a peer is allowed."""
         self._patience = patience_seconds
         self._step = patience_seconds / NUM_STEPS
         self._clock = clock
         self._looked_at = self._seconds = clock()
-        self._excused_at = self._seconds - patience_seconds  # on this clock
+        self._excused_at = self._seconds - patience_seconds  # in seconds of this clock
 
     def __call__(self) -> float:
-        """Look: return the seconds, which begin with those of `clock`."""
+        """Look at the clock: return its seconds, which start at those of `clock`."""
         now = self._clock()
         interval, self._looked_at = now - self._looked_at, now
         if interval <= self._step:

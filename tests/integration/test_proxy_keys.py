@@ -133,7 +133,7 @@ async def test_listening_for_everybody_without_a_key_is_said_where_people_look(
         async with running_proxy(registration_host="0.0.0.0") as proxy:
             assert "NOT AUTHENTICATED" in (await proxy.status())["warning"]
             assert await metric(proxy, "authenticated") == 0
-    assert "NOT AUTHENTICATED: whoever reaches 0.0.0.0" in caplog.text
+    assert "NOT AUTHENTICATED: anyone who can reach 0.0.0.0" in caplog.text
 
 
 def test_a_key_file_that_cannot_be_used_ends_the_start(tmp_path: Path) -> None:

@@ -109,4 +109,4 @@ def test_the_warning_comes_once_for_each_open_address(caplog: pytest.LogCaptureF
             warn_if_exposed("192.0.2.2", (b"a secret",))
             warn_if_exposed("127.0.0.1", ())
     assert [record.levelname for record in records_of(keys.logger, caplog)] == ["WARNING"]
-    assert "NOT AUTHENTICATED: whoever reaches 192.0.2.1" in caplog.text
+    assert "NOT AUTHENTICATED: anyone who can reach 192.0.2.1" in caplog.text
