@@ -1,1 +1,1 @@
-"""What arrives: from OFFER until the bytes are where they belong."""
+"""The receiving side of an engine: from OFFER until the bytes are in the sink."""

@@ -1,7 +1,8 @@
-"""Expectations: what this engine waits for from named peers, and what it will ask for later.
+"""Expectations: the keys that this engine awaits from named peers, and the contents that it keeps.
 
-`Pulls` writes what is awaited, `Renewals` what is kept, and the store reads both: it must know
-whose word counts about a key, and which content outlives its lease. The engine's lock guards both.
+`Pulls` writes the awaited keys, `Renewals` writes the kept contents, and the store reads both: it
+must know which peer may end the wait for a key, and which content outlives its lease. The engine's
+lock guards both tables.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from p2p_engine.wire.messages import ContentKey, TransferKey
 
 @dataclass(eq=False)
 class AskedRank:
-    """One rank that sends what is expected."""
+    """One rank that sends an awaited key."""
 
     link: Link
     resend_at: float = 0.0
@@ -26,9 +27,10 @@ class AskedRank:
 
 @dataclass(eq=False)
 class Expected:
-    """One receive whose sender is known; `asked` follows when its directory has answered.
+    """One receive with a named sender. `asked` is filled when the sender's directory has answered.
 
-    So do the `idle` ranks there, which hold it too, or what we have no place for, for nobody.
+    So is `idle`: ranks there that hold the same KV, or groups that this rank lacks, and that nobody
+    here pulls.
     """
 
     transfer: Transfer
@@ -40,19 +42,19 @@ class Expected:
 
     @property
     def content(self) -> ContentKey:
-        """What is waited for."""
+        """Return the awaited content."""
         return self.transfer.key, self.binding
 
     @property
     def epochs(self) -> set[int]:
-        """Of those who send it; 0: of one that has not been met yet."""
+        """Return the epochs of the ranks that send it; 0 stands for a rank not yet connected."""
         return {asked.link.epoch for asked in self.asked}
 
 
 @dataclass(eq=False)
 class Kept:
-    """A content that will be asked for; `told` are the names under which ranks of its peer have it,
-    those of `sources` among them give it to this rank."""
+    """A content that a request will ask for. `told` lists the ranks of its peer, each with the
+    content's name there; the ranks in `sources` give it to this rank."""
 
     content: ContentKey
     began_at: float
@@ -61,11 +63,11 @@ class Kept:
 
 
 class Expectations:
-    """Both tables."""
+    """The table of awaited keys and the table of kept contents."""
 
     def __init__(self) -> None:
         self.awaited: dict[TransferKey, Expected] = {}
-        # How to tell peers that what was left for another receive here is wanted by none any more.
+        # Calls that release at its peers a content that was left for another receive here.
         self.let_go: dict[ContentKey, Callable[[], None]] = {}
         self._kept: dict[ContentKey, Kept] = {}  # oldest first
         self._keys: Counter[TransferKey] = Counter()
@@ -81,7 +83,7 @@ class Expectations:
         self._keys[kept.content[0]] += 1
 
     def drop(self, content: ContentKey) -> Kept | None:
-        """Forget a content; returns what was kept of it."""
+        """Forget a content; returns its entry, or None."""
         kept = self._kept.pop(content, None)
         if kept is not None:
             self._keys[content[0]] -= 1
@@ -90,17 +92,17 @@ class Expectations:
         return kept
 
     def kept(self, content: ContentKey) -> Kept | None:
-        """Return what is kept of a content."""
+        """Return the entry of a kept content, or None."""
         return self._kept.get(content)
 
     def all_kept(self) -> Iterator[Kept]:
-        """Go through all that is kept, the oldest first; change nothing meanwhile."""
+        """Iterate over the kept contents, the oldest first; the table must not change meanwhile."""
         return iter(self._kept.values())
 
     def num_kept(self) -> int:
-        """How many contents are kept."""
+        """Return how many contents are kept."""
         return len(self._kept)
 
     def is_kept(self, content: ContentKey) -> bool:
-        """Whether a content, or anything of a key without a binding, is kept."""
+        """Whether a content is kept; with an empty binding, whether any content of its key is."""
         return content in self._kept or (not content[1] and content[0] in self._keys)

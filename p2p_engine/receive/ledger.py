@@ -1,9 +1,11 @@
-"""What the store keeps of an incoming chunk, and of who waits for it.
+"""The records of incoming chunks and of the receives that wait for them.
 
-GRANTED → LANDED → SCATTERING → (freed)      by way of the arena
-GRANTED → LANDED → (freed)                   straight in final blocks
-GRANTED → QUARANTINED → (freed)              given up, but the sender may still write: only its
-                                             word, its proven end or our joined I/O frees it
+    GRANTED → LANDED → SCATTERING → (freed)      by way of the arena
+    GRANTED → LANDED → (freed)                   straight in final blocks
+    GRANTED → QUARANTINED → (freed)              given up, but the sender may still write
+
+A quarantined landing is freed when the sender says CANCELLED or publishes the completion word, when
+our own I/O has ended, or when the sender is proven unable to write. No timer frees it.
 """
 
 from __future__ import annotations
@@ -40,82 +42,83 @@ class LandingState(enum.Enum):
 
 @dataclass(eq=False)
 class Landing:
-    """One granted region; it owns `space` (None: final blocks, or nothing was wanted)."""
+    """One granted region. It owns `space`, which is None in final blocks or if nothing is
+    wanted."""
 
     id: LandingId
     attempt: int
     content: ContentKey
-    manifest: Manifest  # of what was granted, which may be less than what was offered
+    manifest: Manifest  # of the granted blocks, which may be fewer than were offered
     transport: Transport
     trailer: int  # the completion word that the sender writes where receiver_writes is false
     deadline: float
-    checked: bool = False  # it has landed when its checksum is the sender's
+    checked: bool = False  # it lands only if its checksum equals the sender's
     space: Space | None = None
-    word: int | None = None  # the arena's completion word that is lent for it
+    word: int | None = None  # number of the completion word lent to it
     state: LandingState = LandingState.GRANTED
     job: Job | None = None
     receive: Receive | None = None
-    is_spare: bool = False  # all that was wanted came without it: it is freed when it has landed
+    is_spare: bool = False  # the receive is complete without it: free it once it has landed
     done_heard: bool = False
-    checksum: int = 0  # that DONE brought
+    checksum: int = 0  # the sender's, from DONE
     checking: Job | None = None
     resend_at: float = 0.0
 
     @property
     def nbytes(self) -> int:
-        """The payload in bytes."""
+        """Return the payload in bytes."""
         return self.manifest.nbytes
 
     @property
     def reserved_bytes(self) -> int:
-        """What it takes of the memory in which it lands."""
+        """Return the bytes that it occupies in the memory where it lands."""
         return self.nbytes if self.space is None else self.space.nbytes
 
     @property
     def place(self) -> str:
-        """Where it lands: blocks, buffer or pool."""
+        """Return where it lands: blocks, buffer or pool."""
         return BLOCKS if self.space is None else self.space.place
 
     @property
     def orphaned(self) -> bool:
-        """Whether it has landed and nobody has asked for it."""
+        """Whether it has landed and no receive has claimed it."""
         return self.state is LandingState.LANDED and self.receive is None
 
     @property
     def is_owed(self) -> bool:
-        """Whether its deadline says when something of it has to end."""
+        """Whether its deadline is in force: it must land, or its lease ends."""
         return self.state is LandingState.GRANTED or self.orphaned
 
     @property
     def is_straight(self) -> bool:
-        """Whether it lands in final memory."""
+        """Whether it lands in the sink's final memory."""
         return self.space is None and self.nbytes > 0
 
 
 @dataclass(eq=False)
 class Receive:
-    """Somebody waits for this content; `landings` are those that are on their way to its sink."""
+    """A wait for one content; `landings` are the regions on their way to its sink."""
 
     content: ContentKey
     sink: Sink
     transfer: Transfer
     deadline: float
-    after: tuple[Moment, ...] = ()  # when the sink may be written
+    after: tuple[Moment, ...] = ()  # moments before which the sink must not be written
     landings: set[Landing] = field(default_factory=set)
-    writers: Spans[Landing] = field(default_factory=Spans)  # of them, those that write to the sink
+    writers: Spans[Landing] = field(default_factory=Spans)  # those that write to the sink
     delivered: Cover = field(default_factory=Cover)
     senders: set[int] = field(default_factory=set)  # the epochs whose chunks were granted
-    denied: set[int] = field(default_factory=set)  # those that will offer again
-    source_lost: P2pError | None = None  # its sender is gone: only what is here can complete it
+    denied: set[int] = field(default_factory=set)  # epochs that will offer again
+    source_lost: P2pError | None = None  # the sender is gone: only bytes already here complete it
     ending: P2pError | None = None
     complete: bool = False
-    is_named: bool = False  # who sends it
-    is_pulled: bool = False  # from them
+    is_named: bool = False  # its sender is known by name
+    is_pulled: bool = False  # it was asked for with WANT
     strangers: set[int] = field(default_factory=set)  # epochs that offer another content of its key
-    mismatched: bool = False  # one of them is who sends it
+    mismatched: bool = False  # such an epoch is its sender's
 
     def narrowed(self, manifest: Manifest) -> Manifest:
-        """The part of a chunk that is wanted.
+        """Return the part of a chunk that is still wanted.
 
         Raises:
             P2pError: the sink refuses the chunk, or failed.
@@ -123,7 +126,7 @@ class Receive:
         return manifest.narrowed(*self.wanted(manifest))
 
     def wanted(self, manifest: Manifest) -> tuple[int, int]:
-        """Which blocks of this chunk are still wanted: the first, and how many.
+        """Return which blocks of a chunk are still wanted, as (first, number).
 
         Raises:
             P2pError: the sink refuses the chunk, or failed.
@@ -131,7 +134,7 @@ class Receive:
         return ask(lambda: self.sink.wanted(manifest))
 
     def regions(self, manifest: Manifest, first: int, num: int) -> Regions:
-        """Where these blocks are to lie.
+        """Return where these blocks belong in the sink.
 
         Raises:
             P2pError: the sink failed.
@@ -140,7 +143,7 @@ class Receive:
         return ask_regions(lambda: self.sink.regions(manifest, first, num), nbytes)
 
     def landed(self, manifest: Manifest, first: int, num: int) -> bool:
-        """Note that blocks are in place; True when nothing is missing any more.
+        """Note that blocks are in place; returns True if nothing is missing any more.
 
         Raises:
             P2pError: the sink failed.
@@ -149,11 +152,11 @@ class Receive:
         return ask(lambda: self.sink.landed(manifest, first, num))
 
     def has_delivered(self, manifest: Manifest) -> bool:
-        """Whether a block of this chunk is in place already."""
+        """Whether any block of a chunk is in place already."""
         return self.delivered.overlaps(manifest)
 
     def writers_of(self, manifest: Manifest) -> set[Landing]:
-        """Return the landings by which blocks of this chunk are being written."""
+        """Return the landings that are writing blocks of this chunk."""
         return set(self.writers.overlapping(manifest))
 
     def attach(self, landing: Landing) -> None:
@@ -170,14 +173,14 @@ class Receive:
         self.writers.add(landing.manifest, landing)
 
     def detach(self, landing: Landing) -> None:
-        """Note that a landing is over: it writes nothing any more."""
+        """Note that a landing has ended and writes nothing any more."""
         landing.receive = None
         self.landings.discard(landing)
         self.writers.discard(landing.manifest, landing)
 
     @property
     def hopeless(self) -> P2pError | None:
-        """Why nothing can complete it any more: not its sender, nor what is on its way."""
+        """Return why the receive cannot complete: its sender is gone and nothing is on its way."""
         if self.source_lost is None:
             return None
         nothing_comes = all(item.state is LandingState.QUARANTINED for item in self.landings)
@@ -191,7 +194,8 @@ class Receive:
 
 
 class Ledger:
-    """What is open; nothing here is found by a scan."""
+    """The open landings and receives, with an index for each question, so that nothing is a
+    scan."""
 
     def __init__(self) -> None:
         self.landings: dict[LandingId, Landing] = {}
@@ -218,9 +222,9 @@ class Ledger:
             _count(self._num_empty, landing.id[0], 1)
 
     def remove(self, landing: Landing) -> bool:
-        """Forget a landing; False: it was forgotten before."""
+        """Forget a landing; returns False if it was forgotten before."""
         if self.landings.get(landing.id) is not landing:
-            return False  # a later attempt may have its name by now
+            return False  # a later attempt may use the same id by now
         del self.landings[landing.id]
         self._of_content.discard(landing.content, landing)
         self._of_key.discard(landing.content[0], landing)
@@ -233,7 +237,7 @@ class Ledger:
         return True
 
     def quarantine(self, landing: Landing) -> None:
-        """Set a landing's state: nobody wants it, and its sender may still write."""
+        """Quarantine a landing: nobody wants it, and its sender may still write."""
         if landing.state is not LandingState.QUARANTINED and landing.id in self.landings:
             _count(self._quarantined_bytes, landing.id[0], landing.reserved_bytes)
             self._quarantined.add((landing.transport, landing.id[0]), landing)
@@ -244,7 +248,7 @@ class Ledger:
         return self._of_content.get(content)
 
     def of_key(self, key: TransferKey) -> list[Landing]:
-        """Return the landings of a key, whatever their binding."""
+        """Return the landings of a key, with any binding."""
         return self._of_key.get(key)
 
     def of_sender(self, epoch: int) -> list[Landing]:
@@ -252,23 +256,23 @@ class Ledger:
         return self._of_sender.get(epoch)
 
     def num_from(self, epoch: int) -> int:
-        """How many landings a sender has."""
+        """Return how many landings a sender has."""
         return self._of_sender.count(epoch)
 
     def num_empty(self, epoch: int | None = None) -> int:
-        """How many landings without bytes one sender has, or all."""
+        """Return how many landings without bytes one sender has, or all senders."""
         return self._num_empty[epoch] if epoch is not None else sum(self._num_empty.values())
 
     def quarantined_from(self, writer: Writer) -> list[Landing]:
-        """Return the landings in quarantine that a sender might write by a transport."""
+        """Return the quarantined landings that a sender might still write over a transport."""
         return self._quarantined.get(writer)
 
     def quarantined_writers(self) -> list[Writer]:
-        """Return who has landings in quarantine, by which transport."""
+        """Return the (transport, epoch) pairs with landings in quarantine."""
         return self._quarantined.names()
 
     def quarantined_bytes(self, epoch: int | None = None) -> int:
-        """Bytes in quarantine, of one sender or of all."""
+        """Return the bytes in quarantine, of one sender or of all."""
         if epoch is not None:
             return self._quarantined_bytes[epoch]
         return sum(self._quarantined_bytes.values())
@@ -282,7 +286,7 @@ class Ledger:
         self._by_transfer[receive.transfer] = receive
 
     def close(self, receive: Receive) -> bool:
-        """Forget a receive; False: it was forgotten before."""
+        """Forget a receive; returns False if it was forgotten before."""
         if self.receives.pop(receive.content, None) is None:
             return False
         self._receives_of_key.discard(receive.content[0], receive)
@@ -297,20 +301,20 @@ class Ledger:
         self._receives_of_sender.add(landing.id[0], receive)
 
     def receives_of_key(self, key: TransferKey) -> list[Receive]:
-        """Return the receives of a key, whatever their binding."""
+        """Return the receives of a key, with any binding."""
         return self._receives_of_key.get(key)
 
     def receives_from(self, epoch: int) -> list[Receive]:
-        """Return the receives to which a sender has offered something."""
+        """Return the receives to which a sender's chunks were granted."""
         return self._receives_of_sender.get(epoch)
 
     def receive_of(self, transfer: Transfer) -> Receive | None:
-        """Return the receive that a caller's handle stands for."""
+        """Return the receive behind a caller's handle, or None."""
         return self._by_transfer.get(transfer)
 
 
 def _count(counts: Counter[int], epoch: int, change: int) -> None:
-    """Change what is counted of a sender; one of whom nothing is left is not kept."""
+    """Change the count of a sender; removes a count of zero."""
     counts[epoch] += change
     if not counts[epoch]:
         del counts[epoch]

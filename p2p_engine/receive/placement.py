@@ -1,9 +1,9 @@
-"""Placement: where a granted chunk's bytes land, until the memory is given back.
+"""Placement: chooses where a granted chunk's bytes land, and accounts for that memory.
 
-Straight in the sink's final memory where our own process writes and nothing has arrived yet; else
-in the arena, where a sender that writes by itself says so in a last word. What is held and spilled
-lies in the arena, too, and leaves the reserve alone like any chunk that nobody waits for. The
-engine's lock guards everything here.
+A chunk lands straight in the sink's final memory if our own process writes it and none of its
+blocks has arrived yet. Otherwise it lands in the arena, where a sender that writes by itself ends
+with a completion word. Spills of holds lie in the arena too; like any chunk that no receive waits
+for, they may not use the reserve. The engine's lock guards everything here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Placement:
         *,
         receives: bool = True,
     ) -> None:
-        """Unless the engine `receives`, nothing is kept for what somebody waits for."""
+        """An engine that never `receives` needs no reserve."""
         self.arena = self._arena = arena
         self._credit = Credit(config, clock)
         self._reserve = Reserve(arena) if arena is not None and receives else None
@@ -46,18 +46,18 @@ class Placement:
     def place(
         self, landing: Landing, receive: Receive | None, quarantined_bytes: int, ended: JobEnded
     ) -> str:
-        """Reserve memory for a landing; `ended` is told of our own I/O into it.
+        """Reserve memory for a landing; `ended` is called when our own I/O into it has ended.
 
-        Returns why there is none now, or "". Nobody may use `quarantined_bytes`,
-        because the same sender might still write there.
+        Returns why there is none now, or "". `quarantined_bytes` of the same sender are out of use,
+        because it might still write there.
 
         Raises:
             TransportError: the sender has no data connection.
-            TransferTooLarge: there never will be room.
+            TransferTooLarge: there will never be room.
             P2pError: the sink failed.
         """
         if not landing.nbytes:
-            return ""  # nothing is written, so there is no place, and DONE says that it is whole
+            return ""  # nothing is written; DONE alone makes it whole
         if not landing.transport.receiver_writes and landing.transport.is_gone(landing.id[0]):
             raise TransportError("the sender has no data connection")
         if receive is None or not _may_go_straight(landing, receive):
@@ -69,19 +69,19 @@ class Placement:
         return ""
 
     def wait(self, landing: Landing, *, is_awaited: bool) -> float:
-        """Remember a landing that was denied; returns the seconds after which to offer it again."""
+        """Remember a denied landing; returns the seconds after which it is to be offered again."""
         return self._credit.wait(landing.id, landing.nbytes, is_awaited=is_awaited)
 
     def wait_no_more(self, landing_id: LandingId) -> None:
-        """What was denied, if it was, will not be offered again; idempotent."""
+        """Forget a denied chunk that will not be offered again; idempotent."""
         self._credit.discard(landing_id)
 
     def sender_lost(self, epoch: int) -> None:
-        """A sender is gone: it waits for nothing."""
+        """Forget the waiting chunks of a sender that is gone."""
         self._credit.forget(epoch)
 
     def give_back(self, landing: Landing) -> None:
-        """Free a landing's memory: nobody can write into it any more."""
+        """Free a landing's memory. Nobody may be able to write into it any more."""
         if landing.word is not None and self._arena is not None:
             self._arena.words.give_back(landing.word)
         if landing.space is not None:
@@ -91,8 +91,8 @@ class Placement:
             self._live_block_bytes -= landing.nbytes
 
     def spare(self, sizes: Sequence[int], place: str) -> list[Space]:
-        """Reserve a space of each size in one place for a spill; none when there is not room for
-        all of them beside what is kept for chunks that somebody waits for."""
+        """Reserve a space of each size in one place, for a spill. Returns [] if there is no room
+        for all of them beside the reserve."""
         spaces: list[Space] = []
         for nbytes in sizes:
             space = self._spare(nbytes, place)
@@ -103,7 +103,7 @@ class Placement:
         return spaces
 
     def take_back(self, spaces: list[Space]) -> None:
-        """Free the spaces of a spill, and empty the list: nobody reads or writes them any more."""
+        """Free the spaces of a spill, and empty the list. Nobody may use them any more."""
         while spaces:
             self._release(spaces.pop())
 
@@ -121,7 +121,7 @@ class Placement:
             self._reserve.relax()
 
     def is_whole(self, landing: Landing) -> bool:
-        """Whether every byte is there."""
+        """Whether every byte of a landing has arrived."""
         if not landing.nbytes:
             return landing.done_heard
         if landing.transport.receiver_writes:
@@ -131,11 +131,12 @@ class Placement:
         return self._arena.words.is_published(landing.word)
 
     def take_written(self) -> list[Landing]:
-        """Return the landings whose senders have published that they are whole; each once."""
+        """Return the landings whose completion word has been published since the last call."""
         return self._arena.words.take_published() if self._arena is not None else []
 
     def checksum(self, landing: Landing, ended: JobEnded) -> int | None:
-        """The CRC-32C of a landing that is whole; None: `ended` is told when to ask again."""
+        """Return the CRC-32C of a whole landing. None: it is being computed; ask again when `ended`
+        is called."""
         if landing.transport.receiver_writes or landing.space is None or self._arena is None:
             return landing.job.checksum if landing.job is not None else None
         if landing.checking is None:
@@ -150,30 +151,30 @@ class Placement:
         return landing.checking.checksum
 
     def packed(self, landing: Landing, first: int, num: int) -> Regions | None:
-        """Where these blocks lie in the arena; None: where they belong already."""
+        """Return where these blocks lie in the arena; None if they are in their final memory."""
         if landing.space is None or self._arena is None:
             return None
         base = self._arena.address(landing.space)
         return packed_pages(base, landing.manifest, first, num)
 
     def word_offset(self, landing: Landing) -> int:
-        """Where the sender is to write the completion word; 0: it writes none."""
+        """Return the offset at which the sender writes the completion word; 0: it writes none."""
         if landing.word is None or self._arena is None:
             return 0
         return self._arena.words.offset(landing.word)
 
     def live_bytes(self) -> dict[str, int]:
-        """Bytes that are reserved now, by place."""
+        """Return the bytes that are reserved now, by place."""
         arena = dict(self._arena.live_bytes) if self._arena is not None else {}
         if self._reserve is not None and self._reserve.place is not None:
-            arena[self._reserve.place] -= self._reserve.nbytes  # it is set aside, and empty
+            arena[self._reserve.place] -= self._reserve.nbytes  # reserved, but not in use
         return {BLOCKS: self._live_block_bytes, **arena}
 
     def _take_space(
         self, arena: LandingArena, landing: Landing, size: int, *, is_awaited: bool
     ) -> str:
-        """Reserve a landing's space; returns why it may have none, or "". What nobody waits for
-        leaves the reserve to what somebody does."""
+        """Reserve a landing's space; returns why it may have none, or "". Only a landing that a
+        receive waits for may use the reserve."""
         reserve = self._reserve
         spare = reserve.nbytes if reserve is not None and is_awaited else 0
         refusal = self._credit.refusal(
@@ -222,8 +223,8 @@ class Placement:
 
 
 def _may_go_straight(landing: Landing, receive: Receive) -> bool:
-    """Whether the bytes may land in final memory: a stream that is cut off ends in zeros, so only
-    where nothing has arrived yet and nobody else writes."""
+    """Whether the bytes may land in final memory. A stream that is cut off ends in zeros, so this
+    is allowed only if no block has arrived yet and no other landing writes there."""
     touched = receive.has_delivered(landing.manifest) or receive.writers_of(landing.manifest)
     return landing.transport.scatters and not touched
 

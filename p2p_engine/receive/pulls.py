@@ -1,7 +1,8 @@
-"""Pulls: what this engine waits for from a named peer. It pulls (GET), and it notices that the
-peer is gone, refuses, or no longer has it. The engine's lock guards everything here.
+"""Pulls: receives whose sender is a named peer. It pulls their keys (GET), and it notices if the
+peer is gone, refuses, or no longer has a key. The engine's lock guards everything here.
 
-A peer is an engine, or those ranks of an instance that the plan names."""
+A peer is one engine, or those ranks of an instance that the plan names.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +32,14 @@ MAX_DOUBLINGS = 16
 
 @dataclass(frozen=True)
 class Accusation:
-    """An ABANDON that counts if its speaker turns out to be who sends the key."""
+    """An ABANDON that counts if its sender turns out to be the one that sends the key."""
 
     error: P2pError
     until: float
 
 
 class Pulls(LinkListener):
-    """All receives whose sender is known."""
+    """The receives with a named sender."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Pulls(LinkListener):
         self._expected = expectations.awaited
         self._let_go_later = expectations.let_go
         self._of_link: Index[Link, Expected] = Index()
-        self._timers: Timers[Expected] = Timers()  # of those to ask for, or that ended
+        self._timers: Timers[Expected] = Timers()  # receives to ask for, or that have ended
         self._to_release: Index[Link, ContentKey] = Index()
         self._accused: BoundedMap[tuple[TransferKey, int], Accusation] = BoundedMap(MAX_ACCUSATIONS)
 
@@ -71,11 +72,12 @@ class Pulls(LinkListener):
         *,
         pull: bool,
     ) -> None:
-        """Watch the peer until the transfer has ended; with `pull`, ask it for the key, without,
-        ask it when nothing has come for a while: it may hold what we take for pushed."""
+        """Watch the peer until the transfer has ended. With `pull`, ask it for the key at once.
+        Without, ask only if nothing has come for `retry_seconds`: the peer may hold KV that we
+        expect it to push."""
         self._let_go_later.pop((transfer.key, binding), None)
         previous = self._expected.get(transfer.key)
-        if previous is not None:  # no RELEASE for it: it would end what is asked for now
+        if previous is not None:  # a RELEASE would end the new pull too
             self._remove(previous)
         item = self._expected[transfer.key] = Expected(transfer, peer, binding, pull)
         transfer.on_end = partial(self._ended, item)
@@ -85,8 +87,8 @@ class Pulls(LinkListener):
             self._locator.ask(peer, partial(self._found, item, peer))
 
     def release(self, content: ContentKey, peer: PeerAddress | InstanceAddress) -> None:
-        """Tell the holders once, soon, that nothing is wanted; a lease covers a lost message. If it
-        is left for another receive here, they are told when it is kept no longer."""
+        """Tell the holders once that a content is not wanted; if the message is lost, their lease
+        ends. If it is left for another receive here, they are told when it is no longer kept."""
         if self._store.is_left(content):
             self._let_go_later[content] = partial(self.release, content, peer)
             return
@@ -103,14 +105,14 @@ class Pulls(LinkListener):
         self._locator.ask(peer, found)
 
     def uses_link(self, link: Link) -> bool:
-        """Whether anything is awaited over a link, or to be said."""
+        """Whether a receive, or a RELEASE that was not sent yet, needs a link."""
         return self._of_link.count(link) + self._to_release.count(link) > 0
 
     def on_gone(self, key: TransferKey, epoch: int, error: P2pError) -> None:
-        """A peer does not have it.
+        """Fail a receive: the peer does not have its key (any more).
 
         Raises:
-            RemoteProtocolError: it was not asked for it.
+            RemoteProtocolError: the peer was not asked for it.
         """
         item = self._expected.get(key)
         if item is None:
@@ -122,8 +124,8 @@ class Pulls(LinkListener):
         self._let_go(item)
 
     def on_abandon(self, key: TransferKey, epoch: int, error: P2pError) -> None:
-        """A peer will not complete a key. It is believed if the key is awaited from it, or from
-        nobody by name. Until it is known who that is, it is remembered.
+        """Fail a key that a peer will not complete. The peer is believed if the key is awaited from
+        it, or from no named peer. Until the sender is known, the message is remembered.
 
         Raises:
             RemoteProtocolError: the key is awaited from another peer, or another one sends it.
@@ -140,7 +142,7 @@ class Pulls(LinkListener):
         self._accused.put((key, epoch), Accusation(error, until))
 
     def link_ready(self, link: Link) -> None:
-        """Ask what could not be asked before."""
+        """Send the WANTs and RELEASEs that waited for a link."""
         try:
             for_each(self._of_link.get(link), lambda item: self._meet_by(item, link))
         finally:
@@ -148,13 +150,13 @@ class Pulls(LinkListener):
                 self._links.send(link, Release, *content)
 
     def link_closed(self, link: Link) -> None:
-        """Nothing will come from there any more."""
+        """Fail the receives that only a lost peer could complete."""
         self._to_release.pop(link)
         error = link.error or PeerLost(f"peer {link.target} is gone")
         for_each(self._of_link.get(link), lambda item: self._lose(item, error))
 
     def tick(self, now: float) -> None:
-        """Ask again; let go of what has ended."""
+        """Repeat the WANTs that are due, and release what has ended."""
         self._timers.look(now, lambda item: self._tick_one(item, now))
 
     def _tick_one(self, item: Expected, now: float) -> None:
@@ -167,8 +169,8 @@ class Pulls(LinkListener):
         self._schedule(item)
 
     def _schedule(self, item: Expected) -> None:
-        """Look at it when somebody has to be asked; a link that is not ready tells when it is, but
-        that may be lost."""
+        """Set the time of the next WANT. A link that becomes ready calls `link_ready`; that can be
+        missed, so there is a time for links that are not ready, too."""
         if item.transfer.done:
             return  # it is due already
         later = self._clock() + self._config.retry_seconds
@@ -183,7 +185,7 @@ class Pulls(LinkListener):
             self._timers.cancel(item)
 
     def _ended(self, item: Expected) -> None:
-        """Its transfer is over: the next tick lets go of it."""
+        """Let the next tick release a receive whose transfer has ended."""
         if self._expected.get(item.transfer.key) is item:
             self._timers.set(item, 0.0)
 
@@ -211,7 +213,7 @@ class Pulls(LinkListener):
         sources = givers(self._spec, key, answer)
         self._watch(item, [peer.rank(rank) for rank in sources])
         if not sources:
-            self._store.fail_key(key, PeerRefused(f"peer {peer}: there are no such layers there"))
+            self._store.fail_key(key, PeerRefused(f"peer {peer}: no rank there has these layers"))
 
     def _watch(self, item: Expected, peers: list[PeerAddress]) -> None:
         patient_until = 0.0 if item.pull else self._clock() + self._config.retry_seconds
@@ -227,13 +229,13 @@ class Pulls(LinkListener):
     def _meet_by(self, item: Expected, link: Link) -> None:
         for asked in item.asked:
             if asked.link is link:
-                if item.pull:  # what it was asked before may be lost
+                if item.pull:  # the previous WANT may be lost
                     asked.resend_at = 0.0
                 self._meet(item, asked)
         self._schedule(item)
 
     def _meet(self, item: Expected, asked: AskedRank) -> None:
-        """Ask one who sends it, if it is there; and hear what it has said before it was known."""
+        """Ask a rank whose link is ready for the key, and apply an ABANDON that it sent earlier."""
         if not asked.link.ready:
             return
         key = item.transfer.key
@@ -255,7 +257,7 @@ class Pulls(LinkListener):
         for asked in item.asked:
             if item.pull or asked.num_wants:
                 self._release(item.content, asked.link.target)
-        if item.pull and not item.asked:  # its directory has not answered yet
+        if item.pull and not item.asked:  # the peer's directory has not answered yet
             self.release(item.content, item.peer)
 
     def _release(self, content: ContentKey, peer: PeerAddress) -> None:
@@ -276,8 +278,9 @@ class Pulls(LinkListener):
         return self._store.has_offer(item.content, asked.link.epoch)
 
     def _pause(self, asked: AskedRank) -> float:
-        """How soon to ask again: more and more seldom, and four times in the peer's lease at least.
-        It remembers what it was asked, and what is pushed comes by itself."""
+        """Return the seconds until the next WANT. They double each time, but a lease of the peer
+        has room for WANTS_IN_A_LEASE at least. Few are needed: the peer remembers a WANT, and a
+        push needs none."""
         pause = self._config.retry_seconds
         doubled = pause * 2.0 ** min(asked.num_wants, MAX_DOUBLINGS)
         return max(pause, min(doubled, asked.link.lease / WANTS_IN_A_LEASE))

@@ -1,11 +1,10 @@
-"""Renewals: what somebody here will ask for, later. Until then it must not end: neither here, where
-it may have landed, nor at the peer that holds it (GET) or was denied room for it (PUT).
+"""Renewals: keeps contents alive that requests here will ask for later. Such a content must not end
+here, where it may have landed, nor at the peer that holds it (GET) or was denied room for it (PUT).
 
-What has landed here outlives its lease while its content is kept (`is_kept`); that costs nothing.
-A peer is told RENEW, for all its contents together: at once for those that are new, then four times
-in a lease, its own or ours, whichever is shorter. Nothing is kept for longer than
-`max_renewal_seconds`, on either side: a caller that never says `drop` cannot pin memory for ever.
-The engine's lock guards everything here.
+Here, a kept content outlives its lease (`is_kept`) without any message. A peer is told RENEW, for
+all its contents together: at once for new ones, then four times in a lease (its own or ours,
+whichever is shorter). Neither side keeps anything for longer than `max_renewal_seconds`: a caller
+that never calls `drop` cannot pin memory for ever. The engine's lock guards everything here.
 """
 
 from __future__ import annotations
@@ -36,24 +35,24 @@ from p2p_engine.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-ROUNDS_IN_A_LEASE = 4  # so that three may be lost
-_OVERHEAD_BYTES = 64  # of a frame, and of the numbers in one content
+ROUNDS_IN_A_LEASE = 4  # so that three messages may be lost
+_OVERHEAD_BYTES = 64  # of a frame, and of one content beside its texts
 
 
 @dataclass(eq=False)
 class Duty:
-    """What one rank of a peer is asked to keep; `fresh` are those that it was not told yet."""
+    """The contents that one rank of a peer is asked to keep; `fresh` were not sent to it yet."""
 
     due_at: float
     contents: dict[ContentKey, Kept] = field(default_factory=dict)
     fresh: dict[ContentKey, None] = field(default_factory=dict)
     epoch: int = 0  # of the engine that was told
-    told_at: dict[ContentKey, float] = field(default_factory=dict)  # its link's heard_at then
-    heard_at: float = 0.0  # of its last link, which has ended
+    told_at: dict[ContentKey, float] = field(default_factory=dict)  # the link's heard_at then
+    heard_at: float = 0.0  # of its last link, which has closed
 
 
 class Renewals(LinkListener):
-    """All contents that this engine keeps alive."""
+    """The contents that this engine keeps alive."""
 
     def __init__(
         self,
@@ -73,11 +72,11 @@ class Renewals(LinkListener):
         self._store = store
         self._expectations = expectations
         self._duties: dict[PeerAddress, Duty] = {}
-        self._unplanned: dict[InstanceAddress, set[ContentKey]] = {}  # its directory did not answer
-        self._look_at = math.inf  # when something is to be done at the earliest
+        self._unplanned: dict[InstanceAddress, set[ContentKey]] = {}  # no answer yet
+        self._look_at = math.inf  # the next time that a tick has work
 
     def keep(self, content: ContentKey, peer: PeerAddress | InstanceAddress | None) -> None:
-        """Keep a content alive until `drop`, here and, when it is known, at the peer.
+        """Keep a content alive until `drop`: here and, if `peer` is known, there.
 
         Raises:
             PeerUnreachable: the address is not host:port.
@@ -94,8 +93,8 @@ class Renewals(LinkListener):
             self._ask(peer, kept)
 
     def drop(self, content: ContentKey) -> None:
-        """Keep a content no longer; idempotent. What was left for another receive is discarded, and
-        its peer told; leases end what has come since."""
+        """Stop keeping a content; idempotent. If it was left for another receive, it is discarded
+        and its peer is told. Whatever has arrived since then ends with its lease."""
         self._remove(content)
         self._store.dropped(content)
         let_go = self._expectations.let_go.pop(content, None)
@@ -112,7 +111,7 @@ class Renewals(LinkListener):
         return link.target in self._duties
 
     def on_gone(self, peer: PeerAddress, key: TransferKey, error: P2pError) -> None:
-        """A peer will not give a key, or not again."""
+        """Note that a peer will not give a key, or not again."""
         duty = self._duties.get(peer)
         found = list(duty.contents.items()) if duty is not None else []
         for name, kept in found:
@@ -124,7 +123,7 @@ class Renewals(LinkListener):
                 self._forget(peer, name)
 
     def link_ready(self, link: Link) -> None:
-        """Tell a peer what it was not told; one that was restarted has nothing any more."""
+        """Let the next tick tell a peer everything. A restarted peer has lost what it held."""
         duty = self._duties.get(link.target)
         if duty is None:
             return
@@ -133,7 +132,8 @@ class Renewals(LinkListener):
         duty.due_at = self._look_at = self._clock()
 
     def link_closed(self, link: Link) -> None:
-        """A peer is silent, or over: it is dialled again before its leases can end."""
+        """Note that a link is closed. The next tick that is due dials it again, before leases
+        end."""
         duty = self._duties.get(link.target)
         if duty is not None:
             duty.heard_at = link.heard_at
@@ -142,7 +142,7 @@ class Renewals(LinkListener):
             self._look_at = min(self._look_at, duty.due_at)
 
     def tick(self, now: float) -> None:
-        """Tell what is due; let go of what was kept for too long."""
+        """Send the RENEWs that are due, and stop keeping what was kept for too long."""
         if now < self._look_at:
             return
         for kept in self._overaged(now):
@@ -162,7 +162,7 @@ class Renewals(LinkListener):
 
     def _interval(self, link: Link | None = None) -> float:
         lease = self._config.lease_seconds
-        if link is not None:  # whatever it says, it is not told at every tick
+        if link is not None:  # a very short lease does not mean a message in every tick
             lease = min(lease, max(link.lease, self._config.retry_seconds))
         return lease / ROUNDS_IN_A_LEASE
 
@@ -215,8 +215,8 @@ class Renewals(LinkListener):
             self._look_at = 0.0
 
     def _lose_all(self, link: Link, duty: Duty) -> None:
-        """The peer was restarted. What its last start was told, and lived on, is lost if none of it
-        is here; the rest may be the new one's."""
+        """Handle a peer's restart. A content that the previous start was told of and survived is
+        lost, unless part of it is here. The others may belong to the new start."""
         error = PeerLost(f"peer {link.target} was restarted")
         for kept in list(duty.contents.values()):
             was_told = duty.told_at.get(kept.content, duty.heard_at) < duty.heard_at
@@ -225,7 +225,7 @@ class Renewals(LinkListener):
         duty.told_at.clear()
 
     def _lose(self, kept: Kept, error: P2pError) -> None:
-        """It is remembered as failed for as long as it is kept."""
+        """Fail a content. It is remembered as failed for as long as it is kept."""
         self._stop_telling(kept)
         self._store.fail_key(kept.content[0], error)
 
@@ -244,7 +244,8 @@ class Renewals(LinkListener):
                 del self._duties[peer]
 
     def _tell(self, peer: PeerAddress, duty: Duty, now: float) -> None:
-        """Say what is new, or everything; what is not said now is said when the link is ready."""
+        """Tell a peer the new contents, or in a new round all of them. If its link is not ready,
+        `link_ready` makes up for it."""
         link = self._links.get(peer, data=False)
         is_round = now >= duty.due_at
         if is_round:
@@ -259,7 +260,7 @@ class Renewals(LinkListener):
 
 
 def batches(contents: Iterable[ContentKey]) -> Iterator[list[ContentKey]]:
-    """Share contents out over as few messages as can carry them."""
+    """Split contents over as few messages as can carry them."""
     batch: list[ContentKey] = []
     room = MAX_FRAME_BYTES - _OVERHEAD_BYTES
     for key, binding in contents:

@@ -1,5 +1,5 @@
-"""Replies: what this engine tells senders about their chunks, and the last words that it remembers,
-so that what is asked again is answered alike. The engine's lock guards everything here."""
+"""Replies: sends this engine's answers about chunks, and remembers the last answer to each so that
+a repeated question gets the same one. The engine's lock guards everything here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Reply: TypeAlias = Callable[[int, type[Message], tuple[Any, ...]], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The last word on a chunk, said again whenever its sender asks."""
+    """The last answer about a chunk, repeated whenever its sender asks."""
 
     attempt: int
     kind: type[Message]
@@ -28,8 +28,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Tombstone:
-    """A content that ended here without success; `refused` when an offer has met it. One that was
-    abandoned by its sender (`said_by`, an epoch) holds for what that sender says."""
+    """A content that ended here without success; `refused` if an offer was refused since. If its
+    sender abandoned it (`said_by`, an epoch), it applies to that sender only."""
 
     reason: str
     until: float
@@ -37,12 +37,12 @@ class Tombstone:
     said_by: int = 0
 
     def concerns(self, epoch: int) -> bool:
-        """Whether it holds for an offer of this epoch."""
+        """Whether it applies to an offer from this epoch."""
         return self.said_by in (0, epoch)
 
 
 class Replies:
-    """All that is said, and both bounded memories."""
+    """The answers to senders, the last answers, and the tombstones. Both memories are bounded."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class Replies:
         clock: Callable[[], float],
         expectations: Expectations,
     ) -> None:
-        """`reply(epoch, kind, fields)` sends a message to a sender; a tombstone stands for longer
-        than its lease while its content is kept."""
+        """`reply(epoch, kind, fields)` sends a message to a sender. A tombstone lasts for one
+        lease, or for as long as its content is kept."""
         self._config = config
         self._reply = reply
         self._clock = clock
@@ -61,8 +61,8 @@ class Replies:
         self._outcomes: BoundedMap[LandingId, Outcome] = BoundedMap()
 
     def grant(self, landing: Landing, word_offset: int = 0) -> None:
-        """The region is reserved; the sender publishes its end at `word_offset`. Of a chunk without
-        bytes no block is granted: the sender writes nothing, no completion word either."""
+        """Say GRANT: the region is reserved, and the sender publishes its end at `word_offset`. For
+        a chunk without bytes, no block is granted, and the sender writes nothing."""
         offset = landing.space.offset if landing.space is not None else 0
         first = landing.manifest.first_block
         num = landing.manifest.num_blocks if landing.nbytes else 0
@@ -70,27 +70,30 @@ class Replies:
         self._reply(landing.id[0], Grant, fields)
 
     def deny(self, landing_id: LandingId, attempt: int, reason: str, retry_after: float) -> None:
-        """Not now: to be offered again, after so many seconds."""
+        """Say DENY: there is no memory now; the sender is to offer again after `retry_after`
+        seconds."""
         epoch, seq = landing_id
         self._reply(epoch, Deny, (seq, attempt, shorten(reason), retry_after))
 
     def cancel(self, landing: Landing) -> None:
-        """The sender shall stop; this is due again after retry_seconds."""
+        """Say CANCEL: the sender is to stop. The caller repeats it after retry_seconds."""
         landing.resend_at = self._clock() + self._config.retry_seconds
         self._reply(landing.id[0], Cancel, (landing.id[1], landing.attempt))
 
     def fail(self, landing_id: LandingId, attempt: int, error: P2pError) -> None:
-        """This attempt is over, for the error's reason; say so now."""
+        """Say FAIL: this attempt has ended with an error."""
         self.conclude(landing_id, attempt, error)
         self.repeat(landing_id)
 
     def conclude(self, landing_id: LandingId, attempt: int, error: P2pError | None) -> None:
-        """Remember the last word on a chunk (None: it has landed), to be said when it is asked."""
+        """Remember the last answer about a chunk (None: it has landed), to be sent when asked
+        for."""
         kind, fields = (Commit, ()) if error is None else (Fail, _as_fields(error))
         self._outcomes.put(landing_id, Outcome(attempt, kind, (landing_id[1], attempt, *fields)))
 
     def repeat(self, landing_id: LandingId, *, attempt: int = 0) -> bool:
-        """Say the last word on a chunk; False: there is none on this attempt, or a later one."""
+        """Repeat the last answer about a chunk; False if there is none for this attempt or a later
+        one."""
         outcome = self._outcomes.get(landing_id)
         if outcome is None or outcome.attempt < attempt:
             return False
@@ -100,18 +103,18 @@ class Replies:
     def leave_tombstone(
         self, content: ContentKey, reason: str, *, refused: bool = False, said_by: int = 0
     ) -> None:
-        """Refuse what comes of a content, for one lease."""
+        """Refuse offers of a content for one lease."""
         until = self._clock() + self._config.lease_seconds
         self._tombstones.put(content, Tombstone(shorten(reason), until, refused, said_by))
 
     def revive(self, content: ContentKey) -> None:
-        """Take what comes of a content again, unless something of it was refused already."""
+        """Accept offers of a content again, unless one was refused already."""
         tombstone = self._tombstones.get(content)
         if tombstone is not None and not tombstone.refused:
             self._tombstones.pop(content)
 
     def exhume(self, content: ContentKey) -> Tombstone | None:
-        """Take the tombstone of a content, or of its whole key, when it still stands."""
+        """Remove and return the tombstone of a content, or of its key, if it is still in force."""
         for name in (content, (content[0], b"")):
             tombstone = self._tombstones.pop(name)
             if tombstone is not None and (

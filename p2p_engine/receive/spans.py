@@ -1,5 +1,5 @@
-"""Spans: which blocks of a cache are written, or are there. Chunks are found by where they lie, not
-one by one: a long prompt has hundreds of them."""
+"""Spans: records which blocks of a cache are being written or have arrived. A long prompt has
+hundreds of chunks, so a chunk is found by its position, not by a scan."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 def _range(manifest: Manifest) -> tuple[int, int]:
-    """From where to where it lies: in tokens, or in blocks where it has no part."""
+    """Return the start and end of a chunk: in tokens, or in blocks if it has no part."""
     size = manifest.part.block_size if manifest.part is not None else 1
     return manifest.first_block * size, (manifest.first_block + manifest.num_blocks) * size
 
 
 def _may_meet(one: Part | None, other: Part | None) -> bool:
-    """Whether two parts can have bytes in common. Without a part it is not known how they lie."""
+    """Whether two parts can have bytes in common. Without a part, their positions are unknown."""
     if one is None or other is None:
         return True
     return one.overlaps(other)
@@ -28,27 +28,27 @@ def _may_meet(one: Part | None, other: Part | None) -> bool:
 
 @dataclass
 class _Row(Generic[T]):
-    """The spans of one part, by their starts."""
+    """The spans of one part, sorted by their starts."""
 
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     owners: list[T] = field(default_factory=list)
-    longest: int = 0  # that there ever was
+    longest: int = 0  # of all spans so far
 
 
 class Spans(Generic[T]):
-    """Chunks with their owners. To find one costs the same among ten and among thousands."""
+    """Chunks with their owners. A look-up does not slow down with the number of chunks."""
 
     def __init__(self) -> None:
         self._rows: dict[Part | None, _Row[T]] = {}
         self._num = 0
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return how many chunks there are."""
         return self._num
 
     def add(self, manifest: Manifest, owner: T) -> None:
-        """Put a chunk in."""
+        """Add a chunk."""
         row = self._rows.setdefault(manifest.part, _Row())
         start, end = _range(manifest)
         index = bisect_right(row.starts, start)
@@ -59,7 +59,7 @@ class Spans(Generic[T]):
         self._num += 1
 
     def discard(self, manifest: Manifest, owner: T) -> None:
-        """Take a chunk out; idempotent."""
+        """Remove a chunk; idempotent."""
         row = self._rows.get(manifest.part)
         if row is None:
             return
@@ -73,7 +73,8 @@ class Spans(Generic[T]):
             del self._rows[manifest.part]
 
     def overlapping(self, manifest: Manifest) -> Iterator[T]:
-        """Find the owners of what overlaps a chunk, or might; nothing may change meanwhile."""
+        """Iterate over the owners of chunks that overlap this one, or might. The spans must not
+        change meanwhile."""
         start, end = _range(manifest)
         for part, row in self._rows.items():
             if not _may_meet(part, manifest.part):
@@ -88,13 +89,13 @@ class Spans(Generic[T]):
 
 
 class Cover:
-    """Blocks that are there. Neighbours are joined, in whatever order they come."""
+    """Blocks that have arrived, in any order. Adjacent ones are merged."""
 
     def __init__(self) -> None:
         self._rows: dict[Part | None, tuple[list[int], list[int]]] = {}
 
     def add(self, manifest: Manifest) -> None:
-        """Put blocks in; idempotent."""
+        """Add blocks; idempotent."""
         start, end = _range(manifest)
         if start == end:
             return
@@ -105,7 +106,7 @@ class Cover:
         starts[first:last], ends[first:last] = [start], [end]
 
     def overlaps(self, manifest: Manifest) -> bool:
-        """Whether a block of a chunk is there, or might be."""
+        """Whether a block of a chunk has arrived, or might have."""
         start, end = _range(manifest)
         for part, (starts, ends) in self._rows.items():
             if not _may_meet(part, manifest.part):

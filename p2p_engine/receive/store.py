@@ -1,6 +1,7 @@
-"""Store: everything that arrives, from OFFER until its bytes are where they belong.
+"""Store: receives chunks, from OFFER until their bytes are in the sink.
 
-It alone decides that KV has arrived. The states are in landing.py; the engine's lock guards all.
+Only the store decides that KV has arrived. ledger.py shows the states of a landing. The engine's
+lock guards everything here.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ logger = logging.getLogger(__name__)
 
 MISMATCH_GRACE_SECONDS = 1.0
 MAX_LANDINGS = 1 << 16  # of one sender
-# Without bytes: no landing memory bounds them, and each may take 100 KiB of our own.
+# For chunks without bytes: no landing memory bounds them, and each may take 100 KiB of ours.
 MAX_EMPTY_LANDINGS, MAX_EMPTY_LANDINGS_IN_ALL = 256, 1024
-MAX_STRANGERS = 64  # of whom one receive remembers what they offered
+MAX_STRANGERS = 64  # remembered by one receive
 
 
 class Store(SessionListener):
-    """All incoming transfers of one engine."""
+    """The incoming transfers of one engine."""
 
     def __init__(
         self,
@@ -62,8 +63,8 @@ class Store(SessionListener):
         clock: Callable[[], float],
         expectations: Expectations,
     ) -> None:
-        """`reply(epoch, kind, fields)` sends a message to a sender. The lease of a content that
-        is kept does not end."""
+        """`reply(epoch, kind, fields)` sends a message to a sender. A content that `expectations`
+        keeps outlives its lease."""
         self._config = config
         self._changed = changed
         self._copier = copier
@@ -74,12 +75,13 @@ class Store(SessionListener):
         self._replies = Replies(config, reply, clock, expectations)
         self._ledger = Ledger()
         self._timers: Timers[Landing | Receive] = Timers()
-        self._late: dict[Landing | Receive, None] = {}  # past their deadlines, and not over
-        self._held_up: dict[Landing, None] = {}  # landed where somebody else still writes
-        # Kept for the next receive, though one has ended; and whether that one was pulled.
+        self._late: dict[Landing | Receive, None] = {}  # past their deadlines, but not ended
+        self._held_up: dict[Landing, None] = {}  # landed, but another landing still writes there
+        # Contents that an ended receive leaves to the next one, and whether that receive was
+        # pulled.
         self._left: dict[ContentKey, bool] = {}
 
-    # What the caller asks for
+    # Calls from the engine
 
     def receive(
         self,
@@ -92,13 +94,14 @@ class Store(SessionListener):
         is_named: bool = False,
         is_pulled: bool = False,
     ) -> Transfer:
-        """Wait for a content; what has landed already is taken at once. The sink is written after
-        all `moments`. Where the sender `is_named`, no other peer can end the wait.
-        `is_pulled`: it sends nothing but what it is asked for.
+        """Wait for a content; chunks that have landed already are claimed at once. Never blocks.
+
+        The sink is written only after all `moments`. If the sender `is_named`, no other peer can
+        end the wait. If it `is_pulled`, the sender sends only what it is asked for.
 
         Raises:
-            TransferError: the same content is being waited for.
-            TransferRejected: it was refused here, or given up by its sender, before.
+            TransferError: another receive waits for the same content.
+            TransferRejected: it was refused here before, or its sender has given it up.
         """
         content = (key, binding)
         if content in self._ledger.receives:
@@ -123,37 +126,40 @@ class Store(SessionListener):
         return transfer
 
     def discard(self, content: ContentKey, reason: str) -> None:
-        """Nobody here will ask for this content: free what came, refuse what comes."""
+        """Free what has come of a content, and refuse further offers: no request here will ask for
+        it."""
         self._left.pop(content, None)
         self._replies.leave_tombstone(content, reason)
         self._drop(content)
 
     def leave(self, content: ContentKey, *, is_pulled: bool) -> bool:
-        """One who would have asked for this content will not. False: nobody else will, either.
+        """Note that a request will not ask for a content after all. Returns whether it is kept for
+        another one.
 
-        Else it stays as it is until somebody receives it, or it is `dropped`. What was pulled for
-        the first one is not granted meanwhile.
+        If so, it stays as it is until a receive claims it or it is `dropped`. Until then, offers of
+        it are denied.
         """
         if self._expectations.kept(content) is not None:
             self._left[content] = is_pulled
         return content in self._left
 
     def is_left(self, content: ContentKey) -> bool:
-        """Whether a content was left for the next one who asks for it."""
+        """Whether a content is left for the next request."""
         return content in self._left
 
     def dropped(self, content: ContentKey) -> None:
-        """A content is kept no longer: discard what was left of it."""
+        """Discard what was left of a content that is no longer kept."""
         if content in self._left:
             self.discard(content, "the requests that wanted it have ended")
 
     def revive(self, content: ContentKey) -> None:
-        """Somebody will ask for it after all: take what comes, as if it had not been discarded.
-        What was refused meanwhile stays refused: its sender has given it up."""
+        """Accept offers of a content as if it had not been discarded. If an offer was refused
+        meanwhile, it stays refused: its sender has given it up."""
         self._replies.revive(content)
 
     def fail_key(self, key: TransferKey, error: P2pError) -> None:
-        """The sender will not complete this key: whoever waits for it, or will, learns why."""
+        """Fail a key that its sender will not complete: its receives end, and later ones are
+        refused."""
         contents = {item.content for item in self._ledger.receives_of_key(key)}
         contents |= {item.content for item in self._ledger.of_key(key)}
         for content in contents or {(key, b"")}:
@@ -165,11 +171,11 @@ class Store(SessionListener):
             self._drop(content)
 
     def on_abandon(self, key: TransferKey, epoch: int, error: P2pError) -> None:
-        """A sender will not complete a key, and nobody knows by name who sends it: the one that has
-        offered it is believed; if there is none, anybody.
+        """Fail a key that a sender will not complete, if no receive names its sender. The sender is
+        believed if it has offered the key, or if no sender has.
 
         Raises:
-            RemoteProtocolError: another one sends it.
+            RemoteProtocolError: another sender has offered it.
         """
         waiting, coming = self._ledger.receives_of_key(key), self._ledger.of_key(key)
         senders = {item.id[0] for item in coming}.union(*(item.senders for item in waiting))
@@ -186,23 +192,24 @@ class Store(SessionListener):
             self._drop(content, epoch)
 
     def sender_known(self, key: TransferKey) -> None:
-        """It has become known who sends a key: what it offered before counts now."""
+        """Note that the sender of a key is known now: its earlier offers count."""
         for receive in self._ledger.receives_of_key(key):
             self._judge_mismatch(receive)
 
     def drop_landed(self) -> int:
-        """Forget what nobody has claimed, on its way or landed; returns how many bytes had."""
+        """Drop all landings that no receive has claimed; returns the bytes of those that had
+        landed."""
         unclaimed = [item for item in self._ledger.landings.values() if item.receive is None]
         landed = [item for item in unclaimed if item.orphaned]
         for content in {item.content for item in unclaimed}:
-            self._replies.leave_tombstone(content, "what had landed was dropped", refused=True)
+            self._replies.leave_tombstone(content, "the landed KV was dropped", refused=True)
             self._drop(content)
         return sum(landing.nbytes for landing in landed)
 
-    # What the sender says
+    # Messages from the sender
 
     def on_offer(self, epoch: int, offer: Offer, transport: Transport) -> None:
-        """Reserve a region, or say why not."""
+        """Reserve a region and say GRANT, or say DENY or FAIL with the reason."""
         landing_id, content = (epoch, offer.seq), (offer.key, offer.binding)
         if self._answer_again(landing_id, offer.attempt):
             return
@@ -215,7 +222,7 @@ class Store(SessionListener):
             return
         receive = self._ledger.receives.get(content)
         if receive is None and self._left.get(content):
-            reason = "no request waits for it now; another one will"
+            reason = "no request waits for it now, but another one will"
             self._replies.deny(landing_id, offer.attempt, reason, self._config.retry_seconds)
             return
         if receive is None:
@@ -225,7 +232,7 @@ class Store(SessionListener):
             return
         try:
             self._grant(landing_id, offer, transport, receive)
-        except TransportError as error:  # the sender may never notice that it must connect again
+        except TransportError as error:  # the sender may not notice that it must reconnect
             self._replies.fail(landing_id, offer.attempt, error)
         except P2pError as error:
             refusal = _as_refusal(offer.key, error)
@@ -233,22 +240,22 @@ class Store(SessionListener):
             if receive is not None:
                 if self._may_end(receive, epoch):
                     self._stop_receive(receive, refusal)
-            else:  # the sender is told and says no more: who asks for it later must not wait
+            else:  # the sender stops now, so a later receive must not wait
                 self._replies.leave_tombstone(content, str(refusal), refused=True)
                 self._drop(content)
 
     def on_done(self, epoch: int, seq: int, attempt: int, checksum: int) -> None:
-        """The sender has written everything: COMMIT is said as soon as it has landed."""
+        """Note that the sender has written everything; COMMIT is sent as soon as it has landed."""
         landing = self._ledger.landings.get((epoch, seq))
         if landing is not None and landing.attempt == attempt:
             landing.done_heard, landing.checksum = True, checksum
             self._check_landed(landing)
         elif not self._replies.repeat((epoch, seq)):
-            unknown = TransferRejected("nothing is known of this chunk")
+            unknown = TransferRejected("this chunk is unknown here")
             self._replies.fail((epoch, seq), attempt, unknown)
 
     def on_cancelled(self, epoch: int, seq: int, attempt: int) -> None:
-        """The sender will not write any more, or not offer again what was denied."""
+        """Note that the sender will not write any more, or will not repeat a denied offer."""
         self._placement.wait_no_more((epoch, seq))
         landing = self._ledger.landings.get((epoch, seq))
         if landing is None or landing.attempt > attempt:
@@ -259,7 +266,7 @@ class Store(SessionListener):
             self._free(landing)
 
     def session_lost(self, epoch: int, error: PeerLost) -> None:
-        """A sender is silent, restarted or closing: end what only it could have completed."""
+        """End what only a lost sender could have completed: it is silent, restarted or closing."""
         self._placement.sender_lost(epoch)
         source_lost = self._ledger.receives_from(epoch)
         for receive in source_lost:
@@ -272,18 +279,20 @@ class Store(SessionListener):
         self._end_sourceless(source_lost)
 
     def source_lost(self, key: TransferKey, error: P2pError) -> None:
-        """Nothing more of a key will come; what has come may complete its receives."""
+        """Note that no more of a key will come. Chunks that have arrived may still complete
+        receives."""
         source_lost = self._ledger.receives_of_key(key)
         for receive in source_lost:
             receive.source_lost = error
         self._end_sourceless(source_lost)
 
-    # What happens here
+    # Local events
 
     def poll(self) -> None:
-        """See what has landed; deliver what had to wait for others to stop writing.
+        """Find chunks that have landed, and deliver those that waited for another writer.
 
-        A fault here is the end of the receive that it is about; it is raised after all others.
+        If a landing raises, its receive ends. The first exception is raised after all landings were
+        looked at.
         """
         held_up, self._held_up = self._held_up, {}
         for_each([*self._placement.take_written(), *held_up], self._look)
@@ -298,17 +307,17 @@ class Store(SessionListener):
                 self._deliver(landing, landing.receive)
         except Exception as error:
             if landing.receive is not None:
-                reason = f"{landing.content[0]}: it cannot be taken in: {error!r}"
+                reason = f"{landing.content[0]}: a landed chunk cannot be delivered: {error!r}"
                 self._stop_receive(landing.receive, TransferCancelled(reason))
             raise
 
     def tick(self, now: float) -> None:
-        """End what is overdue; repeat what is unanswered; free what is proven safe."""
+        """End what is overdue, repeat unanswered CANCELs, and free what is proven safe."""
         self._timers.look(now, lambda item: self._tick_one(item, now))
         for_each(self._ledger.quarantined_writers(), self._check_writer)
 
     def _tick_one(self, item: Landing | Receive, now: float) -> None:
-        """Look at what is due; it is due again soon, until it is over."""
+        """Handle an entry that is due; until it has ended, it has a next time."""
         if isinstance(item, Landing) and item.state is LandingState.QUARANTINED:
             self._check_quarantined(item)
             if item.id in self._ledger.landings:
@@ -332,14 +341,15 @@ class Store(SessionListener):
             self._free(item)
 
     def _check_writer(self, writer: Writer) -> None:
-        """A sender is proven unable to write: what it left in quarantine is free."""
+        """Free the quarantined landings of a sender that is proven unable to write."""
         transport, epoch = writer
         if not transport.receiver_writes and transport.is_gone(epoch):
             for landing in self._ledger.quarantined_from(writer):
                 self._free(landing)
 
     def overdue(self, now: float) -> list[str]:
-        """Name the receives, and the regions that are not in quarantine, past their deadline."""
+        """Return the names of receives and of landings (quarantine excepted) past their
+        deadlines."""
         return [
             f"receive {item.content[0]}"
             if isinstance(item, Receive)
@@ -349,41 +359,43 @@ class Store(SessionListener):
         ]
 
     def close(self, error: P2pError) -> None:
-        """End everything; the mover is stopped, so that our own I/O is over."""
+        """End everything. The mover must have stopped, so that our own I/O is over."""
         for receive in list(self._ledger.receives.values()):
             self._end_receive(receive, receive.ending or error)
         for landing in list(self._ledger.landings.values()):
             self._free(landing)
 
     def has_any(self, content: ContentKey) -> bool:
-        """Whether any of a content has landed or is on its way, or somebody waits for it."""
+        """Whether a chunk of a content has landed or is on its way, or a receive waits for it."""
         return content in self._ledger.receives or bool(self._ledger.of_content(content))
 
     def has_offer(self, content: ContentKey, epoch: int) -> bool:
-        """Whether the engine of an epoch has offered what somebody waits for."""
+        """Whether the engine of an epoch has offered a content that a receive waits for."""
         receive = self._ledger.receives.get(content)
         return receive is not None and epoch in receive.senders | receive.denied
 
     def live_bytes(self) -> dict[str, int]:
-        """Bytes that are reserved now, by place."""
+        """Return the bytes that are reserved now, by place."""
         return self._placement.live_bytes()
 
     def quarantined_bytes(self, epoch: int | None = None) -> int:
-        """Bytes that no one may use because a sender (this one, or any) might still write there."""
+        """Return the bytes out of use because a sender (this one, or any) might still write
+        there."""
         return self._ledger.quarantined_bytes(epoch)
 
     def uses_session(self, epoch: int) -> bool:
-        """Whether anything has come from a sender, or is to come, that has not ended."""
+        """Whether a landing of a sender, or a receive that it sends to, has not ended."""
         return self._ledger.num_from(epoch) > 0 or bool(self._ledger.receives_from(epoch))
 
     def num_open(self) -> int:
-        """How many landings and receives have not ended."""
+        """Return how many landings and receives have not ended."""
         return len(self._ledger.landings) + len(self._ledger.receives)
 
     # Granting
 
     def _answer_again(self, landing_id: LandingId, attempt: int) -> bool:
-        """Answer an offer that is said again; a higher attempt says that the older one is over."""
+        """Answer a repeated offer; returns False if it is a new one. A higher attempt ends the
+        older one."""
         landing = self._ledger.landings.get(landing_id)
         if landing is not None and landing.attempt < attempt:
             if landing.state in (LandingState.GRANTED, LandingState.QUARANTINED):
@@ -424,12 +436,12 @@ class Store(SessionListener):
         self._replies.grant(landing, self._placement.word_offset(landing))
 
     def _refuse(self, landing_id: LandingId, attempt: int, error: P2pError) -> None:
-        """A chunk will never be granted memory: what it claimed, if it was denied, is over."""
+        """Say FAIL for a chunk that will never be granted, and end its claim on memory."""
         self._placement.wait_no_more(landing_id)
         self._replies.fail(landing_id, attempt, error)
 
     def _place(self, landing: Landing, receive: Receive | None) -> str:
-        """Find memory for a landing; says why there is none now, or ""."""
+        """Find memory for a landing; returns why there is none now, or ""."""
         epoch = landing.id[0]
         if self._ledger.num_from(epoch) >= MAX_LANDINGS:
             return f"{MAX_LANDINGS} chunks of this sender are open here"
@@ -461,7 +473,7 @@ class Store(SessionListener):
             landing.done_heard = not self._replies.repeat(landing.id)
 
     def _is_intact(self, landing: Landing) -> bool:
-        """Whether its checksum, if one was agreed, is right; a wrong one is the chunk's end."""
+        """Whether the checksum, if one was agreed on, is right. A wrong one ends the chunk."""
         if not landing.checked or not landing.nbytes:
             return True
         checksum = self._placement.checksum(landing, lambda _: self._check_landed(landing))
@@ -478,7 +490,7 @@ class Store(SessionListener):
             "a chunk arrived with wrong bytes: sender=%x error=%s", landing.id[0], named(error)
         )
         self._replies.fail(landing.id, landing.attempt, error)
-        self._ledger.quarantine(landing)  # for no longer than this
+        self._ledger.quarantine(landing)  # freed at the end of this function
         if landing.receive is not None:
             self._stop_receive(landing.receive, error)
         else:
@@ -486,7 +498,7 @@ class Store(SessionListener):
         self._free(landing)
 
     def _received(self, landing: Landing, job: Job) -> None:
-        """Our mover has ended its part: whole, or never."""
+        """Handle the end of our mover's job: the chunk is whole, or never will be."""
         if job is not landing.job:
             return
         if landing.state is LandingState.GRANTED and job.state == "done":
@@ -499,7 +511,7 @@ class Store(SessionListener):
             self._free(landing)
 
     def _claim(self, landing: Landing, receive: Receive) -> None:
-        """A receive meets a landing that came first."""
+        """Attach a landing that came before its receive."""
         try:
             receive.wanted(landing.manifest)
         except P2pError as error:
@@ -510,15 +522,15 @@ class Store(SessionListener):
             self._deliver(landing, receive)
 
     def _deliver(self, landing: Landing, receive: Receive) -> None:
-        """Bring landed bytes to where they belong, once nobody else writes there."""
+        """Bring landed bytes into the sink, once no other landing writes there."""
         rivals = receive.writers_of(landing.manifest) - {landing}
         for rival in rivals:
-            if rival.state is LandingState.GRANTED:  # the first that is whole wins
+            if rival.state is LandingState.GRANTED:  # the first whole copy wins
                 self._give_up(rival, proven=False)
         if receive.ending is not None:
             self._free(landing)
         elif rivals:
-            self._held_up[landing] = None  # poll comes back to it
+            self._held_up[landing] = None  # poll tries again
         else:
             self._bring(landing, receive)
 
@@ -532,7 +544,7 @@ class Store(SessionListener):
                 self._delivered(landing, receive, *blocks)
             else:
                 self._scatter(landing, receive, packed, blocks)
-        except P2pError as error:  # the sink's, or another chunk has changed what it wants
+        except P2pError as error:  # the sink failed, or another chunk changed what it wants
             self._stop_receive(receive, _as_refusal(receive.content[0], error))
 
     def _scatter(
@@ -582,7 +594,7 @@ class Store(SessionListener):
             if landing.state is LandingState.GRANTED:
                 self._give_up(landing, proven=False)
             elif landing.state is LandingState.SCATTERING and landing.job is not None:
-                if landing.job.done:  # and its news was lost, or is on its way
+                if landing.job.done:  # its callback is still on its way, or was lost
                     self._free(landing)
                 else:
                     landing.job.cancel()
@@ -602,17 +614,17 @@ class Store(SessionListener):
         landings, receive.landings = receive.landings, set()
         for landing in landings:
             landing.receive, landing.is_spare = None, error is None
-            if landing.orphaned:  # it came twice
+            if landing.orphaned:  # a second copy
                 self._free(landing)
         if error is not None:
             if receive.senders or not self.leave(receive.content, is_pulled=receive.is_pulled):
-                self.discard(receive.content, str(error))  # what has come of it is lost to others
+                self.discard(receive.content, str(error))  # no other receive can have the chunks
             logger.info("receive ended: key=%s error=%s", receive.content[0], named(error))
         self._counters.count("received", error)
         receive.transfer.end(error)
 
     def _give_up(self, landing: Landing, *, proven: bool) -> None:
-        """Nobody wants a granted region any more; it is freed once nobody can write into it."""
+        """Give a granted region up; it is freed once nobody can write into it."""
         error = TransferRejected("the receiver gave the chunk up")
         self._replies.conclude(landing.id, landing.attempt, error)
         self._ledger.quarantine(landing)
@@ -625,7 +637,7 @@ class Store(SessionListener):
             self._cancel(landing)
 
     def _cancel(self, landing: Landing) -> None:
-        """Tell the sender to stop, now and again until it has."""
+        """Tell the sender to stop, and repeat that until it has."""
         self._replies.cancel(landing)
         if landing.id in self._ledger.landings:
             self._timers.set(landing, self._clock() + self._config.retry_seconds)
@@ -653,7 +665,7 @@ class Store(SessionListener):
                 self._stop_receive(receive, receive.hopeless)
 
     def _drop(self, content: ContentKey, epoch: int = 0) -> None:
-        """Free what has come of a content and nobody has claimed, of one sender or (0) of all."""
+        """Free the unclaimed landings of a content, of one sender or (0) of all."""
         for landing in self._ledger.of_content(content):
             if epoch not in (0, landing.id[0]):
                 continue
@@ -670,14 +682,14 @@ class Store(SessionListener):
                 self._stop_receive(receive, TransferCancelled(text))
 
     def _note_mismatch(self, key: TransferKey, epoch: int) -> None:
-        """Another content came under a name that is waited for."""
+        """Note that a sender offers another content under a key that is waited for."""
         for receive in self._ledger.receives_of_key(key):
             if len(receive.strangers) < MAX_STRANGERS:
                 receive.strangers.add(epoch)
                 self._judge_mismatch(receive)
 
     def _judge_mismatch(self, receive: Receive) -> None:
-        """It was offered by who sends what is waited for: cut the wait short, not off."""
+        """If the named sender offers another content, shorten the wait; do not end it at once."""
         is_theirs = any(self._may_end(receive, epoch) for epoch in receive.strangers)
         if is_theirs and not receive.mismatched:
             receive.mismatched = True
@@ -686,7 +698,7 @@ class Store(SessionListener):
             self._timers.set(receive, receive.deadline)
 
     def _may_end(self, receive: Receive, epoch: int) -> bool:
-        """Whether what a sender offers can end a receive; any can where none is named."""
+        """Whether a sender's offers can end a receive; if no sender is named, those of any can."""
         return not receive.is_named or self._expectations.is_from(receive.content[0], epoch)
 
     def _overdue(self, receive: Receive) -> P2pError:
@@ -698,6 +710,6 @@ class Store(SessionListener):
 
 
 def _as_refusal(key: TransferKey, error: P2pError) -> P2pError:
-    """What both sides are told when a chunk does not fit what is wanted, or the store."""
+    """Return the error for both sides if a chunk does not fit the receive or the store."""
     kind = TransferTooLarge if isinstance(error, TransferTooLarge) else TransferRejected
     return kind(f"{key}: {error}")
