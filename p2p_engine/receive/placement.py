@@ -185,7 +185,7 @@ class Placement:
         if is_awaited:
             landing.space = reserve.reserve(size)
         elif not reserve.can_spare(size):
-            return "what is left of buffer and pool is kept for what somebody waits for"
+            return "the rest of buffer and pool is kept for chunks that a receive waits for"
         else:
             landing.space = arena.reserve(size)
         return ""

@@ -201,7 +201,7 @@ def test_nothing_else_is_granted_while_what_is_awaited_was_denied(memory: Landin
     fill(memory, 1)
     number, refusal = memory.ask(1, memory.free + 1, is_awaited=True)
     assert refusal
-    assert "goes first" in memory.ask(2, 10)[1]
+    assert "go first" in memory.ask(2, 10)[1]
     memory.end(next(iter(memory.live)))
     assert not memory.ask(1, memory.free, number, is_awaited=True)[1]
     memory.end((1, number))
@@ -222,7 +222,7 @@ def test_among_awaited_ones_a_sender_with_less_goes_first(memory: LandingMemory)
     for _ in range(8):
         memory.ask(1, 1000, is_awaited=True)
     assert memory.ask(2, memory.free + 1, is_awaited=True)[1]
-    assert "have less" in memory.ask(1, 500, is_awaited=True)[1]
+    assert "hold less" in memory.ask(1, 500, is_awaited=True)[1]
 
 
 class PlainClaims:
