@@ -1,7 +1,7 @@
-"""LandingArena: the memory in which bytes land that have no final place yet, accounted exactly.
+"""LandingArena: the memory where bytes land that cannot go to their final place yet.
 
-One arena, two budgets: the receive buffer first, the tensor memory pool when that is full.
-Invariant: live_bytes[place] == the sum of the sizes of its live spaces, at every moment.
+It has two budgets: the receive buffer is used first, the tensor memory pool when that is full.
+Invariant: live_bytes[place] is the sum of the sizes of the place's live spaces, at every moment.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mempool import Arena, Buddy, read_word, write_word
 
 T = TypeVar("T")
 MIN_BLOCK_BYTES = 4096
-HEADER_BYTES = MIN_BLOCK_BYTES  # at offset 0: the nonce; no landing is ever granted there
-MAX_WORDS = 1 << 16  # landings at a time that senders write by themselves
-PREFAULT_BYTES = 256 << 20  # touched ahead of what was ever used
+HEADER_BYTES = MIN_BLOCK_BYTES  # at offset 0 lies the nonce; no landing is granted there
+MAX_WORDS = 1 << 16  # concurrent landings that senders write by themselves
+PREFAULT_BYTES = 256 << 20  # touched in advance, beyond the highest use so far
 BUFFER, POOL = "buffer", "pool"
 SHARE = 8  # a sender may have so many times what it leaves free
 RESERVED_PART = 8  # one of so many is kept for what somebody waits for
@@ -32,12 +32,12 @@ _NEVER = -1  # no completion word is negative
 
 
 class CompletionWords(Generic[T]):
-    """Where senders publish that a landing is whole: words that lie side by side in the arena, each
-    lent to one owner. One look of a few microseconds sees all that were published, however many
-    are lent. The engine's lock guards the table; senders write to the words whenever they like."""
+    """Words in the arena by which senders publish that a landing is whole. Each word is lent to one
+    owner. The words are contiguous, so one look of a few microseconds finds all published ones. The
+    engine's lock guards the table; senders may write to the words at any time."""
 
     def __init__(self, arena: Arena, offset: int, num: int) -> None:
-        """Use the `num` words from `offset` on."""
+        """Use `num` words from `offset` on."""
         self._address, self._offset = arena.address + offset, offset
         self._words: npt.NDArray[np.int64] = np.frombuffer(
             arena.view(offset, num * WORD_BYTES), np.int64
@@ -45,34 +45,35 @@ class CompletionWords(Generic[T]):
         self._awaited = np.full(num, _NEVER, np.int64)
         self._owners: dict[int, tuple[T, int]] = {}
         self._free: list[int] = []
-        self._end = 0  # of the slots that were ever used
+        self._end = 0  # of the slots used so far
 
     def take(self, owner: T, value: int) -> int | None:
-        """Lend a word, reset, that will be `value` when it is published; None: all are lent."""
+        """Reset a word and lend it; `value` will publish it. None: all words are lent."""
         if not self._free and self._end >= len(self._awaited):
             return None
         slot = heapq.heappop(self._free) if self._free else self._end
-        self._end = max(self._end, slot + 1)  # the lowest ones, so that there is little to look at
+        self._end = max(self._end, slot + 1)  # the lowest free slot keeps the scanned range short
         write_word(self._address + slot * WORD_BYTES, 0)
         self._owners[slot], self._awaited[slot] = (owner, value), value
         return slot
 
     def give_back(self, slot: int) -> None:
-        """Take a word back: its sender writes no more."""
+        """Take a word back. Its sender must not write any more."""
         del self._owners[slot]
         self._awaited[slot] = _NEVER
         heapq.heappush(self._free, slot)
 
     def offset(self, slot: int) -> int:
-        """Where in the arena a word lies."""
+        """Return the offset of a word in the arena."""
         return self._offset + slot * WORD_BYTES
 
     def is_published(self, slot: int) -> bool:
-        """Whether a word has been published; what it stands for can be read then (an acquire)."""
+        """Whether a word has been published; an acquire, so that the landed bytes can be read
+        next."""
         return read_word(self._address + slot * WORD_BYTES) == self._owners[slot][1]
 
     def take_published(self) -> list[T]:
-        """Return the owners of the words that were published; each is told once."""
+        """Return the owners of newly published words, each once."""
         end = self._end
         found = np.flatnonzero(self._words[:end] == self._awaited[:end]).tolist()
         published = [slot for slot in found if self.is_published(slot)]
@@ -81,14 +82,14 @@ class CompletionWords(Generic[T]):
         return [self._owners[slot][0] for slot in published]
 
     def close(self) -> None:
-        """Let go of the arena; nothing is published any more."""
+        """Release the view of the arena; no word is published any more."""
         self._end = 0
         self._words = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
 class Space:
-    """A reserved piece of the arena, in whole blocks; owned by exactly one landing."""
+    """A reserved piece of the arena, in whole blocks. Exactly one owner frees it."""
 
     handle: int
     offset: int
@@ -108,8 +109,8 @@ class LandingArena:
         page_lock: bool = False,
         has_buffer: bool = True,
     ) -> None:
-        """Map the arena; pages are touched in the background, ahead of use. Without `has_buffer`
-        the buffer is elsewhere, and only its completion words are here.
+        """Map the arena; its pages are touched in the background, ahead of use. Without
+        `has_buffer`, the buffer is elsewhere (on a GPU), and only its completion words are here.
 
         Raises:
             OSError: the memory cannot be mapped.
@@ -133,9 +134,9 @@ class LandingArena:
         self._prefault()
 
     def reserve(self, nbytes: int, places: Iterable[str] = (BUFFER, POOL)) -> Space | None:
-        """Reserve nbytes in the first of these places that has room; None when none has.
+        """Reserve nbytes in the first of these places that has room; None if none has.
 
-        What is reserved and accounted is what that takes: a multiple of MIN_BLOCK_BYTES.
+        The size is rounded up to a multiple of MIN_BLOCK_BYTES, and accounted as such.
         """
         nbytes = round_up(nbytes)
         for place in places:
@@ -146,7 +147,8 @@ class LandingArena:
         return None
 
     def reserve_in(self, place: str, nbytes: int) -> Space | None:
-        """Reserve nbytes of the arena, accounted to a place; None when its pieces are too small."""
+        """Reserve nbytes of the arena, accounted to a place; None if its free pieces are too
+        small."""
         try:
             handle = self._buddy.alloc(nbytes)
         except MemoryError:
@@ -159,12 +161,12 @@ class LandingArena:
 
     @property
     def free_bytes(self) -> int:
-        """What is not reserved, of both budgets."""
+        """Return the bytes of both budgets that are not reserved."""
         return sum(self.budgets.values()) - sum(self.live_bytes.values())
 
     @property
     def largest_bytes(self) -> int:
-        """The most that could ever be reserved at once."""
+        """Return the most bytes that could ever be reserved at once."""
         return max(self.budgets.values())
 
     def fits(self, nbytes: int) -> bool:
@@ -172,7 +174,7 @@ class LandingArena:
         return round_up(nbytes) <= self.largest_bytes
 
     def release(self, space: Space) -> None:
-        """Give a space back.
+        """Free a space.
 
         Raises:
             ValueError: it is not live.
@@ -182,11 +184,11 @@ class LandingArena:
         self.live_bytes[space.place] -= space.nbytes
 
     def address(self, space: Space) -> int:
-        """Where the space lies in this process."""
+        """Return the address of a space in this process."""
         return self.arena.address + space.offset
 
     def check(self) -> None:
-        """Walk the invariants.
+        """Check the invariants.
 
         Raises:
             RuntimeError: names the one that is broken.
@@ -201,7 +203,7 @@ class LandingArena:
                 )
 
     def check_nonce(self) -> None:
-        """Check the nonce, without which no new sender believes that this memory is ours.
+        """Check the nonce. Without it, no new sender accepts this memory as ours.
 
         Raises:
             RuntimeError: it was overwritten.
@@ -222,5 +224,5 @@ class LandingArena:
 
 
 def round_up(nbytes: int) -> int:
-    """Return the next multiple of the smallest block."""
+    """Return nbytes rounded up to a multiple of the smallest block."""
     return -(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES

@@ -1,7 +1,8 @@
-"""How much memory this process may have: the machine's, or what its control groups leave of it.
+"""The memory that this process may use: the machine's, or what its control groups leave of it.
 
 The formats are in the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst,
-and in cgroups(7). A group's limit holds for all below it, so the whole way up to the mount counts.
+and in cgroups(7). A group's limit applies to all groups below it, so every group up to the mount
+counts.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ _SELF = Path("/proc/self")
 
 @dataclass(frozen=True)
 class _Files:
-    """What the files of one version of control groups are called."""
+    """File names of one version of control groups."""
 
     limit: str
     used: str
-    cache: str  # the line of memory.stat with file pages that the kernel takes back first
+    cache: str  # the line of memory.stat with file pages that are reclaimed first
 
 
 _FILES = {
@@ -30,13 +31,13 @@ _FILES = {
 
 
 def memory_bytes(process: Path = _SELF) -> int:
-    """Return what this process and those beside it in its control groups may have in all."""
+    """Return the bytes that all processes in this process's control groups may use together."""
     limits = (limit for limit, _ in _limits(process))
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
 
 
 def available_memory_bytes(process: Path = _SELF) -> int:
-    """Return what new processes beside this one could take now."""
+    """Return the bytes that new processes beside this one could use now."""
     left = (max(0, limit - used) for limit, used in _limits(process))
     return min([_available_on_host(), *left])
 
@@ -48,7 +49,7 @@ def _available_on_host() -> int:
 
 
 def _limits(process: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limit of each control group that has one, and how much of it is used."""
+    """Yield (limit, used bytes) of each control group that has a limit."""
     try:
         folders = list(_folders(process))
     except (OSError, ValueError):
@@ -70,7 +71,7 @@ def _cache(folder: Path, files: _Files) -> int:
 
 
 def _folders(process: Path) -> Iterator[tuple[Path, _Files]]:
-    """Yield the folder of each control group that this process is in, from its own upwards."""
+    """Yield the folder of each control group of this process, from its own upwards."""
     groups = _groups(process)
     for line in (process / "mountinfo").read_text().splitlines():
         fields, _, filesystem = line.partition(" - ")
@@ -100,7 +101,7 @@ def _options(text: str) -> list[str]:
 
 
 def _relative(path: str, root: str) -> PurePosixPath:
-    """Where a group is below its mount: a container sees its own group as the root of it."""
+    """Return the path of a group below its mount; a container sees its own group as the root."""
     try:
         return PurePosixPath(path).relative_to(root)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a piece of work looks like to those who wait for it, whoever does it."""
+"""The protocols of jobs and copiers, for callers that do not care which part does the work."""
 
 from __future__ import annotations
 
@@ -8,71 +8,72 @@ from typing import Any, Protocol
 
 
 class Job(Protocol):
-    """One movement of bytes. Once `done`, its memory is not touched any more."""
+    """One movement of bytes. Once it is `done`, its memory is not touched any more."""
 
     @property
     def state(self) -> str:
-        """One of queued, running, done, failed, cancelled."""
+        """Return one of queued, running, done, failed, cancelled."""
         ...
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the job has ended."""
         ...
 
     @property
     def error(self) -> str | None:
-        """Why it failed."""
+        """Return why the job failed, or None."""
         ...
 
     @property
     def tag(self) -> object:
-        """Who is told of its end."""
+        """Return the callback or owner that is told of the end."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes moved."""
+        """Return the bytes moved."""
         ...
 
     @property
     def checksum(self) -> int | None:
-        """CRC-32C of its bytes; None: not asked for, not done, or on a GPU."""
+        """Return the CRC-32C of the bytes; None if not asked for, not done, or on a GPU."""
         ...
 
     def cancel(self) -> None:
-        """Ask for its end; returns at once."""
+        """Ask the job to end; returns at once."""
         ...
 
     def wait(self, timeout: float, /) -> bool:
-        """Block until it has ended, at most `timeout` seconds; whether it has."""
+        """Block until the job has ended, for at most `timeout` seconds; returns whether it has."""
         ...
 
 
 class Moment(Protocol):
-    """When something that runs elsewhere, on a GPU, is over."""
+    """A point in the work of a GPU, for which a copy can wait."""
 
     def is_complete(self) -> bool:
-        """Whether it is over; never blocks."""
+        """Whether the point is reached; never blocks."""
         ...
 
 
 class Copier(Protocol):
-    """What copies between regions that this process can reach: a mover, or a device. A device also
-    takes `after`, moments to wait for; what runs on the host needs none."""
+    """Copies between regions that this process can reach: a mover, or a device. A device also takes
+    `after`, moments to wait for; a copy on the host needs none."""
 
     @property
     def copy(self) -> Callable[..., Job]:
-        """Copy (sources, destinations, lengths): `mempool.Mover.copy` says the rest."""
+        """Copy (sources, destinations, lengths); arguments as for `mempool.Mover.copy`."""
         ...
 
 
 def after(moments: Iterable[Moment]) -> dict[str, Any]:
-    """Return the argument that makes a copy wait for these moments."""
+    """Return the keyword argument that makes a copy wait for these moments."""
     return {"after": moments} if moments else {}
 
 
 def still_running(jobs: Iterable[Job], timeout: float) -> set[Job]:
-    """Wait for jobs, at most `timeout` seconds for all; return those that have not ended."""
+    """Block until jobs have ended, for at most `timeout` seconds in all; return those that have
+    not."""
     deadline = time.monotonic() + timeout
     return {job for job in jobs if not job.wait(max(0.0, deadline - time.monotonic()))}

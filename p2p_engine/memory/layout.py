@@ -1,7 +1,7 @@
-"""Where bytes lie: regions of memory, sources and sinks, tensors. Pure; nothing here moves a byte.
+"""Layout: regions of memory, sources and sinks, tensors. Pure; nothing here moves a byte.
 
 A chunk's byte stream is layer-major: for each layer, for each block, that block's page. Both sides
-derive it from the manifest, so that gather and scatter need no list of blocks on the wire.
+derive it from the manifest, so gather and scatter need no list of blocks on the wire.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ class Regions:
 
     addresses: Int64s
     lengths: Int64s
-    is_joined: bool = False  # nothing is left to coalesce, or not worth the look
-    each: int = 0  # the length of every one of them, where that is known to be the same
+    is_joined: bool = False  # coalescing would change nothing, or is not worth it
+    each: int = 0  # the length of every region, if all are known to be equal
 
     @classmethod
     def repeated(cls, one: Regions, firsts: Int64s) -> Regions:
-        """Return `one`'s regions, which are joined, once for each address that they start from."""
+        """Return `one`'s regions, which must be joined, once relative to each address of
+        `firsts`."""
         addresses = (firsts[:, None] + one.addresses).ravel()
         each = one.each or (int(one.lengths[0]) if len(one.lengths) else 0)
         if one.each or (one.lengths == each).all():
@@ -43,21 +44,21 @@ class Regions:
 
     @property
     def nbytes(self) -> int:
-        """The sum of the lengths."""
+        """Return the sum of the lengths."""
         return len(self.lengths) * self.each or int(self.lengths.sum())
 
     @property
     def starts(self) -> Int64s:
-        """Where each begins in the stream; may be shared and read-only."""
+        """Return where each region begins in the stream; may be shared and read-only."""
         if self.each:
             num = len(self.lengths)
             return _multiples(self.each, _capacity(num))[:num]
         starts: Int64s = np.cumsum(self.lengths)
-        starts -= self.lengths  # in place: they may be many, and fresh memory costs page faults
+        starts -= self.lengths  # in place: large arrays cost page faults
         return starts
 
     def coalesced(self) -> Regions:
-        """Join neighbours that touch, drop empty ones."""
+        """Return the regions with adjacent ones joined and empty ones dropped."""
         if self.is_joined:
             return self
         if self.each and not (self.addresses[1:] == self.addresses[:-1] + self.each).any():
@@ -71,12 +72,12 @@ class Regions:
 
 
 def equal_lengths(each: int, num: int) -> Int64s:
-    """Return `num` times the same length; shared by all who ask, and read-only."""
+    """Return `num` times the same length, as a shared, read-only array."""
     return _copies(each, _capacity(num))[:num]
 
 
 def _capacity(num: int) -> int:
-    """Powers of two, so that few tables serve chunks of all sizes."""
+    """Return a power of two, so that few tables serve chunks of all sizes."""
     return 1 << max(0, num - 1).bit_length()
 
 
@@ -95,12 +96,12 @@ def _multiples(each: int, capacity: int) -> Int64s:
 
 
 def one_region(address: int, nbytes: int) -> Regions:
-    """Return a single piece."""
+    """Return a single region."""
     return Regions(np.array([address], np.int64), np.array([nbytes], np.int64))
 
 
 def pair(source: Regions, destination: Regions) -> tuple[Int64s, Int64s, Int64s]:
-    """Cut both sides at each other's boundaries: (sources, destinations, lengths) to copy.
+    """Cut both sides at each other's boundaries; returns (sources, destinations, lengths) to copy.
 
     Raises:
         LocalProtocolError: the two sides differ in bytes.
@@ -130,7 +131,7 @@ def pair(source: Regions, destination: Regions) -> tuple[Int64s, Int64s, Int64s]
 
 
 def _places_in(coarse: Regions, fine: Regions) -> Int64s | None:
-    """Where each of the fine regions begins in the coarse ones; None: one lies over an edge."""
+    """Return where each fine region begins in the coarse ones; None if one crosses a boundary."""
     starts = fine.starts
     if len(coarse.lengths) == 1:
         places: Int64s = starts + coarse.addresses[0]
@@ -150,25 +151,27 @@ def _at(regions: Regions, ends: Int64s, positions: Int64s) -> Int64s:
 
 
 def ask(call: Callable[[], T]) -> T:
-    """Call a source or sink, which are our caller's: what they raise ends their transfer only.
+    """Call a method of the caller's source or sink; its exceptions end only that transfer.
 
     Raises:
-        P2pError: theirs.
-        LocalProtocolError: in place of any other error.
+        P2pError: raised by the source or sink.
+        LocalProtocolError: in place of any other exception.
     """
     try:
         return call()
     except P2pError:
         raise
-    except Exception as error:  # anything may come from code that is not ours
+    except Exception as error:  # the caller's code may raise anything
         raise LocalProtocolError(f"the caller's source or sink failed: {error!r}") from error
 
 
 def ask_regions(call: Callable[[], Regions], nbytes: int) -> Regions:
-    """Ask a source or sink where `nbytes` bytes lie; its neighbours' bytes are not ours to touch.
+    """Ask a source or sink where `nbytes` bytes lie, and check the size: the bytes beside them are
+    not ours.
 
     Raises:
-        P2pError: as for ask; LocalProtocolError: they are not so many bytes.
+        P2pError: as for `ask`.
+        LocalProtocolError: the regions have another size.
     """
     regions = ask(lambda: call().coalesced())
     if regions.nbytes != nbytes:
@@ -177,7 +180,7 @@ def ask_regions(call: Callable[[], Regions], nbytes: int) -> Regions:
 
 
 def packed_pages(address: int, packed: Manifest, first_block: int, num_blocks: int) -> Regions:
-    """Where blocks [first_block, +num_blocks) lie in a chunk that is packed at `address`."""
+    """Return where blocks [first_block, +num_blocks) lie in a chunk that is packed at `address`."""
     if num_blocks == packed.num_blocks:
         return one_region(address, packed.nbytes).coalesced()
     pages = np.asarray(packed.page_bytes, np.int64)
@@ -187,11 +190,11 @@ def packed_pages(address: int, packed: Manifest, first_block: int, num_blocks: i
 
 
 class Source(Protocol):
-    """What a sender reads; its memory must stay valid and unchanged until released."""
+    """The bytes that a sender reads. Their memory must stay valid and unchanged until released."""
 
     @property
     def manifest(self) -> Manifest:
-        """The geometry of the whole of it."""
+        """Return the geometry of the whole source."""
         ...
 
     def regions(self, first_block: int, num_blocks: int) -> Regions:
@@ -199,32 +202,32 @@ class Source(Protocol):
         ...
 
     def towards(self, peer: CacheSpec | None) -> Source:
-        """Return what of it goes to a peer.
+        """Return the source of the bytes that go to a peer.
 
         Raises:
-            PeerRefused: nothing, or it cannot be mapped.
+            PeerRefused: nothing goes there, or it cannot be mapped.
         """
         ...
 
     def packed(self, starts: Int64s) -> Source:
-        """Return the same as it will lie elsewhere: each block, all its layers together, from one
-        of these addresses on."""
+        """Return a source of the same bytes copied elsewhere: each block, with all its layers, from
+        one of these addresses on."""
         ...
 
 
 class Sink(Protocol):
-    """What a receiver fills."""
+    """The memory that a receiver fills."""
 
     def wanted(self, manifest: Manifest) -> tuple[int, int]:
         """Return (first block, number of blocks) of this chunk that is still wanted."""
         ...
 
     def regions(self, manifest: Manifest, first_block: int, num_blocks: int) -> Regions:
-        """Return where these blocks are to lie, in stream order."""
+        """Return where these blocks belong, in stream order."""
         ...
 
     def landed(self, manifest: Manifest, first_block: int, num_blocks: int) -> bool:
-        """Note that these blocks are in place; True when nothing is missing any more."""
+        """Note that these blocks are in place; returns True if nothing is missing any more."""
         ...
 
 
@@ -232,7 +235,7 @@ def check_reachable(tensor: torch.Tensor, device: str = "cpu") -> None:
     """Check that an engine of this device can reach the bytes of a tensor.
 
     Raises:
-        LocalProtocolError: the tensor is elsewhere, or not dense.
+        LocalProtocolError: the tensor is on another device, or not dense.
     """
     kind = torch.device(device).type
     if tensor.device.type != kind or tensor.layout != torch.strided:
@@ -241,7 +244,7 @@ def check_reachable(tensor: torch.Tensor, device: str = "cpu") -> None:
 
 @dataclass(frozen=True)
 class TensorSource:
-    """One whole tensor; one that is not contiguous, or lazily conjugated, is copied first.
+    """One whole tensor. A non-contiguous or lazily conjugated tensor is copied first.
 
     Raises:
         LocalProtocolError: the tensor is not on the engine's device, or not dense.
@@ -264,11 +267,11 @@ class TensorSource:
         return one_region(self.tensor.data_ptr(), self.tensor.nbytes)
 
     def towards(self, peer: CacheSpec | None) -> TensorSource:
-        """Return the whole of it: a tensor is the same everywhere."""
+        """Return the whole tensor: it is the same for every peer."""
         return self
 
     def packed(self, starts: Int64s) -> PackedTensor:
-        """Return the same as it lies at another address."""
+        """Return a source of the tensor's bytes copied to another address."""
         return PackedTensor(self.manifest, int(starts[0]))
 
 
@@ -284,26 +287,27 @@ class PackedTensor:
         return one_region(self.address, self.manifest.nbytes)
 
     def towards(self, peer: CacheSpec | None) -> PackedTensor:
-        """Return the whole of it."""
+        """Return the whole tensor."""
         return self
 
     def packed(self, starts: Int64s) -> PackedTensor:
-        """Return the same as it lies at another address."""
+        """Return a source of the tensor's bytes copied to another address."""
         return PackedTensor(self.manifest, int(starts[0]))
 
 
 @dataclass
 class TensorSink:
-    """A tensor that is made, or checked against `tensor`, when its manifest is known."""
+    """A tensor that is allocated, or checked against `tensor`, when its manifest is known."""
 
     tensor: torch.Tensor | None = None
     allocate: Callable[..., torch.Tensor] = torch.empty
 
     def wanted(self, manifest: Manifest) -> tuple[int, int]:
-        """Want the whole of it.
+        """Want the whole tensor.
 
         Raises:
-            RemoteProtocolError: the manifest does not describe a tensor, or not this tensor.
+            RemoteProtocolError: the manifest does not describe a tensor, or not this one.
+            LocalProtocolError: the tensor cannot be allocated.
         """
         dtype = getattr(torch, manifest.dtype, None)
         is_whole = (manifest.first_block, manifest.num_blocks) == (0, 1)
@@ -329,7 +333,11 @@ class TensorSink:
             raise LocalProtocolError(text) from error
 
     def regions(self, manifest: Manifest, first_block: int, num_blocks: int) -> Regions:
-        """Return where the tensor lies."""
+        """Return where the tensor lies.
+
+        Raises:
+            LocalProtocolError: there is no tensor yet, or it is not contiguous.
+        """
         if self.tensor is None or not self.tensor.is_contiguous():
             raise LocalProtocolError("the receiving tensor must exist and be contiguous")
         return one_region(self.tensor.data_ptr(), self.tensor.nbytes)

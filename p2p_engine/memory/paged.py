@@ -1,6 +1,6 @@
-"""Paged caches: where the blocks of a request lie on one rank, whole or cut for a peer that is not
-alike, and which of them have come. Pure: numpy arrays of addresses; nothing here moves a byte.
-"""
+"""Paged caches: where the blocks of a request lie on one rank, whole or cut into parts for an
+unlike peer, and which blocks have arrived. Pure: numpy arrays of addresses; nothing here moves a
+byte."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from p2p_engine.memory.layout import Int64s, Regions, equal_lengths
 from p2p_engine.memory.plan import Extent, counterpart, extent_of, layers_within, part_between
 from p2p_engine.wire.messages import CacheSpec, Manifest, PageShape, Part
 
-MAX_PEERS = 256  # of whom a cache remembers what goes to them
+MAX_PEERS = 256  # for which a cache remembers the parts
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What a part is in one cache, wherever that lies."""
+    """The geometry of a part in one cache, independent of addresses."""
 
     layers: slice
     num_per_block: int  # blocks of the part in one of ours
-    page_bytes: list[int]  # of one of them, by layer
+    page_bytes: list[int]  # of one block of the part, by layer
     num_heads: int  # over all layers
     offsets: Int64s  # of its rows in a page: [block of the part, row]
     lengths: Int64s  # of its rows
@@ -32,11 +32,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class PagedCache:
-    """One rank's cache: block b of layer l is page_bytes[l] bytes at
-    layer_addresses[l] + b * block_strides[l]; all int64[num_layers].
+    """One rank's cache: block b of layer l is page_bytes[l] bytes at layer_addresses[l] + b *
+    block_strides[l]; all three are int64[num_layers].
 
-    Only with a `spec` can blocks be cut. A backend may have made several smaller ones of a block;
-    then these lie `piece_stride` bytes apart, and the spec's shape is theirs.
+    Blocks can be cut only if there is a `spec`. A backend may split a block into several smaller
+    ones; these lie `piece_stride` bytes apart, and the spec's shape is theirs.
     """
 
     layer_addresses: Int64s
@@ -48,10 +48,10 @@ class PagedCache:
     _cuts: BoundedMap[Part, Cut] = field(default_factory=lambda: BoundedMap(MAX_PEERS), repr=False)
     _parts: BoundedMap[int, tuple[CacheSpec, Part | None]] = field(
         default_factory=lambda: BoundedMap(MAX_PEERS), repr=False
-    )  # by the id of the peer's description, which is kept so that no other gets that id
+    )  # by the id of the peer's spec, which is kept so that the id stays unique
 
     def pages(self, block_ids: Int64s) -> Regions:
-        """The pages of these blocks, layer-major.
+        """Return the pages of these blocks, layer-major.
 
         Raises:
             LocalProtocolError: a block id is not in the cache.
@@ -66,7 +66,8 @@ class PagedCache:
         return Regions(addresses.ravel(), lengths.ravel()).coalesced()
 
     def cut(self, part: Part, block_ids: Int64s, first: int, num: int) -> Regions:
-        """The blocks [first, first + num) of a part, counted from the start of block_ids[0]."""
+        """Return the blocks [first, first + num) of a part, counted from the start of
+        block_ids[0]."""
         cut = self.cut_of(part)
         if cut.num_per_block == len(cut.offsets) == 1:
             blocks = block_ids[first : first + num]
@@ -81,12 +82,13 @@ class PagedCache:
     def _in_layers(
         self, layers: slice, block_ids: Int64s, inside: Int64s, lengths: Int64s
     ) -> Regions:
-        """The same rows of blocks in several layers: `inside` [block or 1, row], lengths [row]."""
+        """Return the same rows of blocks in several layers: `inside` [block or 1, row], lengths
+        [row]."""
         firsts, strides = self.layer_addresses[layers], self.block_strides[layers]
         each = int(lengths[0]) if len(lengths) == 1 else 0
         num = len(block_ids)
         lengths = equal_lengths(each, num) if each else np.tile(lengths, num)
-        if (strides == strides[0]).all():  # one layer is then like the other
+        if (strides == strides[0]).all():  # then all layers have the same pattern
             starts = strides[0] * block_ids[:, None] + inside
             one = Regions(starts.ravel(), lengths, each=each)
             return Regions.repeated(one.coalesced(), firsts)
@@ -95,7 +97,7 @@ class PagedCache:
         return Regions(addresses.ravel(), np.tile(lengths, len(strides))).coalesced()
 
     def cut_of(self, part: Part) -> Cut:
-        """What a part is here; made once. A peer's part must have been checked."""
+        """Return the geometry of a part here; cached. A peer's part must have been checked."""
         known = self._cuts.get(part)
         if known is None:
             known = self._make_cut(part)
@@ -117,25 +119,25 @@ class PagedCache:
         )
 
     def part_for(self, peer: CacheSpec) -> Part | None:
-        """What goes to a peer; None: all of it, as it lies.
+        """Return the part that goes to a peer; None: everything, page by page.
 
         Raises:
-            PeerRefused: nothing, or it cannot be mapped.
+            PeerRefused: nothing goes there, or it cannot be mapped.
         """
         known = self._parts.get(id(peer))
         if known is None:
             theirs = counterpart(self.known_spec, peer)
             if theirs is None:
-                raise PeerRefused("there are no such layers there")
+                raise PeerRefused("the peer has no such layers")
             known = peer, part_between(self.known_spec, theirs)
             self._parts.put(id(peer), known)
         return known[1]
 
     def check_part(self, part: Part) -> None:
-        """Check that a peer's part can be put here.
+        """Check that a peer's part can be stored here.
 
         Raises:
-            RemoteProtocolError: it cannot, and why.
+            RemoteProtocolError: it cannot; says why.
         """
         shape, extent = self._shape, self.extent
         given = _of(part)
@@ -150,10 +152,10 @@ class PagedCache:
 
     @property
     def known_spec(self) -> CacheSpec:
-        """The spec of a cache that can be cut.
+        """Return the spec of a cache that can be cut.
 
         Raises:
-            RemoteProtocolError: it cannot.
+            RemoteProtocolError: the cache cannot be cut.
         """
         if self.spec is None:
             raise RemoteProtocolError("a part came for a cache that cannot be cut")
@@ -161,7 +163,7 @@ class PagedCache:
 
     @cached_property
     def extent(self) -> Extent:
-        """The layers and heads of this rank."""
+        """Return the layers and heads of this rank."""
         return extent_of(self.known_spec, self.known_spec.rank)
 
     @property
@@ -172,7 +174,7 @@ class PagedCache:
 
     @cached_property
     def num_heads(self) -> int:
-        """How many heads are kept here, over all layers."""
+        """Return how many heads are kept here, over all layers."""
         num_layers = len(layers_within(self.known_spec, self.extent))
         return num_layers * (self.extent.end_head - self.extent.first_head)
 
@@ -189,9 +191,10 @@ def _of(part: Part) -> Extent:
 
 
 def _rows_in_order(shape: PageShape, part: Part, first_head: int) -> tuple[Int64s, Int64s]:
-    """Where the rows of a part's block lie in a page, in the order in which they lie in the source.
+    """Return where the rows of a part's block lie in a page, in the order of the source.
 
-    Offsets [place in the page, row] and lengths [row]; what touches everywhere is joined.
+    Offsets are [place in the page, row], lengths are [row]. Rows that are adjacent in every place
+    are joined.
     """
     tokens = min(part.block_size, shape.num_tokens)
     order = np.argsort(_rows(part.shape, part.num_heads, tokens)[0], kind="stable")
@@ -204,7 +207,8 @@ def _rows_in_order(shape: PageShape, part: Part, first_head: int) -> tuple[Int64
 
 
 def _rows(shape: PageShape, num_heads: int, num_tokens: int) -> tuple[Int64s, Int64s, Int64s]:
-    """Offsets, lengths and steps to the next token of all rows, by plane, head, token, row."""
+    """Return offsets, lengths and steps to the next token of all rows, by plane, head, token,
+    row."""
     heads = np.arange(num_heads)[:, None, None] * shape.head_stride
     tokens = np.arange(num_tokens)[:, None]
     offsets = [
@@ -224,8 +228,8 @@ def _rows(shape: PageShape, num_heads: int, num_tokens: int) -> tuple[Int64s, In
 
 @dataclass(frozen=True)
 class PagedSource:
-    """Blocks [first_block, first_block + len(block_ids)) of a request, read from a paged cache;
-    with a `part`, that part of them."""
+    """Blocks [first_block, first_block + len(block_ids)) of a request, read from a paged cache.
+    With a `part`, only that part of them."""
 
     cache: PagedCache
     block_ids: Int64s
@@ -235,13 +239,13 @@ class PagedSource:
 
     @property
     def manifest(self) -> Manifest:
-        """The geometry of this chunk."""
+        """Return the geometry of this chunk."""
         part, num_blocks = self.part, len(self.block_ids)
         if part is None:
             page_bytes = self.cache.page_bytes.tolist()
             return Manifest(self.first_block, num_blocks, page_bytes, self.num_tokens)
         cut = self.cache.cut_of(part)
-        num_used = -(-self.num_tokens // part.block_size)  # the last block is hardly ever full
+        num_used = -(-self.num_tokens // part.block_size)  # the last block is rarely full
         end = min((self.first_block + num_blocks) * cut.num_per_block, num_used)
         first = self.first_block * cut.num_per_block
         return Manifest(first, end - first, cut.page_bytes, self.num_tokens, part=part)
@@ -255,18 +259,19 @@ class PagedSource:
         return self.cache.cut(self.part, self.block_ids, start, num_blocks)
 
     def towards(self, peer: CacheSpec | None) -> PagedSource:
-        """Return what of these blocks goes to a peer.
+        """Return the source of the bytes that go to a peer.
 
         Raises:
-            PeerRefused: nothing, or it cannot be mapped.
+            PeerRefused: nothing goes there, or it cannot be mapped.
         """
         if self.cache.spec is None or peer is None:
             return self
         return replace(self, part=self.cache.part_for(peer))
 
     def packed(self, starts: Int64s) -> PagedSource:
-        """Return the same as it lies elsewhere, each block from one of these addresses on: a small
-        cache of its own, whose blocks are told apart by the bytes between them."""
+        """Return a source of the same blocks copied elsewhere, each block from one of these
+        addresses on. It is a small cache of its own: the byte distance to the first copy serves as
+        block id."""
         first, pages = int(starts.min()), self.cache.page_bytes
         cache = replace(
             self.cache,
@@ -280,9 +285,9 @@ class PagedSource:
 class PagedSink:
     """The request's blocks from `first_block` on, to be filled in a paged cache.
 
-    `block_ids` are the ids of the request's blocks first_block, first_block + 1, ... They may come
-    in parts, from several peers: it is whole when the parts that came make up all layers and heads
-    of this rank, each block of them.
+    `block_ids` are the ids of the request's blocks first_block, first_block + 1, ... Several peers
+    may send parts of them. The sink is complete when the parts cover all layers and heads of this
+    rank, and every block of each part has arrived.
     """
 
     def __init__(
@@ -298,7 +303,7 @@ class PagedSink:
         """Return the smallest range of the chunk that holds all its missing blocks.
 
         Raises:
-            RemoteProtocolError: the peer's pages are not ours, or its prompt has another length.
+            RemoteProtocolError: the peer's pages do not fit ours, or its prompt has another length.
         """
         self._check(manifest)
         missing = self._missing_of(manifest.part)
@@ -311,7 +316,7 @@ class PagedSink:
         return self._first(manifest.part) + low + first, last - first + 1
 
     def missing_blocks(self) -> Int64s:
-        """The ids of the blocks that are not in place; stable once the transfer is done."""
+        """Return the ids of the blocks that are not in place; stable once the transfer is done."""
         blocks = np.full(len(self._block_ids), not self._has_all_parts)
         for part, missing in self._missing.items():
             starts = np.arange(len(blocks)) * self._cuts(part)
@@ -321,14 +326,14 @@ class PagedSink:
         return missing_ids
 
     def regions(self, manifest: Manifest, first_block: int, num_blocks: int) -> Regions:
-        """Return where these blocks are to lie."""
+        """Return where these blocks belong."""
         start = first_block - self._first(manifest.part)
         if manifest.part is None:
             return self._cache.pages(self._block_ids[start : start + num_blocks])
         return self._cache.cut(manifest.part, self._block_ids, start, num_blocks)
 
     def landed(self, manifest: Manifest, first_block: int, num_blocks: int) -> bool:
-        """Note that these blocks are in place."""
+        """Note that these blocks are in place; returns True if nothing is missing any more."""
         start = first_block - self._first(manifest.part)
         self._missing_of(manifest.part)[start : start + num_blocks] = False
         is_whole = not any(missing.any() for missing in self._missing.values())

@@ -1,8 +1,8 @@
-"""Which rank gives what to which, and in what order the bytes come, for any two instances. Pure.
+"""Plan: which rank sends which layers and heads to which rank, for any two instances. Pure.
 
-A rank has a range of the model's layers and a range of its KV heads. Ranks that have the same ones
-(more ranks than heads; MLA) are replicas of each other: exactly one of them serves a destination.
-Up to `counterpart`, everything here is said of one group of layers.
+A rank has a range of the model's layers and a range of its KV heads. Ranks with the same ranges
+(more ranks than heads; MLA) are replicas: exactly one of them serves a destination. Everything
+before `counterpart` is about one group of layers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Extent:
     end_head: int
 
     def __and__(self, other: Extent) -> Extent:
-        """What both have."""
+        """Return the intersection."""
         return Extent(
             max(self.first_layer, other.first_layer),
             min(self.end_layer, other.end_layer),
@@ -38,12 +38,12 @@ class Extent:
         )
 
     def __bool__(self) -> bool:
-        """Whether there is anything in it."""
+        """Whether the extent is not empty."""
         return self.first_layer < self.end_layer and self.first_head < self.end_head
 
 
 def extent_of(spec: CacheSpec, rank: int) -> Extent:
-    """What a rank of this instance has, as vLLM shares a model out."""
+    """Return the layers and heads of a rank, as vLLM partitions a model."""
     stage, tp_rank = divmod(rank, spec.tp_size)
     first = tp_rank // num_replicas(spec) * heads_per_rank(spec)
     first_layer, end_layer = spec.layer_cuts[stage : stage + 2]
@@ -51,7 +51,7 @@ def extent_of(spec: CacheSpec, rank: int) -> Extent:
 
 
 def layers_within(spec: CacheSpec, extent: Extent) -> tuple[int, ...]:
-    """The layers of an extent that keep a cache in this group, on the spec's own rank."""
+    """Return the layers of an extent that keep a cache in this group, on the spec's own rank."""
     if spec.layers is None:
         both = extent & extent_of(spec, spec.rank)
         return tuple(range(both.first_layer, both.end_layer))
@@ -59,17 +59,17 @@ def layers_within(spec: CacheSpec, extent: Extent) -> tuple[int, ...]:
 
 
 def heads_per_rank(spec: CacheSpec) -> int:
-    """How many KV heads each rank has."""
+    """Return how many KV heads each rank has."""
     return max(1, spec.num_kv_heads // spec.tp_size)
 
 
 def num_replicas(spec: CacheSpec) -> int:
-    """How many ranks have the same heads."""
+    """Return how many ranks have the same heads."""
     return max(1, spec.tp_size // spec.num_kv_heads)
 
 
 def share(source: CacheSpec, source_rank: int, target: CacheSpec, target_rank: int) -> Extent:
-    """What one rank gives to another; empty, when another replica gives it or nobody does."""
+    """Return what one rank gives to another; empty if another replica gives it, or no rank does."""
     replicas = num_replicas(source)
     if source_rank % replicas != target_rank % replicas:  # so that the load spreads
         return Extent(0, 0, 0, 0)
@@ -77,7 +77,7 @@ def share(source: CacheSpec, source_rank: int, target: CacheSpec, target_rank: i
 
 
 def targets_of(source: CacheSpec, rank: int, target: CacheSpec) -> list[int]:
-    """The ranks of `target` to which a rank of `source` gives something."""
+    """Return the ranks of `target` to which a rank of `source` gives something."""
     return [
         other
         for other in range(target.num_ranks)
@@ -86,7 +86,7 @@ def targets_of(source: CacheSpec, rank: int, target: CacheSpec) -> list[int]:
 
 
 def sources_of(source: CacheSpec, target: CacheSpec, rank: int) -> list[int]:
-    """The ranks of `source` from which a rank of `target` gets something."""
+    """Return the ranks of `source` from which a rank of `target` gets something."""
     return [
         other
         for other in range(source.num_ranks)
@@ -95,12 +95,14 @@ def sources_of(source: CacheSpec, target: CacheSpec, rank: int) -> list[int]:
 
 
 def _may_have(spec: CacheSpec, rank: int, extent: Extent) -> bool:
-    """Whether an extent has a layer of this group; a spec knows it of its own rank only."""
+    """Whether an extent may have a layer of this group; a spec lists layers of its own rank
+    only."""
     return bool(extent) and (rank != spec.rank or bool(layers_within(spec, extent)))
 
 
 def idle_sources(source: CacheSpec, target: CacheSpec, rank: int) -> list[int]:
-    """The ranks of `source` that give nothing to anybody; each rank of `target` minds some."""
+    """Return ranks of `source` that give nothing to any rank; the ranks of `target` share them
+    out."""
     return [
         other
         for other in range(rank, source.num_ranks, target.num_ranks)
@@ -109,10 +111,10 @@ def idle_sources(source: CacheSpec, target: CacheSpec, rank: int) -> list[int]:
 
 
 def counterpart(mine: CacheSpec, peer: CacheSpec) -> CacheSpec | None:
-    """Return the peer's group that corresponds to one of ours; None: it has none such.
+    """Return the peer's group that corresponds to one of ours; None if it has none.
 
-    A draft's layers only correspond to those of the same draft: what a peer lacks of a draft is
-    neither sent nor waited for, because vLLM verifies each token that a draft proposes.
+    The layers of a draft model correspond only to those of the same draft model. If the peer lacks
+    them, they are neither sent nor waited for: vLLM verifies each token that a draft proposes.
     """
     theirs = peer.groups[mine.number] if mine.number < len(peer.groups) else None
     if theirs is None or mine.is_draft != theirs.is_draft:
@@ -121,8 +123,8 @@ def counterpart(mine: CacheSpec, peer: CacheSpec) -> CacheSpec | None:
 
 
 def unclaimed(source: CacheSpec, target: CacheSpec) -> list[tuple[int, int]]:
-    """Groups of `source` that `target` has not, by number, each with the ranks that hold it; each
-    rank of `target` minds some."""
+    """Return (group number, rank) for each rank with a group of `source` that `target` lacks. The
+    ranks of `target` share them out."""
     return [
         (group.number, rank)
         for group in source.groups
@@ -134,8 +136,8 @@ def unclaimed(source: CacheSpec, target: CacheSpec) -> list[tuple[int, int]]:
 def takers(
     mine: CacheSpec | None, key: TransferKey, theirs: CacheSpec | P2pError | None
 ) -> list[int]:
-    """The ranks there to which this rank gives something of a key; `theirs` is what the peer's
-    directory has answered."""
+    """Return the peer's ranks to which this rank gives something of a key; `theirs` is the answer
+    of the peer's directory."""
     mine, other = _both_sides(mine, key, theirs)
     return targets_of(mine, mine.rank, other) if mine is not None and other is not None else []
 
@@ -143,7 +145,7 @@ def takers(
 def givers(
     mine: CacheSpec | None, key: TransferKey, theirs: CacheSpec | P2pError | None
 ) -> list[int]:
-    """The ranks there from which this rank gets something of a key."""
+    """Return the peer's ranks from which this rank gets something of a key."""
     mine, other = _both_sides(mine, key, theirs)
     return sources_of(other, mine, mine.rank) if mine is not None and other is not None else []
 
@@ -151,9 +153,10 @@ def givers(
 def keepers(
     mine: CacheSpec | None, key: TransferKey, theirs: CacheSpec | P2pError | None
 ) -> list[tuple[TransferKey, int]]:
-    """What is held there for nobody, and which rank holds it, as far as this rank minds it.
+    """Return the peer's holds that no rank here pulls, as (key, rank), as far as this rank releases
+    them.
 
-    The first group that this rank has minds those that it has not.
+    For groups that this rank lacks, the first group that it has takes care.
     """
     group, other = _both_sides(mine, key, theirs)
     if mine is None or group is None or not isinstance(theirs, CacheSpec):
@@ -170,7 +173,7 @@ def keepers(
 def _both_sides(
     mine: CacheSpec | None, key: TransferKey, theirs: CacheSpec | P2pError | None
 ) -> tuple[CacheSpec | None, CacheSpec | None]:
-    """A key's group of layers here, and the one there that corresponds to it."""
+    """Return a key's group of layers here, and the corresponding one there."""
     if mine is None or not isinstance(theirs, CacheSpec):
         return None, None
     group = mine.group(key.group)
@@ -178,10 +181,10 @@ def _both_sides(
 
 
 def part_between(source: CacheSpec, target: CacheSpec) -> Part | None:
-    """What the source's rank sends to the target's; None: all of it, page by page, as it lies.
+    """Return the part that the source's rank sends to the target's; None: everything, page by page.
 
     Raises:
-        PeerRefused: nothing is to be sent, or it cannot be mapped; names what differs.
+        PeerRefused: nothing is to be sent, or it cannot be mapped; names the differences.
     """
     both = share(source, source.rank, target, target.rank)
     if not both:
@@ -204,7 +207,7 @@ def part_between(source: CacheSpec, target: CacheSpec) -> Part | None:
 
 
 def obstacles(here: CacheSpec | None, there: CacheSpec | None) -> list[str]:
-    """Say why nothing can be mapped between two instances, with both values; empty: it can."""
+    """Return why nothing can be mapped between two instances, with both values; empty if it can."""
     if here is None or there is None:
         described = here is not None, there is not None
         return [_differing("describes a KV cache", *described)] if any(described) else []
@@ -263,7 +266,7 @@ def _differing_blocks(here: CacheSpec, there: CacheSpec) -> list[str]:
 
 
 def _irregularity(spec: CacheSpec) -> str:
-    """Why the ranks cannot share layers and heads as vLLM lets them; empty: none is forgotten."""
+    """Return why the ranks cannot partition layers and heads as vLLM does; "" if they can."""
     cuts, heads = spec.layer_cuts, spec.num_kv_heads
     if not spec.has_ranks:
         is_alone = spec.num_ranks == 1 and not cuts
@@ -278,7 +281,7 @@ def _irregularity(spec: CacheSpec) -> str:
 
 
 def _same_pages(here: CacheSpec, there: CacheSpec) -> bool:
-    """Whether a page is the same bytes on both sides; true of equal instances of every kind."""
+    """Whether a page has the same bytes on both sides; always true of equal instances."""
     has_pages = bool(here.page_bytes) or here.shape is None
     same_stage = here.rank // here.tp_size == there.rank // there.tp_size
     return (

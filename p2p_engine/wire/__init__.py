@@ -1,1 +1,1 @@
-"""What crosses the wire, and the names in it. Pure; the proxy shares it."""
+"""Messages, addresses and ids as they go over the network. Pure code; the proxy shares it."""

@@ -1,6 +1,6 @@
-"""What crosses the wire: typed MessagePack structs, their limits, and the protocol version.
+"""The messages: typed MessagePack structs, their limits, and the protocol version.
 
-The codec refuses unknown tags, wrong types and values out of bounds; nothing here does I/O.
+The codec refuses unknown tags, wrong types and values out of bounds. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from p2p_engine.errors import LocalProtocolError, RemoteProtocolError
 PROTOCOL_VERSION = 5
 MAX_FRAME_BYTES = 1 << 16
 MAX_LAYERS = 1 << 10
-MAX_REASON = 500  # characters that say why; fewer than a Text holds
+MAX_REASON = 500  # characters of a reason; fewer than a Text holds
 MAX_RANKS = 1 << 10
 MAX_GROUPS = 1 << 6
-MAX_RENEWED = 1 << 10  # contents in one RENEW; fewer when their names are long
+MAX_RENEWED = 1 << 10  # contents in one RENEW; fewer if their names are long
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -30,7 +30,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=86400.0)]
 
 
 class TransferKey(msgspec.Struct, frozen=True, array_like=True):
-    """The identity of what moves: made by the proxy's id, never by an engine's own request id."""
+    """The name of a transfer. It comes from the proxy's id, never from an engine's own request
+    id."""
 
     transfer_id: Text
     layer: Text = ""
@@ -44,14 +45,14 @@ class TransferKey(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.transfer_id}/{self.prompt_index}/{self.child_index}/{part}"
 
 
-ContentKey: TypeAlias = tuple[TransferKey, bytes]  # name and binding: two contents never meet
+ContentKey: TypeAlias = tuple[TransferKey, bytes]  # name and binding: never two contents
 
 
 class Plane(msgspec.Struct, frozen=True, array_like=True):
-    """K, V, or what MLA keeps instead: where the rows of a head's token lie in a page.
+    """The position of K, of V, or of MLA's latent vector in a page.
 
-    Row r of token t of head h: `row_bytes` at offset + h * PageShape.head_stride
-    + t * token_stride + r * row_stride.
+    Row r of token t of head h has `row_bytes` bytes at offset + h * PageShape.head_stride + t *
+    token_stride + r * row_stride.
     """
 
     offset: Offset
@@ -64,7 +65,7 @@ class Plane(msgspec.Struct, frozen=True, array_like=True):
 class PageShape(msgspec.Struct, frozen=True, array_like=True):
     """How the bytes of one block of one layer are arranged; the same for all layers of a rank.
 
-    `num_tokens` is the number of tokens that can be told apart: 1 where only whole blocks can.
+    `num_tokens` is the number of tokens that can be addressed singly: 1 if only whole blocks can.
     """
 
     num_tokens: Count
@@ -73,16 +74,17 @@ class PageShape(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def rows(self) -> list[tuple[int, int]]:
-        """What the shapes of two peers must have in common: rows and their bytes, by plane."""
+        """Return (rows, bytes of a row) for each plane. The shapes of two peers must agree in
+        this."""
         return [(plane.num_rows, plane.row_bytes) for plane in self.planes]
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """What of a cache goes from one rank to another one that is not alike.
+    """The part of a cache that one rank sends to a rank with other layers, heads or blocks.
 
-    Layers and heads are those of the model; of the layers, those that keep a cache in its group are
-    meant. Its byte stream is, layer after layer, for each `block_size` tokens the rows in the order
-    in which they lie in the source, which has `shape`.
+    Layers and heads are numbered as in the model. Only layers that keep a cache in the part's group
+    count. The byte stream goes layer by layer; in a layer, for each `block_size` tokens, the rows
+    follow in the order of the source's page, which has `shape`.
     """
 
     first_layer: Count
@@ -93,7 +95,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     shape: PageShape
 
     def overlaps(self, other: Part) -> bool:
-        """Whether both have a head of a layer."""
+        """Whether two parts share a head of a layer."""
         return (
             self.first_layer < other.first_layer + other.num_layers
             and other.first_layer < self.first_layer + self.num_layers
@@ -103,10 +105,10 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """The geometry of a chunk: its byte stream is, layer after layer, the pages of its blocks.
+    """The geometry of a chunk. Its byte stream is, layer by layer, the pages of its blocks.
 
-    `page_bytes[l]` is the size of one block of layer l on this rank. A plain tensor is one layer
-    of one block, with `dtype` and `shape` set. With a `part`, a block is that part's.
+    `page_bytes[l]` is the size in bytes of one block of layer l on this rank. A plain tensor is one
+    layer of one block, with `dtype` and `shape` set. With a `part`, blocks are those of the part.
     """
 
     first_block: Count
@@ -119,12 +121,12 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def block_bytes(self) -> int:
-        """The bytes of one block over all layers."""
+        """Return the bytes of one block over all layers."""
         return sum(self.page_bytes)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the whole chunk."""
+        """Return the bytes of the whole chunk."""
         return self.num_blocks * self.block_bytes
 
     def narrowed(self, first_block: int, num_blocks: int) -> Manifest:
@@ -132,11 +134,11 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, first_block=first_block, num_blocks=num_blocks)
 
     def overlaps(self, other: Manifest) -> bool:
-        """Whether both have a byte of the cache in common, or might have."""
+        """Whether two chunks have a byte of the cache in common, or might have."""
         if self.part is None or other.part is None:
             mine = theirs = 1
             if self.part is not other.part:
-                return True  # the peer has changed: nothing is known of how they lie
+                return True  # the peer has changed: positions cannot be compared
         else:
             if not self.part.overlaps(other.part):
                 return False
@@ -150,12 +152,12 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 class CacheSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """A group of layers in one rank's KV cache, and how the ranks of its instance share the model.
 
-    `layer_cuts` are the first layer of each pipeline stage and the end; rank r is the tensor
+    `layer_cuts` are the first layer of each pipeline stage, and the end; rank r is the tensor
     parallel rank r % tp_size of stage r // tp_size. `layers` are those of this rank that keep a
-    cache in this group (absent: all of its stage), in the order of `page_bytes`. An empty
-    `page_bytes` says that the bytes of a block do not lie together, an absent `shape` that its
-    inside is not known. `more` are the rank's other groups, in the order of their numbers, those of
-    a draft model last.
+    cache in this group, in the order of `page_bytes`; None stands for all of its stage. If
+    `page_bytes` is empty, the bytes of a block are not contiguous. If `shape` is None, the layout
+    inside a block is unknown. `more` are the rank's other groups in the order of their numbers,
+    those of a draft model last.
     """
 
     model: Text = ""
@@ -172,47 +174,47 @@ class CacheSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     page_bytes: Annotated[list[Bytes], msgspec.Meta(max_length=MAX_LAYERS)] = []
     shape: PageShape | None = None
     layers: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_LAYERS)] | None = None
-    window: Count = 0  # tokens that its layers look back at; 0: all
+    window: Count = 0  # number of past tokens that its layers attend to; 0: all
     number: Count = 0  # of the group
     is_draft: bool = False  # layers of a draft model, which its peers may lack
     more: Annotated[tuple[CacheSpec, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
 
     def __post_init__(self) -> None:
-        """Refuse groups of groups: a group is a byte on the wire, and may be half a KiB here."""
+        """Refuse nested groups: one byte on the wire could become half a KiB here."""
         if any(group.more for group in self.more):
             raise ValueError("a group of layers has no groups of its own")
 
     @property
     def groups(self) -> tuple[CacheSpec, ...]:
-        """All groups of the rank."""
+        """Return all groups of the rank."""
         return (self, *self.more)
 
     def group(self, number: int) -> CacheSpec:
-        """Return one group; one that there is not is like the first."""
+        """Return a group by its number; for an unknown number, the first group."""
         return self.groups[number] if number < len(self.groups) else self
 
     @property
     def num_ranks(self) -> int:
-        """All ranks of the instance."""
+        """Return the number of ranks of the instance."""
         return self.tp_size * max(1, len(self.layer_cuts) - 1)
 
     @property
     def has_ranks(self) -> bool:
-        """Whether it says how they share the model."""
+        """Whether the spec says how the ranks share the model."""
         return len(self.layer_cuts) > 1 and self.num_kv_heads > 0
 
 
 class Message(msgspec.Struct, array_like=True, tag_field="type"):
-    """Every message says from which start of which engine it is, and for which."""
+    """The fields of every message: the epochs of the engines that sent it and that it is for."""
 
     source_epoch: U64
     destination_epoch: U64
 
 
 class Hello(Message, tag="HELLO"):
-    """First words of a link. `endpoints` is empty; it keeps its place so that engines of other
-    protocol versions can read a HELLO and refuse it by name. Only the sender knows the `number`, by
-    which it recognises its own HELLO (0: it has none)."""
+    """The first message of a link. `endpoints` is empty; it keeps its place so that engines of other
+    protocol versions can read a HELLO and refuse it by name. The sender recognises its own HELLO by
+    `number`, which nobody else knows (0: it has none)."""
 
     version: Count
     address: Text
@@ -222,9 +224,12 @@ class Hello(Message, tag="HELLO"):
 
 
 class Welcome(Message, tag="WELCOME"):
-    """Answer to HELLO: what the receiver's transports offer, tokens included, whether it wants a
-    checksum of every chunk, the most bytes that could ever land at once (0: no limit), and how long
-    what it holds or offers lives without a RENEW."""
+    """Answer to HELLO: accepted.
+
+    It has the endpoints of the receiver's transports with their tokens, whether every chunk needs a
+    checksum, the most bytes that can ever land at once (0: no limit), and the lease in seconds of a
+    hold or an offer without RENEW.
+    """
 
     version: Count
     spec: CacheSpec | None
@@ -235,42 +240,42 @@ class Welcome(Message, tag="WELCOME"):
 
 
 class Refuse(Message, tag="REFUSE"):
-    """Answer to HELLO: no, and why."""
+    """Answer to HELLO: refused, with the reason."""
 
     version: Count
     reason: Text
 
 
 class Greet(Message, tag="GREET"):
-    """You are not known here, or no more: HELLO comes first. What is open stays open."""
+    """I do not know you (any more): say HELLO first. Open transfers stay open."""
 
 
 class Ping(Message, tag="PING"):
-    """Are you there? Answered by PONG. With a `number`: did you say the HELLO that has it?"""
+    """Are you alive? The peer answers PONG. A `number` asks whether the peer said that HELLO."""
 
     number: U64 = 0
 
 
 class Pong(Message, tag="PONG"):
-    """Yes. The `number` of PING comes back if that HELLO was said here."""
+    """Answer to PING; it has PING's `number` if the HELLO was said here."""
 
     number: U64 = 0
 
 
 class Bye(Message, tag="BYE"):
-    """The sender is closing: whatever is open with it ends now."""
+    """The sender is closing: end everything that is open with it now."""
 
 
 class Lookup(Message, tag="LOOKUP"):
-    """To an instance's directory: where is this rank?"""
+    """To an instance's directory: at which address is this rank?"""
 
     rank: Count
 
 
 class Location(Message, tag="LOCATION"):
-    """The directory's answer; an empty address says that there is no such rank.
+    """The directory's answer; an empty address means that there is no such rank.
 
-    `spec` is one rank's, of which all that concerns the instance holds for the others too.
+    `spec` describes one rank. Its fields about the instance hold for all ranks.
     """
 
     rank: Count
@@ -280,7 +285,7 @@ class Location(Message, tag="LOCATION"):
 
 
 class Offer(Message, tag="OFFER"):
-    """A chunk is coming: reserve a landing region. Sent again until answered."""
+    """Please reserve a region for this chunk. Repeated until answered."""
 
     seq: U64
     attempt: Count
@@ -288,11 +293,12 @@ class Offer(Message, tag="OFFER"):
     manifest: Manifest
     binding: Blob
     transport: Text
-    checksum: bool = False  # DONE will bring one
+    checksum: bool = False  # DONE will have a checksum
 
 
 class Grant(Message, tag="GRANT"):
-    """The region is reserved; only [first_block, first_block + num_blocks) is wanted."""
+    """The region is reserved. Only the blocks [first_block, first_block + num_blocks) are
+    wanted."""
 
     seq: U64
     attempt: Count
@@ -300,7 +306,7 @@ class Grant(Message, tag="GRANT"):
     num_blocks: Count
     offset: Bytes
     trailer: U64
-    word_offset: Bytes = 0  # of the completion word in the peer's host memory; 0: none is written
+    word_offset: Bytes = 0  # of the completion word in the peer's host memory; 0: no word
 
 
 class Deny(Message, tag="DENY"):
@@ -313,7 +319,7 @@ class Deny(Message, tag="DENY"):
 
 
 class Done(Message, tag="DONE"):
-    """All bytes were written, with this CRC-32C where one was agreed. Sent again until answered."""
+    """All bytes are written, with this CRC-32C if one was agreed on. Repeated until answered."""
 
     seq: U64
     attempt: Count
@@ -328,7 +334,7 @@ class Commit(Message, tag="COMMIT"):
 
 
 class Fail(Message, tag="FAIL"):
-    """The receiver will not take this chunk, ever; `code` names the error class."""
+    """The receiver will never take this chunk; `code` is the name of the error class."""
 
     seq: U64
     attempt: Count
@@ -337,36 +343,37 @@ class Fail(Message, tag="FAIL"):
 
 
 class Cancel(Message, tag="CANCEL"):
-    """The receiver asks the sender to stop. Sent again until CANCELLED comes."""
+    """The receiver asks the sender to stop. Repeated until CANCELLED comes."""
 
     seq: U64
     attempt: Count
 
 
 class Cancelled(Message, tag="CANCELLED"):
-    """The sender will not write this attempt's region any more."""
+    """The sender will not write to this attempt's region any more."""
 
     seq: U64
     attempt: Count
 
 
 class Abandon(Message, tag="ABANDON"):
-    """The sender will never complete this key. Sent again until ABANDON_OK comes."""
+    """The sender will never complete this key. Repeated until ABANDON_OK comes."""
 
     key: TransferKey
     reason: Text
 
 
 class AbandonOk(Message, tag="ABANDON_OK"):
-    """Heard."""
+    """Answer to ABANDON: noted."""
 
     key: TransferKey
 
 
 class Want(Message, tag="WANT"):
-    """Offer me this key now. Sent again until OFFER or GONE comes.
+    """Offer me this key now. Repeated until OFFER or GONE comes.
 
-    A key that is not known yet is remembered for GET; one that `is_pushed` will come by itself.
+    With GET, the holder remembers a key that it does not know yet. If the key `is_pushed`, it need
+    not: the push comes by itself.
     """
 
     key: TransferKey
@@ -375,9 +382,9 @@ class Want(Message, tag="WANT"):
 
 
 class Renew(Message, tag="RENEW"):
-    """These contents will be asked for: keep what you hold or offer of them for another lease.
+    """Requests will ask for these contents: keep your holds or offers of them for another lease.
 
-    GONE answers for each key that will never come; nothing is said of the others.
+    GONE answers for each key that will never come; the other keys get no answer.
     """
 
     contents: Annotated[list[tuple[TransferKey, Blob]], msgspec.Meta(max_length=MAX_RENEWED)]
@@ -391,7 +398,7 @@ class Gone(Message, tag="GONE"):
 
 
 class Release(Message, tag="RELEASE"):
-    """GET: the holder may free this key."""
+    """With GET: the holder may free this key."""
 
     key: TransferKey
     binding: Blob
@@ -416,7 +423,7 @@ def decode(frame: bytes) -> AnyMessage:
     """Decode one frame.
 
     Raises:
-        RemoteProtocolError: it is too long, not MessagePack, of an unknown type or out of bounds.
+        RemoteProtocolError: it is too long, not MessagePack, of unknown type or out of bounds.
     """
     if len(frame) > MAX_FRAME_BYTES:
         raise RemoteProtocolError(f"frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES}")
@@ -427,10 +434,10 @@ def decode(frame: bytes) -> AnyMessage:
 
 
 def check_fits(message: AnyMessage) -> None:
-    """Check that a peer can decode what our caller wants to say.
+    """Check that a peer can decode a message made from our caller's values.
 
     Raises:
-        LocalProtocolError: something in it is too long, too large or no text.
+        LocalProtocolError: a value is too long, too large or not text.
     """
     try:
         decode(encode(message))
@@ -440,14 +447,15 @@ def check_fits(message: AnyMessage) -> None:
 
 
 def shorten(reason: str) -> str:
-    """Return what a message can carry of a reason, whatever text it is."""
+    """Shorten a reason to what a message can carry, and replace what UTF-8 cannot encode."""
     return reason[:MAX_REASON].encode(errors="replace").decode()
 
 
 class Heartbeat(msgspec.Struct, omit_defaults=True):
-    """What an instance tells the proxy every `interval` seconds; the first three keys are old.
+    """An instance's report to the proxy, every `interval` seconds.
 
-    `protocol` is absent from instances that speak the old wire only.
+    The first three keys are those of the old wire. `protocol` is absent if an instance speaks only
+    that.
     """
 
     type: Text
@@ -461,7 +469,7 @@ class Heartbeat(msgspec.Struct, omit_defaults=True):
     interval: Seconds = 3.0
     leaving: bool = False
     relayed: bool = False  # by another proxy
-    kv_bytes_per_token: Count = 0  # over all ranks; 0: not known
+    kv_bytes_per_token: Count = 0  # over all ranks; 0: unknown
     dp_rank: Count | None = None  # one of several data-parallel ranks behind one HTTP address
 
 
@@ -474,7 +482,7 @@ def encode_heartbeat(heartbeat: Heartbeat) -> bytes:
 
 
 def decode_heartbeat(frame: bytes) -> Heartbeat:
-    """Decode a heartbeat; keys that we do not know are ignored.
+    """Decode a heartbeat; unknown keys are ignored.
 
     Raises:
         RemoteProtocolError: it is not a heartbeat.

@@ -1,6 +1,6 @@
-"""Request ids: the proxy's, which names both instances, and the engine's, which vLLM derives.
+"""Request ids: the proxy's id, which names both instances, and the engine's, which vLLM derives.
 
-Pure, and standard library only: the proxy formats with it, the connector parses with it.
+Pure, and standard library only: the proxy formats ids with it, the connector parses them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import re
 from dataclasses import dataclass
 
-# A host is a name, an IPv4 address or an IPv6 address in brackets; no "___" may hide in it.
+# A host is a name, an IPv4 address, or an IPv6 address in brackets. It must not contain "___".
 _ADDRESS = r"(?:\[[0-9A-Fa-f:.%]{2,64}\]|[A-Za-z0-9](?:_?[A-Za-z0-9.-]){0,253}):[0-9]{1,5}"
 _PROXY_ID = re.compile(
     rf"___prefill_addr_(?P<prefill>{_ADDRESS})"
@@ -17,7 +17,7 @@ _PROXY_ID = re.compile(
     r"_(?P<transfer_id>[0-9a-f]{32})"
 )
 _INDEX = r"0|[1-9][0-9]{0,8}"
-# Completions always carry their prompt's index; chats only when one request has several.
+# Completions always have a prompt index; chats only if one request has several.
 _ENGINE_ID = re.compile(
     rf"(?:(?P<child>{_INDEX})_)?"
     rf"(?:cmpl-(?P<completion>.+)-(?P<prompt>{_INDEX})|chatcmpl-(?P<chat>.+?)(?:_(?P<turn>{_INDEX}))?)",
@@ -29,20 +29,20 @@ _SUFFIX_LENGTH = 9
 
 @dataclass(frozen=True)
 class ProxyId:
-    """What the proxy's id says: the two instance addresses and the name of the transfer."""
+    """The content of a proxy's id: two instance addresses and the transfer id."""
 
     prefill: str
     decode: str
     transfer_id: str
 
     def __str__(self) -> str:
-        """Format it as the `X-Request-Id` of both legs."""
+        """Format the id as the `X-Request-Id` of both legs."""
         return f"___prefill_addr_{self.prefill}___decode_addr_{self.decode}_{self.transfer_id}"
 
 
 @dataclass(frozen=True)
 class EngineId:
-    """What vLLM's engine makes of an external id: one per prompt and per choice of `n`."""
+    """An id that vLLM's engine derives from an external id, per prompt and per choice of `n`."""
 
     external_id: str
     prompt_index: int = 0
@@ -50,12 +50,12 @@ class EngineId:
 
 
 def new_transfer_id() -> str:
-    """Draw 32 hexadecimal digits."""
+    """Return 32 random hexadecimal digits."""
     return os.urandom(16).hex()
 
 
 def parse_proxy_id(text: str) -> ProxyId | None:
-    """Parse an id of the old scheme; None for anything that is not exactly one."""
+    """Parse a proxy's id; None for anything that is not exactly one."""
     match = _PROXY_ID.fullmatch(text)
     if match is None:
         return None
@@ -65,10 +65,10 @@ def parse_proxy_id(text: str) -> ProxyId | None:
 
 
 def parse_engine_id(request_id: str, *, is_randomized: bool) -> EngineId | None:
-    """Take vLLM's decoration off a request id; None when it is not one of a completion or chat.
+    """Undo vLLM's decoration of a request id; None if it is not that of a completion or chat.
 
-    `is_randomized` says whether vLLM appends eight random hexadecimal digits: an external id may
-    end in eight of its own, so guessing would be wrong.
+    `is_randomized` says whether vLLM appends eight random hexadecimal digits. It cannot be guessed:
+    an external id may end in eight such digits of its own.
     """
     if is_randomized:
         if not _RANDOM_SUFFIX.fullmatch(request_id, len(request_id) - _SUFFIX_LENGTH):
