@@ -1,1 +1,2 @@
-"""What leaves this engine: shipments, their chunks, and what is held to be pulled."""
+"""The sending side of an engine: shipments, their chunks, and sources that are held to be
+pulled."""

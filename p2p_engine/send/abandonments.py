@@ -1,5 +1,5 @@
-"""Abandonments: keys that peers must be told will never be completed. Each is told again until its
-peer has heard. The engine's lock guards everything here."""
+"""Abandonments: tells peers which keys will never be completed. ABANDON is repeated until the peer
+has answered. The engine's lock guards everything here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Abandonment:
 
 
 class Abandonments:
-    """All of them; nothing here is found by a scan."""
+    """The abandonments of one engine, with an index for each question, so that nothing is a
+    scan."""
 
     def __init__(self, config: EngineConfig, links: Links, clock: Callable[[], float]) -> None:
         self._config = config
@@ -38,19 +39,19 @@ class Abandonments:
         self._timers: Timers[Abandonment] = Timers()
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return len(self._items)
 
     def __iter__(self) -> Iterator[TransferKey]:
-        """Name their keys; one that several peers must be told comes several times."""
+        """Iterate over the keys; a key that several peers must be told comes several times."""
         return (key for key, _ in self._items)
 
     def uses_link(self, link: Link) -> bool:
-        """Whether a peer is to be told something over a link."""
+        """Whether an ABANDON has to go over a link."""
         return self._of_link.count(link) > 0
 
     def add(self, key: TransferKey, peer: PeerAddress, reason: str) -> None:
-        """Tell the peer, until it has heard, at most for transfer_timeout_seconds.
+        """Tell the peer until it answers, for at most transfer_timeout_seconds.
 
         Raises:
             PeerUnreachable: the peer's address is not host:port.
@@ -65,22 +66,22 @@ class Abandonments:
         self._tell(item)
 
     def on_heard(self, link: Link, key: TransferKey) -> None:
-        """A peer has heard."""
+        """Stop: the peer has answered."""
         for item in self._of_key.get(key):
             if item.link.epoch == link.epoch:
                 self._remove(item)
 
     def link_ready(self, link: Link) -> None:
-        """Tell a peer what could not be told before."""
+        """Send the ABANDONs that waited for this link."""
         for_each(self._of_link.get(link), self._tell)
 
     def link_closed(self, link: Link) -> None:
-        """Nobody is there to be told."""
+        """Drop the ABANDONs of a link that is closed."""
         for item in self._of_link.get(link):
             self._remove(item)
 
     def tick(self, now: float) -> None:
-        """Tell again what is unanswered; forget what is overdue."""
+        """Repeat what is unanswered; drop what is overdue."""
         self._timers.look(now, lambda item: self._tick_one(item, now))
 
     def _tick_one(self, item: Abandonment, now: float) -> None:

@@ -1,6 +1,7 @@
-"""Fan-out: what goes to an instance becomes a shipment to each rank of it that the plan names.
+"""Fan-out: makes one shipment to each rank of an instance that the plan names.
 
-Nothing leaves before the instance's directory has answered. The engine's lock guards everything.
+No shipment starts before the instance's directory has answered. The engine's lock guards everything
+here.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Delivery:
 
 
 class Fanout:
-    """All that goes to instances, on top of the sender."""
+    """The deliveries to instances, on top of the sender."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class Fanout:
         self._clock = clock
         self._ready: dict[
             TransferGroup, tuple[bool, tuple[Moment, ...]]
-        ] = {}  # of those whose members are not known
+        ] = {}  # deliveries that wait for a directory
 
     def send(
         self,
@@ -63,7 +64,7 @@ class Fanout:
         ready: bool,
         moments: tuple[Moment, ...] = (),
     ) -> TransferGroup:
-        """Queue a shipment to each rank that it concerns.
+        """Queue a shipment to each rank that needs some of the source; never blocks.
 
         Raises:
             PeerUnreachable: the address is not host:port.
@@ -86,7 +87,7 @@ class Fanout:
             self._sender.mark_ready(member, moments)
 
     def abandon(self, key: TransferKey, instance: InstanceAddress, reason: str) -> None:
-        """Tell each rank that it concerns that this key will not be completed."""
+        """Tell each rank that needs some of this key that it will not be completed."""
 
         def tell(answer: CacheSpec | P2pError) -> None:
             for rank in takers(self._spec, key, answer):
@@ -95,14 +96,14 @@ class Fanout:
         self._locator.ask(instance, tell)
 
     def num_open(self) -> int:
-        """How many wait for a directory."""
+        """Return how many deliveries wait for a directory."""
         return len(self._ready)
 
     def _dispatch(self, delivery: Delivery, answer: CacheSpec | P2pError) -> None:
         transfer = delivery.transfer
         state = self._ready.pop(transfer, None)
         if state is None:
-            return  # withdrawn meanwhile
+            return  # cancelled meanwhile
         if isinstance(answer, P2pError):
             transfer.end(answer)
             return

@@ -1,6 +1,6 @@
-"""Holds: GET. Sources that wait, under a lease, for a peer to pull them, and peers that wait for a
-source. Serving one is a shipment of sender.py. When the caller needs its memory, what it holds is
-copied into the pool and served from there. The engine's lock guards everything here."""
+"""Holds: sources that wait, under a lease, for a peer to pull them (GET), and peers that wait for a
+source. sender.py serves a pull as a shipment. If the caller needs its memory, the source is copied
+into the pool and served from there. The engine's lock guards everything here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from p2p_engine.wire.messages import CacheSpec, ContentKey, Manifest, TransferKe
 
 @dataclass(frozen=True)
 class Ending:
-    """Why a key is held no more; `is_served`: all who read it have got it, or have released it."""
+    """Why a key is held no more. `is_served`: every reader has got it or has released it."""
 
     reason: str
     is_served: bool
@@ -38,37 +38,37 @@ class Ending:
 
 @dataclass(eq=False)
 class Hold:
-    """A source that waits, until its lease ends, to be wanted by all `readers`: ranks of the peer,
-    which are known when the first of them has spoken."""
+    """A source that waits, until its lease ends, for a WANT from each of its `readers`. These are
+    ranks of the peer; they are known when the first of them has sent a message."""
 
     content: ContentKey
     source: Source
     transfer: Transfer
     lease_ends_at: float
-    lease: float  # in seconds; RENEW gives it again, until
+    lease: float  # in seconds; each RENEW gives it again, up to
     latest_end: float
-    after: tuple[Moment, ...] = ()  # when the source is valid
+    after: tuple[Moment, ...] = ()  # moments after which the source is valid
     readers: frozenset[int] | None = None
     served: set[int] = field(default_factory=set)
     shipments: dict[PeerAddress, Shipment] = field(default_factory=dict)
-    spaces: list[Space] = field(default_factory=list)  # where the pool has it, or will have it
+    spaces: list[Space] = field(default_factory=list)  # its copy's place in the pool or the buffer
     copying: Job | None = None
-    wants: dict[PeerAddress, PendingWant] = field(default_factory=dict)  # that are being served
-    error: P2pError | None = None  # of its end
+    wants: dict[PeerAddress, PendingWant] = field(default_factory=dict)  # being served
+    error: P2pError | None = None  # with which it ends
 
     @property
     def is_waiting(self) -> bool:
-        """Whether nothing reads the source but its caller."""
+        """Whether only the caller may be using the source: no shipment and no copy reads it."""
         return not self.shipments and self.copying is None
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody is left who may read it."""
+        """Whether all readers are served and no shipment reads it."""
         return self.readers is not None and self.readers <= self.served and not self.shipments
 
 
 class Holds:
-    """All that is held, and all that is wanted and not held yet."""
+    """The held sources, and the WANTs for content that is not held yet."""
 
     def __init__(
         self,
@@ -94,12 +94,10 @@ class Holds:
         self._by_transfer: dict[Transfer, Hold] = {}
         self._unheld = UnheldWants()
         self._timers: Timers[Hold] = Timers()
-        self._late: dict[Hold, None] = {}  # past their leases, and not over
+        self._late: dict[Hold, None] = {}  # past their leases, but not ended
         self._released: BoundedMap[ContentKey, tuple[frozenset[int], frozenset[int]]] = BoundedMap()
         self._gone: BoundedMap[TransferKey, Ending] = BoundedMap()
-        self._renewed: BoundedMap[ContentKey, float] = (
-            BoundedMap()
-        )  # what is not held, and until when
+        self._renewed: BoundedMap[ContentKey, float] = BoundedMap()  # not held; renewed until
         self._ending: set[Hold] = set()  # until their copies have stopped
 
     def hold(
@@ -110,7 +108,7 @@ class Holds:
         lease: float,
         moments: tuple[Moment, ...] = (),
     ) -> Transfer:
-        """Keep a source, which is valid after all `moments`, for a WANT.
+        """Hold a source, which is valid after all `moments`, for a WANT; never blocks.
 
         Raises:
             TransferError: the key is held already.
@@ -139,16 +137,20 @@ class Holds:
         return transfer
 
     def spill(self, transfer: Transfer) -> bool:
-        """Start to copy what is held into the pool; the transfer is released at the copy's end.
+        """Start to copy a held source into the pool; when the copy ends, the transfer is released.
 
-        False: it stays where it is, because there is no room, or it is on its way already.
+        Returns False if the source stays where it is: there is no room, or it is being pulled or
+        copied already. Never blocks.
+
+        Raises:
+            P2pError: the source failed, or the copy was refused.
         """
         hold, arena = self._held_as(transfer), self._placement.arena
         if hold is None or not hold.is_waiting or hold.spaces or arena is None:
             return False
         manifest = hold.source.manifest
         if not manifest.nbytes:
-            return False  # nothing, or blocks that have no pages
+            return False  # there are no bytes
         whole = (manifest.first_block, manifest.num_blocks)
         regions = ask_regions(lambda: hold.source.regions(*whole), manifest.nbytes)
         most = min(max(1, self._config.chunk_bytes // manifest.block_bytes), manifest.num_blocks)
@@ -174,20 +176,20 @@ class Holds:
         return True
 
     def _reserve(self, manifest: Manifest, most: int) -> list[Space]:
-        """Reserve room for all of it in one place, for `most` blocks at a time; none if there is
-        not enough."""
+        """Reserve room for the whole manifest in one place, for at most `most` blocks per space; []
+        if there is not enough."""
         counts = range(manifest.num_blocks, 0, -most)
         sizes = [min(most, count) * manifest.block_bytes for count in counts]
-        # Of these one may be on a GPU.
+        # One of the two may be on a GPU.
         return self._placement.spare(sizes, POOL) or self._placement.spare(sizes, BUFFER)
 
     def let_go(self, key: TransferKey, reason: str) -> None:
-        """Tell whoever wants this key, now or later, that it will not be held."""
+        """Refuse this key to every peer that wants it, now or later: it will not be held."""
         self._gone.put(key, Ending(reason, is_served=False))
         self._unheld.refuse_key(key, reason)
 
     def take_back(self, key: TransferKey) -> None:
-        """Say no more that a key is gone: it is held, or sent, after all."""
+        """Accept WANTs of a key again: it is held, or sent, after all."""
         self._gone.pop(key)
 
     def on_want(
@@ -199,8 +201,8 @@ class Holds:
         *,
         is_pushed: bool = False,
     ) -> None:
-        """Offer what is held, wait for what may be held soon unless it `is_pushed`, or `refuse`
-        with a reason."""
+        """Offer the content if it is held. If it may be held soon, remember the WANT, unless the
+        key `is_pushed`. Otherwise call `refuse` with a reason."""
         self._expect(content, spec)
         hold, gone = self._holds.get(content), self._gone.get(content[0])
         want = PendingWant(spec, self._clock() + self._config.transfer_timeout_seconds, refuse)
@@ -210,13 +212,13 @@ class Holds:
             refuse(gone.reason)
         elif self._of_key.count(content[0]):
             refuse("held for another content: the prompts differ")
-        elif not is_pushed:  # what is pushed comes by itself
+        elif not is_pushed:  # a push needs no WANT
             self._unheld.put(content, peer, want)
 
     def on_renew(self, content: ContentKey, spec: CacheSpec | None) -> str | None:
         """Give a held source another lease; returns why its peer will not get it, if that is known.
 
-        A peer that has got it from here goes on renewing while other ranks send theirs.
+        A peer that has got its part from here still renews while other ranks send theirs.
         """
         self._expect(content, spec)
         hold = self._holds.get(content)
@@ -229,19 +231,21 @@ class Holds:
         return None
 
     def _expect(self, content: ContentKey, spec: CacheSpec | None) -> None:
-        """A rank of the peer will ask: what it released before it was held may be held for it."""
+        """Expect a WANT from a rank of the peer; this undoes a RELEASE that came before the
+        hold."""
         readers, served = self._released.pop(content) or (frozenset(), frozenset())
         served -= {_rank_of(spec)}
         if served:
             self._released.put(content, (readers, served))
 
     def is_renewed(self, content: ContentKey) -> bool:
-        """Whether a peer has renewed, within the last lease, what is not held here yet."""
+        """Whether a peer has renewed, within the last lease, a content that is not held here
+        yet."""
         until = self._renewed.get(content)
         return until is not None and self._clock() < until
 
     def on_release(self, content: ContentKey, peer: PeerAddress, spec: CacheSpec | None) -> None:
-        """The peer wants nothing more of a held key."""
+        """Note that a rank of the peer wants no more of a key."""
         self._unheld.discard(content, peer)
         self._renewed.pop(content)
         hold = self._holds.get(content)
@@ -249,12 +253,12 @@ class Holds:
             hold.readers = self._readers(content, spec)
             hold.wants.pop(peer, None)
             self._served(hold, spec, "the peer released it")
-        else:  # it may be held yet: nothing is, between a preemption and the second computation
+        else:  # it may be held later: after a preemption, it is computed again
             _, served = self._released.get(content) or (None, frozenset())
             self._released.put(content, (self._readers(content, spec), served | {_rank_of(spec)}))
 
     def tick(self, now: float) -> None:
-        """End what is overdue."""
+        """End the holds and WANTs that are overdue."""
         try:
             self._timers.look(now, lambda hold: self._tick_hold(hold, now))
         finally:
@@ -262,7 +266,7 @@ class Holds:
 
     def _tick_hold(self, hold: Hold, now: float) -> None:
         if hold.shipments:
-            return  # it is looked at again soon, until nobody is pulling it
+            return  # it is due again soon, until no shipment reads it
         if now < hold.lease_ends_at:
             self._timers.set(hold, hold.lease_ends_at)
         else:
@@ -272,19 +276,20 @@ class Holds:
             self._end(hold, error, "its lease has ended")
 
     def overdue(self, now: float) -> list[str]:
-        """Name what is held past its lease, though nobody is pulling it, and cannot be let go."""
+        """Return the names of holds past their lease that no shipment reads, and that cannot be
+        freed."""
         late = [hold for hold in self._late if now >= hold.lease_ends_at and not hold.shipments]
         return [f"hold {item.content[0]}" for item in (*late, *self._ending)]
 
     def close(self, error: P2pError) -> None:
-        """End everything; the mover is stopped and the sender closed."""
+        """End everything. The mover must have stopped, and the sender must be closed."""
         for hold in list(self._holds.values()):
             self._end(hold, error, "the engine was closed")
         while self._ending:
             self._finish(self._ending.pop())
 
     def num_open(self) -> int:
-        """How many sources are held."""
+        """Return how many sources are held."""
         return len(self._holds)
 
     def _copied(self, hold: Hold, spilled: Source, job: Job) -> None:
@@ -305,7 +310,7 @@ class Holds:
     def _serve(self, hold: Hold, peer: PeerAddress, want: PendingWant) -> None:
         hold.readers = self._readers(hold.content, want.spec)
         hold.wants.setdefault(peer, want)
-        hold.served.discard(_rank_of(want.spec))  # it has released it before, or got it
+        hold.served.discard(_rank_of(want.spec))  # a repeated WANT after RELEASE or a pull
         if hold.copying is None and peer not in hold.shipments:
             key, binding = hold.content
             shipment = self._sender.send(
@@ -325,34 +330,34 @@ class Holds:
     def _pulled(
         self, hold: Hold, peer: PeerAddress, spec: CacheSpec | None, shipment: Shipment
     ) -> None:
-        hold.shipments.pop(peer, None)  # after a failure it may be wanted again during its lease
+        hold.shipments.pop(peer, None)  # after a failure, its peer may ask again
         hold.wants.pop(peer, None)
         if not hold.shipments and self._holds.get(hold.content) is hold:
             self._timers.set(hold, hold.lease_ends_at)
         if shipment.transfer.error is None:
             self._served(hold, spec, "it was pulled already")
         elif hold.is_over:
-            self._end(hold, None, "the peer released it")  # while it was on its way
+            self._end(hold, None, "the peer released it")  # while a shipment was open
 
     def _served(self, hold: Hold, spec: CacheSpec | None, reason: str) -> None:
-        """A rank of the peer wants nothing more of it."""
+        """Note that a rank of the peer wants no more of a hold."""
         hold.served.add(_rank_of(spec))
         if hold.is_over:
             self._end(hold, None, reason)
 
     def _readers(self, content: ContentKey, spec: CacheSpec | None) -> frozenset[int]:
-        """The ranks of a peer's instance that pull from here."""
+        """Return the ranks of a peer's instance that pull from here."""
         if self._spec is None or spec is None or not spec.has_ranks:
             return frozenset({_rank_of(spec)})
         return frozenset(takers(self._spec, content[0], spec))
 
     def _end(self, hold: Hold, error: P2pError | None, reason: str) -> None:
-        """Forget it, and tell so whoever still asks for it."""
+        """Forget a hold, and refuse later WANTs and RENEWs of its key."""
         self._gone.put(hold.content[0], Ending(reason, is_served=error is None))
         self._stop(hold, error, reason)
 
     def _stop(self, hold: Hold, error: P2pError | None, reason: str) -> None:
-        """Its transfer ends as soon as nothing reads its source or writes its space."""
+        """End the transfer as soon as nothing reads its source or writes its spaces."""
         del self._holds[hold.content], self._by_transfer[hold.transfer]
         self._of_key.discard(hold.content[0], hold)
         self._timers.cancel(hold)
@@ -384,7 +389,8 @@ class Holds:
         with self._changed:
             hold = self._held_as(transfer)
             if hold is not None:
-                # Withdrawn is not gone: after a preemption it is held again, unless it is let go.
+                # A withdrawn key is not gone: after a preemption it is held again, unless `let_go`
+                # is called.
                 for peer, want in hold.wants.items():
                     self._unheld.put(hold.content, peer, want)
                 error = as_withdrawn(transfer, reason)
@@ -392,7 +398,7 @@ class Holds:
 
 
 def _starts_in(arena: LandingArena, spaces: list[Space], manifest: Manifest, most: int) -> Int64s:
-    """Where each block begins, when each space but the last has `most` of them."""
+    """Return where each block begins, if each space but the last has `most` blocks."""
     firsts = np.array([arena.address(space) for space in spaces], np.int64)
     inside = np.arange(most, dtype=np.int64) * manifest.block_bytes
     starts: Int64s = (firsts[:, None] + inside).ravel()[: manifest.num_blocks]

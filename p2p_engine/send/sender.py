@@ -1,10 +1,11 @@
 """Sender: the shipments that leave this engine, and their chunks, from OFFER to COMMIT.
 
-QUEUED → OFFERED → GRANTED → WRITING → WRITTEN → (ended)     the usual way
-any before WRITTEN → cancel → (ended), CANCELLED is sent once no byte can be written any more
-any → the channel breaks → QUEUED again, a few times; WRITTEN: if the bytes were lost and are held
-A chunk that is being read is neither ended nor tried again: it waits for the end of its job.
-The engine's lock guards everything here.
+    QUEUED → OFFERED → GRANTED → WRITING → WRITTEN → (ended)
+
+If a chunk is cancelled before WRITTEN, CANCELLED is sent once no byte can be written any more. If
+its channel breaks, it is QUEUED again, a few times; from WRITTEN only if the bytes were lost and
+the source can be read again. While a job reads a chunk's source, the chunk neither ends nor is
+retried. The engine's lock guards everything here.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ logger = logging.getLogger(__name__)
 _REFUSALS = {
     kind.__name__: kind
     for kind in (TransferTooLarge, TransferTimeout, TransferCancelled, TransferCorrupted, PeerLost)
-}  # what a FAIL may name beside the usual TransferRejected
-MAX_ATTEMPTS = 3  # data connections that may break under one chunk
+}  # error names that a FAIL may have, beside the usual TransferRejected
+MAX_ATTEMPTS = 3  # data connections that may break under one chunk before it fails
 
 
 class Sender(LinkListener):
-    """All outgoing chunks of one engine."""
+    """The outgoing chunks of one engine."""
 
     def __init__(
         self,
@@ -86,12 +87,12 @@ class Sender(LinkListener):
         self._chunks: dict[int, Chunk] = {}
         self._by_link: Index[Link, Chunk] = Index()
         self._timers: Timers[Chunk] = Timers()
-        self._late: dict[Chunk, None] = {}  # past their deadlines, and not over
+        self._late: dict[Chunk, None] = {}  # past their deadlines, but not ended
         self._shipments: dict[Transfer, Shipment] = {}
         self._going: Index[ContentKey, Shipment] = Index()
         self._abandoned = Abandonments(config, links, clock)
 
-    # What the caller asks for
+    # Calls from the engine
 
     def send(
         self,
@@ -107,7 +108,11 @@ class Sender(LinkListener):
         moments: tuple[Moment, ...] = (),
     ) -> Shipment:
         """Queue a shipment; its first chunks are offered as soon as the link is ready. A source
-        that is `ready` is valid after all `moments`."""
+        that is `ready` is valid after all `moments`. Never blocks.
+
+        Raises:
+            PeerUnreachable: the peer's address is not host:port.
+        """
         transfer = Transfer(key, source.manifest.nbytes, self._changed, self._cancel_transfer)
         link = self._links.get(peer, data=True)
         now, renewable = self._clock(), max(timeout, self._config.max_renewal_seconds)
@@ -129,39 +134,43 @@ class Sender(LinkListener):
                 self._write(chunk)
 
     def abandon(self, key: TransferKey, peer: PeerAddress, reason: str) -> None:
-        """Tell the peer, until it has heard, that this key will not be completed."""
+        """Tell the peer, until it has answered, that this key will not be completed."""
         self._abandoned.add(key, peer, reason)
 
     def stop(self, shipment: Shipment, error: P2pError) -> None:
-        """End a shipment as soon as nothing of it is written any more."""
+        """End a shipment as soon as none of its chunks can be written any more."""
         shipment.ending = shipment.ending or error
         for chunk in list(shipment.chunks.values()):
             self._stop(chunk, error)
 
     def _stop(self, chunk: Chunk, error: P2pError) -> None:
-        """End a chunk as soon as nothing is written any more; its shipment ends with it."""
+        """End a chunk as soon as it cannot be written any more; its shipment ends with it."""
         chunk.ending = chunk.ending or error
         if chunk.is_being_read and chunk.job is not None:
             chunk.job.cancel()
         elif chunk.state is ChunkState.WRITING and chunk.job is not None:
-            self._job_ended(chunk, chunk.job)  # its news was lost, or is on its way
+            self._job_ended(chunk, chunk.job)  # its callback is on its way, or was lost
         else:
             self._end(chunk, error, tell=chunk.state is not ChunkState.WRITTEN)
 
-    # What the peer says
+    # Messages from the peer
 
     def on_abandon_ok(self, link: Link, message: AbandonOk) -> None:
-        """The peer has heard."""
+        """Stop repeating ABANDON: the peer has answered."""
         self._abandoned.on_heard(link, message.key)
 
     def on_grant(self, link: Link, message: Grant) -> None:
-        """Start to write, when the source is ready."""
+        """Start to write as soon as the source is ready.
+
+        Raises:
+            RemoteProtocolError: the chunk goes to another peer.
+        """
         chunk = self._current(link, message)
         if chunk is None:
             self._links.send(link, Cancelled, message.seq, message.attempt)
             return
         if chunk.state is not ChunkState.OFFERED:
-            return  # said again; a write that is being cancelled says so itself, when it has ended
+            return  # a repetition; a write that is being cancelled reports its own end
         first = message.first_block - chunk.manifest.first_block
         if message.num_blocks and not 0 <= first <= chunk.manifest.num_blocks - message.num_blocks:
             reason = f"peer {link.target} granted blocks that chunk {chunk.key} does not have"
@@ -171,7 +180,7 @@ class Sender(LinkListener):
         self._write(chunk)
 
     def on_deny(self, link: Link, message: Deny) -> None:
-        """Offer again later."""
+        """Offer the chunk again later."""
         chunk = self._current(link, message)
         if chunk is not None and chunk.state is ChunkState.OFFERED:
             self._counters.denied += 1
@@ -179,13 +188,14 @@ class Sender(LinkListener):
             chunk.shipment.transfer.deny()
 
     def on_commit(self, link: Link, message: Commit) -> None:
-        """The chunk has landed whole."""
+        """End a chunk: it has landed whole."""
         chunk = self._current(link, message)
         if chunk is not None and chunk.state is ChunkState.WRITTEN:
             self._end(chunk, None)
 
     def on_fail(self, link: Link, message: Fail) -> None:
-        """The peer will never take it; or this attempt's data connection broke on its side."""
+        """End the shipment: the peer will never take a chunk. If only this attempt's data
+        connection broke on its side, try again."""
         chunk = self._current(link, message)
         if chunk is None or chunk.ending is not None:
             return
@@ -197,12 +207,13 @@ class Sender(LinkListener):
         if chunk.state is not ChunkState.WRITTEN:
             self._links.break_channel(chunk.link, error)
             return
-        if chunk.channel is chunk.link.channel:  # it has not told by itself yet
+        if chunk.channel is chunk.link.channel:  # our side has not noticed the break yet
             self._links.lose_channel(chunk.link, error)
         self._try_again(chunk, error)
 
     def on_cancel(self, link: Link, message: Cancel) -> None:
-        """The peer wants its region back: CANCELLED follows once nothing is written any more."""
+        """Stop the shipment. The peer wants its region back: CANCELLED follows once no byte can be
+        written."""
         chunk = self._current(link, message)
         if chunk is None:
             self._links.send(link, Cancelled, message.seq, message.attempt)
@@ -211,8 +222,8 @@ class Sender(LinkListener):
             self.stop(chunk.shipment, error)
 
     def offer_now(self, epoch: int, content: ContentKey) -> bool:
-        """The receiver waits for it: offer at once what it has denied. False: nothing of it is on
-        its way there."""
+        """Offer denied chunks again at once, because a receive waits for them. Returns False if no
+        shipment of this content goes to that engine."""
         found = self._going_to(epoch, content)
         for shipment in found:
             for chunk in shipment.chunks.values():
@@ -221,8 +232,8 @@ class Sender(LinkListener):
         return bool(found)
 
     def on_renew(self, epoch: int, contents: Iterable[ContentKey]) -> None:
-        """The receiver will ask for these: what it has not granted all memory for may take another
-        transfer_timeout_seconds."""
+        """Extend the deadlines of shipments that the receiver has not granted in full, by
+        transfer_timeout_seconds: a request there will ask for these contents."""
         deadline = self._clock() + self._config.transfer_timeout_seconds
         for shipment in [item for name in contents for item in self._going_to(epoch, name)]:
             if not shipment.is_granted:
@@ -230,54 +241,55 @@ class Sender(LinkListener):
                 shipment.deadline = max(shipment.deadline, latest)
 
     def _going_to(self, epoch: int, content: ContentKey) -> list[Shipment]:
-        """What is on its way to the engine of an epoch, of this content."""
+        """Return the shipments of a content to the engine of an epoch."""
         return [item for item in self._going.get(content) if item.link.epoch == epoch]
 
-    # What happens here
+    # Local events
 
     def channel_ready(self, link: Link) -> None:
-        """Offer what was queued for this link."""
+        """Offer the chunks that were queued for this link."""
         for chunk in self._on_link(link):
             if chunk.state is ChunkState.QUEUED:
                 self._offer(chunk)
 
     def link_ready(self, link: Link) -> None:
-        """Tell the peer what will not come, and again what it has forgotten."""
+        """Repeat unanswered messages, which the peer may have lost, and send waiting ABANDONs."""
         for chunk in self._on_link(link):
             self._repeat(chunk)
         self._abandoned.link_ready(link)
 
     def channel_lost(self, link: Link, error: P2pError) -> None:
-        """Try again over another channel; what was written is the peer's to say."""
+        """Try again over another channel. For a chunk that was written, ask the peer whether it
+        landed."""
         for chunk in self._on_link(link):
             if chunk.state is ChunkState.ENDED:
-                continue  # with another chunk of its shipment
+                continue  # together with another chunk of its shipment
             if chunk.job is not None and chunk.job.state == "done":
-                self._job_ended(chunk, chunk.job)  # before the channel was lost
+                self._job_ended(chunk, chunk.job)  # the write ended before the channel was lost
             if chunk.state is ChunkState.WRITTEN:
                 self._repeat(chunk)
-                self._links.get(link.target, data=True)  # a peer that noticed nothing does now
+                self._links.get(link.target, data=True)  # makes a peer notice that has not yet
             elif chunk.ending is None:
                 self._try_again(chunk, error)
             elif not chunk.is_being_read:
                 self._end(chunk, chunk.ending, tell=True)
 
     def link_closed(self, link: Link) -> None:
-        """End what was on its way."""
+        """End the chunks that were on their way to a closed link."""
         self._abandoned.link_closed(link)
         for_each(
             self._on_link(link), lambda chunk: self._end_when_read(chunk, _as_lost(link, chunk))
         )
 
     def tick(self, now: float) -> None:
-        """Repeat what is unanswered and end what is overdue."""
+        """Repeat unanswered messages, and end what is overdue."""
         try:
             self._timers.look(now, lambda chunk: self._tick_chunk(chunk, now))
         finally:
             self._abandoned.tick(now)
 
     def _tick_chunk(self, chunk: Chunk, now: float) -> None:
-        """Look at what is due; it is due again soon, until it is over."""
+        """Handle a chunk that is due; until it has ended, it has a next time."""
         if now >= chunk.shipment.deadline:
             self._late[chunk] = None
             if chunk.ending is None:
@@ -288,28 +300,30 @@ class Sender(LinkListener):
             self._repeat(chunk)
 
     def _schedule(self, chunk: Chunk, pause_seconds: float) -> None:
-        """Say it again after a pause, if it is something that is said again, until its deadline."""
+        """Set the chunk's next time: its deadline, or before that the repetition of OFFER or
+        DONE."""
         at, chunk.resend_at = chunk.shipment.deadline, self._clock() + pause_seconds
         if chunk.state in (ChunkState.OFFERED, ChunkState.WRITTEN):
             at = min(at, chunk.resend_at)
         self._timers.set(chunk, at)
 
     def overdue(self, now: float) -> list[str]:
-        """Name the chunks that are past their deadline."""
+        """Return the names of the chunks that are past their deadline."""
         late = [chunk for chunk in self._late if now >= chunk.shipment.deadline]
         return [f"send {item.key} to {item.link.target}, {item.state.name}" for item in late]
 
     def uses_link(self, link: Link) -> bool:
-        """Whether anything is open over a link."""
+        """Whether a chunk or an ABANDON is open over a link."""
         return self._by_link.count(link) > 0 or self._abandoned.uses_link(link)
 
     def close(self, error: P2pError) -> None:
-        """End everything; the mover is stopped, so that nothing is read or written any more."""
+        """End everything. The mover must have stopped, so that nothing is read or written any
+        more."""
         for chunk in list(self._chunks.values()):
             self._end(chunk, chunk.ending or error)
 
     def num_open(self) -> int:
-        """How many shipments still borrow their sources."""
+        """Return how many shipments still borrow their sources."""
         return sum(not transfer.released for transfer in self._shipments)
 
     # Steps
@@ -324,7 +338,7 @@ class Sender(LinkListener):
     def _offer(self, chunk: Chunk) -> None:
         link, shipment = chunk.link, chunk.shipment
         if link.transport is None:
-            return  # until the channel is ready
+            return  # the channel is not ready yet
         if not shipment.is_cut and not self._cut(chunk):
             return
         chunk.state = ChunkState.OFFERED
@@ -340,12 +354,12 @@ class Sender(LinkListener):
             self._open(shipment, shipment.next_range())
 
     def _cut(self, chunk: Chunk) -> bool:
-        """Keep what goes to this peer, and leave a chunk the first blocks of it; False: it was not
-        possible, and the shipment has ended."""
+        """Cut a shipment for its peer, and limit the chunk to the first blocks. Returns False if
+        that failed, and the shipment has ended."""
         try:
             chunk.shipment.cut(self._config.chunk_bytes)
         except P2pError as error:
-            self._give_up(chunk, error)  # the peer is told, or it would wait to its deadline
+            self._give_up(chunk, error)  # else the peer would wait until its deadline
             return False
         chunk.manifest = chunk.shipment.next_range()
         return True
@@ -398,7 +412,7 @@ class Sender(LinkListener):
 
     def _written(self, chunk: Chunk, nbytes: int) -> None:
         chunk.state, chunk.job = ChunkState.WRITTEN, None
-        chunk.ending = None  # a cancel that came too late: the peer's word is the end now
+        chunk.ending = None  # a cancel that came too late: the peer's answer decides
         self._counters.sent_bytes += nbytes
         if chunk.shipment.is_written:
             chunk.shipment.transfer.release()
@@ -417,14 +431,15 @@ class Sender(LinkListener):
         return is_wanted and transport is not None and transport.checks
 
     def _end_when_read(self, chunk: Chunk, error: P2pError) -> None:
-        """End a chunk whose link or channel is gone; the job of one that is read was cancelled."""
+        """End a chunk whose link or channel is gone, once the job that reads its source has
+        ended."""
         chunk.ending = chunk.ending or error
         chunk.shipment.ending = chunk.shipment.ending or chunk.ending
         if not chunk.is_being_read:
             self._end(chunk, chunk.ending, tell=True)
 
     def _try_again(self, chunk: Chunk, error: P2pError) -> None:
-        """Offer it once more after the end of a channel, or end it and tell the peer at once."""
+        """Offer a chunk again after its channel broke, or end it and tell the peer at once."""
         may = isinstance(error, TransportError) and chunk.attempt + 1 < MAX_ATTEMPTS
         if may and chunk.shipment.has_source and not chunk.is_being_read:
             chunk.attempt += 1
@@ -458,7 +473,8 @@ class Sender(LinkListener):
             self._end_shipment(shipment)
 
     def _end_shipment(self, shipment: Shipment) -> None:
-        """Nothing of it is open; the last of its chunks may be told of that more than once."""
+        """End a shipment without open chunks. It may be called more than once for the last
+        chunk."""
         if self._shipments.pop(shipment.transfer, None) is None:
             return
         self._going.discard(shipment.content, shipment)
@@ -478,7 +494,7 @@ class Sender(LinkListener):
                 self.stop(shipment, as_withdrawn(transfer, reason))
 
     def _current(self, link: Link, message: Grant | Deny | Commit | Fail | Cancel) -> Chunk | None:
-        """The chunk that a peer speaks of, if this attempt is still the last.
+        """Return the chunk that a message is about, or None if that attempt is over.
 
         Raises:
             RemoteProtocolError: the chunk goes to another peer.

@@ -1,8 +1,8 @@
-"""Shipment: what one `send`, or one pull, brings to one rank; it leaves as chunks of bounded size.
+"""Shipment: one `send`, or one pull, to one rank. It leaves as chunks of bounded size.
 
-A chunk is a range of blocks, over all layers. So what arrived of a shipment that fails is whole
-blocks, which the receiver keeps. A few chunks are open at a time: while one is gathered, another
-one flies and a third is scattered, and a long prompt costs its peer no more memory or messages at
+A chunk is a range of blocks, over all layers. So if a shipment fails, whole blocks have arrived,
+and the receiver keeps them. A few chunks are open at a time: while one is gathered, another is on
+the network and a third is scattered. A long prompt therefore needs no more of its peer's memory at
 a time than a short one. The engine's lock guards everything here.
 """
 
@@ -23,7 +23,7 @@ from p2p_engine.wire.messages import ContentKey, Grant, Manifest, TransferKey
 
 
 class ChunkState(enum.Enum):
-    """See sender.py."""
+    """The states of sender.py."""
 
     QUEUED = enum.auto()
     OFFERED = enum.auto()
@@ -35,9 +35,9 @@ class ChunkState(enum.Enum):
 
 @dataclass(eq=False)
 class Shipment:
-    """A source on its way to one peer; chunks may read it until the transfer is released.
+    """A source on its way to one peer. Chunks may read the source until the transfer is released.
 
-    Until it is cut for its peer, which has to be known for that, it has one chunk: all of it.
+    Until the peer is known and the shipment is cut for it, it has one chunk with all blocks.
     """
 
     key: TransferKey
@@ -46,27 +46,28 @@ class Shipment:
     link: Link
     transfer: Transfer
     deadline: float
-    latest_deadline: float  # however often RENEW comes
+    latest_deadline: float  # beyond which no RENEW extends it
     ready: bool
     on_end: Callable[[Shipment], None] | None = None
-    is_held: bool = False  # its source outlives WRITTEN
-    after: tuple[Moment, ...] = ()  # when its source is valid, once it is ready
+    is_held: bool = False  # its source can be read after WRITTEN
+    after: tuple[Moment, ...] = ()  # moments after which a ready source is valid
     is_cut: bool = False
     max_blocks: int = 0  # of a chunk
-    num_taken: int = 0  # blocks of the source that chunks were made of, from the first one on
-    num_arrived: int = 0  # blocks of chunks that ended well
-    chunks: dict[int, Chunk] = field(default_factory=dict)  # that are open, by number
+    num_taken: int = 0  # blocks that have a chunk, counted from the first one
+    num_arrived: int = 0  # blocks of committed chunks
+    chunks: dict[int, Chunk] = field(default_factory=dict)  # the open ones, by number
     ending: P2pError | None = None
 
     def __post_init__(self) -> None:
-        """Take the geometry of the source as it is here."""
+        """Take the source's own geometry; `cut` replaces it."""
         self.manifest = self.source.manifest
 
     def cut(self, chunk_bytes: int) -> None:
-        """Keep what goes to this peer, in chunks of at most so many bytes, or of one block.
+        """Reduce the source to the peer's part, in chunks of at most so many bytes, or of one
+        block.
 
         Raises:
-            P2pError: nothing goes there, or it cannot be mapped, or the source failed.
+            P2pError: nothing goes there, it cannot be mapped, or the source failed.
         """
         self.source = ask(lambda: self.source.towards(self.link.spec))
         self.manifest, self.is_cut = ask(lambda: self.source.manifest), True
@@ -77,16 +78,16 @@ class Shipment:
 
     @property
     def content(self) -> ContentKey:
-        """What it brings."""
+        """Return the content that it brings."""
         return self.key, self.binding
 
     @property
     def has_source(self) -> bool:
-        """Whether what was written may be read once more."""
+        """Whether the source can still be read, to write a chunk again."""
         return self.is_held or not self.transfer.released
 
     def next_range(self) -> Manifest:
-        """Take the blocks of the next chunk."""
+        """Take the blocks of the next chunk; returns their manifest."""
         first = self.manifest.first_block + self.num_taken
         num = min(self.max_blocks, self.manifest.num_blocks - self.num_taken)
         self.num_taken += num
@@ -104,20 +105,20 @@ class Shipment:
 
     @property
     def is_granted(self) -> bool:
-        """Whether its receiver has granted memory for all of it."""
+        """Whether the receiver has granted memory for all of it."""
         waiting = (ChunkState.QUEUED, ChunkState.OFFERED)
         return not self.has_more and all(c.state not in waiting for c in self.chunks.values())
 
     @property
     def is_written(self) -> bool:
-        """Whether nothing of it has to be read any more."""
+        """Whether no part of the source has to be read any more."""
         states = (chunk.state for chunk in self.chunks.values())
         return not self.has_more and all(state is ChunkState.WRITTEN for state in states)
 
     @property
     def has_arrived(self) -> bool:
-        """Whether all of it has landed, once nothing is open; a cancel may have come too late to
-        change that."""
+        """Whether all of it has landed. Call it when no chunk is open. It can be true after a
+        cancel that came too late."""
         return self.ending is None or 0 < self.manifest.num_blocks == self.num_arrived
 
 
@@ -132,23 +133,23 @@ class Chunk:
     attempt: int = 0
     grant: Grant | None = None
     job: Job | None = None
-    channel: Channel | None = None  # over which it was written last
-    checksum: int = 0  # of what was written, if the peer or we want one
+    channel: Channel | None = None  # of its last write
+    checksum: int = 0  # of the written bytes, if either side wants one
     ending: P2pError | None = None
     writing_since: float = 0.0
     resend_at: float = 0.0
 
     @property
     def key(self) -> TransferKey:
-        """The shipment's."""
+        """Return the shipment's key."""
         return self.shipment.key
 
     @property
     def link(self) -> Link:
-        """The shipment's."""
+        """Return the shipment's link."""
         return self.shipment.link
 
     @property
     def is_being_read(self) -> bool:
-        """Whether the mover may read its source still."""
+        """Whether the mover may still read its source."""
         return self.job is not None and not self.job.done

@@ -1,4 +1,4 @@
-"""UnheldWants: what peers want and nobody holds yet. The engine's lock guards it."""
+"""UnheldWants: WANTs for contents that are not held yet. The engine's lock guards it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PendingWant:
 
 
 class UnheldWants:
-    """All of them; nothing here is found by a scan."""
+    """The WANTs of all peers, with an index for each question, so that nothing is a scan."""
 
     def __init__(self) -> None:
         self._unheld: dict[WantName, PendingWant] = {}
@@ -34,13 +34,12 @@ class UnheldWants:
         self._timers: Timers[WantName] = Timers()
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return len(self._unheld)
 
     def put(self, content: ContentKey, peer: PeerAddress, want: PendingWant) -> None:
-        """Remember what a peer wants, until the deadline of the last time that it said so: it may
-        ask for another request by then. Beyond MAX_UNHELD_WANTS a want is dropped: it comes
-        again."""
+        """Remember a WANT until its deadline; a repetition sets a new deadline, because it may be
+        for another request. Beyond MAX_UNHELD_WANTS, a WANT is dropped: the peer repeats it."""
         name = (content, peer)
         if name not in self._unheld and len(self._unheld) >= MAX_UNHELD_WANTS:
             return
@@ -49,20 +48,20 @@ class UnheldWants:
         self._timers.set(name, want.deadline)
 
     def discard(self, content: ContentKey, peer: PeerAddress) -> None:
-        """Forget what a peer wants; idempotent."""
+        """Forget a peer's WANT; idempotent."""
         self._pop((content, peer))
 
     def take(self, content: ContentKey) -> list[tuple[PeerAddress, PendingWant]]:
-        """Forget, and return, who wants a content."""
+        """Remove and return the WANTs of a content, with their peers."""
         names = [name for name in self._of_key.get(content[0]) if name[0] == content]
         return [(name[1], want) for name in names if (want := self._pop(name)) is not None]
 
     def refuse_key(self, key: TransferKey, reason: str) -> None:
-        """Refuse a key to all who want it, whatever their binding."""
+        """Refuse a key to all peers that want it, with any binding."""
         for_each(self._of_key.get(key), lambda name: self._refuse(name, reason))
 
     def tick(self, now: float) -> None:
-        """Refuse what was wanted for too long."""
+        """Refuse the WANTs that are past their deadlines."""
         self._timers.look(now, lambda name: self._refuse(name, "it was never held here"))
 
     def _refuse(self, name: WantName, reason: str) -> None:
