@@ -1,1 +1,2 @@
-"""Other engines: links that this one dialled, sessions that it accepted, and where ranks listen."""
+"""Other engines: links that this one dialled, sessions that it accepted, and the directory of
+ranks."""

@@ -1,6 +1,6 @@
-"""ClosingChannels: channels that are to be closed, and whose copies have not stopped yet.
+"""ClosingChannels: channels whose closing waits until their copies have stopped.
 
-Closing one never waits, because the engine's lock is held. The lock guards everything here.
+The calls never block, because the engine's lock is held. That lock guards everything here.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from p2p_engine.transports.base import Channel
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 1.0  # for a channel's copies to stop, before others go on without it
+CLOSE_SECONDS = 1.0  # for a channel's copies to stop, before `then` is called anyway
 
 
 @dataclass(eq=False)
 class ClosingChannel:
-    """A channel to `peer`; `then` is called once it is closed, or when patience ends."""
+    """A channel to `peer`. `then` is called once it is closed, or at `patience_ends_at`."""
 
     channel: Channel
     peer: str
@@ -29,14 +29,14 @@ class ClosingChannel:
 
 
 class ClosingChannels:
-    """All of them; what never stops stays, and keeps its memory."""
+    """The channels of one engine. If a copy never stops, its channel stays and keeps its memory."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._items: list[ClosingChannel] = []
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return how many channels are not closed yet."""
         return len(self._items)
 
     def close(self, channel: Channel, peer: str, then: Callable[[], None]) -> None:
@@ -48,7 +48,7 @@ class ClosingChannels:
             self._items.append(ClosingChannel(channel, peer, until, then))
 
     def try_again(self) -> None:
-        """Close what can be closed by now."""
+        """Close the channels whose copies have stopped by now."""
         items = self._items
         self._items = [item for item in items if not item.channel.close(0.0)]
         left = set(map(id, self._items))

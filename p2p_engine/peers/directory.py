@@ -1,5 +1,5 @@
-"""Directory: the one known address of an instance. It tells where each rank's engine listens, and
-sends the instance's heartbeats to the proxy. It lives in vLLM's scheduler process."""
+"""Directory: the one known address of an instance. It answers where each rank's engine listens, and
+sends the instance's heartbeats to the proxy. It runs in vLLM's scheduler process."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from p2p_engine.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_SECONDS = 3.0  # as the old connector
+HEARTBEAT_SECONDS = 3.0  # as in the old connector
 
 
 @dataclass(frozen=True)
 class RankAddress:
-    """Where one rank's engine listens, and what its cache looks like."""
+    """The address of one rank's engine, and the description of its cache."""
 
     rank: int
     address: str
@@ -43,16 +43,16 @@ class RankAddress:
 
 @dataclass(frozen=True)
 class Server:
-    """An instance's HTTP server; `rank` is which of several behind its address the instance is."""
+    """An instance's HTTP server. `rank` is its data-parallel rank, if several share one address."""
 
-    address: Callable[[], str]  # "host:port"; empty while it is not known; must not block
+    address: Callable[[], str]  # "host:port", or "" while unknown; must not block
     rank: int | None = None
 
 
 class Directory(PlaneListener):
     """Answers LOOKUP at host:kv_port and sends heartbeats; one thread.
 
-    Without ranks it only has its address: it answers nobody, and nobody hears of it.
+    Before it has ranks, it only occupies its address: it answers no LOOKUP and sends no heartbeat.
     """
 
     def __init__(
@@ -66,8 +66,9 @@ class Directory(PlaneListener):
         tp_size: int = 1,
         server: Server | None = None,
     ) -> None:
-        """Bind and start. `role` is "P", "D" or "PD": one heartbeat for each letter. They begin
-        when the address of the HTTP `server` is known; by default it is `http_host:http_port`.
+        """Bind and start. `role` is "P", "D" or "PD": one heartbeat for each letter. Heartbeats
+        start when the address of the HTTP `server` is known; by default it is
+        `http_host:http_port`.
 
         Raises:
             ConfigError: the port is taken, or the key file cannot be used.
@@ -81,7 +82,7 @@ class Directory(PlaneListener):
             Route(join_address(host, config.proxy_port)) for host in config.proxy_hosts
         ]
         self._beat_at = 0.0
-        self._refusals: dict[str, str] = {}  # each proxy's last one
+        self._refusals: dict[str, str] = {}  # the last one of each proxy
         self._control = ControlPlane(
             config.host,
             range(kv_port, kv_port + 1),
@@ -114,7 +115,7 @@ class Directory(PlaneListener):
         self._control.start()
 
     def publish(self, ranks: Sequence[RankAddress]) -> None:
-        """Answer for these ranks from now on, and register; may be called from any thread."""
+        """Answer for these ranks from now on, and register; from any thread."""
         self._spec = next((item.spec for item in ranks), None)
         for heartbeat in self._heartbeats:
             heartbeat.kv_bytes_per_token = _kv_bytes_per_token(self._spec)
@@ -122,16 +123,17 @@ class Directory(PlaneListener):
 
     @property
     def address(self) -> str:
-        """Where the instance can be asked, "host:port"."""
+        """Return the address at which the directory answers, "host:port"."""
         return self._control.address
 
     @property
     def healthy(self) -> bool:
-        """Whether the thread lives."""
+        """Whether the thread runs."""
         return self._control.alive
 
     def close(self, timeout: float = 2.0) -> None:
-        """Tell the proxy that the instance is leaving, and stop; idempotent, bounded."""
+        """Tell the proxy that the instance is leaving, and stop; idempotent. Blocks for at most
+        `timeout` seconds."""
         if self._control.alive:
             for heartbeat in self._heartbeats:
                 heartbeat.leaving = True
@@ -153,7 +155,7 @@ class Directory(PlaneListener):
         self.close()
 
     def on_frame(self, route: Route, frame: bytes) -> None:
-        """Answer a Lookup; anything else is dropped and counted."""
+        """Answer a LOOKUP; any other message is dropped and counted."""
         try:
             message = decode(frame)
             if not isinstance(message, Lookup):
@@ -164,7 +166,7 @@ class Directory(PlaneListener):
             return
         addresses = self._addresses
         if not addresses:
-            return  # who asks will ask again
+            return  # the peer repeats its LOOKUP
         address, num_ranks = addresses.get(message.rank, ""), len(addresses)
         answer = Location(
             self._epoch, message.source_epoch, message.rank, address, num_ranks, self._spec
@@ -178,11 +180,11 @@ class Directory(PlaneListener):
             self._send_heartbeats()
 
     def on_unresolved(self, address: str, error: PeerUnreachable) -> None:
-        """A proxy cannot be reached, because its name stands for nothing."""
+        """Note that a proxy cannot be reached because its name does not resolve."""
         self.on_refused(address, str(error))
 
     def on_refused(self, address: str, reason: str) -> None:
-        """A proxy does not take us; it is dialled again with the next heartbeat."""
+        """Note that a proxy refuses us; the next heartbeat dials it again."""
         is_known = self._refusals.get(address) == reason
         level = logging.DEBUG if is_known else logging.ERROR
         logger.log(level, "not registered: proxy %s: %s", address, reason)
@@ -199,7 +201,7 @@ class Directory(PlaneListener):
 
 
 def _kv_bytes_per_token(spec: CacheSpec | None) -> int:
-    """What one token's KV takes in all ranks together, where one rank's blocks tell."""
+    """Return the KV bytes of one token over all ranks; 0 if one rank's blocks do not tell."""
     if spec is None or not spec.block_size:
         return 0
     return sum(spec.page_bytes) // spec.block_size * spec.num_ranks

@@ -1,4 +1,4 @@
-"""Link: one dialled peer, and how peers are addressed. The states are in links.py."""
+"""Link: one dialled peer, and the addresses of peers. links.py explains the states."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from p2p_engine.wire.messages import CacheSpec
 
 @dataclass(frozen=True)
 class PeerAddress:
-    """Whom to reach: an engine, or one rank of the instance whose directory is at `address`."""
+    """The address of a peer: an engine's own, or a directory's with the rank of an engine."""
 
     address: str
     rank: int | None = None
 
     def check(self) -> None:
-        """Check that it can be dialled.
+        """Check that the address can be dialled.
 
         Raises:
             PeerUnreachable: the address is not host:port.
@@ -36,12 +36,12 @@ class PeerAddress:
 
 @dataclass(frozen=True)
 class InstanceAddress:
-    """Those ranks of an instance that concern us, found by its directory."""
+    """An instance, by the address of its directory. It stands for the ranks that the plan names."""
 
     address: str
 
     def check(self) -> None:
-        """Check that it can be dialled.
+        """Check that the address can be dialled.
 
         Raises:
             PeerUnreachable: the address is not host:port.
@@ -49,7 +49,7 @@ class InstanceAddress:
         PeerAddress(self.address).check()
 
     def rank(self, rank: int) -> PeerAddress:
-        """Return the address of one of them."""
+        """Return the address of one rank."""
         return PeerAddress(self.address, rank)
 
     def __str__(self) -> str:
@@ -77,24 +77,24 @@ class Link:
     epoch: int = 0
     data: bool = False  # a channel is wanted
     spec: CacheSpec | None = None
-    checksum: bool = False  # the peer wants one of every chunk
+    checksum: bool = False  # the peer wants a checksum of every chunk
     largest_landing: int = 0  # bytes that the peer could ever take at once; 0: any number
-    lease: float = 60.0  # how long the peer keeps what is not renewed
+    lease: float = 60.0  # seconds that the peer keeps a hold or offer without RENEW
     connecting: bool = False
-    connected: bool = False  # there has been a channel
+    connected: bool = False  # it has had a channel
     connect_at: float = 0.0  # not before
     channel: Channel | None = None
     transport: Transport | None = None
     error: P2pError | None = None
     endpoints: dict[str, Endpoint] = field(default_factory=dict)
-    invited_at: float | None = None  # when the endpoints came; they are good for one attempt
-    asking: bool = False  # for new ones
+    invited_at: float | None = None  # when the endpoints came: they allow one attempt
+    asking: bool = False  # for new endpoints
     hello_at: float = 0.0  # when to ask again
-    number: int = 0  # of the HELLO that is not answered yet
+    number: int = 0  # of the unanswered HELLO
     untried: list[Transport] = field(default_factory=list)
     is_losing: bool = False  # its broken channel is being closed
     heard_at: float = 0.0  # by the listening clock
-    watched_since: float = 0.0  # by that clock: silence before it does not count
+    watched_since: float = 0.0  # by that clock: earlier silence does not count
     is_resting: bool = False
     is_answered: bool = True  # the last PING
     is_cut: bool = False  # its connection has ended since the last PING
@@ -107,15 +107,15 @@ class Link:
 
     @property
     def contact(self) -> str:
-        """The address that is dialled: the peer's, or its directory's until that is known."""
+        """Return the dialled address: the peer's, or its directory's until the peer's is known."""
         return self.address or self.target.address
 
     @property
     def lacks_channel(self) -> bool:
-        """Whether it is wanted for bytes, and cannot move them."""
+        """Whether a channel is wanted and there is none."""
         return self.data and self.channel is None
 
     @property
     def awaits_answer(self) -> bool:
-        """Whether its deadline counts."""
+        """Whether its deadline is in force."""
         return not self.ready or self.connecting

@@ -1,17 +1,20 @@
-"""Links: the peers that this engine dials, from the first look-up to READY and to their end.
+"""Links: the peers that this engine dials, from the first look-up to the end.
 
-LOCATING → ask the instance's directory where the rank is      (only when a rank is given)
-GREETING → HELLO is out; WELCOME or REFUSE is awaited
-READY    → messages may be sent; PING keeps asking whether the peer lives, while somebody here
-           uses the link; else it rests. A peer that has forgotten us, because it did not hear
-           us for long, says GREET: back to GREETING
-CLOSED   → the end; `error` says why. The next use of the same target makes a new link.
-A link rests when nothing is open over it and the last PING was answered. Nobody waits for its peer
-then, and the kernel tells when its connection ends, because the peer or its host is gone. That, its
-next use, or REST_SECONDS end the rest with a PING, and the peer's silence counts from there.
+    LOCATING → the directory of the instance is asked for the rank (if one is given)
+    GREETING → HELLO is sent; the peer answers WELCOME or REFUSE
+    READY    → messages may be sent
+    CLOSED   → the end; `error` says why; the next use of the target makes a new link
 
-Who wants to send bytes asks for a channel too: transport after transport is tried, best first. The
-end of a channel is not the end of its link: whoever needs another one asks again.
+While something is open over a READY link, PING asks regularly whether the peer is alive. If the
+peer has dropped our session after a long silence, it says GREET, and the link goes back to
+GREETING.
+
+A link rests when nothing is open over it and the last PING was answered. The kernel still reports
+the end of its connection. That, the next use, or REST_SECONDS end the rest with a PING, and only
+silence after that PING counts.
+
+A caller that wants to send bytes asks for a channel too. The transports are tried in order, the
+best first. If a channel ends, its link does not; a caller that needs another channel asks again.
 """
 
 from __future__ import annotations
@@ -62,11 +65,11 @@ from p2p_engine.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-REST_SECONDS = 30.0  # between two PINGs where nothing is open; less than dialler.IDLE_SECONDS
+REST_SECONDS = 30.0  # between two PINGs of a resting link; less than dialler.IDLE_SECONDS
 
 
 class Links(SessionListener):
-    """All dialled peers of one engine. The engine's lock guards it."""
+    """The dialled peers of one engine. The engine's lock guards them."""
 
     def __init__(
         self,
@@ -92,16 +95,15 @@ class Links(SessionListener):
         self.listeners: Sequence[LinkListener] = ()
         self._links: dict[PeerAddress, Link] = {}
         self._by_contact: Index[str, Link] = Index()
-        self._by_epoch: Index[int, Link] = Index()  # names of one engine
-        self._numbers: set[int] = set()  # of what was said in HELLO and is not answered
+        self._by_epoch: Index[int, Link] = Index()  # several links may lead to one engine
+        self._numbers: set[int] = set()  # of unanswered HELLOs
         self._timers: Timers[Link] = Timers()
-        self._late: dict[Link, None] = {}  # past their deadlines, and not closed
+        self._late: dict[Link, None] = {}  # past their deadlines, but not closed
         self._closing = ClosingChannels(clock)
 
     def get(self, target: PeerAddress, *, data: bool) -> Link:
-        """Return the link to a peer, dialling it when there is none; never blocks.
-
-        With `data` it gets a channel too, soon.
+        """Return the link to a peer, dialling it if there is none; never blocks. With `data`, the
+        link also gets a channel, soon.
 
         Raises:
             PeerUnreachable: the address is not host:port.
@@ -129,26 +131,27 @@ class Links(SessionListener):
         return link
 
     def count(self) -> dict[str, int]:
-        """How many links there are in each state."""
+        """Return how many links are in each state."""
         counts: dict[str, int] = {}
         for link in self._links.values():
             counts[link.state.name.lower()] = counts.get(link.state.name.lower(), 0) + 1
         return counts
 
     def names(self, link: Link) -> list[PeerAddress]:
-        """Return the names by which the engine of a link is known, the link's own first."""
+        """Return all targets that lead to the engine of a link, the link's own first."""
         return [link.target, *(twin.target for twin in self._twins(link))]
 
     def num_unclosed_channels(self) -> int:
-        """How many channels could not be closed, because a copy does not stop."""
+        """Return how many channels cannot be closed yet because a copy does not stop."""
         return len(self._closing)
 
     def send(self, link: Link, kind: type[Message], *fields: Any) -> None:
-        """Send a message over a link that has been welcomed."""
+        """Send a message over a link that was welcomed; never blocks."""
         self._control.send(Route(link.address), encode(kind(self._epoch, link.epoch, *fields)))  # type: ignore[arg-type]
 
     def on_message(self, route: Route, message: AnyMessage) -> Link | None:
-        """Take a message from a link; returns the link if its peer is who it should be."""
+        """Take a message from a dialled address; returns the link if it came from the link's
+        engine."""
         if isinstance(message, Location):
             self._located(route.address, message)
             return None
@@ -175,13 +178,13 @@ class Links(SessionListener):
         return known
 
     def tick(self, now: float) -> None:
-        """Repeat what is unanswered, ask whether peers live, end what is overdue."""
+        """Repeat unanswered messages, send PINGs, and end what is overdue."""
         self.end_closing()
         attended = self._listening()
         self._timers.look(now, lambda link: self._look(link, now, attended))
 
     def _look(self, link: Link, now: float, attended: float) -> None:
-        if link.is_resting:  # no more: PING is said at once, and its answer awaited
+        if link.is_resting:  # the rest is over: send PING now and await its answer
             link.is_resting, link.is_answered = False, False
             link.watched_since, link.resend_at = attended, now
         silence = attended - max(link.heard_at, link.watched_since)
@@ -196,7 +199,7 @@ class Links(SessionListener):
             self.close_link(link, PeerLost(f"peer {link.target} is silent for {silence:.1f} s"))
         else:
             self._look_open(link, now)
-            # The listening clock is never faster: no silence is long enough before that.
+            # The listening clock is never faster, so the silence cannot be long enough earlier.
             self._look_again(link, now, now + patience - silence)
 
     def _look_again(self, link: Link, now: float, silent_at: float) -> None:
@@ -206,11 +209,11 @@ class Links(SessionListener):
             self._timers.set(link, min(link.resend_at, link.deadline))
         elif link.is_resting:
             self._timers.set(link, link.resend_at)
-        else:  # for a channel there are many conditions: a look in each tick
+        else:  # a channel depends on many conditions: look in each tick
             self._timers.set(link, now if link.lacks_channel else min(link.resend_at, silent_at))
 
     def _look_soon(self, link: Link) -> None:
-        """Look at it in the next tick: when it is to be looked at has changed."""
+        """Look at a link in the next tick, because its next time has changed."""
         self._timers.set(link, self._clock())
 
     def _look_open(self, link: Link, now: float) -> None:
@@ -235,20 +238,21 @@ class Links(SessionListener):
         return is_heard and not is_asking and not is_used
 
     def connection_ended(self, address: str) -> None:
-        """The connection to an address has ended: ask again who is there."""
+        """Ask whether the peer is alive: the connection to its address has ended."""
         for link in self._by_contact.get(address):
             link.is_cut = True
             if link.is_resting:
                 self._look_soon(link)
 
     def overdue(self, now: float) -> list[str]:
-        """Name the peers and channels that should have answered, or been closed."""
+        """Return the names of peers that should have answered, and of channels that should be
+        closed."""
         waiting = [link for link in self._late if link.awaits_answer and now >= link.deadline]
         names = [f"contact with {link.target}, {link.state.name}" for link in waiting]
         return names + [f"end of a channel's copies, {len(self._closing)}"] * bool(self._closing)
 
     def close_link(self, link: Link, error: P2pError) -> None:
-        """End a link, and begin to close its channel. In callbacks only."""
+        """End a link, and start to close its channel. In callbacks only."""
         if link.state is LinkState.CLOSED:
             return
         link.state, link.error, link.connecting = LinkState.CLOSED, error, False
@@ -272,23 +276,23 @@ class Links(SessionListener):
         return [link for link in self._by_contact.get(address) if link.address == address]
 
     def refused(self, address: str, reason: str) -> None:
-        """An address breaks its handshakes off: end what needs it. In callbacks only."""
+        """End the links to an address that breaks our handshakes off. In callbacks only."""
         for link in self._by_contact.get(address):
             self.close_link(link, AuthenticationFailed(f"peer {link.target}: {reason}"))
 
     def unresolved(self, address: str, error: PeerUnreachable) -> None:
-        """The name in an address stands for nothing: end what waits for it. In callbacks only."""
+        """End the links that wait for a name that does not resolve. In callbacks only."""
         for link in self._by_contact.get(address):
             if not link.ready:
                 self.close_link(link, PeerUnreachable(f"peer {link.target}: {error}"))
 
     def session_over(self, epoch: int, error: P2pError) -> None:
-        """End the links to an engine that is known to be over. In callbacks only."""
+        """End the links to an engine that is known to have ended. In callbacks only."""
         for link in self._by_epoch.get(epoch):
             self.close_link(link, error)
 
     def break_channel(self, link: Link, error: TransportError) -> None:
-        """End a link's channel from any thread, soon; the links that have it live on."""
+        """End a link's channel soon, from any thread. Links that share the channel stay."""
         channel = link.channel
         self._later(lambda: self._channel_broken(channel, error))
 
@@ -297,25 +301,26 @@ class Links(SessionListener):
         self._channel_broken(link.channel, error)
 
     def close_channels(self) -> None:
-        """Begin to close every channel, for good. In callbacks only."""
+        """Start to close every channel, for good. In callbacks only."""
         for link in self._links.values():
             link.data = False
             self._close_channel(link)
 
     def close(self, error: P2pError) -> None:
-        """End every link. Where its channel is closed by now, BYE says that nothing follows."""
+        """End every link. If its channel is closed by now, BYE says that nothing follows."""
         for link in list(self._links.values()):
             if link.epoch:
                 self.send(link, Bye)
             self.close_link(link, error)
 
     def end_closing(self) -> None:
-        """Close what could not be closed before; in callbacks, or after the control thread."""
+        """Close channels whose copies have stopped; in callbacks, or after the control thread has
+        ended."""
         self._closing.try_again()
 
     def _close_channel(self, link: Link, then: Callable[[], None] = lambda: None) -> None:
-        """Close a link's channel, if it is no other link's, and call `then`: soon, if its copies
-        have to stop first."""
+        """Close a link's channel unless another link shares it, and call `then`: now, or when its
+        copies have stopped."""
         channel, link.channel, link.transport = link.channel, None, None
         is_shared = any(other.channel is channel for other in self._twins(link))
         if channel is None or is_shared:
@@ -345,7 +350,8 @@ class Links(SessionListener):
         self._control.send(Route(link.address), encode(hello))
 
     def _greet_again(self, link: Link) -> None:
-        """The peer lives, and knows us no more: what is open goes on when it does."""
+        """Say HELLO again: the peer is alive but has dropped our session. Open transfers
+        continue."""
         if link.ready:
             logger.info("link greets again: peer=%s", link.target)
             link.state, link.is_resting = LinkState.GREETING, False
@@ -399,26 +405,26 @@ class Links(SessionListener):
         if not link.ready or not link.data or link.connecting or link.channel is not None:
             return
         if link.is_losing:
-            return  # the old one's copies have to stop first
+            return  # the old channel's copies have to stop first
         for twin in self._twins(link):
             if twin.channel is not None:
                 link.channel, link.transport, link.connected = twin.channel, twin.transport, True
                 for_each(self.listeners, lambda listener: listener.channel_ready(link))
                 return
             if twin.connecting:
-                return  # we shall have its channel
+                return  # that channel will serve this link too
         now = self._clock()
         if now < link.connect_at:
             return
         link.deadline, link.connecting = now + self._config.connect_timeout_seconds, True
         if link.invited_at is not None and now - link.invited_at < TOKEN_SECONDS / 2:
             self._dial(link)
-        else:  # a token is good for one connection, and not for long
+        else:  # a token allows one connection, for a short time
             link.asking = True
             self._greet(link)
 
     def _twins(self, link: Link) -> list[Link]:
-        """Return the links to the same engine by other names: one channel is for all of them."""
+        """Return the other links to the same engine; all of them share one channel."""
         return [other for other in self._by_epoch.get(link.epoch) if other is not link]
 
     def _dial(self, link: Link) -> None:
@@ -442,15 +448,15 @@ class Links(SessionListener):
         transport = untried.pop(0)
 
         def connected(outcome: Channel | TransportError) -> None:
-            with self._lock:  # this is called when a socket is readable, without it
+            with self._lock:  # called without the lock, when a socket is readable
                 if link.connecting and link.untried is untried:
                     self._connected(link, transport, outcome)
                 elif not isinstance(outcome, TransportError):
-                    outcome.close()  # the answer to a question that was given up
+                    outcome.close()  # the attempt was given up
 
         try:
             transport.connect(link.endpoints[transport.name], connected)
-        except Exception as error:  # what a peer says of itself must not make us wait
+        except Exception as error:  # a peer's endpoint may be anything; it must not stall us
             logger.exception("peer=%s transport=%s cannot be dialled", link.target, transport.name)
             connected(TransportError(f"{transport.name}: {error!r}"))
 
@@ -470,7 +476,8 @@ class Links(SessionListener):
             self._open_channel(twin)
 
     def _not_connected(self, link: Link, error: PeerError) -> None:
-        """What worked before may work again: only a first failure is about the two peers."""
+        """Report that no channel could be made. If there was one before, it may work again later,
+        so the error is a TransportError then; only a first failure concerns the two peers."""
         link.connect_at = self._clock() + self._config.retry_seconds
         self._lose_channel(link, TransportError(str(error)) if link.connected else error)
 

@@ -1,4 +1,5 @@
-"""Who hears of links and sessions. Every method is called with the engine's lock; none blocks."""
+"""Listeners of links and sessions. Every method is called with the engine's lock; none may
+block."""
 
 from __future__ import annotations
 
@@ -10,34 +11,34 @@ if TYPE_CHECKING:
 
 
 class LinkListener:
-    """Hears of all links. What a listener does not care for, it does not override."""
+    """Hears the events of all links; a subclass overrides those that it needs."""
 
     def link_ready(self, link: Link) -> None:
-        """The peer has said WELCOME, for the first time or again."""
+        """Note that the peer has said WELCOME, for the first time or again."""
 
     def link_closed(self, link: Link) -> None:
-        """The link is over; `link.error` says why."""
+        """Note that the link has ended; `link.error` says why."""
 
     def channel_ready(self, link: Link) -> None:
-        """Bytes can leave over the link's channel."""
+        """Note that bytes can leave over the link's channel."""
 
     def channel_lost(self, link: Link, error: P2pError) -> None:
-        """The channel broke, or none of those asked for could be made."""
+        """Note that the channel broke, or that none could be made."""
 
     def uses_link(self, link: Link) -> bool:
-        """Whether anything is open over a link. If nobody uses a link, it rests."""
+        """Whether anything is open over a link. If no listener uses a link, it rests."""
         return False
 
 
 class SessionListener:
-    """Hears of all sessions. What a listener does not care for, it does not override."""
+    """Hears the events of all sessions; a subclass overrides those that it needs."""
 
     def session_lost(self, epoch: int, error: PeerLost) -> None:
-        """Nothing more will be heard in this session."""
+        """Note that a session has ended: nothing more will be heard in it."""
 
     def session_over(self, epoch: int, error: PeerLost) -> None:
-        """The session was lost, and its engine is known to have ended."""
+        """Note that the session was lost and its engine is known to have ended."""
 
     def uses_session(self, epoch: int) -> bool:
-        """Whether anything of a session is open here. If nobody uses a session, it rests."""
+        """Whether anything of a session is open here. If no listener uses a session, it rests."""
         return False

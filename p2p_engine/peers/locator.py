@@ -1,5 +1,5 @@
-"""Locator: what other instances look like, asked of their directories, and remembered until a
-link to one of their ranks ends. The engine's lock guards everything here."""
+"""Locator: asks directories to describe their instances, and remembers the answer until a link to
+one of the instance's ranks ends. The engine's lock guards everything here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from p2p_engine.wire.messages import CacheSpec, Location, Lookup, encode
 
 @dataclass(eq=False)
 class Inquiry:
-    """One instance that has not answered; `told` are called with its spec, or why there is none."""
+    """An instance whose directory has not answered. Each of `told` is called with a spec or the
+    error."""
 
     deadline: float
     told: list[Callable[[CacheSpec | P2pError], None]] = field(default_factory=list)
@@ -26,7 +27,7 @@ class Inquiry:
 
 
 class Locator(LinkListener):
-    """All instances that this engine has asked for."""
+    """The instances that this engine has asked about."""
 
     def __init__(
         self,
@@ -45,7 +46,8 @@ class Locator(LinkListener):
         self._inquiries: dict[InstanceAddress, Inquiry] = {}
 
     def ask(self, instance: InstanceAddress, told: Callable[[CacheSpec | P2pError], None]) -> None:
-        """Call `told` with one rank's spec of an instance: now if it is known, else soon.
+        """Call `told` with one rank's spec of an instance, or the error: now if it is known, else
+        later. Never blocks.
 
         Raises:
             PeerUnreachable: the address is not host:port.
@@ -63,7 +65,7 @@ class Locator(LinkListener):
         inquiry.told.append(told)
 
     def on_location(self, address: str, message: Location) -> None:
-        """A directory has answered; also what a link asked it."""
+        """Take a directory's answer. It may be the answer to a link's question."""
         instance = InstanceAddress(address)
         inquiry = self._inquiries.get(instance)
         if inquiry is None:
@@ -78,23 +80,23 @@ class Locator(LinkListener):
             self._answer(instance, PeerRefused(f"peer {instance}: {text}"))
 
     def refused(self, address: str, reason: str) -> None:
-        """A directory breaks its handshakes off."""
+        """Note that a directory breaks our handshakes off."""
         instance = InstanceAddress(address)
         if instance in self._inquiries:
             self._answer(instance, AuthenticationFailed(f"peer {instance}: {reason}"))
 
     def unresolved(self, address: str, error: PeerUnreachable) -> None:
-        """The name in a directory's address stands for nothing."""
+        """Note that the name in a directory's address does not resolve."""
         instance = InstanceAddress(address)
         if instance in self._inquiries:
             self._answer(instance, PeerUnreachable(f"peer {instance}: {error}"))
 
     def link_closed(self, link: Link) -> None:
-        """It may be another instance when it comes back."""
+        """Forget an instance: when it comes back, it may be another one."""
         self._known.pop(InstanceAddress(link.target.address), None)
 
     def tick(self, now: float) -> None:
-        """Repeat what is unanswered; end what is overdue."""
+        """Repeat unanswered questions, and end those that are overdue."""
         for instance, inquiry in list(self._inquiries.items()):
             if now >= inquiry.deadline:
                 waited = self._config.connect_timeout_seconds
@@ -104,12 +106,12 @@ class Locator(LinkListener):
                 self._repeat(instance, inquiry)
 
     def overdue(self, now: float) -> list[str]:
-        """Name the directories that should have answered."""
+        """Return the names of the directories that should have answered."""
         late = [address for address, item in self._inquiries.items() if now >= item.deadline]
         return [f"answer of the directory {address}" for address in late]
 
     def close(self, error: P2pError) -> None:
-        """Answer everybody."""
+        """Answer all open questions with an error."""
         for instance in list(self._inquiries):
             self._answer(instance, error)
 

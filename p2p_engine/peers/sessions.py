@@ -1,21 +1,21 @@
-"""Sessions: the peers that dialled us, from HELLO to their end. The other direction is links.py.
+"""Sessions: the peers that dialled us, from HELLO to their end. links.py is the other direction.
 
 A session is known by its peer's epoch, and answers go over the route of its HELLO. An address
 belongs to one session at a time. If another engine says HELLO with the same address, it is the
-engine after a restart, or a rival behind the address, and the session is asked (PING). If its
-connection has ended, the newcomer replaces it. If it answers, the newcomer is refused. Otherwise
-the newcomer waits until the session answers or has been silent for too long.
+engine after a restart, or another engine that claims the address. The session is asked (PING). If
+its connection has ended, the newcomer replaces it. If it answers, the newcomer is refused.
+Otherwise the newcomer waits until the session answers or has been silent for too long.
 
 If a HELLO brings the epoch of a session over another connection, it comes from that engine, which
-has a new connection or came by another of our addresses, or from somebody who has read the epoch.
-The session is asked in the same way. If its connection has ended, or it answers that it said this
-HELLO, the session moves to the new connection and nothing of it ends. If it answers something else,
-the newcomer hears nothing: it greets again, and the session is asked again.
+has a new connection or dialled another of our addresses, or from a stranger that has read the
+epoch. The session is asked in the same way. If its connection has ended, or it answers that it said
+this HELLO, the session moves to the new connection, and all its transfers continue. If it answers
+anything else, the newcomer gets no answer: it repeats its HELLO, and the session is asked again.
 
-A session with nothing open rests, and its peer says PING seldom (links.py). The engine watches a
+A session with nothing open rests, and its peer seldom says PING (links.py). The engine watches a
 session if something of it is open here, its connection has ended, another peer claims its place, or
-its rest has lasted too long. A session that is watched and silent is asked (PING), and ends if it
-does not answer. The engine's lock guards everything here.
+its rest has lasted too long. If a watched session is silent, it is asked (PING); if it does not
+answer, it ends. The engine's lock guards everything here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from p2p_engine.wire.messages import (
 logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 4096
-SESSION_REST_SECONDS = 60.0  # of silence, where nothing is open; more than links.py:REST_SECONDS
+SESSION_REST_SECONDS = 60.0  # of silence of a resting session; more than links.py:REST_SECONDS
 
 
 @dataclass
@@ -67,13 +67,13 @@ class Session:
     address: str
     heard_at: float  # by the listening clock
     spec: CacheSpec | None
-    challenger: tuple[Route, Hello] | None = None  # who else claims its address
-    watched_since: float | None = None  # by that clock: silence before it does not count
+    challenger: tuple[Route, Hello] | None = None  # another peer that claims its place
+    watched_since: float | None = None  # by that clock: earlier silence does not count
     has_gone: bool = False  # its connection has ended
 
 
 class Sessions:
-    """All of them, and what they are told when they come."""
+    """The sessions of one engine, and the terms of their WELCOME."""
 
     def __init__(
         self,
@@ -88,9 +88,8 @@ class Sessions:
         listening: Callable[[], float],
         largest_landing: int = 0,
     ) -> None:
-        """`on_lost` is told when nothing more will be heard of a session; `on_over`, after it, when
-        its engine is known to have ended. `listening` counts the seconds in which a session could
-        have been heard; `is_used` says whether anything of a session is open."""
+        """`listening` counts the seconds in which a session could have been heard.
+        `largest_landing` is the most bytes that can ever land at once; 0: no limit."""
         self._config = config
         self._control = control
         self._epoch = epoch
@@ -108,11 +107,11 @@ class Sessions:
         self._warnings = RateLimitedWarnings(logger, clock)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return how many sessions there are."""
         return len(self._sessions)
 
     def on_message(self, route: Route, message: AnyMessage) -> Session | None:
-        """Take a message; returns the session if it is one, and the message is for this engine."""
+        """Take a message; returns the session if it came from one and is for this engine."""
         epoch = message.source_epoch
         if isinstance(message, Hello):
             self._greet(route, message)
@@ -121,13 +120,13 @@ class Sessions:
             self._say(route, Pong(self._epoch, epoch))
         session = self._sessions.get(epoch)
         if message.destination_epoch != self._epoch:
-            return None  # for an engine that is no more; PONG tells who is here now
+            return None  # for a previous engine at this address; PONG names the present one
         if session is None or session.route != route:
             self._control.send(route, encode(Greet(self._epoch, epoch)))
             return None
         session.heard_at, session.has_gone = self._listening(), False
         if session.watched_since is None and not isinstance(message, Ping | Pong):
-            self._timers.set(epoch, session.heard_at + self._step)  # it may have opened something
+            self._timers.set(epoch, session.heard_at + self._step)  # it may open something
         if isinstance(message, Pong):
             self._answer_challenger(session, message)
         if isinstance(message, Bye):
@@ -135,13 +134,13 @@ class Sessions:
         return session
 
     def reply(self, epoch: int, kind: type[Message], fields: tuple[Any, ...]) -> None:
-        """Send a session a message; one that is none any more is told nothing."""
+        """Send a session a message; does nothing if the session has ended."""
         session = self._sessions.get(epoch)
         if session is not None:
             self._say(session.route, kind(self._epoch, epoch, *fields))  # type: ignore[arg-type]
 
     def _say(self, route: Route, message: AnyMessage) -> None:
-        """Send a message; if its connection has ended, that is known by then at the latest."""
+        """Send a message. If its connection has ended, this is noticed now at the latest."""
 
         def over() -> None:
             with self._lock:
@@ -150,7 +149,7 @@ class Sessions:
         self._control.send(route, encode(message), over)
 
     def tick(self) -> None:
-        """Let go of who is silent."""
+        """End the sessions that are silent for too long."""
         now = self._listening()
         self._timers.look(now, lambda epoch: self._tick_session(epoch, now))
 
@@ -185,13 +184,14 @@ class Sessions:
             self._timers.set(epoch, session.watched_since + self._step)
 
     def connection_ended(self, route: Route) -> None:
-        """The connection of a session has ended: it comes back by another one, or it is over."""
+        """Watch the sessions of a connection that has ended: each comes back on another one, or
+        ends."""
         for epoch in self._of_route.get(route):
             self._sessions[epoch].has_gone = True
             self._watch(epoch, self._sessions[epoch])
 
     def say_goodbye(self) -> None:
-        """Tell everybody that this engine is closing."""
+        """Tell every session that this engine is closing."""
         for epoch in self._sessions:
             self.reply(epoch, Bye, ())
 
@@ -212,7 +212,7 @@ class Sessions:
             self._admit(route, hello)
 
     def _challenge(self, epoch: int, session: Session, route: Route, hello: Hello) -> None:
-        """Ask a session whether it lives: another connection claims its address, or its epoch."""
+        """Ask a session whether it is alive: another connection claims its address or its epoch."""
         session.challenger = route, hello
         self._watch(epoch, session)
 
@@ -226,7 +226,7 @@ class Sessions:
 
     def _make_way(self, epoch: int, session: Session, hello: Hello) -> None:
         if hello.source_epoch == epoch:
-            self._remove(epoch)  # it comes back at once, by its new connection
+            self._remove(epoch)  # it is admitted again at once, on its new connection
         else:
             self._end(epoch, f"sender {session.address} was restarted")
 
@@ -238,7 +238,8 @@ class Sessions:
             if message.number == hello.number:
                 self._make_way(message.source_epoch, session, hello)
                 self._greet(route, hello)
-            # Else this may answer an older PING: whoever greets does so again, and is asked again.
+            # Else this may answer an older PING. The newcomer repeats its HELLO, and the session is
+            # asked again.
         else:
             text = f"{session.address} is the address of another engine, which lives"
             reason = f"{text}; give each engine a host or a port of its own"
@@ -264,7 +265,7 @@ class Sessions:
         self._say(route, Welcome(self._epoch, epoch, PROTOCOL_VERSION, *terms))
 
     def _refusal(self, hello: Hello) -> str:
-        """Why a peer cannot be a session, or ""."""
+        """Return why a peer cannot have a session, or ""."""
         if len(self) >= MAX_SESSIONS and hello.source_epoch not in self._sessions:
             return f"{MAX_SESSIONS} peers are here already"
         if hello.version != PROTOCOL_VERSION:
