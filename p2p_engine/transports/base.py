@@ -1,6 +1,8 @@
-"""What every transport is: a receiving half where bytes may land, a sending half that writes.
+"""The protocol of a transport: a receiving half where bytes may land, and a sending half that
+writes.
 
-All methods run under the engine's lock; those marked so in callbacks of the control plane only.
+All methods run under the engine's lock. Those marked so may be called in callbacks of the control
+plane only.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ Broken: TypeAlias = Callable[[TransportError], None]
 
 
 def check_word(offset: int, arena_bytes: int) -> None:
-    """Check where a grant wants its completion word, in the peer's host memory.
+    """Check the offset of a grant's completion word in the peer's arena.
 
     Raises:
-        TransportError: not in the arena, in its header, or at an odd place.
+        TransportError: it is not in the arena, is in its header, or is not aligned to 8 bytes.
     """
     if not HEADER_BYTES <= offset <= arena_bytes - 8 or offset % 8:
         raise TransportError(f"write: a completion word at {offset} of the arena is refused")
@@ -32,30 +34,30 @@ def check_word(offset: int, arena_bytes: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """What a channel is to do: move `source` into the granted region."""
+    """The work of a channel: move `source` into the granted region."""
 
     source: Regions
     grant: Grant
-    # Orders of one lane end in the order in which they began where that is quicker for all of them.
+    # Orders of one lane end in the order of their starts, where that is faster for all of them.
     lane: int = 1
-    # The job has the checksum of what left, except on a GPU.
+    # If set, the job has the checksum of the sent bytes, except on a GPU.
     checked: bool = False
-    # Told to the job's owner, with the job, at its end.
+    # Passed to the job's owner, with the job, at its end.
     tag: object = None
-    # Lives until the job has ended.
+    # Kept alive until the job has ended.
     keep: object = None
-    # Of a GPU: the source is read after all of them.
+    # On a GPU: the source is read after all of these moments.
     after: tuple[Moment, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Arrival:
-    """What a transport is to receive: transfer `seq` of a sender into `regions`."""
+    """The bytes that a transport is to receive: transfer `seq` of a sender, into `regions`."""
 
     source_epoch: int
     seq: int
     regions: Regions
-    # As in an order.
+    # These three are as in an Order.
     checked: bool = False
     tag: object = None
     keep: object = None
@@ -65,9 +67,10 @@ class Channel(Protocol):
     """The sending half of one peer pair."""
 
     def write(self, order: Order) -> Job:
-        """Start to carry out an order.
+        """Start to carry out an order; never blocks.
 
-        The receiver learns of the end by itself: a completion word, or the stream's last segment.
+        The receiver learns of the end from the data path: by a completion word, or by the stream's
+        last segment.
 
         Raises:
             TransportError: the channel is broken or closed.
@@ -79,10 +82,10 @@ class Channel(Protocol):
         ...
 
     def close(self, timeout: float = 1.0) -> bool:
-        """End every job, then the connection; idempotent. At most `timeout` seconds.
+        """End every job, then the connection; idempotent. Blocks for at most `timeout` seconds.
 
-        False: a job did not stop, its memory may still be read or written. Nothing was given back
-        then: call again.
+        Returns False if a job did not stop, so that its memory may still be read or written.
+        Nothing is freed then: call it again.
         """
         ...
 
@@ -95,14 +98,14 @@ class Transport(Protocol):
 
     name: str
     receiver_writes: bool
-    """The receiver's own process writes the bytes: its jobs say when it has stopped to."""
+    """The receiver's own process writes the bytes: its jobs tell when it has stopped."""
     scatters: bool
-    """It writes many regions at once, so that they may be final memory."""
+    """It can write to many regions at once, so the bytes may go straight to final memory."""
     checks: bool
     """Its jobs have checksums."""
 
     def invite(self, source_epoch: int) -> Endpoint | None:
-        """What a WELCOME tells a sender so that it can connect; None: nothing can be received."""
+        """Return the endpoint that a WELCOME tells a sender; None if nothing can be received."""
         ...
 
     def connect(self, endpoint: Endpoint, connected: Connected) -> None:
@@ -113,7 +116,7 @@ class Transport(Protocol):
         ...
 
     def expect(self, arrival: Arrival) -> Job:
-        """Start to receive; only where receiver_writes.
+        """Start to receive; only if `receiver_writes`. Never blocks.
 
         Raises:
             TransportError: the sender is not connected.
@@ -129,23 +132,24 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Close everything; idempotent. The mover is stopped already."""
+        """Close everything; idempotent. The mover must have stopped."""
         ...
 
 
 class SenderWrites:
-    """What is common to the transports whose senders write into the receiver's memory."""
+    """The common part of transports whose senders write into the receiver's memory."""
 
     receiver_writes = False
     scatters = False
 
     def expect(self, arrival: Arrival) -> Job:
-        """Never: the sender writes."""
+        """Raise TransportError: the sender writes."""
         raise TransportError("expect: the sender writes")
 
 
 class ArenaChannel:
-    """Writes straight into an arena at `base` in this process's address space, then the word."""
+    """Writes straight into an arena at `base` in this process's address space, then publishes the
+    word."""
 
     def __init__(self, mover: Mover, base: int, nbytes: int) -> None:
         self._mover = mover
@@ -181,10 +185,10 @@ class ArenaChannel:
         return job
 
     def watch(self, broken: Broken) -> None:
-        """Nothing breaks between two mappings of one memory."""
+        """Do nothing: a mapping of one's own memory never breaks."""
 
     def close(self, timeout: float = 1.0) -> bool:
-        """Cancel and join what is under way: a copy stops at its next slice."""
+        """Cancel and join the copies; each stops at its next slice."""
         self._closed = True
         for job in self._jobs:
             job.cancel()

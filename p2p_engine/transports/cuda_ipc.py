@@ -1,10 +1,11 @@
-"""Between two GPUs of one host, or two processes on one: the sender pushes straight into the peer's
-receive buffer, which it has mapped, or into its pinned pool. No kernel waits for anything.
+"""CUDA IPC between two GPUs of one host, or two processes on one GPU. The sender copies straight
+into the peer's receive buffer, which it has mapped, or into the peer's pinned pool. No kernel waits
+for another.
 
 The handshake is that of `shm`: the peer's memory file holds its pool and all completion words, and
-the end of the Unix socket is the proof of a sender's end. That both are on one host, and of one
-boot, is proven by the memory file; that the devices can reach each other, by opening the handle of
-the receive buffer. When that fails, the next transport is tried.
+end of file on the Unix socket proves the sender's end. The memory file proves that both are on one
+host and in one boot. Opening the handle of the receive buffer proves that the devices can reach
+each other; if that fails, the next transport is tried.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 2.0
 
-_PROCESS = secrets.token_hex(16)  # a handle cannot be opened in the process that made it
+_PROCESS = secrets.token_hex(16)  # the process that made a handle cannot open it
 
 
 class Happened:
-    """A moment that somebody tells of."""
+    """A moment that is set by a call."""
 
     def __init__(self) -> None:
         self._has_happened = False
 
     def happen(self) -> None:
-        """It is complete from now on."""
+        """Complete the moment."""
         self._has_happened = True
 
     def is_complete(self) -> bool:
-        """Whether it has happened; never blocks."""
+        """Whether `happen` was called; never blocks."""
         return self._has_happened
 
 
@@ -55,7 +56,7 @@ class Mapping:
     """A peer's memory as this process reaches it: its arena and its receive buffer."""
 
     def __init__(self, device: Device, arena: Arena, handle: bytes, address: int) -> None:
-        """Open `handle`, or use `address` where the peer is this process. Blocks.
+        """Open `handle`, or use `address` if the peer is this process. Blocks.
 
         Raises:
             TransportError: the devices cannot reach each other.
@@ -72,9 +73,9 @@ class Mapping:
         device.cuda.note_host(arena.address, arena.nbytes)
 
     def register(self) -> None:
-        """Page-lock the arena for this process too, so that copies into it run by themselves.
+        """Page-lock the arena for this process too, so that copies into it are asynchronous.
 
-        Blocks, for as long as its pages take and perhaps until the device is idle. Until then the
+        Blocks while its pages are locked, and perhaps until the device is idle. Before that, the
         thread that starts a copy would wait for its end.
         """
         with self._lock:
@@ -87,7 +88,7 @@ class Mapping:
         self.pool_is_ready.happen()
 
     def close(self) -> None:
-        """Give everything back; nothing is being copied. Blocks as `register` does."""
+        """Undo the mappings. No copy may run. Blocks as `register` does."""
         cuda = self._device.cuda
         with self._lock:
             self._is_closed = True
@@ -103,7 +104,7 @@ class Mapping:
 
 
 class CudaIpcChannel:
-    """The peer's memory, mapped here."""
+    """A channel into the peer's memory, which is mapped here."""
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class CudaIpcChannel:
         control.watch(connection.fileno(), self._hung_up)
 
     def write(self, order: Order) -> DeviceJob:
-        """Push the source once it is computed, then publish the grant's trailer word."""
+        """Copy the source once it is computed, then publish the grant's completion word."""
         if self._is_closed:
             raise TransportError("write: the channel is closed")
         source, grant, after = order.source, order.grant, order.after
@@ -147,11 +148,11 @@ class CudaIpcChannel:
         return job
 
     def watch(self, broken: Broken) -> None:
-        """Tell when the receiver hangs up."""
+        """Call `broken` if the receiver closes the connection."""
         self._broken = broken
 
     def close(self, timeout: float = 1.0) -> bool:
-        """Join the copies, hang up, and let the mappings go."""
+        """Join the copies, close the connection, and undo the mappings in a thread."""
         self._is_closed = True
         for job in self._jobs:
             job.cancel()
@@ -167,7 +168,7 @@ class CudaIpcChannel:
         return True
 
     def _place(self, source: Regions, grant: Grant) -> tuple[Int64s, int]:
-        """Where the source goes, and the address of the completion word."""
+        """Return the destination addresses, and the address of the completion word."""
         arena, nbytes = self._mapping.arena, source.nbytes
         is_on_device = grant.offset >= DEVICE_OFFSET
         start = grant.offset - (DEVICE_OFFSET if is_on_device else 0)
@@ -186,7 +187,7 @@ class CudaIpcChannel:
         self._mapping.close()
 
     def _hung_up(self) -> None:
-        """The receiver is gone, or does not want us; the mappings stay valid until we close."""
+        """Report the end of the connection; the mappings stay valid until `close`."""
         self._control.unwatch(self._connection.fileno())
         self._is_closed = True
         if self._broken is not None:
@@ -194,7 +195,7 @@ class CudaIpcChannel:
 
 
 class CudaIpcTransport(ShmTransport):
-    """Device memory of one host; one copy by the sender's copy engine."""
+    """Device memory of one host; the sender's copy engine makes the only copy."""
 
     name = "cuda_ipc"
     checks = False
@@ -221,7 +222,8 @@ class CudaIpcTransport(ShmTransport):
             }
 
     def close(self) -> None:
-        """As shm's; the receive buffer is kept for good when a sender may still copy into it."""
+        """Close as shm does. If a sender may still copy into the receive buffer, it is never freed.
+        Blocks for at most CLOSE_SECONDS."""
         landing = self._device_landing
         if landing is not None and not self.outlast_senders(CLOSE_SECONDS):
             logger.error(
@@ -231,7 +233,7 @@ class CudaIpcTransport(ShmTransport):
         super().close()
 
     def invite(self, source_epoch: int) -> Endpoint | None:
-        """Tell what shm tells, and the handle of the receive buffer."""
+        """Return shm's endpoint with the handle of the receive buffer."""
         endpoint = super().invite(source_epoch)
         return None if endpoint is None else {**endpoint, **self._extra}
 

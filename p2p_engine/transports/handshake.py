@@ -1,4 +1,4 @@
-"""How a data connection begins: the dialler shows its epoch and a token, the listener answers.
+"""The start of a data connection: the dialler sends its epoch and a token, the listener answers.
 
 Everything is non-blocking and runs in callbacks of the control plane.
 """
@@ -25,32 +25,33 @@ from p2p_engine.wire.addresses import family_of
 logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 16
-PREAMBLE = struct.Struct(f"<Q{TOKEN_BYTES}s")  # epoch of the dialler, token that it was given
-_CREDENTIALS = struct.Struct("iII")  # of the process behind a Unix socket: pid, uid, gid
+PREAMBLE = struct.Struct(f"<Q{TOKEN_BYTES}s")  # the dialler's epoch and its token
+_CREDENTIALS = struct.Struct("iII")  # of the process at a Unix socket: pid, uid, gid
 ACCEPTED = b"\x01"
 PATIENCE_SECONDS = 5.0
 TOKEN_SECONDS = 30.0
 REST_SECONDS = 1.0
 MAX_PENDING = 128
-MAX_PENDING_OF_ONE = 32  # address, or process where that is known
+MAX_PENDING_OF_ONE = 32  # address, or process where it is known
 
 
 class Tokens:
-    """One secret for each sender's epoch that was welcomed, good for one connection, and not long.
+    """One token for each sender that was welcomed. It allows one connection, for TOKEN_SECONDS.
 
-    It crosses the network in clear text: who has seen it used can do nothing with it.
+    It crosses the network in clear text. A stranger that reads it in use cannot use it again.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._tokens: dict[int, tuple[bytes, float]] = {}  # and when it was drawn
+        self._tokens: dict[int, tuple[bytes, float]] = {}  # with the time of its making
 
     def __len__(self) -> int:
-        """How many are good, or were until they grew too old."""
+        """Return how many tokens are stored, expired ones included."""
         return len(self._tokens)
 
     def make(self, epoch: int) -> str:
-        """Return the token of an epoch: the same one until it is used, or half of its time over."""
+        """Return the token of an epoch. It stays the same until it is used, or half of its time is
+        over."""
         now = self._clock()
         token, drawn_at = self._tokens.get(epoch, (b"", -TOKEN_SECONDS))
         if now - drawn_at >= TOKEN_SECONDS / 2:
@@ -59,7 +60,8 @@ class Tokens:
         return token.hex()
 
     def redeem(self, epoch: int, token: bytes) -> bool:
-        """Whether it is the epoch's token, which is used up then; compared in constant time."""
+        """Use a token up; returns whether it is the epoch's and still valid. Compares in constant
+        time."""
         known, drawn_at = self._tokens.get(epoch, (b"", 0.0))
         if not hmac.compare_digest(known, token) or self._clock() - drawn_at >= TOKEN_SECONDS:
             return False
@@ -73,7 +75,7 @@ class Tokens:
 
 @dataclass
 class Stranger:
-    """A connection that has not shown its token yet."""
+    """A connection that has not sent its token yet."""
 
     address: str
     deadline: float
@@ -83,10 +85,11 @@ class Stranger:
 def listen(
     family: socket.AddressFamily, address: tuple[str, int] | str, receive_buffer_bytes: int = 0
 ) -> socket.socket:
-    """Return a listener on an address; who is let in has a receive buffer of that size, if any.
+    """Return a listener on an address. If `receive_buffer_bytes` is set, accepted connections have
+    a receive buffer of that size.
 
     Raises:
-        OSError: it cannot be bound.
+        OSError: the address cannot be bound.
     """
     listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -101,7 +104,7 @@ def listen(
 
 
 class Door:
-    """The listening side: lets in who shows a token that matches."""
+    """The listening side: admits connections that send a valid token."""
 
     def __init__(
         self,
@@ -117,17 +120,17 @@ class Door:
         self._admitted = admitted
         self._pending: dict[socket.socket, Stranger] = {}  # the oldest first
         self._warnings = RateLimitedWarnings(logger)
-        self._rest_until = 0.0  # when no descriptor is left, nobody is let in for a while
+        self._rest_until = 0.0  # if no descriptor is left, accepting pauses
         listener.setblocking(False)
         control.watch(listener.fileno(), self._accept)
         control.watch_time(self._tick)
 
     def __len__(self) -> int:
-        """How many wait in front of it."""
+        """Return how many connections have not sent their token yet."""
         return len(self._pending)
 
     def close(self) -> None:
-        """Close the listener and whoever still waits in front of it."""
+        """Close the listener and the connections that were not admitted."""
         self._control.unwatch_time(self._tick)
         for connection in [*self._pending, self._listener]:
             self._drop(connection)
@@ -191,13 +194,13 @@ class Door:
 
 
 class Dials:
-    """The connections of one transport that are still being made."""
+    """The dials of one transport that have no outcome yet."""
 
     def __init__(self) -> None:
         self._pending: dict[Dial, float] = {}
 
     def add(self, dial: Dial) -> None:
-        """Keep a dial; those that were left without an answer for long are dropped."""
+        """Keep a dial; closes those that have had no answer for long."""
         now = time.monotonic()
         for other, since in list(self._pending.items()):
             if now - since > 2 * PATIENCE_SECONDS:
@@ -209,13 +212,13 @@ class Dials:
         self._pending.pop(dial, None)
 
     def close(self) -> None:
-        """Close whatever has no answer yet; nobody is called back."""
+        """Close all dials without an outcome; nothing is called back."""
         for dial in list(self._pending):
             dial.close()
 
 
 class Dial:
-    """The dialling side: connects, shows epoch and token, waits for the answer."""
+    """The dialling side: connects, sends epoch and token, waits for the answer."""
 
     def __init__(
         self,
@@ -227,7 +230,8 @@ class Dial:
         answered: Callable[[socket.socket, list[int]], None],
         failed: Callable[[TransportError], None],
     ) -> None:
-        """Start to connect; one of `answered(connection, descriptors)` and `failed` is called."""
+        """Start to connect; either `answered(connection, descriptors)` or `failed` is called,
+        once."""
         self._dials = dials
         self._control = control
         self._preamble = preamble
@@ -238,7 +242,7 @@ class Dial:
         try:
             with contextlib.suppress(BlockingIOError):
                 self._connection.connect(address)
-        except (OSError, ValueError, OverflowError) as error:  # it may be no address at all
+        except (OSError, ValueError, OverflowError) as error:  # the address may be invalid
             self._connection.close()
             failed(TransportError(f"connect {address!r}: {error}"))
             return
@@ -246,7 +250,8 @@ class Dial:
         dials.add(self)
 
     def close(self) -> None:
-        """Give up without calling back; idempotent; control thread, or after its end."""
+        """Give up without calling back; idempotent. In the control thread, or after it has
+        ended."""
         self._dials.discard(self)
         if self._connection.fileno() >= 0:
             self._control.unwatch(self._connection.fileno())
@@ -295,7 +300,7 @@ def dial(
     answered: Callable[[socket.socket, list[int]], None],
     failed: Callable[[TransportError], None],
 ) -> None:
-    """Dial a port of a host, when its name is resolved."""
+    """Resolve a host's name, then dial its port; never blocks."""
 
     def resolved(answer: Answer) -> None:
         if isinstance(answer, PeerUnreachable):
@@ -308,7 +313,7 @@ def dial(
 
 
 def _address_of(connection: socket.socket) -> str:
-    """Who is counted as one."""
+    """Return the name under which a dialler's connections are counted."""
     with contextlib.suppress(OSError):
         if connection.family != socket.AF_UNIX:
             return str(connection.getpeername()[0])
@@ -319,16 +324,16 @@ def _address_of(connection: socket.socket) -> str:
 
 
 def send_descriptor(connection: socket.socket, descriptor: int) -> None:
-    """Answer the dialler, with a file descriptor beside it."""
+    """Answer the dialler, and pass it a file descriptor."""
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
     connection.sendmsg([ACCEPTED], [rights])
 
 
 def receive_descriptors(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """Read the listener's one-byte answer and the descriptors that came beside it.
+    """Read the listener's one-byte answer and the descriptors that came with it.
 
     Raises:
-        OSError: the connection is broken, or nothing is there yet.
+        OSError: the connection is broken, or nothing has arrived yet.
     """
     descriptors = array.array("i")
     size = socket.CMSG_SPACE(descriptors.itemsize) if connection.family == socket.AF_UNIX else 0

@@ -1,9 +1,11 @@
-"""Between two processes of one host: the sender copies straight into the receiver's arena.
+"""Shared memory between two processes of one host: the sender copies straight into the receiver's
+arena.
 
-The arena is an anonymous memory file whose descriptor is passed over an abstract Unix socket, so
-nothing is left behind after SIGKILL. "Same host" is proven by reading a nonce through the mapping.
-The Unix socket stays open: the kernel closes it only after the sender's address space is gone (or
-the sender closes it after its last write), so end of file proves that nobody writes any more.
+The arena is an anonymous memory file. Its descriptor is passed over an abstract Unix socket, so
+nothing is left behind after SIGKILL. Reading a nonce through the mapping proves that both are on
+the same host. The Unix socket stays open: the sender closes it after its last write, or the kernel
+closes it once the sender's address space is gone. End of file therefore proves that the sender
+cannot write any more.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from p2p_engine.transports.handshake import (
 
 
 class ShmChannel(ArenaChannel):
-    """The peer's arena, mapped here."""
+    """A channel into the peer's arena, which is mapped here."""
 
     def __init__(
         self, mover: Mover, arena: Arena, connection: socket.socket, control: ControlPlane
@@ -53,18 +55,19 @@ class ShmChannel(ArenaChannel):
         control.watch(connection.fileno(), self._hung_up)
 
     def write(self, order: Order) -> Job:
-        """Copy as in any arena; the pages after this grant are mapped ahead of the next one."""
+        """Copy as in any arena, and touch the pages behind this grant ahead of the next one."""
         job = super().write(order)
         end = order.grant.offset + order.source.nbytes
         self._arena.prefault(min(self._arena.nbytes, end + PREFAULT_BYTES))
         return job
 
     def watch(self, broken: Broken) -> None:
-        """Tell when the receiver hangs up."""
+        """Call `broken` if the receiver closes the connection."""
         self._broken = broken
 
     def close(self, timeout: float = 1.0) -> bool:
-        """Join the copies, unmap, then hang up: in this order, because hanging up is the proof."""
+        """Join the copies, unmap, then close the connection. The order matters: the end of the
+        connection proves that nothing is written any more."""
         if not super().close(timeout):
             return False
         self._arena.close()
@@ -74,7 +77,7 @@ class ShmChannel(ArenaChannel):
         return True
 
     def _hung_up(self) -> None:
-        """The receiver is gone, or does not want us; the mapping stays valid."""
+        """Report the end of the connection; the mapping stays valid until `close`."""
         self._control.unwatch(self._connection.fileno())
         self._closed = True
         if self._broken is not None:
@@ -82,7 +85,7 @@ class ShmChannel(ArenaChannel):
 
 
 class ShmTransport(SenderWrites):
-    """Shared memory on one host; one copy by the sender."""
+    """Shared memory on one host; the sender makes the only copy."""
 
     name = "shm"
     checks = True
@@ -103,7 +106,7 @@ class ShmTransport(SenderWrites):
             self._door = Door(control, listener, self._tokens, self._admit)
 
     def invite(self, source_epoch: int) -> Endpoint | None:
-        """Tell the socket's name, a token, and where the nonce stands."""
+        """Return the socket's name, a token, and the place of the nonce."""
         if self._landing is None:
             return None
         return {
@@ -138,17 +141,19 @@ class ShmTransport(SenderWrites):
         Dial(self._dials, self._control, socket.AF_UNIX, name, preamble, answered, connected)
 
     def is_gone(self, source_epoch: int) -> bool:
-        """Whether the sender's end of the socket is closed: only who holds it can write here."""
+        """Whether the sender's end of the socket is closed. Only its holder can write here."""
         return source_epoch not in self._senders
 
     def forget(self, source_epoch: int) -> None:
-        """Let a new connection of this epoch in no more; the proof of its end is still awaited."""
+        """Refuse new connections of this epoch. The proof of the old one's end is still awaited."""
         self._tokens.forget(source_epoch)
 
     def outlast_senders(self, timeout: float) -> bool:
-        """Hang up and wait for every sender to do so, which proves its end; False: one has not.
+        """Close our direction and wait until every sender has closed its end, which proves that it
+        cannot write.
 
-        When the control thread has stopped.
+        Returns False if one has not within `timeout` seconds. Call it when the control thread has
+        stopped.
         """
         deadline = time.monotonic() + timeout
         for connection in self._senders.values():
@@ -164,7 +169,7 @@ class ShmTransport(SenderWrites):
         return not self._senders
 
     def close(self) -> None:
-        """Close the listener, what is being dialled and every connection."""
+        """Close the listener, the open dials and every connection."""
         self._dials.close()
         if self._landing is not None:
             self._door.close()
@@ -180,7 +185,7 @@ class ShmTransport(SenderWrites):
 
     def _admit(self, connection: socket.socket, epoch: int) -> None:
         if epoch in self._senders:
-            self._sender_ended(epoch)  # its end of file may be waiting behind this connection
+            self._sender_ended(epoch)  # its end of file may not have been read yet
         if self._landing is None or epoch in self._senders:
             connection.close()
             return
@@ -199,7 +204,7 @@ class ShmTransport(SenderWrites):
         with contextlib.suppress(BlockingIOError):
             try:
                 if connection.recv(64):
-                    return  # noise; only the end of file is a proof
+                    return  # unexpected data; only end of file is a proof
             except ConnectionError:
                 pass  # reset: the other end is closed
             del self._senders[epoch]
@@ -208,10 +213,10 @@ class ShmTransport(SenderWrites):
 
 
 def _map(descriptors: list[int], nbytes: int, nonce_offset: int, nonce: int) -> Arena:
-    """Map the peer's memory file and prove that it is the peer's.
+    """Map the peer's memory file and check that it is the peer's.
 
     Raises:
-        TransportError: there is no descriptor, it cannot be mapped, or the nonce is another one.
+        TransportError: there is no descriptor, it cannot be mapped, or the nonce differs.
     """
     try:
         if len(descriptors) != 1:

@@ -1,4 +1,5 @@
-"""Between two hosts: framed streams, gathered from and scattered to memory by the native mover."""
+"""TCP between two hosts: the native mover gathers framed streams from memory and scatters them to
+it."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from p2p_engine.transports.handshake import (
 from p2p_engine.wire.addresses import family_of, join_address, split_address
 
 WATCH_SEQ = (1 << 63) - 1
-MAX_SILENCE_SECONDS = 3600.0  # more than that no kernel need be asked for
-SOCKET_BUFFER_BYTES = 4 << 20  # the kernel caps it at net.core.{r,w}mem_max
+MAX_SILENCE_SECONDS = 3600.0  # enough for any kernel's timers
+SOCKET_BUFFER_BYTES = 4 << 20  # the kernel's limit is net.core.{r,w}mem_max
 
 
 class TcpChannel:
@@ -38,7 +39,7 @@ class TcpChannel:
         self._closed = False
 
     def write(self, order: Order) -> Job:
-        """Send the source as segments of the grant's sequence number."""
+        """Send the source as segments with the grant's sequence number."""
         self._jobs = {job for job in self._jobs if not job.done}
         try:
             job = self._mover.send(
@@ -56,7 +57,7 @@ class TcpChannel:
         return job
 
     def watch(self, broken: Broken) -> None:
-        """Expect what never comes: nothing is sent this way, so it ends with the connection."""
+        """Expect a segment that is never sent: the job ends when the connection does."""
 
         def ended(job: Job) -> None:
             if not self._closed:
@@ -66,7 +67,7 @@ class TcpChannel:
         self._mover.expect(self._channel, WATCH_SEQ, nothing, nothing, tag=ended)
 
     def close(self, timeout: float = 1.0) -> bool:
-        """Tear the connection down, which ends its jobs."""
+        """Close the connection, which ends its jobs."""
         self._closed = True
         self._mover.detach(self._channel)
         self._jobs = still_running(self._jobs, timeout)
@@ -84,7 +85,7 @@ class TcpTransport:
     def __init__(
         self, mover: Mover, control: ControlPlane, epoch: int, host: str, silence_seconds: float
     ) -> None:
-        """Listen on an ephemeral port of host. A connection is broken when the other host has
+        """Listen on an ephemeral port of host. A connection breaks when the other host has
         acknowledged nothing for `silence_seconds`.
 
         Raises:
@@ -103,11 +104,11 @@ class TcpTransport:
         self._door = Door(control, listener, self._tokens, self._admit)
 
     def invite(self, source_epoch: int) -> Endpoint | None:
-        """Tell the data port and a token."""
+        """Return the data address and a token."""
         return {"address": self._address, "token": self._tokens.make(source_epoch)}
 
     def connect(self, endpoint: Endpoint, connected: Connected) -> None:
-        """Dial the peer's data port."""
+        """Dial the peer's data address."""
         try:
             host, port = split_address(endpoint["address"])
             preamble = PREAMBLE.pack(self._epoch, bytes.fromhex(endpoint["token"]))
@@ -141,18 +142,18 @@ class TcpTransport:
             raise TransportError(f"expect: {error}") from error
 
     def is_gone(self, source_epoch: int) -> bool:
-        """True: only our own process writes, and its jobs say themselves when they have ended."""
+        """Return True: only our own process writes, and its jobs report their own end."""
         return True
 
     def forget(self, source_epoch: int) -> None:
-        """Tear the sender's connection down."""
+        """Close the sender's connection."""
         self._tokens.forget(source_epoch)
         channel = self._senders.pop(source_epoch, None)
         if channel is not None:
             self._mover.detach(channel)
 
     def close(self) -> None:
-        """Close the listener and what is being dialled; the mover closed the connections."""
+        """Close the listener and the open dials. The mover has closed the connections."""
         self._dials.close()
         self._door.close()
 
@@ -163,7 +164,7 @@ class TcpTransport:
         with connection:
             self._senders[epoch] = self._hand_over(connection)
             try:
-                connection.sendall(ACCEPTED)  # last: from now on the sender may be granted regions
+                connection.sendall(ACCEPTED)  # last: regions may be granted from now on
             except OSError:
                 self._mover.detach(self._senders.pop(epoch))
 
@@ -178,8 +179,8 @@ class TcpTransport:
 
 
 def _end_by_silence(connection: socket.socket, seconds: float) -> None:
-    """Let the kernel ask whether the other end is there: a firewall may forget a connection, an
-    idle one above all, and tells nobody."""
+    """Let the kernel probe an idle connection: a firewall may drop it without telling either
+    end."""
     seconds = min(seconds, MAX_SILENCE_SECONDS)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(seconds / 2)))

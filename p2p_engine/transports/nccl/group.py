@@ -1,9 +1,10 @@
 """Group: one communicator of two ranks, from its making to its end. Rank 0 sends, rank 1 receives.
 
-MAKING    → initialisation is in progress, without blocking, under a deadline
-JOINING   → both sides have it; one byte is moved, so that the first transfer finds it connected
-READY     → pieces move
-ENDED     → aborted by the reaper, exactly once; nothing that it still delivers counts
+    MAKING  → NCCL initialises without blocking, under a deadline
+    JOINING → both sides are initialised; one byte moves, so that the first transfer is fast
+    READY   → pieces move
+    ENDED   → the reaper aborts it, once; whatever it still delivers does not count
+
 For the device's thread.
 """
 
@@ -38,7 +39,7 @@ class GroupState(enum.Enum):
 
 
 class Group:
-    """One of them; `rank` 0 is the sender's side."""
+    """One group; `rank` 0 is the sender's side."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class Group:
         num_channels: int,
         memory: tuple[Memory, ...],
     ) -> None:
-        """`memory` is all that is sent from and received into."""
+        """`memory` is all memory that is sent from and received into."""
         self.number = number
         self.state = GroupState.WANTED
         self.used_at = self.made_at = time.monotonic()
@@ -67,7 +68,7 @@ class Group:
         self._free_before = 0
         self._stream = device.cuda.create_stream()
         self._queue: collections.deque[tuple[int, int, Callable[[], None]]] = collections.deque()
-        self._launching: Callable[[], None] | None = None  # NCCL launches it in its own time
+        self._launching: Callable[[], None] | None = None  # NCCL launches it asynchronously
 
     @staticmethod
     def next_number() -> int:
@@ -76,12 +77,12 @@ class Group:
 
     @property
     def is_busy(self) -> bool:
-        """Whether NCCL has not ended a call: until then it refuses another one."""
+        """Whether a call of NCCL is in progress; it refuses other calls until then."""
         return self.state is GroupState.MAKING or self._launching is not None
 
     @property
     def estimated_bytes(self) -> int:
-        """Device memory by the formula of `nccl/memory.py`."""
+        """Return the device memory in bytes, by the formula of `nccl/memory.py`."""
         if self.state in (GroupState.WANTED, GroupState.ENDED):
             return 0
         side = Side.SENDER if self._rank == 0 else Side.RECEIVER
@@ -91,11 +92,12 @@ class Group:
 
     @property
     def registered_bytes(self) -> int:
-        """Of our memory, what this communicator knows: a network card may reach it by itself."""
+        """Return the bytes of our memory registered here, which a network card may access
+        directly."""
         return sum(nbytes for _, nbytes in self._memory) if self._registrations else 0
 
     def make(self, unique_id: bytes) -> None:
-        """Start to initialise.
+        """Start to initialise; never blocks.
 
         Raises:
             TransportError: NCCL refuses.
@@ -105,7 +107,7 @@ class Group:
         self.state = GroupState.MAKING
 
     def look(self) -> bool:
-        """Look at the communicator, and go on; True once, when it has been made.
+        """Check the communicator's progress; returns True once, when it is initialised.
 
         Raises:
             TransportError: it has failed.
@@ -123,14 +125,14 @@ class Group:
         return False
 
     def joined(self) -> None:
-        """The first byte has moved."""
+        """Note that the first byte has moved."""
         self.state = GroupState.READY
         self.used_at = time.monotonic()
         self.measured_bytes = max(0, self._free_before - self._device.cuda.memory()[0])
 
     def move(self, address: int, nbytes: int, ended: Callable[[], None]) -> None:
-        """Launch the kernel of this side behind those before it. `ended` is called when it does not
-        touch the memory any more, also when the group ends before: then what is there is garbage.
+        """Launch this side's kernel after those before it. `ended` is called when the kernel cannot
+        touch the memory any more. If the group ended before, the memory holds garbage.
 
         Raises:
             TransportError: NCCL refuses.
@@ -141,7 +143,8 @@ class Group:
             self._launch_next()
 
     def end(self, *, is_idle: bool) -> None:
-        """Abort, in the reaper; idempotent. `is_idle`: it has not failed and moves nothing."""
+        """Abort in the reaper; idempotent. `is_idle`: the group has not failed and moves
+        nothing."""
         if self.state is GroupState.ENDED:
             return
         self.state = GroupState.ENDED
@@ -151,13 +154,13 @@ class Group:
         self._queue.clear()
         registrations, self._registrations = self._registrations, []
         if comm:
-            # Undoing a registration may wait for what uses it: what has failed is only aborted.
+            # Undoing a registration may wait for its user, so a failed group is only aborted.
             self._reaper.abort(comm, registrations if is_idle else [], self._release)
         else:
             self._release()
 
     def _register(self) -> None:
-        """Both sides do, or neither: NCCL leaves open what becomes of a mixture."""
+        """Both sides register, or neither does: NCCL does not define the mixed case."""
         if self._nccl.can_register:
             self._registrations = [self._nccl.register(self._comm, *item) for item in self._memory]
 
@@ -168,7 +171,8 @@ class Group:
             call(self._comm, address, nbytes, 1 - self._rank, self._stream)
 
     def _release(self) -> None:
-        """What was being launched when the group ended may have run until now."""
+        """End the kernels that were being launched when the group ended; they may have run until
+        now."""
         ended, self._launching = self._launching, None
         if ended is not None:
             ended()

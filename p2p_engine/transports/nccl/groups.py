@@ -1,8 +1,8 @@
-"""Groups: how many there are, who may make one, and which idle one goes when there are too many.
+"""Groups: bounds the number of groups, makes them in turn, and evicts idle ones.
 
-For the device's thread. One group is made at a time from here; what peers make is always accepted,
-else two engines could wait for each other. Idle groups end by agreement, least recently used first:
-the sender's side ends them, the receiver's asks it to.
+For the device's thread. This engine starts one group at a time. Groups that peers start are always
+accepted; otherwise two engines could wait for each other. Idle groups end by agreement, least
+recently used first: the sender's side ends them, the receiver's side asks for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ASK_AGAIN_SECONDS = 1.0
 
 
 class GroupMember(Protocol):
-    """A pair, as far as it concerns its group."""
+    """A pair, as far as its group is concerned."""
 
     group: Group | None
 
@@ -36,12 +36,12 @@ class SendingMember(GroupMember, Protocol):
     """A pair that sends."""
 
     def start_group(self) -> None:
-        """Begin to make a group."""
+        """Start to make a group."""
         ...
 
 
 class Groups:
-    """All groups of one engine."""
+    """The groups of one engine."""
 
     def __init__(self, reaper: Reaper, max_groups: int) -> None:
         self.num_made = self.num_evicted = 0
@@ -55,7 +55,7 @@ class Groups:
 
     @property
     def live(self) -> list[Group]:
-        """The groups that can be used, or soon can."""
+        """Return the groups that can be used, or soon can."""
         return [pair.group for pair in self._pairs if pair.group is not None]
 
     def want(self, pair: SendingMember) -> None:
@@ -66,14 +66,14 @@ class Groups:
             self.advance()
 
     def made(self, pair: SendingMember) -> None:
-        """Its group is ready: the next one may be made."""
+        """Note that a pair's group is ready; the next one may be made."""
         self.num_made += 1
         if self._making is pair:
             self._making = None
         self.advance()
 
     def gone(self, pair: SendingMember) -> None:
-        """The pair has failed."""
+        """Forget a pair that has failed."""
         self.outgoing.discard(pair)
         if pair in self._wanting:
             self._wanting.remove(pair)
@@ -82,7 +82,7 @@ class Groups:
         self.advance()
 
     def advance(self) -> None:
-        """Make room, then the next group; called again and again."""
+        """Evict a group if there are too many, and start the next one; called in each tick."""
         now, live = time.monotonic(), set(self.live)
         self._evicted_at = {
             group: since

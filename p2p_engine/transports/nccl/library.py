@@ -1,8 +1,8 @@
-"""libnccl by ctypes. One configuration structure serves all versions from 2.18 on: the library
-copies as much of it as it knows and ignores fields that are newer than `version` says.
+"""libnccl through ctypes. One configuration structure serves all versions from 2.18 on: the library
+copies the part that it knows, and ignores fields newer than `version` says.
 
-Field order: nccl.h of 2.28.9, with what later releases appended. Results, names and the meaning of
-unset values are that header's.
+The field order is that of nccl.h 2.28.9, followed by fields of later releases. Results, names and
+the meaning of unset values are also from that header.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class UniqueId(ctypes.Structure):
 
 
 class Config(ctypes.Structure):
-    """ncclConfig_t; every field but the first three is unset until it is given a value."""
+    """ncclConfig_t; every field but the first three starts unset."""
 
     _fields_ = [
         ("size", c_size_t),
@@ -64,7 +64,7 @@ class Config(ctypes.Structure):
 
     @classmethod
     def of(cls, version: int, num_channels: int) -> Config:
-        """A communicator of exactly so many channels whose calls do not block."""
+        """Return the configuration of a non-blocking communicator with exactly so many channels."""
         config = cls(ctypes.sizeof(cls), _CONFIG_MAGIC, version)
         for name, kind in (field[:2] for field in cls._fields_[3:]):
             setattr(config, name, None if kind is c_char_p else _UNSET)
@@ -90,7 +90,7 @@ _FUNCTIONS: dict[str, tuple[object, ...]] = {
     "ncclGroupEnd": (),
 }
 _TEXTS = {"ncclGetErrorString": (c_int,), "ncclGetLastError": (c_void_p,)}
-# In libraries of FIRST_TO_REGISTER and later, if they were not built without.
+# In libraries of FIRST_TO_REGISTER and later, unless they were built without it.
 _REGISTRATION: dict[str, tuple[object, ...]] = {
     "ncclCommRegister": (c_void_p, c_void_p, c_size_t, c_void_p),
     "ncclCommDeregister": (c_void_p, c_void_p),
@@ -99,19 +99,19 @@ FIRST_TO_REGISTER = 21900
 
 
 def show_version(version: int) -> str:
-    """Return a version code as people write it: 22809 is 2.28.9."""
+    """Return a version code in the usual form: 22809 is 2.28.9."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 class Nccl:
     """One loaded libnccl; communicators are plain integers.
 
-    One thread at a time may use a communicator; `abort` and `destroy` alone may be called from
-    another one, and may block.
+    Only one thread at a time may use a communicator. `abort` and `destroy` may be called from any
+    thread, and may block.
     """
 
     def __init__(self, path: str = "") -> None:
-        """Load it from `path`, or where torch, its wheel or the system have it.
+        """Load the library from `path`, or from torch, its wheel or the system.
 
         Raises:
             ConfigError: there is none, or it is older than 2.18.
@@ -130,17 +130,18 @@ class Nccl:
             bind(self.library, c_int, _REGISTRATION)
 
     def unique_id(self) -> bytes:
-        """Open a meeting point for two ranks. It stays open, thread and descriptor, until both
-        have come: ask for it only when the other one is known to come."""
+        """Open a rendezvous for two ranks. It keeps a thread and a descriptor until both have
+        joined, so ask for it only when the other rank is known to join."""
         unique_id = UniqueId()
         self._call("ncclGetUniqueId", byref(unique_id))
         return bytes(memoryview(unique_id))
 
     def init(self, unique_id: bytes, rank: int, num_channels: int, num_ranks: int = 2) -> int:
-        """Start to make a communicator of the thread's device; `async_error` says when it is one.
+        """Start to make a communicator on the thread's device; `is_in_progress` tells when it is
+        made.
 
         Raises:
-            TransportError: it was refused at once.
+            TransportError: NCCL refused at once.
         """
         comm = c_void_p()
         config = Config.of(self.version, num_channels)
@@ -169,16 +170,16 @@ class Nccl:
         self._call("ncclRecv", address, nbytes, BYTES, peer, comm, stream)
 
     def start_group(self) -> None:
-        """Hold back what this thread enqueues."""
+        """Start to collect this thread's sends and receives."""
         self._call("ncclGroupStart")
 
     def end_group(self) -> None:
-        """Enqueue together what was held back."""
+        """Enqueue the collected calls together."""
         self._call("ncclGroupEnd")
 
     def abort(self, comm: int) -> None:
-        """End a communicator whatever it does; its kernels end and leave garbage. May block for as
-        long as a live peer on the same host does not end its side too."""
+        """End a communicator, whatever it does; its kernels end and leave garbage. May block until
+        a live peer on the same host ends its side too."""
         self._call("ncclCommAbort", comm)
 
     def destroy(self, comm: int) -> None:
@@ -186,7 +187,7 @@ class Nccl:
         self._call("ncclCommDestroy", comm)
 
     def register(self, comm: int, address: int, nbytes: int) -> int:
-        """Register memory of this communicator; only where `can_register`."""
+        """Register memory with this communicator; only if `can_register`."""
         handle = c_void_p()
         self._call("ncclCommRegister", comm, address, nbytes, byref(handle))
         return handle.value or 0

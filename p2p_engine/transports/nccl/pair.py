@@ -1,8 +1,8 @@
-"""Pair: what both sides of one direction have in common: a wire, a group, an end.
+"""Pair: the common part of both sides of one direction: a wire, a group, an end.
 
-For the device's thread, except where said. When anything fails, the whole pair does: the group is
+For the device's thread, except where said. If anything fails, the whole pair fails: the group is
 aborted, the wire is closed so that the other side does the same, and each job ends as soon as no
-kernel can touch its memory any more. Nothing that an aborted group has delivered is published.
+kernel can touch its memory any more. Bytes from an aborted group are never published.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIRST = Piece(0, 0, 1)  # the byte that connects a group
 
 @dataclass
 class Resources:
-    """What all pairs of one engine share."""
+    """The parts that all pairs of one engine share."""
 
     nccl: Nccl
     device: Device
@@ -37,10 +37,10 @@ class Resources:
     send_slots: Slots
     recv_slots: Slots
     slabs: Slabs  # to send from
-    recv_slabs: Slabs  # apart: else senders that wait for each other's receivers hold them all
-    memory: tuple[Memory, ...]  # what NCCL reads and writes
+    recv_slabs: Slabs  # separate: else senders that wait for each other could hold all slabs
+    memory: tuple[Memory, ...]  # that NCCL reads and writes
     num_channels: int
-    patience_seconds: float  # for the making of a group, and for a piece whose kernels run
+    patience_seconds: float  # to make a group, and for the kernels of a piece
 
 
 class NcclPair(abc.ABC):
@@ -57,7 +57,7 @@ class NcclPair(abc.ABC):
 
     @property
     def is_broken(self) -> bool:
-        """Whether it has failed or was closed."""
+        """Whether the pair has failed or was closed."""
         return self.error is not None
 
     @property
@@ -66,7 +66,7 @@ class NcclPair(abc.ABC):
         """Whether its group is ready and moves nothing."""
 
     def tick(self, now: float) -> None:
-        """Look after the group: its making, its errors, kernels that do not end."""
+        """Check the group: its making, its errors, kernels that do not end."""
         group = self.group
         if group is None or self.is_broken:
             return
@@ -81,7 +81,7 @@ class NcclPair(abc.ABC):
             self.fail(error)
 
     def make(self, group: Group, unique_id: bytes) -> None:
-        """Start to initialise; `made` follows.
+        """Start to initialise a group; `made` is called later.
 
         Raises:
             TransportError: NCCL refuses.
@@ -90,7 +90,7 @@ class NcclPair(abc.ABC):
         self._follow(group)
 
     def look(self, group: Group) -> None:
-        """Look whether a group has been made, has launched a kernel, or has failed."""
+        """Check whether a group was made, has launched a kernel, or has failed."""
         try:
             if group.look():
                 self.made()
@@ -98,7 +98,8 @@ class NcclPair(abc.ABC):
             self.fail(error)
 
     def fail(self, error: TransportError) -> None:
-        """End the pair: abort, hang up, end what has no kernel; idempotent."""
+        """End the pair: abort the group, close the wire, end the jobs without a kernel;
+        idempotent."""
         if self.is_broken:
             return
         self.error = error
@@ -108,19 +109,20 @@ class NcclPair(abc.ABC):
         self.broken()
 
     def end_group(self, *, is_idle: bool) -> None:
-        """Let the group go; the pair may make another one."""
+        """End the group; the pair may make another one."""
         group, self.group = self.group, None
         self._kernels_since.clear()
         if group is not None:
             group.end(is_idle=is_idle)
 
     def say(self, kind: FrameKind, **fields: int | bytes) -> None:
-        """Tell the other side about the live group."""
+        """Send the other side a frame about the live group."""
         number = self.group.number if self.group is not None else 0
         self._wire.say(Frame(kind, number, **fields))  # type: ignore[arg-type]
 
     def launch(self, piece: Piece, address: int) -> None:
-        """Start this side's kernel; `ended` follows, which counts unless the group ends before."""
+        """Start this side's kernel. `ended` is called later; it counts unless the group ends
+        first."""
         group = self.group
         if group is None:
             return
@@ -134,14 +136,14 @@ class NcclPair(abc.ABC):
             self.fail(error)
 
     def new_group(self, number: int, num_channels: int) -> Group:
-        """Make this side's group, not initialised yet."""
+        """Return this side's group, not initialised yet."""
         shared = self.shared
         return Group(
             shared.nccl, shared.device, shared.reaper,
             number=number, rank=self.rank, num_channels=num_channels, memory=shared.memory,
         )  # fmt: skip
 
-    # For the two kinds of pairs
+    # Implemented by the two kinds of pairs
 
     @abc.abstractmethod
     def evict(self) -> None:
@@ -149,26 +151,26 @@ class NcclPair(abc.ABC):
 
     @abc.abstractmethod
     def made(self) -> None:
-        """The communicator has been initialised."""
+        """Go on: the communicator is initialised."""
 
     @abc.abstractmethod
     def heard(self, frame: Frame) -> None:
-        """The other side has said something about the live group.
+        """Take a frame about the live group.
 
         Raises:
-            TransportError: it may not say so.
+            TransportError: the other side must not send it now.
         """
 
     @abc.abstractmethod
     def ended(self, piece: Piece, *, counts: bool) -> None:
-        """A kernel has ended; what it moved counts only if its group has not been aborted."""
+        """Note that a kernel has ended. Its bytes count only if its group was not aborted."""
 
     @abc.abstractmethod
     def broken(self) -> None:
-        """The pair has failed: end what has no kernel."""
+        """End the jobs without a kernel: the pair has failed."""
 
     def _follow(self, group: Group) -> None:
-        """Look again and again until NCCL has ended what it was told."""
+        """Poll until NCCL has finished the calls of a group."""
         self.shared.device.when([_Progress(self, group)], lambda: None)
 
     def _kernel_ended(self, group: Group, piece: Piece) -> None:
@@ -183,13 +185,13 @@ class NcclPair(abc.ABC):
 
 
 class _Progress:
-    """The moment at which NCCL has ended what a group told it, or has failed."""
+    """A moment: NCCL has finished the calls of a group, or the group has failed."""
 
     def __init__(self, pair: NcclPair, group: Group) -> None:
         self._pair = pair
         self._group = group
 
     def is_complete(self) -> bool:
-        """Look, and tell the pair."""
+        """Check the group, and tell the pair."""
         self._pair.look(self._group)
         return self._group.state is GroupState.ENDED or not self._group.is_busy

@@ -1,7 +1,7 @@
 """Reaper: aborts communicators in threads of their own, because an abort may never return.
 
-One that overruns its deadline is in quarantine: it is counted, its memory is not given back, and
-everything else goes on. It is let go when it returns after all.
+An abort that exceeds its deadline is in quarantine: it is counted, and its memory is not reused.
+Everything else continues. If it returns after all, the quarantine ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 5.0
 
 
 class Reaper:
-    """All communicators of one device that are being ended."""
+    """The aborts of one device's communicators."""
 
     def __init__(self, nccl: Nccl, device: Device) -> None:
         self._nccl = nccl
@@ -33,7 +33,7 @@ class Reaper:
         self.num_aborted = 0
 
     def abort(self, comm: int, registrations: list[int], ended: Callable[[], None]) -> None:
-        """Undo registrations, then end a communicator, whatever it does; `ended` is called in the
+        """Undo registrations, then abort a communicator, in a thread; `ended` is called in the
         device's thread."""
         with self._changed:
             self._since[comm] = time.monotonic()
@@ -43,18 +43,19 @@ class Reaper:
         ).start()
 
     def num_pending(self) -> int:
-        """How many aborts have not returned."""
+        """Return how many aborts have not returned."""
         with self._changed:
             return len(self._since)
 
     def num_quarantined(self) -> int:
-        """How many aborts have not returned in time."""
+        """Return how many aborts have not returned in time."""
         with self._changed:
             now = time.monotonic()
             return sum(now - since > PATIENCE_SECONDS for since in self._since.values())
 
     def wait(self, timeout: float) -> bool:
-        """Block until every abort has returned, at most `timeout` seconds; whether it has."""
+        """Block until every abort has returned, for at most `timeout` seconds; returns whether it
+        has."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._since, timeout)
 
@@ -66,11 +67,11 @@ class Reaper:
             partial(self._nccl.abort, comm),
         ]
         for step in steps:
-            try:  # one that fails keeps none of the others from being done
+            try:  # if one fails, the others still run
                 step()
             except TransportError as error:
                 logger.warning("a communicator could not be ended cleanly: %s", str(error))
-        self._device.post(ended)  # before anybody who waits closes the device
+        self._device.post(ended)  # before a waiter closes the device
         with self._changed:
             del self._since[comm]
             self._changed.notify_all()

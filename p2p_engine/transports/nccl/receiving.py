@@ -1,7 +1,7 @@
-"""The receiver's side of a pair: it agrees to groups and receives pieces where they are expected.
+"""The receiver's side of a pair: it agrees to groups, and receives pieces where they are expected.
 
-What is expected in host memory is received into a slab and copied from there. A slab is held from
-before the kernel is launched until the copy has ended. For the device's thread.
+A piece for host memory is received into a slab and copied from there. The slab is held from before
+the kernel is launched until the copy has ended. For the device's thread.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class GrantedReceive:
     received_bytes: int = 0
     num_running: int = 0
     is_stopping: bool = False
-    is_spoilt: bool = False  # a piece came by a group that was aborted
+    is_spoilt: bool = False  # a piece came over a group that was aborted
 
 
 @dataclass(eq=False)
 class SlabRoom:
-    """A slab for one piece, or the wait for one."""
+    """A slab for one piece, or a wait for one."""
 
     found: Callable[[], None]
     slab: Slab | None = None
-    is_used: bool = False  # a kernel, or a copy, may be using it
+    is_used: bool = False  # a kernel or a copy may use it
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it has none yet."""
+        """Whether it has no slab yet."""
         return self.slab is None or not self.slab.address
 
 
@@ -62,7 +62,7 @@ class ReceivingPair(NcclPair):
         self._receives: dict[int, GrantedReceive] = {}
         self._rooms: dict[Piece, SlabRoom] = {}
         self._is_ending = False
-        self._deferred: list[Frame] = []  # what came after END
+        self._deferred: list[Frame] = []  # frames that came after END
 
     @property
     def is_idle(self) -> bool:
@@ -81,7 +81,7 @@ class ReceivingPair(NcclPair):
             self._receives[seq] = GrantedReceive(seq, address, nbytes, job, is_host)
 
     def stop(self, job: DeviceJob) -> None:
-        """Let no more pieces of a receive come."""
+        """Refuse further pieces of a receive."""
         for receive in list(self._receives.values()):
             if receive.job is job:
                 self._stop(receive)
@@ -91,11 +91,11 @@ class ReceivingPair(NcclPair):
         self.say(FrameKind.IDLE)
 
     def made(self) -> None:
-        """Our side is made."""
+        """Tell the sender: our side is initialised."""
         self.say(FrameKind.UP)
 
     def heard(self, frame: Frame) -> None:
-        """Go on with what the sender says."""
+        """Handle a frame from the sender."""
         if frame.kind is FrameKind.STOP:
             receive = self._receives.get(frame.seq)
             if receive is not None:
@@ -108,7 +108,7 @@ class ReceivingPair(NcclPair):
             self._go_on(frame)
 
     def ended(self, piece: Piece, *, counts: bool) -> None:
-        """A receive has ended."""
+        """Note that a receive kernel has ended."""
         if counts and self._half is not None:
             self._half.received(piece)
         if piece == FIRST:
@@ -121,7 +121,7 @@ class ReceivingPair(NcclPair):
         self._end_if_idle()
 
     def broken(self) -> None:
-        """End what no kernel writes."""
+        """End the receives without a kernel."""
         for piece in [piece for piece, room in self._rooms.items() if not room.is_used]:
             self._leave_room(piece)
         self._end_half()
@@ -174,7 +174,7 @@ class ReceivingPair(NcclPair):
             self.shared.recv_slabs.give_back(room.slab)
 
     def _unload(self, piece: Piece) -> None:
-        """Copy a piece from its slab to where it belongs; nobody waits for it."""
+        """Copy a piece from its slab to its memory; nothing waits for that."""
         receive, slab = self._receives[piece.seq], self._rooms[piece].slab
         source = slab.address if slab is not None else 0
         regions = np.array([[source], [receive.address + piece.offset], [piece.nbytes]], np.int64)
@@ -182,11 +182,11 @@ class ReceivingPair(NcclPair):
             self.shared.device.pack(
                 (regions[0], regions[1], regions[2]), lambda: self._arrived(piece, counts=True)
             )
-        except TransportError as error:  # a copy may have begun: the slab and the memory stay ours
+        except TransportError as error:  # a copy may have begun: keep slab and memory
             self.fail(error)
 
     def _arrived(self, piece: Piece, *, counts: bool) -> None:
-        """Nothing touches a piece's memory any more."""
+        """Note that nothing touches a piece's memory any more."""
         receive = self._receives[piece.seq]
         receive.num_running -= 1
         receive.received_bytes += piece.nbytes if counts else 0
@@ -228,11 +228,11 @@ class ReceivingPair(NcclPair):
         for piece, room in list(self._rooms.items()):
             if piece.seq == receive.seq and room.is_waiting:
                 self._leave_room(piece)
-                room.found()  # and is refused
+                room.found()  # it is refused then
         self._settle(receive)
 
     def _settle(self, receive: GrantedReceive) -> None:
-        """End a receive that no kernel writes and that nothing more comes of."""
+        """End a receive that has no kernel and gets no more pieces."""
         if receive.num_running or receive.job.done:
             return
         if receive.received_bytes == receive.nbytes:

@@ -7,14 +7,14 @@ So no kernel is launched before both sides hold all that they need:
     its bytes are packed, takes a send slot
       ASK order, seq, offset, nbytes ─────►  checks the order, finds room for the bytes
                                              takes a receive slot, launches its kernel
-      ◄───────────────────────── GO order    (or REFUSE: nobody wants it any more)
+      ◄───────────────────────── GO order    (or REFUSE: it is not wanted any more)
     checks the order, launches its kernel
 
-NCCL launches a kernel some time after it is told to. It needs nothing of the peer for that, but for
-the first one of a communicator: there both must have been told, so that GO does not wait for it. A
-receive kernel therefore only ever waits for a sender that holds its slot already and needs nothing
-more. A sender that waits holds send slots, which no receiver needs. Slots bound how many
-kernels there are on a device; those of one communicator run in the same order on both sides.
+NCCL launches a kernel asynchronously. It needs nothing from the peer for that, except for the first
+kernel of a communicator: then both sides must have called NCCL, so GO does not wait for the first
+launch. A receive kernel therefore waits only for a sender that holds its slot and needs nothing
+more. A sender that waits holds send slots, which no receiver needs. Slots bound the number of
+kernels on a device; the kernels of one communicator run in the same order on both sides.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from dataclasses import dataclass
 
 from p2p_engine.errors import TransportError
 
-MAX_ASKED = 2  # pieces of one group on their way at once: the second is there when the first ends
+MAX_ASKED = 2  # pieces of one group in progress: the second starts when the first ends
 
 
 class Slots:
-    """A bounded number of something, given out first come, first served."""
+    """A bounded number of slots, given out first come, first served."""
 
     def __init__(self, count: int) -> None:
         self._num_free = count
@@ -38,16 +38,17 @@ class Slots:
 
     @property
     def num_free(self) -> int:
-        """How many nobody holds."""
+        """Return how many slots are free."""
         return self._num_free
 
     def take(self, request: SlotRequest) -> None:
-        """Call `request.granted` when there is one, perhaps at once. It holds until given back."""
+        """Call `request.granted` when a slot is free, perhaps at once. It is held until given
+        back."""
         self._waiting.append(request)
         self._serve()
 
     def give_back(self, request: SlotRequest) -> None:
-        """Free a slot, or stop to wait for one; idempotent."""
+        """Free a slot, or stop waiting for one; idempotent."""
         if request.is_over:
             return
         request.is_over = True
@@ -56,7 +57,8 @@ class Slots:
             self._serve()
 
     def give_back_all(self, requests: Iterable[SlotRequest]) -> None:
-        """Free many: those that wait first, so that none of them gets what another one frees."""
+        """Free many slots; waiting requests go first, so that none of them gets a slot freed
+        here."""
         for request in sorted(requests, key=lambda request: request.is_granted):
             self.give_back(request)
 
@@ -71,7 +73,7 @@ class Slots:
 
 @dataclass(eq=False)
 class SlotRequest:
-    """A slot that is held, or waited for."""
+    """A slot that is held, or a wait for one."""
 
     granted: Callable[[], None]
     is_granted: bool = False
@@ -80,7 +82,7 @@ class SlotRequest:
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes that one pair of kernels moves: part of transfer `seq`, `offset` bytes in."""
+    """Bytes that one pair of kernels moves: part of transfer `seq`, at `offset` bytes in it."""
 
     seq: int
     offset: int
@@ -103,19 +105,19 @@ class SendingHalf:
         self._launch = launch
         self._refused = refused
         self._queue: collections.deque[Piece] = collections.deque()
-        self._asked: dict[int, Piece] = {}  # by order; in order
+        self._asked: dict[int, Piece] = {}  # by order number, ascending
         self._launched: set[Piece] = set()
         self._held: dict[Piece, SlotRequest] = {}
         self._next_order = 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits and nothing is on its way."""
+        """Whether no piece waits or is in progress."""
         return not self._queue and not self._held
 
     @property
     def launched(self) -> set[Piece]:
-        """The pieces whose kernels may run."""
+        """Return the pieces whose kernels may run."""
         return self._launched
 
     def add(self, piece: Piece) -> None:
@@ -124,10 +126,10 @@ class SendingHalf:
         self._advance()
 
     def on_go(self, order: int) -> None:
-        """The receiver's kernel runs.
+        """Launch: the receiver has launched its kernel.
 
         Raises:
-            TransportError: it is not this piece's turn: both sides count differently.
+            TransportError: it is not this piece's turn, so the two sides disagree.
         """
         expected = next(iter(self._asked), None)
         if order != expected:
@@ -137,10 +139,10 @@ class SendingHalf:
         self._launch(piece)
 
     def on_refuse(self, order: int) -> None:
-        """The receiver does not want it any more.
+        """Drop a piece that the receiver does not want any more.
 
         Raises:
-            TransportError: it was not asked.
+            TransportError: the receiver was not asked for it.
         """
         piece = self._asked.pop(order, None)
         if piece is None:
@@ -150,7 +152,7 @@ class SendingHalf:
         self._advance()
 
     def sent(self, piece: Piece) -> None:
-        """Its kernel has ended."""
+        """Note that a piece's kernel has ended."""
         self._launched.discard(piece)
         self._give_back(piece)
         self._advance()
@@ -191,33 +193,33 @@ class ReceivingHalf:
         launch: Callable[[Piece], None],
         answer: Callable[[int, bool], None],
     ) -> None:
-        """`find_room(piece, found)` calls `found` when there is memory for it, perhaps at once;
-        `answer(order, is_launched)` tells the sender; `is_wanted` also checks the piece."""
+        """`find_room(piece, found)` calls `found` when there is memory for a piece, perhaps at
+        once. `answer(order, is_launched)` tells the sender. `is_wanted` also checks the piece."""
         self._slots = slots
         self._find_room = find_room
         self._is_wanted = is_wanted
         self._launch = launch
         self._answer = answer
-        self._asked: collections.deque[Piece] = collections.deque()  # not answered
+        self._asked: collections.deque[Piece] = collections.deque()  # not answered yet
         self._held: dict[Piece, SlotRequest] = {}
         self._launched: set[Piece] = set()
         self._next_order = 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits and nothing is on its way."""
+        """Whether no piece waits or is in progress."""
         return not self._held
 
     @property
     def launched(self) -> set[Piece]:
-        """The pieces whose kernels may run."""
+        """Return the pieces whose kernels may run."""
         return self._launched
 
     def on_ask(self, order: int, piece: Piece) -> None:
-        """The sender has everything that it needs.
+        """Serve a piece: the sender holds all that it needs.
 
         Raises:
-            TransportError: it counts differently, or asks twice.
+            TransportError: its order number is wrong, or it asks twice.
         """
         if order != self._next_order or piece in self._held:
             raise TransportError(f"the sender asked for number {order}, not {self._next_order}")
@@ -228,7 +230,7 @@ class ReceivingHalf:
             self._serve(piece)
 
     def received(self, piece: Piece) -> None:
-        """Its kernel has ended, or it is refused."""
+        """Note that a piece's kernel has ended, or that it was refused."""
         self._launched.discard(piece)
         request = self._held.pop(piece, None)
         if request is not None:
@@ -242,7 +244,8 @@ class ReceivingHalf:
         self._held.clear()
 
     def _serve(self, piece: Piece) -> None:
-        """Room first, one after the other: what waits for it holds nothing that others need."""
+        """Find room first, then take a slot: a piece that waits for room holds nothing that others
+        need."""
         self._find_room(piece, lambda: self._slots.take(self._held[piece]))
 
     def _granted(self, order: int, piece: Piece) -> None:

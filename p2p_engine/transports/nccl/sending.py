@@ -1,7 +1,7 @@
-"""The sender's side of a pair: writes are cut into pieces, packed into slabs, asked and sent.
+"""The sender's side of a pair: it cuts writes into pieces, packs them into slabs, asks and sends.
 
-For the device's thread. A write has ended when its source is not read any more and all that was
-asked of the receiver is answered; what it was cancelled for may have gone all the same.
+For the device's thread. A write ends when its source is not read any more and the receiver has
+answered every ask. A write that was cancelled may have been sent all the same.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from p2p_engine.transports.nccl.rendezvous import MAX_ASKED, Piece, SendingHalf
 from p2p_engine.transports.nccl.slabs import Cutter, Slab
 from p2p_engine.transports.nccl.wire import Frame, FrameKind
 
-MAX_SLABS = MAX_ASKED + 1  # of one pair: two on their way, one being packed
+MAX_SLABS = MAX_ASKED + 1  # of one pair: two being sent, one being packed
 
 
 class Stage(enum.Enum):
-    """How far a piece has come."""
+    """The progress of a piece."""
 
     WAITING = enum.auto()  # for a slab
     PACKING = enum.auto()
@@ -43,23 +43,23 @@ class Write:
     nbytes: int
     cutter: Cutter
     job: DeviceJob
-    is_computed: bool = False  # its source is valid
+    is_computed: bool = False  # the source is valid
     cut_bytes: int = 0
     sent_bytes: int = 0
-    num_open: int = 0  # pieces
+    num_open: int = 0  # pieces in progress
     is_stopping: bool = False
     is_refused: bool = False
 
     @property
     def has_more(self) -> bool:
-        """Whether there is another piece to be cut."""
+        """Whether another piece is to be cut."""
         is_wanted = self.is_computed and not self.is_stopping and not self.is_refused
         return is_wanted and self.cut_bytes < self.nbytes
 
 
 @dataclass(eq=False)
 class Flight:
-    """A piece on its way."""
+    """A piece in progress."""
 
     write: Write
     slab: Slab | None = None
@@ -79,7 +79,7 @@ class SendingPair(NcclPair):
         on_ready: Callable[[], None],
         on_broken: Callable[[TransportError], None],
     ) -> None:
-        """`on_ready` is called when the first group is ready, or `on_broken`."""
+        """Either `on_ready` is called, when the first group is ready, or `on_broken`."""
         super().__init__(shared, connection)
         self._groups = groups
         self._on_ready = on_ready
@@ -87,7 +87,7 @@ class SendingPair(NcclPair):
         self._writes: dict[int, Write] = {}
         self._flights: dict[Piece, Flight] = {}
         self._half: SendingHalf | None = None
-        self._is_up = False  # the receiver's side is made
+        self._is_up = False  # the receiver's side is initialised
         groups.want(self)
 
     @property
@@ -97,7 +97,7 @@ class SendingPair(NcclPair):
         return is_ready and not self._writes
 
     def write(self, seq: int, regions: Regions, after: Iterable[Moment], job: DeviceJob) -> None:
-        """Send regions as transfer `seq`, once the events are complete."""
+        """Send regions as transfer `seq`, once the moments are complete."""
         if self.error is not None:
             job.end("failed", str(self.error))
             return
@@ -135,12 +135,12 @@ class SendingPair(NcclPair):
         self.end_group(is_idle=True)
 
     def made(self) -> None:
-        """Our side is made; when the other one is, the first byte goes."""
+        """Send the first byte once the receiver's side is initialised too."""
         if self._is_up and self._half is not None:
             self._half.add(FIRST)
 
     def heard(self, frame: Frame) -> None:
-        """Go on with what the receiver says about the live group; of older ones nothing counts."""
+        """Handle a frame about the live group; frames about older groups do not count."""
         group, half = self.group, self._half
         if group is None or half is None or frame.group != group.number:
             return
@@ -163,7 +163,7 @@ class SendingPair(NcclPair):
             raise TransportError(f"the receiver said {frame.kind.name} to a {group.state.name}")
 
     def ended(self, piece: Piece, *, counts: bool) -> None:
-        """A send has ended."""
+        """Note that a send kernel has ended."""
         if counts and self._half is not None:
             self._half.sent(piece)
         if piece == FIRST:
@@ -179,7 +179,7 @@ class SendingPair(NcclPair):
         self._feed()
 
     def broken(self) -> None:
-        """End what no kernel reads."""
+        """End the writes without a kernel."""
         self._end_half()
         for piece, flight in list(self._flights.items()):
             if flight.stage in (Stage.WAITING, Stage.PACKED, Stage.ASKED):
@@ -195,7 +195,7 @@ class SendingPair(NcclPair):
         self._feed()
 
     def _feed(self) -> None:
-        """Cut and pack as much as this pair may have on its way."""
+        """Cut and pack as many pieces as this pair may have in progress."""
         if self.is_broken:
             return
         if self.group is None and any(write.has_more for write in self._writes.values()):
@@ -230,7 +230,7 @@ class SendingPair(NcclPair):
         flight.write.job.state = "running"
         try:
             self.shared.device.pack(regions, lambda: self._packed(piece, flight))
-        except TransportError as error:  # a copy may have begun: its memory stays ours
+        except TransportError as error:  # a copy may have begun: keep the memory
             self.fail(error)
 
     def _packed(self, piece: Piece, flight: Flight) -> None:
@@ -242,7 +242,7 @@ class SendingPair(NcclPair):
         self._ask_packed()
 
     def _ask_packed(self) -> None:
-        """Ask in the order of the stream; that of two events may be seen the other way round."""
+        """Ask in stream order: two events may be seen in the wrong order."""
         for piece, flight in list(self._flights.items()):
             if flight.stage in (Stage.WAITING, Stage.PACKING) or self._half is None:
                 return
@@ -268,7 +268,7 @@ class SendingPair(NcclPair):
         self._land(piece)
 
     def _land(self, piece: Piece) -> None:
-        """A piece is on its way no more."""
+        """Note that a piece is not in progress any more."""
         flight = self._flights.pop(piece)
         if flight.slab is not None:
             self.shared.slabs.give_back(flight.slab)
@@ -276,12 +276,12 @@ class SendingPair(NcclPair):
         self._settle(flight.write)
 
     def _settle(self, write: Write) -> None:
-        """End a write of which nothing is on its way."""
+        """End a write without pieces in progress."""
         if write.num_open or write.job.done:
             return
         is_sent = write.sent_bytes == write.nbytes
         if is_sent or (write.is_refused and not write.is_stopping):
-            state = "done"  # what the receiver refused it does not miss: its own word is the end
+            state = "done"  # the receiver refused the rest, and says so itself
         elif self.is_broken:
             state = "failed"
         elif write.is_stopping:

@@ -1,5 +1,5 @@
-"""Slabs: device memory into which a sender packs scattered bytes, one piece in each, and a receiver
-lets come what belongs in host memory."""
+"""Slabs: equal blocks of device memory. A sender packs scattered bytes into them, one piece in
+each. A receiver uses them for pieces that belong in host memory."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ NUM_RECV_SLABS = 3  # two are filled while one is copied out, or the other way r
 
 @dataclass(eq=False)
 class Slab:
-    """One that is held, or waited for while its address is 0."""
+    """A slab that is held, or a wait for one while `address` is 0."""
 
     request: SlotRequest
     address: int = 0
 
 
 class Slabs:
-    """A few equal slabs, given out first come, first served; the byte at `scratch` is anybody's."""
+    """A few equal slabs, given out first come, first served. All may use the byte at `scratch`."""
 
     def __init__(self, address: int, slab_bytes: int, count: int) -> None:
-        """Cut them from the memory at `address`, of total_bytes(slab_bytes, count)."""
+        """Cut the slabs from the memory at `address`, of total_bytes(slab_bytes, count)."""
         self.slab_bytes = slab_bytes
         self.scratch = address + count * slab_bytes
         self._free = [address + i * slab_bytes for i in range(count)]
@@ -36,11 +36,11 @@ class Slabs:
 
     @staticmethod
     def total_bytes(slab_bytes: int, count: int) -> int:
-        """How much memory they are cut from."""
+        """Return how much memory the slabs need."""
         return slab_bytes * count + 4096
 
     def take(self, granted: Callable[[Slab], None]) -> Slab:
-        """Call `granted` when there is one, perhaps at once."""
+        """Call `granted` when a slab is free, perhaps at once."""
 
         def have() -> None:
             slab.address = self._free.pop()
@@ -51,7 +51,7 @@ class Slabs:
         return slab
 
     def give_back(self, slab: Slab) -> None:
-        """Free it, or stop to wait for it; idempotent."""
+        """Free a slab, or stop waiting for one; idempotent."""
         if slab.address:
             self._free.append(slab.address)
             slab.address = 0
@@ -67,7 +67,7 @@ class Cutter:
         self._ends: Int64s = np.cumsum(kept.lengths)
 
     def cut(self, offset: int, nbytes: int) -> Regions:
-        """Where the bytes [offset, offset + nbytes) lie; nbytes > 0."""
+        """Return where the bytes [offset, offset + nbytes) lie; nbytes > 0."""
         first = int(np.searchsorted(self._ends, offset, side="right"))
         last = int(np.searchsorted(self._ends, offset + nbytes, side="left"))
         addresses = self._addresses[first : last + 1].copy()

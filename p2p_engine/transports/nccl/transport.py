@@ -1,6 +1,6 @@
-"""NcclTransport: between GPUs that NCCL can reach. The rules that it keeps are in docs/gpu.md.
+"""NcclTransport: for GPUs that NCCL can connect. docs/gpu.md has the rules that it keeps.
 
-The control thread dials and listens; from then on everything belongs to the device's thread.
+The control thread dials and listens. After that, everything belongs to the device's thread.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from p2p_engine.wire.addresses import family_of, join_address, split_address
 
 logger = logging.getLogger(__name__)
 
-MAX_CHANNELS_AT_ONCE = 8  # of one direction: with both, 16 of a GPU's 132 multiprocessors
-MAX_KERNELS = 3  # of one direction: both together stay below the 8 hardware queues of a GPU
+MAX_CHANNELS_AT_ONCE = 8  # per direction: 16 of a GPU's 132 multiprocessors for both
+MAX_KERNELS = 3  # per direction: both stay below a GPU's 8 hardware queues
 CLOSE_SECONDS = 2.0
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Refuse settings with which two kernels that wait for their peers block each other.
+    """Refuse settings under which two kernels that wait for their peers block each other.
 
     Raises:
         ConfigError: names the variable.
@@ -85,13 +85,13 @@ class NcclChannel:
         return job
 
     def watch(self, broken: Broken) -> None:
-        """Tell when the pair fails by itself."""
+        """Call `broken` if the pair fails by itself."""
         self._broken = broken
         if self._error is not None and not self._is_closed:
             broken(self._error)
 
     def close(self, timeout: float = 1.0) -> bool:
-        """Abort what is on its way, hang up."""
+        """Abort the writes in progress, and close the connection."""
         self._is_closed = True
         pair = self._pair
         if pair is not None:
@@ -101,11 +101,11 @@ class NcclChannel:
         return not self._jobs
 
     def attach(self, pair: SendingPair) -> None:
-        """Device's thread only: the pair that does the work."""
+        """Set the pair that does the work; device's thread only."""
         self._pair = pair
 
     def failed(self, error: TransportError) -> None:
-        """Device's thread only: the pair has failed, or was closed."""
+        """Note that the pair has failed or was closed; device's thread only."""
         self._error = error
         self._has_ended.set()
         if self._broken is not None and not self._is_closed:
@@ -135,8 +135,8 @@ class NcclTransport:
         patience_seconds: float,
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
-        """Listen on an ephemeral port of host; allocates the slabs. `buffer` is what is received
-        into (None: nothing is); with `overflows`, or into host memory.
+        """Listen on an ephemeral port of host; allocates the slabs. Bytes are received into
+        `buffer` (None: nothing is received), and if `overflows` also into host memory.
 
         Raises:
             OSError: host cannot be bound.
@@ -177,14 +177,14 @@ class NcclTransport:
         device.post(lambda: device.on_tick(self._tick))
 
     def invite(self, source_epoch: int) -> Endpoint | None:
-        """Tell the port, a token and the version of NCCL."""
+        """Return the address, a token and the version of NCCL."""
         if not self._receives:
             return None
         token, version = self._tokens.make(source_epoch), str(self._nccl.version)
         return {"address": self._address, "token": token, "version": version}
 
     def connect(self, endpoint: Endpoint, connected: Connected) -> None:
-        """Dial the peer's port; `connected` when the first group is ready."""
+        """Dial the peer; `connected` is called when the first group is ready, or with the error."""
         try:
             host, port = split_address(endpoint["address"])
             preamble = PREAMBLE.pack(self._epoch, bytes.fromhex(endpoint["token"]))
@@ -216,7 +216,7 @@ class NcclTransport:
         return job
 
     def is_gone(self, source_epoch: int) -> bool:
-        """True: only our own process writes, and its jobs say themselves when they have ended."""
+        """Return True: only our own process writes, and its jobs report their own end."""
         return True
 
     def forget(self, source_epoch: int) -> None:
@@ -225,16 +225,16 @@ class NcclTransport:
         self._end(self._senders.pop(source_epoch, None), "the sender is gone")
 
     def stats(self) -> dict[str, Any]:
-        """A snapshot, a tick old: groups, and bytes of device memory that they take, by our
-        reckoning and as measured when each was made."""
+        """Return a snapshot, at most a tick old: groups, and the device memory in bytes that they
+        take, by our formula and as measured when each was made."""
         return self._snapshot
 
     def stop(self) -> None:
-        """Abort what is on its way; returns at once."""
+        """Abort everything in progress; returns at once."""
         self._device.post(self._close_pairs)
 
     def close(self) -> None:
-        """End every pair, then give the slabs back unless a kernel may still use them."""
+        """End every pair, then free the slabs unless a kernel may still use them."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -251,7 +251,7 @@ class NcclTransport:
         answers = [connected]
 
         def answer(outcome: Channel | TransportError) -> None:
-            if answers:  # the first outcome is the answer
+            if answers:  # only the first outcome counts
                 call = answers.pop()
                 self._control.call_soon(lambda: call(outcome))
 

@@ -1,13 +1,13 @@
-"""Wire: the small messages of one pair of engines, beside the bytes, over one TCP connection.
+"""Wire: the control messages of one pair of engines, over one TCP connection.
 
-For the device's thread. A frame is 40 bytes; ID is followed by NCCL's unique id. A direction has
-one wire, dialled by the sender; its end says that the other side is gone or has given up.
+For the device's thread. A frame is 40 bytes; ID is followed by NCCL's unique id. Each direction has
+one wire, which the sender dials. If it ends, the other side is gone or has given up.
 
-    S → R  NEW group, channels       R → S  ACK group          the receiver will come
+    S → R  NEW group, channels       R → S  ACK group          the receiver will join
     S → R  ID group, unique id       R → S  UP group           its side of the communicator is made
     S → R  ASK order, seq, piece     R → S  GO or REFUSE order
-    S → R  STOP seq                                            nothing more of it comes
-    S → R  END group                 R → S  IDLE group         please end it, if you do not need it
+    S → R  STOP seq                                            no more pieces will come
+    S → R  END group                 R → S  IDLE group         end it, unless you need it
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class Wire:
         device.watch(connection.fileno(), self._serve)
 
     def say(self, frame: Frame) -> None:
-        """Send a frame; never blocks. After the end nothing is sent."""
+        """Send a frame; never blocks. After the end, nothing is sent."""
         if self._connection.fileno() >= 0:
             self._unsent += _FRAME.pack(*frame[:-1]) + frame.unique_id
             self._flush()
 
     def close(self) -> None:
-        """Hang up; idempotent."""
+        """Close the connection; idempotent."""
         if self._connection.fileno() >= 0:
             self._device.unwatch(self._connection.fileno())
             self._connection.close()
@@ -100,7 +100,7 @@ class Wire:
             self._fail("the peer closed the connection")
             return
         self._received += data
-        self._device.run_posted()  # what was granted before the peer could say this
+        self._device.run_posted()  # posted calls first: the peer's frame may depend on them
         try:
             self._hear()
         except TransportError as error:
@@ -123,7 +123,7 @@ class Wire:
     def _flush(self) -> None:
         if not self._unsent or self._connection.fileno() < 0:
             return
-        with contextlib.suppress(OSError):  # reading will tell
+        with contextlib.suppress(OSError):  # the next read reports the error
             del self._unsent[: self._connection.send(self._unsent)]
         if len(self._unsent) > _MOST_UNSENT_BYTES:
             self._device.post(lambda: self._fail("the peer does not read"))
