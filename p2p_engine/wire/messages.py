@@ -212,9 +212,12 @@ class Message(msgspec.Struct, array_like=True, tag_field="type"):
 
 
 class Hello(Message, tag="HELLO"):
-    """The first message of a link. `endpoints` is empty; it keeps its place so that engines of other
-    protocol versions can read a HELLO and refuse it by name. The sender recognises its own HELLO by
-    `number`, which nobody else knows (0: it has none)."""
+    """The first message of a link.
+
+    `endpoints` is empty; it keeps its place so that engines of other protocol versions can read a
+    HELLO and refuse it by name. The sender recognises its own HELLO by `number`, which nobody else
+    knows (0: it has none).
+    """
 
     version: Count
     address: Text
