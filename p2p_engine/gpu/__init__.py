@@ -1,1 +1,1 @@
-"""What works with a GPU: CUDA by ctypes, the device thread, copies and landing memory."""
+"""The GPU part: CUDA through ctypes, the device thread, copies and landing memory."""

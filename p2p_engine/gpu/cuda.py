@@ -1,7 +1,7 @@
-"""The small part of the CUDA runtime that the engine uses, by ctypes: no build needs CUDA.
+"""The part of the CUDA runtime that the engine uses, through ctypes: no build needs CUDA.
 
-Streams, events and addresses are plain integers. Every call names itself in its error. A thread
-calls `use` once before anything else; which calls wait for the whole device is said with each.
+Streams, events and addresses are plain integers. Every error names the call that failed. A thread
+calls `use` before anything else. The docstring of a call says if it waits for the whole device.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Cuda:
     """One process's CUDA runtime."""
 
     def __init__(self, path: str = "") -> None:
-        """Load it from `path`, or where torch, its wheels or the system have it.
+        """Load the runtime from `path`, or from torch, its wheels or the system.
 
         Raises:
             ConfigError: there is none, or it lacks a function.
@@ -72,24 +72,26 @@ class Cuda:
         self.library = load_library(path, SONAMES, WHEELS)
         bind(self.library, c_int, _FUNCTIONS)
         bind(self.library, c_char_p, {"cudaGetErrorString": (c_int,)})
-        self.host_ranges: dict[int, int] = {}  # host memory that is copied: bytes by address
+        self.host_ranges: dict[int, int] = {}  # host memory that copies may use: bytes by address
 
     def device_count(self) -> int:
-        """How many devices there are; 0 without a driver."""
+        """Return how many devices there are; 0 without a driver."""
         count = c_int()
         code = self.library.cudaGetDeviceCount(byref(count))
         return 0 if code else count.value
 
     def use(self, device: int) -> None:
-        """Make a device the calling thread's, which is ours: it may go on while another thread
-        captures a graph, and does not spoil that."""
+        """Make a device the current one of the calling thread, for good. The thread must be ours:
+        its calls stay allowed while another thread captures a graph, and do not break the
+        capture."""
         self._call("cudaSetDevice", device)
         mode = c_int(_CAPTURE_RELAXED)
         self._call("cudaThreadExchangeStreamCaptureMode", byref(mode))
 
     @contextlib.contextmanager
     def on(self, device: int) -> Iterator[None]:
-        """Make a device the calling thread's for a moment; the thread may be anybody's."""
+        """Make a device the current one of the calling thread for a moment; the thread may be
+        anybody's."""
         before = c_int()
         self._call("cudaGetDevice", byref(before))
         if before.value == device:
@@ -102,24 +104,24 @@ class Cuda:
             self._call("cudaSetDevice", before.value)
 
     def versions(self) -> tuple[int, int]:
-        """The runtime's and the driver's, such as 13000."""
+        """Return the versions of runtime and driver, such as 13000."""
         runtime, driver = c_int(), c_int()
         self._call("cudaRuntimeGetVersion", byref(runtime))
         self._call("cudaDriverGetVersion", byref(driver))
         return runtime.value, driver.value
 
     def allocate(self, nbytes: int) -> int:
-        """Reserve device memory of the thread's device; may wait for the whole device."""
+        """Allocate memory of the thread's device; may wait for the whole device."""
         address = c_void_p()
         self._call("cudaMalloc", byref(address), nbytes)
         return address.value or 0
 
     def free(self, address: int) -> None:
-        """Give device memory back; waits for the whole device."""
+        """Free device memory; waits for the whole device."""
         self._call("cudaFree", address)
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the thread's device."""
+        """Return the free and total bytes of the thread's device."""
         free, total = c_size_t(), c_size_t()
         self._call("cudaMemGetInfo", byref(free), byref(total))
         return free.value, total.value
@@ -129,7 +131,7 @@ class Cuda:
         self._call("cudaMemcpyAsync", destination, source, nbytes, _DEFAULT_DIRECTION, stream)
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
-        """Enqueue setting bytes to a value."""
+        """Enqueue a fill of bytes with a value."""
         self._call("cudaMemsetAsync", address, value, nbytes, stream)
 
     def create_stream(self) -> int:
@@ -139,7 +141,7 @@ class Cuda:
         return stream.value or 0
 
     def destroy_stream(self, stream: int) -> None:
-        """Let a stream go when its work is done; returns at once."""
+        """Destroy a stream once its work is done; returns at once."""
         self._call("cudaStreamDestroy", stream)
 
     def synchronize(self, stream: int) -> None:
@@ -147,42 +149,43 @@ class Cuda:
         self._call("cudaStreamSynchronize", stream)
 
     def create_event(self) -> int:
-        """Make an event of the thread's device, without timing; complete until it is recorded."""
+        """Make an event of the thread's device, without timing. It is complete until it is
+        recorded."""
         event = c_void_p()
         self._call("cudaEventCreateWithFlags", byref(event), _DISABLE_TIMING)
         return event.value or 0
 
     def destroy_event(self, event: int) -> None:
-        """Let an event go; returns at once."""
+        """Destroy an event; returns at once."""
         self._call("cudaEventDestroy", event)
 
     def record(self, event: int, stream: int) -> None:
-        """Let the event stand for all that is in the stream now."""
+        """Record an event: it completes after all that is in the stream now."""
         self._call("cudaEventRecord", event, stream)
 
     def is_complete(self, event: int) -> bool:
-        """Whether all that the event stands for is done; never blocks."""
+        """Whether an event is complete; never blocks."""
         code = self.library.cudaEventQuery(event)
         if code == _NOT_READY:
-            self.library.cudaGetLastError()  # else the next launch of anybody's would report it
+            self.library.cudaGetLastError()  # else the next launch of any library would report it
             return False
         self._check("cudaEventQuery", code)
         return True
 
     def wait_for(self, stream: int, event: int) -> None:
-        """Let what comes into the stream wait for an event; the caller does not."""
+        """Let later work of the stream wait for an event; does not block the caller."""
         self._call("cudaStreamWaitEvent", stream, event, 0)
 
     def note_host(self, address: int, nbytes: int) -> None:
-        """Say that this is host memory: copies of it go by the copy engines, registered or not."""
+        """Note host memory: copies of it use the copy engines, registered or not."""
         self.host_ranges = {**self.host_ranges, address: nbytes}  # others may be reading it
 
     def forget_host(self, address: int) -> None:
-        """The memory is there no more; idempotent."""
+        """Forget host memory that is gone; idempotent."""
         self.host_ranges = {key: n for key, n in self.host_ranges.items() if key != address}
 
     def register(self, address: int, nbytes: int) -> None:
-        """Page-lock host memory for all devices; touches all of it, may wait for the device."""
+        """Page-lock host memory for all devices. Touches all of it, and may wait for the device."""
         self._call("cudaHostRegister", address, nbytes, _PORTABLE_AND_MAPPED)
         self.note_host(address, nbytes)
 
@@ -196,7 +199,7 @@ class Cuda:
         return any(start <= address < start + n for start, n in self.host_ranges.items())
 
     def export(self, address: int) -> bytes:
-        """Return the handle by which other processes can open an allocation."""
+        """Return the handle with which other processes can open an allocation."""
         handle = _IpcHandle()
         self._call("cudaIpcGetMemHandle", byref(handle), address)
         return bytes(memoryview(handle))
@@ -205,7 +208,7 @@ class Cuda:
         """Map another process's allocation; returns its address here.
 
         Raises:
-            TransportError: it is this process's own, or not there (any more).
+            TransportError: it is this process's own, or it does not exist (any more).
         """
         address = c_void_p()
         opaque = _IpcHandle.from_buffer_copy(handle)

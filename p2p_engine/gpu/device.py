@@ -1,9 +1,9 @@
-"""Device: the one thread that works with a GPU, and what runs on it.
+"""Device: the one thread that works with a GPU, and the work that it does.
 
-It alone launches copies and communication, so that their order is known; it never waits for the
-GPU, but looks again and again whether events are complete. Others post to it. What depends on a
-caller's kernels is launched only after their event is complete: a slow kernel delays nobody else,
-and no old byte can leave.
+Only this thread launches copies and communication, so their order is known. It never waits for the
+GPU: it polls whether events are complete. Other threads post work to it. A copy that depends on a
+caller's kernels is launched only after their event is complete. So a slow kernel delays nothing
+else, and no stale byte can leave.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from p2p_engine.gpu.worker_loop import Loop
 from p2p_engine.memory.jobs import Moment, still_running
 from p2p_engine.memory.layout import Int64s
 
-START_SECONDS = 60.0  # the first use of a GPU in a process may take long
+START_SECONDS = 60.0  # the first use of a GPU in a process may be slow
 
 
 class Event:
-    """A moment in a stream; its handle goes back to the device when nobody refers to it."""
+    """A point in a stream. Its event goes back to the device when nothing refers to it any more."""
 
     def __init__(self, device: Device, handle: int) -> None:
         self._device = device
@@ -34,7 +34,7 @@ class Event:
         self._is_complete = False
 
     def is_complete(self) -> bool:
-        """Whether all that came before it in its stream is done; never blocks.
+        """Whether all earlier work in its stream is done; never blocks.
 
         Raises:
             TransportError: the device has failed.
@@ -48,14 +48,14 @@ class Event:
 
 
 class DeviceJob:
-    """One movement of bytes on, to or from a GPU; p2p_engine.memory.jobs.Job."""
+    """One movement of bytes on, to or from a GPU; a p2p_engine.memory.jobs.Job."""
 
     def __init__(
         self, device: Device, nbytes: int, tag: object, keep: object, stop: Callable[[], None]
     ) -> None:
-        """`stop` is called in the device's thread when somebody cancels."""
+        """`stop` is called in the device's thread if the job is cancelled."""
         self.state = "queued"
-        self.checksum: int | None = None  # a host's processor would have to read the GPU's memory
+        self.checksum: int | None = None  # the CPU would have to read the GPU's memory
         self.error: str | None = None
         self.tag = tag
         self.nbytes = nbytes
@@ -67,36 +67,36 @@ class DeviceJob:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the job has ended."""
         return self._ended.is_set()
 
     def cancel(self) -> None:
-        """Ask for its end; returns at once."""
+        """Ask the job to end; returns at once."""
         if not self.done:
             self._device.post(self._stop)
 
     def wait(self, timeout: float) -> bool:
-        """Block until it has ended, at most `timeout` seconds; whether it has."""
+        """Block until the job has ended, for at most `timeout` seconds; returns whether it has."""
         return self._ended.wait(timeout)
 
     def end(self, state: str, error: str | None = None) -> None:
-        """Device's thread only: say how it ended; a second call changes nothing."""
+        """Set how the job ended; device's thread only. A second call does nothing."""
         if not self.done:
             self.state, self.error, self._keep = state, error, None
-            self._stop = _nothing  # and what it refers to, events among it
+            self._stop = _nothing  # release the moments and all else that it refers to
             self._ended.set()
             self._device.tell(self)
 
 
 def _nothing() -> None:
-    """A job that has ended cannot be stopped."""
+    """Do nothing: a job that has ended cannot be stopped."""
 
 
 class Device(Loop):
-    """One GPU of this process: its worker thread, its streams, events and jobs."""
+    """One GPU of this process: its worker thread, streams, events and jobs."""
 
     def __init__(self, cuda: Cuda, index: int) -> None:
-        """Start the thread and make the GPU ready; blocks as long as that takes.
+        """Start the thread and initialise the GPU; blocks until that is done.
 
         Raises:
             TransportError: the GPU cannot be used.
@@ -115,10 +115,10 @@ class Device(Loop):
             self.close(1.0)
             raise
 
-    # For any thread
+    # From any thread
 
     def fileno(self) -> int:
-        """Readable while there are ended jobs to drain."""
+        """Return a descriptor that is readable while there are ended jobs to drain."""
         return self._ended_fd
 
     def drain(self) -> list[DeviceJob]:
@@ -131,14 +131,14 @@ class Device(Loop):
         return jobs
 
     def record(self, stream: int) -> Event:
-        """Return the moment that a stream of the caller's has reached."""
-        with self.cuda.on(self.index):  # an event is of the device on which it was made
+        """Return the moment that a caller's stream has reached; never blocks."""
+        with self.cuda.on(self.index):  # an event belongs to the device where it was made
             event = self._make_event()
             self.cuda.record(event._handle, stream)
         return event
 
     def take_back(self, event: int) -> None:
-        """Keep the handle of an event that nobody refers to, for the next one."""
+        """Keep an unused event for the next moment."""
         self._spare_events.append(event)
         if self._is_over:
             self._destroy_events()
@@ -156,8 +156,8 @@ class Device(Loop):
         keep: object = None,
         after: Iterable[Moment] = (),
     ) -> DeviceJob:
-        """Copy between device, registered and peers' memory once `after` is complete; then write
-        the word, which is in host memory.
+        """Copy between device, registered and peer memory once `after` is complete. Then write the
+        word, which is in host memory. Never blocks.
 
         Raises:
             TransportError: the device is closed.
@@ -174,32 +174,36 @@ class Device(Loop):
         return job
 
     def stop_jobs(self, timeout: float) -> bool:
-        """Take no more copies and cancel every job; whether all have ended in time."""
+        """Accept no more copies and cancel every job. Blocks for at most `timeout` seconds; returns
+        whether all have ended."""
         self._takes_no_more = True
         for job in list(self.open_jobs):
             job.cancel()
         return not still_running(list(self.open_jobs), timeout)
 
     def close(self, timeout: float) -> bool:
-        """Stop the thread and let streams and events go; idempotent. False: it did not stop."""
+        """Stop the thread and destroy streams and events; idempotent. Returns False if it did not
+        stop."""
         is_closed = super().close(timeout)
         if is_closed and self._ended_fd >= 0:
             os.close(self._ended_fd)
             self._ended_fd = -1
         return is_closed
 
-    # For the device's thread
+    # From the device's thread
 
     def after_now(self, stream: int, done: Callable[[], None]) -> None:
-        """Call `done` when what is in the stream now is complete."""
+        """Call `done` when all that is in the stream now is complete."""
         self.later([self.record(stream)], done)
 
     def pack(self, regions: tuple[Int64s, Int64s, Int64s], done: Callable[[], None]) -> None:
-        """Copy (sources, destinations, lengths) now; call `done` when all is there. What goes to
-        the host, what comes from it and what stays on the device do not wait for each other.
+        """Copy (sources, destinations, lengths) now; call `done` when all bytes are there.
+
+        Copies to the host, from the host and on the device use different streams, and do not wait
+        for each other.
 
         Raises:
-            TransportError: the device refuses; some of it may have begun.
+            TransportError: the device refuses; some copies may have begun.
         """
         sources, destinations, _ = regions
         stream = self._streams[self._pack.way(sources, destinations)]
@@ -212,12 +216,12 @@ class Device(Loop):
         self.after_now(stream, finish)
 
     def tell(self, job: DeviceJob) -> None:
-        """Let somebody drain an ended job."""
+        """Queue an ended job for `drain`."""
         self.open_jobs.discard(job)
         self._ended.append(job)
         os.eventfd_write(self._ended_fd, 1)
 
-    # Inside
+    # Internal
 
     def _start(self) -> None:
         self.cuda.use(self.index)
@@ -256,7 +260,7 @@ class Device(Loop):
 
         try:
             self.pack(regions, finish)
-        except P2pError as error:  # what was launched before it must have ended, too
+        except P2pError as error:  # earlier launches must have ended, too
             reason = str(error)
             begun = [self.record(stream) for stream in self._streams.values()]
             self.when(begun, lambda: job.end("failed", reason))

@@ -1,8 +1,8 @@
-"""DeviceLanding: landing memory of an engine whose caches are on a GPU.
+"""DeviceLanding: the landing memory of an engine whose caches are on a GPU.
 
-The receive buffer is device memory, allocated once; the pool is registered host memory, so that a
-full buffer costs no device memory at all. Completion words are always in host memory. To peers an
-offset below DEVICE_OFFSET is the host arena's, any other the buffer's.
+The receive buffer is device memory, allocated once. The pool is registered host memory, so a full
+buffer costs no more device memory. Completion words are always in host memory. For peers, an offset
+below DEVICE_OFFSET is in the host arena, any other in the buffer.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ REGISTER_SECONDS = 600.0  # for the pool, page by page
 
 
 class DeviceLanding(LandingArena):
-    """Buffer on the device, pool and words on the host. The engine's lock guards it."""
+    """The buffer on the device, the pool and words on the host. The engine's lock guards it."""
 
     def __init__(
         self, device: Device, buffer_bytes: int, pool_bytes: int, *, page_lock: bool = False
     ) -> None:
-        """Allocate the buffer, map and register the pool.
+        """Allocate the buffer, map and register the pool. Blocks.
 
         Raises:
             OSError: the host memory cannot be mapped.
@@ -47,13 +47,13 @@ class DeviceLanding(LandingArena):
             raise
 
     def reserve_in(self, place: str, nbytes: int) -> Space | None:
-        """Reserve nbytes of the device or of the arena; None when its pieces are too small."""
+        """Reserve nbytes of the device or of the arena; None if its free pieces are too small."""
         return (
             self._reserve_on_device(nbytes) if place == BUFFER else super().reserve_in(POOL, nbytes)
         )
 
     def release(self, space: Space) -> None:
-        """Give a space back.
+        """Free a space.
 
         Raises:
             ValueError: it is not live.
@@ -66,13 +66,13 @@ class DeviceLanding(LandingArena):
         self.live_bytes[BUFFER] -= space.nbytes
 
     def address(self, space: Space) -> int:
-        """Where the space lies for this process and its device."""
+        """Return the address of a space for this process and its device."""
         if space.place == BUFFER:
             return self.device_address + space.offset - DEVICE_OFFSET
         return super().address(space)
 
     def check(self) -> None:
-        """Walk the invariants.
+        """Check the invariants.
 
         Raises:
             RuntimeError: names the one that is broken.
@@ -85,12 +85,12 @@ class DeviceLanding(LandingArena):
             raise RuntimeError(f"accounted {self.live_bytes[BUFFER]}, live {live} device bytes")
 
     def keep_buffer(self) -> None:
-        """Leave the device's memory as it is: somebody may write there, and CUDA keeps it for
-        nobody who has mapped it."""
+        """Never free the device's memory: a sender may still write there, and CUDA does not keep it
+        for a process that has mapped it."""
         self._is_kept = True
 
     def close(self) -> None:
-        """Give everything back; idempotent. Nothing may be written any more."""
+        """Free everything; idempotent. Nothing may be written any more."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -1,8 +1,9 @@
-"""Pack: copies lists of regions on a GPU, in either direction: gather, scatter, or both.
+"""Pack: copies lists of regions on a GPU: gather, scatter, or both.
 
-Few large regions, and what lies in host memory, go by the copy engines, one command each, without a
-multiprocessor. Many small ones on the device go by one launch of a kernel, compiled when the device
-is started; without cupy by torch's index operations, which need an index as long as the list.
+Few large regions, and regions in host memory, use the copy engines: one command each, and no
+multiprocessor. Many small regions on the device use one launch of a kernel, which is compiled when
+the device starts. Without cupy, torch's index operations take its place; they need an index as long
+as the list.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.pack_kernel import TILE_BYTES, Launch, compile_kernel
 from p2p_engine.memory.layout import Int64s
 
-ENGINE_BYTES = 256 << 10  # regions of this mean size are as fast by the copy engine: 2 us each
+ENGINE_BYTES = 256 << 10  # for a larger mean size, the copy engine is as fast: 2 us each
 TABLES_BYTES = 8 << 20
 
 Release = Callable[[], None]
 
 
 class Way(enum.Enum):
-    """Between which memories a copy goes; each way has a copy engine of its own."""
+    """The direction of a copy; each has a copy engine of its own."""
 
     ON_DEVICE = enum.auto()
     TO_HOST = enum.auto()
@@ -39,7 +40,7 @@ class Pack:
     """The ways in which one device copies many regions. For the device's thread."""
 
     def __init__(self, cuda: Cuda, device: int, launch: Launch | None = None) -> None:
-        """Compile the kernel, if there is cupy, unless there is something that launches it.
+        """Compile the kernel if cupy is installed, unless a `launch` is given.
 
         Raises:
             TransportError: the device has no memory for the lists.
@@ -51,7 +52,7 @@ class Pack:
         self._has_torch = torch.cuda.is_available()
 
     def way(self, sources: Int64s, destinations: Int64s) -> Way:
-        """Return which way a copy goes: one region in host memory decides."""
+        """Return the direction of a copy; one region in host memory decides."""
         if self._is_host(sources):
             return Way.FROM_HOST
         return Way.TO_HOST if self._is_host(destinations) else Way.ON_DEVICE
@@ -59,8 +60,8 @@ class Pack:
     def enqueue(
         self, sources: Int64s, destinations: Int64s, lengths: Int64s, stream: int
     ) -> Release:
-        """Enqueue copies between device, host and peers' memory; returns what is to be called when
-        they are done.
+        """Enqueue copies between device, host and peer memory; returns a function to call when they
+        are done.
 
         Raises:
             TransportError: the device refuses.
@@ -69,11 +70,11 @@ class Pack:
             return self._enqueue(sources, destinations, lengths, stream)
         except P2pError:
             raise
-        except Exception as error:  # cupy's and torch's
+        except Exception as error:  # from cupy or torch
             raise TransportError(f"pack: {error}") from error
 
     def close(self) -> None:
-        """Give everything back; what it copies has ended."""
+        """Free the lists. All copies must have ended."""
         if self._tiles is not None:
             self._tiles.close()
 
@@ -96,7 +97,7 @@ class Pack:
         return self._by_engine(sources, destinations, lengths, stream)
 
     def _is_host(self, addresses: Int64s) -> bool:
-        """Whether one of them is in host memory, which a kernel may not be able to reach."""
+        """Whether an address is in host memory, which a kernel may not be able to reach."""
         return any(
             bool(((addresses >= start) & (addresses < start + nbytes)).any())
             for start, nbytes in self._cuda.host_ranges.items()
@@ -122,8 +123,8 @@ class Pack:
 
 
 class Tiles:
-    """Copies by the kernel: owns registered host memory, and device memory of the same size, for
-    tables of tiles that are being worked on."""
+    """Copies by the kernel. Owns registered host memory and equally much device memory, for the
+    tables of tiles in use."""
 
     def __init__(self, cuda: Cuda, launch: Launch) -> None:
         self._cuda = cuda
@@ -134,7 +135,7 @@ class Tiles:
         self._device_address = cuda.allocate(TABLES_BYTES)
 
     def copy(self, table: Int64s, stream: int) -> Release | None:
-        """Enqueue the copies that a table names. None: there is no room for the table."""
+        """Enqueue the copies of a table. Returns None if there is no room for the table."""
         try:
             handle = self._buddy.alloc(table.nbytes)
         except MemoryError:
@@ -146,19 +147,19 @@ class Tiles:
             self._cuda.copy(address, self._host.address + offset, table.nbytes, stream)
             self._launch(address, table.shape[1], stream)
         except BaseException:
-            self._buddy.free(handle)  # what overwrites it comes later in the stream
+            self._buddy.free(handle)  # later writes to it follow in the same stream
             raise
         return lambda: self._buddy.free(handle)
 
     def close(self) -> None:
-        """Give both back."""
+        """Free both memories."""
         self._cuda.free(self._device_address)
         self._cuda.unregister(self._host.address)
         self._host.close()
 
 
 def tabulate(sources: Int64s, destinations: Int64s, lengths: Int64s) -> Int64s:
-    """Cut regions into tiles for the kernel: (source, destination, length), int64[3, tiles]."""
+    """Cut regions into tiles for the kernel: (source, destination, length) as int64[3, tiles]."""
     counts = -(-lengths // TILE_BYTES)
     ends = np.cumsum(counts)
     starts = (np.arange(ends[-1]) - np.repeat(ends - counts, counts)) * TILE_BYTES
@@ -175,10 +176,10 @@ def copy_rows(
     lengths: Int64s,
     view: Callable[[int, int], torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Copy regions by torch's index operations; returns what must outlive them.
+    """Copy regions by torch's index operations; returns objects that must outlive the copies.
 
-    All memory is taken as rows of the largest size that divides every distance and length.
-    `view(address, nbytes)` makes a tensor of bytes of what lies there.
+    Memory is viewed as rows of the largest size that divides every distance and length.
+    `view(address, nbytes)` returns the memory there as a tensor of bytes.
     """
     source_base, destination_base = int(sources.min()), int(destinations.min())
     distances = np.concatenate((sources - source_base, destinations - destination_base, lengths))
@@ -211,4 +212,4 @@ def _on_device(address: int, nbytes: int, device: str) -> torch.Tensor:
 
 
 def _nothing() -> None:
-    """Nothing is to be given back."""
+    """Do nothing: there is nothing to release."""

@@ -1,4 +1,4 @@
-"""The kernel that copies many small regions, and its launch by cupy, which compiles it when run."""
+"""The kernel that copies many small regions. cupy compiles it at run time and launches it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ logger = logging.getLogger(__name__)
 
 TILE_BYTES = (
     16 << 10
-)  # one block of threads copies a tile: four accesses of 16 bytes by each thread
+)  # one block of threads copies a tile: each thread makes four accesses of 16 bytes
 NUM_THREADS = 256
-MAX_BLOCKS = 1056  # eight on each multiprocessor of an H100: small tiles are a matter of latency
+MAX_BLOCKS = 1056  # eight per multiprocessor of an H100: small tiles are bound by latency
 
-# Accesses are as wide as source and destination are aligned to each other, 16 bytes at best; the
-# ends are copied byte by byte. Four loads of a thread are on their way before the first store.
+# Accesses are as wide as the mutual alignment of source and destination allows, at most 16 bytes.
+# The ends are copied byte by byte. A thread issues four loads before its first store.
 KERNEL = r"""
 struct alignas(16) wide_t { unsigned a, b, c, d; };
 
@@ -64,9 +64,10 @@ Launch = Callable[[int, int, int], None]  # address of the tiles on the device, 
 
 
 def compile_kernel(device: int) -> Launch | None:
-    """Return what launches the kernel; None without cupy, or without a GPU that it can use.
+    """Return a function that launches the kernel; None without cupy, or without a GPU that it can
+    use.
 
-    It is launched once, so that it is loaded: loading may wait for all that runs on the device.
+    The kernel is launched once here, to load it: loading may wait for all work on the device.
     """
     try:
         import cupy  # optional
@@ -96,17 +97,17 @@ def _launch(cupy: Any, kernel: Any, device: int, tiles: int, num_tiles: int, str
 
 def _current_stream(cupy: Any, stream: int) -> Any:
     """Return a context in which cupy launches into a stream of ours."""
-    if hasattr(cupy.cuda.Stream, "from_external"):  # since 14, where the other one is deprecated
+    if hasattr(cupy.cuda.Stream, "from_external"):  # since 14, which deprecates the other one
         return cupy.cuda.Stream.from_external(_Handle(stream))
     return cupy.cuda.ExternalStream(stream)
 
 
 class _Handle:
-    """A stream, as libraries hand it to each other."""
+    """A stream in the form in which libraries exchange it."""
 
     def __init__(self, stream: int) -> None:
         self._stream = stream
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """The protocol's version, and the handle."""
+        """Return the protocol's version and the handle."""
         return 0, self._stream

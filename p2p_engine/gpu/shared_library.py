@@ -1,4 +1,4 @@
-"""Finds shared libraries that are looked up when run, and never needed to import this package."""
+"""Finds shared libraries at run time; importing this package needs none of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from p2p_engine.errors import ConfigError
 
 
 def load_library(configured: str, sonames: Sequence[str], wheels: Sequence[str]) -> ctypes.CDLL:
-    """Load the first of: the configured path, what the process has loaded already (torch's), a
-    wheel's, the system's. Each import package in `wheels` has its libraries in `lib`.
+    """Load the first of: the configured path, a library that the process has loaded already
+    (torch's), a wheel's, the system's. Each import package in `wheels` has its libraries in `lib`.
 
     Raises:
-        ConfigError: none could be loaded; names what was tried.
+        ConfigError: none could be loaded; names those that were tried.
     """
     tried = []
     for name, mode in _candidates(configured, sonames, wheels):
@@ -28,7 +28,7 @@ def load_library(configured: str, sonames: Sequence[str], wheels: Sequence[str])
 
 
 def bind(library: ctypes.CDLL, result: object, functions: Mapping[str, tuple[object, ...]]) -> None:
-    """Declare functions by name: their arguments, and the result that all of them have.
+    """Declare functions by name, with their arguments and their common result type.
 
     Raises:
         ConfigError: the library lacks one; names it.
@@ -60,6 +60,6 @@ def _candidates(
 def _folders(package: str) -> list[Path]:
     try:
         spec = importlib.util.find_spec(package)
-    except ModuleNotFoundError:  # its parent is not there either
+    except ModuleNotFoundError:  # its parent package is missing, too
         return []
     return [Path(folder) for folder in spec.submodule_search_locations or []] if spec else []

@@ -1,6 +1,5 @@
-"""Loop: one thread that runs what others post, watches descriptors, and looks whether moments that
-it cannot be told of are over. It never waits for one of them alone.
-"""
+"""Loop: one thread that runs posted calls, watches descriptors, and polls moments that nothing
+signals. It never blocks on a single one of them."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TICK_SECONDS = 0.02
-LOOK_SECONDS = 0.0001  # between two looks at moments
+LOOK_SECONDS = 0.0001  # between two polls of moments
 
 
 class Loop:
-    """The thread and what waits for it."""
+    """A thread with its posted calls, descriptors and moments."""
 
     def __init__(self, name: str) -> None:
-        """Start the thread, of this name."""
+        """Start the thread under this name."""
         self._name = name
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._waiting: list[tuple[list[Moment], Callable[[], None]]] = []
@@ -39,7 +38,7 @@ class Loop:
         self._watches = Poller()
         self._start_thread()
 
-    # For any thread
+    # From any thread
 
     @property
     def alive(self) -> bool:
@@ -47,12 +46,13 @@ class Loop:
         return self._thread.is_alive()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Run `call` in the thread, soon."""
+        """Run `call` in the thread, soon; never blocks."""
         self._calls.append(call)
         self._watches.wake()
 
     def run(self, call: Callable[[], T], timeout: float) -> T:
-        """Run `call` in the thread and return what it returns.
+        """Run `call` in the thread and return its result; blocks. An exception of `call` is raised
+        here.
 
         Raises:
             TransportError: it did not end within `timeout` seconds, or the thread is dead.
@@ -70,13 +70,14 @@ class Loop:
         self.post(answer)
         try:
             return future.result(timeout)
-        except FutureTimeoutError:  # before Python 3.11 it is no TimeoutError
+        except FutureTimeoutError:  # before Python 3.11, not a TimeoutError
             raise TransportError(
                 f"the thread {self._name} did not answer in {timeout:g} s"
             ) from None
 
     def close(self, timeout: float) -> bool:
-        """Stop the thread, at most `timeout` seconds; idempotent. False: it did not stop."""
+        """Stop the thread; idempotent. Blocks for at most `timeout` seconds; returns False if it
+        did not stop."""
         if self._watches.is_closed:
             return True
         self._is_stopping = True
@@ -87,10 +88,10 @@ class Loop:
         self._watches.close()
         return True
 
-    # For the thread itself
+    # From the thread itself
 
     def when(self, moments: Iterable[Moment], done: Callable[[], None]) -> None:
-        """Call `done` when all moments are over, perhaps at once."""
+        """Call `done` when all moments are complete, perhaps at once."""
         pending = [moment for moment in moments if not moment.is_complete()]
         if pending:
             self.later(pending, done)
@@ -98,7 +99,7 @@ class Loop:
             done()
 
     def later(self, moments: Iterable[Moment], done: Callable[[], None]) -> None:
-        """Call `done` when all moments are over, not at once."""
+        """Call `done` when all moments are complete, but not at once."""
         self._waiting.append((list(moments), done))
 
     def on_tick(self, call: Callable[[float], None]) -> None:
@@ -114,21 +115,21 @@ class Loop:
         self._watches.unwatch(fd)
 
     def run_posted(self) -> None:
-        """Run what others have posted until now."""
+        """Run the calls that were posted until now."""
         for _ in range(len(self._calls)):
             self.guard(self._calls.popleft())
 
     def guard(self, call: Callable[[], object]) -> None:
-        """Call; a bug in one callback must not cost the others theirs."""
+        """Run a call, and survive any exception: other callbacks must still run."""
         try:
             call()
         except Exception:
-            logger.exception("error in the thread %s, which goes on", self._name)
+            logger.exception("error in the thread %s; the thread continues", self._name)
 
-    # Inside
+    # Internal
 
     def _give_back(self) -> None:
-        """The last that the thread does."""
+        """Release resources, as the thread's last action."""
 
     def _start_thread(self) -> None:
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -158,7 +159,7 @@ class Loop:
             time.sleep(LOOK_SECONDS)
 
     def _look(self) -> bool:
-        """Call whoever waits for moments that are over by now; whether there was one."""
+        """Run the callbacks whose moments are complete; returns whether there were any."""
         waiting, self._waiting = self._waiting, []
         complete = []
         for moments, done in waiting:
@@ -166,9 +167,9 @@ class Loop:
                 pending = [moment for moment in moments if not moment.is_complete()]
             except TransportError:
                 if not self._has_failed:
-                    logger.exception("what the thread %s waits for has failed", self._name)
+                    logger.exception("a moment that the thread %s waits for has failed", self._name)
                 self._has_failed = True
-                pending = moments  # for ever: what it may still touch stays reserved
+                pending = moments  # for ever: its memory stays reserved
             if pending:
                 self._waiting.append((pending, done))
             else:

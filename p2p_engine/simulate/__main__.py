@@ -20,7 +20,7 @@ _MILLISECOND = 0.001
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the options: what an instance is, and what its tokens cost."""
+    """Return the options of an instance, and the cost of its tokens."""
     cost = CostModel()
     options = argparse.ArgumentParser("python -m p2p_engine.simulate", description=__doc__)
     options.add_argument("--model", default="simulated", help="the name that it serves")
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """Serve until told to stop, then leave in good order."""
+    """Serve until a signal comes, then leave in good order."""
     transfer_config = our_config(options.kv_transfer_config)
     config = EngineConfig.from_extra_config(extra_of(transfer_config))
     instance = StandIn(

@@ -1,4 +1,5 @@
-"""What a stand-in answers: a function of the request alone, in the forms of OpenAI's API; pure."""
+"""The answers of a stand-in: a function of the request alone, in the forms of OpenAI's API.
+Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ Asked = Mapping[str, Any]
 
 
 def tokens(asked: Asked) -> list[str]:
-    """Return the made-up continuation of a prompt; a token of text is a number and an accent."""
+    """Return the made-up continuation of a prompt. One token is a number and an accent."""
     prompt = asked.get("messages") or asked.get("prompt")
     seed = zlib.crc32(str(prompt).encode(errors="replace")) % 997
     return [f" {(seed + position) % 997}é" for position in range(num_tokens(asked))]
@@ -29,7 +30,7 @@ def num_tokens(asked: Asked) -> int:
 def completion(
     asked: Asked, params: Mapping[str, Any] | None = None, usage: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the answer to a request that is not a stream, with `kv_transfer_params` for decode."""
+    """Return the answer to a request without streaming, with `kv_transfer_params` for decode."""
     text = "".join(tokens(asked))
     content = {"message": {"role": "assistant", "content": text}} if is_chat(asked) else {}
     choices = [
@@ -41,7 +42,7 @@ def completion(
 
 
 def events(asked: Asked, usage: Mapping[str, Any] | None = None) -> list[bytes]:
-    """Return the events of a streamed answer: one for each token of each choice, and the end."""
+    """Return the events of a streamed answer: one for each token of each choice, then the end."""
     chunks: list[dict[str, Any]] = []
     head = {**_head(asked), **({"object": "chat.completion.chunk"} if is_chat(asked) else {})}
     for token in tokens(asked):
@@ -57,7 +58,7 @@ def events(asked: Asked, usage: Mapping[str, Any] | None = None) -> list[bytes]:
 
 
 def num_choices(asked: Asked) -> int:
-    """Return how many continuations are wanted, of all prompts."""
+    """Return how many continuations are wanted, over all prompts."""
     given = asked.get("prompt")
     num_prompts = 1
     if isinstance(given, list) and given and not isinstance(given[0], int):
@@ -66,7 +67,7 @@ def num_choices(asked: Asked) -> int:
 
 
 def is_chat(asked: Asked) -> bool:
-    """Tell a chat from a completion."""
+    """Whether a request is a chat, not a completion."""
     return "messages" in asked
 
 

@@ -1,4 +1,4 @@
-"""StandIn: one instance as its clients, the proxy and its peers see it; all real but the model."""
+"""StandIn: one instance as clients, the proxy and peers see it. Only the model is not real."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from p2p_engine.wire.messages import TransferKey
 from p2p_engine.wire.request_ids import parse_proxy_id
 
 MAX_BODY_BYTES = 64 << 20
-# Once it has said goodbye, requests may still be on their way to it.
+# After it has announced its end, requests may still be on their way to it.
 FAREWELL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class SimulatedIntent:
-    """Where the KV of a request goes, or where it comes from; at most one of the two."""
+    """The destination or the origin of a request's KV; at most one of the two is set."""
 
     transfer_id: str = ""
     is_sent: bool = False
@@ -39,7 +39,7 @@ class SimulatedIntent:
     peer: str | None = None
 
     def key(self, prompt_index: int, child_index: int) -> TransferKey:
-        """Return the name of one prompt's KV for one continuation."""
+        """Return the transfer key of one prompt's KV for one continuation."""
         return TransferKey(self.transfer_id, "", prompt_index, child_index)
 
 
@@ -59,7 +59,7 @@ class StandIn:
         self._parts = contextlib.AsyncExitStack()
 
     async def start(self, host: str, port: int) -> None:
-        """Serve, and tell the proxy of it.
+        """Serve, and register with the proxy.
 
         Raises:
             OSError: a port is taken.
@@ -89,7 +89,7 @@ class StandIn:
         self._directory = directory
 
     async def leave(self, timeout: float) -> None:
-        """Say goodbye, serve what is still on its way for at most `timeout` seconds, and stop."""
+        """Announce the end, serve the open requests for at most `timeout` seconds, and stop."""
         self._directory.close()
         loop = asyncio.get_running_loop()
         deadline, quiet_since = loop.time() + timeout, loop.time()
@@ -141,7 +141,7 @@ class StandIn:
             self._num_running -= 1
 
     def _read_intent(self, asked: Mapping[str, Any], request_id: str) -> SimulatedIntent:
-        """Read the parameters of a request, or its id, as the connector does."""
+        """Read the KV parameters from a request or its id, as the connector does."""
         params = asked.get("kv_transfer_params")
         if params:
             host, port = params.get("remote_host"), params.get("remote_port")

@@ -1,4 +1,4 @@
-"""The prompts of a request, and the KV that a made-up model computes from each; pure."""
+"""The prompts of a request, and the KV that a made-up model computes from each. Pure."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _WORD_BYTES = 8
 
 @dataclass(frozen=True)
 class SimulatedPrompt:
-    """One prompt; four bytes of it are a token."""
+    """One prompt; four of its bytes are a token."""
 
     content: bytes
 
     @property
     def num_tokens(self) -> int:
-        """At least one."""
+        """Return the number of tokens, at least one."""
         return max(1, -(-len(self.content) // BYTES_PER_TOKEN))
 
     @property
     def num_blocks(self) -> int:
-        """The blocks of its KV; the last one is hardly ever full."""
+        """Return the number of blocks of its KV; the last one is rarely full."""
         return -(-self.num_tokens // BLOCK_TOKENS)
 
 
@@ -43,7 +43,7 @@ def read_prompts(asked: Mapping[str, Any]) -> list[SimulatedPrompt]:
     """Return the prompts of a completion or a chat: texts, token ids, or several of either.
 
     Raises:
-        ValueError: there is none, or it is of another kind.
+        ValueError: there is none, or it has another type.
     """
     if "messages" in asked:
         return [SimulatedPrompt(json.dumps(asked["messages"]).encode())]
@@ -63,7 +63,7 @@ def _read_prompt(given: Any) -> SimulatedPrompt:
 
 @dataclass(frozen=True)
 class MadeUpModel:
-    """KV of this many layers and bytes; every word of it depends on all tokens before it."""
+    """The geometry of the KV: layers and bytes. Each word depends on all tokens before it."""
 
     name: str
     num_layers: int = 2
@@ -71,13 +71,13 @@ class MadeUpModel:
 
     @property
     def page_bytes(self) -> int:
-        """One layer of one block, in whole words."""
+        """Return the words of one layer of one block."""
         nbytes = self.kv_bytes_per_token * BLOCK_TOKENS // self.num_layers
         return max(_WORD_BYTES, nbytes // _WORD_BYTES * _WORD_BYTES)
 
     @property
     def spec(self) -> CacheSpec:
-        """What peers must agree on."""
+        """Return the cache description on which peers must agree."""
         return CacheSpec(
             model=self.name,
             dtype="uint64",
@@ -93,7 +93,7 @@ class MadeUpModel:
         seeds, seed = [], 0
         for start in range(0, prompt.num_blocks * _BLOCK_BYTES, _BLOCK_BYTES):
             seed = zlib.crc32(prompt.content[start : start + _BLOCK_BYTES], seed)
-            seeds.append(seed + 1)  # never the zeros of memory that nobody has written
+            seeds.append(seed + 1)  # never zero, the value of unwritten memory
         words = np.arange(self.page_bytes // _WORD_BYTES, dtype=np.uint64)
         layers = np.arange(self.num_layers, dtype=np.uint64)[:, None, None] << np.uint64(24)
         blocks = np.array(seeds, np.uint64)[None, :, None] << np.uint64(31)
@@ -101,7 +101,7 @@ class MadeUpModel:
         return computed
 
     def blank(self, prompt: SimulatedPrompt) -> Words:
-        """Return memory for the KV of a prompt that comes from elsewhere."""
+        """Return memory for the KV of a prompt that another instance computes."""
         shape = (self.num_layers, prompt.num_blocks, self.page_bytes // _WORD_BYTES)
         return np.zeros(shape, np.uint64)
 

@@ -1,4 +1,4 @@
-"""Transfers: the KV that leaves a stand-in and comes to it, by a real engine."""
+"""Transfers: KV that leaves a stand-in or comes to it, by a real engine."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from p2p_engine.simulate.prompts import MadeUpModel, SimulatedPrompt, Words
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import TransferKey
 
-# How often the engine is polled while something is under way: a step of a quick model.
+# Seconds between two polls of the engine while a transfer is open: a step of a fast model.
 STEP_SECONDS = 0.002
 
 
 class WrongKv(P2pError):
-    """The KV that came is not that of the prompt: a fault of routing or of the transfer."""
+    """The KV that arrived is not the prompt's: a fault of routing or of the transfer."""
 
 
 @dataclass(eq=False)
 class SimulatedSend:
-    """The KV of one prompt that leaves; without a peer it is held for whoever asks."""
+    """The KV of one prompt that leaves. Without a peer, it is held until a peer asks for it."""
 
     key: TransferKey
     peer: str | None
@@ -38,7 +38,7 @@ class SimulatedSend:
 
 @dataclass(eq=False)
 class _Open:
-    """One transfer, its memory, and who waits for its end."""
+    """One transfer, its memory, and the future that waits for its end."""
 
     transfer: Transfer
     memory: Words
@@ -46,7 +46,7 @@ class _Open:
 
 
 class Transfers:
-    """All transfers of one stand-in. Made and used in one event loop."""
+    """The transfers of one stand-in. Made and used in one event loop."""
 
     def __init__(self, engine: P2pNcclEngine, model: MadeUpModel) -> None:
         self._engine = engine
@@ -58,7 +58,7 @@ class Transfers:
         self.num_wrong = 0
 
     def offer(self, key: TransferKey, peer: str | None, prompt: SimulatedPrompt) -> SimulatedSend:
-        """Offer the KV of a prompt before it is computed; without a peer, only prepare it.
+        """Offer the KV of a prompt before it is computed. Without a peer, only prepare it.
 
         Raises:
             P2pError: the engine refuses.
@@ -74,7 +74,7 @@ class Transfers:
         return outgoing
 
     def computed(self, outgoing: SimulatedSend) -> None:
-        """Let the bytes of an offer move; hold what has no peer until somebody asks for it.
+        """Let the bytes of an offer move. Without a peer, hold them until one asks.
 
         Raises:
             P2pError: the engine refuses.
@@ -86,7 +86,7 @@ class Transfers:
             self._engine.mark_ready(outgoing.transfer)
 
     def withdraw(self, outgoing: SimulatedSend) -> None:
-        """Let go of what will not be computed, and tell whoever waits for it."""
+        """Abandon KV that will not be computed, and tell the peers that wait for it."""
         if outgoing.transfer is not None:
             outgoing.transfer.cancel("the request ended")
         with suppress(P2pError):
@@ -96,11 +96,11 @@ class Transfers:
     async def fetch(
         self, key: TransferKey, peer: str, prompt: SimulatedPrompt, *, pull: bool
     ) -> None:
-        """Wait for the KV of a prompt and compare every word of it.
+        """Wait for the KV of a prompt, and compare every word of it.
 
         Raises:
-            WrongKv: it is another one.
-            P2pError: it will not come, and why.
+            WrongKv: it is not the prompt's.
+            P2pError: it will not come; says why.
         """
         memory = self._model.blank(prompt)
         blocks = np.arange(prompt.num_blocks)
@@ -120,12 +120,12 @@ class Transfers:
         self.num_verified += 1
 
     def stats(self) -> dict[str, Any]:
-        """Return counts since the start, and what the engine says of itself."""
+        """Return counts since the start, and the engine's stats."""
         counts = {"verified": self.num_verified, "wrong": self.num_wrong, "open": len(self._open)}
         return {**counts, "engine": self._engine.stats()}
 
     async def close(self) -> None:
-        """Poll no more; what is open ends with the engine."""
+        """Stop polling; open transfers end when the engine is closed."""
         self._steps.cancel()
         await asyncio.gather(self._steps, return_exceptions=True)
 
@@ -136,7 +136,7 @@ class Transfers:
         return opened
 
     async def _step(self) -> None:
-        """Drive the engine while anything is under way, as vLLM's worker does in its steps."""
+        """Poll the engine while a transfer is open, as vLLM's worker does in its steps."""
         while True:
             await self._has_open.wait()
             self._engine.poll()
