@@ -1,7 +1,7 @@
-"""Assembly: makes the parts of an engine and joins them; those of a GPU only if there is one.
+"""Assembly: makes the parts of an engine and joins them; GPU parts only if there is a GPU.
 
-Facts flow down: the store is told nothing by the parts above it, it reads what they have written in
-`Expectations`. News flow up: links, sessions and the control plane tell their listeners.
+Facts flow down: the store is not called by the parts above it; it reads the facts that they write
+to `Expectations`. Events flow up: links, sessions and the control plane call their listeners.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ STOP_SECONDS = 2.0  # for each thread to end
 
 
 class Parts:
-    """All parts of one engine, and its lock. Everything but `close` and `collect` is made once."""
+    """The parts of one engine, and its lock. Each part is made once."""
 
     def __init__(
         self, config: EngineConfig, spec: CacheSpec | None, *, receives: bool, spills: bool
     ) -> None:
-        """Make all of them; no thread that calls back runs yet. If one cannot be made, close the
-        others.
+        """Make all parts. No thread that calls back runs yet. If a part cannot be made, the others
+        are closed.
 
         Raises:
             ConfigError: no port can be bound, or the key file or a GPU's library cannot be used.
@@ -86,7 +86,7 @@ class Parts:
             raise
 
     def _make_machinery(self, has_landing: bool) -> None:
-        """Threads, memory and transports."""
+        """Make threads, memory and transports."""
         config = self.config
         self.gpu = Gpu(config) if config.device != "cpu" else None
         if self.gpu is not None:
@@ -107,7 +107,7 @@ class Parts:
         self.transports = {name: self._make_transport(name) for name in config.transports}
 
     def _make_peers(self, spec: CacheSpec | None) -> None:
-        """Links, sessions, and what finds the ranks of an instance."""
+        """Make links, sessions and the locator."""
         config, clock = self.config, time.monotonic
         listening = ListeningClock(config.peer_timeout_seconds, clock)
         transports = list(self.transports.values())
@@ -123,7 +123,7 @@ class Parts:
         self.locator = Locator(config, self.control, self.epoch, spec, clock)
 
     def _make_ways(self, spec: CacheSpec | None, *, receives: bool) -> None:
-        """What sends and what receives."""
+        """Make the sending and the receiving parts."""
         config, clock, counters = self.config, time.monotonic, self.counters
         copier: Copier = self.gpu.device if self.gpu is not None else self.mover
         placement = Placement(config, self.arena, self.mover, clock, receives=receives)
@@ -142,7 +142,7 @@ class Parts:
         self.pulls = Pulls(*waits)
 
     def _join(self) -> None:
-        """Say who hears whom."""
+        """Join each part with its listeners."""
         self.control.watch(self.mover.fileno(), self.collect)
         if self.gpu is not None:
             self.control.watch(self.gpu.device.fileno(), self.collect)
@@ -193,14 +193,16 @@ class Parts:
 
     @property
     def are_sound(self) -> bool:
-        """Whether all threads live, all parts work and no wait has outlived its deadline."""
+        """Whether all threads run, all parts of the tick work, and no wait has outlived its
+        deadline."""
         threads_live = self.control.alive and bool(self.mover.stats()["alive"])
         if self.gpu is not None:
             threads_live = threads_live and self.gpu.device.alive
         return threads_live and not self.ticks.broken and not self.watchdog.overdue
 
     def collect(self) -> None:
-        """Take in what the mover and the GPU have ended, and what has landed."""
+        """Run the callbacks of jobs that the mover and the GPU have ended, and find chunks that
+        have landed."""
         with self.changed:
             now = time.monotonic()
             self.ticks.run_one("jobs", now)
@@ -214,7 +216,7 @@ class Parts:
                 self._tell_ended(ended)
 
     def _tell_ended(self, job: Job) -> None:
-        """Run a job's callback; a bug in one must not cost the others their news."""
+        """Run a job's callback, and survive any exception: the other callbacks must still run."""
         try:
             if job.tag is not None:
                 job.tag(job)  # type: ignore[operator]
@@ -223,7 +225,8 @@ class Parts:
             logger.exception("the callback of a %s job failed, the others run", job.state)
 
     def close(self) -> int:
-        """Close all in reverse order; returns how many did not stop, and stay for the next time."""
+        """Close all parts in reverse order. Returns how many did not stop; they stay for the next
+        call."""
         parts, self._open = self._open, []
         for close in reversed(parts):
             try:
@@ -238,10 +241,10 @@ class Gpu:
     """One device and the transports that move its memory."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Find the libraries and start the device's thread.
+        """Find the libraries and start the device's thread. Blocks.
 
         Raises:
-            ConfigError: a library, or the device, is not there, or a setting would deadlock.
+            ConfigError: a library or the device is missing, or a setting would deadlock.
             TransportError: the device cannot be used.
         """
         self._config = config
@@ -289,7 +292,8 @@ class Gpu:
         return self._transport
 
     def stop(self, timeout: float) -> bool:
-        """Start nothing more; whether all that moves bytes has ended, within `timeout` seconds."""
+        """Start no more copies. Blocks for at most `timeout` seconds; returns whether all have
+        ended."""
         if self._transport is not None:
             self._transport.stop()
         return self.device.stop_jobs(timeout)
@@ -303,5 +307,5 @@ class Gpu:
         return (self.device.record(stream),)
 
     def stats(self) -> dict[str, Any]:
-        """A snapshot of the groups of NCCL; empty without them."""
+        """Return a snapshot of NCCL's groups; empty without them."""
         return self._transport.stats() if self._transport is not None else {}

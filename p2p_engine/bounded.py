@@ -1,5 +1,5 @@
-"""Collections whose cost is bounded: a map that forgets its oldest entries, an index that nobody
-scans, and log lines that strangers can cause."""
+"""Collections with a bounded cost: a map that forgets its oldest entries, an index for look-ups
+without a scan, and rate-limited warnings for events that strangers can cause."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ class BoundedMap(Generic[K, V]):
         self._entries: OrderedDict[K, V] = OrderedDict()
 
     def put(self, key: K, value: V) -> None:
-        """Remember; the newest entry is forgotten last."""
+        """Store a value; the key becomes the newest."""
         self._entries[key] = value
         self._entries.move_to_end(key)
         if len(self._entries) > self._limit:
             self._entries.popitem(last=False)
 
     def get(self, key: K) -> V | None:
-        """Return what is remembered, or None."""
+        """Return the value of a key, or None."""
         return self._entries.get(key)
 
     def pop(self, key: K) -> V | None:
-        """Return what is remembered, or None, and forget it."""
+        """Remove a key; returns its value, or None."""
         return self._entries.pop(key, None)
 
     def __contains__(self, key: K) -> bool:
-        """Whether a key is remembered."""
+        """Whether a key is in the map."""
         return key in self._entries
 
     def __len__(self) -> int:
-        """How much is remembered."""
+        """Return how many keys are in the map."""
         return len(self._entries)
 
 
 class Index(Generic[K, HashableV]):
-    """A map from names to sets of values, which keep their order. Empty names take no memory."""
+    """A map from names to ordered sets of values. Names without values take no memory."""
 
     def __init__(self) -> None:
         self._values: dict[K, dict[HashableV, None]] = {}
 
     def add(self, name: K, value: HashableV) -> None:
-        """Put a value under a name; idempotent."""
+        """Add a value to a name; idempotent."""
         self._values.setdefault(name, {})[value] = None
 
     def discard(self, name: K, value: HashableV) -> None:
-        """Take a value away; idempotent."""
+        """Remove a value from a name; idempotent."""
         values = self._values.get(name)
         if values is not None:
             values.pop(value, None)
@@ -67,24 +67,24 @@ class Index(Generic[K, HashableV]):
                 del self._values[name]
 
     def get(self, name: K) -> list[HashableV]:
-        """Return the values of a name; a copy."""
+        """Return a copy of a name's values."""
         return list(self._values.get(name, ()))
 
     def pop(self, name: K) -> list[HashableV]:
-        """Take all values of a name away, and return them."""
+        """Remove all values of a name, and return them."""
         return list(self._values.pop(name, ()))
 
     def count(self, name: K) -> int:
-        """How many values a name has."""
+        """Return how many values a name has."""
         return len(self._values.get(name, ()))
 
     def names(self) -> list[K]:
-        """Return the names that have values; a copy."""
+        """Return a copy of the names that have values."""
         return list(self._values)
 
 
 class RateLimitedWarnings:
-    """At most one warning in ten seconds; the next one says how many were left out."""
+    """Logs at most one warning in ten seconds; the next one says how many were left out."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
@@ -93,7 +93,7 @@ class RateLimitedWarnings:
         self._num_left_out = 0
 
     def warn(self, text: str, *values: object) -> None:
-        """Log it, or count it."""
+        """Log a warning, or count it."""
         now = self._clock()
         if now < self._silent_until:
             self._num_left_out += 1

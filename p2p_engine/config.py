@@ -20,14 +20,14 @@ GPU_TRANSPORTS = ("cuda_ipc", "nccl")
 TRANSPORT_NAMES = HOST_TRANSPORTS + GPU_TRANSPORTS
 DEFAULT_KV_PORT = 14579
 GIB = 1 << 30
-MAX_DEFAULT_PINNED_BYTES = 4 * GIB  # of each GPU's engine: page-locked at start, all of it
+MAX_DEFAULT_PINNED_BYTES = 4 * GIB  # of each GPU's engine: all of it is page-locked at start
 
 
 class SendMode(str, enum.Enum):
     """How KV leaves a prefill instance."""
 
-    PUT = "PUT"  # pushed, and the step waits until it has left
-    PUT_ASYNC = "PUT_ASYNC"  # pushed behind the next steps
+    PUT = "PUT"  # pushed; the step waits until the KV has left
+    PUT_ASYNC = "PUT_ASYNC"  # pushed while the next steps run
     GET = "GET"  # held under a lease until the decode instance pulls it
 
 
@@ -45,10 +45,10 @@ class EngineConfig:
     kv_port_range: tuple[int, int] | None = None
     send_type: SendMode = SendMode.PUT_ASYNC
     kv_buffer_size: int = 10**9
-    mem_pool_size_gb: float | None = None  # none: by the memory there is
-    num_local_ranks: int = 1  # which share that memory
+    mem_pool_size_gb: float | None = None  # None: from the available memory
+    num_local_ranks: int = 1  # engines that share that memory
     chunk_bytes: int = 16 << 20
-    transports: tuple[str, ...] = ()  # best first; none: by the device
+    transports: tuple[str, ...] = ()  # best first; empty: by the device
     device: str = "cpu"
     nccl_num_channels: int = 2
     nccl_max_groups: int = 16
@@ -69,10 +69,10 @@ class EngineConfig:
     retry_seconds: float = 1.0
 
     def __post_init__(self) -> None:
-        """Parse every field, so that strings and numbers both work.
+        """Parse every field, from a string or a number.
 
         Raises:
-            ConfigError: names the key, the value and what is allowed.
+            ConfigError: names the key, the value and the allowed values.
         """
         for name, parse in _PARSERS.items():
             object.__setattr__(self, name, parse(name, getattr(self, name)))
@@ -91,10 +91,10 @@ class EngineConfig:
             )
 
     def check_device(self) -> None:
-        """Check that each transport moves the memory of this device.
+        """Check that each transport can move the memory of this device.
 
         Raises:
-            ConfigError: one does not.
+            ConfigError: one cannot.
         """
         usable = HOST_TRANSPORTS if self.device == "cpu" else GPU_TRANSPORTS
         for name in self.transports:
@@ -105,25 +105,25 @@ class EngineConfig:
                 )
 
     def on_device(self, device: str) -> EngineConfig:
-        """Return the same for an engine of this device, with its transports unless they were
-        chosen."""
+        """Return a copy for an engine of this device. If the transports were not chosen, they
+        follow it."""
         transports = () if self.transports == ("shm", "tcp") else self.transports
         return dataclasses.replace(self, device=device, transports=transports)
 
     @property
     def device_index(self) -> int:
-        """Which GPU, with device="cuda" or "cuda:N"."""
+        """Return the number of the GPU, with device="cuda" or "cuda:N"."""
         return int(self.device.partition(":")[2] or 0)
 
     @property
     def proxy_hosts(self) -> list[str]:
-        """The proxies to register with, all at `proxy_port`."""
+        """Return the hosts of the proxies to register with, all at `proxy_port`."""
         return self.proxy_ip.split(",") if self.proxy_ip else []
 
     @functools.cached_property
     def pool_bytes(self) -> int:
-        """The budget of the tensor memory pool in bytes. Unless it was chosen it is no more than
-        each of a host's GPUs can page-lock."""
+        """Return the budget of the tensor memory pool in bytes. If it was not chosen, it is limited
+        to what each of a host's GPUs can page-lock."""
         if self.mem_pool_size_gb is not None:
             return int(self.mem_pool_size_gb * GIB)
         most = default_pool_bytes(self.num_local_ranks)
@@ -131,10 +131,11 @@ class EngineConfig:
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any], **overrides: Any) -> EngineConfig:
-        """Parse vLLM's `kv_connector_extra_config`; `overrides` are what the caller knows better.
+        """Parse vLLM's `kv_connector_extra_config`; `overrides` are values that the caller knows
+        better.
 
         Raises:
-            ConfigError: for an unknown key or an impossible value.
+            ConfigError: a key is unknown, or a value is impossible.
         """
         unknown = sorted(set(extra) - EXTRA_KEYS)
         if unknown:
@@ -186,14 +187,14 @@ def _text(name: str, value: Any) -> str:
 
 
 def _own_host(name: str, value: Any) -> str:
-    """One that others can dial; `0.0.0.0` would be each of them for itself."""
+    """Parse a host that peers can dial. `0.0.0.0` would be themselves for each of them."""
     if is_any_address(_text(name, value)):
         raise _refuse(name, value, "one address of this machine, which its peers can dial")
     return str(value)
 
 
 def _hosts(name: str, value: Any) -> str:
-    """One host or several, as a list or separated by commas; kept in the latter form."""
+    """Parse one host or several, as a list or separated by commas; returns the latter form."""
     listed = value.split(",") if isinstance(value, str) else value
     if not _is_sequence(listed) or not all(isinstance(host, str) for host in listed):
         raise _refuse(name, value, "a host, or several")
@@ -253,7 +254,7 @@ def _port_range(name: str, value: Any) -> tuple[int, int] | None:
 
 
 def _pool_size(name: str, value: Any) -> float | None:
-    """None: not chosen."""
+    """Parse a size in GiB; None: not chosen."""
     size = _between(0, 1 << 20, float, "0 to 2**20 GiB")
     return None if value is None else float(size(name, value))
 
@@ -290,5 +291,5 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "peer_timeout_seconds": _seconds,
     "retry_seconds": _seconds,
 }
-# What a user may write; the device, the ports and the ranks of the engine come from vLLM.
+# The settings open to users. The device, ports and ranks of an engine come from vLLM.
 EXTRA_KEYS = frozenset(_PARSERS) - {"device", "num_local_ranks", "port"}

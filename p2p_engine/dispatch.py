@@ -1,4 +1,4 @@
-"""Dispatch: what a peer may say, and which part of the engine hears it."""
+"""Dispatch: checks which messages a peer may send, and hands each to one part of the engine."""
 
 from __future__ import annotations
 
@@ -52,15 +52,16 @@ from p2p_engine.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-Handler: TypeAlias = Callable[[Any, Any], None]  # of a link or session, and of its message
+Handler: TypeAlias = Callable[[Any, Any], None]  # the arguments: a link or session, and its message
 Handlers: TypeAlias = dict[type[Message], Handler]
 
 
 class Dispatch(PlaneListener):
-    """Hears the control plane and takes the engine's lock. What a peer may not say changes nothing.
+    """Hears the control plane and takes the engine's lock. A message that a peer may not send
+    changes nothing.
 
-    A handler is found by the type of its message: in one table for what peers that we dialled
-    answer, in another for what peers that dialled us ask.
+    One table has the handlers of answers from peers that we dialled; another has the handlers of
+    requests from peers that dialled us. The type of a message selects its handler.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Dispatch(PlaneListener):
         }
 
     def on_frame(self, route: Route, frame: bytes) -> None:
-        """Hand the message in a frame to its part; a wrong one is dropped and counted."""
+        """Hand the message in a frame to its part; an invalid one is dropped and counted."""
         with self._lock:
             try:
                 self.on_message(route, decode(frame))
@@ -116,7 +117,7 @@ class Dispatch(PlaneListener):
                 logger.debug("message dropped: %s", str(error))
 
     def on_tick(self, now: float) -> None:
-        """Run what is due in each part."""
+        """Run the due work of each part."""
         with self._lock:
             self._ticks.run(now)
 
@@ -127,13 +128,13 @@ class Dispatch(PlaneListener):
             self._locator.refused(address, reason)
 
     def on_unresolved(self, address: str, error: PeerUnreachable) -> None:
-        """End what waits for an address whose name was not resolved."""
+        """End what waits for an address whose name did not resolve."""
         with self._lock:
             self._links.unresolved(address, error)
             self._locator.unresolved(address, error)
 
     def on_ended(self, route: Route) -> None:
-        """Tell the links, or the sessions, that used a connection."""
+        """Tell the links or sessions that used a connection that it has ended."""
         with self._lock:
             if route.address:
                 self._links.connection_ended(route.address)
@@ -144,7 +145,7 @@ class Dispatch(PlaneListener):
         """Hand a message to its part, if it comes from a known peer and is for this epoch.
 
         Raises:
-            RemoteProtocolError: it cannot be said on this way, or not now.
+            RemoteProtocolError: the peer may not send it in this direction, or not now.
         """
         if route.address:
             if isinstance(message, Location):
@@ -215,7 +216,7 @@ class Dispatch(PlaneListener):
 
 
 def answers_to(sender: Sender) -> Handlers:
-    """What hears the answers to a sender's chunks, and to its ABANDON."""
+    """Return the handlers of the answers to a sender's chunks and to its ABANDON."""
     return {
         Grant: sender.on_grant,
         Deny: sender.on_deny,
@@ -227,4 +228,4 @@ def answers_to(sender: Sender) -> Handlers:
 
 
 def _links_have_heard(peer: Link | Session, message: AnyMessage) -> None:
-    """Links and sessions have taken in what concerns nobody else."""
+    """Do nothing: links and sessions have handled the message."""

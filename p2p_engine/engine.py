@@ -59,11 +59,11 @@ class P2pNcclEngine:
         receives: bool = True,
         spills: bool | None = None,
     ) -> None:
-        """Bind the control port and start both threads.
+        """Bind the control port and start the threads; blocks until they run.
 
-        `spec` is what peers must agree on. Buffer and pool are made where the engine `receives`, or
-        `spills` what it holds (default: where it receives); where it receives, a part of them is
-        kept for what it waits for.
+        `spec` describes the cache; peers must agree with it. The engine has a buffer and a pool if
+        it `receives`, or if it `spills` held sources (default: if it receives). If it receives,
+        part of them is reserved for chunks that a receive waits for.
 
         Raises:
             ConfigError: no port can be bound, or the key file cannot be used.
@@ -73,7 +73,7 @@ class P2pNcclEngine:
         check_fits(Hello(0, 0, PROTOCOL_VERSION, "", spec, {}))
         config.check_device()
         self.config = config
-        self._tensor_device = config.device  # of what send_tensor and recv_tensor move
+        self._tensor_device = config.device  # transfers of send_tensor and recv_tensor
         self._closed = self._closing = False
         self._parts = parts = Parts(
             config, spec, receives=receives, spills=receives if spills is None else spills
@@ -84,12 +84,13 @@ class P2pNcclEngine:
 
     @property
     def zmq_address(self) -> str:
-        """The address that peers dial, "host:port"."""
+        """Return the address that peers dial, "host:port"."""
         return self._parts.control.address
 
     @property
     def healthy(self) -> bool:
-        """Whether all threads live, all parts work and no wait has outlived its deadline."""
+        """Whether all threads run, all parts of the tick work, and no wait has outlived its
+        deadline."""
         return not self._closed and self._parts.are_sound
 
     # Sending
@@ -105,15 +106,14 @@ class P2pNcclEngine:
         ready: bool = True,
         stream: int | None = None,
     ) -> Transfer:
-        """Offer a chunk now and, once it is `ready` and granted, write it; never blocks.
-
-        To an instance it goes in parts: to each rank what that rank needs of it.
+        """Offer a chunk now and, once it is `ready` and granted, write it; never blocks. If the
+        peer is an instance, each of its ranks gets the part that it needs.
 
         On a GPU, a source that is ready is read after all that is in `stream` now (a CUDA handle;
         default: torch's current one).
 
-        The source's memory belongs to the engine, for reading, until `released`. The transfer ends
-        by COMMIT, or with a named error at the latest after `timeout` seconds
+        The engine may read the source's memory until `released`; it must stay unchanged. The
+        transfer ends with COMMIT, or with a named error after `timeout` seconds at the latest
         (default: transfer_timeout_seconds).
 
         Raises:
@@ -139,8 +139,8 @@ class P2pNcclEngine:
         return transfer
 
     def mark_ready(self, transfer: Transfer, *, stream: int | None = None) -> None:
-        """Say that the source of a send that was not ready is valid now, or on a GPU after all that
-        is in `stream` now; never blocks."""
+        """Declare the source of a send valid from now on; on a GPU, after all that is in `stream`
+        now. Never blocks."""
         with self._open():
             moments = self._now(stream)
             if isinstance(transfer, TransferGroup):
@@ -157,11 +157,11 @@ class P2pNcclEngine:
         lease: float | None = None,
         stream: int | None = None,
     ) -> Transfer:
-        """Keep a source until a peer has pulled it, or `lease` seconds (default: lease_seconds).
+        """Hold a source until a peer has pulled it, or for `lease` seconds (default:
+        lease_seconds); never blocks. On a GPU, it is read after all that is in `stream` now.
 
-        On a GPU it is read after all that is in `stream` now.
-
-        When it is cancelled, who wants it goes on waiting: it may be held again, or abandoned.
+        If the hold is cancelled, peers that want the key still wait: it may be held again, or
+        abandoned.
 
         Raises:
             EngineClosed: the engine is closed.
@@ -184,10 +184,11 @@ class P2pNcclEngine:
             return self._parts.holds.is_renewed((key, binding))
 
     def spill(self, transfer: Transfer) -> bool:
-        """Copy what is held into landing memory, so that its caller has its own back; never blocks.
+        """Copy a held source into landing memory, so that its caller gets its own memory back;
+        never blocks.
 
-        The transfer is `released` at the end of the copy and goes on being held. False: it stays
-        where it is, because there is no room or it is being pulled or was spilled already.
+        The transfer is `released` when the copy ends, and the key stays held. Returns False if the
+        source stays where it is: there is no room, it is being pulled, or it was spilled already.
 
         Raises:
             EngineClosed: the engine is closed.
@@ -199,9 +200,10 @@ class P2pNcclEngine:
     def abandon(
         self, key: TransferKey, peer: PeerAddress | InstanceAddress | None, reason: str
     ) -> None:
-        """Say that a key will never be completed, so that nobody waits for it; never blocks.
+        """Abandon a key that will never be completed, so that no receive waits for it; never
+        blocks.
 
-        The peer is told; without one, whoever wants the key (GET).
+        The `peer` is told. Without one, every peer that asks for the key is told (GET).
 
         Raises:
             EngineClosed: the engine is closed.
@@ -210,7 +212,7 @@ class P2pNcclEngine:
         """
         check_fits(AbandonOk(0, 0, key))
         with self._open():
-            self._parts.holds.let_go(key, reason)  # whoever asks learns it, too
+            self._parts.holds.let_go(key, reason)  # peers that ask are told, too
             if peer is None:
                 return
             if isinstance(peer, InstanceAddress):
@@ -231,18 +233,19 @@ class P2pNcclEngine:
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Transfer:
-        """Bring a key into the sink's memory, which is the engine's until `released`; never blocks.
+        """Bring a key into the sink's memory, which belongs to the engine until `released`; never
+        blocks. On a GPU, the memory is written after all that is in `stream` now.
 
-        On a GPU it is written after all that is in `stream` now.
-
-        What has landed already is taken at once. A `peer` that is known is watched: when it dies,
-        the transfer fails at once instead of at its deadline. With `pull` it is asked (GET).
+        Chunks that have landed already are claimed at once. A `peer` that is named is watched: if
+        it dies, the transfer fails at once instead of at its deadline. With `pull`, it is asked for
+        the key (GET).
 
         Raises:
             EngineClosed: the engine is closed.
-            LocalProtocolError: pull without a peer; more key or binding than a message can carry.
+            LocalProtocolError: pull without a peer, or key or binding are more than a message can
+                carry.
             PeerUnreachable: the peer's address is not host:port.
-            TransferError: the key is being received already, or came and was refused before.
+            TransferError: the key is being received already, or was offered and refused before.
         """
         if pull and peer is None:
             raise LocalProtocolError(f"{key}: a pull needs a peer")
@@ -269,10 +272,11 @@ class P2pNcclEngine:
         pull: bool = False,
         reason: str = "",
     ) -> None:
-        """Say that a key will not be received here: what came is freed, what comes is refused.
+        """Refuse a key that will not be received here: landed chunks are freed, new offers are
+        refused. Never blocks.
 
-        With `pull` the peer that holds it is told, so that it can free it now. A key that is kept
-        is left as it is, for who receives it next, until `drop`. Never blocks.
+        With `pull`, the peer that holds the key is told, so that it can free it now. A kept key is
+        left as it is, for the next receive, until `drop`.
 
         Raises:
             EngineClosed: the engine is closed.
@@ -293,11 +297,12 @@ class P2pNcclEngine:
         binding: bytes = b"",
         peer: PeerAddress | InstanceAddress | None = None,
     ) -> None:
-        """Say that a key will be asked for, later: until `drop` it outlives its leases, where it
-        has landed here, and where the peer holds it or was denied room for it; never blocks.
+        """Keep a key for a later receive: until `drop`, it outlives its leases here, and at the
+        peer that holds it or was denied room for it. Never blocks.
 
-        Nothing is kept for longer than max_renewal_seconds. A key that the peer will not give is
-        refused by `receive` at once. What was discarded before, and not offered since, may come.
+        Nothing is kept for longer than max_renewal_seconds. If the peer will not give the key,
+        `receive` refuses it at once. If the key was discarded before, and not offered since, offers
+        are accepted again.
 
         Raises:
             EngineClosed: the engine is closed.
@@ -310,8 +315,8 @@ class P2pNcclEngine:
             self._parts.store.revive((key, binding))
 
     def drop(self, key: TransferKey, *, binding: bytes = b"") -> None:
-        """Keep a key no longer; idempotent. What is left of it ends by its leases, or now, if a
-        receive of it has failed, or it was discarded, since it is kept.
+        """Stop keeping a key; idempotent, never blocks. Its remains end with their leases; they end
+        now if, while it was kept, a receive of it has failed or it was discarded.
 
         Raises:
             EngineClosed: the engine is closed.
@@ -321,24 +326,24 @@ class P2pNcclEngine:
 
     def poll(self) -> None:
         """Make progress on this thread, completions included; never blocks. Call it in each step:
-        while this thread keeps the interpreter, the control thread waits for it, and when that is
-        dead, nobody else sees deadlines."""
+        while this thread holds the interpreter, the control thread cannot run. If the control
+        thread is dead, only this call enforces deadlines."""
         self._parts.collect()
         self._parts.control.pump()
         if not self._parts.control.alive and not self._closed:
             self._parts.dispatch.on_tick(time.monotonic())
 
     def drop_landed(self) -> int:
-        """Forget what has come, or is on its way, and nobody has asked for; returns the bytes that
+        """Drop chunks that no receive has claimed, landed or on their way; returns the bytes that
         had landed."""
         with self._open():
             self._parts.collect()
             return self._parts.store.drop_landed()
 
-    # The simple form
+    # Tensors by name
 
     def send_tensor(self, key: TransferKey, tensor: torch.Tensor, peer: str) -> Transfer:
-        """Send a tensor of this device according to send_type; PUT blocks until it has left.
+        """Send a tensor of this device according to send_type. With PUT, blocks until it has left.
 
         A contiguous tensor is not copied: leave it unchanged until the transfer is released.
 
@@ -361,11 +366,11 @@ class P2pNcclEngine:
         timeout: float,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Block until the tensor is there, at most `timeout` seconds; in GET mode it is pulled.
+        """Block until the tensor is there, for at most `timeout` seconds; in GET mode it is pulled.
 
         Raises:
             TransferTimeout: it did not come in time.
-            P2pError: it will not come, and why.
+            P2pError: it will not come; says why.
         """
         if out is not None:
             check_reachable(out, self._tensor_device)
@@ -381,10 +386,10 @@ class P2pNcclEngine:
             raise LocalProtocolError(f"{key} ended without a tensor")
         return sink.tensor
 
-    # Seeing and ending
+    # Observing and closing
 
     def stats(self) -> dict[str, Any]:
-        """A snapshot: sizes in bytes, counts since the start."""
+        """Return a snapshot: sizes in bytes, counts since the start."""
         with self._parts.changed:
             counters, live = self._parts.counters, self._parts.store.live_bytes()
             return {
@@ -429,11 +434,11 @@ class P2pNcclEngine:
             }
 
     def close(self, timeout: float = 2.0) -> None:
-        """End every transfer with EngineClosed, say BYE, join both threads; idempotent, bounded.
+        """End every transfer with EngineClosed, say BYE, join the threads; idempotent, bounded.
 
-        When a copy does not stop in time, transfers stay open and all memory is kept: nobody may
-        use what it still reads or writes. A thread that does not stop in time keeps its sockets. It
-        is logged; call again.
+        If a copy does not stop in time, its transfers stay open and all memory is kept: nobody may
+        reuse memory that the copy still reads or writes. A thread that does not stop in time keeps
+        its sockets. Both are logged; call `close` again.
         """
         with self._parts.changed:
             if self._closing:
@@ -465,10 +470,10 @@ class P2pNcclEngine:
         return self._parts.gpu.now(stream) if self._parts.gpu is not None else ()
 
     def _leave(self, timeout: float) -> None:
-        """Say BYE in the control thread, then stop that; when it is dead, in its stead."""
+        """Say BYE in the control thread, then stop it. If it is dead, say BYE from here."""
         if not self._parts.control.alive:
             self._parts.control.call_soon(self._say_goodbye)
-            for _ in range(2):  # what it says is sent in the next turn
+            for _ in range(2):  # BYE is sent in the next turn
                 self._parts.control.pump()
             return
         finished = threading.Event()
@@ -511,7 +516,8 @@ class P2pNcclEngine:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
-        """Hold the lock of an engine that is not closed: whatever is begun under it, close ends."""
+        """Hold the lock of an engine that is not closed. `close` ends whatever is begun under
+        it."""
         with self._parts.changed:
             if self._closed:
                 raise EngineClosed("the engine is closed")
@@ -521,10 +527,11 @@ class P2pNcclEngine:
 
 
 def _wait_or_withdraw(transfer: Transfer, timeout: float) -> None:
-    """Wait for a transfer; when that fails, its caller has its memory back before this returns.
+    """Wait for a transfer; blocks. If that fails, its caller has its memory back before this
+    returns.
 
     Raises:
-        TransferTimeout: it did not end in time; that a copy does not stop is said, too.
+        TransferTimeout: it did not end in time; the message says if a copy does not stop.
         P2pError: the error that it ended with.
     """
     try:

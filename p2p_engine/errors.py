@@ -42,7 +42,7 @@ class RemoteProtocolError(ProtocolError):
 
 
 class PeerError(P2pError):
-    """Something is wrong with the peer itself."""
+    """There is a problem with the peer itself."""
 
 
 class PeerUnreachable(PeerError):
@@ -50,7 +50,7 @@ class PeerUnreachable(PeerError):
 
 
 class PeerRefused(PeerError):
-    """The two engines cannot work together; the message names what differs."""
+    """The two engines cannot work together; the message names the values that differ."""
 
 
 class AuthenticationFailed(PeerRefused):
@@ -74,7 +74,7 @@ class TransferCancelled(TransferError):
 
 
 class TransferRejected(TransferError):
-    """The peer ended the transfer and said why."""
+    """The peer ended the transfer; the message has its reason."""
 
 
 class TransferTooLarge(TransferRejected):
@@ -82,7 +82,7 @@ class TransferTooLarge(TransferRejected):
 
 
 class TransferCorrupted(TransferError):
-    """The checksum of what arrived is not that of what left."""
+    """The bytes that arrived have another checksum than the bytes that left."""
 
 
 class TransportError(P2pError):

@@ -11,16 +11,16 @@ from p2p_engine.errors import P2pError
 
 logger = logging.getLogger(__name__)
 
-OVERDUE_SECONDS = 2.0  # a wait may outlive its deadline by so much: a copy stops at its next slice
+OVERDUE_SECONDS = 2.0  # after its deadline: a copy stops only at its next slice
 
 
 @dataclass
 class Counters:
-    """What has happened since the engine was made."""
+    """The counters of an engine, since it was made."""
 
     sent_bytes: int = 0
-    spilled_bytes: int = 0  # of what was held
-    writing_seconds: float = 0.0  # from the start of each write to its end, added up
+    spilled_bytes: int = 0  # of held sources
+    writing_seconds: float = 0.0  # of all writes, each from its start to its end
     denied: int = 0
     expired: int = 0
     corrupted: int = 0  # chunks that arrived with a wrong checksum
@@ -37,7 +37,7 @@ class Counters:
 
 
 class Watchdog:
-    """Sees the waits that should have ended and have not. It ends none; it logs them."""
+    """Finds waits that have outlived their deadlines. It logs them, and ends none."""
 
     def __init__(self) -> None:
         self.num_reported = 0  # since the start
@@ -45,8 +45,8 @@ class Watchdog:
         self._reported: set[str] = set()
 
     def look(self, now: float, overdue: Iterable[str]) -> None:
-        """Take the names of what is past its deadline; log what stays so, once each. `now` counts
-        the seconds in which this engine ran."""
+        """Take the names of overdue waits, and log each that persists, once. `now` counts the
+        seconds in which this engine ran."""
         self._first_seen = {name: self._first_seen.get(name, now) for name in overdue}
         stuck = {name for name, since in self._first_seen.items() if now - since >= OVERDUE_SECONDS}
         for name in stuck - self._reported:
@@ -58,5 +58,5 @@ class Watchdog:
 
     @property
     def overdue(self) -> list[str]:
-        """What is reported now."""
+        """Return the waits that are reported now."""
         return sorted(self._reported)

@@ -1,8 +1,9 @@
-"""DeviceMemory: what an engine takes on its GPU, and what vLLM must leave for it. Pure arithmetic.
+"""DeviceMemory: the GPU memory that an engine needs, and that vLLM must leave for it. Pure
+arithmetic.
 
-vLLM measures the GPU and sizes its cache before it makes the connector, so nothing of ours is in
-its figures: we have what `--gpu-memory-utilization` leaves of the whole, or, where
-`--kv-cache-memory-bytes` is set, what is free behind it.
+vLLM measures the GPU and sizes its cache before it makes the connector, so its figures include
+nothing of ours. The engine can use the memory outside `--gpu-memory-utilization`, or, if
+`--kv-cache-memory-bytes` is set, the memory that is still free after vLLM's cache.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on one GPU: the first two at start, those of groups as peers come, at most."""
+    """Bytes on one GPU: the first two are taken at start, those of groups as peers come, at
+    most."""
 
     buffer_bytes: int
     slab_bytes: int
@@ -29,16 +31,16 @@ class DeviceMemory:
 
     @property
     def at_start(self) -> int:
-        """What must be free when the engine starts."""
+        """Return the bytes that must be free when the engine starts."""
         return self.buffer_bytes + self.slab_bytes
 
     @property
     def at_most(self) -> int:
-        """What must be left to the engine."""
+        """Return the bytes that must be left to the engine."""
         return self.at_start + self.group_bytes
 
     def __str__(self) -> str:
-        """Say what it is for."""
+        """Return a text with the amount of each use."""
         return (
             f"{self.at_most / MIB:.0f} MiB (buffer {self.buffer_bytes / MIB:.0f}, slabs "
             f"{self.slab_bytes / MIB:.0f}, groups up to {self.group_bytes / MIB:.0f})"
@@ -47,10 +49,11 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Room:
-    """What vLLM leaves on a GPU of `total_bytes`, of which it uses the part `utilization`.
+    """The memory that vLLM leaves on a GPU of `total_bytes`, of which it uses the part
+    `utilization`.
 
-    None: its cache was given a size, and it measures nothing. `free_bytes` are there now, beside
-    its cache of `cache_bytes`: others may have taken some.
+    With `utilization` None, its cache was given a size, and vLLM measures nothing. `free_bytes` are
+    free now, beside its cache of `cache_bytes`; other processes may have taken some.
     """
 
     total_bytes: int
@@ -60,22 +63,22 @@ class Room:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that vLLM does not count on, and nobody else has."""
+        """Return the bytes that neither vLLM nor another process uses."""
         left = self.total_bytes - math.ceil(self.total_bytes * (self.utilization or 0.0))
         return left if self.free_bytes is None else min(left, self.free_bytes)
 
     def lacking(self, needed: DeviceMemory) -> int:
-        """Bytes by which too little is left; 0: there is room."""
+        """Return how many bytes are missing; 0 if there is room."""
         return max(0, needed.at_most - self.left_bytes)
 
     def advice(self, needed: DeviceMemory) -> str:
-        """Say which of vLLM's settings leaves room: the largest value of each, never 0, which vLLM
-        refuses or takes for no setting. If there is none, say what does not fit."""
+        """Return which of vLLM's settings leaves room: the largest value of each, but never 0,
+        which vLLM refuses or ignores. If there is none, return what does not fit."""
         ways = self.remedies(needed)
         return f"use {' or '.join(ways)}" if ways else self._refusal(needed)
 
     def remedies(self, needed: DeviceMemory) -> list[str]:
-        """Return those settings, each as it is written; none: there is no such value."""
+        """Return those settings as they are written; empty if no value leaves room."""
         ways = []
         if self.utilization is not None:
             lower = self.utilization - self.lacking(needed) / max(1, self.total_bytes)
@@ -102,14 +105,13 @@ class Room:
 
 
 def has_landing_memory(kv_role: str, send_type: SendMode) -> bool:
-    """Whether an engine has a buffer and a pool: for what it receives, or, with GET, for what it
-    spills while it holds it."""
+    """Whether an engine has a buffer and a pool: to receive, or with GET to spill held sources."""
     return kv_role != "kv_producer" or send_type is SendMode.GET
 
 
 def device_memory(config: EngineConfig, *, receives: bool = True) -> DeviceMemory:
-    """Compute it for the engine of one rank, whose `config` is that of a GPU (`on_device`)."""
-    # These load torch, which the command line does without until it is asked for this.
+    """Compute the memory of one rank's engine; its `config` must be that of a GPU (`on_device`)."""
+    # These load torch, which the command line avoids until it needs this.
     from p2p_engine.gpu.landing import IPC_BYTES
     from p2p_engine.transports.nccl.memory import Side, estimated_bytes
     from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS, NUM_SLABS, SLAB_BYTES, Slabs
@@ -126,5 +128,5 @@ def device_memory(config: EngineConfig, *, receives: bool = True) -> DeviceMemor
 
 
 def _hundredths(part: float) -> float:
-    """No more than this, and not less than nothing."""
+    """Return a share rounded down to hundredths, at least 0."""
     return max(0, math.floor(part * 100 + 1e-9)) / 100

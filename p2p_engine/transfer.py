@@ -11,16 +11,17 @@ from p2p_engine.wire.messages import TransferKey
 
 
 def lane_of(key: TransferKey) -> int:
-    """Return the mover's lane for a key: its chunks go one after the other, so that the receiver
-    scatters the first while the next ones are on their way; different keys take turns."""
+    """Return the mover's lane for a key. Chunks of one lane move one after the other, so that the
+    receiver scatters the first while the next ones are on their way. Different keys take turns."""
     return hash(key) & (1 << 63) - 1 | 1
 
 
 class Transfer:
-    """A send, a hold or a receive under way; made by the engine, and safe to use from any thread.
+    """A send, a hold or a receive; made by the engine, and safe to use from any thread.
 
-    `released` turns true when no byte of the caller's memory is touched any more; `done` when the
-    outcome is known, and then `error` says which (None: it succeeded). `done` implies `released`.
+    `released` turns true when the engine does not touch the caller's memory any more. `done` turns
+    true when the outcome is known; `error` is then None for success, or the error. `done` implies
+    `released`.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Transfer:
         self.error: P2pError | None = None
         self.released = False
         self.done = False
-        self.denied = False  # once: the receiver had no room for a chunk of it, and may not soon
+        self.denied = False  # the receiver had no room for a chunk, at least once
         self.group: TransferGroup | None = None
         self.on_end: Callable[[], None] | None = None  # engine only; called once, under its lock
         self._changed = changed
@@ -47,10 +48,10 @@ class Transfer:
         return f"Transfer({self.key}, {self.nbytes} bytes, {state}, error={self.error!r})"
 
     def wait(self, timeout: float) -> None:
-        """Block until done, at most `timeout` seconds.
+        """Block until done, for at most `timeout` seconds.
 
         Raises:
-            TransferTimeout: it was not done in time; it goes on.
+            TransferTimeout: it was not done in time; the transfer continues.
             P2pError: the error that it ended with.
         """
         if not self._wait_for(lambda: self.done, timeout):
@@ -59,30 +60,32 @@ class Transfer:
             raise self.error
 
     def wait_released(self, timeout: float) -> bool:
-        """Block until released, at most `timeout` seconds; False if it was not in time."""
+        """Block until released, for at most `timeout` seconds; returns False if it was not in
+        time."""
         return self._wait_for(lambda: self.released, timeout)
 
     def wait_released_or_denied(self, timeout: float) -> bool:
-        """Block until released, or denied once, at most `timeout` seconds; False if neither."""
+        """Block until released, or denied once, for at most `timeout` seconds; returns False if
+        neither."""
         return self._wait_for(lambda: self.released or self.denied, timeout)
 
     def cancel(self, reason: str = "") -> None:
-        """Ask for the end; returns at once, `done` follows when no byte can be touched any more."""
+        """Ask for the end; returns at once. `done` follows when no byte can be touched any more."""
         self._cancel(self, reason)
 
     def release(self) -> None:
-        """Engine only, under its lock: the caller's memory is free."""
+        """Release the caller's memory; engine only, under its lock."""
         self.released = True
         self._tell()
 
     def deny(self) -> None:
-        """Engine only, under its lock: the receiver has no room for it now."""
+        """Note that the receiver has no room now; engine only, under its lock."""
         if not self.denied:
             self.denied = True
             self._tell()
 
     def end(self, error: P2pError | None = None) -> None:
-        """Engine only, under its lock: the outcome. A second call changes nothing."""
+        """Set the outcome; engine only, under its lock. A second call does nothing."""
         if not self.done:
             self.error = error
             self.done = self.released = True
@@ -102,29 +105,29 @@ class Transfer:
 
 
 class TransferGroup(Transfer):
-    """One transfer to, or from, several ranks: released, and done, when all of its members are.
+    """One transfer to or from several ranks; released, or done, when all of its members are.
 
     `error` is that of the first member that failed, from that moment on.
     """
 
-    members: list[Transfer] | None = None  # None: it is not known yet who they are
+    members: list[Transfer] | None = None  # None: not known yet
 
     def join(self, members: list[Transfer]) -> None:
-        """Engine only, under its lock: say who they are."""
+        """Set the members; engine only, under its lock."""
         self.members = members
         for member in members:
             member.group = self
         self.refresh()
 
     def refresh(self) -> None:
-        """Engine only, under its lock: a member has changed."""
+        """Note that a member has changed; engine only, under its lock."""
         members = self.members
         if members is None or self.done:
             return
         self.nbytes = sum(member.nbytes for member in members)
         failures = [member.error for member in members if member.error is not None]
         if failures and self.error is None:
-            # What one rank refused, the others are still waiting for.
+            # The other ranks still wait for a chunk that one rank refused.
             text = f"{self.key}: {failures[0]}"
             self.error = failures[0] if len(members) == 1 else TransferError(text)
         self.denied = self.denied or any(member.denied for member in members)

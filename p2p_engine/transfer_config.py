@@ -1,8 +1,8 @@
-"""vLLM's --kv-transfer-config, as JSON: which part of it is ours. Knows nothing of vLLM's code.
+"""vLLM's --kv-transfer-config as JSON, and the part of it that is ours. Needs no code of vLLM.
 
-It is ours as a whole, or it is a MultiConnector's, and we are one of the entries in its list
-`connectors`, which may be MultiConnectors in turn. vLLM gives each connector its own entry alone,
-and an entry inherits nothing but the engine's id from what it is in.
+The whole is ours, or it is a MultiConnector's, and we are one of the entries in its list
+`connectors`, which may be MultiConnectors in turn. vLLM passes each connector its own entry only.
+An entry inherits nothing from the whole but the engine's id.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ CONNECTOR = "P2pNcclConnector"
 MULTI = "MultiConnector"
 EXTRA = "kv_connector_extra_config"
 CHILDREN = "connectors"
-# vLLM reads the policy from the whole, and fails on an entry that names the engine.
+# vLLM reads the policy from the whole only, and fails if an entry names the engine.
 WHOLE_KEYS = frozenset({"engine_id", "kv_load_failure_policy"})
-# What they answer when a request finishes has keys that ours has too (remote_host and others), and
-# then MultiConnector raises in the scheduler. All others, of 0.29 to 0.33, answer with keys of
-# their own or with none. Names by which they are configured, and of classes: what is derived from
-# them counts.
+# When a request finishes, these connectors return keys that ours returns too (remote_host and
+# others), so MultiConnector raises in the scheduler. All other connectors of vLLM 0.29 to 0.33
+# return keys of their own, or none. The names are configured names and class names; subclasses
+# count.
 CLASHING = frozenset(
     {
         *("MoRIIOConnector", "NixlBaseConnector", "NixlConnector", "NixlPullConnector"),
@@ -33,15 +33,15 @@ CLASHING = frozenset(
 
 
 def is_multi(config: TransferConfig) -> bool:
-    """Whether this is a MultiConnector's."""
+    """Whether this is a MultiConnector's configuration."""
     return config.get("kv_connector") == MULTI
 
 
 def extra_of(config: TransferConfig) -> Mapping[str, Any]:
-    """Return what is for the connector alone.
+    """Return the connector's own settings.
 
     Raises:
-        ConfigError: it is no JSON object.
+        ConfigError: they are not a JSON object.
     """
     extra = config.get(EXTRA)
     if extra is None:
@@ -52,10 +52,10 @@ def extra_of(config: TransferConfig) -> Mapping[str, Any]:
 
 
 def children(config: TransferConfig) -> list[TransferConfig]:
-    """Return the entries of a MultiConnector, in order; of all else none.
+    """Return the entries of a MultiConnector, in order; [] for any other connector.
 
     Raises:
-        ConfigError: they are no list of JSON objects.
+        ConfigError: they are not a list of JSON objects.
     """
     if not is_multi(config):
         return []
@@ -78,10 +78,10 @@ def single_connectors(config: TransferConfig) -> Iterator[TransferConfig]:
 
 
 def our_config(config: TransferConfig) -> TransferConfig:
-    """Return what vLLM gives to us: our entry in a MultiConnector, or the whole.
+    """Return the configuration that vLLM passes to us: our entry in a MultiConnector, or the whole.
 
     Raises:
-        ConfigError: not one entry of a MultiConnector is ours, or several are.
+        ConfigError: no entry of a MultiConnector is ours, or several are.
     """
     if not is_multi(config):
         return config
@@ -93,12 +93,12 @@ def our_config(config: TransferConfig) -> TransferConfig:
 
 
 def merge_configs(config: TransferConfig, overrides: TransferConfig) -> dict[str, Any]:
-    """Join two values; `overrides` win, key by key on both levels.
+    """Join two configurations; `overrides` win, key by key on both levels.
 
-    If one of them is a MultiConnector's, the other is about our entry in it.
+    If only one of them is a MultiConnector's, the other is about our entry in it.
 
     Raises:
-        ConfigError: there is none, or what must be a JSON object is not.
+        ConfigError: our entry is missing, or a value that must be a JSON object is not.
     """
     if is_multi(overrides) and not is_multi(config):
         whole, entry = _split(config)
@@ -110,7 +110,7 @@ def merge_configs(config: TransferConfig, overrides: TransferConfig) -> dict[str
 
 
 def with_role(config: TransferConfig, kv_role: str) -> dict[str, Any]:
-    """Give this role to the whole and to each entry of it that has none, for none inherits it."""
+    """Give this role to the whole and to each entry without one: entries do not inherit it."""
     filled = {"kv_role": kv_role, **config}
     if is_multi(config):
         entries = [with_role(child, kv_role) for child in children(config)]
@@ -124,7 +124,7 @@ def _merge(config: TransferConfig, overrides: TransferConfig) -> dict[str, Any]:
 
 
 def _split(config: TransferConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is for a MultiConnector itself, and what is for our entry in it."""
+    """Split a configuration: a MultiConnector's own keys, and those for our entry in it."""
     whole = {key: value for key, value in config.items() if key in WHOLE_KEYS}
     return whole, {key: value for key, value in config.items() if key not in WHOLE_KEYS}
 
@@ -132,7 +132,7 @@ def _split(config: TransferConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 def _change_ours(
     config: TransferConfig, change: Callable[[TransferConfig], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return a MultiConnector's value in which our one entry is changed."""
+    """Return a MultiConnector's configuration in which our one entry is changed."""
     ours = our_config(config)
 
     def changed(entry: TransferConfig) -> dict[str, Any]:
