@@ -94,7 +94,7 @@ class Renewals(LinkListener):
 
     def drop(self, content: ContentKey) -> None:
         """Stop keeping a content; idempotent. If it was left for another receive, it is discarded
-        and its peer is told. Whatever has arrived since then ends with its lease."""
+        and its peer is told. Later arrivals end with their leases."""
         self._remove(content)
         self._store.dropped(content)
         let_go = self._expectations.let_go.pop(content, None)

@@ -3,7 +3,7 @@
     MAKING  → NCCL initialises without blocking, under a deadline
     JOINING → both sides are initialised; one byte moves, so that the first transfer is fast
     READY   → pieces move
-    ENDED   → the reaper aborts it, once; whatever it still delivers does not count
+    ENDED   → the reaper aborts it, once; bytes that it still delivers do not count
 
 For the device's thread.
 """
