@@ -222,7 +222,9 @@ class Parts:
                 job.tag(job)  # type: ignore[operator]
         except Exception:
             self.counters.callback_errors += 1
-            logger.exception("the callback of a %s job failed, the others run", job.state)
+            logger.exception(
+                "the callback of a %s job failed; the other callbacks still run", job.state
+            )
 
     def close(self) -> int:
         """Close all parts in reverse order. Returns how many did not stop; they stay for the next

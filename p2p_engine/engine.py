@@ -537,7 +537,7 @@ def _wait_or_withdraw(transfer: Transfer, timeout: float) -> None:
     try:
         transfer.wait(timeout)
     except BaseException as error:
-        transfer.cancel("its caller waits no longer")
+        transfer.cancel("its caller has stopped waiting")
         if not transfer.wait_released(WITHDRAW_SECONDS):
             text = f"{transfer.key}: a copy does not stop, the caller's memory is still in use"
             raise TransferTimeout(text) from error

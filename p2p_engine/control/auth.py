@@ -225,7 +225,7 @@ class Authenticator:
         elif self._curve:
             self._refuse("no key of this fleet; the old connector has none and cannot join it")
         else:
-            self._refuse("somebody does not speak our protocol, or asks for a key")
+            self._refuse("a client does not speak our protocol, or asks for a key")
 
     def _accept(self, fd: int) -> None:
         with contextlib.suppress(OSError), duplicate(fd) as accepted:
@@ -271,7 +271,7 @@ class Handshakes:
             return f"the handshake failed (ZMTP error {value:#x})"
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             if self._has_keys:
-                return "it takes no keys: it was started without key_file, or is of the old kind"
+                return "it takes no keys: it was started without key_file, or is an old connector"
             return "it asks for a key, and no key_file is named here"
         if self.failures < self._max_failures:
             return ""  # the peer may be starting, stopping or full

@@ -100,7 +100,10 @@ class Intake:
             self._look(fd)
         self.drained = False
         while sum(self._heavy.values()) > MAX_UNREAD_BYTES_IN_ALL:
-            self.end(max(self._heavy, key=self._heavy.__getitem__), "all owe too much")
+            self.end(
+                max(self._heavy, key=self._heavy.__getitem__),
+                "all connections together have too many unread bytes",
+            )
 
     def end(self, fd: int, reason: str) -> None:
         """Cut a connection, if the descriptor still belongs to it."""

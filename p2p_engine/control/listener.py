@@ -58,7 +58,7 @@ class Listener:
             self._has_files()
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             self._warnings.warn(
-                "no descriptor left of %d (RLIMIT_NOFILE): nobody can connect", limit
+                "no descriptor left of %d (RLIMIT_NOFILE): no peer can connect", limit
             )
 
     def close(self) -> None:

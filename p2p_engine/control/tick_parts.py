@@ -53,7 +53,7 @@ class TickParts:
         self.num_failures += 1
         since = self._failing_since.setdefault(name, now)
         self._warnings[name].warn(
-            "the part %s of a tick failed, the others run: %s",
+            "the part %s of a tick failed; the other parts still run: %s",
             name,
             "".join(format_exception(error)),
         )

@@ -130,7 +130,7 @@ class ListeningClock:
             self._seconds += interval
         elif self._seconds - self._excused_at >= self._patience:
             self._excused_at = self._seconds
-            logger.info("this process did not run for %.1f s: nobody is late by that", interval)
+            logger.info("this process did not run for %.1f s; its peers are not blamed", interval)
         else:
             self._seconds += self._step
         return self._seconds

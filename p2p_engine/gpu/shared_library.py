@@ -37,7 +37,7 @@ def bind(library: ctypes.CDLL, result: object, functions: Mapping[str, tuple[obj
         try:
             function = getattr(library, name)
         except AttributeError as error:
-            raise ConfigError(f"not the library that is needed: {error}") from error
+            raise ConfigError(f"not the expected library: {error}") from error
         function.argtypes, function.restype = arguments, result
 
 

@@ -23,10 +23,10 @@ HEADER_BYTES = MIN_BLOCK_BYTES  # at offset 0 lies the nonce; no landing is gran
 MAX_WORDS = 1 << 16  # concurrent landings that senders write by themselves
 PREFAULT_BYTES = 256 << 20  # touched in advance, beyond the highest use so far
 BUFFER, POOL = "buffer", "pool"
-SHARE = 8  # a sender may have so many times what it leaves free
+SHARE = 8  # a sender may have so many times the bytes that it leaves free
 RESERVED_PART = 8  # one of so many is kept for chunks that a receive waits for
 WINDOW = 4  # chunks of one shipment that are open at a time
-SHARE_OF_LANDING = 2 * WINDOW  # a chunk is at most this part of what its receiver can ever take
+SHARE_OF_LANDING = 2 * WINDOW  # a chunk is at most this part of its receiver's largest landing
 WORD_BYTES = 8
 _NEVER = -1  # no completion word is negative
 

@@ -438,7 +438,7 @@ class Links(SessionListener):
         text = f"peer {link.target}: no transport works ({here} here, {there} there)"
         text += f": {refusal}" if refusal else ""
         if set(GPU_TRANSPORTS) & {*ours, *theirs}:
-            text += '; by way of host memory: "kv_buffer_device": "cpu" on both sides'
+            text += '; to go through host memory, set "kv_buffer_device": "cpu" on both sides'
         return PeerRefused(text)
 
     def _connect(self, link: Link, untried: list[Transport], refusal: str) -> None:

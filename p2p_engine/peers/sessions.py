@@ -241,7 +241,7 @@ class Sessions:
             # Else this may answer an older PING. The newcomer repeats its HELLO, and the session is
             # asked again.
         else:
-            text = f"{session.address} is the address of another engine, which lives"
+            text = f"{session.address} is the address of another engine, which is alive"
             reason = f"{text}; give each engine a host or a port of its own"
             self._refuse(route, hello, reason)
 

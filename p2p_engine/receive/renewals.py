@@ -147,7 +147,7 @@ class Renewals(LinkListener):
             return
         for kept in self._overaged(now):
             logger.warning(
-                "renewed no more: key=%s seconds=%g",
+                "no longer renewed: key=%s seconds=%g",
                 kept.content[0], self._config.max_renewal_seconds,
             )  # fmt: skip
             self.drop(kept.content)

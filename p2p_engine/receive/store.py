@@ -336,7 +336,7 @@ class Store(SessionListener):
         elif item.orphaned:
             self._late[item] = None
             self._counters.expired += 1
-            reason = "its lease ended before anybody asked for it"
+            reason = "its lease ended before a request asked for it"
             self._replies.leave_tombstone(item.content, reason, refused=True)
             self._free(item)
 

@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     options.add_argument(
         "--token-ms-per-request", type=float, default=cost.step_seconds_per_request / _MILLISECOND,
-        help="what each other request adds to it (%(default)g)",
+        help="time that each other request adds to it (%(default)g)",
     )  # fmt: skip
     options.add_argument("--kv-bytes-per-token", type=int, default=1024, help="(%(default)d)")
     return options

@@ -84,7 +84,7 @@ def test_a_peer_that_is_silent_is_not_one_that_breaks_off() -> None:
     ("num_keys", "event", "value", "told"),
     [
         (1, zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400, "does not accept our key"),
-        (1, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, 0x11000002, "of the old kind"),
+        (1, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, 0x11000002, "an old connector"),
         (0, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, 0x11000002, "asks for a key"),
         (1, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, 0x11000001, "0x11000001"),
     ],
