@@ -93,7 +93,7 @@ class StepOrders:
     loads: list[Load] = field(default_factory=list)
     spills: list[str] = field(default_factory=list)  # held requests whose blocks vLLM needs
     cancelled_loads: list[str] = field(default_factory=list)
-    unwanted: list[Party] = field(default_factory=list)  # KV that nobody here will load
+    unwanted: list[Party] = field(default_factory=list)  # KV that no request here will load
     kept: list[Party] = field(default_factory=list)  # KV that will be loaded, later
-    dropped: list[Party] = field(default_factory=list)  # that need be kept no longer
-    is_reset: bool = False  # vLLM's caches were: what has landed and what is held are out of date
+    dropped: list[Party] = field(default_factory=list)  # KV that is no longer kept
+    is_reset: bool = False  # vLLM reset its caches: landed and held KV is out of date
