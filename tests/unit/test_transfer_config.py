@@ -78,7 +78,7 @@ def test_the_doctor_looks_at_what_our_entry_needs() -> None:
         (multi({**OURS, EXTRA: []}), f"connectors[0]: {EXTRA} is []"),
         (multi({**OURS, "kv_ip": "h"}), "connectors[0]: kv_ip: vLLM refuses this key"),
         (multi({**OURS, "engine_id": "e"}), "connectors[0]: engine_id: not read from an entry"),
-        (multi({**OURS, "kv_load_failure_policy": "recompute"}), "belongs beside"),
+        (multi({**OURS, "kv_load_failure_policy": "recompute"}), "set it beside"),
         (multi(multi(OURS, 5)), "connectors[0]: connectors is"),
     ],
 )
