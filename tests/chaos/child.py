@@ -32,6 +32,7 @@ from p2p_engine.control import auth, dialler
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.errors import P2pError, RemoteProtocolError
 from p2p_engine.memory.layout import TensorSink, TensorSource
+from p2p_engine.peers import links
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.transfer import Transfer
@@ -108,7 +109,8 @@ class ChaosEngine:
         torch.set_num_threads(1)
         logging.disable(logging.ERROR)  # what is to be seen is in the record
         auth.SILENCE_SECONDS = 2
-        dialler.IDLE_SECONDS = max(2.0, config.peer_timeout_seconds)  # none is closed between pings
+        dialler.IDLE_SECONDS = max(2.0, config.peer_timeout_seconds)
+        links.REST_SECONDS = dialler.IDLE_SECONDS / 2  # no connection is closed between two PINGs
         gc.freeze()  # what was imported before is nobody's leak, and a look for leaks is quick
         self.clock = JumpingClock()
         self._trap = Trap(trap)
