@@ -6,6 +6,7 @@ are refused, because a wrong size is worse than none.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ def read_model(path: Path, dtype: str) -> ModelShape:
     for key in _UNKNOWN_KEYS:
         if text.get(key):
             raise _refusal(f"{key} is set, and the KV of such layers is not known")
-    element = _resolve_dtype(dtype, config, text)
+    element = _resolve_dtype(dtype, config, text, _scheme(file, config))
     kinds = _latents(text, element) if family in _LATENT else _plain(text, family, element)
     return ModelShape(file.resolve().parent.name, element, kinds)
 
@@ -196,13 +197,26 @@ def _latents(text: Mapping[str, Any], dtype: str) -> tuple[LayerKind, ...]:
     return (LayerKind("MLA", total, 1, size * item, row),)
 
 
-def _resolve_dtype(dtype: str, config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+def _scheme(file: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return how the checkpoint is quantised; older ModelOpt says it in a file of its own."""
+    scheme = config.get("quantization_config")
+    if scheme is None:
+        with contextlib.suppress(OSError, ValueError):
+            scheme = json.loads((file.parent / "hf_quant_config.json").read_text())
+    if not isinstance(scheme, dict):
+        return {}
+    inner = scheme.get("quantization")
+    return {**scheme, **inner} if isinstance(inner, dict) else scheme
+
+
+def _resolve_dtype(
+    dtype: str, config: Mapping[str, Any], text: Mapping[str, Any], scheme: Mapping[str, Any]
+) -> str:
     """Return the dtype of the cache; "auto" is the model's."""
     if dtype in ELEMENT_BYTES:
         return dtype
     if dtype != "auto":
         raise ConfigError(f"--kv-cache-dtype {dtype}: allowed: auto, {_dtypes()}")
-    scheme = config.get("quantization_config") or {}
     found = next(
         (part[key] for part in (text, config) for key in ("dtype", "torch_dtype") if part.get(key)),
         None,

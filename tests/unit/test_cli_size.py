@@ -289,6 +289,18 @@ def test_a_model_of_another_dtype_may_be_named(tmp_path: Path) -> None:
     assert value(result.output, "KV of a token, full attention") == "65,536 B"
 
 
+@pytest.mark.parametrize("is_own_file", [True, False])
+def test_what_older_modelopt_says_of_the_cache_is_read(tmp_path: Path, is_own_file: bool) -> None:
+    """As vLLM does, which then has a cache in FP8."""
+    scheme = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    path = write(tmp_path, **({} if is_own_file else {"quantization_config": scheme}))
+    if is_own_file:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(scheme))
+    result = run("--model", path)
+    assert result.exit_code == 2
+    assert "quantises its KV cache" in " ".join(re.findall(r"[^│╭╰╮╯─\s]+", result.output))
+
+
 def test_it_needs_no_vllm(tmp_path: Path) -> None:
     program = "import sys; sys.modules['vllm'] = None; from p2p_engine.cli.app import app; app()"
     command = [sys.executable, "-c", program, "size", "--model", write(tmp_path)]
