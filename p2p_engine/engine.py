@@ -79,8 +79,12 @@ class P2pNcclEngine:
             config, spec, receives=receives, spills=receives if spills is None else spills
         )
         self.epoch = parts.epoch
-        warn_if_exposed(config.host, parts.secrets)
-        parts.control.start()
+        try:
+            warn_if_exposed(config.host, parts.secrets)
+            parts.control.start()
+        except BaseException:  # no thread is left: libzmq would wait for its sockets for ever
+            parts.close()
+            raise
 
     @property
     def zmq_address(self) -> str:

@@ -77,6 +77,11 @@ class Expectations:
         item = self.awaited.get(key)
         return item is not None and epoch in item.epochs
 
+    def is_from_others(self, key: TransferKey, epoch: int) -> bool:
+        """Whether a key is awaited only from known engines, and this epoch is none of them."""
+        item = self.awaited.get(key)
+        return item is not None and bool(item.epochs) and not item.epochs & {0, epoch}
+
     def keep(self, kept: Kept) -> None:
         """Note a content that is not kept yet."""
         self._kept[kept.content] = kept

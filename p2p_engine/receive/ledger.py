@@ -25,6 +25,7 @@ from p2p_engine.transfer import Transfer
 from p2p_engine.transports.base import Transport
 from p2p_engine.wire.messages import ContentKey, Manifest, TransferKey
 
+MAX_STRANGERS = 64  # remembered by one receive
 BLOCKS = "blocks"  # the third place, beside the arena's buffer and pool
 
 LandingId: TypeAlias = tuple[int, int]  # the sender's epoch, its sequence number
@@ -108,7 +109,7 @@ class Receive:
     writers: Spans[Landing] = field(default_factory=Spans)  # those that write to the sink
     delivered: Cover = field(default_factory=Cover)
     senders: set[int] = field(default_factory=set)  # the epochs whose chunks were granted
-    denied: set[int] = field(default_factory=set)  # epochs that will offer again
+    denied: dict[int, float] = field(default_factory=dict)  # until when an epoch offers again
     source_lost: P2pError | None = None  # the sender is gone: only bytes already here complete it
     ending: P2pError | None = None
     complete: bool = False
@@ -116,6 +117,8 @@ class Receive:
     is_pulled: bool = False  # it was asked for with WANT
     strangers: set[int] = field(default_factory=set)  # epochs that offer another content of its key
     mismatched: bool = False  # such an epoch is its sender's
+    # Why chunks that came before the receive do not fit it, by their senders' epochs.
+    misfits: dict[int, P2pError] = field(default_factory=dict)
 
     def narrowed(self, manifest: Manifest) -> Manifest:
         """Return the part of a chunk that is still wanted.
@@ -166,6 +169,11 @@ class Receive:
         self.senders.add(landing.id[0])
         if landing.is_straight:
             self.writers.add(landing.manifest, landing)
+
+    def note_denied(self, epoch: int, until: float) -> None:
+        """Note that a chunk was denied room, and until when its sender offers it again."""
+        if epoch in self.denied or len(self.denied) < MAX_STRANGERS:
+            self.denied[epoch] = until
 
     def scatters(self, landing: Landing) -> None:
         """Note that a landing is being copied to the sink."""

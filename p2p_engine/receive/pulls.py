@@ -6,6 +6,7 @@ A peer is one engine, or those ranks of an instance that the plan names.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -175,12 +176,13 @@ class Pulls(LinkListener):
             return  # it is due already
         later = self._clock() + self._config.retry_seconds
         times = [
-            asked.resend_at if asked.link.ready else max(later, asked.resend_at)
+            max(asked.resend_at if asked.link.ready else max(later, asked.resend_at),
+                self._offered_until(item, asked))
             for asked in item.asked
-            if not self._has_offered(item, asked)
-        ]
-        if times:
-            self._timers.set(item, min(times))
+        ]  # fmt: skip
+        at = min(times, default=math.inf)
+        if at < math.inf:
+            self._timers.set(item, at)
         else:
             self._timers.cancel(item)
 
@@ -268,14 +270,14 @@ class Pulls(LinkListener):
             self._to_release.add(link, content)
 
     def _ask(self, item: Expected, asked: AskedRank, now: float) -> None:
-        if not asked.link.ready or now < asked.resend_at or self._has_offered(item, asked):
+        if not asked.link.ready or now < max(asked.resend_at, self._offered_until(item, asked)):
             return
         asked.resend_at = now + self._pause(asked)
         asked.num_wants += 1
         self._links.send(asked.link, Want, *item.content, not item.pull)
 
-    def _has_offered(self, item: Expected, asked: AskedRank) -> bool:
-        return self._store.has_offer(item.content, asked.link.epoch)
+    def _offered_until(self, item: Expected, asked: AskedRank) -> float:
+        return self._store.offered_until(item.content, asked.link.epoch)
 
     def _pause(self, asked: AskedRank) -> float:
         """Return the seconds until the next WANT. They double each time, but a lease of the peer

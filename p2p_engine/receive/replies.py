@@ -108,10 +108,13 @@ class Replies:
         self._tombstones.put(content, Tombstone(shorten(reason), until, refused, said_by))
 
     def revive(self, content: ContentKey) -> None:
-        """Accept offers of a content again, unless one was refused already."""
-        tombstone = self._tombstones.get(content)
-        if tombstone is not None and not tombstone.refused:
-            self._tombstones.pop(content)
+        """Accept offers of a content again, unless one was refused within the last lease."""
+        for name in (content, (content[0], b"")):
+            tombstone = self._tombstones.get(name)
+            if tombstone is None:
+                continue
+            if tombstone.until <= self._clock() or (name == content and not tombstone.refused):
+                self._tombstones.pop(name)
 
     def exhume(self, content: ContentKey) -> Tombstone | None:
         """Remove and return the tombstone of a content, or of its key, if it is still in force."""

@@ -7,6 +7,7 @@ lock guards everything here.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 from collections.abc import Callable
@@ -32,7 +33,15 @@ from p2p_engine.memory.jobs import Copier, Job, Moment, after
 from p2p_engine.memory.layout import Regions, Sink, ask, pair
 from p2p_engine.peers.listeners import SessionListener
 from p2p_engine.receive.expectations import Expectations
-from p2p_engine.receive.ledger import Landing, LandingId, LandingState, Ledger, Receive, Writer
+from p2p_engine.receive.ledger import (
+    MAX_STRANGERS,
+    Landing,
+    LandingId,
+    LandingState,
+    Ledger,
+    Receive,
+    Writer,
+)
 from p2p_engine.receive.placement import Placement
 from p2p_engine.receive.replies import Replies, Reply
 from p2p_engine.transfer import Transfer, lane_of
@@ -45,7 +54,6 @@ MISMATCH_GRACE_SECONDS = 1.0
 MAX_LANDINGS = 1 << 16  # of one sender
 # For chunks without bytes: no landing memory bounds them, and each may take 100 KiB of ours.
 MAX_EMPTY_LANDINGS, MAX_EMPTY_LANDINGS_IN_ALL = 256, 1024
-MAX_STRANGERS = 64  # remembered by one receive
 
 
 class Store(SessionListener):
@@ -118,7 +126,8 @@ class Store(SessionListener):
         self._ledger.open(receive)
         self._timers.set(receive, deadline)
         for landing in self._ledger.of_content(content):
-            if landing.state in (LandingState.GRANTED, LandingState.LANDED):
+            is_here = landing.state in (LandingState.GRANTED, LandingState.LANDED)
+            if is_here and receive.ending is None:
                 self._claim(landing, receive)
         for item in self._ledger.of_key(key):
             if item.content != content:
@@ -195,6 +204,7 @@ class Store(SessionListener):
         """Note that the sender of a key is known now: its earlier offers count."""
         for receive in self._ledger.receives_of_key(key):
             self._judge_mismatch(receive)
+            self._judge_misfits(receive)
 
     def drop_landed(self) -> int:
         """Drop all landings that no receive has claimed; returns the bytes of those that had
@@ -268,7 +278,11 @@ class Store(SessionListener):
     def session_lost(self, epoch: int, error: PeerLost) -> None:
         """End what only a lost sender could have completed: it is silent, restarted or closing."""
         self._placement.sender_lost(epoch)
-        source_lost = self._ledger.receives_from(epoch)
+        source_lost = [
+            receive
+            for receive in self._ledger.receives_from(epoch)
+            if not self._expectations.is_from_others(receive.content[0], epoch)
+        ]
         for receive in source_lost:
             receive.source_lost = error
         for landing in self._ledger.of_sender(epoch):
@@ -369,10 +383,16 @@ class Store(SessionListener):
         """Whether a chunk of a content has landed or is on its way, or a receive waits for it."""
         return content in self._ledger.receives or bool(self._ledger.of_content(content))
 
-    def has_offer(self, content: ContentKey, epoch: int) -> bool:
-        """Whether the engine of an epoch has offered a content that a receive waits for."""
+    def offered_until(self, content: ContentKey, epoch: int) -> float:
+        """Return until when an engine need not be asked for a content that a receive waits for.
+
+        For ever, once a chunk of it was granted; after a denial, until the next offer is overdue,
+        because the sender may have given up; 0.0 if it has offered nothing.
+        """
         receive = self._ledger.receives.get(content)
-        return receive is not None and epoch in receive.senders | receive.denied
+        if receive is None:
+            return 0.0
+        return math.inf if epoch in receive.senders else receive.denied.get(epoch, 0.0)
 
     def live_bytes(self) -> dict[str, int]:
         """Return the bytes that are reserved now, by place."""
@@ -426,8 +446,9 @@ class Store(SessionListener):
         if denial:
             pause = self._placement.wait(landing, is_awaited=receive is not None)
             self._replies.deny(landing_id, offer.attempt, denial, pause)
-            if receive is not None and len(receive.denied) < MAX_STRANGERS:
-                receive.denied.add(landing_id[0])
+            if receive is not None:
+                until = self._clock() + pause + self._config.retry_seconds
+                receive.note_denied(landing_id[0], until)
             return
         self._ledger.add(landing)
         self._timers.set(landing, landing.deadline)
@@ -515,7 +536,12 @@ class Store(SessionListener):
         try:
             receive.wanted(landing.manifest)
         except P2pError as error:
-            self._stop_receive(receive, _as_refusal(receive.content[0], error))
+            receive.misfits[landing.id[0]] = _as_refusal(receive.content[0], error)
+            if landing.orphaned:
+                self._free(landing)
+            else:
+                self._give_up(landing, proven=False)
+            self._judge_misfits(receive)
             return
         self._ledger.attach(landing, receive)
         if landing.state is LandingState.LANDED:
@@ -696,6 +722,12 @@ class Store(SessionListener):
             soon = self._clock() + MISMATCH_GRACE_SECONDS
             receive.deadline = min(receive.deadline, soon)
             self._timers.set(receive, receive.deadline)
+
+    def _judge_misfits(self, receive: Receive) -> None:
+        """End a receive if a chunk that came before it, from a sender that may end it, misfits."""
+        for epoch, refusal in receive.misfits.items():
+            if self._may_end(receive, epoch):
+                self._stop_receive(receive, refusal)
 
     def _may_end(self, receive: Receive, epoch: int) -> bool:
         """Whether a sender's offers can end a receive; if no sender is named, those of any can."""

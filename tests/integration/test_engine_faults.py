@@ -57,7 +57,7 @@ def calls_on(part: str, *modules: ModuleType) -> set[str]:
 LISTENERS = (LinkListener, SessionListener, PlaneListener)
 NEWS = {name for listener in LISTENERS for name in methods_of(listener)}
 NEWS |= calls_on("store", pulls, renewals) | calls_on("expectations", replies, store)
-NEWS -= {"has_offer"}  # the caller's own `receive` asks that, and raises what it raises
+NEWS -= {"offered_until"}  # the caller's own `receive` asks that, and raises what it raises
 
 
 def takes_a_job(method: object) -> bool:

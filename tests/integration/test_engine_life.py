@@ -121,6 +121,18 @@ def test_host_that_is_not_ours_leaves_nothing_behind(transport: str) -> None:
         P2pNcclEngine(settings(transport, host="203.0.113.7"))
 
 
+def test_engine_that_gets_no_thread_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left open would make libzmq wait for ever when its context is collected."""
+
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            start(settings())
+
+
 def test_ipv6(rng: SeededRandom) -> None:
     tensor = random_tensor(rng, 1000)
     with engines(2, "tcp", host="::1") as (sender, receiver):

@@ -61,6 +61,35 @@ def test_what_has_landed_outlives_its_lease_while_it_is_kept() -> None:
         assert_idle(sender, receiver)
 
 
+def test_a_refusal_whose_lease_has_ended_does_not_come_back_when_its_key_is_kept() -> None:
+    """A client sends its request again, under the same id, long after the first one failed."""
+    with engines(2, lease_seconds=0.2) as (sender, receiver):
+        sender.abandon(KEY, PeerAddress(receiver.zmq_address), "the first one failed")
+        refusals = receiver._parts.store._replies._tombstones
+        eventually(lambda: [item for item in [refusals.get((KEY, b""))] if item is not None])
+        ends_at = time.monotonic() + 0.3
+        eventually(lambda: time.monotonic() >= ends_at)
+        receiver.keep(KEY, peer=PeerAddress(sender.zmq_address))
+        tensor = pattern("request", 1000)
+        sender.send_tensor(KEY, tensor, receiver.zmq_address).wait(10)
+        assert torch.equal(receiver.recv_tensor(KEY, timeout=10), tensor)
+
+
+def test_a_holder_that_was_denied_and_gave_up_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times: dict[str, Any] = {"transfer_timeout_seconds": 0.5, "retry_seconds": 0.1}
+    with engines(1, **times) as (holder,), engines(1, retry_seconds=0.1) as (receiver,):
+        hold(holder)
+        peer, sink = PeerAddress(holder.zmq_address), TensorSink()
+        with monkeypatch.context() as patch:
+            patch.setattr(receiver._parts.store, "_place", lambda *_: "full")
+            transfer = receiver.receive(KEY, sink, peer=peer, pull=True)
+            eventually(lambda: holder.stats()["denied_offers"])
+            eventually(lambda: not holder._parts.sender._shipments)
+        transfer.wait(5)
+
+
 def test_what_is_kept_no_longer_ends_with_its_lease() -> None:
     with engines(2, **SHORT) as (sender, receiver):
         receiver.keep(KEY)

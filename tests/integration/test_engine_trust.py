@@ -233,6 +233,44 @@ def test_another_content_from_another_peer_does_not_cut_a_wait_short(scene: Rogu
     scene.engine.drop_landed()
 
 
+def test_who_has_offered_a_chunk_and_leaves_ends_no_wait_for_another_peer(
+    scene: RogueScene,
+) -> None:
+    transfer, sink = scene.waiting()
+    to_engine, source = PeerAddress(scene.engine.zmq_address), TensorSource(scene.tensor)
+    scene.rogue.send(KEY, to_engine, source, ready=False)
+    eventually(lambda: scene.engine._parts.store._ledger.landings)
+    scene.request(Bye)
+    assert not transfer.done
+    scene.finish_waiting(transfer, sink)
+
+
+@pytest.mark.parametrize("has_landed", [True, False])
+def test_what_another_peer_sent_before_and_does_not_fit_ends_no_wait(
+    scene: RogueScene, has_landed: bool
+) -> None:
+    to_engine, misfit = PeerAddress(scene.engine.zmq_address), TensorSource(scene.tensor[:7])
+    landings = scene.engine._parts.store._ledger.landings
+    sent = scene.rogue.send(KEY, to_engine, misfit, ready=has_landed)
+    eventually(lambda: sent.done if has_landed else landings)
+    sink = TensorSink(torch.empty_like(scene.tensor))
+    transfer = scene.engine.receive(KEY, sink, peer=scene.target, pull=True, timeout=30)
+    assert not transfer.done
+    scene.finish_waiting(transfer, sink)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_what_the_right_peer_sent_before_and_does_not_fit_ends_the_wait_at_once(
+    scene: RogueScene, is_named: bool
+) -> None:
+    to_engine, misfit = PeerAddress(scene.engine.zmq_address), TensorSource(scene.tensor[:7])
+    scene.peer.send(KEY, to_engine, misfit).wait(9)
+    sink, peer = TensorSink(torch.empty_like(scene.tensor)), scene.target if is_named else None
+    transfer = scene.engine.receive(KEY, sink, peer=peer, timeout=30)
+    with pytest.raises(TransferRejected, match="came for"):
+        transfer.wait(9)
+
+
 @pytest.mark.parametrize(("kind", "fields"), [(Done, (0,)), (Cancelled, ())])
 def test_the_end_of_a_chunk_is_said_by_its_sender(
     scene: RogueScene, kind: type[Message], fields: tuple[Any, ...]

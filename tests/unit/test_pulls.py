@@ -35,7 +35,7 @@ class PullsWorld:
         self.link = Link(PEER, PEER.address, LinkState.READY, 0.0, epoch=5)
         nothing: Any = lambda *_: None  # noqa: E731
         store = cast("Any", SimpleNamespace(
-            sender_known=nothing, has_offer=lambda *_: False, is_left=lambda key: key in self.left
+            sender_known=nothing, offered_until=lambda *_: 0.0, is_left=lambda key: key in self.left
         ))  # fmt: skip
         self.awaited = Pulls(
             EngineConfig(), cast("Any", self), cast("Any", self), None, lambda: self.now,
