@@ -126,6 +126,7 @@ class Holds:
         self._by_transfer[transfer] = hold
         self._timers.set(hold, hold.lease_ends_at)
         self.take_back(key)
+        self._renewed.pop(content)
         for peer, want in self._unheld.take(content):
             self._serve(hold, peer, want)
         early = self._released.pop(content)
@@ -209,6 +210,7 @@ class Holds:
         if hold is not None:
             self._serve(hold, peer, want)
         elif gone is not None:
+            self._renewed.pop(content)
             refuse(gone.reason)
         elif self._of_key.count(content[0]):
             refuse("held for another content: the prompts differ")
@@ -247,13 +249,15 @@ class Holds:
     def on_release(self, content: ContentKey, peer: PeerAddress, spec: CacheSpec | None) -> None:
         """Note that a rank of the peer wants no more of a key."""
         self._unheld.discard(content, peer)
-        self._renewed.pop(content)
-        hold = self._holds.get(content)
+        is_renewed = self._renewed.pop(content) is not None
+        hold, gone = self._holds.get(content), self._gone.get(content[0])
         if hold is not None:
             hold.readers = self._readers(content, spec)
             hold.wants.pop(peer, None)
             self._served(hold, spec, "the peer released it")
-        else:  # it may be held later: after a preemption, it is computed again
+        elif gone is None or (gone.is_served and is_renewed):
+            # It may be held later: after a preemption, it is computed again. A key that is gone may
+            # be held again, too, but for another request than the one that is released here.
             _, served = self._released.get(content) or (None, frozenset())
             self._released.put(content, (self._readers(content, spec), served | {_rank_of(spec)}))
 
@@ -393,6 +397,9 @@ class Holds:
                 # is called.
                 for peer, want in hold.wants.items():
                     self._unheld.put(hold.content, peer, want)
+                if hold.served:  # these will not ask again
+                    known = hold.readers or frozenset(), frozenset(hold.served)
+                    self._released.put(hold.content, known)
                 error = as_withdrawn(transfer, reason)
                 self._stop(hold, error, str(error))
 

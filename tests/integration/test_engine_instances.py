@@ -149,6 +149,26 @@ def test_a_hold_ends_when_the_last_reader_has_ended(stack: contextlib.ExitStack)
     assert_idle(prefill.engines[0], *decode.engines)
 
 
+def test_a_hold_that_was_withdrawn_knows_who_has_got_it(stack: contextlib.ExitStack) -> None:
+    """Its request was preempted and computes its prompt again: one rank will not ask for it."""
+    prefill, decode = (
+        EngineInstance(Split(1), stack),
+        EngineInstance(Split(2), stack),
+    )
+    fill(prefill)
+    held = prefill.engines[0].hold(KEY, prefill.sources()[0])
+    sinks = decode.sinks()
+    decode.engines[0].receive(KEY, sinks[0], peer=prefill.address, pull=True).wait(10)
+    (item,) = prefill.engines[0]._parts.holds._holds.values()
+    eventually(lambda: item.served == {0})
+    held.cancel("preempted")
+    held = prefill.engines[0].hold(KEY, prefill.sources()[0])
+    decode.engines[1].receive(KEY, sinks[1], peer=prefill.address, pull=True).wait(10)
+    held.wait(10)
+    check(decode)
+    assert_idle(prefill.engines[0], *decode.engines)
+
+
 def test_replicas_that_nobody_reads_are_released(stack: contextlib.ExitStack) -> None:
     """Two heads on four ranks: two of them serve the one decode rank."""
     prefill, decode = (

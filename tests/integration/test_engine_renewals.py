@@ -281,6 +281,33 @@ def test_what_nobody_keeps_any_more_is_let_go_of_at_once(way: str, is_dropped_fi
         assert not receiver._parts.expectations.let_go
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_what_was_gone_and_is_held_again_is_not_released_before(is_kept: bool) -> None:
+    """Its lease has ended, and who asked was told so; then the client sends it again."""
+    with engines(2, lease_seconds=60, send_type=SendMode.GET) as (holder, receiver):
+        if is_kept:
+            receiver.keep(KEY, peer=PeerAddress(holder.zmq_address))
+            eventually(lambda: holder.is_renewed(KEY))
+        ended(holder.hold(KEY, TensorSource(pattern("request", 9)), lease=0.05))
+        with pytest.raises(TransferError, match="its lease has ended"):
+            pull(receiver, holder.zmq_address)
+        if is_kept:
+            receiver.drop(KEY)
+        barrier(receiver, holder)
+        held = hold(holder)
+        assert pull(receiver, holder.zmq_address)
+        held.wait(10)
+        assert_idle(holder, receiver)
+
+
+def barrier(receiver: P2pNcclEngine, holder: P2pNcclEngine) -> None:
+    """Wait until the holder has heard all that was said to it."""
+    other = TransferKey("barrier")
+    receiver.keep(other, peer=PeerAddress(holder.zmq_address))
+    eventually(lambda: holder.is_renewed(other))
+    receiver.drop(other)
+
+
 @pytest.mark.parametrize("says_want", [False, True])
 def test_what_was_released_and_is_kept_again_is_held(says_want: bool) -> None:
     """It was aborted on decode and asked for again before prefill had computed it."""
