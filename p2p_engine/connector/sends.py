@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +33,7 @@ from p2p_engine.errors import (
 from p2p_engine.memory.paged import PagedSource
 from p2p_engine.peers.link import InstanceAddress
 from p2p_engine.transfer import Transfer
+from p2p_engine.wire.messages import ContentKey
 
 if TYPE_CHECKING:
     from p2p_engine.connector.layer_group import GroupCache
@@ -133,6 +135,8 @@ class Sends:
         self._to_spill: list[_SendInProgress] = []
         # Reported, and the engine still reads host blocks.
         self._trailing: list[_SendInProgress] = []
+        # What was pushed, and until when it lies at its peer, where nobody may have asked for it.
+        self._arrived: dict[ContentKey, float] = {}  # oldest first
 
     def withdraw(self, request_ids: Iterable[str]) -> None:
         """Withdraw chunks that have not left: vLLM is about to overwrite these requests' blocks."""
@@ -195,6 +199,7 @@ class Sends:
 
     def give_up_held(self, reason: str) -> None:
         """Give up all sends of finished requests."""
+        self._arrived.clear()
         for sending in [*self._held.values(), *self._trailing]:
             self._give_up(sending, reason)
 
@@ -227,7 +232,8 @@ class Sends:
         over = [sending for sending in self._trailing if sending.is_over]
         self._trailing = [sending for sending in self._trailing if not sending.is_over]
         for sending in over:
-            self._is_usable(sending)
+            if self._is_usable(sending) and sending.party.send_type is not SendMode.GET:
+                self._note_arrived(sending.party.content)
         self._take_places_back()
         return released
 
@@ -362,6 +368,21 @@ class Sends:
         end = item.first_block + len(item.block_ids)
         return self._add(item.sending, transfer, item.places, end)
 
+    def _note_arrived(self, content: ContentKey) -> None:
+        now = time.monotonic()
+        self._arrived.pop(content, None)
+        self._arrived[content] = now + self._engine.config.lease_seconds
+        for name in list(takewhile(lambda name: self._arrived[name] <= now, self._arrived)):
+            del self._arrived[name]
+
+    def _has_another(self, sending: _SendInProgress) -> bool:
+        """Whether another request that has finished sends the same: it was asked for twice."""
+        content, others = sending.party.content, [*self._held.values(), *self._trailing]
+        return time.monotonic() < self._arrived.get(content, 0.0) or any(
+            item is not sending and not item.failed and item.party.content == content
+            for item in others
+        )
+
     def _is_usable(self, sending: _SendInProgress) -> bool:
         """Whether the request's KV can still arrive; the first time that it cannot, say so."""
         if not sending.failed and sending.error is not None:
@@ -380,7 +401,7 @@ class Sends:
         for chunk in sending.chunks:
             if not chunk.transfer.released:
                 chunk.transfer.cancel(reason)
-        if has_told or not tells:
+        if has_told or not tells or self._has_another(sending):
             return
         # A peer that knows it by now is not told, and is answered when it asks.
         peer = None

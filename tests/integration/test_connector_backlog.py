@@ -214,6 +214,33 @@ def test_a_prompt_that_is_aborted_and_sent_again_in_one_step_arrives(
     pair.check_at_rest()
 
 
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_a_prompt_that_is_sent_again_and_aborted_arrives_as_it_came_first(
+    make_pair: MakePair, send_type: str, num_steps: int
+) -> None:
+    """Decode has not asked for the first one yet: it is held, or lies there."""
+    pair = make_pair(send_type=send_type, lease_seconds=20, has_prefix_cache=False)
+    prompt = prompt_of(4 * BLOCK_SIZE)
+    pair.ask(prompt, order="prefill first")
+    (first,) = pair.prefill_ids
+    pair.run(until=lambda: first in pair.p.finished, only=pair.p)
+    second = f"{first[:-1]}c"
+    pair.p.add(second, [*prompt], max_tokens=9)
+    for _ in range(num_steps):
+        pair.p.step()
+    pair.p.abort(second)
+    for _ in range(3):
+        pair.p.step()
+    worker = pair.p.ranks[0].connector._worker
+    assert worker is not None
+    assert not worker.engine._parts.sender._abandoned
+    pair.ask_waiting()
+    pair.run()
+    pair.check_answers(num_computed=1)
+    pair.check_at_rest()
+
+
 def test_requests_that_come_while_vllm_is_paused_are_kept(make_pair: MakePair) -> None:
     from vllm.v1.core.sched.interface import PauseState
 
