@@ -97,6 +97,16 @@ def test_every_code_of_the_proxy_is_in_the_table() -> None:
     assert {code for row in rows for code in re.findall(r"`(\w+)`", row)} == codes()
 
 
+def test_the_alert_on_failed_requests_knows_every_failure() -> None:
+    """By its status, a stream that breaks after its first byte is a success."""
+    row = re.search(r'^\| requests fail \|.*?outcome=~"(.+?)"', OPERATIONS, re.MULTILINE)
+    assert row is not None
+    pattern = row[1].replace("\\|", "|")
+    legs = {code for code in codes() if code.startswith(("prefill_", "decode_"))}
+    found = {code for code in codes() if re.fullmatch(pattern, code)}
+    assert found == legs | {"no_instance", "internal_error"}
+
+
 def metrics_of_an_instance() -> set[str]:
     """As vLLM shows them: a counter's name gets an ending."""
     pytest.importorskip("vllm")
