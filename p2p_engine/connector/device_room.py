@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+import torch
+
 from p2p_engine.errors import ConfigError
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.sizing import MIB, Room, device_memory
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import CacheConfig
 
     from p2p_engine.config import EngineConfig
@@ -38,8 +39,12 @@ def check_room(
         free, total = cuda.memory()
     chosen = cache_config.kv_cache_memory_bytes
     utilization = None if chosen else cache_config.gpu_memory_utilization
-    room = Room(total, utilization, chosen or _nbytes(kv_caches), free)
-    text = f"GPU memory: the engine takes {needed}, vLLM leaves {room.left_bytes / MIB:.0f} MiB"
+    cache_bytes = _nbytes(kv_caches)
+    reserved = torch.cuda.memory_reserved(config.device_index)  # weights and cache, of vLLM's part
+    outside = max(0, total - free - reserved) if reserved >= cache_bytes else 0
+    room = Room(total, utilization, chosen or cache_bytes, free, outside)
+    left = max(0, room.left_bytes) / MIB
+    text = f"GPU memory: the engine takes {needed}, vLLM leaves {left:.0f} MiB"
     if not room.lacking(needed):
         logger.info("%s", text)
     elif needed.at_start > free:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,7 +146,7 @@ def test_where_no_setting_leaves_room_the_worker_says_what_does_not_fit(
         (16, {"kv_role": "kv_producer", "kv_connector_extra_config": {"send_type": "GET"}},
          Level.CHANGE),
         (80, {"kv_connector_extra_config": {"kv_buffer_size": 8e9}}, Level.CHANGE),
-        (8, {"kv_connector_extra_config": {"transports": "cuda_ipc", "kv_buffer_size": 5e8}},
+        (16, {"kv_connector_extra_config": {"transports": "cuda_ipc", "kv_buffer_size": 5e8}},
          Level.OK),
     ],
 )  # fmt: skip
@@ -157,6 +158,26 @@ def test_the_doctor_computes_both_settings(
     if level is Level.CHANGE:
         assert finding.remedy.startswith("use --gpu-memory-utilization 0.")
         assert " or --kv-cache-memory-bytes " in finding.remedy
+
+
+def test_what_was_taken_before_vllm_measured_is_not_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM takes its snapshot when CUDA's context and NCCL are there: its part comes on top."""
+    free, total = Cuda(DOUBLE.path).memory()
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: free // 2)
+    monkeypatch.setattr(Cuda, "memory", lambda self: (free // 4, total))
+    assert total * 0.4 > device_memory(settings("nccl")).at_most  # of this, a quarter is taken
+    check_room(settings("nccl"), cache_config(0.6), two_views(), receives=True)
+    outside = total - free // 4 - free // 2
+    left = total - outside - math.ceil(total * 0.6)
+    assert f"vLLM leaves {left / MIB:.0f} MiB" in caplog.text
+
+
+def test_a_cache_that_fills_the_gpu_leaves_nothing() -> None:
+    """vLLM respects no utilization where its cache has a size."""
+    [finding] = check_device_memory(CONFIG, find_room(80, 0.92, 80 * GIB))
+    assert finding.level is Level.CHANGE
 
 
 def test_by_way_of_host_memory_nothing_is_taken() -> None:
