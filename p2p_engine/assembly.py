@@ -227,15 +227,15 @@ class Parts:
             )
 
     def close(self) -> int:
-        """Close all parts in reverse order. Returns how many did not stop; they stay for the next
-        call."""
-        parts, self._open = self._open, []
-        for close in reversed(parts):
+        """Close all parts in reverse order. Returns how many are left for the next call: one that
+        did not stop, and all that were made before it, because it may still use them."""
+        while self._open:
             try:
-                if close() is False:
-                    self._open.insert(0, close)
+                if self._open[-1]() is False:
+                    break
             except Exception:
                 logger.exception("close: one part failed, the others are closed")
+            self._open.pop()
         return len(self._open)
 
 

@@ -463,7 +463,7 @@ class P2pNcclEngine:
             self._parts.store.close(error)
         num_left = self._parts.close()
         if num_left:
-            logger.error("close: %d parts did not stop in time", num_left)
+            logger.error("close: a part did not stop in time, %d are left open", num_left)
             self._closing = False
 
     def _stop_copies(self, timeout: float) -> bool:

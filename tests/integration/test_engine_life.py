@@ -240,9 +240,15 @@ def test_close_that_gave_up_on_a_thread_is_finished_by_the_next_one() -> None:
         engine._parts.control.call_soon(stand_still)
         engine.close(0.1)
         is_given_up = engine._parts.control.alive
+        arena = engine._parts.arena
+        assert arena is not None
+        is_mapped = len(arena.arena.view(0, 8)) == 8  # for frames that are still to be handled
         goes_on.set()
         assert is_given_up
+        assert is_mapped
         engine.close()
+        with pytest.raises(ValueError, match="closed"):
+            arena.arena.view(0, 8)
         assert not engine._parts.control.alive
 
 
