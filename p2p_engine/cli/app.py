@@ -52,7 +52,12 @@ def _number(value: float) -> float:
 
 TransferConfig = Annotated[
     dict[str, Any] | None,
-    typer.Option("--kv-transfer-config", parser=_json_object, metavar="JSON"),
+    typer.Option(
+        "--kv-transfer-config",
+        parser=_json_object,
+        metavar="JSON",
+        help="The connector's settings, in the form that `vllm serve` takes.",
+    ),
 ]
 GpuMemory = Annotated[
     float,

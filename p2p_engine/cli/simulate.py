@@ -107,7 +107,7 @@ def run_simulate(options: LaunchOptions, console: Console) -> int:
         except FleetInterrupted:
             pass
         except (MemberLost, TimeoutError, OSError) as error:
-            _say(console, f"{type(error).__name__}: {error}")
+            _say(console, getattr(error, "strerror", None) or str(error))
             return 1
     _say(console, "stopped")
     return 0
@@ -120,7 +120,7 @@ def _obey_until_stopped(fleet: SimulatedFleet, console: Console) -> None:
             try:
                 _obey(fleet, console, line.split())
             except (ValueError, OSError, TimeoutError) as error:
-                _say(console, f"{type(error).__name__}: {error}")
+                _say(console, getattr(error, "strerror", None) or str(error))
         try:
             fleet.check(ignore_interrupt=True)
         except MemberLost as lost:

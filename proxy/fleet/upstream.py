@@ -7,6 +7,7 @@ import logging
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
+from p2p_engine.errors import named
 from proxy.errors import LegFailed
 from proxy.http.client import (
     Broken,
@@ -143,7 +144,7 @@ class Upstream:
 def leg_failed(instance: Instance, role: Role, error: ClientError) -> LegFailed:
     """Map a client error to one that names the leg; mark an unreachable instance."""
     name = instance.identity.name
-    logger.warning("leg failed role=%s instance=%s error=%r", role.label, name, error)
+    logger.warning("leg failed role=%s instance=%s error=%s", role.label, name, named(error))
     is_unreachable = isinstance(error, Unreachable)
     if is_unreachable:
         instance.record_unreachable()

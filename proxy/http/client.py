@@ -268,7 +268,7 @@ class _Connection(asyncio.Protocol):
         if response.status and not is_framed and error is None:
             response.complete()
         else:
-            response.fail(Broken(f"the connection ended: {error!r}"))
+            response.fail(Broken(f"the connection ended: {error or 'the instance closed it'}"))
 
     def on_message_begin(self) -> None:
         """Abort the connection if an answer begins without a request."""
