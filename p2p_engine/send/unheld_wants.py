@@ -38,10 +38,14 @@ class UnheldWants:
         return len(self._unheld)
 
     def put(self, content: ContentKey, peer: PeerAddress, want: PendingWant) -> None:
-        """Remember a WANT until its deadline; a repetition sets a new deadline, because it may be
-        for another request. Beyond MAX_UNHELD_WANTS, a WANT is dropped: the peer repeats it."""
+        """Remember a WANT until its deadline. A repetition keeps the first deadline: receivers
+        repeat a WANT several times in a lease, so a deadline that moved would never come. Beyond
+        MAX_UNHELD_WANTS, a WANT is dropped: the peer repeats it."""
         name = (content, peer)
-        if name not in self._unheld and len(self._unheld) >= MAX_UNHELD_WANTS:
+        known = self._unheld.get(name)
+        if known is not None:
+            want = PendingWant(want.spec, known.deadline, want.refuse)
+        elif len(self._unheld) >= MAX_UNHELD_WANTS:
             return
         self._unheld[name] = want
         self._of_key.add(content[0], name)
