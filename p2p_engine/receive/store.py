@@ -642,12 +642,14 @@ class Store(SessionListener):
             landing.receive, landing.is_spare = None, error is None
             if landing.orphaned:  # a second copy
                 self._free(landing)
-        if error is not None:
-            if receive.senders or not self.leave(receive.content, is_pulled=receive.is_pulled):
-                self.discard(receive.content, str(error))  # no other receive can have the chunks
-            logger.info("receive ended: key=%s error=%s", receive.content[0], named(error))
         self._counters.count("received", error)
-        receive.transfer.end(error)
+        try:
+            if error is not None:
+                logger.info("receive ended: key=%s error=%s", receive.content[0], named(error))
+                if receive.senders or not self.leave(receive.content, is_pulled=receive.is_pulled):
+                    self.discard(receive.content, str(error))  # no other receive can have it
+        finally:
+            receive.transfer.end(error)
 
     def _give_up(self, landing: Landing, *, proven: bool) -> None:
         """Give a granted region up; it is freed once nobody can write into it."""

@@ -17,7 +17,8 @@ warnings.simplefilter("ignore")  # Python 3.12 warns of any fork beside threads
 config = EngineConfig(host="127.0.0.1", kv_buffer_size=2**24, mem_pool_size_gb=0.01)
 for how in sys.argv[1:]:
     engine = P2pNcclEngine(config)
-    while not engine._arena.arena.report()["prefault"].startswith(str(engine._arena.arena.nbytes)):
+    landing = engine._parts.arena
+    while not landing.arena.report()["prefault"].startswith(str(landing.arena.nbytes)):
         pass  # until the prefault thread waits on its condition
     child = os.fork()
     if child == 0:
@@ -25,9 +26,9 @@ for how in sys.argv[1:]:
         if how == "close the engine":
             engine.close(0.1)
         elif how == "unmap its memory":
-            engine._arena.close()
+            landing.close()
         elif how == "drop it":
-            del engine
+            del engine, landing
             gc.collect()
         elif how == "exit":
             sys.exit(0)
