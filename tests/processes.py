@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -61,6 +62,7 @@ class Child:
         context: Any = multiprocessing.get_context(method)
         self._pipe, theirs = context.Pipe()
         self._is_closed = self._has_answered = False
+        self._told: deque[str] = deque()  # commands whose answers have not come
         if through is None and environment is None:
             process = context.Process(target=_serve, args=(theirs, factory, arguments), daemon=True)
             process.start()
@@ -86,6 +88,7 @@ class Child:
 
     def tell(self, command: str, *arguments: Any) -> None:
         """Start a command; its answer comes with `answer`."""
+        self._told.append(command)
         with contextlib.suppress(OSError):  # `answer` says that it has ended
             self._pipe.send((command, arguments))
 
@@ -95,14 +98,18 @@ class Child:
         Raises:
             ChildError: none came, or the command raised; with its traceback.
         """
-        patience = self.PATIENCE if self._has_answered else max(self.PATIENCE, START_SECONDS)
+        if timeout is None:
+            timeout = self.PATIENCE if self._has_answered else max(self.PATIENCE, START_SECONDS)
         try:
-            if not self._pipe.poll(patience if timeout is None else timeout):
-                raise ChildError(f"process {self.pid} does not answer")
+            if not self._pipe.poll(timeout):
+                what = self._told[0] if self._told else "its making"
+                raise ChildError(f"process {self.pid} does not answer in {timeout:g} s: {what}")
             value, failure = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise ChildError(f"process {self.pid} has ended") from error
         self._has_answered = True
+        if self._told:
+            self._told.popleft()
         if failure:
             raise ChildError(f"process {self.pid}: {failure}")
         return value

@@ -31,7 +31,8 @@ from p2p_engine import SendMode
 from p2p_engine.bounded import MAX_ENTRIES
 from tests.chaos.crowd import UNRESOLVABLE, Crowd
 from tests.chaos.parent import ChaosChild, settings
-from tests.processes import start_fork_server
+from tests.processes import ChildError, start_fork_server
+from tests.stacks import stacks
 from tests.support import eventually
 
 SAMPLE_SECONDS = 5.0
@@ -169,6 +170,10 @@ class Soak:
         return {"links": self._num_links, "fewest links": self.fewest_links, "ratios": ratios,
                 "median ratio": median(ratios.values())}  # fmt: skip
 
+    def stacks(self) -> str:
+        """What all threads of both are at."""
+        return "\n".join(stacks(process.pid) for process in self._pair if not process.has_ended())
+
     def close(self) -> None:
         """End both, and the crowd."""
         if self._crowd is not None:
@@ -206,6 +211,10 @@ def main() -> int:
                 soak.gather(options.seed)
             play(soaks, options.seconds - quiet)
         results = [soak.result() for soak in soaks]
+    except ChildError:
+        for soak in soaks:
+            print(soak.stacks(), file=sys.stderr)  # noqa: T201
+        raise
     finally:
         for soak in soaks:
             soak.close()

@@ -27,6 +27,7 @@ from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.members import Member
 from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
 from tests.compat.workload import Answer, Question
+from tests.stacks import DUMP_SECONDS, stacks
 from tests.vllm.evidence import evidence_in
 from tests.vllm.load import CONCURRENCY, ENVIRONMENT, VllmLoad, answers_of_one, questions_for
 from tests.vllm.other_models import ensure_model
@@ -36,7 +37,6 @@ STILL_SECONDS = 5.0
 NUM_QUESTIONS = 48
 NUM_ANSWERS = 24  # in each turn
 TURN_SECONDS = 600.0
-DUMP_SECONDS = 60.0
 
 
 @contextmanager
@@ -74,18 +74,6 @@ def thread_times(pid: int) -> dict[str, dict[str, Any]]:
             "waited": int(waited) / 1e9,
         }
     return found
-
-
-def stacks(pid: int) -> str:
-    """Return the stacks of all threads of a process, Python's and native ones."""
-    spy = Path(sys.executable).parent / "py-spy"
-    try:
-        shown = subprocess.run(
-            [spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=DUMP_SECONDS
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"no stacks: {error}"
-    return shown.stdout or shown.stderr
 
 
 class Watcher:
