@@ -251,7 +251,7 @@ class Gpu:
         """
         self._config = config
         if "nccl" in config.transports:
-            check_environment(os.environ)
+            check_environment(os.environ, registers=config.nccl_register)
             self._nccl = Nccl(config.nccl_library)
         cuda, index = Cuda(config.cudart_library), config.device_index
         if not index < cuda.device_count():
@@ -290,6 +290,7 @@ class Gpu:
             num_channels=config.nccl_num_channels,
             max_groups=config.nccl_max_groups,
             patience_seconds=config.connect_timeout_seconds,
+            registers=config.nccl_register,
         )  # fmt: skip
         return self._transport
 

@@ -52,6 +52,7 @@ class EngineConfig:
     device: str = "cpu"
     nccl_num_channels: int = 2
     nccl_max_groups: int = 16
+    nccl_register: bool = False
     nccl_library: str = ""
     cudart_library: str = ""
     page_lock: bool = False
@@ -275,6 +276,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "device": _device,
     "nccl_num_channels": _power_of_two,
     "nccl_max_groups": _between(1, 1 << 16, int, "1 to 65536"),
+    "nccl_register": _flag,
     "nccl_library": _text,
     "cudart_library": _text,
     "page_lock": _flag,

@@ -109,18 +109,16 @@ def test_its_memory_is_told_as_estimated_and_as_measured(double: GpuDouble) -> N
         assert stats(pair.sender)["measured_bytes"] >= estimated_bytes(4)
 
 
-def test_what_is_moved_is_registered_where_the_release_can(
-    double: GpuDouble, rng: SeededRandom
-) -> None:
+def test_nothing_is_registered_unless_it_is_asked_for(double: GpuDouble, rng: SeededRandom) -> None:
     with pairs() as pair:
+        assert_arrives(pair, pair.channel(), random_memory(rng, MIB))
+        assert double["live_registrations"] == 0
+        assert stats(pair.sender)["registered_bytes"] == 0
+    with pairs(registers=True) as pair:
         assert_arrives(pair, pair.channel(), random_memory(rng, MIB))
         for half in (pair.sender, pair.receiver):
             eventually(lambda h=half: stats(h)["registered_bytes"] > ARENA_BYTES)  # type: ignore[misc]
         assert double["live_registrations"] == 4  # slabs and buffer on both sides
-    with double.fault(nccl_version=21805), pairs() as pair:
-        assert_arrives(pair, pair.channel(), random_memory(rng, MIB))
-        assert double["live_registrations"] == 0
-        assert stats(pair.sender)["registered_bytes"] == 0
 
 
 def test_many_pairs_on_one_device(double: GpuDouble, rng: SeededRandom) -> None:
@@ -178,10 +176,7 @@ def test_a_kernel_that_is_launched_late_is_waited_for(double: GpuDouble, rng: Se
             job = channel.write(Order(source, landing.grant, keep=memory))
             assert landing.job is not None
             eventually(lambda: landing.job is not None and landing.job.state == "running")
-            for half in (pair.sender, pair.receiver):
-                assert half.device is not None
-                for _ in range(20):  # its thread has looked at all streams again
-                    half.device.run(lambda: None, 5.0)
+            look_again(pair)
             assert not job.done
             assert not landing.job.done
         eventually(lambda: pair.has_landed(landing, memory.nbytes))
@@ -263,6 +258,41 @@ def test_a_transfer_that_fails_on_the_gpu_ends_and_is_never_taken_for_whole(
         assert_arrives(pair, pair.channel(), memory)
 
 
+def look_again(pair: TransportPair) -> None:
+    """Let both devices' threads look at all groups and events again."""
+    for half in (pair.sender, pair.receiver):
+        assert half.device is not None
+        for _ in range(20):
+            half.device.run(lambda: None, 5.0)
+
+
+def test_a_failed_group_keeps_its_memory_until_its_abort_has_returned(
+    double: GpuDouble, rng: SeededRandom
+) -> None:
+    """Its kernels have ended, and a network card still writes into what is registered."""
+    memory = random_memory(rng, MIB)
+    with double.fault(is_network=1), pairs(registers=True) as pair:
+        channel, landing, late = pair.channel(), pair.grant(None, MIB), double["late_writes"]
+        with double.fault(abort_hangs=1):
+            with double.fault(send_hangs=1):
+                job = write(channel, one_region(memory.ctypes.data, MIB), landing, memory)
+                eventually(lambda: double["resident_kernels"] == 2)
+                look_again(pair)
+                pair.sender.in_control(lambda: channel.close(0))
+            eventually(lambda: not double["resident_kernels"])
+            look_again(pair)
+            assert landing.job is not None
+            assert not landing.job.done
+            assert not job.done
+            assert double["late_writes"] == late
+        assert job.wait(10)
+        assert landing.job.wait(10)
+        assert (job.state, landing.job.state) == ("failed", "failed")
+        assert double["late_writes"] > late
+        pair.receiver.arena.release(landing.space)
+        assert_arrives(pair, pair.channel(), memory)
+
+
 def test_an_abort_that_hangs_is_quarantined_and_costs_nothing_else(
     double: GpuDouble, rng: SeededRandom
 ) -> None:
@@ -293,8 +323,8 @@ def test_idle_groups_go_least_recently_used_first(double: GpuDouble, rng: Seeded
     """One sender with three receivers and room for two groups: all are served, again and again."""
     memory, left = random_memory(rng, 300_000), double["left_registrations"]
     with contextlib.ExitStack() as stack:
-        sender = TransportEnd("nccl", max_groups=2)
-        receivers = [stack.enter_context(pairs()) for _ in range(3)]
+        sender = TransportEnd("nccl", max_groups=2, registers=True)
+        receivers = [stack.enter_context(pairs(registers=True)) for _ in range(3)]
         for pair in receivers:
             pair.sender.close()
             pair.sender = sender
@@ -369,6 +399,13 @@ def test_settings_that_deadlock_are_refused_by_name(environment: dict[str, str])
     with pytest.raises(ConfigError, match=next(iter(environment))):
         check_environment(environment)
     check_environment({})
+
+
+def test_memory_of_one_host_is_not_registered_with_its_peer() -> None:
+    environment = {"NCCL_LEGACY_CUDA_REGISTER": "1"}
+    with pytest.raises(ConfigError, match="NCCL_LEGACY_CUDA_REGISTER"):
+        check_environment(environment, registers=True)
+    check_environment(environment)
 
 
 def test_what_waits_for_a_slab_is_refused_once_nobody_wants_it(

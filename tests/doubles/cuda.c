@@ -104,6 +104,9 @@ static const char* const NAMES[NUM_VALUES] = {
     [HANGING_COPIES] = "hanging_copies",
     [LIVE_REGISTRATIONS] = "live_registrations",
     [LEFT_REGISTRATIONS] = "left_registrations",
+    [LATE_WRITES] = "late_writes",
+    [FREED_PROXY_USES] = "freed_proxy_uses",
+    [RACING_CALLS] = "racing_calls",
     [MIXED_MEMORY] = "mixed_memory",
     [OPEN_ROOTS] = "open_roots",
     [UNIQUE_IDS] = "unique_ids",
@@ -114,6 +117,7 @@ static const char* const NAMES[NUM_VALUES] = {
     [SENT_OPERATIONS] = "sent_operations",
     [EAGER_OPERATIONS] = "eager_operations",
     [MOST_KERNELS] = "most_kernels",
+    [RESIDENT_KERNELS] = "resident_kernels",
     [DEVICE_WAITS] = "device_waits",
     [BAD_CONFIGURATION] = "bad_configuration",
 };

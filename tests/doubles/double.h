@@ -48,6 +48,9 @@ typedef enum {
     HANGING_COPIES,     /* now */
     LIVE_REGISTRATIONS, /* of memory with communicators */
     LEFT_REGISTRATIONS, /* that the end of a communicator has undone */
+    LATE_WRITES,        /* of a network card, after the kernel's end, before the abort returned */
+    FREED_PROXY_USES,   /* ends that undid registrations which a network card had used */
+    RACING_CALLS,       /* deregistrations while another call of the communicator runs */
     MIXED_MEMORY,       /* operations on other memory than what is registered */
     OPEN_ROOTS,         /* unique ids whose peer has not come */
     UNIQUE_IDS,
@@ -58,6 +61,7 @@ typedef enum {
     SENT_OPERATIONS,   /* sends that completed */
     EAGER_OPERATIONS,  /* sends of one byte that completed */
     MOST_KERNELS,      /* resident at once on a device */
+    RESIDENT_KERNELS,  /* now, on all devices */
     DEVICE_WAITS,      /* calls that wait for the whole device while a kernel runs */
     BAD_CONFIGURATION, /* configurations that the library would not accept */
     NUM_VALUES,

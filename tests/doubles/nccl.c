@@ -54,8 +54,16 @@ typedef struct {
 typedef struct registration {
     char* address;
     size_t nbytes;
+    bool is_used; /* a network card knows it */
     struct registration* next;
 } registration_t;
+
+/* What the other side's network card may write until the communicator has ended. */
+typedef struct late_write {
+    char* address;
+    size_t nbytes;
+    struct late_write* next;
+} late_write_t;
 
 /* Never freed: a handle that is used again after its end is noticed instead of followed. */
 typedef struct comm {
@@ -82,6 +90,7 @@ typedef struct comm {
     bool has_received;
     long long bytes;
     registration_t* registrations;
+    late_write_t* late_writes;
 } comm_t;
 
 typedef struct root {
@@ -376,6 +385,19 @@ wait_for_peers_end(comm_t* comm) {
     }
 }
 
+/* With registered memory, the card writes straight into it, whatever becomes of the kernel: until
+ * its connection is closed, which an abort does last. */
+static void
+write_late(comm_t* comm) { /* with the lock held */
+    while (comm->late_writes != NULL) {
+        late_write_t* late = comm->late_writes;
+        comm->late_writes = late->next;
+        memset(late->address, 0xEE, late->nbytes);
+        atomic_fetch_add(&double_values[LATE_WRITES], 1);
+        free(late);
+    }
+}
+
 static result_t
 end(comm_t* comm, bool is_abort) {
     pthread_mutex_lock(&double_lock);
@@ -395,9 +417,12 @@ end(comm_t* comm, bool is_abort) {
            (is_abort && atomic_load(&double_values[ABORT_HANGS]))) {
         pthread_cond_wait(&double_changed, &double_lock);
     }
+    write_late(comm);
     while (comm->registrations != NULL) {
         registration_t* left = comm->registrations;
         comm->registrations = left->next;
+        /* The real one frees the proxy first, and then asks it to undo these. */
+        atomic_fetch_add(&double_values[FREED_PROXY_USES], left->is_used ? 1 : 0);
         free(left);
         atomic_fetch_sub(&double_values[LIVE_REGISTRATIONS], 1);
         atomic_fetch_add(&double_values[LEFT_REGISTRATIONS], 1);
@@ -447,6 +472,7 @@ start_kernel(transfer_t* self) {
     bool has_started = !atomic_load(&comm->is_aborted);
     if (has_started) {
         int count = ++num_resident[comm->device];
+        atomic_fetch_add(&double_values[RESIDENT_KERNELS], 1);
         if (count > atomic_load(&double_values[MOST_KERNELS])) {
             atomic_store(&double_values[MOST_KERNELS], count);
         }
@@ -486,17 +512,56 @@ receive_now(transfer_t* self) {
            read_all(self->comm, self->buffer, self->nbytes);
 }
 
+/* Returns the registration that holds memory of a communicator, or NULL; with the lock held. */
+static registration_t*
+find_registration(comm_t* comm, const char* buffer, size_t nbytes) {
+    for (registration_t* item = comm->registrations; item != NULL; item = item->next) {
+        if (buffer >= item->address && buffer + nbytes <= item->address + item->nbytes) {
+            return item;
+        }
+    }
+    return NULL;
+}
+
+/* Between hosts: tells the network card of registered memory, before the kernel starts. */
+static bool
+tell_card(transfer_t* self) {
+    pthread_mutex_lock(&double_lock);
+    registration_t* found = find_registration(self->comm, self->buffer, self->nbytes);
+    bool is_used = found != NULL && atomic_load(&double_values[IS_NETWORK]) != 0;
+    if (is_used) {
+        found->is_used = true;
+    }
+    pthread_mutex_unlock(&double_lock);
+    return is_used;
+}
+
+static void
+expect_late_write(transfer_t* self) {
+    late_write_t* late = calloc(1, sizeof *late);
+    pthread_mutex_lock(&double_lock);
+    *late = (late_write_t){self->buffer, self->nbytes, self->comm->late_writes};
+    self->comm->late_writes = late;
+    pthread_mutex_unlock(&double_lock);
+}
+
 static void
 run_transfer(operation_t* base) {
     transfer_t* self = (transfer_t*)base;
     comm_t* comm = self->comm;
+    bool is_direct = tell_card(self);
     bool has_started = start_kernel(self);
-    if (has_started && (self->is_send ? send_now(self) : receive_now(self)) && self->is_send) {
+    bool has_moved = has_started && (self->is_send ? send_now(self) : receive_now(self));
+    if (is_direct && has_started && !has_moved && !self->is_send) {
+        expect_late_write(self);
+    }
+    if (has_moved && self->is_send) {
         atomic_fetch_add(&double_values[SENT_OPERATIONS], 1);
         atomic_fetch_add(&double_values[EAGER_OPERATIONS], self->nbytes == 1 ? 1 : 0);
     }
     pthread_mutex_lock(&double_lock);
     num_resident[comm->device] -= has_started ? 1 : 0;
+    atomic_fetch_sub(&double_values[RESIDENT_KERNELS], has_started ? 1 : 0);
     comm->serving++;
     pthread_cond_broadcast(&double_changed);
     pthread_mutex_unlock(&double_lock);
@@ -573,12 +638,7 @@ launch_later(transfer_t* transfer, stream_t* stream) {
 static bool
 is_mixture(comm_t* comm, const char* buffer, size_t nbytes) {
     pthread_mutex_lock(&double_lock);
-    bool is_mixed = comm->registrations != NULL;
-    for (registration_t* item = comm->registrations; item != NULL; item = item->next) {
-        if (buffer >= item->address && buffer + nbytes <= item->address + item->nbytes) {
-            is_mixed = false;
-        }
-    }
+    bool is_mixed = comm->registrations != NULL && find_registration(comm, buffer, nbytes) == NULL;
     pthread_mutex_unlock(&double_lock);
     return is_mixed;
 }
@@ -722,7 +782,7 @@ ncclCommRegister(comm_t* comm, void* buffer, size_t nbytes, void** handle) {
     pthread_mutex_lock(&double_lock);
     bool has_ended = comm->has_ended;
     if (!has_ended) {
-        *made = (registration_t){buffer, nbytes, comm->registrations};
+        *made = (registration_t){buffer, nbytes, false, comm->registrations};
         comm->registrations = made;
         atomic_fetch_add(&double_values[LIVE_REGISTRATIONS], 1);
     }
@@ -734,6 +794,8 @@ ncclCommRegister(comm_t* comm, void* buffer, size_t nbytes, void** handle) {
 result_t
 ncclCommDeregister(comm_t* comm, void* handle) {
     pthread_mutex_lock(&double_lock);
+    /* The other call may be registering, too, and waits for the same proxy's answers. */
+    atomic_fetch_add(&double_values[RACING_CALLS], comm->is_launching ? 1 : 0);
     registration_t** link = comm->has_ended ? NULL : &comm->registrations;
     while (link != NULL && *link != NULL && *link != handle) {
         link = &(*link)->next;

@@ -204,9 +204,19 @@ def test_the_memory_of_groups_is_in_the_statistics(
         eventually(lambda: sender.stats()["nccl"]["estimated_bytes"] > estimated_bytes(2))
         assert sender.stats()["nccl"]["groups"] == 1
         assert sender.stats()["nccl"]["measured_bytes"] >= estimated_bytes(2)
-        assert sender.stats()["nccl"]["registered_bytes"] >= sender.config.kv_buffer_size
+        assert sender.stats()["nccl"]["registered_bytes"] == 0
     else:
         assert sender.stats()["nccl"] == {}
+
+
+def test_buffer_and_slabs_are_registered_if_the_setting_says_so(rng: SeededRandom) -> None:
+    with engines(2, "nccl", nccl_register=True) as (sender, receiver):
+        ours, theirs = PagedMemory(8).fill(rng), PagedMemory(8)
+        received = receiver.receive(KEY, theirs.sink(IDS))
+        sender.send(KEY, PeerAddress(receiver.zmq_address), ours.source(IDS)).wait(10)
+        received.wait(10)
+        size = sender.config.kv_buffer_size
+        eventually(lambda: sender.stats()["nccl"]["registered_bytes"] >= size)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("nccl_num_channels", "16", 16),
     ("nccl_num_channels", 8, 8),
     ("nccl_max_groups", "64", 64),
+    ("nccl_register", "true", True),
     ("nccl_library", "/opt/libnccl.so.2", "/opt/libnccl.so.2"),
     ("cudart_library", "/opt/libcudart.so.13", "/opt/libcudart.so.13"),
     ("page_lock", "true", True),

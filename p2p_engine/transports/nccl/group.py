@@ -5,6 +5,10 @@
     READY   → pieces move
     ENDED   → the reaper aborts it, once; bytes that it still delivers do not count
 
+A piece of a failed group ends when the abort has returned, and not with its kernel. Until then,
+NCCL may still move its bytes without the kernel: a network card, if the memory is registered, or
+the peer's kernel on another GPU of this host.
+
 For the device's thread.
 """
 
@@ -50,9 +54,9 @@ class Group:
         number: int,
         rank: int,
         num_channels: int,
-        memory: tuple[Memory, ...],
+        registered: tuple[Memory, ...],
     ) -> None:
-        """`memory` is all memory that is sent from and received into."""
+        """`registered` is all memory that is sent from and received into, or nothing."""
         self.number = number
         self.state = GroupState.WANTED
         self.used_at = self.made_at = time.monotonic()
@@ -62,13 +66,15 @@ class Group:
         self._reaper = reaper
         self._rank = rank
         self._num_channels = num_channels
-        self._memory = memory
+        self._memory = registered
         self._registrations: list[int] = []
         self._comm = 0
         self._free_before = 0
         self._stream = device.cuda.create_stream()
         self._queue: collections.deque[tuple[int, int, Callable[[], None]]] = collections.deque()
         self._launching: Callable[[], None] | None = None  # NCCL launches it asynchronously
+        self._held: list[Callable[[], None]] = []  # pieces whose kernels ended before the abort
+        self._is_over = False  # nothing of NCCL touches memory any more
 
     @staticmethod
     def next_number() -> int:
@@ -120,7 +126,7 @@ class Group:
             return True
         ended, self._launching = self._launching, None
         if ended is not None:
-            self._device.after_now(self._stream, ended)
+            self._device.after_now(self._stream, lambda: self._ran(ended))
             self._launch_next()
         return False
 
@@ -131,8 +137,8 @@ class Group:
         self.measured_bytes = max(0, self._free_before - self._device.cuda.memory()[0])
 
     def move(self, address: int, nbytes: int, ended: Callable[[], None]) -> None:
-        """Launch this side's kernel after those before it. `ended` is called when the kernel cannot
-        touch the memory any more. If the group ended before, the memory holds garbage.
+        """Launch this side's kernel after those before it. `ended` is called when nothing of NCCL
+        can touch the memory any more. If the group ended before, the memory holds garbage.
 
         Raises:
             TransportError: NCCL refuses.
@@ -142,11 +148,11 @@ class Group:
         if self._launching is None:
             self._launch_next()
 
-    def end(self, *, is_idle: bool) -> None:
-        """Abort in the reaper; idempotent. `is_idle`: the group has not failed and moves
-        nothing."""
+    def end(self) -> None:
+        """Abort in the reaper; idempotent."""
         if self.state is GroupState.ENDED:
             return
+        was_connected = self.state is GroupState.READY
         self.state = GroupState.ENDED
         comm, self._comm = self._comm, 0
         for *_, ended in self._queue:
@@ -154,8 +160,7 @@ class Group:
         self._queue.clear()
         registrations, self._registrations = self._registrations, []
         if comm:
-            # Undoing a registration may wait for its user, so a failed group is only aborted.
-            self._reaper.abort(comm, registrations if is_idle else [], self._release)
+            self._reaper.abort(comm, registrations, self._release, was_connected=was_connected)
         else:
             self._release()
 
@@ -170,12 +175,21 @@ class Group:
             call = self._nccl.send if self._rank == 0 else self._nccl.recv
             call(self._comm, address, nbytes, 1 - self._rank, self._stream)
 
-    def _release(self) -> None:
-        """End the kernels that were being launched when the group ended; they may have run until
-        now."""
-        ended, self._launching = self._launching, None
-        if ended is not None:
+    def _ran(self, ended: Callable[[], None]) -> None:
+        """End a piece whose kernel has ended, now or after the abort."""
+        if self.state is GroupState.ENDED and not self._is_over:
+            self._held.append(ended)
+        else:
             ended()
+
+    def _release(self) -> None:
+        """End the pieces that were in progress when the group ended, and the one that was being
+        launched: its kernel may have run until now."""
+        self._is_over = True
+        held, self._held = self._held, []
+        ended, self._launching = self._launching, None
+        for piece_ended in (*held, *([ended] if ended is not None else [])):
+            self._device.guard(piece_ended)
         self._device.cuda.destroy_stream(self._stream)
 
 

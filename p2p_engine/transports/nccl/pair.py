@@ -1,8 +1,9 @@
 """Pair: the common part of both sides of one direction: a wire, a group, an end.
 
 For the device's thread, except where said. If anything fails, the whole pair fails: the group is
-aborted, the wire is closed so that the other side does the same, and each job ends as soon as no
-kernel can touch its memory any more. Bytes from an aborted group are never published.
+aborted, the wire is closed so that the other side does the same, and each job ends as soon as
+neither a kernel nor a network card can touch its memory any more. Bytes from an aborted group are
+never published.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Resources:
     recv_slots: Slots
     slabs: Slabs  # to send from
     recv_slabs: Slabs  # separate: else senders that wait for each other could hold all slabs
-    memory: tuple[Memory, ...]  # that NCCL reads and writes
+    registered: tuple[Memory, ...]  # with each group: all that NCCL reads and writes, or nothing
     num_channels: int
     patience_seconds: float  # to make a group, and for the kernels of a piece
 
@@ -105,15 +106,15 @@ class NcclPair(abc.ABC):
         self.error = error
         logger.info("nccl pair ended: rank=%d reason=%s", self.rank, named(error))
         self._wire.close()
-        self.end_group(is_idle=False)
+        self.end_group()
         self.broken()
 
-    def end_group(self, *, is_idle: bool) -> None:
+    def end_group(self) -> None:
         """End the group; the pair may make another one."""
         group, self.group = self.group, None
         self._kernels_since.clear()
         if group is not None:
-            group.end(is_idle=is_idle)
+            group.end()
 
     def say(self, kind: FrameKind, **fields: int | bytes) -> None:
         """Send the other side a frame about the live group."""
@@ -140,7 +141,7 @@ class NcclPair(abc.ABC):
         shared = self.shared
         return Group(
             shared.nccl, shared.device, shared.reaper,
-            number=number, rank=self.rank, num_channels=num_channels, memory=shared.memory,
+            number=number, rank=self.rank, num_channels=num_channels, registered=shared.registered,
         )  # fmt: skip
 
     # Implemented by the two kinds of pairs

@@ -249,7 +249,7 @@ class ReceivingPair(NcclPair):
     def _end_if_idle(self) -> None:
         if self._is_ending and self._half is not None and self._half.is_idle:
             self._end_half()
-            self.end_group(is_idle=True)
+            self.end_group()
             self._is_ending = False
             deferred, self._deferred = self._deferred, []
             for frame in deferred:

@@ -132,7 +132,7 @@ class SendingPair(NcclPair):
         """End an idle group, on both sides."""
         self.say(FrameKind.END)
         self._end_half()
-        self.end_group(is_idle=True)
+        self.end_group()
 
     def made(self) -> None:
         """Send the first byte once the receiver's side is initialised too."""

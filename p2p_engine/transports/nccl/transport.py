@@ -44,8 +44,9 @@ MAX_KERNELS = 3  # per direction: both stay below a GPU's 8 hardware queues
 CLOSE_SECONDS = 2.0
 
 
-def check_environment(environment: Mapping[str, str]) -> None:
-    """Refuse settings under which two kernels that wait for their peers block each other.
+def check_environment(environment: Mapping[str, str], *, registers: bool = False) -> None:
+    """Refuse settings under which two kernels that wait for their peers block each other. With
+    `registers`, also those under which the end of a group would wait for its peer.
 
     Raises:
         ConfigError: names the variable.
@@ -58,6 +59,11 @@ def check_environment(environment: Mapping[str, str]) -> None:
         )
     if environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         raise ConfigError("CUDA_LAUNCH_BLOCKING is set: with it the transport nccl deadlocks")
+    if registers and environment.get("NCCL_LEGACY_CUDA_REGISTER", "0") not in ("", "0"):
+        raise ConfigError(
+            "nccl_register with NCCL_LEGACY_CUDA_REGISTER: a process of the same host could then "
+            "keep a failed group from ending; set only one of them"
+        )
 
 
 class NcclChannel:
@@ -133,10 +139,12 @@ class NcclTransport:
         num_channels: int,
         max_groups: int,
         patience_seconds: float,
+        registers: bool = False,
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
         """Listen on an ephemeral port of host; allocates the slabs. Bytes are received into
-        `buffer` (None: nothing is received), and if `overflows` also into host memory.
+        `buffer` (None: nothing is received), and if `overflows` also into host memory. With
+        `registers`, buffer and slabs are registered with each communicator.
 
         Raises:
             OSError: host cannot be bound.
@@ -166,12 +174,12 @@ class NcclTransport:
         self._reaper = Reaper(nccl, device)
         self._groups = Groups(self._reaper, max_groups)
         slots = max(1, min(MAX_KERNELS, MAX_CHANNELS_AT_ONCE // num_channels))
+        memory = ((self._memory, total), *([buffer] if buffer is not None else []))
         self._shared = Resources(
             nccl, device, self._reaper, Slots(slots), Slots(slots),
             Slabs(self._memory, slab_bytes, NUM_SLABS),
             Slabs(self._memory + sent_bytes, slab_bytes, num_recv_slabs),
-            ((self._memory, total), *([buffer] if buffer is not None else [])),
-            num_channels, patience_seconds,
+            memory if registers and nccl.can_register else (), num_channels, patience_seconds,
         )  # fmt: skip
         self._snapshot = self._count()
         device.post(lambda: device.on_tick(self._tick))
