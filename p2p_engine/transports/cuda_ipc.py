@@ -2,19 +2,21 @@
 into the peer's receive buffer, which it has mapped, or into the peer's pinned pool. No kernel waits
 for another.
 
-The handshake is that of `shm`: the peer's memory file holds its pool and all completion words, and
-end of file on the Unix socket proves the sender's end. The memory file proves that both are on one
-host and in one boot. Opening the handle of the receive buffer proves that the devices can reach
-each other; if that fails, the next transport is tried.
+The handshake is that of `shm`: the peer's memory file holds its pool and all completion words. It
+proves that both are on one host and in one boot. Opening the handle of the receive buffer proves
+that the devices can reach each other; if that fails, the next transport is tried. The end of the
+Unix socket does not prove that a sender has stopped: `cuda_ipc_departures.py` says what does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 import socket
 import threading
+import time
 
 from mempool import Arena, Mover
 from p2p_engine.control.affinity import restore_affinity
@@ -27,6 +29,7 @@ from p2p_engine.memory.arena import HEADER_BYTES
 from p2p_engine.memory.jobs import Job, still_running
 from p2p_engine.memory.layout import Int64s, Regions
 from p2p_engine.transports.base import Broken, Connected, Endpoint, Order, check_word
+from p2p_engine.transports.cuda_ipc_departures import FAREWELL, UNSEEN, Departures, watch_peer
 from p2p_engine.transports.shm import ShmTransport
 from p2p_engine.wire.messages import Grant
 
@@ -152,7 +155,7 @@ class CudaIpcChannel:
         self._broken = broken
 
     def close(self, timeout: float = 1.0) -> bool:
-        """Join the copies, close the connection, and undo the mappings in a thread."""
+        """Join the copies, say farewell, and undo the mappings in a thread."""
         self._is_closed = True
         for job in self._jobs:
             job.cancel()
@@ -163,7 +166,7 @@ class CudaIpcChannel:
             self._is_released = True
             if self._connection.fileno() >= 0:
                 self._control.unwatch(self._connection.fileno())
-                self._connection.close()
+                _part(self._connection)
             threading.Thread(target=self._release, name="p2p-unmap", daemon=True).start()
         return True
 
@@ -211,6 +214,8 @@ class CudaIpcTransport(ShmTransport):
         super().__init__(mover, landing, control, epoch)
         self._device = device
         self._device_landing = landing
+        self._departures = Departures()
+        control.watch_time(self._look)
         self._extra: Endpoint = {}
         if landing is not None:
             handle = device.run(lambda: device.cuda.export(landing.device_address), 10.0)
@@ -230,7 +235,19 @@ class CudaIpcTransport(ShmTransport):
                 "close: %d senders may still write, the buffer is kept", len(self._senders)
             )
             landing.keep_buffer()
+        self._control.unwatch_time(self._look)
+        self._departures.close()
         super().close()
+
+    def is_gone(self, source_epoch: int) -> bool:
+        """Whether the sender's copies have ended, or its process."""
+        return super().is_gone(source_epoch) and self._departures.is_over(source_epoch)
+
+    def outlast_senders(self, timeout: float) -> bool:
+        """Wait until no sender can write any more; see ShmTransport."""
+        deadline = time.monotonic() + timeout
+        has_none = super().outlast_senders(timeout)
+        return self._departures.wait(max(0.0, deadline - time.monotonic())) and has_none
 
     def invite(self, source_epoch: int) -> Endpoint | None:
         """Return shm's endpoint with the handle of the receive buffer."""
@@ -248,7 +265,7 @@ class CudaIpcTransport(ShmTransport):
                 raise ValueError("the handle's length")
         except (KeyError, ValueError) as error:
             arena.close()
-            connection.close()
+            _part(connection)
             connected(TransportError(f"connect: bad cuda_ipc endpoint: {error!r}"))
             return
 
@@ -266,10 +283,36 @@ class CudaIpcTransport(ShmTransport):
 
         def refuse(error: TransportError) -> None:
             arena.close()
-            connection.close()
+            _part(connection)
             connected(error)
 
         def accept(mapping: Mapping) -> None:
             connected(CudaIpcChannel(self._device, mapping, size, connection, self._control))
 
         threading.Thread(target=open_it, name="p2p-map", daemon=True).start()
+
+    def _admit(self, connection: socket.socket, epoch: int) -> None:
+        self._sender_ended(epoch)  # its farewell may not have been read yet, nor its end of file
+        process = watch_peer(connection)  # before it gets anything: it is connected now
+        super()._admit(connection, epoch)
+        if self._senders.get(epoch) is connection:
+            self._departures.admit(epoch, process)
+        elif process != UNSEEN:
+            os.close(process)
+
+    def _heard(self, epoch: int, said: bytes) -> None:
+        if said == FAREWELL:
+            self._departures.say_farewell(epoch)
+
+    def _left(self, epoch: int) -> None:
+        self._departures.leave(epoch)
+
+    def _look(self, now: float) -> None:
+        self._departures.look()
+
+
+def _part(connection: socket.socket) -> None:
+    """Tell the receiver that all copies have ended, and close the connection."""
+    with contextlib.suppress(OSError):  # it is gone
+        connection.send(FAREWELL)
+    connection.close()

@@ -203,13 +203,21 @@ class ShmTransport(SenderWrites):
             return
         with contextlib.suppress(BlockingIOError):
             try:
-                if connection.recv(64):
-                    return  # unexpected data; only end of file is a proof
+                if said := connection.recv(64):
+                    self._heard(epoch, said)
+                    return  # only end of file is a proof
             except ConnectionError:
                 pass  # reset: the other end is closed
             del self._senders[epoch]
             self._control.unwatch(connection.fileno())
             connection.close()
+            self._left(epoch)
+
+    def _heard(self, epoch: int, said: bytes) -> None:
+        """Take what a sender says after its handshake: nothing is expected."""
+
+    def _left(self, epoch: int) -> None:
+        """Note that a sender's connection has ended."""
 
 
 def _map(descriptors: list[int], nbytes: int, nonce_offset: int, nonce: int) -> Arena:

@@ -2,10 +2,12 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -92,6 +94,7 @@ static const char* const NAMES[NUM_VALUES] = {
     [MALLOC_FAILS] = "malloc_fails",
     [COPIES_HANG] = "copies_hang",
     [IPC_FAILS] = "ipc_fails",
+    [COPY_MILLISECONDS] = "copy_milliseconds",
     [REGISTER_HANGS] = "register_hangs",
     [IS_CAPTURING] = "is_capturing",
     [TOTAL_BYTES] = "total_bytes",
@@ -149,6 +152,29 @@ long long
 double_get(const char* name) {
     int index = index_of(name);
     return index < 0 ? -1 : atomic_load(&double_values[index]);
+}
+
+static void
+sleep_milliseconds(long long milliseconds) {
+    struct timespec rest = {milliseconds / 1000, milliseconds % 1000 * 1000000};
+    nanosleep(&rest, NULL);
+}
+
+/* Dies as a process with work on a GPU does: the kernel closes its sockets first, and CUDA's
+ * descriptors after `milliseconds`; the copies that it has submitted go on until then. Only Unix
+ * sockets are closed: others would tell the threads that still run here. */
+void
+double_die(int milliseconds) {
+    for (int descriptor = 3; descriptor < 1024; descriptor++) {
+        struct sockaddr_storage address;
+        socklen_t length = sizeof address;
+        if (getsockname(descriptor, (struct sockaddr*)&address, &length) == 0 &&
+            address.ss_family == AF_UNIX) {
+            close(descriptor);
+        }
+    }
+    sleep_milliseconds(milliseconds);
+    kill(getpid(), SIGKILL);
 }
 
 /* ---- shared ---- */
@@ -407,22 +433,24 @@ typedef struct {
     int value;
 } copy_operation_t;
 
-static bool
-is_registered(const char* address) { /* with the lock held */
+static range_t*
+range_of(const char* address, value_t count) { /* with the lock held */
     for (range_t* range = ranges; range != NULL; range = range->next) {
-        if (range->count == &double_values[LIVE_HOST_REGISTRATIONS] && address >= range->address &&
+        if (range->count == &double_values[count] && address >= range->address &&
             address < range->address + range->nbytes) {
-            return true;
+            return range;
         }
     }
-    return false;
+    return NULL;
 }
 
 static void
 run_copy(operation_t* base) {
     copy_operation_t* self = (copy_operation_t*)base;
     pthread_mutex_lock(&double_lock);
-    if (atomic_load(&double_values[COPIES_HANG]) && is_registered(self->destination)) {
+    bool is_to_host = range_of(self->destination, LIVE_HOST_REGISTRATIONS) != NULL;
+    bool is_to_other = range_of(self->destination, LIVE_IMPORTS) != NULL;
+    if (atomic_load(&double_values[COPIES_HANG]) && is_to_host) {
         atomic_fetch_add(&double_values[HANGING_COPIES], 1);
         while (atomic_load(&double_values[COPIES_HANG])) {
             wait_briefly();
@@ -430,6 +458,9 @@ run_copy(operation_t* base) {
         atomic_fetch_sub(&double_values[HANGING_COPIES], 1);
     }
     pthread_mutex_unlock(&double_lock);
+    if (is_to_other) {
+        sleep_milliseconds(atomic_load(&double_values[COPY_MILLISECONDS]));
+    }
     memcpy(self->destination, self->source, self->nbytes);
 }
 

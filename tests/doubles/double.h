@@ -22,20 +22,21 @@ enum { MAX_DEVICES = 16 };
 /* What a test sets, per process, and what it counts; see double_set and double_get. */
 typedef enum {
     /* set by a test */
-    NUM_DEVICES,    /* how many there are */
-    KERNEL_SLOTS,   /* communication kernels that are resident on a device at once */
-    NCCL_VERSION,   /* what ncclGetVersion says and peers compare */
-    INIT_HANGS,     /* communicators stay in progress */
-    INIT_FAILS,     /* the result that initialisation ends with, 0: success */
-    ASYNC_ERROR,    /* what ncclCommGetAsyncError says from now on, 0: nothing */
-    SEND_HANGS,     /* sends never complete */
-    LAUNCH_HANGS,   /* calls that move bytes stay in progress, their kernels are not launched */
-    ABORT_HANGS,    /* aborts do not return while it is set */
-    IS_NETWORK,     /* communicators run over a network: dead peers are noticed, aborts are local */
-    MALLOC_FAILS,   /* cudaMalloc has no memory */
-    COPIES_HANG,    /* copies into registered host memory wait while it is set */
-    IPC_FAILS,      /* handles of other processes cannot be opened */
-    REGISTER_HANGS, /* host memory is not registered yet */
+    NUM_DEVICES,  /* how many there are */
+    KERNEL_SLOTS, /* communication kernels that are resident on a device at once */
+    NCCL_VERSION, /* what ncclGetVersion says and peers compare */
+    INIT_HANGS,   /* communicators stay in progress */
+    INIT_FAILS,   /* the result that initialisation ends with, 0: success */
+    ASYNC_ERROR,  /* what ncclCommGetAsyncError says from now on, 0: nothing */
+    SEND_HANGS,   /* sends never complete */
+    LAUNCH_HANGS, /* calls that move bytes stay in progress, their kernels are not launched */
+    ABORT_HANGS,  /* aborts do not return while it is set */
+    IS_NETWORK,   /* communicators run over a network: dead peers are noticed, aborts are local */
+    MALLOC_FAILS, /* cudaMalloc has no memory */
+    COPIES_HANG,  /* copies into registered host memory wait while it is set */
+    IPC_FAILS,    /* handles of other processes cannot be opened */
+    COPY_MILLISECONDS, /* that a copy into another process's memory takes */
+    REGISTER_HANGS,    /* host memory is not registered yet */
     IS_CAPTURING, /* another thread captures a graph: unsafe calls fail, unless theirs is relaxed */
     TOTAL_BYTES,  /* of each device */
     /* counted */

@@ -72,6 +72,11 @@ class GpuDouble:
             for name, value in before.items():
                 self[name] = value
 
+    def die(self, milliseconds: int) -> None:
+        """End this process as one with work on a GPU ends: its sockets first, its copies after so
+        long. No other Python code runs here meanwhile."""
+        ctypes.PyDLL(self.path).double_die(milliseconds)
+
     def held(self) -> dict[str, int]:
         """Return what must be given back, and how often it was used as it may not be."""
         return {name: self[name] for name in (*(f"live_{kind}" for kind in LIVE), *WRONGS)}

@@ -4,7 +4,9 @@ pool, groups of NCCL, peers that die while a kernel waits for them, a device tha
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -24,6 +26,7 @@ from tests.doubles.gpu import GpuDouble
 from tests.rigs.engines import (
     BLOCKS,
     MIB,
+    PAGE_BYTES,
     PagedMemory,
     Peer,
     assert_idle,
@@ -282,6 +285,32 @@ def test_a_peer_that_dies_while_a_kernel_waits_for_it_costs_its_own_transfers_on
                     sent.wait(10)
         put(engine, other, "after")
         assert_idle(engine)
+
+
+def test_the_memory_of_a_sender_that_dies_is_kept_until_its_copies_have_ended() -> None:
+    """Its socket ends first; what it has submitted goes on until its process has ended."""
+    config = settings("cuda_ipc")
+    with P2pNcclEngine(config) as engine, Peer(config) as peer:
+        put(engine, peer, "before")  # the peer maps our buffer when it sends
+        epoch, transport = peer.ask("epoch"), engine._parts.transports["cuda_ipc"]
+        peer.ask("send_blocks", "connects", engine.zmq_address)
+        memory = PagedMemory(BLOCKS, page_bytes=PAGE_BYTES)
+        engine.receive(TransferKey("connects"), memory.sink(list(range(BLOCKS)))).wait(10)
+        assert not transport.is_gone(epoch)
+        peer.ask("set_fault", "copy_milliseconds", 200)  # for each of four chunks
+        peer.ask("send_blocks", "slow", engine.zmq_address)
+        eventually(lambda: engine.stats()["live_bytes_by_place"]["buffer"] >= memory.data.nbytes)
+        assert isinstance(engine._parts.arena, DeviceLanding)
+        landing = engine._parts.arena
+        view = (ctypes.c_char * landing.device_bytes).from_address(landing.device_address)
+        eventually(lambda: patterned("slow").data[0, 0, :64].tobytes() in bytes(view))
+        peer.tell("die", 1000)
+        eventually(lambda: epoch not in transport._senders)  # type: ignore[attr-defined]
+        eventually(lambda: transport.is_gone(epoch))
+        at_end = hashlib.sha256(view).digest()
+        time.sleep(1.2)  # longer than it dies
+        assert hashlib.sha256(view).digest() == at_end
+        assert peer.has_ended()
 
 
 def states(engine: P2pNcclEngine) -> list[str]:

@@ -147,6 +147,18 @@ class PeerEngine:
         self.engine.receive(TransferKey(name), memory.sink(list(range(BLOCKS)))).wait(timeout)
         return bool((memory.data == patterned(name).data).all())
 
+    def set_fault(self, name: str, value: int) -> None:
+        """Set a fault of this process's double of a GPU."""
+        GpuDouble()[name] = value
+
+    def die(self, milliseconds: int) -> None:
+        """Die so slowly; there is no answer."""
+        GpuDouble().die(milliseconds)
+
+    def epoch(self) -> int:
+        """The engine's epoch."""
+        return self.engine._parts.epoch
+
     def close(self) -> None:
         """End the engine."""
         self.engine.close()
