@@ -104,7 +104,7 @@ def server_config(config: ProxyConfig) -> uvicorn.Config:
         host=config.host,
         port=config.port,
         loop="uvloop",
-        http="httptools",
+        http="proxy.http.strict:StrictConnection",
         ws="none",
         lifespan="on",
         log_config=None,

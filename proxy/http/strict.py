@@ -1,0 +1,317 @@
+"""StrictConnection: one client's connection, HTTP/1.1 or 1.0. What is unclear ends it.
+
+uvicorn parses with llhttp in its strict mode, and runs the application. This class closes the gaps
+that it leaves: each request gets exactly one answer, in order, or the connection ends; and no byte
+of a body is taken for another request.
+"""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, cast
+
+import httptools
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+if TYPE_CHECKING:
+    import asyncio
+
+logger = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 64 << 10  # of a request line, its headers and its trailers
+MAX_PIPELINED = 16  # requests that wait on one connection until the one before is answered
+# After an answer to a request that has not come whole, what still comes is read and dropped: if
+# the connection were closed at once, the client's kernel might drop the answer.
+LINGER_SECONDS = 2.0
+LINGER_BYTES = 4 << 20
+
+_UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
+_UPGRADE_TOKENS = (b"upgrade", b"http2-settings")
+
+
+class _Refused(Exception):
+    """A request is not served, and its connection ends."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class StrictConnection(HttpToolsProtocol):
+    """Serves the requests of one connection, one after the other."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.parser = httptools.HttpRequestParser(self)  # without uvicorn's leniency
+        self._running: RequestResponseCycle | None = None
+        self._exit: _Exit | None = None
+        self._is_in_head = False
+        self._is_upgrade = False  # this head asks for another protocol, and is parsed again
+        self._is_over = False  # what still comes is dropped
+        self._num_head_bytes = 0
+        self._num_dropped_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin."""
+        super().connection_made(transport)
+        self._exit = _Exit(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came; a request that is not clear ends the connection."""
+        if self._is_over:
+            self._drop(data)
+            return
+        self._unset_keepalive_if_required()
+        was_in_head = self._is_in_head
+        try:
+            self._parse(data)
+            if was_in_head and self._is_in_head:
+                self._count_head(len(data))  # a header that does not end is not reported
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            self._refuse(cause if isinstance(cause, _Refused) else _Refused(400, "not HTTP/1.1"))
+        except _Refused as refused:
+            self._refuse(refused)
+
+    def _parse(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                # The parser has skipped the body, and would take it for the next request.
+                head = self._head_without_upgrade()
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.feed_data(head)
+                data = data[upgrade.args[0] :]
+            else:
+                return
+
+    def _head_without_upgrade(self) -> bytes:
+        """Return the head again, without the wish for another protocol, which is not granted."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                tokens = [token.strip() for token in value.split(b",")]
+                value = b", ".join(t for t in tokens if t.lower() not in _UPGRADE_TOKENS)
+            if name not in _UPGRADE_HEADERS:
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join([*lines, b"", b""])
+
+    # Called by the parser.
+
+    def on_message_begin(self) -> None:
+        """Begin a request."""
+        super().on_message_begin()
+        self._is_in_head = True
+        self._num_head_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        """Take a piece of the target."""
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header; a trailer is none, and is dropped."""
+        self._count_head(len(name) + len(value))
+        if self._is_in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Check the head, then run the request or let it wait for its turn."""
+        self._is_in_head = False
+        self._check_head()
+        self._is_upgrade = self.parser.should_upgrade()
+        if self._is_upgrade:
+            return
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise _Refused(400, f"more than {MAX_PIPELINED} requests wait for their answers")
+        is_first = self._running is None or self._running.response_complete
+        super().on_headers_complete()
+        # Servers in front guard routes by paths: /%69nstances/add is no way to /instances/add.
+        self.scope["path"] = self.scope["raw_path"].decode("ascii")
+        self.cycle.__class__ = _Cycle  # uvicorn has no setting for it
+        self.cycle.transport = cast("asyncio.Transport", self._exit)
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.waiting_for_100_continue = False
+        if is_first:
+            self._running = self.cycle
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of the body."""
+        if not self._is_upgrade:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """End the body."""
+        if not self._is_upgrade:
+            super().on_message_complete()
+
+    # Called by cycles.
+
+    def on_response_complete(self) -> None:
+        """Begin with the next request that waits, if there may be one."""
+        following = self.pipeline[-1][0] if self.pipeline else None
+        if self._is_over:
+            self.server_state.total_requests += 1
+            return
+        super().on_response_complete()
+        self._running = following
+
+    def finish(self) -> None:
+        """Close the connection after an answer, or in the middle of one that cannot be completed.
+
+        An answer that ends with the connection is aborted, so that it does not look complete.
+        """
+        running = self._running
+        if isinstance(running, _Cycle) and running.is_cut:
+            self.transport.abort()
+        elif self._is_over or (running is not None and running.more_body):
+            self._linger()
+        else:
+            self._is_over = True
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the request in progress, also if others wait behind it."""
+        running, self._running = self._running, None
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
+        self.pipeline.clear()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+        if self._exit is not None:
+            self._exit.connection = None  # no circle of references
+
+    def _check_head(self) -> None:
+        """Refuse what two servers may read in two ways, and what is not served here."""
+        values: dict[bytes, list[bytes]] = {}
+        for name, value in self.headers:
+            values.setdefault(name, []).append(value.strip().lower())
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            raise _Refused(505, "only HTTP/1.1 and HTTP/1.0 are served")
+        if self.parser.get_method() == b"CONNECT":
+            raise _Refused(405, "there are no tunnels here")
+        # Quart would take //instances/add for /instances/add, which servers in front may guard.
+        if b"//" in self.url and (httptools.parse_url(self.url).path or b"").startswith(b"//"):
+            raise _Refused(400, "the path begins with two slashes")
+        num_hosts = len(values.get(b"host", ()))
+        if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
+            raise _Refused(400, f"{num_hosts} Host headers")
+        encodings = values.get(b"transfer-encoding", [])
+        if encodings and (version == "1.0" or b"content-length" in values):
+            raise _Refused(400, "Transfer-Encoding beside Content-Length, or in HTTP/1.0")
+        if encodings and encodings != [b"chunked"]:
+            raise _Refused(501, "the only Transfer-Encoding is chunked")
+        if any(value != b"100-continue" for value in values.get(b"expect", ())):
+            raise _Refused(417, "the only Expect is 100-continue")
+
+    def _count_head(self, num_bytes: int) -> None:
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            raise _Refused(431, f"the head is larger than {MAX_HEAD_BYTES} bytes")
+
+    # The end.
+
+    def _refuse(self, refused: _Refused) -> None:
+        """End the connection: after the answer in progress, if there is one, else with an error."""
+        logger.debug(
+            "request refused client=%s status=%d: %s", self.client, refused.status, refused
+        )
+        self._is_over = True
+        self.pipeline.clear()
+        running = self._running
+        if running is not None and not running.response_complete:
+            if running is not self.cycle or not running.more_body:
+                running.keep_alive = False
+                self.flow.resume_reading()
+                return
+            running.disconnected = True  # its own body is what is not clear
+            running.message_event.set()
+            if running.response_started:
+                self.transport.abort()
+                return
+        self.transport.write(_error(refused))
+        self._linger()
+
+    def _linger(self) -> None:
+        """Close for writing, drop what still comes, and close soon."""
+        self._is_over = True
+        if self.transport.is_closing():
+            return
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    def _drop(self, data: bytes) -> None:
+        self._num_dropped_bytes += len(data)
+        if self._num_dropped_bytes > LINGER_BYTES:
+            running = self._running
+            if running is None or running.response_complete or running.disconnected:
+                self.transport.close()
+            else:
+                self.flow.pause_reading()
+
+
+class _Cycle(RequestResponseCycle):
+    """One request and its answer."""
+
+    ends_with_connection = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Tell whether only the end of the connection can tell the client that it has not all."""
+        return self.ends_with_connection and not self.response_complete
+
+    async def send(self, message: Any) -> None:
+        """Send a part of the answer.
+
+        If the request has not come whole, the connection ends with the answer: nobody can say
+        whether the client still sends the rest. HTTP/1.0 has no chunks, so an answer whose length
+        is not known ends with the connection.
+        """
+        if message["type"] == "http.response.start":
+            self.keep_alive = self.keep_alive and not self.more_body
+            if self.scope["http_version"] == "1.0" and _has_unknown_length(message):
+                self.ends_with_connection, self.chunked_encoding = True, False
+        elif self.ends_with_connection:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+
+class _Exit:
+    """The transport as cycles see it: `StrictConnection` ends it in its own way."""
+
+    def __init__(self, connection: StrictConnection) -> None:
+        self.connection: StrictConnection | None = connection
+        self.write = connection.transport.write
+        self.is_closing = connection.transport.is_closing
+
+    def close(self) -> None:
+        """End the connection."""
+        if self.connection is not None:
+            self.connection.finish()
+
+
+def _has_unknown_length(message: Any) -> bool:
+    names = {name.lower() for name, _ in message.get("headers", ())}
+    return b"content-length" not in names and message["status"] not in (204, 304)
+
+
+def _error(refused: _Refused) -> bytes:
+    """Return a whole answer in the form of OpenAI's API, as `proxy/errors.py` makes it."""
+    error = {"message": str(refused), "type": "invalid_request_error", "param": None}
+    body = msgspec.json.encode({"error": {**error, "code": "bad_http"}})
+    status = HTTPStatus(refused.status)
+    return (
+        b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+        % (status, status.phrase.encode(), len(body))
+        + b"connection: close\r\n\r\n"
+        + body
+    )
