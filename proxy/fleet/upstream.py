@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 KEEPALIVE_SECONDS = 3.0
 # If the server had closed a connection before our request, the failure shows within this time.
 RACE_SECONDS = 1.0
+# Of an answer to a GET: a list of models, or of /health.
+MAX_GET_BYTES = 4 << 20
 # vLLM's server routes a request to the data-parallel rank in this header.
 RANK_HEADER = "X-data-parallel-rank"
 
@@ -72,12 +74,14 @@ class Upstream:
         response = connection.ask(request, Limits(timeout, total=timeout))
         try:
             await response.head()
-            body = b""
+            body = bytearray()
             while piece := await response.piece():
                 body += piece
+                if len(body) > MAX_GET_BYTES:
+                    raise Broken(f"an answer of more than {MAX_GET_BYTES} bytes")
         finally:
             response.close()
-        return response.status, body
+        return response.status, bytes(body)
 
     async def post(
         self,

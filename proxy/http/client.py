@@ -20,6 +20,8 @@ from proxy.http.deadlines import Deadline, Deadlines
 # Bytes of an answer that are buffered before the client stops reading from the instance.
 HIGH_WATER_BYTES = 64 << 10
 MAX_HEADER_BYTES = 64 << 10
+MAX_INTERIM = 16  # 1xx answers before the answer
+_ENCODING = b"transfer-encoding"
 NAME_SECONDS = 4.5  # to resolve an instance's name
 
 
@@ -67,6 +69,7 @@ class Response:
         self._pieces: list[bytes] = []
         self._num_buffered = 0
         self._num_header_bytes = 0
+        self._num_interim = 0
         self._error: ClientError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._deadline: Deadline | None = None
@@ -134,17 +137,33 @@ class Response:
     # Called by the connection.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Add a header; too many bytes of headers fail the answer."""
+        """Add a header.
+
+        Raises:
+            Broken: there are too many bytes of headers.
+        """
         self._num_header_bytes += len(name) + len(value)
         if self._num_header_bytes > MAX_HEADER_BYTES:
-            self.fail(Broken(f"headers of more than {MAX_HEADER_BYTES} bytes"))
+            raise Broken(f"headers of more than {MAX_HEADER_BYTES} bytes")
         self.headers.append((name, value))
 
-    def on_headers(self, status: int) -> None:
-        """Set the status; interim (1xx) answers are skipped."""
-        if status < 200:
+    def on_headers(self, status: int, version: str) -> None:
+        """Set the status; interim (1xx) answers are skipped.
+
+        Raises:
+            Broken: nobody can say where this answer ends, or there are too many interim ones.
+        """
+        if 100 <= status < 200:
+            self._num_interim += 1
+            if self._num_interim > MAX_INTERIM:
+                raise Broken(f"more than {MAX_INTERIM} interim answers")
             self.headers.clear()
             return
+        if version not in ("1.0", "1.1") or not 200 <= status < 600:
+            raise Broken(f"an answer of HTTP/{version} with status {status}")
+        encodings = [v.strip().lower() for k, v in self.headers if k.lower() == _ENCODING]
+        if encodings and (encodings != [b"chunked"] or version != "1.1"):
+            raise Broken(f"Transfer-Encoding {encodings} in HTTP/{version}")
         self.status = status
         self._wake()
 
@@ -157,8 +176,8 @@ class Response:
         self._wake()
 
     def complete(self) -> None:
-        """Mark the answer as complete."""
-        self.is_complete = True
+        """Mark the answer as complete, unless it has failed."""
+        self.is_complete = self._error is None
         self._end()
 
     def fail(self, error: ClientError) -> None:
@@ -210,6 +229,8 @@ class _Connection(asyncio.Protocol):
         self._transport: Any = None
         self._parser: Any = httptools.HttpResponseParser(self)
         self._is_paused = False
+        self._is_in_head = False
+        self._num_dry_bytes = 0  # since the last head or piece of a body
 
     @property
     def is_open(self) -> bool:
@@ -250,12 +271,16 @@ class _Connection(asyncio.Protocol):
         if self.response is None:
             self.abort()
             return
+        self._num_dry_bytes += len(data)
         try:
             self._parser.feed_data(data)
+            if self._num_dry_bytes > MAX_HEADER_BYTES:
+                raise Broken(f"more than {MAX_HEADER_BYTES} bytes that are no part of a body")
+        except Broken as error:
+            self._break(error)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            if self.response is not None:
-                self.response.fail(Broken(f"not HTTP: {error}"))
-            self.abort()
+            cause = error.__context__
+            self._break(cause if isinstance(cause, Broken) else Broken(f"not HTTP: {error}"))
 
     def connection_lost(self, error: Exception | None) -> None:
         """End the answer. An answer without framing headers is complete when the connection closes
@@ -272,36 +297,51 @@ class _Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         """Abort the connection if an answer begins without a request."""
+        self._is_in_head = True
         if self.response is None:
             self.abort()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Pass a header to the answer."""
-        if self.response is not None:
+        """Pass a header to the answer; a trailer is none, and is dropped."""
+        if self.response is not None and self._is_in_head:
             self.response.on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Pass the status to the answer."""
+        self._is_in_head = False
         if self.response is not None:
-            self.response.on_headers(self._parser.get_status_code())
+            parser = self._parser
+            self.response.on_headers(parser.get_status_code(), parser.get_http_version())
+            self._num_dry_bytes = 0
 
     def on_body(self, piece: bytes) -> None:
         """Pass a piece of the body to the answer."""
+        self._num_dry_bytes = 0
         if self.response is not None:
             self.response.on_body(piece)
 
     def on_message_complete(self) -> None:
-        """Complete the answer; return the connection to the pool if it may be kept."""
+        """Complete the answer; return the connection to the pool if it may be kept.
+
+        If the instance has not taken the whole request, nobody can say what it takes the rest for.
+        """
         response = self.response
         if response is None or not response.status:
             return
         self.response = None
         response.complete()
-        if self._parser.should_keep_alive():
+        if self._transport.get_write_buffer_size():
+            self.abort()
+        elif self._parser.should_keep_alive():
             self.resume()
             self._pool.keep(self)
         else:
             self._transport.close()
+
+    def _break(self, error: Broken) -> None:
+        if self.response is not None:
+            self.response.fail(error)
+        self.abort()
 
 
 class Pool:

@@ -22,10 +22,11 @@ _GATEWAY_ERRORS = (502, 503, 504)
 _TOO_LONG = (b"maximum context length", b"maximum model length", b"max_model_len")
 
 # Headers of an instance that the client does not get: they belong to the connection or the
-# instance.
+# instance, or are orders to a server in front or to a browser about the whole site.
 KEPT_BACK_HEADERS = {
-    b"connection", b"date", b"keep-alive", b"proxy-connection", b"server", b"set-cookie", b"te",
-    b"trailer", b"transfer-encoding", b"upgrade", b"x-request-id",
+    b"alt-svc", b"clear-site-data", b"connection", b"date", b"keep-alive", b"proxy-connection",
+    b"server", b"set-cookie", b"strict-transport-security", b"te", b"trailer", b"transfer-encoding",
+    b"upgrade", b"x-accel-redirect", b"x-request-id", b"x-sendfile",
 }  # fmt: skip
 
 
@@ -124,10 +125,12 @@ def _as_answer(response: Response, body: bytes) -> Answer:
 
 def passed_headers(response: Response, *dropped: bytes) -> Headers:
     """Return the headers for the client, without those of `dropped`; names are in lower case."""
+    hops = {token.strip().lower() for token in response.header(b"connection").split(b",")}
+    kept_back = {*KEPT_BACK_HEADERS, *hops, *dropped}
     return [
         (name, value)
         for name, value in response.headers
-        if (key := name.lower()) not in KEPT_BACK_HEADERS and key not in dropped and value.isascii()
+        if name.lower() not in kept_back and value.isascii()
     ]
 
 

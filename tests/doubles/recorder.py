@@ -43,6 +43,8 @@ class RecordingInstance:
     """An instance on 127.0.0.1; `async with` it."""
 
     answer: Answerer = field(default_factory=lambda: echo)
+    health: Answerer = field(default_factory=lambda: lambda _: whole(b"{}"))
+    closes: bool = False  # after each answer
     # The requests other than those for /health, in order of arrival; and what was no request.
     received: list[Recorded] = field(default_factory=list)
     faults: list[bytes] = field(default_factory=list)
@@ -70,12 +72,14 @@ class RecordingInstance:
         try:
             while (request := await self._read(reader)) is not None:
                 if request.path == "/health":
-                    writer.write(whole(b"{}"))
+                    writer.write(self.health(request))
                 else:
                     self.received.append(request)
                     writer.write(self.answer(request))
                 with suppress(ConnectionError):
                     await writer.drain()
+                if self.closes and request.path != "/health":
+                    return
         finally:
             self._writers.discard(writer)
             writer.close()

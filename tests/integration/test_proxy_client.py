@@ -15,6 +15,7 @@ from p2p_engine.control import resolver
 from proxy.http.client import (
     HIGH_WATER_BYTES,
     MAX_HEADER_BYTES,
+    MAX_INTERIM,
     Broken,
     ConnectTimedOut,
     Limits,
@@ -43,11 +44,19 @@ class ScriptedServer:
         self.num_closed = 0
         self.address = ""
         self.num_written = 0
+        self.answers_at_once = b""  # to the first bytes of a request, and takes no more
 
     async def speak(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection."""
         self.num_connections += 1
         try:
+            if self.answers_at_once:
+                await reader.read(1)
+                writer.write(self.answers_at_once)
+                await writer.drain()
+                writer.transport.pause_reading()  # type: ignore[attr-defined]
+                await asyncio.sleep(0.5)
+                return
             while head := await reader.readuntil(b"\r\n\r\n"):
                 length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
                 self.requests.append(head + await reader.readexactly(length))
@@ -140,6 +149,10 @@ WHOLE = {
     "a hundred before it": (b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + OK, b"ok"),
     "no body": (b"HTTP/1.1 204 No Content\r\n\r\n", b""),
     "an empty body": (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", b""),
+    "a few before it": (b"HTTP/1.1 100 Continue\r\n\r\n" * MAX_INTERIM + OK, b"ok"),
+    "a trailer": (CHUNKED + b"2\r\nok\r\n0\r\nLink: x\r\nX-Trailer: y\r\n\r\n", b"ok"),
+    "an extension": (CHUNKED + b"2;a=b\r\nok\r\n0\r\n\r\n", b"ok"),
+    "an offer": (OK.replace(b"Co", b"Upgrade: x\r\nConnection: upgrade\r\nCo"), b"ok"),
 }  # fmt: skip
 
 
@@ -150,7 +163,7 @@ async def test_a_whole_answer_keeps_its_connection(shape: str) -> None:
         for _ in range(3):
             response, body = await ask(server, pool)
             assert body == expected
-            assert (b"Link", b"x") not in response.headers
+            assert {b"link", b"x-trailer"} & {name.lower() for name, _ in response.headers} == set()
         assert server.num_connections == 1
         assert server.requests[0].endswith(b"\r\na: b\r\n\r\n{}")
 
@@ -173,6 +186,27 @@ CUT = {
     "a wrong chunk": CHUNKED + b"zz\r\nx\r\n",
     "two lengths": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nokk",
     "endless headers": b"HTTP/1.1 200 OK\r\nx: " + b"y" * (2 * MAX_HEADER_BYTES) + b"\r\n\r\n",
+    "two equal lengths": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\nok",
+    "chunks and a length": CHUNKED[:-2] + b"Content-Length: 2\r\n\r\n2\r\nok\r\n0\r\n\r\n",
+    "two encodings": CHUNKED[:-2] + b"Transfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
+    "another encoding": CHUNKED.replace(b"chunked", b"gzip") + b"ok",
+    "another encoding before chunks": CHUNKED.replace(b"chunked", b"gzip, chunked")
+    + b"2\r\nok\r\n0\r\n\r\n",
+    "chunks in HTTP/1.0": CHUNKED.replace(b"1.1", b"1.0") + b"2\r\nok\r\n0\r\n\r\n",
+    "a huge chunk": CHUNKED + b"10000000000000002\r\nok\r\n0\r\n\r\n",
+    "a huge length": OK.replace(b": 2", b": 18446744073709551618"),
+    "a negative length": OK.replace(b": 2", b": -2"),
+    "a list of lengths": OK.replace(b": 2", b": 2, 2"),
+    "line feeds alone": OK.replace(b"\r\n", b"\n"),
+    "a folded header": OK.replace(b"\r\n\r\n", b"\r\nX: y\r\n z\r\n\r\n"),
+    "NUL in a header": OK.replace(b"\r\n\r\n", b"\r\nX: \x00\r\n\r\n"),
+    "a space before a colon": OK.replace(b"\r\n\r\n", b"\r\nX : y\r\n\r\n"),
+    "an odd version": OK.replace(b"1.1", b"2.0"),
+    "a status of 099": OK.replace(b"200", b"099"),
+    "a status of 600": OK.replace(b"200", b"600"),
+    "a status of 999": OK.replace(b"200", b"999"),
+    "a status of four digits": OK.replace(b"200", b"2000"),
+    "no version": b"ok",
     "another protocol": b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
 }
 
@@ -182,6 +216,42 @@ async def test_what_is_no_whole_answer_is_broken(shape: str) -> None:
     async with serving(CUT[shape], None) as (server, pool):
         with pytest.raises(Broken):
             await ask(server, pool)
+
+
+ENDLESS = {
+    "a status": (b"HTTP/1.1 200 ", b"x" * 4096),
+    "a header": (b"HTTP/1.1 200 OK\r\nX: ", b"x" * 4096),
+    "headers": (b"HTTP/1.1 200 OK\r\n", b"X: y\r\n" * 512),
+    "a header's name": (b"HTTP/1.1 200 OK\r\n", b"x" * 4096),
+    "interim answers": (b"HTTP/1.1", b" 103 Early Hints\r\n\r\nHTTP/1.1" * 128),
+    "empty lines": (b"\r\n", b"\r\n" * 512),
+    "a trailer": (CHUNKED + b"0\r\nX: ", b"x" * 4096),
+    "trailers": (CHUNKED + b"0\r\n", b"X: y\r\n" * 512),
+    "an extension": (CHUNKED + b"2;", b"x" * 4096),
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+async def test_what_never_ends_is_broken_off_soon(what: str) -> None:
+    """The instance does not close, and is never silent."""
+    start, more = ENDLESS[what]
+    async with serving(start, *[more] * 4096) as (server, pool):
+        with pytest.raises(Broken):
+            await asyncio.wait_for(ask(server, pool), 20.0)
+        assert server.says
+
+
+async def test_an_answer_before_the_request_was_taken_ends_its_connection() -> None:
+    """Nobody can say whether the instance takes the rest for another request."""
+    async with serving() as (server, pool):
+        server.answers_at_once = OK
+        connection = await pool.connect(server.address, 5.0)
+        request = request_bytes("POST", server.address, "/", {}, b"x" * (64 << 20))
+        response = connection.ask(request, LIMITS)
+        await response.head()
+        assert await response.piece() == b"ok"
+        response.close()
+        assert not connection.is_open
 
 
 @pytest.mark.parametrize("limits", [Limits(5.0, silence=0.05), Limits(5.0, total=0.05)])

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 
 import pytest
 
 from tests.doubles.recorder import RecordingInstance
 from tests.hostile import requests
 from tests.hostile.requests import FIRST, SECOND, SMUGGLED, Attack
-from tests.rigs.proxies import RunningProxy, running_proxy, until
+from tests.rigs.proxies import RunningProxy
 from tests.rigs.raw import NotHTTP, RawClient, raw_client
+from tests.rigs.recorded import recorded
 
 PROBE = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 PATIENCE = 20.0
@@ -24,25 +24,6 @@ GROUPS = {
         "EARLY",
     )
 }  # fmt: skip
-
-
-@asynccontextmanager
-async def recorded() -> AsyncIterator[tuple[RunningProxy, RecordingInstance, RecordingInstance]]:
-    """Run a proxy before two instances that record what arrives."""
-    async with RecordingInstance() as prefill, RecordingInstance() as decode:
-        listed = {"prefill": prefill.address, "decode": decode.address}
-        async with running_proxy(**listed) as proxy:
-
-            async def is_ready() -> bool:
-                states = await proxy.states()
-                return {states.get(each.address) for each in (prefill, decode)} == {"ready"}
-
-            await until(is_ready, "both are ready")
-            yield proxy, prefill, decode
-
-
-def port_of(proxy: RunningProxy) -> int:
-    return int(proxy.url.rpartition(":")[2])
 
 
 async def outcome(client: RawClient, attack: Attack) -> tuple[tuple[int, ...], bool]:
@@ -75,7 +56,7 @@ async def wrong_outcomes(
     wrong: dict[str, object] = {}
     for name, attack in attacks.items():
         try:
-            async with raw_client(port_of(proxy)) as client:
+            async with raw_client(proxy.port) as client:
                 got = await asyncio.wait_for(outcome(client, attack), PATIENCE)
         except (NotHTTP, TimeoutError, ConnectionResetError) as error:
             wrong[name] = repr(error)

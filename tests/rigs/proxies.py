@@ -48,6 +48,11 @@ class RunningProxy:
         self.client = client
         self.registration_address = ""
 
+    @property
+    def port(self) -> int:
+        """The port for clients."""
+        return int(self.url.rpartition(":")[2])
+
     async def status(self) -> dict[str, Any]:
         """Return what `/status` shows."""
         async with self.client.get(f"{self.url}/status") as response:
