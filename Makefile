@@ -14,7 +14,7 @@ export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.venv/pycache
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-c tsan asan chaos soak restarts stalls backlog model scale fuzz fuzz-c bench test-vllm test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage docs wheel clean
+.PHONY: help setup demo test test-c tsan asan attack chaos soak restarts stalls backlog model scale fuzz fuzz-c bench test-vllm test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage docs wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ scale: setup  ## stand-ins come and go at random under load for DURATION= second
 
 test-c: setup  ## the C tests under AddressSanitizer and UBSan
 	tests/c/run.sh
+
+attack: setup  ## attacks on a real proxy, beside a healthy load; NAME= part of a name, SCALE= share of the full numbers (1)
+	$(BIN)/python -m tests.attack.run $(if $(NAME),--name "$(NAME)") $(if $(SCALE),--scale $(SCALE))
 
 chaos: setup  ## the fault campaign: DURATION= seconds, SEED=, JOBS= rounds in parallel; continues where it stopped
 	$(BIN)/python -m tests.chaos.campaign --seconds $(or $(DURATION),60) --seed $(or $(SEED),1) \

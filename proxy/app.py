@@ -23,6 +23,8 @@ from proxy.fleet.registry import Registry
 from proxy.fleet.upstream import Upstream
 from proxy.http.asgi import QuartConnection, serve_directly
 from proxy.http.deadlines import Deadlines
+from proxy.http.descriptors import Shares, raised_limit
+from proxy.http.house import ClientHouse, Rules
 from proxy.http.stall import StallWatch
 from proxy.observe.metrics import Metrics
 from proxy.observe.request_log import RequestLog
@@ -51,6 +53,7 @@ class ProxyApp(Quart):
 
     def __init__(self, proxy: Proxy) -> None:
         super().__init__(__name__, static_folder=None)
+        self.house = proxy.house
         self._serve = proxy.complete
 
     async def __call__(
@@ -69,7 +72,10 @@ def create_app(
     clock: Callable[[], float] = time.monotonic,
     rng: random.Random | None = None,
 ) -> ProxyApp:
-    """Build the application. It opens its sockets when a server starts it."""
+    """Build the application. It opens its sockets when a server starts it.
+
+    Raises the soft limit of this process on descriptors to its hard one.
+    """
     proxy = Proxy(config, clock, rng or random.Random())
     app = ProxyApp(proxy)
     app.asgi_http_class = QuartConnection
@@ -116,6 +122,17 @@ class Proxy:
             clock, lambda seconds: self._registry.excuse(seconds, clock())
         )
         self._metrics = Metrics(self._registry.instances, clock)
+        shares = Shares.of(
+            raised_limit(), config.max_connections, config.max_in_flight, config.max_instances
+        )
+        rules = Rules(
+            shares.clients,
+            config.idle_timeout_seconds,
+            config.head_timeout_seconds,
+            # Longer than the limit of a request, which says what happened.
+            2 * config.client_timeout_seconds,
+        )
+        self.house = ClientHouse(rules, _turn_away, self._metrics.count_closed)
         deadlines = Deadlines()
         self._upstream = Upstream(self._metrics.resends, deadlines)
         self._readiness = Readiness(config, self._registry, self._upstream, clock)
@@ -136,6 +153,7 @@ class Proxy:
               lambda: self._discovery.refused_connections)  # fmt: skip
         watch("dropped_frames", "Messages dropped: too many frames, or not deliverable",
               lambda: self._discovery.dropped_frames)  # fmt: skip
+        watch("connections", "Connections of clients", lambda: self.house.num_guests)
         watch("queued", "Requests that wait for room", lambda: self._admission.num_queued)
         watch("running", "Requests in progress", lambda: self._admission.num_running)
         watch("prefix_blocks", "Remembered blocks", lambda: self._router.num_prefix_blocks)
@@ -224,6 +242,14 @@ class Proxy:
     async def show_metrics(self) -> Response:
         """Return the metrics in Prometheus' text format."""
         return Response(self._metrics.render(), content_type=CONTENT_TYPE_LATEST)
+
+
+async def _turn_away(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+    """Answer the request of a newcomer to a full house, and close its connection."""
+    error = ProxyError(503, "too_many_connections", "the proxy has no room for more connections")
+    answer = error.answer_to_client()
+    answer.headers.append((b"connection", b"close"))
+    await answer.send_to(send)
 
 
 def _json(content: dict[str, Any], status: int = 200) -> Response:

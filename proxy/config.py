@@ -72,6 +72,12 @@ class ProxyConfig:
     # Sequential: prefill, then decode. Concurrent: both at once; decode's answer waits for prefill.
     dispatch: str = SEQUENTIAL
     max_body_bytes: int = 64 << 20
+    # Connections of clients at a time; fewer if the process may not have so many descriptors.
+    max_connections: int = 16_384
+    # Limits on a client's connection: without a request, and with half of a request's head. Load
+    # balancers keep idle connections for 60 s. Ours must last longer, so that they close first.
+    idle_timeout_seconds: float = 75.0
+    head_timeout_seconds: float = 20.0
     # Limit on the client: to send its whole request, and to take each piece of the answer.
     client_timeout_seconds: float = 120.0
     connect_timeout_seconds: float = 5.0

@@ -9,7 +9,7 @@ import signal
 import sys
 from contextlib import suppress
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 
@@ -19,6 +19,7 @@ from proxy.config import DISPATCHES, ProxyConfig
 from proxy.routing.policies import POLICIES
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Sequence
 
 HELP = {
@@ -52,6 +53,9 @@ HELP = {
     "breaker_seconds": "after this time such an instance gets one request as a trial",
     "dispatch": "run prefill before decode, or both at once",
     "max_body_bytes": "how large the body of a request may be",
+    "max_connections": "how many connections clients may have; fewer if descriptors are short",
+    "idle_timeout_seconds": "how long a client's connection may stay open without a request",
+    "head_timeout_seconds": "how long the head of a request may take to arrive",
     "client_timeout_seconds": "how long a client may take to send its request, and to read each "
     "piece of the answer",
     "connect_timeout_seconds": "how long connecting to an instance may take",
@@ -99,21 +103,19 @@ def _look_for_garbage_seldom() -> None:
 
 def server_config(config: ProxyConfig) -> uvicorn.Config:
     """Return the settings of the HTTP server."""
+    app = create_app(config)
     return uvicorn.Config(
-        create_app(config),
+        app,
         host=config.host,
         port=config.port,
         loop="uvloop",
-        http="proxy.http.strict:StrictConnection",
+        http=cast("type[asyncio.Protocol]", app.house.open_door),
         ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        # Load balancers keep idle connections for 60 s. Ours must last longer, so that they close
-        # first.
-        timeout_keep_alive=75,
         timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_seconds)),
     )
 

@@ -7,8 +7,6 @@ import json
 import os
 import resource
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -33,19 +31,6 @@ from p2p_engine.transfer_config import TransferConfig, extra_of, is_multi, our_c
 
 PROXY_PORTS = (10001, 30001)
 _CONNECT_SECONDS = 2.0
-# Runs in a child process: a library that does not fit this machine may end its process.
-_LOAD_NCCL = """
-import os, sys
-from p2p_engine.errors import ConfigError
-from p2p_engine.transports.nccl.library import Nccl, show_version
-from p2p_engine.transports.nccl.transport import check_environment
-try:
-    check_environment(os.environ)
-    print("NCCL", show_version(Nccl(sys.argv[1]).version))
-except ConfigError as error:
-    print(error)
-    sys.exit(1)
-"""
 
 
 def run_doctor(
@@ -61,7 +46,7 @@ def run_doctor(
     """
     with busy(console, "checking the installation; importing vLLM may take half a minute"):
         findings = list(check_installation())
-    findings += check_transports(_nccl_library_of(config))
+    findings += check_transports()
     findings.append(check_descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
     if config is None:
         findings += [check_port("127.0.0.1", port, "the proxy's port") for port in PROXY_PORTS]
@@ -221,15 +206,8 @@ def _about_pool(settings: EngineConfig, tp_size: int) -> str:
     return f" ({share}: together a quarter of {memory_bytes() / GIB:.1f} GiB)"
 
 
-def _nccl_library_of(config: TransferConfig | None) -> str:
-    with contextlib.suppress(ConfigError):
-        if config is not None:
-            return EngineConfig.from_extra_config(_settings_of(our_config(config))).nccl_library
-    return ""
-
-
-def check_transports(nccl_library: str = "") -> Iterator[Finding]:
-    """Check which transports can work here. `nccl_library`: as the setting."""
+def check_transports() -> Iterator[Finding]:
+    """Check which transports can work here."""
     for name in TRANSPORT_NAMES:
         if name == "shm":
             yield check_shm()
@@ -237,24 +215,7 @@ def check_transports(nccl_library: str = "") -> Iterator[Finding]:
             yield check_tcp()
         elif name in ("nccl", "cuda_ipc"):
             gpus = visible_gpus(os.environ)
-            if not gpus:
-                yield note(name, "no GPU here")
-            elif name == "nccl":
-                yield check_nccl(nccl_library)
-            else:
-                yield ok(name, f"{len(gpus)} GPUs")
-
-
-def check_nccl(path: str) -> Finding:
-    """Check that the NCCL at this path ("": torch's) is new enough, and that no variable of the
-    environment keeps us from using it; blocks for a second or two."""
-    child = [sys.executable, "-c", _LOAD_NCCL, path]
-    answer = subprocess.run(child, capture_output=True, text=True, check=False)
-    state = (answer.stdout or answer.stderr).strip().splitlines()[-1:] or ["no reason given"]
-    if answer.returncode == 0:
-        return ok("nccl", state[0])
-    remedy = 'for GPUs of one host only, "transports": "cuda_ipc" needs no NCCL'
-    return change("nccl", state[0], remedy)
+            yield ok(name, f"{len(gpus)} GPUs") if gpus else note(name, "no GPU here")
 
 
 def check_tcp() -> Finding:

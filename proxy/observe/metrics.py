@@ -32,6 +32,9 @@ class Metrics:
         self.releases = self._counter(
             "releases", "Unused KV that decode was told to release", "result"
         )
+        self._closed = self._counter(
+            "closed_connections", "Connections of clients that the proxy closed, by limit", "limit"
+        )
         self.heartbeats = self._counter("heartbeats", "Frames on the registration port", "result")
         self.prefill = self._histogram("prefill_seconds", "From the request to prefill's answer")
         self.first_byte = self._histogram(
@@ -56,6 +59,10 @@ class Metrics:
             self.prefill.observe(record.prefill_seconds)
         if record.first_byte_seconds is not None:
             self.first_byte.observe(record.first_byte_seconds)
+
+    def count_closed(self, limit: str) -> None:
+        """Count a client's connection that was closed because of a limit."""
+        self._closed.labels(limit).inc()
 
     def watch(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         """Export a gauge; `value` is called for each scrape."""

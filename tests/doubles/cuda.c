@@ -1,6 +1,5 @@
 #include "double.h"
 
-#include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -134,22 +133,6 @@ index_of(const char* name) {
         }
     }
     return -1;
-}
-
-/* What the environment sets: DOUBLE_NCCL_VERSION=22602 and the like, for other programs. */
-__attribute__((constructor)) static void
-read_environment(void) {
-    for (int i = 0; i < NUM_VALUES; i++) {
-        char name[64];
-        snprintf(name, sizeof name, "DOUBLE_%s", NAMES[i]);
-        for (char* letter = name; *letter != '\0'; letter++) {
-            *letter = (char)toupper(*letter);
-        }
-        const char* value = getenv(name);
-        if (value != NULL) {
-            atomic_store(&double_values[i], atoll(value));
-        }
-    }
 }
 
 int

@@ -117,9 +117,6 @@ typedef struct {
 
 static root_t* roots;
 static int num_resident[MAX_DEVICES];
-/* Up to 2.26, a call that does not block leaves its job in one place for the whole thread. */
-enum { FIRST_WITH_OWN_JOBS = 22703 };
-static _Thread_local comm_t* last_job;
 static _Thread_local int group_depth;
 static _Thread_local int num_grouped;
 static _Thread_local struct {
@@ -301,20 +298,6 @@ initialise_main(void* argument) {
     return NULL;
 }
 
-/* Takes the thread's place for a job; false if another communicator's job is still there. The real
- * releases differ in what they do then: 2.18 refuses the call, later ones run the other job again.
- */
-static bool
-take_job(comm_t* comm) {
-    pthread_mutex_lock(&double_lock);
-    bool is_shared = atomic_load(&double_values[NCCL_VERSION]) < FIRST_WITH_OWN_JOBS;
-    bool is_free = !is_shared || last_job == NULL || last_job == comm ||
-                   (!last_job->is_initialising && !last_job->is_launching);
-    last_job = is_free ? comm : last_job;
-    pthread_mutex_unlock(&double_lock);
-    return is_free;
-}
-
 static bool
 is_power_of_two(int number) {
     return number > 0 && (number & (number - 1)) == 0;
@@ -352,10 +335,6 @@ ncclCommInitRankConfig(comm_t** out, int num_ranks, unique_id_t id, int rank,
         atomic_fetch_add(&double_values[BAD_CONFIGURATION], 1);
         free(comm);
         return INVALID_ARGUMENT;
-    }
-    if (!is_blocking && !take_job(comm)) {
-        free(comm);
-        return INVALID_USAGE;
     }
     memcpy(comm->peer, id.bytes, sizeof comm->peer - 1);
     comm->listener = rank == 0 && num_ranks == 2 ? take_root(comm->peer) : -1;
@@ -645,10 +624,6 @@ launch_main(void* argument) {
 static result_t
 launch_later(transfer_t* transfer, stream_t* stream) {
     comm_t* comm = transfer->comm;
-    if (!take_job(comm)) {
-        free(transfer);
-        return INVALID_USAGE;
-    }
     launch_t* self = calloc(1, sizeof *self);
     *self = (launch_t){transfer, stream};
     comm->is_launching = true;

@@ -16,7 +16,6 @@ from p2p_engine.cli.config_check import config_problems
 from p2p_engine.cli.findings import Finding, Level, change, note, ok, show
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.fleet_key import write_key_file
-from tests.doubles.gpu import build
 
 GIB = 1 << 30
 
@@ -75,33 +74,6 @@ def test_a_plugin_list_that_leaves_us_out(monkeypatch: pytest.MonkeyPatch) -> No
     finding = installation.check_plugin()
     assert finding.level is Level.CHANGE
     assert "VLLM_PLUGINS" in finding.remedy or "entry points" in finding.remedy
-
-
-@pytest.mark.parametrize(
-    ("version", "level", "words"),
-    [
-        (22703, Level.OK, "NCCL 2.27.3"),
-        (22602, Level.CHANGE, "2.26.2 is older than 2.27.3"),
-    ],
-)
-def test_the_release_of_nccl(
-    monkeypatch: pytest.MonkeyPatch, version: int, level: Level, words: str
-) -> None:
-    monkeypatch.setenv("DOUBLE_NCCL_VERSION", str(version))
-    finding = doctor.check_nccl(build())
-    assert finding.level is level
-    assert words in finding.state
-
-
-def test_the_nccl_of_the_settings_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    config = {"kv_connector": "P2pNcclConnector", "kv_role": "kv_both",
-              "kv_connector_extra_config": {"nccl_library": "/nowhere/libnccl.so"}}  # fmt: skip
-    library = doctor._nccl_library_of(config)
-    finding = of_subject(list(doctor.check_transports(library)), "nccl")
-    assert finding.level is Level.CHANGE
-    assert "/nowhere/libnccl.so" in finding.state
-    assert of_subject(list(doctor.check_transports(library)), "cuda_ipc").level is Level.OK
 
 
 def test_a_free_port_is_fine(free_port: int) -> None:

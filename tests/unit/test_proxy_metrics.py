@@ -12,6 +12,7 @@ from tests.rigs.routing import NOW, RoutingFleet
 GOLDEN = """
 answer_bytes counter
 breaker_open gauge instance role
+closed_connections counter limit
 draining gauge instance
 first_byte_seconds histogram
 heartbeat_age_seconds gauge instance
@@ -48,6 +49,7 @@ def test_the_names_types_and_labels_stay() -> None:
     for counter, labels in (
         (metrics.requests, ("/v1/completions", "200", "ok")),
         (metrics.resends, ("decode",)),
+        (metrics._closed, ("idle",)),
         (metrics.heartbeats, ("accepted",)),
         (metrics.releases, ("done",)),
     ):

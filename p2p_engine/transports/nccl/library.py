@@ -1,5 +1,5 @@
-"""libnccl through ctypes. One configuration structure serves all versions: the library copies the
-part that it knows, and ignores fields newer than `version` says.
+"""libnccl through ctypes. One configuration structure serves all versions from 2.18 on: the library
+copies the part that it knows, and ignores fields newer than `version` says.
 
 The field order is that of nccl.h 2.28.9, followed by fields of later releases. Results, names and
 the meaning of unset values are also from that header.
@@ -15,11 +15,7 @@ from p2p_engine.gpu.shared_library import bind, load_library
 
 SONAMES = ("libnccl.so.2",)
 WHEELS = ("nvidia.nccl",)
-# Before this release, the calls that do not block leave their job in one place for the whole thread
-# (ncclGroupJobMain in group.cc), and we call for many communicators from one thread. 2.18 refuses a
-# second call; up to 2.26, it runs the job of the first one again. From 2.27.3 on, each call has its
-# own.
-OLDEST_VERSION = 22703
+OLDEST_VERSION = 21800
 UNIQUE_ID_BYTES = 128
 IN_PROGRESS = 7
 BYTES = 1  # ncclUint8
@@ -94,11 +90,12 @@ _FUNCTIONS: dict[str, tuple[object, ...]] = {
     "ncclGroupEnd": (),
 }
 _TEXTS = {"ncclGetErrorString": (c_int,), "ncclGetLastError": (c_void_p,)}
-# In every library, unless it was built without them.
+# In libraries of FIRST_TO_REGISTER and later, unless they were built without it.
 _REGISTRATION: dict[str, tuple[object, ...]] = {
     "ncclCommRegister": (c_void_p, c_void_p, c_size_t, c_void_p),
     "ncclCommDeregister": (c_void_p, c_void_p),
 }
+FIRST_TO_REGISTER = 21900
 
 
 def show_version(version: int) -> str:
@@ -117,19 +114,18 @@ class Nccl:
         """Load the library from `path`, or from torch, its wheel or the system.
 
         Raises:
-            ConfigError: there is none, or it is older than OLDEST_VERSION.
+            ConfigError: there is none, or it is older than 2.18.
         """
         self.library = load_library(path, SONAMES, WHEELS)
         bind(self.library, c_int, _FUNCTIONS)
         bind(self.library, c_char_p, _TEXTS)
         self.version = self._get_version()
         if self.version < OLDEST_VERSION:
-            raise ConfigError(
-                f"NCCL {show_version(self.version)} is older than {show_version(OLDEST_VERSION)}: "
-                "it confuses communicators that one thread makes at the same time; install a newer "
-                "torch, which brings a newer NCCL, or set nccl_library to one"
-            )
-        self.can_register = all(hasattr(self.library, name) for name in _REGISTRATION)
+            oldest = show_version(OLDEST_VERSION)
+            raise ConfigError(f"NCCL {show_version(self.version)} is older than {oldest}")
+        self.can_register = self.version >= FIRST_TO_REGISTER and all(
+            hasattr(self.library, name) for name in _REGISTRATION
+        )
         if self.can_register:
             bind(self.library, c_int, _REGISTRATION)
 

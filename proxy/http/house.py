@@ -1,0 +1,247 @@
+"""ClientHouse: the connections of clients, how long each may stay, and which one makes room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from proxy.http.strict import StrictConnection
+
+# Bytes in a row that are neither a head nor a body: trailers, chunk extensions, empty lines.
+MAX_DRY_BYTES = 128 << 10
+# So many newcomers at a time are told that the house is full; more are closed unheard.
+MAX_TURNED_AWAY = 64
+# A client has this long to send its request before it may have to make room for another.
+SENDING_SECONDS = 5.0
+# After a limit has passed, what came while the process did not run is still read for this long.
+LAST_LOOK_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How many connections there may be, and for how many seconds one may have no request, half
+    of a head, or an answer that the client does not take."""
+
+    max_connections: int
+    idle_seconds: float
+    head_seconds: float
+    stall_seconds: float
+
+
+class ClientHouse:
+    """All connections of clients.
+
+    If the house is full, one connection is closed for the newcomer: of those that never had an
+    answer, the one that has been without a request for the longest; else of the others; else of
+    those whose request comes slowly. If there is none, the newcomer is turned away.
+
+    Invariant: num_guests <= rules.max_connections.
+    """
+
+    def __init__(
+        self, rules: Rules, turn_away: Any, count: Callable[[str], None] = lambda reason: None
+    ) -> None:
+        """`turn_away` is the ASGI application for newcomers to a full house; `count` is told why
+        a connection is closed."""
+        self.rules = rules
+        self.turn_away = turn_away
+        self._count = count
+        self._guests: set[Guest] = set()
+        self._turned_away: set[Guest] = set()
+        # Without a request and never answered, without a request, and with half of one: since when,
+        # the longest first.
+        self._strangers: dict[Guest, float] = {}
+        self._idle: dict[Guest, float] = {}
+        self._sending: dict[Guest, float] = {}
+
+    @property
+    def num_guests(self) -> int:
+        """The number of connections, without those that are turned away."""
+        return len(self._guests)
+
+    def open_door(self, **options: Any) -> Guest:
+        """Make the protocol of a connection; uvicorn calls it as it calls its own."""
+        return Guest(self, **options)
+
+    def enter(self, guest: Guest) -> float:
+        """Let a connection in, or turn it away; return how long it may have no request."""
+        if len(self._guests) >= self.rules.max_connections:
+            self._make_room(guest.loop.time())
+        if len(self._guests) < self.rules.max_connections:
+            self._guests.add(guest)
+            self.note_idle(guest)
+            return self.rules.idle_seconds
+        if len(self._turned_away) < MAX_TURNED_AWAY:
+            self._count("full")
+            self._turned_away.add(guest)
+            guest.app = self.turn_away
+        else:
+            self.close(guest, "full")
+        return SENDING_SECONDS
+
+    def note_idle(self, guest: Guest) -> None:
+        """Note that a connection has no request."""
+        self._sending.pop(guest, None)
+        if guest in self._guests:
+            idle = self._idle if guest.was_answered else self._strangers
+            idle[guest] = guest.loop.time()
+
+    def note_request(self, guest: Guest) -> None:
+        """Note that a request has begun to arrive."""
+        for idle in (self._strangers, self._idle):
+            if idle.pop(guest, None) is not None:
+                self._sending[guest] = guest.loop.time()
+
+    def note_arrival(self, guest: Guest) -> None:
+        """Note that a request has arrived."""
+        self._sending.pop(guest, None)
+
+    def close(self, guest: Guest, reason: str) -> None:
+        """Close a connection at once, whatever has not been sent on it."""
+        self._count(reason)
+        self.leave(guest)
+        guest.drop()
+
+    def leave(self, guest: Guest) -> None:
+        """Forget a connection; idempotent."""
+        self._guests.discard(guest)
+        self._turned_away.discard(guest)
+        for waiting in (self._strangers, self._idle, self._sending):
+            waiting.pop(guest, None)
+
+    def _make_room(self, now: float) -> None:
+        for waiting in (self._strangers, self._idle, self._sending):
+            longest = next(iter(waiting), None)
+            grace = SENDING_SECONDS if waiting is self._sending else 0.0
+            if longest is not None and now - waiting[longest] >= grace:
+                self.close(longest, "room")
+                return
+
+
+class Guest(StrictConnection):
+    """One connection of a client."""
+
+    def __init__(self, house: ClientHouse, **options: Any) -> None:
+        super().__init__(**options)
+        self._house = house
+        self.timeout_keep_alive = house.rules.idle_seconds  # type: ignore[assignment]
+        self.was_answered = False
+        self._num_dry_bytes = 0  # since the last head or piece of a body
+        self._head_due: float | None = None
+        self._stall: asyncio.TimerHandle | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Tell whether no request is being answered."""
+        return self._running is None or self._running.response_complete
+
+    def drop(self) -> None:
+        """Close the connection at once, whatever has not been sent on it."""
+        if self._running is not None:
+            self._running.disconnected = True
+            self._running.message_event.set()
+        self.transport.abort()
+
+    # Called by asyncio.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Enter the house."""
+        super().connection_made(transport)
+        self._close_after(self._house.enter(self), "idle")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Leave the house."""
+        self._house.leave(self)
+        super().connection_lost(exc)
+        self._end_stall()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came; limit how much, and how slowly, comes without a request."""
+        self._num_dry_bytes += len(data)
+        super().data_received(data)
+        if self._is_over or self.transport.is_closing():
+            return
+        if self._num_dry_bytes > MAX_DRY_BYTES:
+            self._house.close(self, "refused")
+        elif self.is_idle:
+            self._expect_head()
+
+    def pause_writing(self) -> None:
+        """Wait for the client to take its answer, but not for ever."""
+        super().pause_writing()
+        self._begin_stall()
+
+    def resume_writing(self) -> None:
+        """Note that the client takes its answer."""
+        super().resume_writing()
+        self._end_stall()
+
+    # Called by the parser.
+
+    def on_headers_complete(self) -> None:
+        """Begin a request."""
+        super().on_headers_complete()
+        self._num_dry_bytes, self._head_due = 0, None
+        self._house.note_request(self)
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of the body."""
+        self._num_dry_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Note that the request has arrived."""
+        self._house.note_arrival(self)
+        super().on_message_complete()
+
+    # Called by uvicorn, and by cycles.
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        super().on_response_complete()
+        if self.is_idle and not self._is_over and not self.transport.is_closing():
+            self.was_answered, self._head_due = True, None
+            self._house.note_idle(self)
+
+    def finish(self) -> None:
+        """Close the connection when the client has taken the answer, or is late."""
+        super().finish()
+        self._begin_stall()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection that was without a request for too long."""
+        self._last_look("idle")
+
+    def _expect_head(self) -> None:
+        """Limit the time from a head's first byte to its end."""
+        now = self.loop.time()
+        self._head_due = self._head_due or now + self._house.rules.head_seconds
+        if now < self._head_due + LAST_LOOK_SECONDS:
+            self._close_after(max(0.0, self._head_due - now), "slow")
+        else:  # each byte would put the last look off again
+            self._house.close(self, "slow")
+
+    def _close_after(self, seconds: float, reason: str) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(seconds, self._last_look, reason)
+
+    def _last_look(self, reason: str) -> None:
+        # If the process did not run, the client may have sent its request in time: it is read
+        # before this, and cancels it.
+        self.timeout_keep_alive_task = self.loop.call_later(
+            LAST_LOOK_SECONDS, self._house.close, self, reason
+        )
+
+    def _begin_stall(self) -> None:
+        self._end_stall()
+        self._stall = self.loop.call_later(self._house.rules.stall_seconds, self._look_at_stall)
+
+    def _look_at_stall(self) -> None:
+        self._stall = self.loop.call_later(LAST_LOOK_SECONDS, self._house.close, self, "stalled")
+
+    def _end_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None

@@ -1,0 +1,1 @@
+"""Attacks on a real proxy, played one after the other and counted: `make attack`."""

@@ -1,0 +1,221 @@
+"""AttackStage: a real proxy before stand-in instances, and what it costs while it is attacked."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tests.attack.instances import Instances
+from tests.attack.strangers import Strangers
+from tests.hostile.strangers import resident_bytes
+from tests.processes import Child
+from tests.support import eventually
+
+HOST = "127.0.0.1"
+LOOK_SECONDS = 0.1
+NUM_STRANGERS = 2
+# Quick to notice what happens; an attack may ask for other settings.
+SETTINGS = {
+    "host": HOST, "port": 0, "registration_host": HOST, "registration_port": 0,
+    "probe_interval_seconds": 0.5, "shutdown_timeout_seconds": 1.0,
+}  # fmt: skip
+
+
+@dataclass
+class Cost:
+    """The most that a process had at any look."""
+
+    rss_bytes: int = 0
+    descriptors: int = 0
+    _is_over: threading.Event = field(default_factory=threading.Event)
+
+    def look(self, pid: int) -> None:
+        """Look once."""
+        self.rss_bytes = max(self.rss_bytes, resident_bytes(pid))
+        self.descriptors = max(self.descriptors, len(os.listdir(f"/proc/{pid}/fd")))
+
+    @contextmanager
+    def of(self, pid: int) -> Iterator[None]:
+        """Look again and again, in a thread."""
+
+        def watch() -> None:
+            while not self._is_over.wait(LOOK_SECONDS):
+                self.look(pid)
+
+        self._is_over.clear()
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._is_over.set()
+            thread.join()
+            self.look(pid)
+
+
+class AttackStage:
+    """The proxy, one instance of each role, and those who attack. Close it when the play is over.
+
+    `scale` is the share of the full numbers that is played; `count` applies it. The proxy may have
+    `num_descriptors`; 0: as many as the machine gives.
+    """
+
+    def __init__(
+        self,
+        log: Path,
+        scale: float = 1.0,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+        num_descriptors: int = 0,
+    ) -> None:
+        self.scale = scale
+        self._log = log
+        self._num_descriptors = num_descriptors
+        self.settings = {**SETTINGS, **settings}
+        self._parts = ExitStack()
+        self.process = self._start()
+        self.port = int(self._shown(r"running on http://\S+:(\d+)"))
+        self.registration_address = self._shown(r"registration address=(\S+)")
+        self.instances = Child(Instances, through=())
+        self._parts.callback(self.instances.close)
+        self.instances.ask("beat", self.registration_address)
+        self.wait_until_ready()
+        self._free: list[Child] = []
+        self._busy: list[Child] = []
+        for _ in range(NUM_STRANGERS):  # their start takes a core, which an attack should have
+            self.strangers()
+        self.dismiss()
+
+    def __enter__(self) -> AttackStage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """The proxy's process id."""
+        return self.process.pid
+
+    @property
+    def url(self) -> str:
+        """The proxy's address as a client writes it."""
+        return f"http://{HOST}:{self.port}"
+
+    def count(self, full: int) -> int:
+        """Return the share of a full number that is played; at least 2."""
+        return max(2, round(full * self.scale))
+
+    def strangers(self) -> Child:
+        """Return a process of `Strangers` of one's own, until `dismiss`."""
+        if not self._free:
+            child = Child(Strangers, (HOST, self.port), through=())
+            self._parts.callback(child.close)
+            self._free.append(child)
+        self._busy.append(self._free.pop())
+        return self._busy[-1]
+
+    def dismiss(self) -> None:
+        """Close every connection of strangers."""
+        while self._busy:
+            child = self._busy.pop()
+            child.ask("hang_up")
+            self._free.append(child)
+
+    def get(self, path: str) -> bytes:
+        """Return what the proxy answers to a GET."""
+        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+            content: bytes = answer.read()
+            return content
+
+    def status(self) -> dict[str, Any]:
+        """Return what `/status` shows."""
+        content: dict[str, Any] = json.loads(self.get("/status"))
+        return content
+
+    def metrics(self) -> dict[str, float]:
+        """Return all samples by name and labels."""
+        lines = self.get("/metrics").decode().splitlines()
+        pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, _, value in pairs}
+
+    def log(self) -> str:
+        """Return all that the proxy has printed."""
+        return self._log.read_text(errors="replace")
+
+    def wait_until_ready(self) -> None:
+        """Wait until both instances get requests."""
+        self.wait_until(lambda: self._states() == ["ready", "ready"], "both instances are ready")
+
+    def wait_until_idle(self) -> None:
+        """Wait until every count of work in progress is zero."""
+        self.wait_until(self._is_idle, "every count is zero")
+
+    def wait_until(self, condition: Callable[[], object], what: str, timeout: float = 60) -> None:
+        """Wait for a condition.
+
+        Raises:
+            AssertionError: it does not come true.
+        """
+        eventually(condition, timeout, what)
+
+    def restart(self) -> None:
+        """End the proxy as an operator does, and start it again at the same addresses."""
+        self.stop()
+        ports = {
+            "port": self.port,
+            "registration_port": int(self.registration_address.rpartition(":")[2]),
+        }
+        self.settings.update(ports)
+        before = len(self.log())
+        self.process = self._start()
+        self._shown(r"running on http://\S+:(\d+)", before)
+
+    def stop(self) -> None:
+        """End the proxy as an operator does."""
+        self.process.terminate()
+        assert self.process.wait(60) == 0
+
+    def close(self) -> None:
+        """End everything; idempotent."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._parts.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        words = [
+            word
+            for name, value in self.settings.items()
+            for word in ("--" + name.replace("_", "-"), str(value))
+        ]
+        limit = f"ulimit -n {self._num_descriptors}; " if self._num_descriptors else ""
+        command = ["sh", "-c", limit + 'exec "$@"', "sh", sys.executable, "-m", "proxy", *words]
+        with self._log.open("ab") as log:
+            return subprocess.Popen(command, stderr=log, stdout=log)
+
+    def _shown(self, pattern: str, start: int = 0) -> str:
+        found = eventually(
+            lambda: re.search(pattern, self.log()[start:]), 60, f"the proxy prints {pattern}"
+        )
+        assert found is not None
+        return found[1]
+
+    def _states(self) -> list[str]:
+        return [instance["state"] for instance in self.status()["instances"]]
+
+    def _is_idle(self) -> bool:
+        status = self.status()
+        legs = [count for i in status["instances"] for count in i["in_flight"].values()]
+        assert min(legs, default=0) >= 0, "a count is negative"
+        return status["requests_in_flight"] == status["requests_queued"] == 0 and not any(legs)

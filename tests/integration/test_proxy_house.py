@@ -1,0 +1,224 @@
+"""Connections of clients: how long one may stay, what it may cost, and which one makes room."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from p2p_engine.errors import ConfigError
+from proxy.http import house
+from proxy.http.descriptors import Shares
+from tests.doubles.server import Behaviour
+from tests.rigs.proxies import RunningProxy, fleet, running_proxy, until
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+STREAM = b'{"stream": true}'
+ASKED = b"%bContent-Length: %d\r\n\r\n%b" % (HEAD, len(STREAM), STREAM)
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class BareClient:
+    """One bare connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def say(self, data: bytes) -> None:
+        """Send bytes; a connection that is closed takes them, too."""
+        with contextlib.suppress(OSError):
+            self._writer.write(data)
+            await self._writer.drain()
+
+    async def status(self) -> int:
+        """Wait for an answer and return its status; 0 if the proxy closes the connection."""
+        with contextlib.suppress(OSError):
+            line = await asyncio.wait_for(self._reader.readline(), 20)
+            return int(line.split()[1]) if line else 0
+        return 0
+
+    async def line(self, wanted: bytes) -> bool:
+        """Read until a line comes; tell whether it did."""
+        while line := await asyncio.wait_for(self._reader.readline(), 20):
+            if wanted in line:
+                return True
+        return False
+
+    async def ended(self) -> None:
+        """Wait until the proxy closes the connection."""
+        with contextlib.suppress(OSError):
+            await asyncio.wait_for(self._reader.read(), 20)
+
+
+@asynccontextmanager
+async def client(
+    proxy: RunningProxy, data: bytes = b"", buffer: int = 0
+) -> AsyncIterator[BareClient]:
+    """Connect and say `data`; `buffer` is how much the kernel takes of what is not read."""
+    host, port = proxy.url.removeprefix("http://").split(":")
+    made_socket = socket.socket()
+    if buffer:
+        made_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    made_socket.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(made_socket, (host, int(port)))
+    reader, writer = await asyncio.open_connection(sock=made_socket, limit=buffer or 1 << 16)
+    try:
+        made = BareClient(reader, writer)
+        await made.say(data)
+        yield made
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def closed(proxy: RunningProxy, limit: str) -> float:
+    name = f'p2p_proxy_closed_connections_total{{limit="{limit}"}}'
+    return (await proxy.metrics()).get(name, 0.0)
+
+
+async def test_a_connection_without_a_request_is_closed() -> None:
+    async with running_proxy(idle_timeout_seconds=0.2) as proxy, client(proxy) as silent:
+        await silent.ended()
+        assert await closed(proxy, "idle") >= 1
+
+
+async def test_a_connection_is_closed_some_time_after_its_last_answer() -> None:
+    async with (
+        running_proxy(idle_timeout_seconds=0.5) as proxy,
+        client(proxy, HEALTH) as served,
+    ):
+        assert await served.status() == 200
+        await served.ended()
+
+
+@pytest.mark.parametrize("begun", [HEAD, HEALTH + b"GET /"], ids=["first", "second"])
+async def test_half_of_a_head_is_waited_for_no_longer_because_it_drips(begun: bytes) -> None:
+    async with running_proxy(head_timeout_seconds=0.3) as proxy, client(proxy, begun) as slow:
+
+        async def is_closed() -> bool:
+            await slow.say(b"x")
+            return await closed(proxy, "slow") == 1
+
+        await until(is_closed, "it is closed")
+
+
+async def test_a_body_that_was_answered_already_does_not_keep_its_connection() -> None:
+    early = b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
+    async with running_proxy() as proxy, client(proxy, early) as slow:
+        assert await slow.status() == 200
+
+        async def is_left() -> bool:
+            await slow.say(b"x")
+            return (await proxy.metrics())["p2p_proxy_connections"] == 1
+
+        await until(is_left, "it is closed")
+
+
+async def test_the_longest_idle_makes_room_for_the_next() -> None:
+    async with fleet(max_connections=4) as (proxy, _, _), contextlib.AsyncExitStack() as clients:
+        crowd = [await clients.enter_async_context(client(proxy)) for _ in range(4)]
+        for _ in range(3):
+            assert (await proxy.ask(headers={"Connection": "close"}))[0] == 200
+        await crowd[0].ended()
+        assert await closed(proxy, "room") >= 1
+
+
+async def test_who_was_served_before_does_not_make_room_for_a_crowd() -> None:
+    async with fleet(max_connections=4) as (proxy, _, _), contextlib.AsyncExitStack() as clients:
+        known = await clients.enter_async_context(client(proxy, HEALTH))
+        assert await known.status() == 200
+        crowd = [await clients.enter_async_context(client(proxy)) for _ in range(10)]
+        await crowd[5].ended()
+        await known.say(HEALTH)
+        assert await known.line(b"HTTP/1.1 200 OK")
+
+
+async def test_in_a_full_house_newcomers_are_told_so_and_nobody_else_suffers() -> None:
+    release = asyncio.Event()
+    async with fleet(max_connections=3) as (proxy, _, [decode]):
+        decode.behaviour = Behaviour(hold=release)
+        async with contextlib.AsyncExitStack() as clients:
+            guests = [await clients.enter_async_context(client(proxy, ASKED)) for _ in range(3)]
+            await until(lambda: len(decode.received) == 3, "three are being served")
+            # One after the other: none of them takes a place.
+            for _ in range(house.MAX_TURNED_AWAY + 1):
+                async with client(proxy, ASKED) as newcomer:
+                    assert await newcomer.status() == 503
+                    await newcomer.ended()
+            release.set()
+            assert [await guest.status() for guest in guests] == [200] * 3
+        await proxy.until_idle()
+        assert len(decode.received) == 3
+        assert await closed(proxy, "full") == house.MAX_TURNED_AWAY + 1
+
+
+async def test_a_request_that_comes_slowly_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(house, "SENDING_SECONDS", 0.0)
+    async with fleet(max_connections=2) as (proxy, _, _):
+        begun = HEAD + b"Content-Length: 100\r\n\r\n{"
+        async with client(proxy, begun) as slow, client(proxy, begun):
+            async with client(proxy, ASKED) as third:
+                assert await third.status() == 200
+            await slow.ended()
+        await proxy.until_idle()
+
+
+async def test_lines_that_are_no_head_are_bounded() -> None:
+    async with running_proxy() as proxy, client(proxy) as endless:
+        for _ in range(3 * house.MAX_DRY_BYTES // 1000):
+            await endless.say(b"\r\n" * 500)
+        await endless.ended()
+        assert await closed(proxy, "refused") == 1
+
+
+@pytest.mark.parametrize("piece", [b"X: y\r\n", b"y" * 100], ids=["trailers", "one trailer"])
+async def test_what_follows_a_body_is_bounded(piece: bytes) -> None:
+    chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nX: "
+    async with fleet() as (proxy, [prefill], _), client(proxy, chunked) as endless:
+        for _ in range(3 * house.MAX_DRY_BYTES // len(piece)):
+            await endless.say(piece)
+        await endless.ended()
+        await proxy.until_idle()
+        assert prefill.received == []
+
+
+async def test_who_reads_no_answer_holds_no_request_for_ever() -> None:
+    """The second answer waits for room in a buffer that the first one fills."""
+    answer = b'{"choices": [{}], "usage": {}, "x": "%b"}' % (b"x" * 60_000)
+    asked = b"%bContent-Length: 2\r\n\r\n{}" % HEAD
+    async with fleet(client_timeout_seconds=0.2) as (proxy, [prefill], [decode]):
+        prefill.behaviour = decode.behaviour = Behaviour(body=answer)
+        async with client(proxy, buffer=4096) as deaf:
+
+            async def is_closed() -> bool:
+                if len(decode.received) == decode_count[0]:
+                    decode_count[0] += 1
+                    await deaf.say(asked)
+                return await closed(proxy, "stalled") == 1
+
+            decode_count = [0]
+            await until(is_closed, "it is closed")
+        await proxy.until_idle()
+
+
+@pytest.mark.parametrize("num_descriptors", [256, 1024, 20_000, 1 << 20])
+@pytest.mark.parametrize("num_requests", [1, 4096, 1 << 20])
+def test_shares_leave_room_for_both_connections_of_every_client(
+    num_descriptors: int, num_requests: int
+) -> None:
+    shares = Shares.of(num_descriptors, 1 << 20, num_requests, 256)
+    assert shares.upstream >= 2 * min(shares.clients, num_requests) - 2
+    others = min(4096, num_descriptors // 4) + min(256, num_descriptors // 8) + 64
+    assert shares.clients + shares.upstream + others <= num_descriptors
+    assert Shares.of(num_descriptors, 20, num_requests, 256).clients == 20
+
+
+def test_too_few_descriptors_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"64 descriptors .* for clients"):
+        Shares.of(64, 1000, 1000, 256)
