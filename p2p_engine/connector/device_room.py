@@ -35,8 +35,7 @@ def check_room(
         ConfigError: the engine cannot start; the message names vLLM's setting to change.
     """
     cuda, needed = Cuda(config.cudart_library), device_memory(config, receives=receives)
-    with cuda.on(config.device_index):
-        free, total = cuda.memory()
+    free, total = cuda.on(config.device_index, cuda.memory)
     chosen = cache_config.kv_cache_memory_bytes
     utilization = None if chosen else cache_config.gpu_memory_utilization
     cache_bytes = _nbytes(kv_caches)

@@ -6,19 +6,24 @@ calls `use` before anything else. The docstring of a call says if it waits for t
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from typing import TypeVar
 
 from p2p_engine.errors import TransportError
 from p2p_engine.gpu.shared_library import bind, load_library
 
+T = TypeVar("T")
 SONAMES = ("libcudart.so.13", "libcudart.so.12")
 WHEELS = ("nvidia.cu13", "nvidia.cuda_runtime")
 IPC_HANDLE_BYTES = 64
 
 _NOT_READY = 600
+_PEER_ACCESS_ALREADY_ENABLED = 704
+_MULTIPROCESSORS = 16
 _DISABLE_TIMING = 2
 _NON_BLOCKING = 1
 _PORTABLE_AND_MAPPED = 3
@@ -38,6 +43,9 @@ _FUNCTIONS: dict[str, tuple[object, ...]] = {
     "cudaThreadExchangeStreamCaptureMode": (c_void_p,),
     "cudaRuntimeGetVersion": (c_void_p,),
     "cudaDriverGetVersion": (c_void_p,),
+    "cudaDeviceGetAttribute": (c_void_p, c_int, c_int),
+    "cudaDeviceCanAccessPeer": (c_void_p, c_int, c_int),
+    "cudaDeviceEnablePeerAccess": (c_int, c_uint),
     "cudaMalloc": (c_void_p, c_size_t),
     "cudaFree": (c_void_p,),
     "cudaMemGetInfo": (c_void_p, c_void_p),
@@ -88,20 +96,55 @@ class Cuda:
         mode = c_int(_CAPTURE_RELAXED)
         self._call("cudaThreadExchangeStreamCaptureMode", byref(mode))
 
-    @contextlib.contextmanager
-    def on(self, device: int) -> Iterator[None]:
-        """Make a device the current one of the calling thread for a moment; the thread may be
-        anybody's."""
-        before = c_int()
-        self._call("cudaGetDevice", byref(before))
-        if before.value == device:
-            yield
+    def on(self, device: int, call: Callable[[], T]) -> T:
+        """Run `call` where this device is the current one, and return its result; the calling
+        thread may be anybody's. Blocks for the start of a thread if it is on another device.
+
+        That thread is not moved to our device and back: from CUDA 12 on, the way back would make a
+        context on a device which it has not used, because a thread that has named none is on device
+        0. A context takes half a gigabyte there.
+        """
+        current = c_int()
+        self._call("cudaGetDevice", byref(current))
+        if current.value == device:
+            return call()
+        outcome: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                self.use(device)
+                outcome.set_result(call())
+            except Exception as error:  # noqa: BLE001  # it is the caller's
+                outcome.set_exception(error)
+
+        threading.Thread(target=run, name="p2p-on-device", daemon=True).start()
+        return outcome.result()
+
+    def reach(self, device: int) -> None:
+        """Let work of the thread's device access another device's memory, allocated in this
+        process; idempotent.
+
+        Raises:
+            TransportError: the hardware does not allow it.
+        """
+        current, can = c_int(), c_int()
+        self._call("cudaGetDevice", byref(current))
+        if current.value == device:
             return
-        self._call("cudaSetDevice", device)
-        try:
-            yield
-        finally:
-            self._call("cudaSetDevice", before.value)
+        self._call("cudaDeviceCanAccessPeer", byref(can), current.value, device)
+        if not can.value:
+            raise TransportError(f"GPU {current.value} cannot access the memory of GPU {device}")
+        code = self.library.cudaDeviceEnablePeerAccess(device, 0)
+        if code == _PEER_ACCESS_ALREADY_ENABLED:
+            self.library.cudaGetLastError()  # else the next launch of any library would report it
+        else:
+            self._check("cudaDeviceEnablePeerAccess", code)
+
+    def num_processors(self, device: int) -> int:
+        """Return how many multiprocessors a device has."""
+        count = c_int()
+        self._call("cudaDeviceGetAttribute", byref(count), _MULTIPROCESSORS, device)
+        return count.value
 
     def versions(self) -> tuple[int, int]:
         """Return the versions of runtime and driver, such as 13000."""

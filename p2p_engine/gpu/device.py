@@ -131,17 +131,21 @@ class Device(Loop):
         return jobs
 
     def record(self, stream: int) -> Event:
-        """Return the moment that a caller's stream has reached; never blocks."""
-        with self.cuda.on(self.index):  # an event belongs to the device where it was made
+        """Return the moment that a caller's stream has reached; never waits for the device."""
+
+        def record() -> Event:  # an event belongs to the device where it was made
             event = self._make_event()
             self.cuda.record(event._handle, stream)
-        return event
+            return event
+
+        return self.cuda.on(self.index, record)
 
     def take_back(self, event: int) -> None:
         """Keep an unused event for the next moment."""
         self._spare_events.append(event)
         if self._is_over:
-            self._destroy_events()
+            with contextlib.suppress(RuntimeError):  # the interpreter ends: so do they
+                self.cuda.on(self.index, self._destroy_events)
 
     def copy(
         self,

@@ -58,8 +58,10 @@ class Happened:
 class Mapping:
     """A peer's memory as this process reaches it: its arena and its receive buffer."""
 
-    def __init__(self, device: Device, arena: Arena, handle: bytes, address: int) -> None:
-        """Open `handle`, or use `address` if the peer is this process. Blocks.
+    def __init__(
+        self, device: Device, arena: Arena, handle: bytes, address: int, peer_device: int
+    ) -> None:
+        """Open `handle`, or use `address` on `peer_device` if the peer is this process. Blocks.
 
         Raises:
             TransportError: the devices cannot reach each other.
@@ -73,6 +75,8 @@ class Mapping:
         self._is_opened = not address
         if self._is_opened:
             self.buffer = device.cuda.open(handle)
+        else:
+            device.cuda.reach(peer_device)
         device.cuda.note_host(arena.address, arena.nbytes)
 
     def register(self) -> None:
@@ -224,6 +228,7 @@ class CudaIpcTransport(ShmTransport):
                 "buffer_bytes": str(landing.device_bytes),
                 "process": f"{os.getpid()} {_PROCESS}",
                 "address": str(landing.device_address),
+                "device": str(device.index),
             }
 
     def close(self) -> None:
@@ -260,7 +265,7 @@ class CudaIpcTransport(ShmTransport):
         try:
             handle, size = bytes.fromhex(endpoint["handle"]), int(endpoint["buffer_bytes"])
             is_here = endpoint["process"] == f"{os.getpid()} {_PROCESS}"
-            address = int(endpoint["address"]) if is_here else 0
+            address, there = (int(endpoint[key]) if is_here else 0 for key in ("address", "device"))
             if len(handle) != IPC_HANDLE_BYTES:
                 raise ValueError("the handle's length")
         except (KeyError, ValueError) as error:
@@ -273,7 +278,7 @@ class CudaIpcTransport(ShmTransport):
             restore_affinity()
             try:
                 self._device.cuda.use(self._device.index)
-                mapping = Mapping(self._device, arena, handle, address)
+                mapping = Mapping(self._device, arena, handle, address, there)
             except TransportError as error:
                 failure = error
                 self._control.call_soon(lambda: refuse(failure))

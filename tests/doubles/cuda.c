@@ -22,9 +22,11 @@ enum {
     CAPTURE_UNSUPPORTED = 900,
     NOT_READY = 600,
     ALREADY_REGISTERED = 712,
+    PEER_ACCESS_ALREADY_ENABLED = 704,
     NOT_REGISTERED = 713,
 };
 enum { HANDLE_MAGIC = 0x43554950 };
+enum { MULTIPROCESSOR_COUNT = 16 };
 
 struct event {
     int device;
@@ -63,10 +65,8 @@ typedef struct {
 _Static_assert(sizeof(ipc_handle_t) == 64, "as large as the real one");
 
 atomic_llong double_values[NUM_VALUES] = {
-    [NUM_DEVICES] = 1,
-    [KERNEL_SLOTS] = 32,
-    [NCCL_VERSION] = 22809,
-    [TOTAL_BYTES] = 8LL << 30,
+    [NUM_DEVICES] = 1,         [KERNEL_SLOTS] = 32,     [NCCL_VERSION] = 22809,
+    [TOTAL_BYTES] = 8LL << 30, [MULTIPROCESSORS] = 132,
 };
 pthread_mutex_t double_lock = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t double_changed = PTHREAD_COND_INITIALIZER;
@@ -74,6 +74,7 @@ pthread_cond_t double_changed = PTHREAD_COND_INITIALIZER;
 static _Thread_local int thread_device;
 static _Thread_local int capture_mode; /* global, until it is exchanged */
 static stream_t* default_streams[MAX_DEVICES];
+static bool peer_access[MAX_DEVICES][MAX_DEVICES]; /* under the lock */
 static range_t* ranges;
 static atomic_llong used_bytes[MAX_DEVICES];
 static int num_busy[MAX_DEVICES]; /* streams with work; under the lock */
@@ -98,6 +99,10 @@ static const char* const NAMES[NUM_VALUES] = {
     [REGISTER_HANGS] = "register_hangs",
     [IS_CAPTURING] = "is_capturing",
     [TOTAL_BYTES] = "total_bytes",
+    [MULTIPROCESSORS] = "multiprocessors",
+    [PEERS_APART] = "peers_apart",
+    [INIT_MILLISECONDS] = "init_milliseconds",
+    [CONTEXTS] = "contexts",
     [LIVE_COMMS] = "live_comms",
     [LIVE_ALLOCATIONS] = "live_allocations",
     [LIVE_IMPORTS] = "live_imports",
@@ -121,6 +126,8 @@ static const char* const NAMES[NUM_VALUES] = {
     [EAGER_OPERATIONS] = "eager_operations",
     [MOST_KERNELS] = "most_kernels",
     [RESIDENT_KERNELS] = "resident_kernels",
+    [PEER_CHANNELS] = "peer_channels",
+    [STAGED_COPIES] = "staged_copies",
     [DEVICE_WAITS] = "device_waits",
     [BAD_CONFIGURATION] = "bad_configuration",
 };
@@ -154,7 +161,7 @@ double_get(const char* name) {
     return index < 0 ? -1 : atomic_load(&double_values[index]);
 }
 
-static void
+void
 sleep_milliseconds(long long milliseconds) {
     struct timespec rest = {milliseconds / 1000, milliseconds % 1000 * 1000000};
     nanosleep(&rest, NULL);
@@ -182,6 +189,13 @@ double_die(int milliseconds) {
 int
 current_device(void) {
     return thread_device;
+}
+
+/* As almost every call of the real runtime: makes a context on the thread's device if there is
+ * none, on device 0 in a thread that has named no other. */
+static void
+need_context(void) {
+    atomic_fetch_or(&double_values[CONTEXTS], 1LL << thread_device);
 }
 
 void
@@ -302,6 +316,7 @@ wait_for_device(int device) {
 
 int
 cudaStreamCreateWithFlags(stream_t** stream, unsigned flags) {
+    need_context();
     (void)flags;
     *stream = stream_new(thread_device);
     return *stream != NULL ? SUCCESS : OUT_OF_MEMORY;
@@ -309,6 +324,7 @@ cudaStreamCreateWithFlags(stream_t** stream, unsigned flags) {
 
 int
 cudaStreamDestroy(stream_t* stream) {
+    need_context();
     pthread_mutex_lock(&double_lock);
     stream->is_closing = true;
     pthread_cond_broadcast(&double_changed);
@@ -318,6 +334,7 @@ cudaStreamDestroy(stream_t* stream) {
 
 int
 cudaStreamSynchronize(stream_t* stream) {
+    need_context();
     pthread_mutex_lock(&double_lock);
     stream = resolve(stream);
     while (stream->is_busy) {
@@ -382,6 +399,7 @@ enqueue_event(stream_t* stream, event_t* event, void (*run)(operation_t*), bool 
 
 int
 cudaEventCreateWithFlags(event_t** event, unsigned flags) {
+    need_context();
     (void)flags;
     *event = calloc(1, sizeof **event);
     (*event)->device = thread_device;
@@ -392,6 +410,7 @@ cudaEventCreateWithFlags(event_t** event, unsigned flags) {
 
 int
 cudaEventDestroy(event_t* event) {
+    need_context();
     pthread_mutex_lock(&double_lock);
     event_release(event);
     pthread_mutex_unlock(&double_lock);
@@ -400,6 +419,7 @@ cudaEventDestroy(event_t* event) {
 
 int
 cudaEventRecord(event_t* event, stream_t* stream) {
+    need_context();
     if (event->device != (stream != NULL ? stream->device : thread_device)) {
         return INVALID_HANDLE;
     }
@@ -408,12 +428,14 @@ cudaEventRecord(event_t* event, stream_t* stream) {
 
 int
 cudaStreamWaitEvent(stream_t* stream, event_t* event, unsigned flags) {
+    need_context();
     (void)flags;
     return enqueue_event(stream, event, run_wait, false);
 }
 
 int
 cudaEventQuery(event_t* event) {
+    need_context();
     if (is_prohibited()) {
         return CAPTURE_UNSUPPORTED;
     }
@@ -470,9 +492,24 @@ run_fill(operation_t* base) {
     memset(self->destination, self->value, self->nbytes);
 }
 
+/* Counts copies that need access to another device's memory which was not asked for. */
+static void
+check_access(const char* address, stream_t* stream) {
+    pthread_mutex_lock(&double_lock);
+    int device = stream != NULL ? stream->device : thread_device;
+    range_t* range = range_of(address, LIVE_ALLOCATIONS);
+    if (range != NULL && range->device != device && !peer_access[device][range->device]) {
+        atomic_fetch_add(&double_values[STAGED_COPIES], 1);
+    }
+    pthread_mutex_unlock(&double_lock);
+}
+
 int
 cudaMemcpyAsync(void* destination, const void* source, size_t nbytes, int kind, stream_t* stream) {
+    need_context();
     (void)kind;
+    check_access(destination, stream);
+    check_access(source, stream);
     copy_operation_t* operation = calloc(1, sizeof *operation);
     operation->base.run = run_copy;
     operation->destination = destination;
@@ -484,6 +521,7 @@ cudaMemcpyAsync(void* destination, const void* source, size_t nbytes, int kind, 
 
 int
 cudaMemsetAsync(void* destination, int value, size_t nbytes, stream_t* stream) {
+    need_context();
     copy_operation_t* operation = calloc(1, sizeof *operation);
     operation->base.run = run_fill;
     operation->destination = destination;
@@ -558,6 +596,7 @@ drop_range(const void* address, value_t count, range_t* out) {
 
 int
 cudaMalloc(void** address, size_t nbytes) {
+    need_context();
     if (is_prohibited()) {
         return CAPTURE_UNSUPPORTED;
     }
@@ -582,6 +621,7 @@ cudaMalloc(void** address, size_t nbytes) {
 
 int
 cudaFree(void* address) {
+    need_context();
     if (is_prohibited()) {
         return CAPTURE_UNSUPPORTED;
     }
@@ -598,6 +638,7 @@ cudaFree(void* address) {
 
 int
 cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
+    need_context();
     *total_bytes = (size_t)atomic_load(&double_values[TOTAL_BYTES]);
     *free_bytes = *total_bytes - (size_t)atomic_load(&used_bytes[thread_device]);
     return SUCCESS;
@@ -605,6 +646,7 @@ cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
 
 int
 cudaHostRegister(void* address, size_t nbytes, unsigned flags) {
+    need_context();
     (void)flags;
     if (is_prohibited()) {
         return CAPTURE_UNSUPPORTED;
@@ -625,6 +667,7 @@ cudaHostRegister(void* address, size_t nbytes, unsigned flags) {
 
 int
 cudaHostUnregister(void* address) {
+    need_context();
     wait_for_device(thread_device);
     range_t range;
     return drop_range(address, LIVE_HOST_REGISTRATIONS, &range) ? SUCCESS : NOT_REGISTERED;
@@ -634,6 +677,7 @@ cudaHostUnregister(void* address) {
 
 int
 cudaIpcGetMemHandle(void* out, void* address) {
+    need_context();
     ipc_handle_t handle = {.magic = HANDLE_MAGIC, .pid = getpid()};
     struct stat status;
     pthread_mutex_lock(&double_lock);
@@ -658,6 +702,7 @@ typedef struct {
 
 int
 cudaIpcOpenMemHandle(void** address, opaque_handle_t opaque, unsigned flags) {
+    need_context();
     (void)flags;
     ipc_handle_t handle;
     memcpy(&handle, &opaque, sizeof handle);
@@ -689,6 +734,7 @@ cudaIpcOpenMemHandle(void** address, opaque_handle_t opaque, unsigned flags) {
 
 int
 cudaIpcCloseMemHandle(void* address) {
+    need_context();
     range_t range;
     if (!drop_range(address, LIVE_IMPORTS, &range)) {
         return INVALID_VALUE;
@@ -711,7 +757,34 @@ cudaSetDevice(int device) {
         return INVALID_DEVICE;
     }
     thread_device = device;
+    need_context(); /* since CUDA 12 */
     return SUCCESS;
+}
+
+int
+cudaDeviceCanAccessPeer(int* can, int device, int peer) {
+    *can = device != peer && !atomic_load(&double_values[PEERS_APART]);
+    return SUCCESS;
+}
+
+int
+cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
+    need_context();
+    if (flags != 0 || peer == thread_device || atomic_load(&double_values[PEERS_APART])) {
+        return INVALID_DEVICE;
+    }
+    pthread_mutex_lock(&double_lock);
+    bool was_enabled = peer_access[thread_device][peer];
+    peer_access[thread_device][peer] = true;
+    pthread_mutex_unlock(&double_lock);
+    return was_enabled ? PEER_ACCESS_ALREADY_ENABLED : SUCCESS;
+}
+
+int
+cudaDeviceGetAttribute(int* value, int attribute, int device) {
+    (void)device;
+    *value = (int)atomic_load(&double_values[MULTIPROCESSORS]);
+    return attribute == MULTIPROCESSOR_COUNT ? SUCCESS : INVALID_VALUE;
 }
 
 int

@@ -39,7 +39,11 @@ typedef enum {
     REGISTER_HANGS,    /* host memory is not registered yet */
     IS_CAPTURING, /* another thread captures a graph: unsafe calls fail, unless theirs is relaxed */
     TOTAL_BYTES,  /* of each device */
+    MULTIPROCESSORS,   /* of each device */
+    PEERS_APART,       /* no device reaches the memory of another one */
+    INIT_MILLISECONDS, /* that it takes to initialise a communicator */
     /* counted */
+    CONTEXTS, /* a bit for each device that this process has made a context on */
     LIVE_COMMS,
     LIVE_ALLOCATIONS,
     LIVE_IMPORTS, /* opened handles */
@@ -62,7 +66,9 @@ typedef enum {
     SENT_OPERATIONS,   /* sends that completed */
     EAGER_OPERATIONS,  /* sends of one byte that completed */
     MOST_KERNELS,      /* resident at once on a device */
+    PEER_CHANNELS,     /* of the last communicator: that its two ranks use */
     RESIDENT_KERNELS,  /* now, on all devices */
+    STAGED_COPIES,     /* between devices that may not reach each other: they go by the host */
     DEVICE_WAITS,      /* calls that wait for the whole device while a kernel runs */
     BAD_CONFIGURATION, /* configurations that the library would not accept */
     NUM_VALUES,
@@ -87,6 +93,7 @@ struct operation {
 void stream_enqueue(stream_t* stream, operation_t* operation);
 int current_device(void);
 void add_device_bytes(int device, long long nbytes);
+void sleep_milliseconds(long long milliseconds);
 
 /* Waits, at most a few milliseconds, for something to change; with the lock held. */
 void wait_briefly(void);

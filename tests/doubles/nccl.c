@@ -30,7 +30,7 @@ typedef struct {
     char bytes[128];
 } unique_id_t;
 
-/* The first fields, which all versions have. */
+/* The fields up to those of 2.28. */
 typedef struct {
     size_t size;
     unsigned magic;
@@ -39,7 +39,18 @@ typedef struct {
     int cga_cluster_size;
     int min_ctas;
     int max_ctas;
+    const char* net_name;
+    int split_share;
+    int traffic_class;
+    const char* comm_name;
+    int collnet_enable;
+    int cta_policy;
+    int shrink_share;
+    int nvls_ctas;
+    int channels_per_net_peer;
+    int nvlink_centric_sched;
 } config_t;
+_Static_assert(offsetof(config_t, channels_per_net_peer) == 72, "as in nccl.h");
 
 typedef struct {
     int32_t rank;
@@ -270,6 +281,7 @@ initialise(comm_t* comm) {
         spin_until_aborted(comm);
         return SYSTEM_ERROR;
     }
+    sleep_milliseconds(atomic_load(&double_values[INIT_MILLISECONDS]));
     result_t failure = (result_t)atomic_load(&double_values[INIT_FAILS]);
     if (failure != SUCCESS || comm->num_ranks == 1) {
         return failure;
@@ -317,6 +329,11 @@ read_config(comm_t* comm, const config_t* config, bool* is_blocking) {
     if (config->max_ctas != UNDEFINED) {
         comm->channels = config->max_ctas;
     }
+    /* Between hosts, two for each network card unless it is told otherwise. */
+    int per_peer = config->channels_per_net_peer;
+    int used = per_peer == UNDEFINED ? 2 : per_peer;
+    bool is_limited = atomic_load(&double_values[IS_NETWORK]) && used < comm->channels;
+    atomic_store(&double_values[PEER_CHANNELS], is_limited ? used : comm->channels);
     bool is_range = config->min_ctas == UNDEFINED || config->min_ctas <= comm->channels;
     return is_range && is_power_of_two(comm->channels) && comm->channels <= 64;
 }

@@ -3,7 +3,8 @@ graph that another thread captures, host memory that is not registered yet."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -30,9 +31,10 @@ def two_gpus() -> Iterator[None]:
     """A second device, whose default stream exists and stays."""
     cuda = Cuda(DOUBLE.path)
     with DOUBLE.fault(num_devices=2):
-        with cuda.on(1):
-            cuda.fill(0, 0, 0, 0)
-            cuda.synchronize(0)
+        cuda.use(1)
+        cuda.fill(0, 0, 0, 0)
+        cuda.synchronize(0)
+        cuda.use(0)
         yield
 
 
@@ -51,6 +53,59 @@ def test_a_callers_thread_may_be_on_another_device(
     config = gpu_settings(transport, device="cuda:1")
     with P2pNcclEngine(config) as sender, P2pNcclEngine(config) as receiver:
         move(sender, receiver, "request", rng)
+        assert_idle(sender, receiver)
+
+
+@pytest.mark.parametrize("transport", GPU_TRANSPORTS)
+def test_no_context_is_made_on_a_device_that_is_not_ours(
+    transport: str, rng: SeededRandom, two_gpus: None
+) -> None:
+    """It would take half a gigabyte of another rank's GPU. A thread that has named no device stands
+    on device 0 without a context there."""
+    config = gpu_settings(transport, device="cuda:1")
+    DOUBLE["contexts"] = 0
+    with P2pNcclEngine(config) as sender, P2pNcclEngine(config) as receiver:
+        in_a_new_thread(lambda: move(sender, receiver, "request", rng))
+        assert_idle(sender, receiver)
+    assert DOUBLE["contexts"] == 0b10
+
+
+def in_a_new_thread(call: Callable[[], None]) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001  # raised again below
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_devices_of_one_process_reach_each_others_memory(rng: SeededRandom, two_gpus: None) -> None:
+    """Else a copy goes by way of the host, and a kernel of ours fails for the whole process."""
+    staged = DOUBLE["staged_copies"]
+    with (
+        P2pNcclEngine(gpu_settings("cuda_ipc")) as sender,
+        P2pNcclEngine(gpu_settings("cuda_ipc", device="cuda:1")) as receiver,
+    ):
+        move(sender, receiver, "request", rng)
+        assert_idle(sender, receiver)
+    assert DOUBLE["staged_copies"] == staged
+
+
+def test_devices_of_one_process_that_cannot_use_nccl(rng: SeededRandom, two_gpus: None) -> None:
+    with (
+        DOUBLE.fault(peers_apart=1),
+        P2pNcclEngine(gpu_settings("cuda_ipc,nccl")) as sender,
+        P2pNcclEngine(gpu_settings("cuda_ipc,nccl", device="cuda:1")) as receiver,
+    ):
+        move(sender, receiver, "request", rng)
+        eventually(lambda: sender.stats()["nccl"]["made"] == 1)
         assert_idle(sender, receiver)
 
 
