@@ -83,6 +83,7 @@ class Link:
     connecting: bool = False
     connected: bool = False  # it has had a channel
     connect_at: float = 0.0  # not before
+    connect_patience: float = 0.0  # how long the connecting may take
     channel: Channel | None = None
     transport: Transport | None = None
     error: P2pError | None = None

@@ -223,7 +223,7 @@ class Links(SessionListener):
             else:
                 self._ask(link)
         if link.connecting and now >= link.deadline:
-            waited = self._config.connect_timeout_seconds
+            waited = link.connect_patience
             reason = f"peer {link.target} answered no data connection within {waited:g} s"
             self._not_connected(link, PeerUnreachable(reason))
         elif link.asking and now >= link.hello_at:
@@ -416,7 +416,8 @@ class Links(SessionListener):
         now = self._clock()
         if now < link.connect_at:
             return
-        link.deadline, link.connecting = now + self._config.connect_timeout_seconds, True
+        link.connect_patience = self._config.connect_timeout_seconds
+        link.deadline, link.connecting = now + link.connect_patience, True
         if link.invited_at is not None and now - link.invited_at < TOKEN_SECONDS / 2:
             self._dial(link)
         else:  # a token allows one connection, for a short time
@@ -455,7 +456,10 @@ class Links(SessionListener):
                     outcome.close()  # the attempt was given up
 
         try:
-            transport.connect(link.endpoints[transport.name], connected)
+            endpoint = link.endpoints[transport.name]
+            link.connect_patience = max(link.connect_patience, transport.patience(endpoint))
+            link.deadline = max(link.deadline, self._clock() + transport.patience(endpoint))
+            transport.connect(endpoint, connected)
         except Exception as error:  # a peer's endpoint may be anything; it must not stall us
             logger.exception("peer=%s transport=%s cannot be dialled", link.target, transport.name)
             connected(TransportError(f"{transport.name}: {error!r}"))

@@ -115,6 +115,11 @@ class Transport(Protocol):
         """
         ...
 
+    def patience(self, endpoint: Endpoint) -> float:
+        """Return the seconds that `connect` may take, if that is more than the setting for a first
+        answer, which is the limit otherwise."""
+        ...
+
     def expect(self, arrival: Arrival) -> Job:
         """Start to receive; only if `receiver_writes`. Never blocks.
 
@@ -141,6 +146,10 @@ class SenderWrites:
 
     receiver_writes = False
     scatters = False
+
+    def patience(self, endpoint: Endpoint) -> float:
+        """Return 0.0: nothing takes longer than a first answer."""
+        return 0.0
 
     def expect(self, arrival: Arrival) -> Job:
         """Raise TransportError: the sender writes."""

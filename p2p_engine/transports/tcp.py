@@ -123,6 +123,10 @@ class TcpTransport:
 
         dial(self._dials, self._control, host, port, preamble, answered, connected)
 
+    def patience(self, endpoint: Endpoint) -> float:
+        """Return 0.0: nothing takes longer than a first answer."""
+        return 0.0
+
     def expect(self, arrival: Arrival) -> Job:
         """Let the mover scatter the stream's payload `seq` into the regions."""
         channel = self._senders.get(arrival.source_epoch)

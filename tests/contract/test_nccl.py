@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -70,12 +71,12 @@ def impatience(pair: TransportPair, seconds: float) -> Iterator[None]:
     for half in (pair.sender, pair.receiver):
         assert isinstance(half.transport, NcclTransport)
         resources.append(half.transport._shared)
-    patience = [shared.patience_seconds for shared in resources]
+    patience = [(shared.patience_seconds, shared.first_seconds) for shared in resources]
     for shared in resources:
-        shared.patience_seconds = seconds
+        shared.patience_seconds = shared.first_seconds = seconds
     yield
     for shared, before in zip(resources, patience, strict=True):
-        shared.patience_seconds = before
+        shared.patience_seconds, shared.first_seconds = before
 
 
 def send(pair: TransportPair, channel: Channel, memory: np.ndarray) -> GrantedRegion:
@@ -393,12 +394,68 @@ def test_a_thousand_connections_leave_nothing(double: GpuDouble) -> None:
 
 
 @pytest.mark.parametrize(
-    "environment", [{"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_LAUNCH_BLOCKING": "1"}]
+    "environment",
+    [
+        {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        {"CUDA_LAUNCH_BLOCKING": "1"},
+        {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"},
+    ],
 )
 def test_settings_that_deadlock_are_refused_by_name(environment: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=next(iter(environment))):
         check_environment(environment)
     check_environment({})
+
+
+def test_a_file_of_nccls_may_set_what_is_refused(tmp_path: Path) -> None:
+    """NCCL reads it into the environment, where nothing is set yet."""
+    path = tmp_path / "nccl.conf"
+    path.write_text("# for the cluster\nNCCL_DEBUG=WARN\nNCCL_LAUNCH_ORDER_IMPLICIT=1\n")
+    with pytest.raises(ConfigError, match=r"NCCL_LAUNCH_ORDER_IMPLICIT.*nccl\.conf"):
+        check_environment({"NCCL_CONF_FILE": str(path)})
+    check_environment({"NCCL_CONF_FILE": str(path), "NCCL_LAUNCH_ORDER_IMPLICIT": "0"})
+    check_environment({"NCCL_CONF_FILE": str(tmp_path / "nowhere")})
+
+
+def test_a_first_communicator_may_take_longer_than_later_ones(double: GpuDouble) -> None:
+    """It loads what NCCL needs in a process. Either side may be the new one."""
+    with pairs(patience_seconds=0.3) as pair:
+        with double.fault(init_milliseconds=900):
+            first = pair.channel()
+            pair.sender.in_control(first.close)
+            text = failure(pair.connect)  # a second one is not
+            assert any(reason in text for reason in ("did not end", "peer closed"))
+        pair.channel()
+    with pairs(patience_seconds=0.3) as pair, contextlib.ExitStack() as stack:
+        old = pair.sender
+        pair.channel()
+        pair.sender = TransportEnd("nccl", patience_seconds=0.3)
+        stack.callback(old.close)
+        with double.fault(init_milliseconds=900):
+            pair.channel()  # to a receiver that has made one
+
+
+@pytest.mark.parametrize("channels", [2, 4, 8, 32])
+def test_all_channels_are_used_between_hosts(double: GpuDouble, channels: int) -> None:
+    with double.fault(is_network=1), pairs(num_channels=channels) as pair:
+        pair.channel()
+        assert double["peer_channels"] == channels
+
+
+@pytest.mark.parametrize(
+    ("channels", "processors", "slots"),
+    [(1, 132, 3), (2, 132, 3), (4, 132, 2), (8, 132, 2), (16, 132, 2), (32, 132, 2),
+     (32, 108, 1), (64, 132, 1), (2, 4, 1)],
+)  # fmt: skip
+def test_two_pieces_are_in_progress_where_their_kernels_fit(
+    double: GpuDouble, channels: int, processors: int, slots: int
+) -> None:
+    """One is ready when the other ends: more channels are not slower. Those of both directions
+    must be resident at once."""
+    with double.fault(multiprocessors=processors), pairs(num_channels=channels) as pair:
+        assert isinstance(pair.sender.transport, NcclTransport)
+        shared = pair.sender.transport._shared
+        assert (shared.send_slots.num_free, shared.recv_slots.num_free) == (slots, slots)
 
 
 def test_memory_of_one_host_is_not_registered_with_its_peer() -> None:

@@ -48,6 +48,10 @@ class TransportDouble:
         self.name = name
         self.dialled: list[tuple[Endpoint, Connected]] = []
         self.fault: Exception | None = None
+        self.seconds = 0.0  # that a connection may take
+
+    def patience(self, endpoint: Endpoint) -> float:
+        return self.seconds
 
     def connect(self, endpoint: Endpoint, connected: Connected) -> None:
         if self.fault is not None:
@@ -298,6 +302,18 @@ def test_channel_whose_copies_do_not_stop_is_kept_and_counted(scene: LinksScene)
     scene.pass_time(0.1)
     assert channel.closed
     assert scene.links.num_unclosed_channels() == 0
+
+
+def test_a_data_connection_may_take_as_long_as_its_transport_says(scene: LinksScene) -> None:
+    scene.transports[0].seconds = 20.0
+    link = scene.welcomed()
+    for _ in range(3):
+        scene.pass_time(6.0)
+        scene.hear(Pong(THEM, US))
+        assert link.connecting
+    scene.pass_time(2.5)
+    assert scene.events == ["ready", "channel lost"]
+    assert "within 20 s" in str(scene.lost_for)
 
 
 def test_closing_a_channel_waits_for_no_copy(scene: LinksScene) -> None:

@@ -55,9 +55,12 @@ class Group:
         rank: int,
         num_channels: int,
         registered: tuple[Memory, ...],
+        is_first: bool = False,
     ) -> None:
-        """`registered` is all memory that is sent from and received into, or nothing."""
+        """`registered` is all memory that is sent from and received into, or nothing. `is_first`:
+        one of the two processes has not initialised a communicator yet, which takes longer."""
         self.number = number
+        self.is_first = is_first
         self.state = GroupState.WANTED
         self.used_at = self.made_at = time.monotonic()
         self.measured_bytes = 0
@@ -122,6 +125,7 @@ class Group:
             return False
         if self.state is GroupState.MAKING:
             self.state = GroupState.JOINING
+            self._nccl.has_initialised = True
             self._register()
             return True
         ended, self._launching = self._launching, None

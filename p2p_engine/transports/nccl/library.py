@@ -64,12 +64,18 @@ class Config(ctypes.Structure):
 
     @classmethod
     def of(cls, version: int, num_channels: int) -> Config:
-        """Return the configuration of a non-blocking communicator with exactly so many channels."""
+        """Return the configuration of a non-blocking communicator with exactly so many channels.
+
+        Between hosts, NCCL uses two of them for each network card unless it is told otherwise
+        (since 2.28). An implicit order of launches would make our kernels and the model's wait for
+        each other (2.31 and newer; older releases only have a variable for it).
+        """
         config = cls(ctypes.sizeof(cls), _CONFIG_MAGIC, version)
         for name, kind in (field[:2] for field in cls._fields_[3:]):
             setattr(config, name, None if kind is c_char_p else _UNSET)
         config.blocking = 0
-        config.minCTAs = config.maxCTAs = num_channels
+        config.minCTAs = config.maxCTAs = config.nChannelsPerNetPeer = num_channels
+        config.launchOrderImplicit = 0
         return config
 
 
@@ -119,6 +125,7 @@ class Nccl:
         self.library = load_library(path, SONAMES, WHEELS)
         bind(self.library, c_int, _FUNCTIONS)
         bind(self.library, c_char_p, _TEXTS)
+        self.has_initialised = False  # a communicator, in this process
         self.version = self._get_version()
         if self.version < OLDEST_VERSION:
             oldest = show_version(OLDEST_VERSION)

@@ -42,6 +42,7 @@ class Resources:
     registered: tuple[Memory, ...]  # with each group: all that NCCL reads and writes, or nothing
     num_channels: int
     patience_seconds: float  # to make a group, and for the kernels of a piece
+    first_seconds: float  # to make one, if it is the first of either process
 
 
 class NcclPair(abc.ABC):
@@ -72,7 +73,7 @@ class NcclPair(abc.ABC):
         if group is None or self.is_broken:
             return
         self.look(group)
-        patience = self.shared.patience_seconds
+        patience = self._patience(group)
         try:
             if group.state is not GroupState.READY and now - group.made_at > patience:
                 raise describe_overdue(group.state, patience)
@@ -136,12 +137,15 @@ class NcclPair(abc.ABC):
         except TransportError as error:
             self.fail(error)
 
-    def new_group(self, number: int, num_channels: int) -> Group:
-        """Return this side's group, not initialised yet."""
+    def new_group(self, number: int, num_channels: int, *, is_first_there: bool) -> Group:
+        """Return this side's group, not initialised yet. `is_first_there`: it is the first one of
+        the other process."""
         shared = self.shared
+        is_first = is_first_there or not shared.nccl.has_initialised
         return Group(
             shared.nccl, shared.device, shared.reaper,
             number=number, rank=self.rank, num_channels=num_channels, registered=shared.registered,
+            is_first=is_first,
         )  # fmt: skip
 
     # Implemented by the two kinds of pairs
@@ -169,6 +173,13 @@ class NcclPair(abc.ABC):
     @abc.abstractmethod
     def broken(self) -> None:
         """End the jobs without a kernel: the pair has failed."""
+
+    def _patience(self, group: Group) -> float:
+        """Return how long the steps of making a group, or a kernel, may take."""
+        is_agreeing = group.state is GroupState.WANTED and self.rank == 0
+        if group.is_first and not is_agreeing and group.state is not GroupState.READY:
+            return max(self.shared.first_seconds, self.shared.patience_seconds)
+        return self.shared.patience_seconds
 
     def _follow(self, group: Group) -> None:
         """Poll until NCCL has finished the calls of a group."""

@@ -78,9 +78,13 @@ class SendingPair(NcclPair):
         connection: socket.socket,
         on_ready: Callable[[], None],
         on_broken: Callable[[TransportError], None],
+        *,
+        is_first_there: bool = False,
     ) -> None:
-        """Either `on_ready` is called, when the first group is ready, or `on_broken`."""
+        """Either `on_ready` is called, when the first group is ready, or `on_broken`.
+        `is_first_there`: the receiver's process has not made a group yet."""
         super().__init__(shared, connection)
+        self._is_first_there = is_first_there
         self._groups = groups
         self._on_ready = on_ready
         self._on_broken = on_broken
@@ -123,10 +127,13 @@ class SendingPair(NcclPair):
 
     def start_group(self) -> None:
         """Ask the receiver for a group: it is this pair's turn."""
-        self.group = self.new_group(Group.next_number(), self.shared.num_channels)
+        channels = self.shared.num_channels
+        self.group = group = self.new_group(
+            Group.next_number(), channels, is_first_there=self._is_first_there
+        )
         self._is_up = False
         self._half = SendingHalf(self.shared.send_slots, self._ask, self._launch, self._refused)
-        self.say(FrameKind.NEW, nbytes=self.shared.num_channels)
+        self.say(FrameKind.NEW, nbytes=channels, order=int(group.is_first))
 
     def evict(self) -> None:
         """End an idle group, on both sides."""
@@ -169,6 +176,7 @@ class SendingPair(NcclPair):
         if piece == FIRST:
             if counts and self.group is not None:
                 self.group.joined()
+                self._is_first_there = False
                 self._groups.made(self)
                 self._on_ready()
                 self._feed()

@@ -10,6 +10,7 @@ import logging
 import socket
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from p2p_engine.control.plane import ControlPlane
@@ -39,9 +40,11 @@ from p2p_engine.wire.addresses import family_of, join_address, split_address
 
 logger = logging.getLogger(__name__)
 
-MAX_CHANNELS_AT_ONCE = 8  # per direction: 16 of a GPU's 132 multiprocessors for both
+MAX_CHANNELS_AT_ONCE = 8  # per direction, if that leaves two kernels: 16 multiprocessors for both
 MAX_KERNELS = 3  # per direction: both stay below a GPU's 8 hardware queues
+FIRST_SECONDS = 30.0  # NCCL looks for GPUs, networks and plug-ins once in a process
 CLOSE_SECONDS = 2.0
+CONFIGURATION_FILES = ("~/.nccl.conf", "/etc/nccl.conf")
 
 
 def check_environment(environment: Mapping[str, str], *, registers: bool = False) -> None:
@@ -59,11 +62,39 @@ def check_environment(environment: Mapping[str, str], *, registers: bool = False
         )
     if environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         raise ConfigError("CUDA_LAUNCH_BLOCKING is set: with it the transport nccl deadlocks")
+    names = [environment["NCCL_CONF_FILE"]] if environment.get("NCCL_CONF_FILE") else []
+    value, where = environment.get("NCCL_LAUNCH_ORDER_IMPLICIT", ""), ""
+    for name in (*(names or CONFIGURATION_FILES[:1]), CONFIGURATION_FILES[1]):
+        if not value:
+            value = _read_configuration(name).get("NCCL_LAUNCH_ORDER_IMPLICIT", "")
+            where = f" in {name}" if value else ""
+    if value not in ("", "0"):
+        raise ConfigError(
+            f"NCCL_LAUNCH_ORDER_IMPLICIT={value}{where}: with it, kernels of the transport nccl "
+            "and of the model wait for each other, and may deadlock"
+        )
     if registers and environment.get("NCCL_LEGACY_CUDA_REGISTER", "0") not in ("", "0"):
         raise ConfigError(
             "nccl_register with NCCL_LEGACY_CUDA_REGISTER: a process of the same host could then "
             "keep a failed group from ending; set only one of them"
         )
+
+
+def _read_configuration(name: str) -> dict[str, str]:
+    """Return the variables that NCCL takes from a file of its own; empty if it cannot be read."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        lines = Path(name).expanduser().read_text().splitlines()
+        pairs = (line.partition("=") for line in lines if not line.startswith("#"))
+        return {key: value for key, _, value in pairs}
+    return {}
+
+
+def num_slots(num_channels: int, num_processors: int) -> int:
+    """Return how many kernels of a direction may be in progress: two, so that one is ready when the
+    other ends, or more if they are small. All kernels of both directions must fit at once on a
+    GPU's multiprocessors, of which each channel takes one; at least one kernel is allowed."""
+    wanted = max(2, min(MAX_KERNELS, MAX_CHANNELS_AT_ONCE // num_channels))
+    return max(1, min(wanted, num_processors // (2 * num_channels)))
 
 
 class NcclChannel:
@@ -139,6 +170,7 @@ class NcclTransport:
         num_channels: int,
         max_groups: int,
         patience_seconds: float,
+        first_seconds: float = FIRST_SECONDS,
         registers: bool = False,
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
@@ -173,23 +205,32 @@ class NcclTransport:
         self._door = Door(control, listener, self._tokens, self._admit)
         self._reaper = Reaper(nccl, device)
         self._groups = Groups(self._reaper, max_groups)
-        slots = max(1, min(MAX_KERNELS, MAX_CHANNELS_AT_ONCE // num_channels))
+        slots = num_slots(num_channels, device.cuda.num_processors(device.index))
         memory = ((self._memory, total), *([buffer] if buffer is not None else []))
         self._shared = Resources(
             nccl, device, self._reaper, Slots(slots), Slots(slots),
             Slabs(self._memory, slab_bytes, NUM_SLABS),
             Slabs(self._memory + sent_bytes, slab_bytes, num_recv_slabs),
-            memory if registers and nccl.can_register else (), num_channels, patience_seconds,
+            memory if registers and nccl.can_register else (), num_channels,
+            patience_seconds, first_seconds,
         )  # fmt: skip
         self._snapshot = self._count()
         device.post(lambda: device.on_tick(self._tick))
 
     def invite(self, source_epoch: int) -> Endpoint | None:
-        """Return the address, a token and the version of NCCL."""
+        """Return the address, a token, the version of NCCL, and whether our first group is still to
+        be made."""
         if not self._receives:
             return None
         token, version = self._tokens.make(source_epoch), str(self._nccl.version)
-        return {"address": self._address, "token": token, "version": version}
+        is_first = str(int(not self._nccl.has_initialised))
+        return {"address": self._address, "token": token, "version": version, "is_first": is_first}
+
+    def patience(self, endpoint: Endpoint) -> float:
+        """Return how long `connect` may take: longer if it makes the first group of a process."""
+        shared = self._shared
+        is_first = not self._nccl.has_initialised or endpoint.get("is_first") == "1"
+        return shared.first_seconds + shared.patience_seconds if is_first else 0.0
 
     def connect(self, endpoint: Endpoint, connected: Connected) -> None:
         """Dial the peer; `connected` is called when the first group is ready, or with the error."""
@@ -207,7 +248,10 @@ class NcclTransport:
             return
         dial(
             self._dials, self._control, host, port, preamble,
-            lambda connection, _: self._dialled(connection, connected), connected,
+            lambda connection, _: self._dialled(
+                connection, connected, is_first_there=endpoint.get("is_first") == "1"
+            ),
+            connected,
         )  # fmt: skip
 
     def expect(self, arrival: Arrival) -> DeviceJob:
@@ -254,7 +298,9 @@ class NcclTransport:
         else:
             logger.error("close: a communicator does not end, the memory it uses is kept")
 
-    def _dialled(self, connection: socket.socket, connected: Connected) -> None:
+    def _dialled(
+        self, connection: socket.socket, connected: Connected, *, is_first_there: bool
+    ) -> None:
         channel = NcclChannel(self._device)
         answers = [connected]
 
@@ -269,8 +315,9 @@ class NcclTransport:
 
         def start() -> None:
             pair = SendingPair(
-                self._shared, self._groups, connection, lambda: answer(channel), failed
-            )
+                self._shared, self._groups, connection, lambda: answer(channel), failed,
+                is_first_there=is_first_there,
+            )  # fmt: skip
             channel.attach(pair)
             self._pairs.add(pair)
 

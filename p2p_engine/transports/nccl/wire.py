@@ -4,6 +4,7 @@ For the device's thread. A frame is 40 bytes; ID is followed by NCCL's unique id
 one wire, which the sender dials. If it ends, the other side is gone or has given up.
 
     S → R  NEW group, channels       R → S  ACK group          the receiver will join
+           order 1: the first one of either process, which may take longer to make
     S → R  ID group, unique id       R → S  UP group           its side of the communicator is made
     S → R  ASK order, seq, piece     R → S  GO or REFUSE order
     S → R  STOP seq                                            no more pieces will come
