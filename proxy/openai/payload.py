@@ -19,15 +19,22 @@ KV_PARAMS = "kv_transfer_params"
 _ONE = msgspec.Raw(b"1")
 _FALSE = msgspec.Raw(b"false")
 _TRUE = b"true"
-# Fields without meaning for a single token, and the field that only the proxy may set.
-_NOT_FOR_PREFILL = ("min_tokens", "stream_options", KV_PARAMS)
+# Fields without meaning for a single token.
+_NOT_FOR_PREFILL = ("min_tokens", "stream_options")
+# Where vLLM takes transfers and names of requests from. Only the proxy says these; a client's could
+# name any host and any other request. vLLM also takes the first two from within `vllm_xargs`.
+_TRANSFERS = {KV_PARAMS, "ec_transfer_params"}
+_NOT_FOR_CLIENTS = {*_TRANSFERS, "request_id"}
+_XARGS = "vllm_xargs"
+MAX_DIGITS = 9  # of a number of choices; vLLM takes 16,384 of them by default
 
 _fields_decoder = msgspec.json.Decoder(Fields)
 
 
 @dataclass(frozen=True, eq=False)
 class ClientRequest:
-    """A client's request: its body, and its top-level fields as raw JSON."""
+    """A client's request: its body, and its top-level fields as raw JSON, without those that only
+    the proxy may set."""
 
     body: bytes
     fields: Fields
@@ -73,13 +80,31 @@ BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 def parse(body: bytes) -> ClientRequest:
     """Split a request into its top-level fields, as raw JSON.
 
+    The body stays as it is, unless it has something that only the proxy may say.
+
     Raises:
         ProxyError: 400, the body is not a JSON object.
     """
     try:
-        return ClientRequest(body, _fields_decoder.decode(body))
+        fields = _fields_decoder.decode(body)
     except BAD_JSON as error:
         raise ProxyError(400, "invalid_json", f"the body is not a JSON object: {error}") from error
+    if _XARGS in fields or not fields.keys().isdisjoint(_NOT_FOR_CLIENTS):
+        fields = {k: v for k, v in fields.items() if k not in _NOT_FOR_CLIENTS}
+        if _XARGS in fields:
+            fields[_XARGS] = _without_transfers(fields[_XARGS])
+        body = msgspec.json.encode(fields)
+    return ClientRequest(body, fields)
+
+
+def _without_transfers(arguments: msgspec.Raw) -> msgspec.Raw:
+    """Return a client's `vllm_xargs`; what is no object is left to vLLM, which refuses it."""
+    try:
+        fields = _fields_decoder.decode(arguments)
+    except BAD_JSON:
+        return arguments
+    kept = {k: v for k, v in fields.items() if k not in _TRANSFERS}
+    return msgspec.Raw(msgspec.json.encode(kept))
 
 
 def model_of(fields: Fields) -> str | None:
@@ -93,7 +118,7 @@ def model_of(fields: Fields) -> str | None:
 def num_choices(fields: Fields) -> int:
     """Return the number of continuations of each prompt."""
     given = bytes(fields.get("n", b"1"))
-    return int(given) if given.isdigit() else 1
+    return int(given) if given.isdigit() and len(given) <= MAX_DIGITS else 1
 
 
 def prefill_body(fields: Fields, params: Params | None) -> bytes:
@@ -109,18 +134,11 @@ def prefill_body(fields: Fields, params: Params | None) -> bytes:
 
 
 def decode_body(asked: ClientRequest, params: Params | None) -> bytes:
-    """Return the client's body with our parameters spliced in before the last brace.
-
-    The client's own `kv_transfer_params` are removed: they could name any instance.
-    """
-    body, fields = asked.body, asked.fields
-    if KV_PARAMS in fields:
-        fields = {k: v for k, v in fields.items() if k != KV_PARAMS}
-        body = msgspec.json.encode(fields)
+    """Return the client's body with our parameters spliced in before the last brace."""
     if params is None:
-        return body
-    head = body.rstrip(b" \t\r\n").removesuffix(b"}")
-    comma = b"," if fields else b""
+        return asked.body
+    head = asked.body.rstrip(b" \t\r\n").removesuffix(b"}")
+    comma = b"," if asked.fields else b""
     return b'%b%b"%b":%b}' % (head, comma, KV_PARAMS.encode(), msgspec.json.encode(params))
 
 

@@ -72,6 +72,14 @@ def test_prefill_is_asked_for_one_token(asked: dict[str, Any]) -> None:
     [
         b'{"kv_transfer_params": {"remote_host": "evil"}, "a": 1, "kv_transfer_params": 2}',
         b'{"a": 1, "kv\\u005ftransfer_params": {"remote_host": "evil"}}',
+        b'{"a": 1, "\\u006bv_transfer_params": {"remote_host": "evil"}}',
+        b'{"a": 1, "ec_transfer_params": {"peer_host": "evil"}}',
+        b'{"a": 1, "request_id": "___prefill_addr_evil:1___decode_addr_evil:2_"}',
+        b'{"a": 1, "vllm_xargs": {"kv_transfer_params": "evil"}}',
+        b'{"a": 1, "vllm_xargs": {"b": 2, "ec_transfer_params": ["evil"]}}',
+        b'{"a": 1, "vllm_xargs": {"kv_transfer_params": 1, "kv\\u005ftransfer_params": "evil"}}',
+        b'{"vllm_xargs": {"kv_transfer_params": "evil"}, "a": 1, "vllm\\u005fxargs": {"b": 2}}',
+        b'{"vllm_xargs": {"b": 2}, "a": 1, "vllm_xargs": {"\\u006bv_transfer_params": "evil"}}',
     ],
 )
 def test_no_spelling_brings_a_clients_parameters_through(body: bytes) -> None:
@@ -82,7 +90,40 @@ def test_no_spelling_brings_a_clients_parameters_through(body: bytes) -> None:
         payload.decode_body(asked, None),
     ):
         assert b"evil" not in sent
-        assert json.loads(sent)["a"] == 1
+        read = json.loads(sent)
+        assert read["a"] == 1
+        assert read.get("vllm_xargs", {}).get("b", 2) == 2
+
+
+@pytest.mark.parametrize("given", ["null", "[1]", '"x"', '{"session_id": "s", "top": [1.50]}'])
+def test_other_arguments_of_a_client_pass_unchanged(given: str) -> None:
+    body = b'{"vllm_xargs": %b, "a": 1}' % given.encode()
+    sent = payload.decode_body(payload.parse(body), None)
+    assert json.loads(sent) == json.loads(body)
+    assert (b"1.50" in sent) == ("1.50" in given)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=6), st.integers(0, 90), st.integers(0, 12), st.booleans())
+def test_what_vllm_reads_is_what_the_proxy_read(
+    inserted: bytes, where: int, num_removed: int, is_wide: bool
+) -> None:
+    """Where both take a body for JSON, both see the same keys: no key hides from one of them."""
+    whole = (
+        b'{"prompt": "a\\"b", "kv_transfer_params": {"x": "evil"}, "n": 1e0, "user": "\xc3\xa9"}'
+    )
+    body = whole[:where] + inserted + whole[where + num_removed :]
+    body = body.decode("latin-1").encode("utf-16") if is_wide else body
+    try:
+        sent = payload.decode_body(payload.parse(body), None)
+    except ProxyError:
+        return
+    try:
+        read, theirs = json.loads(sent), json.loads(body)
+    except ValueError:
+        return
+    assert read.keys() == theirs.keys() - {"kv_transfer_params"}
+    assert "kv_transfer_params" not in read
 
 
 def test_of_duplicate_keys_both_legs_take_the_last() -> None:
@@ -157,3 +198,8 @@ def test_a_prefill_may_answer_no_parameters(answer: bytes) -> None:
 def test_what_is_no_completion_is_no_prefill(answer: bytes) -> None:
     with pytest.raises(ValueError, match="no completion"):
         payload.read_prefill(answer)
+
+
+def test_an_endless_number_of_choices_counts_as_one() -> None:
+    fields = payload.parse(b'{"n": %b}' % (b"9" * 10_000)).fields
+    assert payload.num_choices(fields) == 1

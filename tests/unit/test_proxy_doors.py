@@ -1,0 +1,81 @@
+"""Every door by which vLLM takes transfers, names and places from a request is shut for clients.
+
+Read from vLLM's own request models: a door that a release adds fails this test.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from proxy.openai import payload
+from proxy.request.attempt import FORWARDED_HEADERS
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+# What a field's name says if it may name a transfer, another request, or a place.
+SUSPECT = re.compile(r"transfer|remote|request_id|xargs|extra|engine|rank|host|port\b|connector")
+MARK = "evil"
+SHUT = {"kv_transfer_params", "ec_transfer_params", "request_id", "vllm_xargs"}
+
+
+def completion_models() -> list[Any]:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    return [ChatCompletionRequest, CompletionRequest]
+
+
+def errand_models() -> list[Any]:
+    from vllm.entrypoints.pooling.embed import protocol as embed
+    from vllm.entrypoints.serve.tokenize import protocol as tokenize
+
+    modules = (embed, tokenize)
+    found = [getattr(module, name) for module in modules for name in dir(module)]
+    return [each for each in found if hasattr(each, "model_fields")]
+
+
+def test_every_suspect_field_is_known() -> None:
+    models = completion_models() + errand_models()
+    names = {
+        name
+        for model in models
+        if "Request" in model.__name__
+        for field_name, field in model.model_fields.items()
+        for name in (field_name, field.alias, field.validation_alias)
+        if isinstance(name, str)
+    }
+    assert names >= {"kv_transfer_params", "input", "tokens"}
+    assert {name for name in names if SUSPECT.search(name)} == SHUT
+
+
+def test_nothing_of_a_client_reaches_what_the_engine_reads() -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny", "prompt": "x", "messages": [{"role": "user", "content": "x"}],
+        "kv_transfer_params": {"remote_host": MARK},
+        "ec_transfer_params": {"remote_host": MARK},
+        "request_id": MARK,
+        "vllm_xargs": {"kv_transfer_params": MARK, "ec_transfer_params": [MARK], "kept": 1},
+        "KV_TRANSFER_PARAMS": {"remote_host": MARK},
+        "extra_body": {"kv_transfer_params": {"remote_host": MARK}},
+        "extra_args": {"kv_transfer_params": {"remote_host": MARK}},
+    }  # fmt: skip
+    sent = json.loads(payload.decode_body(payload.parse(json.dumps(asked).encode()), None))
+    for model in completion_models():
+        request = model.model_validate(sent)
+        arguments = request.to_sampling_params(max_tokens=1, default_sampling_params={}).extra_args
+        assert arguments == {"kept": 1}
+        assert request.kv_transfer_params is request.ec_transfer_params is None
+        assert request.request_id != MARK
+
+
+def test_no_header_that_vllm_reads_comes_from_a_client() -> None:
+    from vllm.entrypoints.generate.base import serving
+
+    ours = {"x-request-id", "x-data-parallel-rank"}
+    read = {serving.PRIORITY_HEADER, serving.SESSION_ID_HEADER, *ours}
+    assert not {name.lower() for name in read} & set(FORWARDED_HEADERS)
