@@ -38,6 +38,7 @@ from p2p_engine.receive.placement import Placement
 from p2p_engine.receive.pulls import Pulls
 from p2p_engine.receive.renewals import Renewals
 from p2p_engine.receive.store import Store
+from p2p_engine.send.endings import Endings
 from p2p_engine.send.fanout import Fanout
 from p2p_engine.send.holds import Holds
 from p2p_engine.send.sender import Sender
@@ -127,10 +128,12 @@ class Parts:
         config, clock, counters = self.config, time.monotonic, self.counters
         copier: Copier = self.gpu.device if self.gpu is not None else self.mover
         placement = Placement(config, self.arena, self.mover, clock, receives=receives)
-        self.sender = Sender(config, self.changed, self.links, counters, clock)
+        self.endings = Endings()
+        self.sender = Sender(config, self.changed, self.links, self.endings, counters, clock)
         self.holds = Holds(
-            config, self.changed, self.sender, placement, copier, counters, clock, spec
-        )
+            config, self.changed, self.sender, self.endings, placement, copier, counters, clock,
+            spec,
+        )  # fmt: skip
         self.fanout = Fanout(self.changed, self.locator, self.sender, spec, clock)
         self.expectations = Expectations()
         self.store = Store(

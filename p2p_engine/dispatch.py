@@ -20,6 +20,7 @@ from p2p_engine.peers.sessions import Session, Sessions
 from p2p_engine.receive.pulls import Pulls
 from p2p_engine.receive.renewals import Renewals
 from p2p_engine.receive.store import Store
+from p2p_engine.send.endings import Ending
 from p2p_engine.send.holds import Holds
 from p2p_engine.send.sender import Sender
 from p2p_engine.transports.base import Transport
@@ -166,9 +167,11 @@ class Dispatch(PlaneListener):
         handler(peer, message)
 
     def _on_gone(self, link: Link, gone: Gone) -> None:
+        if self._store.is_over(gone.key, link.epoch, gone.generation):
+            return
         error = TransferRejected(f"{link.target}: {gone.reason}")
         for peer in self._links.names(link):
-            self._renewals.on_gone(peer, gone.key, error)
+            self._renewals.on_gone(peer, gone.key, link.epoch, error)
         self._pulls.on_gone(gone.key, link.epoch, error)
 
     def _on_offer(self, session: Session, offer: Offer) -> None:
@@ -185,34 +188,32 @@ class Dispatch(PlaneListener):
 
     def _on_abandon(self, session: Session, abandon: Abandon) -> None:
         error = TransferRejected(f"{session.address}: {abandon.reason}")
-        self._pulls.on_abandon(abandon.key, abandon.source_epoch, error)
+        self._pulls.on_abandon(abandon.key, abandon.source_epoch, abandon.generation, error)
         self._sessions.reply(abandon.source_epoch, AbandonOk, (abandon.key,))
 
     def _on_renew(self, session: Session, renew: Renew) -> None:
         self._sender.on_renew(renew.source_epoch, set(renew.contents))
         for content in renew.contents:
-            reason = self._holds.on_renew(content, session.spec)
-            if reason is not None:
-                self._gone(renew, content[0], reason)
+            ending = self._holds.on_renew(content, session.spec)
+            if ending is not None:
+                self._gone(renew, content[0], ending)
 
     def _on_release(self, session: Session, release: Release) -> None:
         content = (release.key, release.binding)
         self._holds.on_release(content, PeerAddress(session.address), session.spec)
 
     def _on_want(self, session: Session, want: Want) -> None:
-        content = (want.key, want.binding)
-        if want.is_pushed and self._sender.offer_now(want.source_epoch, content):
-            return
         self._holds.on_want(
-            content,
+            (want.key, want.binding),
             PeerAddress(session.address),
             session.spec,
             partial(self._gone, want, want.key),
-            is_pushed=want.is_pushed,
+            pushed_to=want.source_epoch if want.is_pushed else None,
         )
 
-    def _gone(self, asked: Renew | Want, key: TransferKey, reason: str) -> None:
-        self._sessions.reply(asked.source_epoch, Gone, (key, shorten(reason)))
+    def _gone(self, asked: Renew | Want, key: TransferKey, ending: Ending) -> None:
+        fields = (key, shorten(ending.reason), ending.generation)
+        self._sessions.reply(asked.source_epoch, Gone, fields)
 
 
 def answers_to(sender: Sender) -> Handlers:

@@ -108,6 +108,7 @@ class P2pNcclEngine:
         binding: bytes = b"",
         timeout: float | None = None,
         ready: bool = True,
+        generation: int = 0,
         stream: int | None = None,
     ) -> Transfer:
         """Offer a chunk now and, once it is `ready` and granted, write it; never blocks. If the
@@ -115,6 +116,9 @@ class P2pNcclEngine:
 
         On a GPU, a source that is ready is read after all that is in `stream` now (a CUDA handle;
         default: torch's current one).
+
+        All chunks of one attempt to send a key have the same `generation`, and a later attempt has
+        a higher one: a peer that ended an attempt refuses what still comes of it, but not the next.
 
         The engine may read the source's memory until `released`; it must stay unchanged. The
         transfer ends with COMMIT, or with a named error after `timeout` seconds at the latest
@@ -125,19 +129,21 @@ class P2pNcclEngine:
             LocalProtocolError: key, binding or manifest are more than a message can carry.
             PeerUnreachable: the address is not host:port.
         """
-        check_fits(Offer(0, 0, 0, 0, key, source.manifest, binding, ""))
+        check_fits(Offer(0, 0, 0, 0, key, source.manifest, binding, "", False, generation))
         with self._open():
             seconds = self.config.transfer_timeout_seconds if timeout is None else timeout
             moments = self._now(stream) if ready else ()
-            self._parts.holds.take_back(key)
+            self._parts.endings.begin((key, binding))
             if isinstance(peer, InstanceAddress):
                 transfer: Transfer = self._parts.fanout.send(
-                    key, peer, source, binding, seconds, ready=ready, moments=moments
-                )
+                    key, peer, source, binding, seconds,
+                    ready=ready, generation=generation, moments=moments,
+                )  # fmt: skip
             else:
                 shipment = self._parts.sender.send(
-                    key, peer, source, binding, seconds, ready=ready, moments=moments
-                )
+                    key, peer, source, binding, seconds,
+                    ready=ready, generation=generation, moments=moments,
+                )  # fmt: skip
                 transfer = shipment.transfer
         self._parts.control.pump()
         return transfer
@@ -159,10 +165,13 @@ class P2pNcclEngine:
         *,
         binding: bytes = b"",
         lease: float | None = None,
+        generation: int = 0,
         stream: int | None = None,
     ) -> Transfer:
         """Hold a source until a peer has pulled it, or for `lease` seconds (default:
         lease_seconds); never blocks. On a GPU, it is read after all that is in `stream` now.
+
+        `generation` is the attempt to send the key, as in `send`.
 
         If the hold is cancelled, peers that want the key still wait: it may be held again, or
         abandoned.
@@ -172,10 +181,12 @@ class P2pNcclEngine:
             LocalProtocolError: key, binding or manifest are more than a message can carry.
             TransferError: the key is held already.
         """
-        check_fits(Offer(0, 0, 0, 0, key, source.manifest, binding, ""))
+        check_fits(Offer(0, 0, 0, 0, key, source.manifest, binding, "", False, generation))
         with self._open():
             seconds = self.config.lease_seconds if lease is None else lease
-            return self._parts.holds.hold(key, source, binding, seconds, self._now(stream))
+            return self._parts.holds.hold(
+                key, source, binding, seconds, self._now(stream), generation
+            )
 
     def is_renewed(self, key: TransferKey, *, binding: bytes = b"") -> bool:
         """Whether a peer has said, within the last lease, that it will ask for a key that is not
@@ -202,12 +213,20 @@ class P2pNcclEngine:
             return self._parts.holds.spill(transfer)
 
     def abandon(
-        self, key: TransferKey, peer: PeerAddress | InstanceAddress | None, reason: str
+        self,
+        key: TransferKey,
+        peer: PeerAddress | InstanceAddress | None,
+        reason: str,
+        *,
+        generation: int = 0,
+        is_sent_again: bool = False,
     ) -> None:
         """Abandon a key that will never be completed, so that no receive waits for it; never
         blocks.
 
-        The `peer` is told. Without one, every peer that asks for the key is told (GET).
+        The `peer` is told that attempts up to this `generation` have ended. It and every peer that
+        asks for the key later are told that it will not come, unless it `is_sent_again`, in another
+        attempt.
 
         Raises:
             EngineClosed: the engine is closed.
@@ -216,13 +235,12 @@ class P2pNcclEngine:
         """
         check_fits(AbandonOk(0, 0, key))
         with self._open():
-            self._parts.holds.let_go(key, reason)  # peers that ask are told, too
-            if peer is None:
-                return
+            if not is_sent_again:
+                self._parts.holds.let_go(key, reason, generation)
             if isinstance(peer, InstanceAddress):
-                self._parts.fanout.abandon(key, peer, reason)
-            else:
-                self._parts.sender.abandon(key, peer, reason)
+                self._parts.fanout.abandon(key, peer, reason, generation)
+            elif peer is not None:
+                self._parts.sender.abandon(key, peer, reason, generation)
 
     # Receiving
 
@@ -279,8 +297,8 @@ class P2pNcclEngine:
         """Refuse a key that will not be received here: landed chunks are freed, new offers are
         refused. Never blocks.
 
-        With `pull`, the peer that holds the key is told, so that it can free it now. A kept key is
-        left as it is, for the next receive, until `drop`.
+        A named peer is told, so that it can free what it holds now, and takes what is asked for
+        later for another attempt. A kept key is left as it is, for the next receive, until `drop`.
 
         Raises:
             EngineClosed: the engine is closed.
@@ -291,7 +309,7 @@ class P2pNcclEngine:
         with self._open():
             if not self._parts.store.leave((key, binding), is_pulled=pull):
                 self._parts.store.discard((key, binding), reason or "not wanted here")
-            if pull and peer is not None:
+            if peer is not None:
                 self._parts.pulls.release((key, binding), peer)
 
     def keep(

@@ -10,6 +10,7 @@ them back then.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Iterable
@@ -70,6 +71,7 @@ class _SendInProgress:
 
     party: Party
     first_block: int  # that is wanted
+    generation: int  # of the attempt to send its key
     chunks: list[_Chunk] = field(default_factory=list)
     failed: bool = False
 
@@ -127,6 +129,7 @@ class Sends:
         self._group = cache.group
         self._cache = cache.cache
         self._staging = cache.staging
+        self._generations = itertools.count(1)  # of all keys: a later request has a higher one
         self._sendings: dict[str, _SendInProgress] = {}
         self._due: list[_Due] = []
         self._held: dict[str, _SendInProgress] = {}
@@ -162,7 +165,8 @@ class Sends:
         self._resume()
         for step in steps:
             party = step.party
-            sending = self._sendings.setdefault(party.request_id, self._new(party))
+            sending = self._sendings.get(party.request_id) or self._new(party)
+            self._sendings[party.request_id] = sending
             if not self._is_usable(sending):
                 continue
             if not self._waiting and self._start(sending, step):
@@ -193,7 +197,7 @@ class Sends:
             party = item.party
             sending = self._sendings.pop(party.request_id, None) or self._new(party)
             if item.failure is not None:
-                self._give_up(sending, item.failure, tells=not item.is_sent_again)
+                self._give_up(sending, item.failure, is_sent_again=item.is_sent_again)
             if item.is_held:
                 self._held[party.request_id] = sending
 
@@ -238,7 +242,8 @@ class Sends:
         return released
 
     def _new(self, party: Party) -> _SendInProgress:
-        return _SendInProgress(party, self._group.first_block(party.num_tokens))
+        first_block = self._group.first_block(party.num_tokens)
+        return _SendInProgress(party, first_block, next(self._generations))
 
     def _forget_plans(self, sending: _SendInProgress) -> None:
         """Stop reading vLLM's blocks: they are lost, or no one wants them."""
@@ -312,7 +317,10 @@ class Sends:
         source = PagedSource(self._cache, places, sending.cursor, party.num_tokens)
         key, peer = party.key_of(self._group.number), InstanceAddress(party.peer or "")
         try:
-            transfer = self._engine.send(key, peer, source, binding=party.binding, ready=False)
+            transfer = self._engine.send(
+                key, peer, source,
+                binding=party.binding, ready=False, generation=sending.generation,
+            )  # fmt: skip
         except P2pError as error:
             self._staging.give_back(places)
             self._fail(sending, str(error))
@@ -359,11 +367,12 @@ class Sends:
         source = PagedSource(self._cache, item.places, item.first_block, party.num_tokens)
         key = party.key_of(self._group.number)
         try:
-            transfer = self._engine.hold(key, source, binding=party.binding)
+            generation = item.sending.generation
+            transfer = self._engine.hold(key, source, binding=party.binding, generation=generation)
         except P2pError as error:
             self._staging.give_back(item.places)
-            # It is held for another request already: no peer must be told that it will not come.
-            self._fail(item.sending, str(error), tells=not isinstance(error, TransferError))
+            is_held = isinstance(error, TransferError)  # for another request
+            self._fail(item.sending, str(error), is_sent_again=is_held)
             return None
         end = item.first_block + len(item.block_ids)
         return self._add(item.sending, transfer, item.places, end)
@@ -389,26 +398,32 @@ class Sends:
             self._fail(sending, named(sending.error))
         return not sending.failed
 
-    def _fail(self, sending: _SendInProgress, reason: str, *, tells: bool = True) -> None:
+    def _fail(self, sending: _SendInProgress, reason: str, *, is_sent_again: bool = False) -> None:
         logger.warning("send failed: request=%s reason=%s", sending.party.request_id, reason)
-        self._give_up(sending, reason, tells=tells)
+        self._give_up(sending, reason, is_sent_again=is_sent_again)
 
-    def _give_up(self, sending: _SendInProgress, reason: str, *, tells: bool = True) -> None:
-        """Stop sending a request's KV, and tell the peer."""
+    def _give_up(
+        self, sending: _SendInProgress, reason: str, *, is_sent_again: bool = False
+    ) -> None:
+        """Stop sending a request's KV, and tell the peer. If the same `is_sent_again` by another
+        request, the peer is only told which attempt has ended."""
         party, error = sending.party, sending.error
         has_told, sending.failed = sending.failed, True
         self._forget_plans(sending)
         for chunk in sending.chunks:
             if not chunk.transfer.released:
                 chunk.transfer.cancel(reason)
-        if has_told or not tells or self._has_another(sending):
+        if has_told or self._has_another(sending) or (is_sent_again and not sending.chunks):
             return
         # A peer that knows it by now is not told, and is answered when it asks.
         peer = None
         if party.peer is not None and not isinstance(error, KNOWN_TO_PEER):
             peer = InstanceAddress(party.peer)
         try:
-            self._engine.abandon(party.key_of(self._group.number), peer, reason)
+            self._engine.abandon(
+                party.key_of(self._group.number), peer, reason,
+                generation=sending.generation, is_sent_again=is_sent_again,
+            )  # fmt: skip
         except P2pError as failure:
             logger.info("peer not told: request=%s error=%s", party.request_id, named(failure))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from p2p_engine.bounded import BoundedMap, Index
@@ -26,17 +25,9 @@ from p2p_engine.receive.store import Store
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import CacheSpec, ContentKey, Release, TransferKey, Want
 
-MAX_ACCUSATIONS = 4096
+MAX_DOUBTED = 4096
 WANTS_IN_A_LEASE = 4
 MAX_DOUBLINGS = 16
-
-
-@dataclass(frozen=True)
-class Accusation:
-    """An ABANDON that counts if its sender turns out to be the one that sends the key."""
-
-    error: P2pError
-    until: float
 
 
 class Pulls(LinkListener):
@@ -63,7 +54,9 @@ class Pulls(LinkListener):
         self._of_link: Index[Link, Expected] = Index()
         self._timers: Timers[Expected] = Timers()  # receives to ask for, or that have ended
         self._to_release: Index[Link, ContentKey] = Index()
-        self._accused: BoundedMap[tuple[TransferKey, int], Accusation] = BoundedMap(MAX_ACCUSATIONS)
+        # Keys that an engine has abandoned before they were awaited from it, and until when a
+        # receive asks it at once.
+        self._doubted: BoundedMap[tuple[TransferKey, int], float] = BoundedMap(MAX_DOUBTED)
 
     def add(
         self,
@@ -121,26 +114,31 @@ class Pulls(LinkListener):
         if epoch not in item.epochs:
             raise RemoteProtocolError(f"GONE of {key} from {epoch:x}, which was not asked for it")
         self._remove(item)
-        self._store.fail_key(key, error)
+        self._store.fail_key(key, error, said_by=epoch)
         self._let_go(item)
 
-    def on_abandon(self, key: TransferKey, epoch: int, error: P2pError) -> None:
-        """Fail a key that a peer will not complete. The peer is believed if the key is awaited from
-        it, or from no named peer. Until the sender is known, the message is remembered.
+    def on_abandon(self, key: TransferKey, epoch: int, generation: int, error: P2pError) -> None:
+        """Note that a peer will not complete a key, in attempts up to this generation. A receive
+        that awaits the key from it asks: the peer may have begun, or be about to begin, the attempt
+        that the receive is for. A receive without a named peer fails.
 
         Raises:
             RemoteProtocolError: the key is awaited from another peer, or another one sends it.
         """
-        item = self._expected.get(key)
+        if self._store.is_over(key, epoch, generation):
+            return
+        item, now = self._expected.get(key), self._clock()
         if item is None:
             self._store.on_abandon(key, epoch, error)
         elif epoch in item.epochs:
-            self._store.fail_key(key, error)
+            for asked in item.asked:
+                if asked.link.epoch == epoch:
+                    self._say_want(item, asked, now)
+            self._schedule(item)
             return
         elif item.epochs and 0 not in item.epochs:
             raise RemoteProtocolError(f"ABANDON of {key} from {epoch:x}, which does not send it")
-        until = self._clock() + self._config.lease_seconds
-        self._accused.put((key, epoch), Accusation(error, until))
+        self._doubted.put((key, epoch), now + self._config.lease_seconds)
 
     def link_ready(self, link: Link) -> None:
         """Send the WANTs and RELEASEs that waited for a link."""
@@ -237,16 +235,17 @@ class Pulls(LinkListener):
         self._schedule(item)
 
     def _meet(self, item: Expected, asked: AskedRank) -> None:
-        """Ask a rank whose link is ready for the key, and apply an ABANDON that it sent earlier."""
+        """Ask a rank whose link is ready for the key; at once if it said earlier that the key will
+        not come."""
         if not asked.link.ready:
             return
-        key = item.transfer.key
+        key, now = item.transfer.key, self._clock()
         self._store.sender_known(key)
-        accusation = self._accused.pop((key, asked.link.epoch))
-        if accusation is not None and accusation.until > self._clock():
-            self._store.fail_key(key, accusation.error)
+        doubted_until = self._doubted.pop((key, asked.link.epoch))
+        if doubted_until is not None and doubted_until > now:
+            self._say_want(item, asked, now)
         else:
-            self._ask(item, asked, self._clock())
+            self._ask(item, asked, now)
 
     def _let_go(self, item: Expected) -> None:
         if item.transfer.error is not None and self._store.is_left(item.content):
@@ -257,9 +256,8 @@ class Pulls(LinkListener):
         if item.transfer.error is None:
             return
         for asked in item.asked:
-            if item.pull or asked.num_wants:
-                self._release(item.content, asked.link.target)
-        if item.pull and not item.asked:  # the peer's directory has not answered yet
+            self._release(item.content, asked.link.target)
+        if not item.asked:  # the peer's directory has not answered yet
             self.release(item.content, item.peer)
 
     def _release(self, content: ContentKey, peer: PeerAddress) -> None:
@@ -270,8 +268,10 @@ class Pulls(LinkListener):
             self._to_release.add(link, content)
 
     def _ask(self, item: Expected, asked: AskedRank, now: float) -> None:
-        if not asked.link.ready or now < max(asked.resend_at, self._offered_until(item, asked)):
-            return
+        if asked.link.ready and now >= max(asked.resend_at, self._offered_until(item, asked)):
+            self._say_want(item, asked, now)
+
+    def _say_want(self, item: Expected, asked: AskedRank, now: float) -> None:
         asked.resend_at = now + self._pause(asked)
         asked.num_wants += 1
         self._links.send(asked.link, Want, *item.content, not item.pull)

@@ -110,15 +110,15 @@ class Renewals(LinkListener):
         """Whether a peer is asked to keep anything."""
         return link.target in self._duties
 
-    def on_gone(self, peer: PeerAddress, key: TransferKey, error: P2pError) -> None:
-        """Note that a peer will not give a key, or not again."""
+    def on_gone(self, peer: PeerAddress, key: TransferKey, epoch: int, error: P2pError) -> None:
+        """Note that a peer, the engine of this epoch, will not give a key, or not again."""
         duty = self._duties.get(peer)
         found = list(duty.contents.items()) if duty is not None else []
         for name, kept in found:
             if name[0] != key:
                 continue
             if peer in kept.sources:
-                self._lose(kept, error)
+                self._lose(kept, error, epoch)
             else:
                 self._forget(peer, name)
 
@@ -221,13 +221,13 @@ class Renewals(LinkListener):
         for kept in list(duty.contents.values()):
             was_told = duty.told_at.get(kept.content, duty.heard_at) < duty.heard_at
             if link.target in kept.sources and was_told and not self._store.has_any(kept.content):
-                self._lose(kept, error)
+                self._lose(kept, error, duty.epoch)
         duty.told_at.clear()
 
-    def _lose(self, kept: Kept, error: P2pError) -> None:
+    def _lose(self, kept: Kept, error: P2pError, epoch: int) -> None:
         """Fail a content. It is remembered as failed for as long as it is kept."""
         self._stop_telling(kept)
-        self._store.fail_key(kept.content[0], error)
+        self._store.fail_key(kept.content[0], error, said_by=epoch)
 
     def _stop_telling(self, kept: Kept) -> None:
         told, kept.told = kept.told, []

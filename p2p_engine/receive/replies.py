@@ -12,7 +12,17 @@ from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError
 from p2p_engine.receive.expectations import Expectations
 from p2p_engine.receive.ledger import Landing, LandingId
-from p2p_engine.wire.messages import Cancel, Commit, ContentKey, Deny, Fail, Grant, Message, shorten
+from p2p_engine.wire.messages import (
+    Cancel,
+    Commit,
+    ContentKey,
+    Deny,
+    Fail,
+    Grant,
+    Message,
+    TransferKey,
+    shorten,
+)
 
 Reply: TypeAlias = Callable[[int, type[Message], tuple[Any, ...]], None]
 
@@ -28,17 +38,21 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Tombstone:
-    """A content that ended here without success; `refused` if an offer was refused since. If its
-    sender abandoned it (`said_by`, an epoch), it applies to that sender only."""
+    """A content that ended here without success; `refused` if an offer was refused since.
+
+    It `is_withdrawn` if requests here wanted it no more, or `said_by` the engine of this epoch that
+    it will not come.
+    """
 
     reason: str
     until: float
     refused: bool = False
     said_by: int = 0
+    is_withdrawn: bool = False
 
-    def concerns(self, epoch: int) -> bool:
-        """Whether it applies to an offer from this epoch."""
-        return self.said_by in (0, epoch)
+    def refuses_receive(self, *, is_named: bool) -> bool:
+        """Whether a receive must end at once. If its sender is named, the sender is asked."""
+        return self.refused and not (is_named and (self.is_withdrawn or self.said_by))
 
 
 class Replies:
@@ -59,6 +73,8 @@ class Replies:
         self._expectations = expectations
         self._tombstones: BoundedMap[ContentKey, Tombstone] = BoundedMap()
         self._outcomes: BoundedMap[LandingId, Outcome] = BoundedMap()
+        # The last attempt to send a key that each sender spoke of.
+        self._generations: BoundedMap[tuple[TransferKey, int], int] = BoundedMap()
 
     def grant(self, landing: Landing, word_offset: int = 0) -> None:
         """Say GRANT: the region is reserved, and the sender publishes its end at `word_offset`. For
@@ -101,11 +117,54 @@ class Replies:
         return True
 
     def leave_tombstone(
-        self, content: ContentKey, reason: str, *, refused: bool = False, said_by: int = 0
+        self,
+        content: ContentKey,
+        reason: str,
+        *,
+        refused: bool = False,
+        said_by: int = 0,
+        is_withdrawn: bool = False,
     ) -> None:
-        """Refuse offers of a content for one lease."""
+        """Refuse offers of a content for one lease; the first offer of a later attempt to send it
+        is accepted."""
         until = self._clock() + self._config.lease_seconds
-        self._tombstones.put(content, Tombstone(shorten(reason), until, refused, said_by))
+        tombstone = Tombstone(shorten(reason), until, refused, said_by, is_withdrawn)
+        self._tombstones.put(content, tombstone)
+
+    def refusal_of_offer(self, content: ContentKey, epoch: int, generation: int) -> str | None:
+        """Return why an offer must be refused, or None; a tombstone that an offer met says so."""
+        is_later = self.note_generation(content[0], epoch, generation) > 0
+        for name, tombstone in self._tombstones_of(content):
+            if is_later or tombstone.said_by:  # it comes after all, or from another peer
+                self._tombstones.pop(name)
+                continue
+            self.leave_tombstone(
+                name, tombstone.reason, refused=True, is_withdrawn=tombstone.is_withdrawn
+            )
+            return tombstone.reason
+        return None
+
+    def refusal_of_receive(self, content: ContentKey, *, is_named: bool) -> str | None:
+        """Forget the tombstones of a content; returns why a receive of it must end at once, or
+        None."""
+        found = self._tombstones_of(content)
+        for name, _ in found:
+            self._tombstones.pop(name)
+        reasons = [item.reason for _, item in found if item.refuses_receive(is_named=is_named)]
+        return reasons[0] if reasons else None
+
+    def note_generation(self, key: TransferKey, epoch: int, generation: int) -> int:
+        """Note which attempt to send a key a sender speaks of.
+
+        Returns less than 0 if it has spoken of a later one, more than 0 if only of earlier ones,
+        and 0 if of this one or none, or if it does not say.
+        """
+        known = self._generations.get((key, epoch))
+        if not generation or known == generation:
+            return 0
+        if known is None or generation > known:
+            self._generations.put((key, epoch), generation)
+        return 0 if known is None else generation - known
 
     def revive(self, content: ContentKey) -> None:
         """Accept offers of a content again, unless one was refused within the last lease."""
@@ -116,15 +175,18 @@ class Replies:
             if tombstone.until <= self._clock() or (name == content and not tombstone.refused):
                 self._tombstones.pop(name)
 
-    def exhume(self, content: ContentKey) -> Tombstone | None:
-        """Remove and return the tombstone of a content, or of its key, if it is still in force."""
-        for name in (content, (content[0], b"")):
-            tombstone = self._tombstones.pop(name)
-            if tombstone is not None and (
-                tombstone.until > self._clock() or self._expectations.is_kept(content)
-            ):
-                return tombstone
-        return None
+    def _tombstones_of(self, content: ContentKey) -> list[tuple[ContentKey, Tombstone]]:
+        """Return the tombstones in force of a content and of its key; forget the others."""
+        found = []
+        for name in dict.fromkeys((content, (content[0], b""))):
+            tombstone = self._tombstones.get(name)
+            if tombstone is None:
+                continue
+            if tombstone.until > self._clock() or self._expectations.is_kept(content):
+                found.append((name, tombstone))
+            else:
+                self._tombstones.pop(name)
+        return found
 
 
 def _as_fields(error: P2pError) -> tuple[str, str]:

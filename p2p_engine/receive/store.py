@@ -114,9 +114,9 @@ class Store(SessionListener):
         content = (key, binding)
         if content in self._ledger.receives:
             raise TransferError(f"{key} is being received already")
-        tombstone = self._replies.exhume(content)
-        if tombstone is not None and tombstone.refused and not (is_named and tombstone.said_by):
-            raise TransferRejected(f"{key}: {tombstone.reason}")
+        refusal = self._replies.refusal_of_receive(content, is_named=is_named)
+        if refusal is not None:
+            raise TransferRejected(f"{key}: {refusal}")
         transfer = Transfer(key, 0, self._changed, self._cancel_transfer)
         deadline = self._clock() + timeout
         receive = Receive(
@@ -138,7 +138,7 @@ class Store(SessionListener):
         """Free what has come of a content, and refuse further offers: no request here will ask for
         it."""
         self._left.pop(content, None)
-        self._replies.leave_tombstone(content, reason)
+        self._replies.leave_tombstone(content, reason, is_withdrawn=True)
         self._drop(content)
 
     def leave(self, content: ContentKey, *, is_pulled: bool) -> bool:
@@ -166,9 +166,9 @@ class Store(SessionListener):
         meanwhile, it stays refused: its sender has given it up."""
         self._replies.revive(content)
 
-    def fail_key(self, key: TransferKey, error: P2pError) -> None:
+    def fail_key(self, key: TransferKey, error: P2pError, said_by: int = 0) -> None:
         """Fail a key that its sender will not complete: its receives end, and later ones are
-        refused."""
+        refused. If the sender itself has `said` so, a later receive that names it asks again."""
         contents = {item.content for item in self._ledger.receives_of_key(key)}
         contents |= {item.content for item in self._ledger.of_key(key)}
         for content in contents or {(key, b"")}:
@@ -176,8 +176,13 @@ class Store(SessionListener):
             if receive is not None:
                 self._stop_receive(receive, error)
             else:
-                self._replies.leave_tombstone(content, str(error), refused=True)
+                self._replies.leave_tombstone(content, str(error), refused=True, said_by=said_by)
             self._drop(content)
+
+    def is_over(self, key: TransferKey, epoch: int, generation: int) -> bool:
+        """Note which attempt to send a key a sender speaks of; returns whether it has offered a
+        later one."""
+        return self._replies.note_generation(key, epoch, generation) < 0
 
     def on_abandon(self, key: TransferKey, epoch: int, error: P2pError) -> None:
         """Fail a key that a sender will not complete, if no receive names its sender. The sender is
@@ -223,12 +228,9 @@ class Store(SessionListener):
         landing_id, content = (epoch, offer.seq), (offer.key, offer.binding)
         if self._answer_again(landing_id, offer.attempt):
             return
-        tombstone = self._replies.exhume(content)
-        if tombstone is not None and tombstone.concerns(epoch):
-            self._replies.leave_tombstone(
-                content, tombstone.reason, refused=True, said_by=tombstone.said_by
-            )
-            self._refuse(landing_id, offer.attempt, TransferRejected(tombstone.reason))
+        refusal_reason = self._replies.refusal_of_offer(content, epoch, offer.generation)
+        if refusal_reason is not None:
+            self._refuse(landing_id, offer.attempt, TransferRejected(refusal_reason))
             return
         receive = self._ledger.receives.get(content)
         if receive is None and self._left.get(content):

@@ -23,6 +23,7 @@ class Abandonment:
     link: Link
     reason: str
     deadline: float
+    generation: int
 
 
 class Abandonments:
@@ -50,7 +51,7 @@ class Abandonments:
         """Whether an ABANDON has to go over a link."""
         return self._of_link.count(link) > 0
 
-    def add(self, key: TransferKey, peer: PeerAddress, reason: str) -> None:
+    def add(self, key: TransferKey, peer: PeerAddress, reason: str, generation: int) -> None:
         """Tell the peer until it answers, for at most transfer_timeout_seconds.
 
         Raises:
@@ -60,7 +61,7 @@ class Abandonments:
         if (key, peer) in self._items:
             self._remove(self._items[key, peer])
         deadline = self._clock() + self._config.transfer_timeout_seconds
-        item = self._items[key, peer] = Abandonment(key, link, reason, deadline)
+        item = self._items[key, peer] = Abandonment(key, link, reason, deadline, generation)
         self._of_key.add(key, item)
         self._of_link.add(link, item)
         self._tell(item)
@@ -94,7 +95,7 @@ class Abandonments:
         soon = self._clock() + self._config.retry_seconds
         self._timers.set(item, min(item.deadline, soon))
         if item.link.ready:
-            self._links.send(item.link, Abandon, item.key, shorten(item.reason))
+            self._links.send(item.link, Abandon, item.key, shorten(item.reason), item.generation)
 
     def _remove(self, item: Abandonment) -> None:
         del self._items[item.key, item.link.target]

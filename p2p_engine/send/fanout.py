@@ -30,6 +30,7 @@ class Delivery:
     source: Source
     binding: bytes
     deadline: float
+    generation: int
     transfer: TransferGroup
 
 
@@ -62,6 +63,7 @@ class Fanout:
         timeout: float,
         *,
         ready: bool,
+        generation: int = 0,
         moments: tuple[Moment, ...] = (),
     ) -> TransferGroup:
         """Queue a shipment to each rank that needs some of the source; never blocks.
@@ -70,7 +72,9 @@ class Fanout:
             PeerUnreachable: the address is not host:port.
         """
         transfer = TransferGroup(key, 0, self._changed, self._cancel)
-        delivery = Delivery(key, instance, source, binding, self._clock() + timeout, transfer)
+        delivery = Delivery(
+            key, instance, source, binding, self._clock() + timeout, generation, transfer
+        )
         self._ready[transfer] = (ready, moments)
         try:
             self._locator.ask(instance, lambda answer: self._dispatch(delivery, answer))
@@ -86,12 +90,14 @@ class Fanout:
         for member in transfer.members or ():
             self._sender.mark_ready(member, moments)
 
-    def abandon(self, key: TransferKey, instance: InstanceAddress, reason: str) -> None:
+    def abandon(
+        self, key: TransferKey, instance: InstanceAddress, reason: str, generation: int = 0
+    ) -> None:
         """Tell each rank that needs some of this key that it will not be completed."""
 
         def tell(answer: CacheSpec | P2pError) -> None:
             for rank in takers(self._spec, key, answer):
-                self._sender.abandon(key, instance.rank(rank), reason)
+                self._sender.abandon(key, instance.rank(rank), reason, generation)
 
         self._locator.ask(instance, tell)
 
@@ -116,6 +122,7 @@ class Fanout:
                 delivery.binding,
                 timeout,
                 ready=state[0],
+                generation=delivery.generation,
                 moments=state[1],
             )
             for rank in takers(self._spec, delivery.key, answer)

@@ -21,19 +21,12 @@ from p2p_engine.memory.layout import Int64s, Source, ask, ask_regions, pair
 from p2p_engine.memory.plan import takers
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.receive.placement import Placement
+from p2p_engine.send.endings import Ending, Endings
 from p2p_engine.send.sender import Sender, as_withdrawn
 from p2p_engine.send.shipment import Shipment
 from p2p_engine.send.unheld_wants import PendingWant, UnheldWants
 from p2p_engine.transfer import Transfer, lane_of
 from p2p_engine.wire.messages import CacheSpec, ContentKey, Manifest, TransferKey
-
-
-@dataclass(frozen=True)
-class Ending:
-    """Why a key is held no more. `is_served`: every reader has got it or has released it."""
-
-    reason: str
-    is_served: bool
 
 
 @dataclass(eq=False)
@@ -48,6 +41,7 @@ class Hold:
     lease: float  # in seconds; each RENEW gives it again, up to
     latest_end: float
     after: tuple[Moment, ...] = ()  # moments after which the source is valid
+    generation: int = 0  # of the attempt to send its key
     readers: frozenset[int] | None = None
     served: set[int] = field(default_factory=set)
     shipments: dict[PeerAddress, Shipment] = field(default_factory=dict)
@@ -75,6 +69,7 @@ class Holds:
         config: EngineConfig,
         changed: threading.Condition,
         sender: Sender,
+        endings: Endings,
         places: Placement,
         copier: Copier,
         counters: Counters,
@@ -84,6 +79,7 @@ class Holds:
         self._config = config
         self._changed = changed
         self._sender = sender
+        self._endings = endings
         self._placement = places
         self._copier = copier
         self._counters = counters
@@ -95,8 +91,6 @@ class Holds:
         self._unheld = UnheldWants()
         self._timers: Timers[Hold] = Timers()
         self._late: dict[Hold, None] = {}  # past their leases, but not ended
-        self._released: BoundedMap[ContentKey, tuple[frozenset[int], frozenset[int]]] = BoundedMap()
-        self._gone: BoundedMap[TransferKey, Ending] = BoundedMap()
         self._renewed: BoundedMap[ContentKey, float] = BoundedMap()  # not held; renewed until
         self._ending: set[Hold] = set()  # until their copies have stopped
 
@@ -107,6 +101,7 @@ class Holds:
         binding: bytes,
         lease: float,
         moments: tuple[Moment, ...] = (),
+        generation: int = 0,
     ) -> Transfer:
         """Hold a source, which is valid after all `moments`, for a WANT; never blocks.
 
@@ -120,19 +115,18 @@ class Holds:
         now = self._clock()
         latest_end = now + max(lease, self._config.max_renewal_seconds)
         self._holds[content] = hold = Hold(
-            content, source, transfer, now + lease, lease, latest_end, moments
+            content, source, transfer, now + lease, lease, latest_end, moments, generation
         )
         self._of_key.add(key, hold)
         self._by_transfer[transfer] = hold
         self._timers.set(hold, hold.lease_ends_at)
-        self.take_back(key)
+        departed = self._endings.begin(content)
         self._renewed.pop(content)
         for peer, want in self._unheld.take(content):
             self._serve(hold, peer, want)
-        early = self._released.pop(content)
-        if early is not None:
-            hold.readers, served = early
-            hold.served |= served
+        if departed is not None:
+            hold.readers = departed.readers
+            hold.served |= departed.ranks
         if hold.is_over:
             self._end(hold, None, "the peer released it before it was held")
         return transfer
@@ -184,61 +178,51 @@ class Holds:
         # One of the two may be on a GPU.
         return self._placement.spare(sizes, POOL) or self._placement.spare(sizes, BUFFER)
 
-    def let_go(self, key: TransferKey, reason: str) -> None:
+    def let_go(self, key: TransferKey, reason: str, generation: int = 0) -> None:
         """Refuse this key to every peer that wants it, now or later: it will not be held."""
-        self._gone.put(key, Ending(reason, is_served=False))
-        self._unheld.refuse_key(key, reason)
-
-    def take_back(self, key: TransferKey) -> None:
-        """Accept WANTs of a key again: it is held, or sent, after all."""
-        self._gone.pop(key)
+        ending = self._endings.end(key, reason, generation=generation)
+        self._unheld.refuse_key(key, ending)
 
     def on_want(
         self,
         content: ContentKey,
         peer: PeerAddress,
         spec: CacheSpec | None,
-        refuse: Callable[[str], None],
+        refuse: Callable[[Ending], None],
         *,
-        is_pushed: bool = False,
+        pushed_to: int | None = None,
     ) -> None:
-        """Offer the content if it is held. If it may be held soon, remember the WANT, unless the
-        key `is_pushed`. Otherwise call `refuse` with a reason."""
-        self._expect(content, spec)
-        hold, gone = self._holds.get(content), self._gone.get(content[0])
+        """Offer the content if it is held, or on its way to the engine of the epoch `pushed_to`. If
+        it may be held soon, remember the WANT; a push needs none. If it will not come from here,
+        call `refuse` with the reason."""
+        hold, ending = self._holds.get(content), self._endings.expect(content, _rank_of(spec))
         want = PendingWant(spec, self._clock() + self._config.transfer_timeout_seconds, refuse)
         if hold is not None:
             self._serve(hold, peer, want)
-        elif gone is not None:
+        elif ending is not None:
             self._renewed.pop(content)
-            refuse(gone.reason)
+            refuse(ending)
+        elif pushed_to is not None and self._sender.offer_now(pushed_to, content):
+            return
         elif self._of_key.count(content[0]):
-            refuse("held for another content: the prompts differ")
-        elif not is_pushed:  # a push needs no WANT
+            refuse(Ending("held for another content: the prompts differ"))
+        elif pushed_to is None:
             self._unheld.put(content, peer, want)
 
-    def on_renew(self, content: ContentKey, spec: CacheSpec | None) -> str | None:
+    def on_renew(self, content: ContentKey, spec: CacheSpec | None) -> Ending | None:
         """Give a held source another lease; returns why its peer will not get it, if that is known.
 
         A peer that has got its part from here still renews while other ranks send theirs.
         """
-        self._expect(content, spec)
         hold = self._holds.get(content)
         if hold is None:
             self._renewed.put(content, self._clock() + self._config.lease_seconds)
-            gone = self._gone.get(content[0])
-            return gone.reason if gone is not None and not gone.is_served else None
+            if self._endings.is_served(content[0]):
+                return None
+            return self._endings.expect(content, _rank_of(spec))
         lease_ends_at = min(self._clock() + hold.lease, hold.latest_end)
         hold.lease_ends_at = max(hold.lease_ends_at, lease_ends_at)
         return None
-
-    def _expect(self, content: ContentKey, spec: CacheSpec | None) -> None:
-        """Expect a WANT from a rank of the peer; this undoes a RELEASE that came before the
-        hold."""
-        readers, served = self._released.pop(content) or (frozenset(), frozenset())
-        served -= {_rank_of(spec)}
-        if served:
-            self._released.put(content, (readers, served))
 
     def is_renewed(self, content: ContentKey) -> bool:
         """Whether a peer has renewed, within the last lease, a content that is not held here
@@ -250,16 +234,16 @@ class Holds:
         """Note that a rank of the peer wants no more of a key."""
         self._unheld.discard(content, peer)
         is_renewed = self._renewed.pop(content) is not None
-        hold, gone = self._holds.get(content), self._gone.get(content[0])
+        hold, readers = self._holds.get(content), self._readers(content, spec)
         if hold is not None:
-            hold.readers = self._readers(content, spec)
+            hold.readers = readers
             hold.wants.pop(peer, None)
             self._served(hold, spec, "the peer released it")
-        elif gone is None or (gone.is_served and is_renewed):
-            # It may be held later: after a preemption, it is computed again. A key that is gone may
-            # be held again, too, but for another request than the one that is released here.
-            _, served = self._released.get(content) or (None, frozenset())
-            self._released.put(content, (self._readers(content, spec), served | {_rank_of(spec)}))
+            return
+        if is_renewed and self._endings.is_served(content[0]):
+            self._endings.begin(content)  # this ends its next attempt
+        # It may be held later: after a preemption, it is computed again.
+        self._endings.depart(content, _rank_of(spec), readers)
 
     def tick(self, now: float) -> None:
         """End the holds and WANTs that are overdue."""
@@ -326,6 +310,7 @@ class Holds:
                 ready=True,
                 on_end=lambda shipment: self._pulled(hold, peer, want.spec, shipment),
                 is_held=True,
+                generation=hold.generation,
                 moments=hold.after,
             )
             if not shipment.transfer.done:
@@ -357,8 +342,16 @@ class Holds:
 
     def _end(self, hold: Hold, error: P2pError | None, reason: str) -> None:
         """Forget a hold, and refuse later WANTs and RENEWs of its key."""
-        self._gone.put(hold.content[0], Ending(reason, is_served=error is None))
+        self._endings.end(
+            hold.content[0], reason, is_served=error is None, generation=hold.generation
+        )
+        self._depart(hold)
         self._stop(hold, error, reason)
+
+    def _depart(self, hold: Hold) -> None:
+        """Note which ranks of the peer will not ask for a hold again."""
+        for rank in hold.served:
+            self._endings.depart(hold.content, rank, hold.readers or frozenset())
 
     def _stop(self, hold: Hold, error: P2pError | None, reason: str) -> None:
         """End the transfer as soon as nothing reads its source or writes its spaces."""
@@ -397,9 +390,7 @@ class Holds:
                 # is called.
                 for peer, want in hold.wants.items():
                     self._unheld.put(hold.content, peer, want)
-                if hold.served:  # these will not ask again
-                    known = hold.readers or frozenset(), frozenset(hold.served)
-                    self._released.put(hold.content, known)
+                self._depart(hold)
                 error = as_withdrawn(transfer, reason)
                 self._stop(hold, error, str(error))
 

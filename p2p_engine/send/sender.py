@@ -40,6 +40,7 @@ from p2p_engine.peers.link import Link, LinkState, PeerAddress
 from p2p_engine.peers.links import Links
 from p2p_engine.peers.listeners import LinkListener
 from p2p_engine.send.abandonments import Abandonments
+from p2p_engine.send.endings import Endings
 from p2p_engine.send.shipment import Chunk, ChunkState, Shipment
 from p2p_engine.transfer import Transfer, lane_of
 from p2p_engine.transports.base import Order
@@ -75,12 +76,14 @@ class Sender(LinkListener):
         config: EngineConfig,
         changed: threading.Condition,
         links: Links,
+        endings: Endings,
         counters: Counters,
         clock: Callable[[], float],
     ) -> None:
         self._config = config
         self._changed = changed
         self._links = links
+        self._endings = endings
         self._counters = counters
         self._clock = clock
         self._seqs = itertools.count(1)
@@ -105,6 +108,7 @@ class Sender(LinkListener):
         ready: bool,
         on_end: Callable[[Shipment], None] | None = None,
         is_held: bool = False,
+        generation: int = 0,
         moments: tuple[Moment, ...] = (),
     ) -> Shipment:
         """Queue a shipment; its first chunks are offered as soon as the link is ready. A source
@@ -118,7 +122,7 @@ class Sender(LinkListener):
         now, renewable = self._clock(), max(timeout, self._config.max_renewal_seconds)
         shipment = Shipment(
             key, source, binding, link, transfer, now + timeout, now + renewable, ready, on_end,
-            is_held, moments,
+            is_held, generation, moments,
         )  # fmt: skip
         self._shipments[transfer] = shipment
         self._going.add(shipment.content, shipment)
@@ -133,9 +137,12 @@ class Sender(LinkListener):
             for chunk in list(shipment.chunks.values()):
                 self._write(chunk)
 
-    def abandon(self, key: TransferKey, peer: PeerAddress, reason: str) -> None:
-        """Tell the peer, until it has answered, that this key will not be completed."""
-        self._abandoned.add(key, peer, reason)
+    def abandon(
+        self, key: TransferKey, peer: PeerAddress, reason: str, generation: int = 0
+    ) -> None:
+        """Tell the peer, until it has answered, that this key will not be completed in attempts up
+        to this generation."""
+        self._abandoned.add(key, peer, reason, generation)
 
     def stop(self, shipment: Shipment, error: P2pError) -> None:
         """End a shipment as soon as none of its chunks can be written any more."""
@@ -242,7 +249,8 @@ class Sender(LinkListener):
 
     def _going_to(self, epoch: int, content: ContentKey) -> list[Shipment]:
         """Return the shipments of a content to the engine of an epoch."""
-        return [item for item in self._going.get(content) if item.link.epoch == epoch]
+        going = self._going.get(content)
+        return [item for item in going if item.link.epoch == epoch and item.ending is None]
 
     # Local events
 
@@ -345,7 +353,7 @@ class Sender(LinkListener):
         self._schedule(chunk, self._config.retry_seconds)
         self._links.send(
             link, Offer, chunk.seq, chunk.attempt, chunk.key, chunk.manifest, shipment.binding,
-            link.transport.name, self._is_checked(chunk),
+            link.transport.name, self._is_checked(chunk), shipment.generation,
         )  # fmt: skip
         self._open_more(shipment)
 
@@ -450,7 +458,10 @@ class Sender(LinkListener):
             self._give_up(chunk, error)
 
     def _give_up(self, chunk: Chunk, error: P2pError) -> None:
-        self.abandon(chunk.key, chunk.link.target, str(error))
+        shipment = chunk.shipment
+        if not shipment.is_held:  # a held source can be asked for again
+            self._endings.end(chunk.key, str(error), generation=shipment.generation)
+        self.abandon(chunk.key, chunk.link.target, str(error), shipment.generation)
         self._end_when_read(chunk, error)
 
     def _end(self, chunk: Chunk, error: P2pError | None, *, tell: bool = False) -> None:

@@ -50,6 +50,7 @@ class Shipment:
     ready: bool
     on_end: Callable[[Shipment], None] | None = None
     is_held: bool = False  # its source can be read after WRITTEN
+    generation: int = 0  # of the attempt to send its key
     after: tuple[Moment, ...] = ()  # moments after which a ready source is valid
     is_cut: bool = False
     max_blocks: int = 0  # of a chunk

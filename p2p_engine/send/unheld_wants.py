@@ -10,6 +10,7 @@ from p2p_engine.bounded import Index
 from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
 from p2p_engine.peers.link import PeerAddress
+from p2p_engine.send.endings import Ending
 from p2p_engine.wire.messages import CacheSpec, ContentKey, TransferKey
 
 MAX_UNHELD_WANTS = 4096
@@ -22,7 +23,7 @@ class PendingWant:
 
     spec: CacheSpec | None
     deadline: float
-    refuse: Callable[[str], None]
+    refuse: Callable[[Ending], None]
 
 
 class UnheldWants:
@@ -60,18 +61,18 @@ class UnheldWants:
         names = [name for name in self._of_key.get(content[0]) if name[0] == content]
         return [(name[1], want) for name in names if (want := self._pop(name)) is not None]
 
-    def refuse_key(self, key: TransferKey, reason: str) -> None:
+    def refuse_key(self, key: TransferKey, ending: Ending) -> None:
         """Refuse a key to all peers that want it, with any binding."""
-        for_each(self._of_key.get(key), lambda name: self._refuse(name, reason))
+        for_each(self._of_key.get(key), lambda name: self._refuse(name, ending))
 
     def tick(self, now: float) -> None:
         """Refuse the WANTs that are past their deadlines."""
-        self._timers.look(now, lambda name: self._refuse(name, "it was never held here"))
+        self._timers.look(now, lambda name: self._refuse(name, Ending("it was never held here")))
 
-    def _refuse(self, name: WantName, reason: str) -> None:
+    def _refuse(self, name: WantName, ending: Ending) -> None:
         want = self._pop(name)
         if want is not None:
-            want.refuse(reason)
+            want.refuse(ending)
 
     def _pop(self, name: WantName) -> PendingWant | None:
         want = self._unheld.pop(name, None)

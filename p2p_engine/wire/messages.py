@@ -11,7 +11,7 @@ import msgspec
 
 from p2p_engine.errors import LocalProtocolError, RemoteProtocolError
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_FRAME_BYTES = 1 << 16
 MAX_LAYERS = 1 << 10
 MAX_REASON = 500  # characters of a reason; fewer than a Text holds
@@ -288,7 +288,11 @@ class Location(Message, tag="LOCATION"):
 
 
 class Offer(Message, tag="OFFER"):
-    """Please reserve a region for this chunk. Repeated until answered."""
+    """Please reserve a region for this chunk. Repeated until answered.
+
+    Chunks of one attempt to send a key have the same `generation`, and those of a later attempt a
+    higher one (0: the sender does not say).
+    """
 
     seq: U64
     attempt: Count
@@ -297,6 +301,7 @@ class Offer(Message, tag="OFFER"):
     binding: Blob
     transport: Text
     checksum: bool = False  # DONE will have a checksum
+    generation: U64 = 0
 
 
 class Grant(Message, tag="GRANT"):
@@ -360,10 +365,12 @@ class Cancelled(Message, tag="CANCELLED"):
 
 
 class Abandon(Message, tag="ABANDON"):
-    """The sender will never complete this key. Repeated until ABANDON_OK comes."""
+    """The sender will not complete this key, in attempts up to this `generation` (see OFFER).
+    Repeated until ABANDON_OK comes."""
 
     key: TransferKey
     reason: Text
+    generation: U64 = 0
 
 
 class AbandonOk(Message, tag="ABANDON_OK"):
@@ -394,10 +401,12 @@ class Renew(Message, tag="RENEW"):
 
 
 class Gone(Message, tag="GONE"):
-    """Answer to WANT and RENEW: this key will not come from here, or not again."""
+    """Answer to WANT and RENEW: this key will not come from here, or not again, in attempts up to
+    this `generation` (see OFFER)."""
 
     key: TransferKey
     reason: Text
+    generation: U64 = 0
 
 
 class Release(Message, tag="RELEASE"):

@@ -32,6 +32,7 @@ from p2p_engine.peers.links import Links
 from p2p_engine.receive.expectations import Expectations, Kept
 from p2p_engine.receive.placement import Placement
 from p2p_engine.receive.store import Store
+from p2p_engine.send.endings import Endings
 from p2p_engine.send.sender import Sender
 from p2p_engine.transfer import Transfer
 from p2p_engine.transports.base import Arrival, Order, Transport
@@ -367,7 +368,8 @@ class World:
         self.sent = Counters()
         self.links = WorldLinks(self, self.epoch)
         self.sender = Sender(
-            self.config, self.lock, cast("Links", self.links), self.sent, lambda: self.now
+            self.config, self.lock, cast("Links", self.links), Endings(), self.sent,
+            lambda: self.now,
         )  # fmt: skip
         self.answers = answers_to(self.sender)
 
@@ -554,7 +556,8 @@ class World:
             self.store.on_cancelled(epoch, message.seq, message.attempt)
         elif isinstance(message, Abandon):
             with contextlib.suppress(RemoteProtocolError):  # of a sender that was restarted since
-                self.store.on_abandon(message.key, epoch, PeerLost("abandoned"))
+                if not self.store.is_over(message.key, epoch, message.generation):
+                    self.store.on_abandon(message.key, epoch, PeerLost("abandoned"))
             self._reply(epoch, AbandonOk, (message.key,))
 
     def _to_sender(self, link: Link, message: AnyMessage) -> None:

@@ -52,8 +52,10 @@ def test_want_that_comes_during_the_copy_is_served_after_it(
         held = sender.hold(KEY, TensorSource(tensor))
         with sender._parts.changed:  # nobody hears of the copy's end
             assert sender.spill(held)
-            want = (KEY, b""), PeerAddress(receiver.zmq_address), None, pytest.fail
-            sender._parts.holds.on_want(*want)
+            peer = PeerAddress(receiver.zmq_address)
+            sender._parts.holds.on_want(
+                (KEY, b""), peer, None, lambda ending: pytest.fail(ending.reason)
+            )
             assert sender.stats()["open_transfers"] == 1
         waiting.wait(10)
         held.wait(10)

@@ -177,7 +177,8 @@ def test_abandon_before_anybody_waits_counts_when_its_speaker_is_who_sends_the_k
 
 
 def test_abandon_before_the_sender_is_known_is_judged_when_it_is(scene: RogueScene) -> None:
-    """The peer's address is known, its epoch is not yet."""
+    """The peer's address is known, its epoch is not yet. The peer is asked, and says it again."""
+    scene.peer.abandon(TransferKey("request-2"), None, "given up")
     with scene.engine._parts.changed:
         scene.engine._parts.links.session_over(scene.peer.epoch, TransferRejected("dial again"))
         transfer, sink = scene.waiting()

@@ -70,6 +70,8 @@ class EngineDouble:
     sent: list[Sent] = field(default_factory=list)
     received: dict[str, tuple[PagedSink, Transfer, dict[str, Any]]] = field(default_factory=dict)
     abandoned: list[tuple[str, InstanceAddress | None, str]] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)  # of what was sent or held
+    ended: list[tuple[int, bool]] = field(default_factory=list)  # generation, whether sent again
     discarded: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     cancelled: list[Transfer] = field(default_factory=list)
     refusal: P2pError | None = None
@@ -93,18 +95,32 @@ class EngineDouble:
         *,
         binding: bytes,
         ready: bool,
+        generation: int,
     ) -> Transfer:
+        self.generations.append(generation)
         self.sent.append(Sent(key, peer, source, binding, self._transfer(key), ready))
         return self.sent[-1].transfer
 
-    def hold(self, key: TransferKey, source: PagedSource, *, binding: bytes) -> Transfer:
+    def hold(
+        self, key: TransferKey, source: PagedSource, *, binding: bytes, generation: int
+    ) -> Transfer:
+        self.generations.append(generation)
         self.sent.append(Sent(key, None, source, binding, self._transfer(key), ready=True))
         return self.sent[-1].transfer
 
     def mark_ready(self, transfer: Transfer) -> None:
         next(item for item in self.sent if item.transfer is transfer).ready = True
 
-    def abandon(self, key: TransferKey, peer: InstanceAddress | None, reason: str) -> None:
+    def abandon(
+        self,
+        key: TransferKey,
+        peer: InstanceAddress | None,
+        reason: str,
+        *,
+        generation: int,
+        is_sent_again: bool,
+    ) -> None:
+        self.ended.append((generation, is_sent_again))
         self.abandoned.append((key.transfer_id, peer, reason))
 
     def receive(self, key: TransferKey, sink: PagedSink, **settings: Any) -> Transfer:
@@ -279,6 +295,19 @@ def test_an_aborted_request_is_withdrawn_and_its_peer_told(
     assert engine.abandoned == [("t-r", InstanceAddress("h:1"), "aborted")]
     end(engine.sent[0].transfer, TransferCancelled("x"))
     assert run(worker).finished_sending == {"r"}
+
+
+def test_each_request_is_an_attempt_of_its_own(engine: EngineDouble, worker: WorkerHalf) -> None:
+    """Both have the same key: a peer that refuses what is left of the first must not refuse the
+    second. If the second came before the first had ended, the peer hears only which has."""
+    first, second = party("first"), replace(party("first"), request_id="second")
+    run(worker, sends=[step(first, blocks(0, 7), 48)])
+    run(worker, sends=[step(first, blocks(0, 7), 64), step(second, blocks(0, 7), 48)])
+    ended = EndedSend(first, "aborted", is_held=False, is_sent_again=True)
+    run(worker, ended_sends=[ended], sends=[step(second, blocks(0, 7), 64)])
+    one, same, two, still = engine.generations
+    assert one == same < two == still
+    assert engine.ended == [(one, True)]
 
 
 def test_without_an_address_whoever_asks_for_it_is_told(

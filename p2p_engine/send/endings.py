@@ -1,0 +1,93 @@
+"""Endings: how this side and its peers have ended the sending of a key, until it begins anew.
+
+A request may be sent again under the same transfer id, after one or both sides have ended the first
+attempt, and the two sides learn of the second at different times. A peer says RELEASE when its
+attempt ends without success, so a WANT or RENEW behind that belongs to its next attempt, and what
+ended here before says nothing about it. The engine's lock guards everything here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from p2p_engine.bounded import BoundedMap
+from p2p_engine.wire.messages import ContentKey, TransferKey
+
+
+@dataclass
+class Departed:
+    """The ranks of a peer's instance that want no more of a content, among those that pull it."""
+
+    readers: frozenset[int]
+    ranks: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Ending:
+    """What is known of a key that is not held. `reason`: why it will not come from here, "" while
+    it may. `is_served`: every reader has got it or has released it."""
+
+    reason: str = ""
+    is_served: bool = False
+    generation: int = 0  # of the last attempt that ended
+    departed: dict[bytes, Departed] = field(default_factory=dict)  # by binding
+
+    def has_departed(self, rank: int) -> bool:
+        """Whether a rank of the peer has ended its attempt, whatever the binding."""
+        return any(rank in item.ranks for item in self.departed.values())
+
+
+class Endings:
+    """The endings of all keys; the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._endings: BoundedMap[TransferKey, Ending] = BoundedMap()
+
+    def begin(self, content: ContentKey) -> Departed | None:
+        """Note that a key is held or sent. Returns who has released the content already; None if an
+        ending of this side lies in between, because those belong to an earlier attempt."""
+        ending = self._endings.pop(content[0])
+        return None if ending is None or ending.reason else ending.departed.get(content[1])
+
+    def end(
+        self, key: TransferKey, reason: str, *, is_served: bool = False, generation: int = 0
+    ) -> Ending:
+        """Note that a key will not come from here, or not again, in attempts up to this one."""
+        ending = self._endings.get(key) or Ending()
+        if ending.reason and generation > ending.generation:
+            ending = Ending()  # who departed did so in an earlier attempt
+        ending.reason, ending.is_served = reason or "it was given up", is_served
+        ending.generation = max(ending.generation, generation)
+        self._endings.put(key, ending)
+        return ending
+
+    def depart(self, content: ContentKey, rank: int, readers: frozenset[int]) -> None:
+        """Note that a rank of the peer, one of `readers`, wants no more of a content."""
+        ending = self._endings.get(content[0]) or Ending()
+        departed = ending.departed.setdefault(content[1], Departed(readers))
+        departed.readers = readers
+        departed.ranks.add(rank)
+        self._endings.put(content[0], ending)
+
+    def expect(self, content: ContentKey, rank: int) -> Ending | None:
+        """Return why a rank that asks for a key will not get it from here; None if it may.
+
+        If the rank had departed, this is its next attempt: earlier endings are forgotten.
+        """
+        ending = self._endings.get(content[0])
+        if ending is None:
+            return None
+        if not ending.reason:
+            departed = ending.departed.get(content[1])
+            if departed is not None:
+                departed.ranks.discard(rank)
+            return None
+        if ending.has_departed(rank):
+            self._endings.pop(content[0])
+            return None
+        return ending
+
+    def is_served(self, key: TransferKey) -> bool:
+        """Whether every reader of a key has got it or has released it."""
+        ending = self._endings.get(key)
+        return ending is not None and ending.is_served

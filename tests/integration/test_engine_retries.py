@@ -1,0 +1,154 @@
+"""A request that is sent again under its transfer id, after its first attempt has ended on both
+sides: whatever each side did in the first attempt, and whichever is first in the second, it
+arrives."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+
+from p2p_engine import P2pNcclEngine, SendMode, TransferKey
+from p2p_engine.memory.layout import TensorSink, TensorSource
+from p2p_engine.peers.link import PeerAddress
+from p2p_engine.transfer import Transfer
+from tests.rigs.engines import assert_idle, engines
+from tests.rigs.tensors import pattern
+from tests.support import eventually
+
+KEY = TransferKey("request")
+BINDING = b"prompt"
+NBYTES = 10_000
+GET = SendMode.GET
+MODES = [SendMode.PUT_ASYNC, GET]
+
+# What a side did in the first attempt, before its request was aborted.
+PREFILL_DEEDS = ["nothing", "offered", "computed"]
+DECODE_DEEDS = ["nothing", "queued", "asked"]
+
+
+@dataclass
+class PrefillSide:
+    """What the worker half of a prefill rank does for one request after another."""
+
+    engine: P2pNcclEngine
+    peer: PeerAddress
+    mode: SendMode
+    generations: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    generation: int = 0
+    transfer: Transfer | None = None
+
+    def begin(self, deed: str) -> None:
+        self.generation, self.transfer = next(self.generations), None
+        source = TensorSource(pattern("request", NBYTES))
+        if deed == "nothing" or (self.mode is GET and deed == "offered"):
+            return
+        if self.mode is GET:
+            self.transfer = self.engine.hold(
+                KEY, source, binding=BINDING, generation=self.generation
+            )
+        else:
+            self.transfer = self.engine.send(
+                KEY, self.peer, source,
+                binding=BINDING, ready=deed == "computed", generation=self.generation,
+            )  # fmt: skip
+
+    def abort(self) -> None:
+        if self.transfer is not None and self.transfer.done and self.transfer.error is None:
+            return  # all of it has arrived: the request has ended well
+        if self.transfer is not None:
+            self.transfer.cancel("the request was aborted")
+        self.engine.abandon(KEY, self.peer, "the request was aborted", generation=self.generation)
+
+
+@dataclass
+class DecodeSide:
+    """What the worker half of a decode rank does for one request after another."""
+
+    engine: P2pNcclEngine
+    peer: PeerAddress
+    mode: SendMode
+    sink: TensorSink = field(default_factory=TensorSink)
+    transfer: Transfer | None = None
+    is_kept: bool = False
+
+    def begin(self, deed: str) -> None:
+        self.sink, self.transfer = TensorSink(), None
+        self.is_kept = deed != "nothing"
+        if self.is_kept:
+            self.engine.keep(KEY, binding=BINDING, peer=self.peer)
+        if deed == "asked":
+            self.transfer = self.engine.receive(
+                KEY, self.sink, binding=BINDING, peer=self.peer, pull=self.mode is GET
+            )
+
+    def abort(self) -> None:
+        if self.is_kept:
+            self.engine.drop(KEY, binding=BINDING)
+        if self.transfer is not None:
+            self.transfer.cancel("the request was aborted")
+        elif self.is_kept:
+            self.engine.discard(KEY, binding=BINDING, peer=self.peer, pull=self.mode is GET)
+
+
+def hear_all(*parties: P2pNcclEngine) -> None:
+    """Wait until each engine has heard all that was said to it."""
+    for speaker, listener in itertools.permutations(parties, 2):
+        barrier = TransferKey("barrier")
+        speaker.keep(barrier, peer=PeerAddress(listener.zmq_address))
+        eventually(partial(listener.is_renewed, barrier))
+        speaker.drop(barrier)
+        with listener._parts.changed:
+            listener._parts.holds._renewed.pop((barrier, b""))
+
+
+@pytest.mark.parametrize("is_heard", [True, False], ids=["heard", "at once"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_second_attempt_arrives_whatever_the_first_one_did(
+    mode: SendMode, is_heard: bool
+) -> None:
+    """Each side has ended its own first attempt before its second begins; the other side may not
+    have heard of it."""
+    with engines(2, lease_seconds=60, retry_seconds=0.05) as (sender, receiver):
+        prefill = PrefillSide(sender, PeerAddress(receiver.zmq_address), mode)
+        decode = DecodeSide(receiver, PeerAddress(sender.zmq_address), mode)
+        hear_all(sender, receiver)  # their links are ready
+        wait: Callable[..., None] = hear_all if is_heard else lambda *_: None
+        orders = itertools.product(
+            PREFILL_DEEDS, DECODE_DEEDS, ["prefill", "decode"], ["prefill", "decode"]
+        )
+        for deed, answer, aborts_first, begins_first in orders:
+            story = f"{mode}: {deed}, {answer}, abort {aborts_first}, begin {begins_first}"
+            if answer == "nothing" and begins_first == "decode":
+                continue  # nobody could tell it from the first attempt, which was aborted
+            prefill.begin(deed)
+            decode.begin(answer)
+            wait(sender, receiver)
+            for side in in_order(prefill, decode, aborts_first):
+                side.abort()
+                wait(sender, receiver)
+            eventually(lambda: not receiver._parts.expectations.awaited, what="RELEASE is sent")
+            hear_all(sender, receiver)
+            for side in in_order(prefill, decode, begins_first):
+                side.begin("computed" if side is prefill else "asked")
+                wait(sender, receiver)
+            assert decode.transfer is not None
+            assert prefill.transfer is not None
+            eventually(lambda: decode.transfer.done and prefill.transfer.done, 20, story)  # type: ignore[union-attr]
+            assert decode.transfer.error is None, story
+            assert prefill.transfer.error is None, story
+            assert decode.sink.tensor is not None, story
+            assert torch.equal(decode.sink.tensor, pattern("request", NBYTES)), story
+            receiver.drop(KEY, binding=BINDING)
+            assert_idle(sender, receiver)
+
+
+def in_order(
+    prefill: PrefillSide, decode: DecodeSide, first: str
+) -> list[PrefillSide | DecodeSide]:
+    """Return both sides, in the order that is told."""
+    return [prefill, decode] if first == "prefill" else [decode, prefill]
