@@ -312,6 +312,10 @@ class Gpu:
                 stream = torch.cuda.current_stream(self.device.index).cuda_stream
         return (self.device.record(stream),)
 
+    def pinned(self) -> dict[str, int]:
+        """Return the bytes of host memory that are page-locked, and those that CUDA has refused."""
+        return self.device.pins.nbytes()
+
     def stats(self) -> dict[str, Any]:
         """Return a snapshot of NCCL's groups; empty without them."""
         return self._transport.stats() if self._transport is not None else {}

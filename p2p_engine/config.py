@@ -20,7 +20,7 @@ GPU_TRANSPORTS = ("cuda_ipc", "nccl")
 TRANSPORT_NAMES = HOST_TRANSPORTS + GPU_TRANSPORTS
 DEFAULT_KV_PORT = 14579
 GIB = 1 << 30
-MAX_DEFAULT_PINNED_BYTES = 4 * GIB  # of each GPU's engine: all of it is page-locked at start
+MAX_DEFAULT_PINNED_BYTES = 4 * GIB  # of each GPU's engine: what is used of it is page-locked
 
 
 class SendMode(str, enum.Enum):

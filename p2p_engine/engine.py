@@ -434,6 +434,7 @@ class P2pNcclEngine:
                 ),
                 "links": self._parts.links.count(),
                 "nccl": self._parts.gpu.stats() if self._parts.gpu is not None else {},
+                "pinned_bytes": self._parts.gpu.pinned() if self._parts.gpu is not None else {},
                 "unclosed_channels": self._parts.links.num_unclosed_channels(),
                 "sessions": len(self._parts.sessions),
                 "kept": self._parts.expectations.num_kept(),

@@ -36,6 +36,7 @@ GAUGES = {
     "p2p_authenticated": ("authenticated", "", "1 if only members of the fleet are talked to."),
     "p2p_live_bytes": ("live_bytes_by_place", "place", "KV bytes that have landed or may."),
     "p2p_quarantined_bytes": ("quarantined_bytes", "", "Memory that a lost peer may still write."),
+    "p2p_pinned_bytes": ("pinned_bytes", "state", "Host memory that CUDA has page-locked, or not."),
     "p2p_open_transfers": ("open_transfers", "", "Transfers that have not ended."),
     "p2p_links": ("links", "", "Peers that are connected."),
     "p2p_overdue_waits": ("overdue_waits", "", "Waits that have outlived their deadline."),

@@ -227,14 +227,23 @@ class Cuda:
         """Forget host memory that is gone; idempotent."""
         self.host_ranges = {key: n for key, n in self.host_ranges.items() if key != address}
 
-    def register(self, address: int, nbytes: int) -> None:
-        """Page-lock host memory for all devices. Touches all of it, and may wait for the device."""
+    def pin(self, address: int, nbytes: int) -> None:
+        """Page-lock host memory for all devices. Touches all of it, holds locks of the driver, and
+        may wait for the device."""
         self._call("cudaHostRegister", address, nbytes, _PORTABLE_AND_MAPPED)
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`; waits for the whole device."""
+        self._call("cudaHostUnregister", address)
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Page-lock and note little host memory at once; for more, see HostPins."""
+        self.pin(address, nbytes)
         self.note_host(address, nbytes)
 
     def unregister(self, address: int) -> None:
-        """Undo a registration; waits for the whole device."""
-        self._call("cudaHostUnregister", address)
+        """Undo `register`; waits for the whole device."""
+        self.unpin(address)
         self.forget_host(address)
 
     def is_host(self, address: int) -> bool:

@@ -13,11 +13,13 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from mempool import write_word
 from p2p_engine.errors import P2pError, TransportError
 from p2p_engine.gpu.cuda import Cuda
-from p2p_engine.gpu.pack import Pack, Way
+from p2p_engine.gpu.pack import Pack, Way, cut_at
+from p2p_engine.gpu.pins import HostPins
 from p2p_engine.gpu.worker_loop import Loop
 from p2p_engine.memory.jobs import Moment, still_running
 from p2p_engine.memory.layout import Int64s
@@ -103,6 +105,7 @@ class Device(Loop):
         """
         self.cuda = cuda
         self.index = index
+        self.pins = HostPins(cuda, index)
         self.open_jobs: set[DeviceJob] = set()
         self._spare_events: collections.deque[int] = collections.deque()
         self._ended: collections.deque[DeviceJob] = collections.deque()
@@ -188,7 +191,7 @@ class Device(Loop):
     def close(self, timeout: float) -> bool:
         """Stop the thread and destroy streams and events; idempotent. Returns False if it did not
         stop."""
-        is_closed = super().close(timeout)
+        is_closed = super().close(timeout) and self.pins.close(timeout)
         if is_closed and self._ended_fd >= 0:
             os.close(self._ended_fd)
             self._ended_fd = -1
@@ -200,24 +203,20 @@ class Device(Loop):
         """Call `done` when all that is in the stream now is complete."""
         self.later([self.record(stream)], done)
 
-    def pack(self, regions: tuple[Int64s, Int64s, Int64s], done: Callable[[], None]) -> None:
-        """Copy (sources, destinations, lengths) now; call `done` when all bytes are there.
+    def pack(
+        self,
+        regions: tuple[Int64s, Int64s, Int64s],
+        done: Callable[[], None],
+        failed: Callable[[P2pError], None],
+    ) -> None:
+        """Copy (sources, destinations, lengths) when the host memory of them is page-locked; call
+        `done` when all bytes are there, or `failed` if the device refuses: then some copies may
+        have begun. Either may be called at once.
 
         Copies to the host, from the host and on the device use different streams, and do not wait
         for each other.
-
-        Raises:
-            TransportError: the device refuses; some copies may have begun.
         """
-        sources, destinations, _ = regions
-        stream = self._streams[self._pack.way(sources, destinations)]
-        release = self._pack.enqueue(*regions, stream)
-
-        def finish() -> None:
-            release()
-            done()
-
-        self.after_now(stream, finish)
+        self.when(self._unpinned(regions), lambda: self._pack_now(regions, done, failed))
 
     def tell(self, job: DeviceJob) -> None:
         """Queue an ended job for `drain`."""
@@ -255,6 +254,10 @@ class Device(Loop):
     ) -> None:
         if job.done:
             return  # cancelled before it began
+        if unpinned := self._unpinned(regions):  # it can still be cancelled
+            again = partial(self._launch_copy, job, regions, word_address, word_value)
+            self.later(unpinned, again)
+            return
         job.state = "running"
 
         def finish() -> None:
@@ -262,12 +265,46 @@ class Device(Loop):
                 write_word(word_address, word_value)
             job.end("done")
 
-        try:
-            self.pack(regions, finish)
-        except P2pError as error:  # earlier launches must have ended, too
+        def fail(error: P2pError) -> None:  # earlier launches must have ended, too
             reason = str(error)
             begun = [self.record(stream) for stream in self._streams.values()]
             self.when(begun, lambda: job.end("failed", reason))
+
+        self._pack_now(regions, finish, fail)
+
+    def _unpinned(self, regions: tuple[Int64s, Int64s, Int64s]) -> list[Moment]:
+        """Return the moments for which copies wait: host memory that is not page-locked yet would
+        hold up the thread that starts them."""
+        sources, destinations, lengths = regions
+        return [*self.pins.pending(sources, lengths), *self.pins.pending(destinations, lengths)]
+
+    def _pack_now(
+        self,
+        regions: tuple[Int64s, Int64s, Int64s],
+        done: Callable[[], None],
+        failed: Callable[[P2pError], None],
+    ) -> None:
+        sources, destinations, _ = regions
+        try:
+            stream = self._streams[self._pack.way(sources, destinations)]
+            release = self._pack.enqueue(*self._split(regions), stream)
+
+            def finish() -> None:
+                release()
+                done()
+
+            self.after_now(stream, finish)
+        except P2pError as error:
+            failed(error)
+
+    def _split(self, regions: tuple[Int64s, Int64s, Int64s]) -> tuple[Int64s, Int64s, Int64s]:
+        """Cut regions where two slices of page-locked memory meet: CUDA takes no copy of both."""
+        sources, destinations, lengths = regions
+        if (boundary := self.pins.boundary(sources)) is not None:
+            sources, destinations, lengths = cut_at(sources, destinations, lengths, *boundary)
+        if (boundary := self.pins.boundary(destinations)) is not None:
+            destinations, sources, lengths = cut_at(destinations, sources, lengths, *boundary)
+        return sources, destinations, lengths
 
     def _cancel_copy(self, job: DeviceJob) -> None:
         if job.state == "queued":

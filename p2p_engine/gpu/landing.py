@@ -1,19 +1,25 @@
 """DeviceLanding: the landing memory of an engine whose caches are on a GPU.
 
-The receive buffer is device memory, allocated once. The pool is registered host memory, so a full
-buffer costs no more device memory. Completion words are always in host memory. For peers, an offset
-below DEVICE_OFFSET is in the host arena, any other in the buffer.
+The receive buffer is device memory, allocated once. The pool is page-locked host memory, so a full
+buffer costs no more device memory; it is page-locked in slices, as it is used. Completion words are
+always in host memory. For peers, an offset below DEVICE_OFFSET is in the host arena, any other in
+the buffer.
 """
 
 from __future__ import annotations
 
+import logging
+
 from mempool import Buddy
 from p2p_engine.gpu.device import Device
+from p2p_engine.gpu.pins import REMOVE_SECONDS
 from p2p_engine.memory.arena import BUFFER, MIN_BLOCK_BYTES, POOL, LandingArena, Space
+
+logger = logging.getLogger(__name__)
 
 DEVICE_OFFSET = 1 << 47
 IPC_BYTES = 2 << 20  # CUDA shares whole pages of this size: nothing else may lie in them
-REGISTER_SECONDS = 600.0  # for the pool, page by page
+AHEAD_BYTES = 32 << 20  # of the pool, page-locked beyond what is reserved
 
 
 class DeviceLanding(LandingArena):
@@ -22,11 +28,11 @@ class DeviceLanding(LandingArena):
     def __init__(
         self, device: Device, buffer_bytes: int, pool_bytes: int, *, page_lock: bool = False
     ) -> None:
-        """Allocate the buffer, map and register the pool. Blocks.
+        """Allocate the buffer, and map the pool. Blocks.
 
         Raises:
             OSError: the host memory cannot be mapped.
-            TransportError: the device has too little memory, or the pool cannot be registered.
+            TransportError: the device has too little memory.
         """
         super().__init__(buffer_bytes, pool_bytes, page_lock=page_lock, has_buffer=False)
         self._device = device
@@ -37,20 +43,20 @@ class DeviceLanding(LandingArena):
         cuda = device.cuda
         try:
             self.device_address = device.run(lambda: cuda.allocate(self.device_bytes), 60.0)
-            try:
-                device.run(self._register, REGISTER_SECONDS)
-            except BaseException:
-                device.run(lambda: cuda.free(self.device_address), 10.0)
-                raise
         except BaseException:
             super().close()
             raise
+        device.pins.add(self.arena.address, self.arena.nbytes)
 
     def reserve_in(self, place: str, nbytes: int) -> Space | None:
         """Reserve nbytes of the device or of the arena; None if its free pieces are too small."""
-        return (
-            self._reserve_on_device(nbytes) if place == BUFFER else super().reserve_in(POOL, nbytes)
-        )
+        if place == BUFFER:
+            return self._reserve_on_device(nbytes)
+        space = super().reserve_in(POOL, nbytes)
+        if space is not None:  # before its bytes come
+            end = min(self.arena.nbytes, space.offset + space.nbytes + AHEAD_BYTES)
+            self._device.pins.want(self.arena.address + space.offset, end - space.offset)
+        return space
 
     def release(self, space: Space) -> None:
         """Free a space.
@@ -97,11 +103,11 @@ class DeviceLanding(LandingArena):
         host, cuda = self.arena, self._device.cuda
         if not self._is_kept:
             self._device.run(lambda: cuda.free(self.device_address), 10.0)
-        self._device.run(lambda: cuda.unregister(host.address), 10.0)
-        super().close()
-
-    def _register(self) -> None:
-        self._device.cuda.register(self.arena.address, self.arena.nbytes)
+        pins = self._device.pins
+        if self._device.run(lambda: pins.remove(host.address), 2 * REMOVE_SECONDS):
+            super().close()
+        else:
+            logger.error("close: the pool is still being page-locked, its memory is kept")
 
     def _reserve_on_device(self, nbytes: int) -> Space | None:
         try:

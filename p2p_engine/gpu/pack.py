@@ -158,6 +158,22 @@ class Tiles:
         self._host.close()
 
 
+def cut_at(
+    addresses: Int64s, others: Int64s, lengths: Int64s, start: int, size: int
+) -> tuple[Int64s, Int64s, Int64s]:
+    """Cut regions so that none crosses a multiple of `size` from `start` on in `addresses`; returns
+    the three lists anew."""
+    offsets = (addresses - start) % size
+    counts = np.maximum(1, -(-(offsets + lengths) // size))
+    if counts.max(initial=1) == 1:
+        return addresses, others, lengths
+    which = np.repeat(np.arange(len(counts)), counts)
+    numbers = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begins = np.maximum(0, numbers * size - offsets[which])
+    ends = np.minimum(lengths[which], (numbers + 1) * size - offsets[which])
+    return addresses[which] + begins, others[which] + begins, ends - begins
+
+
 def tabulate(sources: Int64s, destinations: Int64s, lengths: Int64s) -> Int64s:
     """Cut regions into tiles for the kernel: (source, destination, length) as int64[3, tiles]."""
     counts = -(-lengths // TILE_BYTES)

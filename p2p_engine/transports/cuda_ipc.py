@@ -40,21 +40,6 @@ CLOSE_SECONDS = 2.0
 _PROCESS = secrets.token_hex(16)  # the process that made a handle cannot open it
 
 
-class Happened:
-    """A moment that is set by a call."""
-
-    def __init__(self) -> None:
-        self._has_happened = False
-
-    def happen(self) -> None:
-        """Complete the moment."""
-        self._has_happened = True
-
-    def is_complete(self) -> bool:
-        """Whether `happen` was called; never blocks."""
-        return self._has_happened
-
-
 class Mapping:
     """A peer's memory as this process reaches it: its arena and its receive buffer."""
 
@@ -69,45 +54,25 @@ class Mapping:
         self._device = device
         self.arena = arena
         self.buffer = address
-        self.pool_is_ready = Happened()
-        self._lock = threading.Lock()  # guards the two flags
-        self._is_closed = self._is_registered = False
         self._is_opened = not address
         if self._is_opened:
             self.buffer = device.cuda.open(handle)
         else:
             device.cuda.reach(peer_device)
-        device.cuda.note_host(arena.address, arena.nbytes)
-
-    def register(self) -> None:
-        """Page-lock the arena for this process too, so that copies into it are asynchronous.
-
-        Blocks while its pages are locked, and perhaps until the device is idle. Before that, the
-        thread that starts a copy would wait for its end.
-        """
-        with self._lock:
-            if not self._is_closed:
-                try:
-                    self._device.cuda.register(self.arena.address, self.arena.nbytes)
-                    self._is_registered = True
-                except TransportError as error:  # copies into the pool are slower then
-                    logger.warning("the peer's pool is not registered here: %s", str(error))
-        self.pool_is_ready.happen()
+        device.pins.add(arena.address, arena.nbytes)  # page-locked here too, as copies need it
 
     def close(self) -> None:
-        """Undo the mappings. No copy may run. Blocks as `register` does."""
-        cuda = self._device.cuda
-        with self._lock:
-            self._is_closed = True
-            try:
-                if self._is_registered:
-                    cuda.unregister(self.arena.address)
-                if self._is_opened:
-                    cuda.close(self.buffer)
-            except TransportError as error:
-                logger.warning("a mapping of a peer's memory is left behind: %s", str(error))
-            cuda.forget_host(self.arena.address)
+        """Undo the mappings. No copy may run. Blocks while pages are unlocked, and perhaps until
+        the device is idle."""
+        try:
+            if self._is_opened:
+                self._device.cuda.close(self.buffer)
+        except TransportError as error:
+            logger.warning("a mapping of a peer's memory is left behind: %s", str(error))
+        if self._device.pins.remove(self.arena.address):
             self.arena.close()
+        else:
+            logger.error("a peer's pool is still being page-locked, its mapping is left behind")
 
 
 class CudaIpcChannel:
@@ -135,10 +100,8 @@ class CudaIpcChannel:
         """Copy the source once it is computed, then publish the grant's completion word."""
         if self._is_closed:
             raise TransportError("write: the channel is closed")
-        source, grant, after = order.source, order.grant, order.after
+        source, grant = order.source, order.grant
         destinations, word = self._place(source, grant)
-        if grant.offset < DEVICE_OFFSET:
-            after = (*after, self._mapping.pool_is_ready)
         self._jobs = {job for job in self._jobs if not job.done}
         job = self._device.copy(
             source.addresses,
@@ -149,7 +112,7 @@ class CudaIpcChannel:
             lane=order.lane,
             tag=order.tag,
             keep=order.keep,
-            after=after,
+            after=order.after,
         )
         self._jobs.add(job)
         return job
@@ -284,7 +247,6 @@ class CudaIpcTransport(ShmTransport):
                 self._control.call_soon(lambda: refuse(failure))
                 return
             self._control.call_soon(lambda: accept(mapping))
-            mapping.register()
 
         def refuse(error: TransportError) -> None:
             arena.close()

@@ -71,6 +71,7 @@ atomic_llong double_values[NUM_VALUES] = {
 pthread_mutex_t double_lock = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t double_changed = PTHREAD_COND_INITIALIZER;
 
+static pthread_mutex_t driver_lock = PTHREAD_MUTEX_INITIALIZER;
 static _Thread_local int thread_device;
 static _Thread_local int capture_mode; /* global, until it is exchanged */
 static stream_t* default_streams[MAX_DEVICES];
@@ -97,6 +98,11 @@ static const char* const NAMES[NUM_VALUES] = {
     [IPC_FAILS] = "ipc_fails",
     [COPY_MILLISECONDS] = "copy_milliseconds",
     [REGISTER_HANGS] = "register_hangs",
+    [REGISTER_MICROSECONDS] = "register_microseconds",
+    [REGISTER_LIMIT_BYTES] = "register_limit_bytes",
+    [REGISTER_TOTAL_BYTES] = "register_total_bytes",
+    [LONGEST_LOCK_MILLISECONDS] = "longest_lock_milliseconds",
+    [REGISTERED_BYTES] = "registered_bytes",
     [IS_CAPTURING] = "is_capturing",
     [TOTAL_BYTES] = "total_bytes",
     [MULTIPROCESSORS] = "multiprocessors",
@@ -196,6 +202,8 @@ current_device(void) {
 static void
 need_context(void) {
     atomic_fetch_or(&double_values[CONTEXTS], 1LL << thread_device);
+    pthread_mutex_lock(&driver_lock); /* others may be at a call that keeps everybody waiting */
+    pthread_mutex_unlock(&driver_lock);
 }
 
 void
@@ -504,10 +512,23 @@ check_access(const char* address, stream_t* stream) {
     pthread_mutex_unlock(&double_lock);
 }
 
+/* Whether memory begins in a registered range and ends outside of it. */
+static bool
+crosses_registration(const char* address, size_t nbytes) {
+    pthread_mutex_lock(&double_lock);
+    range_t* range = range_of(address, LIVE_HOST_REGISTRATIONS);
+    bool crosses = range != NULL && address + nbytes > range->address + range->nbytes;
+    pthread_mutex_unlock(&double_lock);
+    return crosses;
+}
+
 int
 cudaMemcpyAsync(void* destination, const void* source, size_t nbytes, int kind, stream_t* stream) {
     need_context();
     (void)kind;
+    if (crosses_registration(destination, nbytes) || crosses_registration(source, nbytes)) {
+        return INVALID_VALUE;
+    }
     check_access(destination, stream);
     check_access(source, stream);
     copy_operation_t* operation = calloc(1, sizeof *operation);
@@ -644,6 +665,19 @@ cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
     return SUCCESS;
 }
 
+/* As the real driver: page after page is locked, and calls of all processes wait. */
+static void
+lock_driver(long long nbytes) {
+    long long each = atomic_load(&double_values[REGISTER_MICROSECONDS]);
+    long long milliseconds = each * (nbytes >> 20) / 1000;
+    pthread_mutex_lock(&driver_lock);
+    sleep_milliseconds(milliseconds);
+    pthread_mutex_unlock(&driver_lock);
+    if (milliseconds > atomic_load(&double_values[LONGEST_LOCK_MILLISECONDS])) {
+        atomic_store(&double_values[LONGEST_LOCK_MILLISECONDS], milliseconds);
+    }
+}
+
 int
 cudaHostRegister(void* address, size_t nbytes, unsigned flags) {
     need_context();
@@ -661,6 +695,14 @@ cudaHostRegister(void* address, size_t nbytes, unsigned flags) {
     if (is_known) {
         return ALREADY_REGISTERED;
     }
+    long long limit = atomic_load(&double_values[REGISTER_LIMIT_BYTES]);
+    long long total = atomic_load(&double_values[REGISTER_TOTAL_BYTES]);
+    long long after = atomic_load(&double_values[REGISTERED_BYTES]) + (long long)nbytes;
+    if ((limit != 0 && (long long)nbytes > limit) || (total != 0 && after > total)) {
+        return OUT_OF_MEMORY;
+    }
+    lock_driver((long long)nbytes);
+    atomic_fetch_add(&double_values[REGISTERED_BYTES], (long long)nbytes);
     keep_range(address, nbytes, -1, LIVE_HOST_REGISTRATIONS);
     return SUCCESS;
 }
@@ -670,7 +712,11 @@ cudaHostUnregister(void* address) {
     need_context();
     wait_for_device(thread_device);
     range_t range;
-    return drop_range(address, LIVE_HOST_REGISTRATIONS, &range) ? SUCCESS : NOT_REGISTERED;
+    if (!drop_range(address, LIVE_HOST_REGISTRATIONS, &range)) {
+        return NOT_REGISTERED;
+    }
+    atomic_fetch_sub(&double_values[REGISTERED_BYTES], (long long)range.nbytes);
+    return SUCCESS;
 }
 
 /* ---- memory of other processes ---- */

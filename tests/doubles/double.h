@@ -35,15 +35,20 @@ typedef enum {
     MALLOC_FAILS, /* cudaMalloc has no memory */
     COPIES_HANG,  /* copies into registered host memory wait while it is set */
     IPC_FAILS,    /* handles of other processes cannot be opened */
-    COPY_MILLISECONDS, /* that a copy into another process's memory takes */
-    REGISTER_HANGS,    /* host memory is not registered yet */
+    COPY_MILLISECONDS,     /* that a copy into another process's memory takes */
+    REGISTER_HANGS,        /* host memory is not registered yet */
+    REGISTER_MICROSECONDS, /* for each MiB that is registered, during which all other calls wait */
+    REGISTER_LIMIT_BYTES,  /* that one call may register, 0: any number */
+    REGISTER_TOTAL_BYTES,  /* that may be registered at a time, 0: any number */
     IS_CAPTURING, /* another thread captures a graph: unsafe calls fail, unless theirs is relaxed */
     TOTAL_BYTES,  /* of each device */
     MULTIPROCESSORS,   /* of each device */
     PEERS_APART,       /* no device reaches the memory of another one */
     INIT_MILLISECONDS, /* that it takes to initialise a communicator */
     /* counted */
-    CONTEXTS, /* a bit for each device that this process has made a context on */
+    LONGEST_LOCK_MILLISECONDS, /* for which one call kept all others waiting */
+    REGISTERED_BYTES,          /* of host memory */
+    CONTEXTS,                  /* a bit for each device that this process has made a context on */
     LIVE_COMMS,
     LIVE_ALLOCATIONS,
     LIVE_IMPORTS, /* opened handles */

@@ -7,18 +7,22 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.config import GPU_TRANSPORTS
+from p2p_engine.gpu import landing, pins
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.peers.link import PeerAddress
 from tests.doubles.gpu import GpuDouble
-from tests.rigs.engines import PagedMemory, assert_idle, settings
+from tests.rigs.engines import MIB, PagedMemory, assert_idle, engines, settings
+from tests.rigs.tensors import random_tensor
 from tests.support import SeededRandom, eventually
 
 DOUBLE = GpuDouble()  # before any test looks at the threads that there are
 pytestmark = pytest.mark.usefixtures("no_leaks")
 IDS = [3, 1, 2, 7]
+POOL_ONLY = {"kv_buffer_size": 4096, "mem_pool_size_gb": 64 * MIB / (1 << 30)}
 
 
 def gpu_settings(transport: str, **changes: object) -> EngineConfig:
@@ -141,6 +145,75 @@ def test_what_goes_into_a_peers_pool_waits_until_that_is_registered(rng: SeededR
             theirs.data[:] = 0
             receiver.receive(key, theirs.sink(IDS)).wait(10)
             assert (theirs.data[:, IDS] == ours.data[:, IDS]).all()
+        assert_idle(sender, receiver)
+
+
+@pytest.fixture
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of 1 MiB; locks of the driver are counted anew."""
+    monkeypatch.setattr(pins, "SLICE_BYTES", MIB)
+    monkeypatch.setattr(landing, "AHEAD_BYTES", 0)
+    DOUBLE["longest_lock_milliseconds"] = 0
+
+
+def fill_pool(
+    sender: P2pNcclEngine, receiver: P2pNcclEngine, rng: SeededRandom, sizes: list[int]
+) -> None:
+    """Send tensors that nobody awaits into the receiver's pool, then receive them."""
+    tensors = [random_tensor(rng, size) for size in sizes]
+    for number, tensor in enumerate(tensors):
+        key = TransferKey(f"tensor-{number}")
+        sender.send_tensor(key, tensor, receiver.zmq_address).wait(10)
+    for number, tensor in enumerate(tensors):
+        assert torch.equal(
+            receiver.recv_tensor(TransferKey(f"tensor-{number}"), timeout=10), tensor
+        )
+
+
+@pytest.mark.parametrize("transport", GPU_TRANSPORTS)
+def test_a_pool_is_page_locked_in_slices_and_as_far_as_it_is_used(
+    transport: str, rng: SeededRandom, small_slices: None
+) -> None:
+    """One call for all of it would keep every process of the host waiting."""
+    slow = DOUBLE.fault(register_microseconds=5000)
+    with slow, engines(2, transport, **POOL_ONLY) as (sender, receiver):
+        assert receiver.stats()["pinned_bytes"] == {"pinned": 0, "refused": 0}
+        fill_pool(sender, receiver, rng, [700_000] * 3)
+        pinned = receiver.stats()["pinned_bytes"]["pinned"]
+        assert 2 * MIB <= pinned <= 6 * MIB
+        assert_idle(sender, receiver)
+    assert DOUBLE["longest_lock_milliseconds"] <= 10
+
+
+@pytest.mark.parametrize("transport", GPU_TRANSPORTS)
+def test_more_than_cuda_page_locks_at_once_works(
+    transport: str, rng: SeededRandom, small_slices: None
+) -> None:
+    limited = DOUBLE.fault(register_limit_bytes=MIB)
+    with limited, engines(2, transport, **POOL_ONLY) as (sender, receiver):
+        fill_pool(sender, receiver, rng, [700_000] * 3)
+        assert receiver.stats()["pinned_bytes"]["refused"] == 0
+
+
+@pytest.mark.parametrize("transport", GPU_TRANSPORTS)
+def test_what_cuda_does_not_page_lock_is_used_all_the_same(
+    transport: str, rng: SeededRandom, small_slices: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = DOUBLE.fault(register_total_bytes=2 * MIB)
+    with full, engines(2, transport, **POOL_ONLY) as (sender, receiver):
+        fill_pool(sender, receiver, rng, [700_000] * 6)
+        assert receiver.stats()["pinned_bytes"]["refused"] >= MIB
+        assert_idle(sender, receiver)
+    assert "stay pageable" in caplog.text
+
+
+@pytest.mark.parametrize("transport", GPU_TRANSPORTS)
+def test_a_copy_that_needs_several_slices_is_cut(
+    transport: str, rng: SeededRandom, small_slices: None
+) -> None:
+    """CUDA refuses a copy that begins in one registration and ends in the next."""
+    with engines(2, transport, **POOL_ONLY) as (sender, receiver):
+        fill_pool(sender, receiver, rng, [5_000_000, 100, 3_000_000])
         assert_idle(sender, receiver)
 
 

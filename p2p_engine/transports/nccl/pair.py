@@ -14,7 +14,7 @@ import socket
 import time
 from dataclasses import dataclass
 
-from p2p_engine.errors import TransportError, named
+from p2p_engine.errors import P2pError, TransportError, named
 from p2p_engine.gpu.device import Device
 from p2p_engine.transports.nccl.group import Group, GroupState, Memory, describe_overdue
 from p2p_engine.transports.nccl.library import Nccl
@@ -184,6 +184,9 @@ class NcclPair(abc.ABC):
     def _follow(self, group: Group) -> None:
         """Poll until NCCL has finished the calls of a group."""
         self.shared.device.when([_Progress(self, group)], lambda: None)
+
+    def _pack_failed(self, error: P2pError) -> None:
+        self.fail(TransportError(str(error)))
 
     def _kernel_ended(self, group: Group, piece: Piece) -> None:
         counts = group is self.group

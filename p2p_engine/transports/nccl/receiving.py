@@ -178,12 +178,12 @@ class ReceivingPair(NcclPair):
         receive, slab = self._receives[piece.seq], self._rooms[piece].slab
         source = slab.address if slab is not None else 0
         regions = np.array([[source], [receive.address + piece.offset], [piece.nbytes]], np.int64)
-        try:
-            self.shared.device.pack(
-                (regions[0], regions[1], regions[2]), lambda: self._arrived(piece, counts=True)
-            )
-        except TransportError as error:  # a copy may have begun: keep slab and memory
-            self.fail(error)
+        # If it fails, a copy may have begun: slab and memory are kept.
+        self.shared.device.pack(
+            (regions[0], regions[1], regions[2]),
+            lambda: self._arrived(piece, counts=True),
+            self._pack_failed,
+        )
 
     def _arrived(self, piece: Piece, *, counts: bool) -> None:
         """Note that nothing touches a piece's memory any more."""

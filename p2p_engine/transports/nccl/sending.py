@@ -236,10 +236,8 @@ class SendingPair(NcclPair):
         regions = (source.addresses, slab.address + source.starts, source.lengths)
         flight.stage = Stage.PACKING
         flight.write.job.state = "running"
-        try:
-            self.shared.device.pack(regions, lambda: self._packed(piece, flight))
-        except TransportError as error:  # a copy may have begun: keep the memory
-            self.fail(error)
+        # If it fails, a copy may have begun: the memory is kept.
+        self.shared.device.pack(regions, lambda: self._packed(piece, flight), self._pack_failed)
 
     def _packed(self, piece: Piece, flight: Flight) -> None:
         write = flight.write
