@@ -25,6 +25,8 @@ from proxy.http.asgi import QuartConnection, serve_directly
 from proxy.http.deadlines import Deadlines
 from proxy.http.descriptors import Shares, raised_limit
 from proxy.http.house import ClientHouse, Rules
+from proxy.http.memory import BodyMemory
+from proxy.http.sharing import Pace, Shared
 from proxy.http.stall import StallWatch
 from proxy.observe.metrics import Metrics
 from proxy.observe.request_log import RequestLog
@@ -46,6 +48,10 @@ if TYPE_CHECKING:
     from proxy.http.asgi import Answer, ProxyRequest
 
 DIRECT_PATHS = (*COMPLETION_PATHS, *ERRAND_PATHS)
+# How many requests of other paths begin in each tick. Load balancers wait for /health.
+PACES = {"/health": 4, "": 4}
+# Admin requests are small, and no other route that Quart serves has a body.
+MAX_ADMIN_BYTES = 1 << 20
 
 
 class ProxyApp(Quart):
@@ -55,6 +61,8 @@ class ProxyApp(Quart):
         super().__init__(__name__, static_folder=None)
         self.house = proxy.house
         self._serve = proxy.complete
+        self._memory = proxy.memory
+        self._paces = {path: Pace(num) for path, num in PACES.items()}
 
     async def __call__(
         self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
@@ -62,9 +70,12 @@ class ProxyApp(Quart):
         """Serve one ASGI event; POSTs to `DIRECT_PATHS` go straight to the forwarder."""
         is_direct = scope["type"] == "http" and scope["path"] in DIRECT_PATHS
         if is_direct and cast("HTTPScope", scope)["method"] == "POST":
-            await serve_directly(self._serve, cast("HTTPScope", scope), receive, send)
-        else:
-            await super().__call__(scope, receive, send)
+            http = cast("HTTPScope", scope)
+            await serve_directly(self._serve, http, receive, send, self._memory)
+            return
+        if scope["type"] == "http":
+            await (self._paces.get(scope["path"]) or self._paces[""]).turn()
+        await super().__call__(scope, receive, send)
 
 
 def create_app(
@@ -82,7 +93,7 @@ def create_app(
     # Quart would end a long stream silently, and stop reading a slow or large body.
     app.config["RESPONSE_TIMEOUT"] = None
     app.config["BODY_TIMEOUT"] = config.client_timeout_seconds
-    app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
+    app.config["MAX_CONTENT_LENGTH"] = MAX_ADMIN_BYTES
     app.while_serving(proxy.serving)
     for path in DIRECT_PATHS:  # makes Quart answer 405 to other methods
         app.add_url_rule(path, view_func=proxy.refuse, methods=["POST"], endpoint=path)
@@ -132,6 +143,7 @@ class Proxy:
             # Longer than the limit of a request, which says what happened.
             2 * config.client_timeout_seconds,
         )
+        self.memory = BodyMemory(config.max_body_memory_bytes)
         self.house = ClientHouse(rules, _turn_away, self._metrics.count_closed)
         deadlines = Deadlines()
         self._upstream = Upstream(self._metrics.resends, deadlines)
@@ -154,6 +166,7 @@ class Proxy:
         watch("dropped_frames", "Messages dropped: too many frames, or not deliverable",
               lambda: self._discovery.dropped_frames)  # fmt: skip
         watch("connections", "Connections of clients", lambda: self.house.num_guests)
+        watch("body_bytes", "Bytes of large bodies that are kept", lambda: self.memory.num_bytes)
         watch("queued", "Requests that wait for room", lambda: self._admission.num_queued)
         watch("running", "Requests in progress", lambda: self._admission.num_running)
         watch("prefix_blocks", "Remembered blocks", lambda: self._router.num_prefix_blocks)
@@ -163,6 +176,9 @@ class Proxy:
             services, self._router, self._admission, self._metrics, self._log
         )
         self._status = Status(self._registry, self._discovery, self._admission, self._log, clock)
+        self._shown_metrics = Shared(self._metrics.render)
+        self._shown_status = Shared(lambda: msgspec.json.encode(self._status.snapshot()))
+        self._event = Shared(self._status.event)
 
     async def serving(self) -> AsyncGenerator[None, None]:
         """Open the sockets; close the parts in reverse order at shutdown."""
@@ -229,11 +245,11 @@ class Proxy:
 
     async def status(self) -> Response:
         """Return all instances and the number of requests in flight and queued."""
-        return _json(self._status.snapshot())
+        return Response(self._shown_status.get(), content_type="application/json")
 
     async def status_events(self) -> Response:
         """Stream the status and the latest requests, once a second."""
-        return self._status.events()
+        return self._status.events(self._event.get)
 
     async def page(self) -> Response:
         """Return the status page."""
@@ -241,7 +257,7 @@ class Proxy:
 
     async def show_metrics(self) -> Response:
         """Return the metrics in Prometheus' text format."""
-        return Response(self._metrics.render(), content_type=CONTENT_TYPE_LATEST)
+        return Response(self._shown_metrics.get(), content_type=CONTENT_TYPE_LATEST)
 
 
 async def _turn_away(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:

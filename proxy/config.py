@@ -72,6 +72,8 @@ class ProxyConfig:
     # Sequential: prefill, then decode. Concurrent: both at once; decode's answer waits for prefill.
     dispatch: str = SEQUENTIAL
     max_body_bytes: int = 64 << 20
+    # Bytes of requests in progress that are kept in all, without the first 64 KiB of each.
+    max_body_memory_bytes: int = 1 << 30
     # Connections of clients at a time; fewer if the process may not have so many descriptors.
     max_connections: int = 16_384
     # Limits on a client's connection: without a request, and with half of a request's head. Load

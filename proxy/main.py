@@ -53,6 +53,7 @@ HELP = {
     "breaker_seconds": "after this time such an instance gets one request as a trial",
     "dispatch": "run prefill before decode, or both at once",
     "max_body_bytes": "how large the body of a request may be",
+    "max_body_memory_bytes": "how much of the bodies of all requests may be kept at a time",
     "max_connections": "how many connections clients may have; fewer if descriptors are short",
     "idle_timeout_seconds": "how long a client's connection may stay open without a request",
     "head_timeout_seconds": "how long the head of a request may take to arrive",

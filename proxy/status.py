@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from proxy.routing.admission import Admission
 
 INTERVAL_SECONDS = 1.0
-MAX_VIEWERS = 32
+MAX_VIEWERS = 512
 MAX_PAIRS = 50
 # The page connects to the proxy only, and never runs text from an instance or client as code.
 _PAGE_HEADERS = {
@@ -68,18 +68,22 @@ class Status:
         """Return the page, which then reads `events`."""
         return Response(self._page, content_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
 
-    def events(self) -> Response:
-        """Return a stream with a snapshot every second, until the viewer leaves."""
+    def event(self) -> bytes:
+        """Return a snapshot and the latest requests as a server-sent event."""
+        return b"data: %b\n\n" % msgspec.json.encode(self._picture())
+
+    def events(self, event: Callable[[], bytes]) -> Response:
+        """Return a stream with an `event` every second, until the viewer leaves."""
         if self._num_viewers >= MAX_VIEWERS:
             raise ProxyError(429, "too_many_viewers", f"at most {MAX_VIEWERS} viewers at a time")
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return Response(self._pictures(), content_type="text/event-stream", headers=headers)
+        return Response(self._pictures(event), content_type="text/event-stream", headers=headers)
 
-    async def _pictures(self) -> AsyncIterator[bytes]:
+    async def _pictures(self, event: Callable[[], bytes]) -> AsyncIterator[bytes]:
         self._num_viewers += 1
         try:
             while True:
-                yield b"data: %b\n\n" % msgspec.json.encode(self._picture())
+                yield event()
                 await asyncio.sleep(INTERVAL_SECONDS)
         finally:
             self._num_viewers -= 1

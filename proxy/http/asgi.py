@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from quart.asgi import ASGIHTTPConnection
 
 from p2p_engine.errors import P2pError
+from proxy.http.memory import BodyMemory, Keep
 
 if TYPE_CHECKING:
     from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, HTTPScope
@@ -36,11 +37,13 @@ class AnswerCut(P2pError):
 
 
 class BodyRefused(P2pError):
-    """The request's body is refused: 413 if it is too large, 408 if it did not come in time."""
+    """The request's body is refused: 413 if it is too large, 408 if it did not come in time, 503
+    if the bodies of others take all the memory."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
         self.status = status
+        self.code = code
 
 
 @dataclass
@@ -91,9 +94,13 @@ class Ends:
 class ProxyRequest:
     """A request and its resources; `ends` is closed when its task is over."""
 
-    __slots__ = ("_is_late", "_receive", "ends", "handler", "headers", "is_abandoned", "path")
+    __slots__ = (
+        "_is_late", "_keep", "_receive", "ends", "handler", "headers", "is_abandoned", "path",
+    )  # fmt: skip
 
-    def __init__(self, scope: HTTPScope, receive: Any, handler: asyncio.Task[Any]) -> None:
+    def __init__(
+        self, scope: HTTPScope, receive: Any, handler: asyncio.Task[Any], memory: BodyMemory
+    ) -> None:
         self.path: str = scope["path"]
         self.headers = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
@@ -103,6 +110,8 @@ class ProxyRequest:
         self.handler = handler
         self._receive = receive
         self._is_late = False
+        self._keep = Keep(memory)
+        self.ends.callback(self._keep.free)
 
     async def body(self, max_bytes: int, timeout: float, deadlines: Deadlines) -> bytes:
         """Return the whole body. From then on, cancel the handler when the client disconnects."""
@@ -118,15 +127,23 @@ class ProxyRequest:
                 num_bytes += len(message["body"])
                 is_last = not message["more_body"]
                 if num_bytes > max_bytes:
-                    raise BodyRefused(413, f"the body is larger than {max_bytes} bytes")
+                    raise BodyRefused(413, "bad_body", f"the body is larger than {max_bytes} bytes")
+                if not self._keep.grow_to(num_bytes):
+                    text = "the proxy has no memory left for a body of this size"
+                    raise BodyRefused(503, "memory_full", text)
         except asyncio.CancelledError:
             if self._is_late:
-                raise BodyRefused(408, f"the body did not come within {timeout:g} s") from None
+                message = f"the body did not come within {timeout:g} s"
+                raise BodyRefused(408, "bad_body", message) from None
             raise
         finally:
             limit.cancel()
         self.ends.callback(deadlines.add(WATCH_SECONDS, self._begin_watch).cancel)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def free_body(self) -> None:
+        """Note that the body is not needed any more; idempotent."""
+        self._keep.free()
 
     def _be_late(self) -> None:
         self._is_late = True
@@ -146,6 +163,7 @@ async def serve_directly(
     scope: HTTPScope,
     receive: ASGIReceiveCallable,
     send: ASGISendCallable,
+    memory: BodyMemory,
 ) -> None:
     """Serve one request in the server's own task, which is cancelled when the client disconnects.
 
@@ -153,7 +171,7 @@ async def serve_directly(
     """
     handler = asyncio.current_task()
     assert handler is not None
-    request = ProxyRequest(scope, receive, handler)
+    request = ProxyRequest(scope, receive, handler, memory)
     try:
         answer = await serve(request)
         await answer.send_to(send)

@@ -91,6 +91,7 @@ class Attempt:
         if response.status < 400:
             leg.breaker.recover()
             self.asked = payload.NOTHING  # free the prompt: it may be large, and the stream long
+            self.request.free_body()
         relay = Relay(self.services, self.request, self.record, leg, response, cached_tokens)
         return relay.answer()
 

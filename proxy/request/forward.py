@@ -95,7 +95,8 @@ class Forwarder:
             return Exchange(self._services, request, record, asked, pair)
 
         try:
-            attempt = await self._admission.enter(prompt.model, start, request.ends)
+            line = self._router.line_of(prompt.model)
+            attempt = await self._admission.enter(line, start, request.ends)
         except NoInstance as error:
             missing = [role.label for role in error.missing]
             raise ProxyError(503, "no_instance", str(error), missing=missing) from error
@@ -130,4 +131,4 @@ class Forwarder:
                 config.max_body_bytes, config.client_timeout_seconds, self._services.deadlines
             )
         except BodyRefused as error:
-            raise ProxyError(error.status, "bad_body", str(error)) from error
+            raise ProxyError(error.status, error.code, str(error)) from error

@@ -30,6 +30,13 @@ class _Waiter(Generic[Started]):
         self.turn.set()
 
 
+class _Line(deque[_Waiter[Any]]):
+    """The queue of one model. `found_busy` is the number of the wake-up that was of no use to its
+    head, and so is of no use to the next."""
+
+    found_busy = -1
+
+
 class Admission:
     """Admits requests. Each model has its own queue, so that no model waits for another's
     instances.
@@ -41,7 +48,8 @@ class Admission:
         self._max_running = max_running
         self._max_queued = max_queued
         self._timeout_seconds = timeout_seconds
-        self._lines: dict[str | None, deque[_Waiter[Any]]] = {}
+        self._lines: dict[str | None, _Line] = {}
+        self._num_wakes = 0
         self.num_running = 0
         self.num_queued = 0
 
@@ -59,6 +67,7 @@ class Admission:
 
     def wake(self) -> None:
         """Let the first request of each queue try again; call this when there may be room."""
+        self._num_wakes += 1
         for line in self._lines.values():
             line[0].turn.set()
 
@@ -81,26 +90,29 @@ class Admission:
         if self.num_queued >= self._max_queued:
             message = f"all instances are busy, and the queue of {self.num_queued} requests is full"
             raise ProxyError(429, "queue_full", message)
-        line = self._lines.setdefault(model, deque())
+        line = self._lines.setdefault(model, _Line())
         line.append(waiter)
         self.num_queued += 1
         timer = asyncio.get_running_loop().call_later(self._timeout_seconds, waiter.give_up)
         try:
-            return await self._take_turns(waiter)
+            return await self._take_turns(waiter, line)
         finally:
             timer.cancel()
             self.num_queued -= 1
             line.remove(waiter)
-            if not line:
+            if line:
+                line[0].turn.set()
+            else:
                 del self._lines[model]
-            self.wake()
 
-    async def _take_turns(self, waiter: _Waiter[Started]) -> Started:
+    async def _take_turns(self, waiter: _Waiter[Started], line: _Line) -> Started:
         while True:
             await waiter.turn.wait()
             waiter.turn.clear()
-            if (started := self._try(waiter)) is not None:
-                return started
+            if line.found_busy != self._num_wakes:
+                if (started := self._try(waiter)) is not None:
+                    return started
+                line.found_busy = self._num_wakes
             if waiter.is_late:
                 message = f"no instance had room within {self._timeout_seconds:g} s"
                 raise ProxyError(429, "queue_timeout", message)

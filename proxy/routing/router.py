@@ -124,6 +124,10 @@ class Router:
             raise NoInstance("no instance is ready", list(Role))
         return min(able, key=lambda place: (place[0].load, place[0].last_turn))
 
+    def line_of(self, model: str | None) -> str | None:
+        """Return the model in whose line a request waits: None if no instance announces it."""
+        return model if self._registry.announces(model) else None
+
     async def tidy(self) -> None:
         """Keep the prefix tree within its bounds, until cancelled."""
         while True:

@@ -22,9 +22,12 @@ class Forgetful(list[Received]):
 class Instances:
     """The commands: each waits until it is done."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
         self._loop = LoopThread()
-        self.doubles = {"prefill": ServerDouble(PREFILL), "decode": ServerDouble(DECODE)}
+        self.doubles = {
+            "prefill": ServerDouble(PREFILL, model=model),
+            "decode": ServerDouble(DECODE, model=model),
+        }
         for double in self.doubles.values():
             double.received = Forgetful()
             self._loop.run(double.start())

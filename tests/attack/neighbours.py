@@ -12,6 +12,7 @@ from tests.rigs.proxies import ASKED, COMPLETIONS, LoopThread
 
 # Every so-manieth request comes over a connection of its own.
 NEWCOMERS = 4
+MODEL = "healthy"
 
 
 class Neighbours:
@@ -82,7 +83,8 @@ class Neighbours:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            async with client.post(self._url + COMPLETIONS, json=ASKED) as answer:
+            asked = {**ASKED, "model": MODEL}
+            async with client.post(self._url + COMPLETIONS, json=asked) as answer:
                 await answer.read()
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
             self._failures[type(error).__name__] += 1

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from benchmarks import harness
 from benchmarks.harness import Row
-from tests.attack import crowds
+from tests.attack import crowds, loads
 from tests.attack.play import Assault, has_failed, play
 from tests.attack.stage import AttackStage
 
-ATTACKS: tuple[Assault, ...] = (*crowds.ATTACKS,)
+ASSAULTS: tuple[Assault, ...] = (*crowds.ASSAULTS, *loads.ASSAULTS)
 
 
 def rows(
@@ -44,7 +44,7 @@ def main() -> int:
     options.add_argument("--log-dir", type=Path, default=Path(tempfile.mkdtemp(prefix="attack-")))
     chosen = options.parse_args()
     harness.progress(f"logs in {chosen.log_dir}")
-    attacks = [attack for attack in ATTACKS if chosen.name in attack.name]
+    attacks = [attack for attack in ASSAULTS if chosen.name in attack.name]
     played = list(
         rows(attacks, chosen.log_dir, scale=chosen.scale, rate=chosen.rate, seconds=chosen.seconds)
     )

@@ -16,15 +16,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tests.attack.clients import Clients
 from tests.attack.instances import Instances
+from tests.attack.neighbours import MODEL as OTHER_MODEL
 from tests.attack.strangers import Strangers
 from tests.hostile.strangers import resident_bytes
 from tests.processes import Child
+from tests.rigs.proxies import ASKED
 from tests.support import eventually
 
 HOST = "127.0.0.1"
+MODEL = str(ASKED["model"])
 LOOK_SECONDS = 0.1
 NUM_STRANGERS = 2
+CLIENTS_SECONDS = 300.0
 # Quick to notice what happens; an attack may ask for other settings.
 SETTINGS = {
     "host": HOST, "port": 0, "registration_host": HOST, "registration_port": 0,
@@ -65,7 +70,10 @@ class Cost:
 
 
 class AttackStage:
-    """The proxy, one instance of each role, and those who attack. Close it when the play is over.
+    """The proxy, its instances, and those who attack. Close it when the play is over.
+
+    `instances` serve `MODEL`, which attackers ask for. The healthy load beside them asks for
+    another model, with instances of its own, so that only the proxy is shared.
 
     `scale` is the share of the full numbers that is played; `count` applies it. The proxy may have
     `num_descriptors`; 0: as many as the machine gives.
@@ -86,12 +94,18 @@ class AttackStage:
         self.process = self._start()
         self.port = int(self._shown(r"running on http://\S+:(\d+)"))
         self.registration_address = self._shown(r"registration address=(\S+)")
-        self.instances = Child(Instances, through=())
-        self._parts.callback(self.instances.close)
-        self.instances.ask("beat", self.registration_address)
+        self.instances, others = (
+            self._parts.enter_context(Child(Instances, model, through=()))
+            for model in (MODEL, OTHER_MODEL)
+        )
+        for pair in (self.instances, others):
+            pair.ask("beat", self.registration_address)
         self.wait_until_ready()
         self._free: list[Child] = []
         self._busy: list[Child] = []
+        self._clients = self._parts.enter_context(Child(Clients, self.url, through=()))
+        self._clients.PATIENCE = CLIENTS_SECONDS
+        self._clients.wait_until_made()
         for _ in range(NUM_STRANGERS):  # their start takes a core, which an attack should have
             self.strangers()
         self.dismiss()
@@ -125,6 +139,10 @@ class AttackStage:
         self._busy.append(self._free.pop())
         return self._busy[-1]
 
+    def clients(self) -> Child:
+        """Return a process of `Clients`."""
+        return self._clients
+
     def dismiss(self) -> None:
         """Close every connection of strangers."""
         while self._busy:
@@ -154,8 +172,8 @@ class AttackStage:
         return self._log.read_text(errors="replace")
 
     def wait_until_ready(self) -> None:
-        """Wait until both instances get requests."""
-        self.wait_until(lambda: self._states() == ["ready", "ready"], "both instances are ready")
+        """Wait until all instances get requests."""
+        self.wait_until(lambda: self._states() == ["ready"] * 4, "all instances are ready")
 
     def wait_until_idle(self) -> None:
         """Wait until every count of work in progress is zero."""

@@ -8,7 +8,7 @@ import pytest
 
 from tests import marks
 from tests.attack.play import Assault, has_failed, play
-from tests.attack.run import ATTACKS
+from tests.attack.run import ASSAULTS
 from tests.attack.stage import AttackStage
 
 pytestmark = [marks.slow, pytest.mark.timeout(300)]
@@ -17,7 +17,7 @@ pytestmark = [marks.slow, pytest.mark.timeout(300)]
 def by_stage() -> list[list[Assault]]:
     """Group the attacks that one proxy can bear, one after the other."""
     stages: dict[str, list[Assault]] = {}
-    for attack in ATTACKS:
+    for attack in ASSAULTS:
         key = f"{sorted(attack.settings.items())} {attack.num_descriptors}"
         stages.setdefault(key, []).append(attack)
     return list(stages.values())

@@ -31,7 +31,7 @@ ENTRY = re.compile(r"^### ([A-Z]\w+)\n\n(.+?)(?=\n##)", re.MULTILINE | re.DOTALL
 ENTRIES = dict(ENTRY.findall(TEXT))
 METRIC = re.compile(r"(?:vllm:p2p|p2p_proxy)_\w+")
 HISTOGRAM_PARTS = re.compile(r"_(bucket|sum|count)$")
-MAKERS = ("ProxyError", "LegFailed")
+MAKERS = ("ProxyError", "LegFailed", "BodyRefused")
 
 
 def errors_of(module: object) -> set[str]:
@@ -59,7 +59,16 @@ def codes() -> set[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in MAKERS:
                 found |= codes_of(node)
+            if isinstance(node, ast.Dict):  # where an error is written before there is a request
+                pairs = zip(node.keys, node.values, strict=True)
+                found |= {
+                    str(v.value) for k, v in pairs if is_code(k) and isinstance(v, ast.Constant)
+                }
     return found
+
+
+def is_code(key: ast.expr | None) -> bool:
+    return isinstance(key, ast.Constant) and key.value == "code"
 
 
 def codes_of(call: ast.Call) -> set[str]:

@@ -127,3 +127,19 @@ async def test_a_waiter_that_leaves_hands_on_its_turn() -> None:
     first.cancel()  # in the very moment
     await settle()
     assert (first.cancelled(), await second) == (True, "m")
+
+
+async def test_a_thousand_that_give_up_at_once_try_once() -> None:
+    """Each try looks at all instances."""
+    admission, num_tries = Admission(9, 1000, 0.05), 0
+
+    def start() -> None:
+        nonlocal num_tries
+        num_tries += 1
+        raise Busy("m")
+
+    waiting = [asyncio.ensure_future(admission.enter("m", start, Ends())) for _ in range(1000)]
+    ends = await asyncio.gather(*waiting, return_exceptions=True)
+    assert {getattr(error, "code", None) for error in ends} == {"queue_timeout"}
+    assert num_tries <= 1 + 2  # the first does not wait at once
+    assert admission.num_queued == 0

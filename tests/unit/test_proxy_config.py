@@ -12,6 +12,7 @@ import pytest
 
 from p2p_engine.errors import ConfigError
 from proxy import ProxyConfig, create_app
+from proxy.app import MAX_ADMIN_BYTES
 from proxy.main import HELP, main
 
 
@@ -59,10 +60,10 @@ def test_a_key_file_without_a_key_is_refused(content: str | None, tmp_path: Path
 
 
 def test_quart_is_kept_from_cutting_streams_and_bodies() -> None:
-    app = create_app(ProxyConfig(client_timeout_seconds=77.0, max_body_bytes=1 << 30))
+    app = create_app(ProxyConfig(client_timeout_seconds=77.0))
     assert app.config["RESPONSE_TIMEOUT"] is None
     assert app.config["BODY_TIMEOUT"] == 77.0
-    assert app.config["MAX_CONTENT_LENGTH"] == 1 << 30
+    assert app.config["MAX_CONTENT_LENGTH"] == MAX_ADMIN_BYTES
 
 
 def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
