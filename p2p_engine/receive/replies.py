@@ -3,6 +3,7 @@ a repeated question gets the same one. The engine's lock guards everything here.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -36,23 +37,42 @@ class Outcome:
     fields: tuple[Any, ...]
 
 
+class Cause(enum.Enum):
+    """Why a content ended here without success."""
+
+    WITHDRAWN = enum.auto()  # requests here wanted it no more
+    ABANDONED = enum.auto()  # its sender says that it will not come
+    FAILED = enum.auto()  # a chunk of its sender did not fit, arrived with wrong bytes, or expired
+
+
 @dataclass(frozen=True)
 class Tombstone:
-    """A content that ended here without success; `refused` if an offer was refused since.
-
-    It `is_withdrawn` if requests here wanted it no more, or `said_by` the engine of this epoch that
-    it will not come.
-    """
+    """A content that ended here without success; `is_refused` if an offer was refused since.
+    `epoch` is that of its sender; 0 stands for any."""
 
     reason: str
     until: float
-    refused: bool = False
-    said_by: int = 0
-    is_withdrawn: bool = False
+    cause: Cause
+    epoch: int = 0
+    is_refused: bool = False
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether its sender will not offer it any more, as far as is known."""
+        return self.cause is not Cause.WITHDRAWN or self.is_refused
+
+    def refuses_offer(self, epoch: int) -> bool:
+        """Whether it refuses the offers of an engine, unless they belong to a later attempt."""
+        if self.cause is Cause.FAILED:
+            return self.epoch in (0, epoch)
+        return self.cause is Cause.WITHDRAWN
 
     def refuses_receive(self, *, is_named: bool) -> bool:
-        """Whether a receive must end at once. If its sender is named, the sender is asked."""
-        return self.refused and not (is_named and (self.is_withdrawn or self.said_by))
+        """Whether a receive must end at once. If its sender is named, that engine is asked, or is
+        the only one whose failure counts."""
+        if is_named:
+            return self.cause is Cause.FAILED and not self.epoch
+        return self.is_sure
 
 
 class Replies:
@@ -120,38 +140,35 @@ class Replies:
         self,
         content: ContentKey,
         reason: str,
+        cause: Cause,
+        epoch: int = 0,
         *,
-        refused: bool = False,
-        said_by: int = 0,
-        is_withdrawn: bool = False,
+        is_refused: bool = False,
     ) -> None:
-        """Refuse offers of a content for one lease; the first offer of a later attempt to send it
-        is accepted."""
+        """Remember for one lease, or for as long as it is kept, why a content ended."""
         until = self._clock() + self._config.lease_seconds
-        tombstone = Tombstone(shorten(reason), until, refused, said_by, is_withdrawn)
+        tombstone = Tombstone(shorten(reason), until, cause, epoch, is_refused)
         self._tombstones.put(content, tombstone)
 
     def refusal_of_offer(self, content: ContentKey, epoch: int, generation: int) -> str | None:
-        """Return why an offer must be refused, or None; a tombstone that an offer met says so."""
+        """Return why an offer must be refused, or None; then it comes after all, or from another
+        engine, and what ended before is forgotten."""
         is_later = self.note_generation(content[0], epoch, generation) > 0
         for name, tombstone in self._tombstones_of(content):
-            if is_later or tombstone.said_by:  # it comes after all, or from another peer
-                self._tombstones.pop(name)
-                continue
-            self.leave_tombstone(
-                name, tombstone.reason, refused=True, is_withdrawn=tombstone.is_withdrawn
-            )
-            return tombstone.reason
+            if not is_later and tombstone.refuses_offer(epoch):
+                self.leave_tombstone(
+                    name, tombstone.reason, tombstone.cause, tombstone.epoch, is_refused=True
+                )
+                return tombstone.reason
+            self._tombstones.pop(name)
         return None
 
-    def refusal_of_receive(self, content: ContentKey, *, is_named: bool) -> str | None:
-        """Forget the tombstones of a content; returns why a receive of it must end at once, or
-        None."""
+    def exhume(self, content: ContentKey) -> list[Tombstone]:
+        """Remove and return the tombstones in force of a content and of its key."""
         found = self._tombstones_of(content)
         for name, _ in found:
             self._tombstones.pop(name)
-        reasons = [item.reason for _, item in found if item.refuses_receive(is_named=is_named)]
-        return reasons[0] if reasons else None
+        return [tombstone for _, tombstone in found]
 
     def note_generation(self, key: TransferKey, epoch: int, generation: int) -> int:
         """Note which attempt to send a key a sender speaks of.
@@ -172,7 +189,7 @@ class Replies:
             tombstone = self._tombstones.get(name)
             if tombstone is None:
                 continue
-            if tombstone.until <= self._clock() or (name == content and not tombstone.refused):
+            if tombstone.until <= self._clock() or (name == content and not tombstone.is_sure):
                 self._tombstones.pop(name)
 
     def _tombstones_of(self, content: ContentKey) -> list[tuple[ContentKey, Tombstone]]:

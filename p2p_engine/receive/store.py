@@ -43,7 +43,7 @@ from p2p_engine.receive.ledger import (
     Writer,
 )
 from p2p_engine.receive.placement import Placement
-from p2p_engine.receive.replies import Replies, Reply
+from p2p_engine.receive.replies import Cause, Replies, Reply
 from p2p_engine.transfer import Transfer, lane_of
 from p2p_engine.transports.base import Transport
 from p2p_engine.wire.messages import ContentKey, Offer, TransferKey
@@ -114,14 +114,18 @@ class Store(SessionListener):
         content = (key, binding)
         if content in self._ledger.receives:
             raise TransferError(f"{key} is being received already")
-        refusal = self._replies.refusal_of_receive(content, is_named=is_named)
-        if refusal is not None:
-            raise TransferRejected(f"{key}: {refusal}")
+        tombstones = self._replies.exhume(content)
+        for tombstone in tombstones:
+            if tombstone.refuses_receive(is_named=is_named):
+                raise TransferRejected(f"{key}: {tombstone.reason}")
         transfer = Transfer(key, 0, self._changed, self._cancel_transfer)
         deadline = self._clock() + timeout
         receive = Receive(
             content, sink, transfer, deadline, moments, is_named=is_named, is_pulled=is_pulled
         )
+        for tombstone in tombstones:
+            if tombstone.cause is Cause.FAILED:
+                receive.misfits[tombstone.epoch] = TransferRejected(f"{key}: {tombstone.reason}")
         self._left.pop(content, None)
         self._ledger.open(receive)
         self._timers.set(receive, deadline)
@@ -138,7 +142,7 @@ class Store(SessionListener):
         """Free what has come of a content, and refuse further offers: no request here will ask for
         it."""
         self._left.pop(content, None)
-        self._replies.leave_tombstone(content, reason, is_withdrawn=True)
+        self._replies.leave_tombstone(content, reason, Cause.WITHDRAWN)
         self._drop(content)
 
     def leave(self, content: ContentKey, *, is_pulled: bool) -> bool:
@@ -176,7 +180,8 @@ class Store(SessionListener):
             if receive is not None:
                 self._stop_receive(receive, error)
             else:
-                self._replies.leave_tombstone(content, str(error), refused=True, said_by=said_by)
+                cause = Cause.ABANDONED if said_by else Cause.FAILED
+                self._replies.leave_tombstone(content, str(error), cause, said_by)
             self._drop(content)
 
     def is_over(self, key: TransferKey, epoch: int, generation: int) -> bool:
@@ -202,7 +207,7 @@ class Store(SessionListener):
         waited = {item.content for item in waiting}
         for content in contents or ({(key, b"")} if not waited else set()):
             if content not in waited:
-                self._replies.leave_tombstone(content, str(error), refused=True, said_by=epoch)
+                self._replies.leave_tombstone(content, str(error), Cause.ABANDONED, epoch)
             self._drop(content, epoch)
 
     def sender_known(self, key: TransferKey) -> None:
@@ -216,8 +221,9 @@ class Store(SessionListener):
         landed."""
         unclaimed = [item for item in self._ledger.landings.values() if item.receive is None]
         landed = [item for item in unclaimed if item.orphaned]
-        for content in {item.content for item in unclaimed}:
-            self._replies.leave_tombstone(content, "the landed KV was dropped", refused=True)
+        for content, epoch in {(item.content, item.id[0]) for item in unclaimed}:
+            reason = "the landed KV was dropped"
+            self._replies.leave_tombstone(content, reason, Cause.FAILED, epoch)
             self._drop(content)
         return sum(landing.nbytes for landing in landed)
 
@@ -253,8 +259,8 @@ class Store(SessionListener):
                 if self._may_end(receive, epoch):
                     self._stop_receive(receive, refusal)
             else:  # the sender stops now, so a later receive must not wait
-                self._replies.leave_tombstone(content, str(refusal), refused=True)
-                self._drop(content)
+                self._replies.leave_tombstone(content, str(refusal), Cause.FAILED, epoch)
+                self._drop(content, epoch)
 
     def on_done(self, epoch: int, seq: int, attempt: int, checksum: int) -> None:
         """Note that the sender has written everything; COMMIT is sent as soon as it has landed."""
@@ -353,7 +359,7 @@ class Store(SessionListener):
             self._late[item] = None
             self._counters.expired += 1
             reason = "its lease ended before a request asked for it"
-            self._replies.leave_tombstone(item.content, reason, refused=True)
+            self._replies.leave_tombstone(item.content, reason, Cause.FAILED, item.id[0])
             self._free(item)
 
     def _check_writer(self, writer: Writer) -> None:
@@ -514,10 +520,12 @@ class Store(SessionListener):
         )
         self._replies.fail(landing.id, landing.attempt, error)
         self._ledger.quarantine(landing)  # freed at the end of this function
-        if landing.receive is not None:
-            self._stop_receive(landing.receive, error)
-        else:
-            self._replies.leave_tombstone(landing.content, str(error), refused=True)
+        receive = landing.receive
+        if receive is None:
+            epoch = landing.id[0]
+            self._replies.leave_tombstone(landing.content, str(error), Cause.FAILED, epoch)
+        elif self._may_end(receive, landing.id[0]):
+            self._stop_receive(receive, error)
         self._free(landing)
 
     def _received(self, landing: Landing, job: Job) -> None:

@@ -98,6 +98,29 @@ def test_changed_byte_is_found_when_either_side_wants_checksums(
         assert_idle(sender, receiver)
 
 
+@pytest.mark.parametrize("order", ["sink first", "bytes first"])
+def test_a_changed_chunk_of_another_member_does_not_end_a_wait(
+    order: str, rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receive names its sender, and only that one can end it."""
+    tensor, sink = random_tensor(rng, MIB), TensorSink()
+    with (
+        bad_memory(monkeypatch),
+        engines(3, "shm", checksum=True) as (sender, receiver, member),
+    ):
+        to_receiver, to_sender = (PeerAddress(one.zmq_address) for one in (receiver, sender))
+        waits = [receiver.receive(KEY, sink, peer=to_sender)] if order == "sink first" else []
+        with pytest.raises(TransferCorrupted):
+            member.send(KEY, to_receiver, TensorSource(tensor)).wait(10)
+        waiting = waits[0] if waits else receiver.receive(KEY, sink, peer=to_sender)
+        assert not waiting.done
+        sender.send(KEY, to_receiver, TensorSource(tensor)).wait(10)
+        waiting.wait(10)
+        assert sink.tensor is not None
+        assert torch.equal(sink.tensor, tensor)
+        assert_idle(sender, receiver, member)
+
+
 def test_without_checksums_nobody_looks(rng: SeededRandom, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the option is for: memory that lies is believed."""
     with bad_network(monkeypatch), engines(2, "tcp") as (sender, receiver):
