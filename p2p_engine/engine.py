@@ -421,7 +421,7 @@ class P2pNcclEngine:
                 "quarantined_bytes": self._parts.store.quarantined_bytes(),
                 "sent_bytes": counters.sent_bytes,
                 "spilled_bytes": counters.spilled_bytes,
-                "writing_seconds": counters.writing_seconds,
+                "writing_seconds": counters.writing.seconds,
                 "transfers_by_outcome": dict(counters.outcomes),
                 "open_transfers": sum(
                     part.num_open()

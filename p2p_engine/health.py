@@ -15,12 +15,37 @@ OVERDUE_SECONDS = 2.0  # after its deadline: a copy stops only at its next slice
 
 
 @dataclass
+class BusyTime:
+    """The seconds in which at least one of several uses was in progress, each counted once however
+    many overlap; up to the last beginning or end of a use."""
+
+    seconds: float = 0.0
+    _num_uses: int = 0
+    _since: float = 0.0
+
+    def begin(self, now: float) -> None:
+        """Note the beginning of a use."""
+        self._advance(now)
+        self._num_uses += 1
+
+    def end(self, now: float) -> None:
+        """Note the end of one."""
+        self._advance(now)
+        self._num_uses -= 1
+
+    def _advance(self, now: float) -> None:
+        if self._num_uses:
+            self.seconds += now - self._since
+        self._since = now
+
+
+@dataclass
 class Counters:
     """The counters of an engine, since it was made."""
 
     sent_bytes: int = 0
     spilled_bytes: int = 0  # of held sources
-    writing_seconds: float = 0.0  # of all writes, each from its start to its end
+    writing: BusyTime = field(default_factory=BusyTime)
     denied: int = 0
     expired: int = 0
     corrupted: int = 0  # chunks that arrived with a wrong checksum

@@ -385,7 +385,7 @@ class Sender(LinkListener):
         if not nbytes:
             self._written(chunk, 0)
             return
-        chunk.state, chunk.writing_since = ChunkState.WRITING, self._clock()
+        chunk.state = ChunkState.WRITING
         try:
             regions = ask_regions(
                 lambda: shipment.source.regions(grant.first_block, grant.num_blocks), nbytes
@@ -400,16 +400,17 @@ class Sender(LinkListener):
                 after=shipment.after,
             )
             chunk.job, chunk.channel = ask(lambda: channel.write(order)), channel
+            self._counters.writing.begin(self._clock())
         except TransportError as error:
             self._links.break_channel(chunk.link, error)
         except P2pError as error:
             self._give_up(chunk, error)
 
     def _job_ended(self, chunk: Chunk, job: Job) -> None:
+        self._counters.writing.end(self._clock())
         if job is not chunk.job or chunk.state is not ChunkState.WRITING:
             return
         if job.state == "done" and chunk.link.state is not LinkState.CLOSED:
-            self._counters.writing_seconds += self._clock() - chunk.writing_since
             chunk.checksum = job.checksum or 0
             self._written(chunk, job.nbytes)
         elif chunk.ending is not None:

@@ -137,7 +137,6 @@ class Chunk:
     channel: Channel | None = None  # of its last write
     checksum: int = 0  # of the written bytes, if either side wants one
     ending: P2pError | None = None
-    writing_since: float = 0.0
     resend_at: float = 0.0
 
     @property
