@@ -1,16 +1,21 @@
 """The rates of a GPU engine's parts beside the machine's own limits, on one GPU.
 
-push     CUDA IPC, process to process            beside a device-to-device copy of the same size
-pack     scattered regions into one and back     beside the same
+push     CUDA IPC, process to process            the time beyond a device-to-device copy's
+pack     scattered regions into one and back     beside a device-to-device copy of the same size
 pool     device memory to the pinned pool, back  beside torch's pinned copy; also under transfers
 groups   device memory of a group of two ranks   beside 4 + 6c MiB, in two processes
 
 Rates are GB/s of bytes moved (each is read once and written once). `--part` runs one alone.
+
+A push has no rate beside that of a copy: on one GPU, a copy of 256 MiB takes an eighth of a
+millisecond, and no push is that short. What a push adds is the same for every size, and counts on
+every link.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,8 +28,8 @@ import torch
 from benchmarks.harness import Row, alternate, arguments, progress, record, spread
 from mempool import Arena
 from p2p_engine.gpu.cuda import Cuda
-from p2p_engine.gpu.device import Device
-from p2p_engine.gpu.pack import tabulate
+from p2p_engine.gpu.device import Device, DeviceJob
+from p2p_engine.gpu.pack import TABLES_BYTES, tabulate
 from p2p_engine.gpu.pack_kernel import compile_kernel
 from p2p_engine.memory.layout import Int64s
 from tests.gpu import checks
@@ -60,7 +65,8 @@ class GpuBench:
 
     def pack(self) -> list[Row]:
         """Regions of a cache, in random order, into one piece and back: the kernel alone, and all
-        from the order to its end, its table included."""
+        from the order to its end. That includes the table of the regions, which takes milliseconds
+        for 65,536 of them, and as many orders at once as there is room for tables."""
         rows, launch = [], compile_kernel(0)
         cache, slab = self._cuda.allocate(2 * self.total), self._cuda.allocate(2 * self.total)
         for nbytes in (4096, 65536):
@@ -71,7 +77,9 @@ class GpuBench:
             for name, sides in (("pack", (starts, flat)), ("unpack", (flat, starts))):
                 contenders: dict[str, Callable[[], float]] = {
                     "limit": partial(self._copies, slab + self.total, slab),
-                    "whole": partial(self._by_device, sides[0], sides[1], lengths),
+                    "whole": partial(
+                        self._by_device, sides[0], sides[1], lengths, at_once=_tables(len(lengths))
+                    ),
                 }
                 if launch is not None:
                     contenders["kernel"] = partial(
@@ -110,8 +118,8 @@ class GpuBench:
         return rows
 
     def push(self) -> list[Row]:
-        """Pieces from a process to another one, by our transport: its own account of the time in
-        which they were written."""
+        """Pieces from a process to another one, by our transport, one at a time: its own account of
+        the time in which each was written, less the time of a copy of that size."""
         rows = []
         one, two = self.processes.two()
         settings = self.processes.machine.settings(
@@ -121,8 +129,8 @@ class GpuBench:
         source, target = self._cuda.allocate(self.total), self._cuda.allocate(self.total)
         for nbytes in (self.total // 64, self.total // 4, self.total):
             before = one.ask("stats")
-            for number in range(self.repetitions):
-                names = [f"push {nbytes} {number} {i}" for i in range(4)]
+            for number in range(4 * self.repetitions):
+                names = [f"push {nbytes} {number}"]
                 two.tell("begin", names, nbytes, one.ask("address"), "receive")
                 one.ask("begin", names, nbytes, theirs, "send")
                 two.answer()
@@ -133,9 +141,10 @@ class GpuBench:
             seconds = after["writing_seconds"] - before["writing_seconds"]
             moved = (after["sent_bytes"] - before["sent_bytes"]) / max(seconds, 1e-9) / 1e9
             limit = [self._copies(target, source, nbytes) for _ in range(self.repetitions)]
+            added = seconds / (4 * self.repetitions) - nbytes / (float(np.median(limit)) * 1e9)
             rows.append({
                 "what": f"push {nbytes / MIB:g} MiB", "ours_median": round(moved, 3),
-                **spread(limit, "limit_"), "ratio": round(moved / float(np.median(limit)), 3),
+                **spread(limit, "limit_"), "added_ms": round(1e3 * added, 4),
             })  # fmt: skip
         self._cuda.free(source)
         self._cuda.free(target)
@@ -181,13 +190,19 @@ class GpuBench:
         self._cuda.synchronize(self._stream)
         return BATCH * nbytes / (time.perf_counter() - start) / 1e9
 
-    def _by_device(self, sources: Int64s, destinations: Int64s, lengths: Int64s) -> float:
+    def _by_device(
+        self, sources: Int64s, destinations: Int64s, lengths: Int64s, at_once: int = BATCH
+    ) -> float:
         """GB/s from the order to the end, by the device's thread, several orders at a time."""
+        jobs: collections.deque[DeviceJob] = collections.deque()
         start = time.perf_counter()
-        jobs = [self._device.copy(sources, destinations, lengths) for _ in range(BATCH)]
-        for job in jobs:
-            if not job.wait(60) or job.state != "done":
-                raise RuntimeError(f"copy: {job.state} {job.error}")
+        for number in range(BATCH + at_once):
+            if number < BATCH:
+                jobs.append(self._device.copy(sources, destinations, lengths))
+            if number >= at_once - 1 and jobs:
+                job = jobs.popleft()
+                if not job.wait(60) or job.state != "done":
+                    raise RuntimeError(f"copy: {job.state} {job.error}")
         return BATCH * int(lengths.sum()) / (time.perf_counter() - start) / 1e9
 
     @contextlib.contextmanager
@@ -208,6 +223,13 @@ class GpuBench:
         yield lambda: any(peer.has_answered() for peer in peers)
         for peer in peers:
             peer.answer()
+
+
+def _tables(num_regions: int) -> int:
+    """How many orders of so many small regions the device has room for; beyond that, each region
+    would be a copy of its own."""
+    table_bytes = 3 * 8 * num_regions
+    return max(1, min(BATCH, TABLES_BYTES // (1 << (table_bytes - 1).bit_length())))
 
 
 @contextlib.contextmanager
