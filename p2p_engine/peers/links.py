@@ -457,8 +457,11 @@ class Links(SessionListener):
 
         try:
             endpoint = link.endpoints[transport.name]
-            link.connect_patience = max(link.connect_patience, transport.patience(endpoint))
-            link.deadline = max(link.deadline, self._clock() + transport.patience(endpoint))
+            patience = transport.patience(endpoint)
+            if refusal:  # the one before may have taken all the time
+                patience = max(patience, self._config.connect_timeout_seconds)
+            link.connect_patience = max(link.connect_patience, patience)
+            link.deadline = max(link.deadline, self._clock() + patience)
             transport.connect(endpoint, connected)
         except Exception as error:  # a peer's endpoint may be anything; it must not stall us
             logger.exception("peer=%s transport=%s cannot be dialled", link.target, transport.name)

@@ -28,7 +28,7 @@ from p2p_engine.gpu.landing import DEVICE_OFFSET, DeviceLanding
 from p2p_engine.memory.arena import HEADER_BYTES
 from p2p_engine.memory.jobs import Job, still_running
 from p2p_engine.memory.layout import Int64s, Regions
-from p2p_engine.transports.base import Broken, Connected, Endpoint, Order, check_word
+from p2p_engine.transports.base import Broken, Channel, Connected, Endpoint, Order, check_word
 from p2p_engine.transports.cuda_ipc_departures import FAREWELL, UNSEEN, Departures, watch_peer
 from p2p_engine.transports.shm import ShmTransport
 from p2p_engine.wire.messages import Grant
@@ -36,6 +36,7 @@ from p2p_engine.wire.messages import Grant
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 2.0
+MAP_SECONDS = 5.0  # then the next transport is tried
 
 _PROCESS = secrets.token_hex(16)  # the process that made a handle cannot open it
 
@@ -164,6 +165,36 @@ class CudaIpcChannel:
             self._broken(TransportError("the receiver closed the connection"))
 
 
+class MapAttempt:
+    """A mapping that is being made in a thread. Its outcome is told once, after MAP_SECONDS at the
+    latest: another process may hold the driver's locks for as long as it likes."""
+
+    def __init__(self, control: ControlPlane, connected: Connected) -> None:
+        self._control = control
+        self._connected = connected
+        self._deadline = time.monotonic() + MAP_SECONDS
+        self.is_over = False
+        control.watch_time(self._look)
+
+    def tell(self, outcome: Channel | TransportError) -> bool:
+        """Tell the outcome; returns False if one was told already."""
+        if self.is_over:
+            return False
+        self.drop()
+        self._connected(outcome)
+        return True
+
+    def drop(self) -> None:
+        """Tell nothing any more; idempotent."""
+        self.is_over = True
+        self._control.unwatch_time(self._look)
+
+    def _look(self, now: float) -> None:
+        if now >= self._deadline:
+            text = f"the peer's buffer was not mapped within {MAP_SECONDS:g} s"
+            self.tell(TransportError(text))
+
+
 class CudaIpcTransport(ShmTransport):
     """Device memory of one host; the sender's copy engine makes the only copy."""
 
@@ -182,6 +213,7 @@ class CudaIpcTransport(ShmTransport):
         self._device = device
         self._device_landing = landing
         self._departures = Departures()
+        self._mapping: set[MapAttempt] = set()  # whose threads have not ended
         control.watch_time(self._look)
         self._extra: Endpoint = {}
         if landing is not None:
@@ -204,8 +236,14 @@ class CudaIpcTransport(ShmTransport):
             )
             landing.keep_buffer()
         self._control.unwatch_time(self._look)
+        for attempt in self._mapping:
+            attempt.drop()
         self._departures.close()
         super().close()
+
+    def patience(self, endpoint: Endpoint) -> float:
+        """Return how long `connect` may take: dialling and mapping."""
+        return 2 * MAP_SECONDS
 
     def is_gone(self, source_epoch: int) -> bool:
         """Whether the sender's copies have ended, or its process."""
@@ -237,6 +275,14 @@ class CudaIpcTransport(ShmTransport):
             connected(TransportError(f"connect: bad cuda_ipc endpoint: {error!r}"))
             return
 
+        if any(attempt.is_over for attempt in self._mapping):  # more would hang behind it
+            arena.close()
+            _part(connection)
+            connected(TransportError("another peer's buffer is still being mapped"))
+            return
+        attempt = MapAttempt(self._control, connected)
+        self._mapping.add(attempt)
+
         def open_it() -> None:
             restore_affinity()
             try:
@@ -249,12 +295,16 @@ class CudaIpcTransport(ShmTransport):
             self._control.call_soon(lambda: accept(mapping))
 
         def refuse(error: TransportError) -> None:
+            self._mapping.discard(attempt)
             arena.close()
             _part(connection)
-            connected(error)
+            attempt.tell(error)
 
         def accept(mapping: Mapping) -> None:
-            connected(CudaIpcChannel(self._device, mapping, size, connection, self._control))
+            self._mapping.discard(attempt)
+            channel = CudaIpcChannel(self._device, mapping, size, connection, self._control)
+            if not attempt.tell(channel):  # too late
+                channel.close()
 
         threading.Thread(target=open_it, name="p2p-map", daemon=True).start()
 

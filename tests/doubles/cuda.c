@@ -96,6 +96,7 @@ static const char* const NAMES[NUM_VALUES] = {
     [MALLOC_FAILS] = "malloc_fails",
     [COPIES_HANG] = "copies_hang",
     [IPC_FAILS] = "ipc_fails",
+    [IPC_HANGS] = "ipc_hangs",
     [COPY_MILLISECONDS] = "copy_milliseconds",
     [REGISTER_HANGS] = "register_hangs",
     [REGISTER_MICROSECONDS] = "register_microseconds",
@@ -755,6 +756,11 @@ cudaIpcOpenMemHandle(void** address, opaque_handle_t opaque, unsigned flags) {
     if (handle.magic != HANDLE_MAGIC || atomic_load(&double_values[IPC_FAILS])) {
         return INVALID_HANDLE;
     }
+    pthread_mutex_lock(&double_lock);
+    while (atomic_load(&double_values[IPC_HANGS])) {
+        wait_briefly();
+    }
+    pthread_mutex_unlock(&double_lock);
     if (handle.pid == getpid()) {
         return INVALID_CONTEXT; /* not in the process that exported it */
     }

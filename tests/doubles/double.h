@@ -35,6 +35,7 @@ typedef enum {
     MALLOC_FAILS, /* cudaMalloc has no memory */
     COPIES_HANG,  /* copies into registered host memory wait while it is set */
     IPC_FAILS,    /* handles of other processes cannot be opened */
+    IPC_HANGS,    /* they are not opened yet */
     COPY_MILLISECONDS,     /* that a copy into another process's memory takes */
     REGISTER_HANGS,        /* host memory is not registered yet */
     REGISTER_MICROSECONDS, /* for each MiB that is registered, during which all other calls wait */

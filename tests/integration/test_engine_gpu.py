@@ -19,6 +19,7 @@ from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.landing import DeviceLanding
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
+from p2p_engine.transports import cuda_ipc
 from p2p_engine.transports.nccl.group import GroupState
 from p2p_engine.transports.nccl.memory import estimated_bytes
 from p2p_engine.transports.nccl.transport import NcclTransport
@@ -149,6 +150,42 @@ def test_close_keeps_a_buffer_into_which_a_peer_may_still_copy(rng: SeededRandom
             sent.wait(10)
         assert isinstance(receiver._parts.arena, DeviceLanding)
         Cuda(DOUBLE.path).free(receiver._parts.arena.device_address)
+
+
+def test_writes_that_overlap_are_counted_once(rng: SeededRandom) -> None:
+    """Else a rate that is computed from it is too low by as much as there are at once."""
+    with engines(2, "cuda_ipc") as (sender, receiver):
+        opened, tensor = threading.Event(), random_tensor(rng, 100_000)
+        assert sender._parts.gpu is not None
+        start = time.monotonic()
+
+        def stand_still() -> None:
+            opened.wait(20)
+
+        sender._parts.gpu.device.post(stand_still)
+        keys = [TransferKey(f"{number}") for number in range(4)]
+        sent = [sender.send_tensor(key, tensor, receiver.zmq_address) for key in keys]
+        eventually(lambda: states(sender) == ["WRITING"] * 4)
+        time.sleep(0.3)
+        opened.set()
+        for transfer in sent:
+            transfer.wait(10)
+        assert 0.3 <= sender.stats()["writing_seconds"] <= time.monotonic() - start
+
+
+def test_a_buffer_that_is_not_mapped_in_time_leaves_the_peer_to_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The driver may keep the call waiting for as long as it likes. What comes of it is undone."""
+    monkeypatch.setattr(cuda_ipc, "MAP_SECONDS", 0.3)
+    config = settings("cuda_ipc", transports="cuda_ipc,nccl", connect_timeout_seconds=2)
+    with P2pNcclEngine(config) as engine, Peer(config) as peer:
+        with DOUBLE.fault(ipc_hangs=1):
+            put(engine, peer, "there")
+            assert engine.stats()["nccl"]["made"] == 1
+            assert engine.stats()["live_bytes"] == 0
+        eventually(lambda: not any(t.name == "p2p-map" for t in threading.enumerate()))
+        eventually(lambda: not DOUBLE["live_imports"])
 
 
 def test_groups_that_break_and_copies_that_hang_lose_nothing_of_the_rest(

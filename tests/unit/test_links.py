@@ -316,6 +316,17 @@ def test_a_data_connection_may_take_as_long_as_its_transport_says(scene: LinksSc
     assert "within 20 s" in str(scene.lost_for)
 
 
+def test_each_further_transport_has_the_time_of_a_first_answer(scene: LinksScene) -> None:
+    link = scene.welcomed()
+    scene.pass_time(4.9)
+    scene.transports[0].dialled[0][1](TransportError("not mapped"))
+    scene.hear(Pong(THEM, US))
+    scene.pass_time(4.9)
+    assert link.connecting
+    scene.connect(0, transport=1)
+    assert scene.events == ["ready", "channel"]
+
+
 def test_closing_a_channel_waits_for_no_copy(scene: LinksScene) -> None:
     """The engine's lock is held meanwhile, and everybody waits for that."""
     link = scene.welcomed()
