@@ -15,7 +15,7 @@ from werkzeug.exceptions import HTTPException
 
 from proxy.addresses import AllowList, parse_static
 from proxy.errors import ProxyError
-from proxy.fleet.admin import Admin
+from proxy.fleet.admin import Admin, read_key
 from proxy.fleet.discovery import Discovery
 from proxy.fleet.instances import Role
 from proxy.fleet.readiness import Readiness
@@ -28,6 +28,7 @@ from proxy.http.house import ClientHouse, Rules
 from proxy.http.memory import BodyMemory
 from proxy.http.sharing import Pace, Shared
 from proxy.http.stall import StallWatch
+from proxy.http.tls import Certificate
 from proxy.observe.metrics import Metrics
 from proxy.observe.request_log import RequestLog
 from proxy.request.forward import COMPLETION_PATHS, ERRAND_PATHS, Forwarder
@@ -36,6 +37,7 @@ from proxy.request.models import list_models
 from proxy.request.release import Releases
 from proxy.request.services import Services
 from proxy.routing.admission import Admission
+from proxy.routing.clients import ClientKeys
 from proxy.routing.router import Router
 from proxy.status import Status
 
@@ -60,6 +62,8 @@ class ProxyApp(Quart):
     def __init__(self, proxy: Proxy) -> None:
         super().__init__(__name__, static_folder=None)
         self.house = proxy.house
+        self.certificate = proxy.certificate
+        self.reloads = proxy.reloads
         self._serve = proxy.complete
         self._memory = proxy.memory
         self._paces = {path: Pace(num) for path, num in PACES.items()}
@@ -122,12 +126,13 @@ class Proxy:
     def __init__(self, config: ProxyConfig, clock: Callable[[], float], rng: random.Random) -> None:
         self._config = config
         self._clock = clock
+        allowed = AllowList(config.allowed_addresses, config.own_addresses)
         self._registry = Registry(
             missed_beats=config.missed_beats,
             max_instances=config.max_instances,
             breaker_failures=config.breaker_failures,
             breaker_seconds=config.breaker_seconds,
-            allowed=AllowList(config.allowed_addresses),
+            allowed=allowed,
         )
         self._stall_watch = StallWatch(
             clock, lambda seconds: self._registry.excuse(seconds, clock())
@@ -145,13 +150,20 @@ class Proxy:
         )
         self.memory = BodyMemory(config.max_body_memory_bytes)
         self.house = ClientHouse(rules, _turn_away, self._metrics.count_closed)
+        self.certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert else None
+        instance_key = read_key("instance_key_file", config.instance_key_file)
+        self._clients = ClientKeys(config.client_keys_file, instance_key, clock)
         deadlines = Deadlines()
-        self._upstream = Upstream(self._metrics.resends, deadlines)
+        self._upstream = Upstream(self._metrics.resends, deadlines, allowed.refusal_to_dial)
         self._readiness = Readiness(config, self._registry, self._upstream, clock)
         self._discovery = Discovery(
             config, self._registry, self._metrics.heartbeats, self._readiness.watch, clock
         )
         self._admin = Admin(config, self._registry, self._readiness.watch, clock)
+        # What reads a file, and reads it again when it is told to; each raises ConfigError.
+        self.reloads: list[Callable[[], None]] = [self._admin.reload, self._clients.reload]
+        if self.certificate is not None:
+            self.reloads.append(self.certificate.reload)
         self._router = Router(config, self._registry, clock, rng)
         self._releases = Releases(self._upstream, self._metrics)
         self._admission = Admission(
@@ -173,7 +185,7 @@ class Proxy:
         self._log = RequestLog(clock)
         services = Services(config, self._registry, self._upstream, self._releases, deadlines)
         self._forwarder = Forwarder(
-            services, self._router, self._admission, self._metrics, self._log
+            services, self._clients, self._router, self._admission, self._metrics, self._log
         )
         self._status = Status(self._registry, self._discovery, self._admission, self._log, clock)
         self._shown_metrics = Shared(self._metrics.render)
@@ -211,12 +223,12 @@ class Proxy:
 
     async def add_instances(self) -> Response:
         """Add instances, or resume draining ones; needs the admin key."""
-        self._admin.authorize(request.headers)
+        self._admin.authorize(request.headers, _address_of(request.scope))
         return _json(self._admin.add(cast("bytes", await request.get_data())))
 
     async def remove_instances(self) -> Response:
         """Drain instances, then forget them; needs the admin key."""
-        self._admin.authorize(request.headers)
+        self._admin.authorize(request.headers, _address_of(request.scope))
         return _json(self._admin.remove(cast("bytes", await request.get_data())))
 
     async def complete(self, request: ProxyRequest) -> Answer:
@@ -229,8 +241,10 @@ class Proxy:
 
     async def models(self) -> Response:
         """List the models of all ready decode instances."""
-        authorization = request.headers.get("Authorization")
-        headers = {"Authorization": authorization} if authorization else {}
+        given = request.headers.get("Authorization", "")
+        self._clients.find(given)
+        passed_on = self._clients.passed_on(given)
+        headers = {"Authorization": passed_on} if passed_on else {}
         instances = self._registry.instances()
         return await list_models(instances, self._upstream, headers, self._clock())
 
@@ -266,6 +280,12 @@ async def _turn_away(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendC
     answer = error.answer_to_client()
     answer.headers.append((b"connection", b"close"))
     await answer.send_to(send)
+
+
+def _address_of(scope: Any) -> str:
+    """Return the address of a client, as the socket has it: headers can say anything."""
+    host, _ = scope.get("client") or ("", 0)
+    return str(host)
 
 
 def _json(content: dict[str, Any], status: int = 200) -> Response:

@@ -42,6 +42,14 @@ class ProxyConfig:
     key_file: str = ""
     # File with the key for adding and removing instances; empty: nobody can.
     admin_key_file: str = ""
+    # File with the keys of clients, and their limits; empty: anybody may send requests.
+    client_keys_file: str = ""
+    # File with the key that instances ask for (vLLM's --api-key); empty: the client's key passes,
+    # unless it is one of this proxy.
+    instance_key_file: str = ""
+    # Files with the certificate and the key for TLS towards clients; empty: plain HTTP.
+    tls_cert: str = ""
+    tls_key: str = ""
     drain_timeout_seconds: float = 300.0
     max_instances: int = 256
     # An instance with a heartbeat every 3 s expires 10 s after its last heartbeat.
@@ -110,7 +118,16 @@ class ProxyConfig:
             parse_static(getattr(self, key))
         for peer in self.peer_addresses:
             _require("peers", peer, is_address(peer), "host:port, separated by commas")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            key = "tls_key" if self.tls_cert else "tls_cert"
+            raise ConfigError(f"{key} is ''; allowed: a file, as tls_cert and tls_key go together")
         _require("dispatch", self.dispatch, self.dispatch in DISPATCHES, ", ".join(DISPATCHES))
+
+    @property
+    def own_addresses(self) -> list[tuple[str, int]]:
+        """The hosts and ports on which the proxy listens, as far as they are chosen here."""
+        listeners = ((self.host, self.port), (self.registration_host, self.registration_port))
+        return [(host, port) for host, port in listeners if port]
 
     @property
     def peer_addresses(self) -> list[str]:

@@ -20,7 +20,12 @@ from proxy.routing.policies import POLICIES
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Sequence
+    import ssl
+    from collections.abc import Callable, Sequence
+
+    from proxy.app import ProxyApp
+
+logger = logging.getLogger(__name__)
 
 HELP = {
     "host": "address of the HTTP server",
@@ -35,6 +40,11 @@ HELP = {
     "allowed_addresses": "host names and networks from which instances may register; empty: any",
     "key_file": "file with the fleet's key (p2p-engine keygen); empty: anyone can register",
     "admin_key_file": "file with the key for adding and removing instances; empty: nobody can",
+    "client_keys_file": "file with the keys of clients: NAME KEY [in_flight=N] [per_minute=N] in "
+    "each line; empty: anybody may send requests",
+    "instance_key_file": "file with the key that the proxy shows to instances",
+    "tls_cert": "file with the certificate chain for TLS towards clients; empty: plain HTTP",
+    "tls_key": "file with the private key of that certificate",
     "drain_timeout_seconds": "how long a removed instance may take to finish its requests",
     "max_instances": "how many instances may be registered at a time",
     "missed_beats": "after this many missed heartbeats in a row the proxy drops an instance",
@@ -81,15 +91,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     access.propagate = False
     access.addHandler(logging.StreamHandler())
     try:
-        server = uvicorn.Server(server_config(ProxyConfig(**options)))
+        settings = server_config(ProxyConfig(**options))
     except ConfigError as error:
         parser.error(str(error))
+    server = uvicorn.Server(settings)
+    signal.signal(signal.SIGHUP, lambda *_: reload(cast("ProxyApp", settings.app)))
     _look_for_garbage_seldom()
     # uvicorn raises the signal again after it has stopped. SIGTERM is a normal end: exit with 0.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with suppress(KeyboardInterrupt):
         server.run()
     return 0 if server.started else 1
+
+
+def reload(app: ProxyApp) -> None:
+    """Read the files of keys and the certificate again; what cannot be used changes nothing."""
+    for read_again in app.reloads:
+        try:
+            read_again()
+        except ConfigError as error:
+            logger.error("not read again: %s", error)
+    logger.info("keys and certificate read again")
 
 
 def _look_for_garbage_seldom() -> None:
@@ -117,8 +139,14 @@ def server_config(config: ProxyConfig) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        ssl_context_factory=_context_factory(app),
         timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_seconds)),
     )
+
+
+def _context_factory(app: ProxyApp) -> Callable[..., ssl.SSLContext] | None:
+    certificate = app.certificate
+    return None if certificate is None else lambda *_: certificate.context
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from base64 import b64encode
 from collections import Counter
+from hashlib import sha256
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +27,11 @@ INTERVAL_SECONDS = 1.0
 MAX_VIEWERS = 512
 MAX_PAIRS = 50
 # The page connects to the proxy only, and never runs text from an instance or client as code.
-_PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
-    "script-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'",
-    "Cache-Control": "no-cache",
-}
+# No other site can put it into a frame, where a click could be another one than its user sees.
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{}'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
 class Status:
@@ -50,6 +52,14 @@ class Status:
         self._clock = clock
         self._num_viewers = 0
         self._page = files("proxy").joinpath("status.html").read_text(encoding="utf-8")
+        script = self._page.partition("<script>")[2].partition("</script>")[0]
+        digest = b64encode(sha256(script.encode()).digest()).decode()
+        self._headers = {
+            "Content-Security-Policy": _POLICY.format(digest),
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-cache",
+        }
 
     def snapshot(self) -> dict[str, Any]:
         """Return the instances and the number of requests in flight and queued."""
@@ -66,7 +76,7 @@ class Status:
 
     def page(self) -> Response:
         """Return the page, which then reads `events`."""
-        return Response(self._page, content_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
+        return Response(self._page, content_type="text/html; charset=utf-8", headers=self._headers)
 
     def event(self) -> bytes:
         """Return a snapshot and the latest requests as a server-sent event."""

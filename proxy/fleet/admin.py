@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -13,6 +15,7 @@ from p2p_engine.errors import ConfigError, RemoteProtocolError
 from proxy.errors import ProxyError
 from proxy.fleet.instances import Instance, Role
 from proxy.fleet.registry import RegistryFull
+from proxy.fleet.tries import Tries
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +59,8 @@ class _Removal(_Named):
 class Admin:
     """Handles the admin requests; disabled without a key file.
 
-    Only the key's hash is kept, and it is compared in constant time.
+    Only the key's hash is kept, and it is compared in constant time. Wrong keys are counted, and
+    pages of other sites are refused.
     """
 
     def __init__(
@@ -70,22 +74,41 @@ class Admin:
         self._on_instance = on_instance
         self._clock = clock
         self._drain_timeout_seconds = config.drain_timeout_seconds
-        self._key_hash = _read_key(config.admin_key_file)
+        self._key_file = config.admin_key_file
+        self._key_hash = _read_key_hash(self._key_file)
+        self._tries = Tries()
 
-    def authorize(self, headers: Headers) -> None:
-        """Check the admin key of a request.
+    def reload(self) -> None:
+        """Read the key again.
 
         Raises:
-            ProxyError: 403 if the proxy has no admin key, 401 if the given key is missing or wrong.
+            ConfigError: it cannot be read; the old one stays.
+        """
+        self._key_hash = _read_key_hash(self._key_file)
+
+    def authorize(self, headers: Headers, address: str) -> None:
+        """Check the admin key of a request from an address.
+
+        Raises:
+            ProxyError: 403 if the proxy has no admin key, or a page of another site asks; 401 if
+                the given key is missing or wrong; 429 if there were too many wrong ones.
         """
         if self._key_hash is None:
             raise ProxyError(
                 403, "admin_disabled", "this proxy was started without --admin-key-file"
             )
+        _refuse_other_sites(headers)
+        now = self._clock()
+        if wait := self._tries.wait(address, now):
+            message = f"too many wrong admin keys; try again in {math.ceil(wait)} s"
+            raise ProxyError(429, "too_many_tries", message)
         bearer = headers.get("Authorization", "").removeprefix("Bearer ")
         given = headers.get("X-Api-Key", "") or bearer
         if not hmac.compare_digest(_hash(given), self._key_hash):
+            if given:  # to give none is no try
+                self._tries.fail(address, now)
             raise ProxyError(401, "unauthorized", "the admin key is missing or wrong")
+        self._tries.succeed(address)
 
     def add(self, body: bytes) -> dict[str, Any]:
         """Add instances that send no heartbeats, or resume draining ones.
@@ -144,6 +167,21 @@ class Admin:
         return {"message": message, "instances": shown}
 
 
+def _refuse_other_sites(headers: Headers) -> None:
+    """Refuse what a browser sends for a page of another site, or as a plain form.
+
+    Browsers say on their own where a request comes from. Programs say nothing of it.
+    """
+    site, origin = headers.get("Sec-Fetch-Site", ""), headers.get("Origin", "")
+    if not site and not origin:
+        return
+    is_own = urlsplit(origin).netloc.lower() == headers.get("Host", "").lower()
+    if site not in ("same-origin", "none") if site else not is_own:
+        raise ProxyError(403, "cross_site", "a page of another site may not give orders")
+    if headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ProxyError(403, "cross_site", "a page must send its order as application/json")
+
+
 def _decode(body: bytes, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(body, type=kind)
@@ -151,16 +189,28 @@ def _decode(body: bytes, kind: type[Any]) -> Any:
         raise ProxyError(400, "invalid_request", str(error)) from error
 
 
-def _read_key(path: str) -> bytes | None:
+def read_key(setting: str, path: str) -> str:
+    """Return the key in a file of one key; empty if there is no file.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
     if not path:
-        return None
+        return ""
     try:
         key = Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"admin_key_file {path!r} cannot be read: {error}") from error
+        raise ConfigError(f"{setting} {path!r} cannot be read: {error}") from error
     if not key:
-        raise ConfigError(f"admin_key_file {path!r} is empty")
-    return _hash(key)
+        raise ConfigError(f"{setting} {path!r} is empty")
+    if not key.isprintable():
+        raise ConfigError(f"{setting} {path!r} has more than one line, or odd characters")
+    return key
+
+
+def _read_key_hash(path: str) -> bytes | None:
+    key = read_key("admin_key_file", path)
+    return _hash(key) if key else None
 
 
 def _hash(key: str) -> bytes:

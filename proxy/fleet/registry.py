@@ -61,7 +61,8 @@ class Registry:
             RegistryFull: the instance is new and the registry is full.
         """
         roles = _roles(beat)
-        self._check_addresses(beat.http_address, beat.zmq_address)
+        self._check_address(beat.http_address, is_dialled=True)
+        self._check_address(beat.zmq_address, is_dialled=False)
         identity = _identity(beat)
         instance = self._by_name.get(identity.name)
         is_new = instance is None or instance.identity != identity
@@ -91,7 +92,9 @@ class Registry:
             RemoteProtocolError: an address is invalid or not allowed.
             RegistryFull: the instance is new and the registry is full.
         """
-        self._check_addresses(http_address, *filter(None, [zmq_address]))
+        self._check_address(http_address, is_dialled=True)
+        if zmq_address:
+            self._check_address(zmq_address, is_dialled=False)
         instance = self._by_name.get(http_address)
         is_new = instance is None
         if instance is None:
@@ -172,12 +175,11 @@ class Registry:
         successor.replaced = (instance.identity, *before)[:MAX_REPLACED]
         return successor
 
-    def _check_addresses(self, *addresses: str) -> None:
-        for address in addresses:
-            if not is_address(address):
-                raise RemoteProtocolError(f"{address!r} is not host:port")
-            if not self._allowed.permits(address):
-                raise RemoteProtocolError(f"{address} is not among the allowed addresses")
+    def _check_address(self, address: str, *, is_dialled: bool) -> None:
+        if not is_address(address):
+            raise RemoteProtocolError(f"{address!r} is not host:port")
+        if refusal := self._allowed.refusal(address, is_dialled=is_dialled):
+            raise RemoteProtocolError(refusal)
 
     def _add(self, identity: Identity, now: float) -> Instance:
         others = len(self._by_name) - (identity.name in self._by_name)

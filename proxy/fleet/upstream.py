@@ -44,15 +44,22 @@ RANK_HEADER = "X-data-parallel-rank"
 class Upstream:
     """Sends requests to instances. Call `open` inside the event loop."""
 
-    def __init__(self, resends: Counter, deadlines: Deadlines) -> None:
-        """`resends` counts, by role, the requests that were sent again over a new connection."""
+    def __init__(
+        self,
+        resends: Counter,
+        deadlines: Deadlines,
+        refusal: Callable[[str, str, int], str] = lambda host, ip, port: "",
+    ) -> None:
+        """`resends` counts, by role, the requests that were sent again over a new connection;
+        `refusal` says why an address may not be dialled."""
         self._resends = resends
         self._deadlines = deadlines
+        self._refusal = refusal
         self._pool: Pool | None = None
 
     def open(self) -> None:
         """Create the connection pool."""
-        self._pool = Pool(KEEPALIVE_SECONDS, self._deadlines)
+        self._pool = Pool(KEEPALIVE_SECONDS, self._deadlines, self._refusal)
 
     async def close(self) -> None:
         """Close every connection, idle or not; idempotent."""

@@ -7,7 +7,8 @@ caller takes it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ HIGH_WATER_BYTES = 64 << 10
 MAX_HEADER_BYTES = 64 << 10
 MAX_INTERIM = 16  # 1xx answers before the answer
 _ENCODING = b"transfer-encoding"
+_LINE_ENDS = re.compile(r"[\r\n\0]")
 NAME_SECONDS = 4.5  # to resolve an instance's name
 
 
@@ -350,10 +352,17 @@ class Pool:
     Their number has no limit, because stream 101 must not wait until one of the first 100 ends.
     """
 
-    def __init__(self, keepalive_seconds: float, deadlines: Deadlines) -> None:
+    def __init__(
+        self,
+        keepalive_seconds: float,
+        deadlines: Deadlines,
+        refusal: Callable[[str, str, int], str] = lambda host, ip, port: "",
+    ) -> None:
+        """`refusal` says why an address, to which a host resolves, may not be dialled, or ""."""
         self.loop = asyncio.get_running_loop()
         self.deadlines = deadlines
         self._keepalive_seconds = keepalive_seconds
+        self._refusal = refusal
         # For each address, in order of last use.
         self._idle: dict[str, dict[_Connection, None]] = {}
         self._open: set[_Connection] = set()
@@ -395,7 +404,11 @@ class Pool:
 
     async def _make(self, address: str) -> _Connection:
         host, _, port = address.rpartition(":")
-        found = await self._resolve(host.removeprefix("[").removesuffix("]"))
+        host = host.removeprefix("[").removesuffix("]")
+        found = await self._resolve(host)
+        for ip in found:
+            if refusal := self._refusal(host, ip, int(port)):
+                raise OSError(refusal)
         for ip in found:
             try:
                 made = await self.loop.create_connection(
@@ -464,8 +477,13 @@ def _abandon(making: asyncio.Future[_Connection]) -> None:
 def request_bytes(
     method: str, address: str, path: str, headers: Mapping[str, str], body: bytes
 ) -> tuple[bytes, bytes]:
-    """Return the head and the body of an HTTP/1.1 request."""
-    lines = [f"{method} {path} HTTP/1.1\r\nHost: {address}\r\nContent-Length: {len(body)}\r\n"]
-    lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
-    lines.append("\r\n")
-    return "".join(lines).encode("latin-1"), body
+    """Return the head and the body of an HTTP/1.1 request.
+
+    Raises:
+        ValueError: a value would end its line.
+    """
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {address}", f"Content-Length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    if _LINE_ENDS.search("".join(lines)):
+        raise ValueError("a value with a line end or NUL in the head of a request")
+    return "\r\n".join([*lines, "", ""]).encode("latin-1"), body

@@ -27,6 +27,8 @@ MAX_PIPELINED = 16  # requests that wait on one connection until the one before 
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 4 << 20
 
+CODE = "bad_http"  # of its errors, as of a ProxyError
+
 _UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 _UPGRADE_TOKENS = (b"upgrade", b"http2-settings")
 
@@ -307,7 +309,7 @@ def _has_unknown_length(message: Any) -> bool:
 def _error(refused: _Refused) -> bytes:
     """Return a whole answer in the form of OpenAI's API, as `proxy/errors.py` makes it."""
     error = {"message": str(refused), "type": "invalid_request_error", "param": None}
-    body = msgspec.json.encode({"error": {**error, "code": "bad_http"}})
+    body = msgspec.json.encode({"error": {**error, "code": CODE}})
     status = HTTPStatus(refused.status)
     return (
         b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"

@@ -34,6 +34,7 @@ class RequestRecord:
     client_id: str
     clock: Callable[[], float]
     started: float
+    client: str = ""  # the name of its key
     prefill: str | None = None
     decode: str | None = None
     transfer_id: str | None = None
@@ -92,6 +93,7 @@ class RequestRecord:
             "outcome": self.outcome,
             "transfer_id": self.transfer_id,
             "client_id": self.client_id,
+            "client": self.client,
             "prefill": self.prefill,
             "decode": self.decode,
             "tries": self.num_tries,

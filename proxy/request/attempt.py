@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from proxy.request.services import Services
 
 REQUEST_ID = "X-Request-Id"
+MAX_VIA_CHARS = 512  # of the proxies that a request has passed
 # Headers of the client that go to the instances. Its request id does not: ours carries addresses.
 FORWARDED_HEADERS = ("authorization", "content-type", "traceparent", "tracestate", "user-agent")
 
@@ -109,7 +110,9 @@ class Attempt:
         `more`."""
         theirs = self.request.headers
         headers = {name: theirs[name] for name in (*FORWARDED_HEADERS, *more) if name in theirs}
-        return {"content-type": "application/json", **headers, REQUEST_ID: request_id}
+        passed = theirs.get("via", "")[-MAX_VIA_CHARS:]
+        via = f"{passed}, 1.1 {self.services.name}".removeprefix(", ")
+        return {"content-type": "application/json", **headers, "via": via, REQUEST_ID: request_id}
 
     def limits(self, *, silence: float | None = None, total: float | None = None) -> Limits:
         """Return the timeouts of a leg, in seconds."""

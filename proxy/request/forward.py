@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from proxy.observe.request_log import RequestLog, RequestRecord
     from proxy.request.services import Services
     from proxy.routing.admission import Admission
+    from proxy.routing.clients import ClientKeys
     from proxy.routing.router import Router
 
 logger = logging.getLogger(__name__)
@@ -40,12 +41,14 @@ class Forwarder:
     def __init__(
         self,
         services: Services,
+        clients: ClientKeys,
         router: Router,
         admission: Admission,
         metrics: Metrics,
         log: RequestLog,
     ) -> None:
         self._services = services
+        self._clients = clients
         self._router = router
         self._admission = admission
         self._metrics = metrics
@@ -83,6 +86,12 @@ class Forwarder:
         self._metrics.count_request(record)
 
     async def _answer(self, request: ProxyRequest, record: RequestRecord) -> Answer:
+        given = request.headers.pop("authorization", "")
+        record.client = self._clients.admit(given, request.ends)
+        if passed_on := self._clients.passed_on(given):
+            request.headers["authorization"] = passed_on
+        if self._services.name in request.headers.get("via", ""):
+            raise ProxyError(508, "loop", "the request came back: an instance is a proxy")
         asked = payload.parse(await self._body(request))
         prompt = read_prompt(asked.fields, request.headers.get(SESSION_ID.lower(), ""))
         failed: list[Instance] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 
 from proxy.config import ProxyConfig
 from proxy.fleet.registry import Registry
@@ -20,3 +21,5 @@ class Services:
     upstream: Upstream
     releases: Releases
     deadlines: Deadlines
+    # What this proxy calls itself in the header `Via`, by which it knows its own requests.
+    name: str = field(default_factory=lambda: f"p2p-proxy-{os.urandom(8).hex()}")

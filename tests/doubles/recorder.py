@@ -45,6 +45,7 @@ class RecordingInstance:
     answer: Answerer = field(default_factory=lambda: echo)
     health: Answerer = field(default_factory=lambda: lambda _: whole(b"{}"))
     closes: bool = False  # after each answer
+    hold: asyncio.Event | None = None  # waited for before each answer
     # The requests other than those for /health, in order of arrival; and what was no request.
     received: list[Recorded] = field(default_factory=list)
     faults: list[bytes] = field(default_factory=list)
@@ -75,6 +76,8 @@ class RecordingInstance:
                     writer.write(self.health(request))
                 else:
                     self.received.append(request)
+                    if self.hold is not None:
+                        await self.hold.wait()
                     writer.write(self.answer(request))
                 with suppress(ConnectionError):
                     await writer.drain()

@@ -311,6 +311,34 @@ async def test_an_answer_that_nobody_wants_ends_its_connection() -> None:
         await until(lambda: server.num_closed, "the connection is closed")
 
 
+async def test_the_address_that_is_checked_is_the_one_that_is_dialled() -> None:
+    async with serving(OK) as (server, _):
+        port, checked = int(server.address.rpartition(":")[2]), list[tuple[str, int]]()
+
+        def refusal(host: str, ip: str, port: int) -> str:
+            checked.append((host, port))
+            return f"{ip} is refused"
+
+        pool = Pool(3.0, Deadlines(), refusal)
+        try:
+            with pytest.raises(Unreachable, match="is refused"):
+                await pool.connect(f"localhost:{port}", 5.0)
+            assert server.num_connections == 0
+            assert set(checked) == {("localhost", port)}
+        finally:
+            await pool.close()
+
+
+@pytest.mark.parametrize("end", ["\r\n", "\n", "\r", "\0"])
+@pytest.mark.parametrize("place", range(5))
+def test_no_value_ends_a_line(end: str, place: int) -> None:
+    method, address, path, name, value = (
+        text + end * (place == number) for number, text in enumerate("mapnv")
+    )
+    with pytest.raises(ValueError, match="line end"):
+        request_bytes(method, address, path, {name: value}, b"")
+
+
 async def test_who_cannot_be_reached_is_named(free_port: int) -> None:
     pool = Pool(3.0, Deadlines())
     for address in (f"127.0.0.1:{free_port}", "a..b:80"):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from p2p_engine.simulate.answers import events
+from proxy.fleet.tries import TRIES_OF_ONE
 from tests.doubles.server import Behaviour, ServerDouble
 from tests.rigs.proxies import STREAMED, RunningProxy, fleet, running_proxy, until
 
@@ -156,6 +157,50 @@ async def test_orders_need_the_key(key_file: str) -> None:
     async with running_proxy() as proxy:
         status, answer = await order(proxy, "add", body)
         assert (status, answer["error"]["code"]) == (403, "admin_disabled")
+
+
+OF_A_PAGE = {"X-Api-Key": KEY, "Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Sec-Fetch-Site": "same-origin", "Origin": "https://front"}, 404),
+        ({"Sec-Fetch-Site": "none"}, 404),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Origin": "OWN"}, 404),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "OWN", "Content-Type": "text/plain"}, 403),
+        ({"Origin": "OWN", "Content-Type": "application/x-www-form-urlencoded"}, 403),
+        ({"Content-Type": "text/plain"}, 404),  # no browser
+    ],
+)
+async def test_no_page_of_another_site_gives_orders(
+    headers: dict[str, str], status: int, key_file: str
+) -> None:
+    async with running_proxy(admin_key_file=key_file) as proxy:
+        sent = {**OF_A_PAGE, **{k: v.replace("OWN", proxy.url) for k, v in headers.items()}}
+        got, answer = await order(proxy, "remove", {"instance": "127.0.0.1:9"}, sent)
+        assert got == status
+        assert (answer["error"]["code"] == "cross_site") is (status == 403)
+
+
+async def test_wrong_keys_are_counted(key_file: str) -> None:
+    async with running_proxy(admin_key_file=key_file) as proxy:
+        codes = []
+        for number in range(TRIES_OF_ONE + 3):
+            _, answer = await order(proxy, "remove", {}, {"X-Api-Key": f"guess {number}"})
+            codes.append(answer["error"]["code"])
+        assert codes == ["unauthorized"] * TRIES_OF_ONE + ["too_many_tries"] * 3
+
+
+async def test_addresses_that_no_instance_has_are_not_added(key_file: str, free_port: int) -> None:
+    async with running_proxy(admin_key_file=key_file, port=free_port) as proxy:
+        for address in ("169.254.169.254:80", f"127.0.0.1:{free_port}", "[fe80::1]:80"):
+            status, answer = await order(proxy, "add", {"type": "both", "instance": address})
+            assert (status, answer["error"]["code"]) == (400, "invalid_address")
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from base64 import b64encode
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 from proxy.status import MAX_VIEWERS
 from tests.doubles.server import Behaviour, ServerDouble
@@ -28,10 +31,33 @@ async def test_the_page_needs_nothing_from_elsewhere() -> None:
     async with running_proxy() as proxy, proxy.client.get(f"{proxy.url}/") as response:
         page = await response.text()
         assert (response.status, response.content_type) == (200, "text/html")
-        assert "default-src 'none'" in response.headers["Content-Security-Policy"]
-    assert not re.search(r"(?:src|href)=\"(?!data:)|https?://|innerHTML|@import", page)
+        policy = response.headers["Content-Security-Policy"]
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    hashes = [b64encode(sha256(script.encode()).digest()).decode() for script in scripts]
+    assert f"script-src 'sha256-{hashes[0]}'; " in policy
+    assert len(hashes) == page.count("<script") == 1
+    assert {"default-src 'none'", "frame-ancestors 'none'"} <= set(policy.split("; "))
+    assert not re.search(r"(?:src|href)=\"(?!data:)|https?://|@import| on\w+=\"", page)
+    assert not re.search(r"(?:inner|outer)HTML|insertAdjacent|document\.write|eval|Function", page)
     assert "prefers-color-scheme: dark" in page
     assert 'name="viewport"' in page
+
+
+async def test_no_name_of_an_instance_ends_a_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In the stream of events, in the metrics and in the log."""
+    model = "</script>\r\n\r\ndata: {}\n\u2028\x1b[2J\x00" + 'quo"te\\'
+    async with running_proxy() as proxy, ServerDouble("D", model=model) as decode:
+        decode.beat(proxy.registration_address)
+        await proxy.until_ready(decode)
+        async with proxy.client.get(f"{proxy.url}/status/events") as response:
+            shown = await picture(response)
+        assert shown["instances"][0]["model"] == model
+        assert all(name.startswith("p2p_proxy_") for name in await proxy.metrics() if "{" in name)
+    joined = [record for record in caplog.records if "instance joined" in record.getMessage()]
+    assert joined
+    assert all(record.getMessage().isprintable() for record in joined)
 
 
 async def test_events_show_what_runs_and_what_has_ended() -> None:

@@ -19,6 +19,7 @@ from p2p_engine.config import EngineConfig
 from p2p_engine.engine import P2pNcclEngine
 from proxy.app import Proxy
 from proxy.config import ProxyConfig
+from proxy.http.strict import CODE
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -54,7 +55,7 @@ def literals() -> str:
 
 def codes() -> set[str]:
     """The codes of all errors that the proxy makes; those of a leg begin with its role."""
-    found: set[str] = set()
+    found: set[str] = {CODE}
     for path in (ROOT / "proxy").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in MAKERS:

@@ -22,12 +22,14 @@ from proxy.app import Proxy, create_app
 from proxy.config import ProxyConfig
 from proxy.fleet.admin import _Addition, _Removal
 from proxy.fleet.instances import Instance
+from proxy.http.strict import CODE
 from proxy.observe.request_log import RequestRecord
 from proxy.routing.policies import POLICIES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "proxy.md").read_text()
 ROLES = ["prefill", "decode"]
+MAKERS = ("BodyRefused", "LegFailed", "ProxyError")
 IN_CODES = {"role": ROLES, "role.label": ROLES, "kind": ["failed", "timeout"]}
 
 
@@ -77,10 +79,11 @@ def test_every_state_of_an_instance_is_there() -> None:
 
 
 def codes() -> Iterator[str]:
-    """The code of every error that the proxy raises, spelt out for each role."""
+    """The code of every error that the proxy answers, spelt out for each role."""
+    yield CODE
     for path in (ROOT / "proxy").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("ProxyError", "LegFailed"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in MAKERS:
                 match node.args[1]:
                     case ast.Constant(value=str(code)):
                         yield code

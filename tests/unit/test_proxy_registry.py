@@ -252,7 +252,7 @@ def test_only_addresses_are_taken(address: str) -> None:
             Registry().observe(wrong, 0.0)
 
 
-@pytest.mark.parametrize("address", ["10.0.0.1:80", "gpu-7.rack_2.example:80", "[fe80::1]:65535"])
+@pytest.mark.parametrize("address", ["10.0.0.1:80", "gpu-7.rack_2.example:80", "[fd12::1]:65535"])
 def test_names_and_both_kinds_of_ip_are_taken(address: str) -> None:
     instance, _ = Registry().observe(Heartbeat("D", address, address), 0.0)
     assert instance.identity.http_address == address

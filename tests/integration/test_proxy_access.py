@@ -1,0 +1,181 @@
+"""Keys of clients, TLS, and requests that come back: a real proxy before recording instances."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2p_engine.errors import ConfigError
+from proxy import ProxyConfig, create_app
+from tests.doubles.recorder import RecordingInstance
+from tests.rigs.proxies import running_proxy, until
+from tests.rigs.recorded import recorded
+
+KEY, INSTANCE_KEY = "a-key-of-alice-0001", "the-instances-key"
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not there")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """Files of a client's key and of the instances' key."""
+    (tmp_path / "clients").write_text(f"alice {KEY} in_flight=1\n")
+    (tmp_path / "clients").chmod(0o600)
+    (tmp_path / "instance").write_text(INSTANCE_KEY + "\n")
+    return {name: str(tmp_path / name) for name in ("clients", "instance")}
+
+
+async def test_only_clients_with_a_key_may_ask(files: dict[str, str]) -> None:
+    settings = {"client_keys_file": files["clients"], "instance_key_file": files["instance"]}
+    async with recorded(**settings) as (proxy, prefill, decode):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"X-Api-Key": KEY}):
+            status, body, _ = await proxy.ask(headers=headers)
+            error = json.loads(body)["error"]
+            assert (status, error["code"]) == (401, "invalid_api_key")
+            assert error["type"] == "invalid_request_error"
+            async with proxy.client.get(f"{proxy.url}/v1/models", headers=headers) as response:
+                assert response.status == 401
+        assert prefill.received == decode.received == []
+        right = {"Authorization": f"Bearer {KEY}"}
+        for _ in range(3):
+            assert (await proxy.ask(headers=right))[0] == 200
+        async with proxy.client.get(f"{proxy.url}/v1/models", headers=right) as response:
+            assert response.status == 200
+        seen = [*prefill.received, *decode.received]
+        assert {each.headers["authorization"] for each in seen} == {
+            b"Bearer " + INSTANCE_KEY.encode()
+        }
+        async with proxy.client.get(f"{proxy.url}/health") as response:
+            assert response.status == 200  # for those who watch it
+
+
+async def test_a_client_has_a_limit_of_its_own(files: dict[str, str]) -> None:
+    async with recorded(client_keys_file=files["clients"]) as (proxy, prefill, _):
+        right = {"Authorization": f"Bearer {KEY}"}
+        release = asyncio.Event()
+        prefill.hold = release
+        first = asyncio.ensure_future(proxy.ask(headers=right))
+        await until(lambda: prefill.received, "the first is in progress")
+        status, body, headers = await proxy.ask(headers=right)
+        assert (status, json.loads(body)["error"]["code"]) == (429, "client_limit")
+        assert headers["Retry-After"]
+        release.set()
+        assert (await first)[0] == 200
+        assert (await proxy.ask(headers=right))[0] == 200
+        assert prefill.received[-1].headers.get("authorization") is None
+
+
+async def test_a_request_that_comes_back_is_known() -> None:
+    async with recorded() as (proxy, prefill, _):
+        await proxy.ask()
+        via = prefill.received[0].headers["via"].decode()
+        assert via.startswith("1.1 p2p-proxy-")
+        status, body, _ = await proxy.ask(headers={"Via": f"1.1 front, {via}, 1.0 other"})
+        assert (status, json.loads(body)["error"]["code"]) == (508, "loop")
+        assert (await proxy.ask(headers={"Via": "1.1 front"}))[0] == 200
+        assert prefill.received[-1].headers["via"].decode() == f"1.1 front, {via}"
+
+
+async def test_two_proxies_that_take_each_other_for_instances(free_ports: list[int]) -> None:
+    one, two = free_ports
+    async with (
+        RecordingInstance() as decode,
+        running_proxy(port=one, prefill=f"127.0.0.1:{two}", decode=decode.address) as first,
+        running_proxy(port=two, prefill=f"127.0.0.1:{one}", decode=decode.address) as second,
+    ):
+
+        async def are_ready() -> bool:
+            states = [*(await first.states()).values(), *(await second.states()).values()]
+            return states == ["ready"] * 4
+
+        await until(are_ready, "each takes the other for ready")
+        status, body, _ = await first.ask()
+        assert (status, json.loads(body)["error"]["code"]) == (502, "prefill_failed")
+        assert decode.received == []
+
+
+def made_certificate(folder: Path, name: str) -> dict[str, str]:
+    """Make a certificate for localhost that signs itself."""
+    files = {"tls_cert": str(folder / f"{name}.pem"), "tls_key": str(folder / f"{name}.key")}
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+         "-nodes", "-days", "2", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1",
+         "-keyout", files["tls_key"], "-out", files["tls_cert"]],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return files
+
+
+async def shown_certificate(port: int) -> bytes:
+    """Connect by TLS; return the certificate that the proxy shows."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert (await reader.read(-1)).startswith(b"HTTP/1.1 200 OK")
+    shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    assert isinstance(shown, bytes)
+    return shown
+
+
+@needs_openssl
+async def test_tls_and_keys_are_read_again_at_a_hangup(
+    tmp_path: Path, files: dict[str, str]
+) -> None:
+    one, two = (made_certificate(tmp_path, name) for name in ("one", "two"))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "proxy", "--host", "127.0.0.1", "--port", "0",
+        "--registration-host", "127.0.0.1", "--registration-port", "0",
+        "--tls-cert", one["tls_cert"], "--tls-key", one["tls_key"],
+        "--client-keys-file", files["clients"], stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None
+    try:
+        port = int(await said(process.stderr, r"running on https://127.0.0.1:(\d+)"))
+        first = await shown_certificate(port)
+        for old, new in zip(one.values(), two.values(), strict=True):
+            shutil.copy(new, old)
+        process.send_signal(signal.SIGHUP)
+        await said(process.stderr, "read again$")
+        second = await shown_certificate(port)
+        assert first != second
+        for path in (one["tls_key"], files["clients"]):
+            shutil.copy(__file__, path)
+        process.send_signal(signal.SIGHUP)
+        for setting in ("client_keys_file", "tls_key"):
+            await said(process.stderr, f"not read again: .*{setting}")
+        assert await shown_certificate(port) == second
+    finally:
+        process.kill()
+        await process.communicate()
+
+
+async def said(lines: asyncio.StreamReader, pattern: str) -> str:
+    """Read lines until one has a pattern; return its group, or all of it."""
+    while line := (await asyncio.wait_for(lines.readline(), 30)).decode().rstrip():
+        if match := re.search(pattern, line):
+            return match[match.lastindex or 0]
+    raise AssertionError(f"it ended before it said {pattern}")
+
+
+@needs_openssl
+def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    one, two = (made_certificate(tmp_path, name) for name in ("one", "two"))
+    wrong: tuple[dict[str, Any], ...] = (
+        {**one, "tls_key": two["tls_key"]},
+        {**one, "tls_key": ""},
+        {**one, "tls_cert": str(tmp_path / "nothing")},
+    )
+    for settings in wrong:
+        with pytest.raises(ConfigError, match="tls_"):
+            create_app(ProxyConfig(**settings))
