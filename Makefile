@@ -1,6 +1,7 @@
 # The one door: every command that a developer, a reader or CI runs.
 # Variables: PYTHON= (another interpreter), VLLM= (another release of vLLM), MODES=, NAME=, DURATION=, SEED=, JOBS=
 
+WORKERS = 2
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest
 C_FILES = $(wildcard csrc/*.[ch] tests/c/*.[ch] tests/doubles/*.[ch])
@@ -27,7 +28,7 @@ demo: setup  ## real vLLM, one prefill and one decode instance, token for token 
 
 test: setup test-c tsan asan  ## everything that needs no GPU; at most 25 minutes on two cores
 	$(PYTEST) tests/unit tests/property tests/contract tests/integration tests/vllm \
-		-m "not vllm and not gpu" --durations=20
+		-m "not vllm and not gpu" --durations=20 --numprocesses $(WORKERS) --dist loadfile
 
 scale: setup  ## stand-ins come and go at random under load for DURATION= seconds (600)
 	$(BIN)/python -m tests.scale.run $(if $(DURATION),--seconds $(DURATION))
