@@ -2,8 +2,9 @@
 
 All send modes, sizes at random, both transports in turn, now and then an abort. Every 5 s the
 resident memory, the threads and the descriptors of both are read; the slopes are those of straight
-lines through what was read after the first fifth (least squares). Before that, many small transfers
-fill what is remembered of those that have ended.
+lines through what was read after the first fifth (least squares); "resident MB" are some of these
+readings, in order. Before that, many small transfers fill what is remembered of those that have
+ended.
 
 With --links, one of each pair has that many links to a crowd (tests/chaos/crowd.py) after a tenth
 of the time: polite peers, mute ones, names that do not resolve; and strangers do harm to both. The
@@ -155,6 +156,10 @@ class Soak:
             "moved_bytes": self.moved_bytes,
             "wrong": self.num_wrong,
             "slope per hour": dict(zip(names, slopes.round(1).tolist(), strict=True)),
+            "resident MB": [
+                [round(value / 1e6) for value in row]
+                for row in rows[:: len(rows) // 12 or 1, (1, 4)]
+            ],
             "at a fifth": rows[0, 1:].astype(int).tolist(),
             "at the end": rows[-1, 1:].astype(int).tolist(),
             **(self._beside_the_crowd() if self._num_links else {}),
