@@ -26,9 +26,21 @@ _NOT_FOR_PREFILL = ("min_tokens", "stream_options")
 _TRANSFERS = {KV_PARAMS, "ec_transfer_params"}
 _NOT_FOR_CLIENTS = {*_TRANSFERS, "request_id"}
 _XARGS = "vllm_xargs"
+# A request has few fields that may be large. All others together, and the names, are small: a body
+# of millions of fields would stop the proxy for seconds.
+_MAY_BE_LARGE = (
+    "chat_template", "chat_template_kwargs", "documents", "input", "logit_bias", "messages",
+    "mm_processor_kwargs", "prompt", "prompt_embeds", "response_format", "structured_outputs",
+    "tokens", "tools",
+)  # fmt: skip
+MAX_SMALL_BYTES = 256 << 10
+FEW_COLONS = 4096  # a body with fewer has fewer fields, and needs no closer look
 MAX_DIGITS = 9  # of a number of choices; vLLM takes 16,384 of them by default
 
 _fields_decoder = msgspec.json.Decoder(Fields)
+_large_decoder = msgspec.json.Decoder(
+    msgspec.defstruct("_Large", [(name, msgspec.Raw, msgspec.Raw()) for name in _MAY_BE_LARGE])
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +95,11 @@ def parse(body: bytes) -> ClientRequest:
     The body stays as it is, unless it has something that only the proxy may say.
 
     Raises:
-        ProxyError: 400, the body is not a JSON object.
+        ProxyError: 400, the body is not a JSON object, or what should be small in it is not.
     """
     try:
+        if len(body) > MAX_SMALL_BYTES and _has_many_colons(body):
+            _check_small(body)
         fields = _fields_decoder.decode(body)
     except BAD_JSON as error:
         raise ProxyError(400, "invalid_json", f"the body is not a JSON object: {error}") from error
@@ -95,6 +109,29 @@ def parse(body: bytes) -> ClientRequest:
             fields[_XARGS] = _without_transfers(fields[_XARGS])
         body = msgspec.json.encode(fields)
     return ClientRequest(body, fields)
+
+
+def _has_many_colons(body: bytes) -> bool:
+    num_colons = 0
+    for start in range(0, len(body), MAX_SMALL_BYTES):
+        num_colons += body.count(b":", start, start + MAX_SMALL_BYTES)
+        if num_colons > FEW_COLONS:
+            return True
+    return False
+
+
+def _check_small(body: bytes) -> None:
+    """Refuse a body that has much outside of the fields that may be large; skips all others."""
+    large = _large_decoder.decode(body)
+    num_bytes = len(body) - sum(len(bytes_of(getattr(large, name))) for name in _MAY_BE_LARGE)
+    if num_bytes > MAX_SMALL_BYTES:
+        message = f"the fields beside {', '.join(_MAY_BE_LARGE)} have {num_bytes} bytes"
+        raise ProxyError(400, "too_many_fields", f"{message}; at most {MAX_SMALL_BYTES} are taken")
+
+
+def bytes_of(value: msgspec.Raw) -> memoryview:
+    """Return the JSON of a value, without a copy."""
+    return memoryview(value)
 
 
 def _without_transfers(arguments: msgspec.Raw) -> msgspec.Raw:
@@ -137,9 +174,10 @@ def decode_body(asked: ClientRequest, params: Params | None) -> bytes:
     """Return the client's body with our parameters spliced in before the last brace."""
     if params is None:
         return asked.body
-    head = asked.body.rstrip(b" \t\r\n").removesuffix(b"}")
+    head = memoryview(asked.body.rstrip(b" \t\r\n"))[:-1]  # the body may be large: one copy
     comma = b"," if asked.fields else b""
-    return b'%b%b"%b":%b}' % (head, comma, KV_PARAMS.encode(), msgspec.json.encode(params))
+    ours = b'%b"%b":%b}' % (comma, KV_PARAMS.encode(), msgspec.json.encode(params))
+    return b"".join((head, ours))
 
 
 def request_id(proxy_id: ProxyId) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import msgspec
 
@@ -14,10 +14,14 @@ if TYPE_CHECKING:
     from proxy.openai.payload import Fields
 
 Value = TypeVar("Value", int, str)
+# A memoryview of the body: prompts may be large, and are not copied.
+Text: TypeAlias = bytes | memoryview
 
 # An estimate for text and for lists of token ids; it is used to weigh requests only.
 BYTES_PER_TOKEN = 4
 BLOCK_BYTES = 256
+# Blocks of one prompt that routing compares: its first 2 MiB. More would hold up other requests.
+MAX_BLOCKS = 8192
 TOKENS_PER_BLOCK = BLOCK_BYTES // BYTES_PER_TOKEN
 # Estimated output tokens if the request sets no limit; also the maximum, as limits are seldom met.
 EXPECTED_OUTPUT_TOKENS = 256
@@ -34,8 +38,8 @@ class Prompt:
 
     model: str | None = None
     session: str = ""
-    text: bytes = b""
-    context: tuple[bytes, ...] = ()
+    text: Text = b""
+    context: tuple[Text, ...] = ()
     num_output_tokens: int = EXPECTED_OUTPUT_TOKENS
     # It asks about the prompt itself, so the instance that decodes must compute the prompt.
     needs_whole_prompt: bool = False
@@ -47,10 +51,12 @@ class Prompt:
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:
-        """One hash for the context, then one for each whole block of the text."""
-        text = self.text
+        """One hash for the context, then one for each whole block of the text, up to
+        `MAX_BLOCKS`."""
+        text = self.text[: MAX_BLOCKS * BLOCK_BYTES]
         ends = range(BLOCK_BYTES, len(text) + 1, BLOCK_BYTES)
-        return (hash(self.context), *(hash(text[end - BLOCK_BYTES : end]) for end in ends))
+        hashes = (hash(bytes(text[end - BLOCK_BYTES : end])) for end in ends)
+        return (hash(tuple(map(bytes, self.context))), *hashes)
 
     def num_new_tokens(self, num_held_blocks: int) -> int:
         """Return the estimated tokens left to compute for a holder of the first
@@ -64,12 +70,12 @@ def read_prompt(fields: Fields, session: str = "") -> Prompt:
 
     `session` is the client's session id; without one, the field `user` is used.
     """
-    text = next((bytes(fields[name]) for name in _TEXTS if name in fields), b"")
+    texts = (payload.bytes_of(fields[name]) for name in _TEXTS if name in fields)
     return Prompt(
         model=payload.model_of(fields),
         session=session or _value(fields, "user", str, ""),
-        text=text,
-        context=tuple([bytes(fields[name]) if name in fields else b"" for name in _CONTEXT]),
+        text=next(texts, b""),
+        context=tuple([payload.bytes_of(fields[n]) if n in fields else b"" for n in _CONTEXT]),
         num_output_tokens=_num_output_tokens(fields),
         needs_whole_prompt=_needs_whole_prompt(fields),
     )

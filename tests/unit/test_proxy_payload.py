@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from p2p_engine.wire.request_ids import ProxyId, parse_proxy_id
 from proxy.errors import ProxyError
 from proxy.openai import payload
+from proxy.openai.prompt import MAX_BLOCKS, read_prompt
 
 PROXY_ID = ProxyId("10.0.0.1:21001", "[fe80::2]:22001", "0123456789abcdef" * 2)
 PARAMS = {"do_remote_prefill": True, "remote_host": "h"}
@@ -203,3 +204,30 @@ def test_what_is_no_completion_is_no_prefill(answer: bytes) -> None:
 def test_an_endless_number_of_choices_counts_as_one() -> None:
     fields = payload.parse(b'{"n": %b}' % (b"9" * 10_000)).fields
     assert payload.num_choices(fields) == 1
+
+
+@pytest.mark.parametrize(
+    "field",
+    ['"key %d": 1', '"model": "%d"', '"vllm_xargs": {"a": %d}', '"\\u006bv_transfer_params": %d'],
+)
+def test_a_large_body_of_many_fields_is_refused_before_they_are_taken_apart(field: str) -> None:
+    fields = ", ".join(field % number for number in range(60_000))
+    with pytest.raises(ProxyError, match="bytes; at most 262144 are taken"):
+        payload.parse(b"{%b}" % fields.encode())
+
+
+@pytest.mark.parametrize("name", ["prompt", "messages", "tools", "response_format"])
+def test_a_large_body_of_one_large_field_is_taken(name: str) -> None:
+    large = [{"role": "user", "content": "a: b"}] * 20_000
+    body = json.dumps({"model": "m", name: large, "n": 2}).encode()
+    asked = payload.parse(body)
+    assert json.loads(payload.decode_body(asked, PARAMS)) == {
+        "model": "m", name: large, "n": 2, "kv_transfer_params": json.loads(json.dumps(PARAMS)),
+    }  # fmt: skip
+
+
+def test_a_prompt_is_compared_up_to_a_bound() -> None:
+    asked = payload.parse(json.dumps({"prompt": "x" * 10_000_000}).encode())
+    prompt = read_prompt(asked.fields)
+    assert len(prompt.blocks) == MAX_BLOCKS + 1
+    assert prompt.num_tokens == 10_000_002 // 4

@@ -135,7 +135,7 @@ def test_a_prompt_that_decode_holds_needs_no_prefill() -> None:
     first = fleet.pair(prompt)
     assert first.prefill is not None
     fleet.registry.take_leg(first.decode, Role.DECODE, 5000)  # busy, yet it holds the prompt
-    again = fleet.pair(Prompt(text=prompt.text + b"and a little more"))
+    again = fleet.pair(Prompt(text=bytes(prompt.text) + b"and a little more"))
     assert (again.prefill, again.decode) == (None, first.decode)
     assert fleet.pair(Prompt(text=text("another ", 20))).prefill is not None
     assert first.decode in decodes
