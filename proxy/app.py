@@ -154,7 +154,9 @@ class Proxy:
         instance_key = read_key("instance_key_file", config.instance_key_file)
         self._clients = ClientKeys(config.client_keys_file, instance_key, clock)
         deadlines = Deadlines()
-        self._upstream = Upstream(self._metrics.resends, deadlines, allowed.refusal_to_dial)
+        self._upstream = Upstream(
+            self._metrics.resends, deadlines, allowed.refusal_to_dial, shares.upstream
+        )
         self._readiness = Readiness(config, self._registry, self._upstream, clock)
         self._discovery = Discovery(
             config, self._registry, self._metrics.heartbeats, self._readiness.watch, clock

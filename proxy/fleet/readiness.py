@@ -10,7 +10,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from proxy.http.client import ClientError, TimedOut
+from proxy.http.client import ClientError, NoRoom, TimedOut
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +81,9 @@ class Readiness:
     async def _probe(self, instance: Instance) -> None:
         timeout = self._config.probe_timeout_seconds
         try:
-            status, _ = await self._upstream.get(instance, "/health", {}, timeout)
+            status, _ = await self._upstream.get(instance, "/health", {}, timeout, is_probe=True)
+        except NoRoom:
+            logger.warning("no descriptor to probe %s", instance.identity.name)
         except TimedOut:
             instance.record_silence()
         except ClientError:

@@ -8,11 +8,12 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from p2p_engine.errors import named
-from proxy.errors import LegFailed
+from proxy.errors import LegFailed, ProxyError
 from proxy.http.client import (
     Broken,
     ClientError,
     Limits,
+    NoRoom,
     Pool,
     Response,
     TimedOut,
@@ -49,10 +50,12 @@ class Upstream:
         resends: Counter,
         deadlines: Deadlines,
         refusal: Callable[[str, str, int], str] = lambda host, ip, port: "",
+        max_connections: int = 1 << 20,
     ) -> None:
         """`resends` counts, by role, the requests that were sent again over a new connection;
         `refusal` says why an address may not be dialled."""
         self._resends = resends
+        self._max_connections = max_connections
         self._deadlines = deadlines
         self._refusal = refusal
         self._pool: Pool | None = None
@@ -60,6 +63,7 @@ class Upstream:
     def open(self) -> None:
         """Create the connection pool."""
         self._pool = Pool(KEEPALIVE_SECONDS, self._deadlines, self._refusal)
+        self._pool.max_open = self._max_connections
 
     async def close(self) -> None:
         """Close every connection, idle or not; idempotent."""
@@ -67,15 +71,23 @@ class Upstream:
             await self._pool.close()
 
     async def get(
-        self, instance: Instance, path: str, headers: Mapping[str, str], timeout: float
+        self,
+        instance: Instance,
+        path: str,
+        headers: Mapping[str, str],
+        timeout: float,
+        *,
+        is_probe: bool = False,
     ) -> tuple[int, bytes]:
         """Send a GET on a new connection; return the answer's status and body.
+
+        A probe is sent even if requests may have no more connections.
 
         Raises:
             ClientError: no complete answer came within `timeout` seconds.
         """
         address = instance.identity.http_address
-        connection = await self._opened().connect_anew(address, timeout)
+        connection = await self._opened().connect_anew(address, timeout, is_probe=is_probe)
         headers = {**headers, "Connection": "close"}
         request = request_bytes("GET", address, path, headers, b"")
         response = connection.ask(request, Limits(timeout, total=timeout))
@@ -106,6 +118,7 @@ class Upstream:
 
         Raises:
             LegFailed: no answer came.
+            ProxyError: 503, this process can have no more connections.
         """
         identity = instance.identity
         if identity.dp_rank is not None:
@@ -113,6 +126,9 @@ class Upstream:
         request = request_bytes("POST", identity.http_address, path, headers, body)
         try:
             return await self._post(instance, role, request, limits, on_sent)
+        except NoRoom as error:
+            message = "the proxy can have no more connections to instances"
+            raise ProxyError(503, "no_connection", message) from error
         except ClientError as error:
             raise leg_failed(instance, role, error) from error
 

@@ -7,6 +7,7 @@ caller takes it.
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ MAX_INTERIM = 16  # 1xx answers before the answer
 _ENCODING = b"transfer-encoding"
 _LINE_ENDS = re.compile(r"[\r\n\0]")
 NAME_SECONDS = 4.5  # to resolve an instance's name
+# What this machine lacks, and not the instance: descriptors, memory, local ports.
+_SHORTAGES = (
+    errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL,
+)  # fmt: skip
 
 
 class ClientError(P2pError):
@@ -41,6 +46,10 @@ class TimedOut(ClientError):
 
 class ConnectTimedOut(Unreachable, TimedOut):
     """The connection was not established in time."""
+
+
+class NoRoom(ClientError):
+    """This process can have no more connections, whatever the instance does."""
 
 
 class Broken(ClientError):
@@ -349,7 +358,8 @@ class _Connection(asyncio.Protocol):
 class Pool:
     """Connections by address. Idle ones are kept for `keepalive_seconds`.
 
-    Their number has no limit, because stream 101 must not wait until one of the first 100 ends.
+    No address has a limit of its own, because stream 101 must not wait until one of the first 100
+    ends.
     """
 
     def __init__(
@@ -363,6 +373,9 @@ class Pool:
         self.deadlines = deadlines
         self._keepalive_seconds = keepalive_seconds
         self._refusal = refusal
+        # Connections at a time; a probe is made beyond it, too.
+        self.max_open = 1 << 20
+        self._num_making = 0
         # For each address, in order of last use.
         self._idle: dict[str, dict[_Connection, None]] = {}
         self._open: set[_Connection] = set()
@@ -379,28 +392,49 @@ class Pool:
             connection.abort()
         return await self.connect_anew(address, timeout)
 
-    async def connect_anew(self, address: str, timeout: float) -> _Connection:
+    async def connect_anew(
+        self, address: str, timeout: float, *, is_probe: bool = False
+    ) -> _Connection:
         """Return a new connection.
 
         Raises:
             Unreachable: the connection failed.
             ConnectTimedOut: it was not established within `timeout` seconds.
+            NoRoom: all `max_open` are in use, or the system gives no more.
         """
+        if not is_probe:
+            self._make_room()
         making = asyncio.ensure_future(self._make(address))
+        self._num_making += 1
         try:  # wait_for can lose a cancellation that arrives with the result
             await asyncio.wait([making], timeout=timeout)
         except asyncio.CancelledError:
             _abandon(making)
             raise
+        finally:
+            self._num_making -= 1
         if not making.done():
             _abandon(making)
             raise ConnectTimedOut(f"no connection within {timeout:g} s")
         try:
             connection = making.result()
         except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in _SHORTAGES:
+                raise NoRoom(repr(error)) from error
             raise Unreachable(repr(error)) from error
         self._open.add(connection)
         return connection
+
+    def _make_room(self) -> None:
+        """Close the connection that was idle for the longest, if there are too many."""
+        if len(self._open) + self._num_making < self.max_open:
+            return
+        idle = [next(iter(kept)) for kept in self._idle.values() if kept]
+        if not idle:
+            raise NoRoom(f"{self.max_open} connections to instances are in use")
+        oldest = min(idle, key=lambda connection: connection.idle_since)
+        self.forget(oldest)
+        oldest.abort()
 
     async def _make(self, address: str) -> _Connection:
         host, _, port = address.rpartition(":")

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from proxy.errors import LegFailed
+from proxy.errors import ProxyError
 from proxy.fleet.instances import Role
 from proxy.http.client import Limits
 
@@ -53,7 +53,7 @@ class Releases:
         limits = Limits(TIMEOUT_SECONDS, total=TIMEOUT_SECONDS)
         try:
             response = await self._upstream.post(decode, Role.DECODE, path, body, headers, limits)
-        except LegFailed as error:
+        except ProxyError as error:
             logger.warning("KV not released instance=%s: %s", decode.identity.name, error)
             self._metrics.releases.labels("failed").inc()
             return

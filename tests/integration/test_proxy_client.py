@@ -19,6 +19,7 @@ from proxy.http.client import (
     Broken,
     ConnectTimedOut,
     Limits,
+    NoRoom,
     Pool,
     Response,
     TimedOut,
@@ -346,6 +347,21 @@ async def test_who_cannot_be_reached_is_named(free_port: int) -> None:
             await pool.connect(address, 5.0)
     with pytest.raises(ConnectTimedOut):
         await pool.connect("127.0.0.1:9", 0.0)
+
+
+async def test_connections_are_bounded_and_idle_ones_make_room() -> None:
+    async with serving() as (server, pool):
+        other = server.address.replace("127.0.0.1", "localhost")
+        pool.max_open = 2
+        kept = [await pool.connect(server.address, 20.0) for _ in range(2)]
+        with pytest.raises(NoRoom):
+            await pool.connect(other, 20.0)
+        await pool.connect_anew(other, 20.0, is_probe=True)
+        pool.max_open = 3
+        for connection in kept:
+            pool.keep(connection)
+        await pool.connect(other, 20.0)
+        assert [connection.is_open for connection in kept] == [False, True]
 
 
 @pytest.mark.parametrize("num_turns", range(6))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -39,6 +41,33 @@ async def test_memory_is_free_again_when_the_answer_begins() -> None:
             assert {one.status, two.status, three.status} == {200}
             assert (await proxy.metrics())["p2p_proxy_body_bytes"] == 0
             decode.behaviour = Behaviour()
+
+
+async def test_who_has_no_descriptor_left_does_not_blame_an_instance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_short = False
+    create = asyncio.BaseEventLoop.create_connection
+
+    async def failing(
+        loop: Any, factory: Any, host: Any = None, port: Any = None, **options: Any
+    ) -> Any:
+        if is_short and host is not None:  # the test's own client gives a socket
+            raise OSError(errno.EMFILE, "too many open files")
+        return await create(loop, factory, host, port, **options)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", failing)
+    async with fleet(breaker_failures=1, probe_interval_seconds=0.01) as (proxy, _, [decode]):
+        is_short = True
+        probed = decode.health_count
+        for _ in range(5):
+            status, body, _ = await proxy.ask()
+            assert (status, b"no_connection" in body) == (503, True)
+        assert set((await proxy.states()).values()) == {"ready"}
+        is_short = False
+        assert (await proxy.ask())[0] == 200
+        await until(lambda: decode.health_count > probed, "it is probed again")
+        await proxy.until_idle()
 
 
 async def test_a_model_that_nobody_serves_has_no_queue_of_its_own(
