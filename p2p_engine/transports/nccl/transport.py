@@ -192,6 +192,13 @@ class NcclTransport:
         self._senders: dict[int, ReceivingPair] = {}
         self._pairs: set[NcclPair] = set()  # the device's thread only
         self._is_closed = False
+        processors = device.run(lambda: device.cuda.num_processors(device.index), 10.0)
+        slots = num_slots(num_channels, processors)
+        if slots == 1:
+            logger.warning(
+                "nccl_num_channels=%d: one piece moves at a time: the kernels of two do not "
+                "fit on %d multiprocessors; fewer channels are faster", num_channels, processors,
+            )  # fmt: skip
         listener = listen(family_of(host), (host, 0))
         try:
             sent_bytes = Slabs.total_bytes(slab_bytes, NUM_SLABS)
@@ -205,7 +212,6 @@ class NcclTransport:
         self._door = Door(control, listener, self._tokens, self._admit)
         self._reaper = Reaper(nccl, device)
         self._groups = Groups(self._reaper, max_groups)
-        slots = num_slots(num_channels, device.cuda.num_processors(device.index))
         memory = ((self._memory, total), *([buffer] if buffer is not None else []))
         self._shared = Resources(
             nccl, device, self._reaper, Slots(slots), Slots(slots),
