@@ -87,7 +87,7 @@ def breakable() -> tuple[list[str], list[str]]:
         for name, part in parts_of(engine):
             held = [key for key, value in vars(part).items() if is_callback(value)]
             held += [method for method, _ in inspect.getmembers(type(part), takes_a_job)]
-            held += [method for method in NEWS if method in vars(type(part))]
+            held += [method for method in sorted(NEWS) if method in vars(type(part))]
             found += [f"{name}.{key}" for key in held]
         return list(engine._parts.ticks), [item for item in found if not item.endswith("_clock")]
 
