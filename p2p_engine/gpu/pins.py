@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 SLICE_BYTES = 128 << 20
 PAUSE_SECONDS = 0.02
+MAX_REFUSALS = 3  # in a row; then CUDA is not asked again
 REMOVE_SECONDS = 10.0  # for the slice that is being page-locked to end
 
 
@@ -94,6 +95,7 @@ class HostPins:
         self._ranges: dict[int, PinnedRange] = {}
         self._wanted: collections.deque[tuple[PinnedRange, int]] = collections.deque()
         self._busy: PinnedRange | None = None
+        self._num_refusals = 0  # in a row; the thread's only
         self._thread: threading.Thread | None = None
         self._is_stopping = False
 
@@ -200,6 +202,8 @@ class HostPins:
                 self._changed.wait_for(lambda: self._is_stopping, PAUSE_SECONDS)
 
     def _pin(self, address: int, nbytes: int) -> PinState:
+        if self._num_refusals >= MAX_REFUSALS:
+            return PinState.REFUSED
         start, mib = time.monotonic(), nbytes >> 20
         try:
             self._cuda.use(self._device)
@@ -209,7 +213,11 @@ class HostPins:
                 "%d MiB of host memory stay pageable, copies of them are slower: %s",
                 mib, str(error),
             )  # fmt: skip
+            self._num_refusals += 1
+            if self._num_refusals == MAX_REFUSALS:
+                logger.warning("no more host memory is page-locked: CUDA is not asked again")
             return PinState.REFUSED
+        self._num_refusals = 0
         logger.info("page-locked %d MiB of host memory in %.3f s", mib, time.monotonic() - start)
         return PinState.PINNED
 

@@ -21,7 +21,7 @@ from p2p_engine.memory.layout import one_region
 from p2p_engine.transports.base import Channel, Order
 from p2p_engine.transports.handshake import ACCEPTED
 from p2p_engine.transports.nccl.memory import MIB, Side, estimated_bytes
-from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS
+from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS, NUM_SLABS
 from p2p_engine.transports.nccl.transport import NcclTransport, check_environment
 from tests.doubles.gpu import GpuDouble
 from tests.rigs.tensors import random_memory
@@ -259,6 +259,12 @@ def test_a_transfer_that_fails_on_the_gpu_ends_and_is_never_taken_for_whole(
         assert_arrives(pair, pair.channel(), memory)
 
 
+def num_free_slabs(pair: TransportPair) -> int:
+    """How many slabs the sender could take now."""
+    assert isinstance(pair.sender.transport, NcclTransport)
+    return len(pair.sender.transport._shared.slabs._free)
+
+
 def look_again(pair: TransportPair) -> None:
     """Let both devices' threads look at all groups and events again."""
     for half in (pair.sender, pair.receiver):
@@ -286,10 +292,12 @@ def test_a_failed_group_keeps_its_memory_until_its_abort_has_returned(
             assert not landing.job.done
             assert not job.done
             assert double["late_writes"] == late
+            assert num_free_slabs(pair) < NUM_SLABS
         assert job.wait(10)
         assert landing.job.wait(10)
         assert (job.state, landing.job.state) == ("failed", "failed")
         assert double["late_writes"] > late
+        assert num_free_slabs(pair) == NUM_SLABS
         pair.receiver.arena.release(landing.space)
         assert_arrives(pair, pair.channel(), memory)
 

@@ -71,6 +71,18 @@ def test_what_is_refused_is_not_waited_for(pinned: HostPins, memory: Arena) -> N
     assert pinned.nbytes() == {"pinned": 2 * MIB, "refused": 2 * MIB}
 
 
+def test_cuda_is_not_asked_again_and_again(
+    pinned: HostPins, memory: Arena, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each question may hold up everybody."""
+    with DOUBLE.fault(register_limit_bytes=1):
+        (moment,) = pinned.pending(*at(memory, (0, memory.nbytes)))
+        eventually(moment.is_complete)
+    assert pinned.nbytes() == {"pinned": 0, "refused": memory.nbytes}
+    assert caplog.text.count("stay pageable") == pins.MAX_REFUSALS
+    assert caplog.text.count("not asked again") == 1
+
+
 def test_a_range_stays_while_a_slice_of_it_is_being_page_locked(
     pinned: HostPins, memory: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
