@@ -38,8 +38,9 @@ def chunk(content: bytes, extension: bytes = b"") -> bytes:
 
 END = b"0\r\n\r\n"
 CHUNKED = b"Transfer-Encoding: chunked"
-HIDDEN = post(SMUGGLED)
+HIDDEN = post(SMUGGLED, b"X-Request-Id: " + SMUGGLED.encode())
 _HIDDEN_LENGTH = b"Content-Length: %d" % len(HIDDEN)
+FAR = b"\r\n" * 500_000 + HIDDEN  # a parser that skips the first bytes finds a request
 GOOD = body_of(FIRST)
 LENGTH = b"Content-Length: %d" % len(GOOD)
 TYPE = b"Content-Type: application/json"
@@ -274,6 +275,11 @@ OTHER_PROTOCOLS = {
         head(b"Upgrade: x", b"Connection: upgrade", _HIDDEN_LENGTH, method=b"GET", path=b"/health"),
         HIDDEN,
         status=200,
+    ),
+    "upgrade, and a request behind many lines": Attack(
+        (head(b"Upgrade: x", b"Connection: upgrade", b"Content-Length: %d" % len(FAR)) + FAR,),
+        (400,),
+        is_open=True,
     ),
     "upgrade, and chunks": served(
         head(b"Upgrade: x", b"Connection: upgrade", CHUNKED), chunk(GOOD) + END

@@ -69,7 +69,7 @@ class RawClient:
         """Read what comes until the connection ends."""
         try:
             return await self._reader.read(-1)
-        except ConnectionResetError:
+        except ConnectionError:
             return b""
 
     async def _body(self, headers: dict[str, str]) -> bytes:
