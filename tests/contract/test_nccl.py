@@ -122,6 +122,18 @@ def test_nothing_is_registered_unless_it_is_asked_for(double: GpuDouble, rng: Se
         assert double["live_registrations"] == 4  # slabs and buffer on both sides
 
 
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+def test_nothing_is_registered_unless_both_sides_want_it(
+    double: GpuDouble, rng: SeededRandom, who: str
+) -> None:
+    """They would cut pieces differently."""
+    with pairs() as pair:
+        getattr(pair, who).close()
+        setattr(pair, who, TransportEnd("nccl", registers=True))
+        assert_arrives(pair, pair.channel(), random_memory(rng, MIB))
+        assert double["live_registrations"] == 0
+
+
 def test_many_pairs_on_one_device(double: GpuDouble, rng: SeededRandom) -> None:
     """Pieces of different pairs take turns over the slots."""
     with contextlib.ExitStack() as stack:

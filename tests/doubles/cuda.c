@@ -123,6 +123,7 @@ static const char* const NAMES[NUM_VALUES] = {
     [FREED_PROXY_USES] = "freed_proxy_uses",
     [RACING_CALLS] = "racing_calls",
     [MIXED_MEMORY] = "mixed_memory",
+    [MIXED_SIDES] = "mixed_sides",
     [OPEN_ROOTS] = "open_roots",
     [UNIQUE_IDS] = "unique_ids",
     [ABORTS] = "aborts",

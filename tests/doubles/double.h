@@ -63,7 +63,8 @@ typedef enum {
     FREED_PROXY_USES,   /* ends that undid registrations which a network card had used */
     RACING_CALLS,       /* deregistrations while another call of the communicator runs */
     MIXED_MEMORY,       /* operations on other memory than what is registered */
-    OPEN_ROOTS,         /* unique ids whose peer has not come */
+    MIXED_SIDES, /* transfers of which one side's memory is registered, and the other's is not */
+    OPEN_ROOTS,  /* unique ids whose peer has not come */
     UNIQUE_IDS,
     ABORTS,
     DOUBLE_ABORTS,     /* of one communicator */

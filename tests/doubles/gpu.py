@@ -17,7 +17,7 @@ LIBRARY = ROOT / "build" / "double" / "libgpudouble.so"
 LIVE = ("comms", "registrations", "allocations", "imports", "streams", "events",
         "host_registrations")  # fmt: skip
 WRONGS = ("wrong_threads", "double_aborts", "size_mismatches", "bad_configuration", "mixed_memory",
-          "freed_proxy_uses", "racing_calls", "staged_copies")  # fmt: skip
+          "mixed_sides", "freed_proxy_uses", "racing_calls", "staged_copies")  # fmt: skip
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-g", "-O1", "-fPIC", "-shared", "-pthread",
          "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror")  # fmt: skip
 

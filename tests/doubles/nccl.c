@@ -60,6 +60,7 @@ typedef struct {
 typedef struct {
     uint64_t kind;
     uint64_t nbytes;
+    uint64_t is_registered;
 } header_t;
 
 typedef struct registration {
@@ -117,6 +118,7 @@ typedef struct {
     size_t nbytes;
     uint64_t ticket;
     bool is_send;
+    bool is_registered;
 } transfer_t;
 
 typedef struct {
@@ -519,12 +521,15 @@ send_now(transfer_t* self) {
         spin_until_aborted(comm);
         return false;
     }
+    if ((header.is_registered != 0) != self->is_registered) {
+        atomic_fetch_add(&double_values[MIXED_SIDES], 1); /* they cut a piece differently */
+    }
     return write_all(comm, self->buffer, self->nbytes);
 }
 
 static bool
 receive_now(transfer_t* self) {
-    header_t header = {CLEAR_TO_SEND, self->nbytes};
+    header_t header = {CLEAR_TO_SEND, self->nbytes, self->is_registered};
     return write_all(self->comm, &header, sizeof header) &&
            read_all(self->comm, self->buffer, self->nbytes);
 }
@@ -545,6 +550,7 @@ static bool
 tell_card(transfer_t* self) {
     pthread_mutex_lock(&double_lock);
     registration_t* found = find_registration(self->comm, self->buffer, self->nbytes);
+    self->is_registered = found != NULL;
     bool is_used = found != NULL && atomic_load(&double_values[IS_NETWORK]) != 0;
     if (is_used) {
         found->is_used = true;

@@ -39,7 +39,7 @@ class Resources:
     recv_slots: Slots
     slabs: Slabs  # to send from
     recv_slabs: Slabs  # separate: else senders that wait for each other could hold all slabs
-    registered: tuple[Memory, ...]  # with each group: all that NCCL reads and writes, or nothing
+    registered: tuple[Memory, ...]  # if the peer agrees: all that NCCL reads and writes, or nothing
     num_channels: int
     patience_seconds: float  # to make a group, and for the kernels of a piece
     first_seconds: float  # to make one, if it is the first of either process
@@ -137,15 +137,17 @@ class NcclPair(abc.ABC):
         except TransportError as error:
             self.fail(error)
 
-    def new_group(self, number: int, num_channels: int, *, is_first_there: bool) -> Group:
+    def new_group(
+        self, number: int, num_channels: int, *, is_first_there: bool, registers: bool
+    ) -> Group:
         """Return this side's group, not initialised yet. `is_first_there`: it is the first one of
-        the other process."""
+        the other process. `registers`: both sides register their memory."""
         shared = self.shared
         is_first = is_first_there or not shared.nccl.has_initialised
         return Group(
             shared.nccl, shared.device, shared.reaper,
-            number=number, rank=self.rank, num_channels=num_channels, registered=shared.registered,
-            is_first=is_first,
+            number=number, rank=self.rank, num_channels=num_channels, is_first=is_first,
+            registered=shared.registered if registers else (),
         )  # fmt: skip
 
     # Implemented by the two kinds of pairs

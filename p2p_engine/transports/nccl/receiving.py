@@ -132,7 +132,11 @@ class ReceivingPair(NcclPair):
         channels = frame.nbytes
         if self.group is not None or not 1 <= channels <= 64 or channels & (channels - 1):
             raise TransportError(f"the sender wants a group of {channels} channels")
-        self.group = self.new_group(frame.group, channels, is_first_there=bool(frame.order))
+        if frame.seq and not self.shared.registered:
+            raise TransportError("the sender registers its memory, and we do not")
+        self.group = self.new_group(
+            frame.group, channels, is_first_there=bool(frame.order), registers=bool(frame.seq)
+        )
         self._half = ReceivingHalf(
             self.shared.recv_slots, self._find_room, self._is_wanted, self._launch, self._answer
         )

@@ -80,11 +80,14 @@ class SendingPair(NcclPair):
         on_broken: Callable[[TransportError], None],
         *,
         is_first_there: bool = False,
+        registers_there: bool = False,
     ) -> None:
         """Either `on_ready` is called, when the first group is ready, or `on_broken`.
-        `is_first_there`: the receiver's process has not made a group yet."""
+        `is_first_there`: the receiver's process has not made a group yet. `registers_there`: its
+        setting is to register memory."""
         super().__init__(shared, connection)
         self._is_first_there = is_first_there
+        self._registers = registers_there and bool(shared.registered)
         self._groups = groups
         self._on_ready = on_ready
         self._on_broken = on_broken
@@ -129,11 +132,13 @@ class SendingPair(NcclPair):
         """Ask the receiver for a group: it is this pair's turn."""
         channels = self.shared.num_channels
         self.group = group = self.new_group(
-            Group.next_number(), channels, is_first_there=self._is_first_there
-        )
+            Group.next_number(), channels,
+            is_first_there=self._is_first_there, registers=self._registers,
+        )  # fmt: skip
         self._is_up = False
         self._half = SendingHalf(self.shared.send_slots, self._ask, self._launch, self._refused)
-        self.say(FrameKind.NEW, nbytes=channels, order=int(group.is_first))
+        order, seq = int(group.is_first), int(self._registers)
+        self.say(FrameKind.NEW, nbytes=channels, order=order, seq=seq)
 
     def evict(self) -> None:
         """End an idle group, on both sides."""

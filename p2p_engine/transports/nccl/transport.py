@@ -224,13 +224,16 @@ class NcclTransport:
         device.post(lambda: device.on_tick(self._tick))
 
     def invite(self, source_epoch: int) -> Endpoint | None:
-        """Return the address, a token, the version of NCCL, and whether our first group is still to
-        be made."""
+        """Return the address, a token, the version of NCCL, whether our first group is still to be
+        made, and whether we register memory."""
         if not self._receives:
             return None
         token, version = self._tokens.make(source_epoch), str(self._nccl.version)
         is_first = str(int(not self._nccl.has_initialised))
-        return {"address": self._address, "token": token, "version": version, "is_first": is_first}
+        return {
+            "address": self._address, "token": token, "version": version, "is_first": is_first,
+            "registers": str(int(bool(self._shared.registered))),
+        }  # fmt: skip
 
     def patience(self, endpoint: Endpoint) -> float:
         """Return how long `connect` may take: longer if it makes the first group of a process."""
@@ -254,10 +257,7 @@ class NcclTransport:
             return
         dial(
             self._dials, self._control, host, port, preamble,
-            lambda connection, _: self._dialled(
-                connection, connected, is_first_there=endpoint.get("is_first") == "1"
-            ),
-            connected,
+            lambda connection, _: self._dialled(connection, endpoint, connected), connected,
         )  # fmt: skip
 
     def expect(self, arrival: Arrival) -> DeviceJob:
@@ -304,9 +304,7 @@ class NcclTransport:
         else:
             logger.error("close: a communicator does not end, the memory it uses is kept")
 
-    def _dialled(
-        self, connection: socket.socket, connected: Connected, *, is_first_there: bool
-    ) -> None:
+    def _dialled(self, connection: socket.socket, endpoint: Endpoint, connected: Connected) -> None:
         channel = NcclChannel(self._device)
         answers = [connected]
 
@@ -322,7 +320,8 @@ class NcclTransport:
         def start() -> None:
             pair = SendingPair(
                 self._shared, self._groups, connection, lambda: answer(channel), failed,
-                is_first_there=is_first_there,
+                is_first_there=endpoint.get("is_first") == "1",
+                registers_there=endpoint.get("registers") == "1",
             )  # fmt: skip
             channel.attach(pair)
             self._pairs.add(pair)

@@ -5,6 +5,7 @@ one wire, which the sender dials. If it ends, the other side is gone or has give
 
     S → R  NEW group, channels       R → S  ACK group          the receiver will join
            order 1: the first one of either process, which may take longer to make
+           seq 1: both sides register their memory
     S → R  ID group, unique id       R → S  UP group           its side of the communicator is made
     S → R  ASK order, seq, piece     R → S  GO or REFUSE order
     S → R  STOP seq                                            no more pieces will come
