@@ -8,6 +8,8 @@ of a body is taken for another request.
 from __future__ import annotations
 
 import logging
+import socket
+import struct
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,6 +29,7 @@ MAX_PIPELINED = 16  # requests that wait on one connection until the one before 
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 4 << 20
 
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a reset
 CODE = "bad_http"  # of its errors, as of a ProxyError
 
 _UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
@@ -124,7 +127,8 @@ class StrictConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Check the head, then run the request or let it wait for its turn."""
         self._is_in_head = False
-        self._check_head()
+        version = self.parser.get_http_version()
+        self._check_head(version)
         self._is_upgrade = self.parser.should_upgrade()
         if self._is_upgrade:
             return
@@ -136,7 +140,7 @@ class StrictConnection(HttpToolsProtocol):
         self.scope["path"] = self.scope["raw_path"].decode("ascii")
         self.cycle.__class__ = _Cycle  # uvicorn has no setting for it
         self.cycle.transport = cast("asyncio.Transport", self._exit)
-        if self.parser.get_http_version() == "1.0":
+        if version == "1.0":
             self.cycle.waiting_for_100_continue = False
         if is_first:
             self._running = self.cycle
@@ -165,10 +169,12 @@ class StrictConnection(HttpToolsProtocol):
     def finish(self) -> None:
         """Close the connection after an answer, or in the middle of one that cannot be completed.
 
-        An answer that ends with the connection is aborted, so that it does not look complete.
+        An answer that ends with the connection is reset, so that it does not look complete.
         """
         running = self._running
         if isinstance(running, _Cycle) and running.is_cut:
+            own = self.transport.get_extra_info("socket")
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             self.transport.abort()
         elif self._is_over or (running is not None and running.more_body):
             self._linger()
@@ -188,12 +194,18 @@ class StrictConnection(HttpToolsProtocol):
         if self._exit is not None:
             self._exit.connection = None  # no circle of references
 
-    def _check_head(self) -> None:
+    def _check_head(self, version: str) -> None:
         """Refuse what two servers may read in two ways, and what is not served here."""
-        values: dict[bytes, list[bytes]] = {}
+        num_hosts, encodings, has_length = 0, list[bytes](), False
         for name, value in self.headers:
-            values.setdefault(name, []).append(value.strip().lower())
-        version = self.parser.get_http_version()
+            if name == b"host":
+                num_hosts += 1
+            elif name == b"content-length":
+                has_length = True
+            elif name == b"transfer-encoding":
+                encodings.append(value.strip().lower())
+            elif name == b"expect" and value.strip().lower() != b"100-continue":
+                raise _Refused(417, "the only Expect is 100-continue")
         if version not in ("1.0", "1.1"):
             raise _Refused(505, "only HTTP/1.1 and HTTP/1.0 are served")
         if self.parser.get_method() == b"CONNECT":
@@ -201,16 +213,12 @@ class StrictConnection(HttpToolsProtocol):
         # Quart would take //instances/add for /instances/add, which servers in front may guard.
         if b"//" in self.url and (httptools.parse_url(self.url).path or b"").startswith(b"//"):
             raise _Refused(400, "the path begins with two slashes")
-        num_hosts = len(values.get(b"host", ()))
         if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
             raise _Refused(400, f"{num_hosts} Host headers")
-        encodings = values.get(b"transfer-encoding", [])
-        if encodings and (version == "1.0" or b"content-length" in values):
+        if encodings and (version == "1.0" or has_length):
             raise _Refused(400, "Transfer-Encoding beside Content-Length, or in HTTP/1.0")
         if encodings and encodings != [b"chunked"]:
             raise _Refused(501, "the only Transfer-Encoding is chunked")
-        if any(value != b"100-continue" for value in values.get(b"expect", ())):
-            raise _Refused(417, "the only Expect is 100-continue")
 
     def _count_head(self, num_bytes: int) -> None:
         self._num_head_bytes += num_bytes

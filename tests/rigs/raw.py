@@ -39,6 +39,11 @@ class RawClient:
         except ConnectionError:
             pass
 
+    def finish(self) -> None:
+        """Say that nothing more comes."""
+        if self._writer.can_write_eof():
+            self._writer.write_eof()
+
     async def answer(self, method: str = "POST") -> RawAnswer | None:
         """Read one answer to a request of this method; None if the connection ends before it.
 
