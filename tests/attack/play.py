@@ -23,13 +23,15 @@ class Assault:
     `play` does it, returns what came of it, and raises AssertionError where a promise is broken.
     It blocks until the attack is over, and leaves nothing behind. `settings` are options of the
     proxy, which may have `num_descriptors` (0: as many as the machine gives). `spares_others`: the
-    healthy load beside it must be answered, every request.
+    healthy load beside it must be answered, every request. `spares_instances`: no instance may be
+    taken for not ready.
     """
 
     name: str
     play: Callable[[AttackStage], str]
     settings: dict[str, Any] = field(default_factory=dict)
     spares_others: bool = True
+    spares_instances: bool = True
     num_descriptors: int = 0
 
 
@@ -39,9 +41,9 @@ def play(attack: Assault, stage: AttackStage, rate: float, seconds: float) -> Ro
     with Child(Neighbours, stage.url, rate, through=()) as neighbours:
         calm = _load(neighbours, lambda: time.sleep(seconds))
         cost, before = Cost(), Cost()
-        before.look(stage.pid)
+        before.look(stage)
         began, marked = time.monotonic(), len(stage.log())
-        with cost.of(stage.pid):
+        with cost.of(stage):
             outcome, beside = "", {}
 
             def attack_them() -> None:
@@ -95,7 +97,7 @@ def _aftermath(attack: Assault, stage: AttackStage, failures: dict[str, int], lo
     broken = []
     if failures and attack.spares_others:
         broken.append(f"others failed: {failures}")
-    if "instance not ready" in log and attack.spares_others:
+    if "instance not ready" in log and attack.spares_instances:
         broken.append("an instance was taken for not ready")
     if "Traceback" in log:
         broken.append("the log has a traceback")

@@ -14,11 +14,16 @@ from pathlib import Path
 
 from benchmarks import harness
 from benchmarks.harness import Row
-from tests.attack import crowds, desync, loads
+from tests.attack import crowds, desync, faults, loads
 from tests.attack.play import Assault, has_failed, play
 from tests.attack.stage import AttackStage
 
-ASSAULTS: tuple[Assault, ...] = (*crowds.ASSAULTS, *loads.ASSAULTS, *desync.ASSAULTS)
+ASSAULTS: tuple[Assault, ...] = (
+    *crowds.ASSAULTS,
+    *loads.ASSAULTS,
+    *faults.ASSAULTS,
+    *desync.ASSAULTS,
+)
 
 
 def rows(

@@ -10,7 +10,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -45,18 +45,19 @@ class Cost:
     descriptors: int = 0
     _is_over: threading.Event = field(default_factory=threading.Event)
 
-    def look(self, pid: int) -> None:
-        """Look once."""
-        self.rss_bytes = max(self.rss_bytes, resident_bytes(pid))
-        self.descriptors = max(self.descriptors, len(os.listdir(f"/proc/{pid}/fd")))
+    def look(self, stage: AttackStage) -> None:
+        """Look once; a proxy that restarts is not there for a while."""
+        with suppress(FileNotFoundError, ProcessLookupError, StopIteration):
+            self.rss_bytes = max(self.rss_bytes, resident_bytes(stage.pid))
+            self.descriptors = max(self.descriptors, len(os.listdir(f"/proc/{stage.pid}/fd")))
 
     @contextmanager
-    def of(self, pid: int) -> Iterator[None]:
+    def of(self, stage: AttackStage) -> Iterator[None]:
         """Look again and again, in a thread."""
 
         def watch() -> None:
             while not self._is_over.wait(LOOK_SECONDS):
-                self.look(pid)
+                self.look(stage)
 
         self._is_over.clear()
         thread = threading.Thread(target=watch, daemon=True)
@@ -66,7 +67,7 @@ class Cost:
         finally:
             self._is_over.set()
             thread.join()
-            self.look(pid)
+            self.look(stage)
 
 
 class AttackStage:
