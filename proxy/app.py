@@ -21,7 +21,7 @@ from proxy.fleet.instances import Role
 from proxy.fleet.readiness import Readiness
 from proxy.fleet.registry import Registry
 from proxy.fleet.upstream import Upstream
-from proxy.http.asgi import QuartConnection, serve_directly
+from proxy.http.asgi import Answer, QuartConnection, serve_directly
 from proxy.http.deadlines import Deadlines
 from proxy.http.descriptors import Shares, raised_limit
 from proxy.http.house import ClientHouse, Rules
@@ -47,11 +47,13 @@ if TYPE_CHECKING:
     from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, HTTPScope, Scope
 
     from proxy.config import ProxyConfig
-    from proxy.http.asgi import Answer, ProxyRequest
+    from proxy.http.asgi import ProxyRequest
 
 DIRECT_PATHS = (*COMPLETION_PATHS, *ERRAND_PATHS)
-# How many requests of other paths begin in each tick. Load balancers wait for /health.
-PACES = {"/health": 4, "": 4}
+# How many requests of other paths begin in each tick.
+PACE = 4
+JSON = b"application/json"
+HEALTH = "/health"  # load balancers ask for it: it waits for nobody
 # Admin requests are small, and no other route that Quart serves has a body.
 MAX_ADMIN_BYTES = 1 << 20
 
@@ -66,7 +68,8 @@ class ProxyApp(Quart):
         self.reloads = proxy.reloads
         self._serve = proxy.complete
         self._memory = proxy.memory
-        self._paces = {path: Pace(num) for path, num in PACES.items()}
+        self._health = proxy.answer_health
+        self._pace = Pace(PACE)
 
     async def __call__(
         self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
@@ -78,7 +81,10 @@ class ProxyApp(Quart):
             await serve_directly(self._serve, http, receive, send, self._memory)
             return
         if scope["type"] == "http":
-            await (self._paces.get(scope["path"]) or self._paces[""]).turn()
+            if scope["path"] == HEALTH and scope["method"] == "GET":
+                await self._health().send_to(send)
+                return
+            await self._pace.turn()
         await super().__call__(scope, receive, send)
 
 
@@ -191,6 +197,7 @@ class Proxy:
         )
         self._status = Status(self._registry, self._discovery, self._admission, self._log, clock)
         self._shown_metrics = Shared(self._metrics.render)
+        self._shown_health = Shared(self._describe_health)
         self._shown_status = Shared(lambda: msgspec.json.encode(self._status.snapshot()))
         self._event = Shared(self._status.event)
 
@@ -251,13 +258,20 @@ class Proxy:
         return await list_models(instances, self._upstream, headers, self._clock())
 
     async def health(self) -> Response:
+        """Answer HEAD as `answer_health` answers GET."""
+        answer = self.answer_health()
+        return Response(cast("bytes", answer.body), answer.status, content_type=JSON.decode())
+
+    def answer_health(self) -> Answer:
         """Answer 200 while discovery runs, else 500, with the number of ready instances by role."""
+        status = 200 if self._discovery.is_running else 500
+        return Answer(status, [(b"content-type", JSON)], self._shown_health.get())
+
+    def _describe_health(self) -> bytes:
         now, instances = self._clock(), self._registry.instances()
         is_ok = self._discovery.is_running
         ready = {role.label: sum(i.is_routable(role, now) for i in instances) for role in Role}
-        return _json(
-            {"status": "ok" if is_ok else "discovery stopped", **ready}, 200 if is_ok else 500
-        )
+        return msgspec.json.encode({"status": "ok" if is_ok else "discovery stopped", **ready})
 
     async def status(self) -> Response:
         """Return all instances and the number of requests in flight and queued."""

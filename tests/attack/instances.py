@@ -16,6 +16,7 @@ class Forgetful(list[Received]):
         for older in self[-64:]:
             if older.ended:
                 older.body = b""
+                older.__dict__.pop("json", None)
         super().append(received)
 
 

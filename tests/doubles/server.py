@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
@@ -47,7 +48,7 @@ class Behaviour:
 
 @dataclass(eq=False)
 class Received:
-    """One request, and how it ended: "" while it runs, then "answered" or "left"."""
+    """One request, and how it ended: "" while it runs, then "answered", "left" or "failed"."""
 
     path: str
     headers: CIMultiDict[str]
@@ -55,7 +56,7 @@ class Received:
     ended: str = ""
     pieces_sent: int = 0
 
-    @property
+    @cached_property
     def json(self) -> dict[str, Any]:
         """The body as vLLM reads it: of duplicate keys the last one wins."""
         content: dict[str, Any] = json.loads(self.body)
@@ -231,6 +232,9 @@ class ServerDouble:
             response = await self._answer(request, received)
         except (asyncio.CancelledError, ConnectionError):
             received.ended = "left"
+            raise
+        except ValueError:  # no JSON that Python reads
+            received.ended = "failed"
             raise
         received.ended = "answered"
         return response
