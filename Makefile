@@ -50,8 +50,9 @@ soak: setup  ## two processes under load for DURATION= seconds (1200), beside LI
 restarts: setup  ## real vLLM instances restart under load: TURNS= restarts (20), from FIRST= (0) on
 	$(BIN)/python -m tests.vllm.restarts $(if $(TURNS),--turns $(TURNS)) $(if $(FIRST),--first $(FIRST))
 
-stalls: setup  ## real vLLM's first loads on busy cores, TURNS= times (50) beside BUSY= processes (16)
-	$(BIN)/python -m tests.vllm.stalls $(if $(TURNS),--turns $(TURNS)) $(if $(BUSY),--busy $(BUSY))
+stalls: setup  ## real vLLM's first loads on busy cores, TURNS= times (50) beside BUSY= processes (16), ANSWERS= each (24)
+	$(BIN)/python -m tests.vllm.stalls $(if $(TURNS),--turns $(TURNS)) $(if $(BUSY),--busy $(BUSY)) \
+		$(if $(ANSWERS),--answers $(ANSWERS)) $(if $(SECONDS),--seconds $(SECONDS))
 
 backlog: setup  ## real vLLM: requests queue on a decode instance for SECONDS= (300), and none may fail
 	$(if $(SECONDS),P2P_BACKLOG_SECONDS=$(SECONDS)) $(PYTEST) tests/vllm/test_backlog.py

@@ -35,7 +35,6 @@ from tests.vllm.other_models import ensure_model
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "stalls.jsonl"
 STILL_SECONDS = 5.0
 NUM_QUESTIONS = 48
-NUM_ANSWERS = 24  # in each turn
 TURN_SECONDS = 600.0
 
 
@@ -140,12 +139,14 @@ def starved(before: dict[str, Any], after: dict[str, Any], span: float) -> dict[
 def play(
     turns: int,
     num_busy: int,
+    num_answers: int,
     seconds: float,
     questions: Sequence[Question],
     expected: Sequence[Answer],
     log_dir: Path,
 ) -> list[dict[str, Any]]:
-    """Restart decode `turns` times, or as often as `seconds` allow, and ask; one row for each."""
+    """Restart decode `turns` times, or as often as `seconds` allow, and ask until so many answers
+    have come; one row for each."""
     deadline = time.monotonic() + seconds
     rows: list[dict[str, Any]] = []
     model = ensure_model("llama")
@@ -165,13 +166,15 @@ def play(
                 )
                 fleet.wait_ready(decode, timeout=BOOT_SECONDS)
             with busy(num_busy):
-                rows.append(ask(proxy.url, questions, expected, [prefill, decode], log_dir))
+                members = [prefill, decode]
+                rows.append(ask(proxy.url, num_answers, questions, expected, members, log_dir))
             print(json.dumps(rows[-1]), flush=True)  # noqa: T201
     return rows
 
 
 def ask(
     url: str,
+    num_answers: int,
     questions: Sequence[Question],
     expected: Sequence[Answer],
     members: Sequence[Member],
@@ -182,7 +185,7 @@ def ask(
     watcher = Watcher(load, members, log_dir)
     late = ""
     try:
-        load.wait_for(NUM_ANSWERS, TURN_SECONDS)
+        load.wait_for(num_answers, TURN_SECONDS)
     except AssertionError as error:
         late = str(error)
     finally:
@@ -202,6 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m tests.vllm.stalls", description=__doc__)
     parser.add_argument("--turns", type=int, default=50, help="starts of the decode instance")
     parser.add_argument("--busy", type=int, default=16, help="processes that compute beside it")
+    parser.add_argument("--answers", type=int, default=24, help="in each turn")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none later")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -209,9 +213,12 @@ def main() -> None:
     print(f"logs in {log_dir}", flush=True)  # noqa: T201
     questions = questions_for()[:NUM_QUESTIONS]
     expected = answers_of_one(questions, log_dir / "alone", tp_size=2)
-    rows = play(options.turns, options.busy, options.seconds, questions, expected, log_dir)
+    rows = play(
+        options.turns, options.busy, options.answers, options.seconds, questions, expected, log_dir
+    )
     line = {
-        "command": f"make stalls TURNS={options.turns} BUSY={options.busy}",
+        "command": f"make stalls TURNS={options.turns} BUSY={options.busy} "
+        f"ANSWERS={options.answers}",
         "machine": machine(),
         "versions": versions(),
         "rows": rows,
