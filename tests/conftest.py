@@ -33,7 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what this machine cannot run, and say why; load the double of GPUs, which stays,
-    before anybody looks for leaks."""
+    before anybody looks for leaks. Let pytest see our log: under vLLM, vLLM's handlers have it."""
+    for package in ("p2p_engine", "proxy"):
+        logging.getLogger(package).propagate = True
     names = {mark.name for mark in item.iter_markers()}
     if names & {"vllm", "vllm_core"} and importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
