@@ -42,6 +42,7 @@ class Cause(enum.Enum):
 
     WITHDRAWN = enum.auto()  # requests here wanted it no more
     ABANDONED = enum.auto()  # its sender says that it will not come
+    LOST = enum.auto()  # its sender was restarted: that may offer it, but need not be asked
     FAILED = enum.auto()  # a chunk of its sender did not fit, arrived with wrong bytes, or expired
 
 
@@ -71,7 +72,7 @@ class Tombstone:
         """Whether a receive must end at once. If its sender is named, that engine is asked, or is
         the only one whose failure counts."""
         if is_named:
-            return self.cause is Cause.FAILED and not self.epoch
+            return self.cause is Cause.LOST or (self.cause is Cause.FAILED and not self.epoch)
         return self.is_sure
 
 

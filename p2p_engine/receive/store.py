@@ -181,6 +181,8 @@ class Store(SessionListener):
                 self._stop_receive(receive, error)
             else:
                 cause = Cause.ABANDONED if said_by else Cause.FAILED
+                if said_by and isinstance(error, PeerLost):
+                    cause = Cause.LOST
                 self._replies.leave_tombstone(content, str(error), cause, said_by)
             self._drop(content)
 

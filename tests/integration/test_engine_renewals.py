@@ -355,7 +355,9 @@ def refused(receive: Callable[[], object], reason: str) -> None:
     eventually(is_refused)
 
 
-def test_a_restarted_peer_has_nothing_of_what_was_kept() -> None:
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_restarted_peer_has_nothing_of_what_was_kept(is_named: bool) -> None:
+    """Who names the peer need not ask it: it would wait for a request that never comes."""
     with engines(1, **SHORT, peer_timeout_seconds=2) as (receiver,):
         with P2pNcclEngine(settings(**SHORT, send_type=SendMode.GET)) as first:
             port = split_address(first.zmq_address)[1]
@@ -366,8 +368,9 @@ def test_a_restarted_peer_has_nothing_of_what_was_kept() -> None:
             eventually(
                 lambda: second.stats()["sessions"] and receiver.stats()["links"].get("ready"), 30
             )
+            peer = second.zmq_address if is_named else None
             with pytest.raises(TransferError, match="restarted"):
-                receiver.recv_tensor(KEY, timeout=10)
+                receiver.recv_tensor(KEY, peer, timeout=10)
             assert_idle(second)
 
 
