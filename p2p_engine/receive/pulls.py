@@ -141,12 +141,11 @@ class Pulls(LinkListener):
         self._doubted.put((key, epoch), now + self._config.lease_seconds)
 
     def link_ready(self, link: Link) -> None:
-        """Send the WANTs and RELEASEs that waited for a link."""
-        try:
-            for_each(self._of_link.get(link), lambda item: self._meet_by(item, link))
-        finally:
-            for content in self._to_release.pop(link):
-                self._links.send(link, Release, *content)
+        """Send the RELEASEs and WANTs that waited for a link. What is awaited now is of a later
+        attempt than what was released, so its WANT goes behind."""
+        for content in self._to_release.pop(link):
+            self._links.send(link, Release, *content)
+        for_each(self._of_link.get(link), lambda item: self._meet_by(item, link))
 
     def link_closed(self, link: Link) -> None:
         """Fail the receives that only a lost peer could complete."""

@@ -147,6 +147,32 @@ def test_a_second_attempt_arrives_whatever_the_first_one_did(
             assert_idle(sender, receiver)
 
 
+def ask(decode: P2pNcclEngine, prefill: P2pNcclEngine, binding: bytes = BINDING) -> Transfer:
+    """Ask for a held key."""
+    peer = PeerAddress(prefill.zmq_address)
+    return decode.receive(KEY, TensorSink(), binding=binding, peer=peer, pull=True)
+
+
+def hold(prefill: P2pNcclEngine, generation: int, binding: bytes = BINDING) -> Transfer:
+    """Hold what was computed."""
+    source = TensorSource(pattern("request", NBYTES))
+    return prefill.hold(KEY, source, binding=binding, generation=generation)
+
+
+def test_what_ended_before_the_peer_was_met_does_not_end_what_is_asked_for_now() -> None:
+    """RELEASE and WANT wait for the same link: the WANT is of the next attempt."""
+    with engines(2, lease_seconds=60, retry_seconds=5) as (sender, receiver):
+        with sender._parts.changed:  # it does not answer HELLO yet
+            ask(receiver, sender).cancel("its request was aborted")
+            eventually(lambda: not receiver._parts.expectations.awaited, what="RELEASE waits")
+            transfer = ask(receiver, sender)
+        hear_all(receiver, sender)
+        held = hold(sender, 1)
+        transfer.wait(10)
+        held.wait(10)
+        assert_idle(sender, receiver)
+
+
 def in_order(
     prefill: PrefillSide, decode: DecodeSide, first: str
 ) -> list[PrefillSide | DecodeSide]:
