@@ -71,8 +71,10 @@ class Pulls(LinkListener):
         expect it to push."""
         self._let_go_later.pop((transfer.key, binding), None)
         previous = self._expected.get(transfer.key)
-        if previous is not None:  # a RELEASE would end the new pull too
+        if previous is not None:  # a RELEASE of the same content would end the new pull too
             self._remove(previous)
+            if previous.transfer.done and previous.binding != binding:
+                self._let_go(previous)
         item = self._expected[transfer.key] = Expected(transfer, peer, binding, pull)
         transfer.on_end = partial(self._ended, item)
         if isinstance(peer, PeerAddress):

@@ -194,7 +194,7 @@ class Holds:
     ) -> None:
         """Offer the content if it is held, or on its way to the engine of the epoch `pushed_to`. If
         it may be held soon, remember the WANT; a push needs none. If it will not come from here,
-        call `refuse` with the reason."""
+        call `refuse` with the reason. What the rank has released already refuses it nothing."""
         hold, ending = self._holds.get(content), self._endings.expect(content, _rank_of(spec))
         want = PendingWant(spec, self._clock() + self._config.transfer_timeout_seconds, refuse)
         if hold is not None:
@@ -204,7 +204,7 @@ class Holds:
             refuse(ending)
         elif pushed_to is not None and self._sender.offer_now(pushed_to, content):
             return
-        elif self._of_key.count(content[0]):
+        elif any(_rank_of(spec) not in item.served for item in self._of_key.get(content[0])):
             refuse(Ending("held for another content: the prompts differ"))
         elif pushed_to is None:
             self._unheld.put(content, peer, want)

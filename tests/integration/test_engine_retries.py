@@ -173,6 +173,21 @@ def test_what_ended_before_the_peer_was_met_does_not_end_what_is_asked_for_now()
         assert_idle(sender, receiver)
 
 
+def test_what_ended_with_another_content_is_released_though_its_key_is_asked_for_at_once() -> None:
+    """The client changed its prompt. Nobody else would end the first hold before its lease."""
+    with engines(2, lease_seconds=60) as (sender, receiver):
+        held, other = hold(sender, 1), b"another prompt"
+        hear_all(sender, receiver)
+        with receiver._parts.changed:  # no tick lies in between
+            ask(receiver, sender, BINDING).cancel("its request was aborted")
+            transfer = ask(receiver, sender, other)
+        held.wait(10)
+        hear_all(receiver, sender)
+        hold(sender, 2, other).wait(10)
+        transfer.wait(10)
+        assert_idle(sender, receiver)
+
+
 def in_order(
     prefill: PrefillSide, decode: DecodeSide, first: str
 ) -> list[PrefillSide | DecodeSide]:
