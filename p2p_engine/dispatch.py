@@ -194,7 +194,7 @@ class Dispatch(PlaneListener):
     def _on_renew(self, session: Session, renew: Renew) -> None:
         self._sender.on_renew(renew.source_epoch, set(renew.contents))
         for content in renew.contents:
-            ending = self._holds.on_renew(content, session.spec)
+            ending = self._holds.on_renew(content, PeerAddress(session.address), session.spec)
             if ending is not None:
                 self._gone(renew, content[0], ending)
 

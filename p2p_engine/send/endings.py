@@ -11,15 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from p2p_engine.bounded import BoundedMap
+from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.messages import ContentKey, TransferKey
 
 
 @dataclass
 class Departed:
-    """The ranks of a peer's instance that want no more of a content, among those that pull it."""
+    """The ranks of a peer's instance that want no more of a content, among those that pull it; and
+    which engine each of them is: a rank of another instance has not departed."""
 
     readers: frozenset[int]
-    ranks: set[int] = field(default_factory=set)
+    ranks: dict[int, PeerAddress] = field(default_factory=dict)
 
 
 @dataclass
@@ -32,9 +34,9 @@ class Ending:
     generation: int = 0  # of the last attempt that ended
     departed: dict[bytes, Departed] = field(default_factory=dict)  # by binding
 
-    def has_departed(self, rank: int) -> bool:
+    def has_departed(self, rank: int, peer: PeerAddress) -> bool:
         """Whether a rank of the peer has ended its attempt, whatever the binding."""
-        return any(rank in item.ranks for item in self.departed.values())
+        return any(item.ranks.get(rank) == peer for item in self.departed.values())
 
 
 class Endings:
@@ -61,15 +63,17 @@ class Endings:
         self._endings.put(key, ending)
         return ending
 
-    def depart(self, content: ContentKey, rank: int, readers: frozenset[int]) -> None:
+    def depart(
+        self, content: ContentKey, rank: int, peer: PeerAddress, readers: frozenset[int]
+    ) -> None:
         """Note that a rank of the peer, one of `readers`, wants no more of a content."""
         ending = self._endings.get(content[0]) or Ending()
         departed = ending.departed.setdefault(content[1], Departed(readers))
         departed.readers = readers
-        departed.ranks.add(rank)
+        departed.ranks[rank] = peer
         self._endings.put(content[0], ending)
 
-    def expect(self, content: ContentKey, rank: int) -> Ending | None:
+    def expect(self, content: ContentKey, rank: int, peer: PeerAddress) -> Ending | None:
         """Return why a rank that asks for a key will not get it from here; None if it may.
 
         If the rank had departed, this is its next attempt: earlier endings are forgotten.
@@ -80,9 +84,9 @@ class Endings:
         if not ending.reason:
             departed = ending.departed.get(content[1])
             if departed is not None:
-                departed.ranks.discard(rank)
+                departed.ranks.pop(rank, None)
             return None
-        if ending.has_departed(rank):
+        if ending.has_departed(rank, peer):
             self._endings.pop(content[0])
             return None
         return ending

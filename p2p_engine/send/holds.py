@@ -43,7 +43,7 @@ class Hold:
     after: tuple[Moment, ...] = ()  # moments after which the source is valid
     generation: int = 0  # of the attempt to send its key
     readers: frozenset[int] | None = None
-    served: set[int] = field(default_factory=set)
+    served: dict[int, PeerAddress] = field(default_factory=dict)  # by rank
     shipments: dict[PeerAddress, Shipment] = field(default_factory=dict)
     spaces: list[Space] = field(default_factory=list)  # its copy's place in the pool or the buffer
     copying: Job | None = None
@@ -58,7 +58,7 @@ class Hold:
     @property
     def is_over(self) -> bool:
         """Whether all readers are served and no shipment reads it."""
-        return self.readers is not None and self.readers <= self.served and not self.shipments
+        return self.readers is not None and self.readers <= self.served.keys() and not self.shipments
 
 
 class Holds:
@@ -195,7 +195,8 @@ class Holds:
         """Offer the content if it is held, or on its way to the engine of the epoch `pushed_to`. If
         it may be held soon, remember the WANT; a push needs none. If it will not come from here,
         call `refuse` with the reason. What the rank has released already refuses it nothing."""
-        hold, ending = self._holds.get(content), self._endings.expect(content, _rank_of(spec))
+        hold = self._holds.get(content)
+        ending = self._endings.expect(content, _rank_of(spec), peer)
         want = PendingWant(spec, self._clock() + self._config.transfer_timeout_seconds, refuse)
         if hold is not None:
             self._serve(hold, peer, want)
@@ -209,7 +210,9 @@ class Holds:
         elif pushed_to is None:
             self._unheld.put(content, peer, want)
 
-    def on_renew(self, content: ContentKey, spec: CacheSpec | None) -> Ending | None:
+    def on_renew(
+        self, content: ContentKey, peer: PeerAddress, spec: CacheSpec | None
+    ) -> Ending | None:
         """Give a held source another lease; returns why its peer will not get it, if that is known.
 
         A peer that has got its part from here still renews while other ranks send theirs.
@@ -219,7 +222,7 @@ class Holds:
             self._renewed.put(content, self._clock() + self._config.lease_seconds)
             if self._endings.is_served(content[0]):
                 return None
-            return self._endings.expect(content, _rank_of(spec))
+            return self._endings.expect(content, _rank_of(spec), peer)
         lease_ends_at = min(self._clock() + hold.lease, hold.latest_end)
         hold.lease_ends_at = max(hold.lease_ends_at, lease_ends_at)
         return None
@@ -238,12 +241,12 @@ class Holds:
         if hold is not None:
             hold.readers = readers
             hold.wants.pop(peer, None)
-            self._served(hold, spec, "the peer released it")
+            self._served(hold, peer, spec, "the peer released it")
             return
         if is_renewed and self._endings.is_served(content[0]):
             self._endings.begin(content)  # this ends its next attempt
         # It may be held later: after a preemption, it is computed again.
-        self._endings.depart(content, _rank_of(spec), readers)
+        self._endings.depart(content, _rank_of(spec), peer, readers)
 
     def tick(self, now: float) -> None:
         """End the holds and WANTs that are overdue."""
@@ -298,7 +301,7 @@ class Holds:
     def _serve(self, hold: Hold, peer: PeerAddress, want: PendingWant) -> None:
         hold.readers = self._readers(hold.content, want.spec)
         hold.wants.setdefault(peer, want)
-        hold.served.discard(_rank_of(want.spec))  # a repeated WANT after RELEASE or a pull
+        hold.served.pop(_rank_of(want.spec), None)  # a repeated WANT after RELEASE or a pull
         if hold.copying is None and peer not in hold.shipments:
             key, binding = hold.content
             shipment = self._sender.send(
@@ -324,13 +327,15 @@ class Holds:
         if not hold.shipments and self._holds.get(hold.content) is hold:
             self._timers.set(hold, hold.lease_ends_at)
         if shipment.transfer.error is None:
-            self._served(hold, spec, "it was pulled already")
+            self._served(hold, peer, spec, "it was pulled already")
         elif hold.is_over:
             self._end(hold, None, "the peer released it")  # while a shipment was open
 
-    def _served(self, hold: Hold, spec: CacheSpec | None, reason: str) -> None:
+    def _served(
+        self, hold: Hold, peer: PeerAddress, spec: CacheSpec | None, reason: str
+    ) -> None:
         """Note that a rank of the peer wants no more of a hold."""
-        hold.served.add(_rank_of(spec))
+        hold.served[_rank_of(spec)] = peer
         if hold.is_over:
             self._end(hold, None, reason)
 
@@ -350,8 +355,8 @@ class Holds:
 
     def _depart(self, hold: Hold) -> None:
         """Note which ranks of the peer will not ask for a hold again."""
-        for rank in hold.served:
-            self._endings.depart(hold.content, rank, hold.readers or frozenset())
+        for rank, peer in hold.served.items():
+            self._endings.depart(hold.content, rank, peer, hold.readers or frozenset())
 
     def _stop(self, hold: Hold, error: P2pError | None, reason: str) -> None:
         """End the transfer as soon as nothing reads its source or writes its spaces."""

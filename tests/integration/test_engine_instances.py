@@ -160,7 +160,7 @@ def test_a_hold_that_was_withdrawn_knows_who_has_got_it(stack: contextlib.ExitSt
     sinks = decode.sinks()
     decode.engines[0].receive(KEY, sinks[0], peer=prefill.address, pull=True).wait(10)
     (item,) = prefill.engines[0]._parts.holds._holds.values()
-    eventually(lambda: item.served == {0})
+    eventually(lambda: set(item.served) == {0})
     held.cancel("preempted")
     held = prefill.engines[0].hold(KEY, prefill.sources()[0])
     decode.engines[1].receive(KEY, sinks[1], peer=prefill.address, pull=True).wait(10)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from p2p_engine import P2pNcclEngine, SendMode, TransferKey
+from p2p_engine.errors import TransferRejected
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.transfer import Transfer
@@ -186,6 +187,15 @@ def test_what_ended_with_another_content_is_released_though_its_key_is_asked_for
         hold(sender, 2, other).wait(10)
         transfer.wait(10)
         assert_idle(sender, receiver)
+
+
+def test_what_one_peer_has_got_is_refused_to_another_at_once() -> None:
+    """A proxy may send only the decode half of a request again, to another instance."""
+    with engines(3, lease_seconds=60) as (sender, receiver, other):
+        hold(sender, 1)
+        ask(receiver, sender).wait(10)
+        with pytest.raises(TransferRejected, match="pulled already"):
+            ask(other, sender).wait(10)
 
 
 def in_order(
