@@ -14,6 +14,8 @@ from p2p_engine.bounded import BoundedMap
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.messages import ContentKey, TransferKey
 
+MAX_BINDINGS, MAX_PEERS = 16, 1024  # of one key; a peer may name any number of them
+
 
 @dataclass
 class Departed:
@@ -27,16 +29,14 @@ class Departed:
 @dataclass
 class Ending:
     """What is known of a key that is not held. `reason`: why it will not come from here, "" while
-    it may. `is_served`: every reader has got it or has released it."""
+    it may. `is_served`: every reader has got it or has released it. `left`: the peers that have
+    departed, whatever the binding, and do not ask again yet."""
 
     reason: str = ""
     is_served: bool = False
     generation: int = 0  # of the last attempt that ended
-    departed: dict[bytes, Departed] = field(default_factory=dict)  # by binding
-
-    def has_departed(self, rank: int, peer: PeerAddress) -> bool:
-        """Whether a rank of the peer has ended its attempt, whatever the binding."""
-        return any(item.ranks.get(rank) == peer for item in self.departed.values())
+    departed: BoundedMap[bytes, Departed] = field(default_factory=lambda: BoundedMap(MAX_BINDINGS))
+    left: BoundedMap[PeerAddress, None] = field(default_factory=lambda: BoundedMap(MAX_PEERS))
 
 
 class Endings:
@@ -68,9 +68,11 @@ class Endings:
     ) -> None:
         """Note that a rank of the peer, one of `readers`, wants no more of a content."""
         ending = self._endings.get(content[0]) or Ending()
-        departed = ending.departed.setdefault(content[1], Departed(readers))
+        departed = ending.departed.get(content[1]) or Departed(readers)
         departed.readers = readers
         departed.ranks[rank] = peer
+        ending.departed.put(content[1], departed)
+        ending.left.put(peer, None)
         self._endings.put(content[0], ending)
 
     def expect(self, content: ContentKey, rank: int, peer: PeerAddress) -> Ending | None:
@@ -85,8 +87,9 @@ class Endings:
             departed = ending.departed.get(content[1])
             if departed is not None:
                 departed.ranks.pop(rank, None)
+            ending.left.pop(peer)
             return None
-        if ending.has_departed(rank, peer):
+        if peer in ending.left:
             self._endings.pop(content[0])
             return None
         return ending
