@@ -30,13 +30,13 @@ class Departed:
 class Ending:
     """What is known of a key that is not held. `reason`: why it will not come from here, "" while
     it may. `is_served`: every reader has got it or has released it. `left`: the peers that have
-    departed, whatever the binding, and do not ask again yet."""
+    departed, whatever the binding, and do not ask again yet; and whether each has pulled it."""
 
     reason: str = ""
     is_served: bool = False
     generation: int = 0  # of the last attempt that ended
     departed: BoundedMap[bytes, Departed] = field(default_factory=lambda: BoundedMap(MAX_BINDINGS))
-    left: BoundedMap[PeerAddress, None] = field(default_factory=lambda: BoundedMap(MAX_PEERS))
+    left: BoundedMap[PeerAddress, bool] = field(default_factory=lambda: BoundedMap(MAX_PEERS))
 
 
 class Endings:
@@ -64,21 +64,32 @@ class Endings:
         return ending
 
     def depart(
-        self, content: ContentKey, rank: int, peer: PeerAddress, readers: frozenset[int]
+        self,
+        content: ContentKey,
+        rank: int,
+        peer: PeerAddress,
+        readers: frozenset[int],
+        *,
+        has_pulled: bool = False,
     ) -> None:
-        """Note that a rank of the peer, one of `readers`, wants no more of a content."""
+        """Note that a rank of the peer, one of `readers`, wants no more of a content: it has
+        released it, or it `has_pulled` its part."""
         ending = self._endings.get(content[0]) or Ending()
         departed = ending.departed.get(content[1]) or Departed(readers)
         departed.readers = readers
         departed.ranks[rank] = peer
         ending.departed.put(content[1], departed)
-        ending.left.put(peer, None)
+        ending.left.put(peer, has_pulled)
         self._endings.put(content[0], ending)
 
-    def expect(self, content: ContentKey, rank: int, peer: PeerAddress) -> Ending | None:
-        """Return why a rank that asks for a key will not get it from here; None if it may.
+    def expect(
+        self, content: ContentKey, rank: int, peer: PeerAddress, *, renews: bool = False
+    ) -> Ending | None:
+        """Return why a rank that asks for a key, or `renews` it, will not get it from here; None if
+        it may.
 
-        If the rank had departed, this is its next attempt: earlier endings are forgotten.
+        If the rank had departed, this is its next attempt: earlier endings are forgotten. But who
+        has pulled its part goes on renewing, as long as others pull theirs.
         """
         ending = self._endings.get(content[0])
         if ending is None:
@@ -89,10 +100,12 @@ class Endings:
                 departed.ranks.pop(rank, None)
             ending.left.pop(peer)
             return None
-        if peer in ending.left:
+        has_pulled = ending.left.get(peer)
+        if has_pulled is None:
+            return ending
+        if not (renews and has_pulled):
             self._endings.pop(content[0])
-            return None
-        return ending
+        return None
 
     def is_served(self, key: TransferKey) -> bool:
         """Whether every reader of a key has got it or has released it."""

@@ -44,6 +44,7 @@ class Hold:
     generation: int = 0  # of the attempt to send its key
     readers: frozenset[int] | None = None
     served: dict[int, PeerAddress] = field(default_factory=dict)  # by rank
+    pulled: set[PeerAddress] = field(default_factory=set)
     shipments: dict[PeerAddress, Shipment] = field(default_factory=dict)
     spaces: list[Space] = field(default_factory=list)  # its copy's place in the pool or the buffer
     copying: Job | None = None
@@ -222,7 +223,7 @@ class Holds:
             self._renewed.put(content, self._clock() + self._config.lease_seconds)
             if self._endings.is_served(content[0]):
                 return None
-            return self._endings.expect(content, _rank_of(spec), peer)
+            return self._endings.expect(content, _rank_of(spec), peer, renews=True)
         lease_ends_at = min(self._clock() + hold.lease, hold.latest_end)
         hold.lease_ends_at = max(hold.lease_ends_at, lease_ends_at)
         return None
@@ -241,6 +242,7 @@ class Holds:
         if hold is not None:
             hold.readers = readers
             hold.wants.pop(peer, None)
+            hold.pulled.discard(peer)
             self._served(hold, peer, spec, "the peer released it")
             return
         if is_renewed and self._endings.is_served(content[0]):
@@ -327,6 +329,7 @@ class Holds:
         if not hold.shipments and self._holds.get(hold.content) is hold:
             self._timers.set(hold, hold.lease_ends_at)
         if shipment.transfer.error is None:
+            hold.pulled.add(peer)
             self._served(hold, peer, spec, "it was pulled already")
         elif hold.is_over:
             self._end(hold, None, "the peer released it")  # while a shipment was open
@@ -356,7 +359,10 @@ class Holds:
     def _depart(self, hold: Hold) -> None:
         """Note which ranks of the peer will not ask for a hold again."""
         for rank, peer in hold.served.items():
-            self._endings.depart(hold.content, rank, peer, hold.readers or frozenset())
+            self._endings.depart(
+                hold.content, rank, peer, hold.readers or frozenset(),
+                has_pulled=peer in hold.pulled,
+            )  # fmt: skip
 
     def _stop(self, hold: Hold, error: P2pError | None, reason: str) -> None:
         """End the transfer as soon as nothing reads its source or writes its spaces."""

@@ -169,6 +169,28 @@ def test_a_hold_that_was_withdrawn_knows_who_has_got_it(stack: contextlib.ExitSt
     assert_idle(prefill.engines[0], *decode.engines)
 
 
+def test_who_has_its_part_and_still_renews_does_not_ask_for_the_next_attempt(
+    stack: contextlib.ExitStack,
+) -> None:
+    """The other rank was slower, and what was held is gone: it must hear so at once."""
+    prefill, decode = (
+        EngineInstance(Split(1), stack),
+        EngineInstance(Split(2), stack),
+    )
+    fill(prefill)
+    (holder,), (quick, slow) = prefill.engines, decode.engines
+    held = holder.hold(KEY, prefill.sources()[0])
+    quick.receive(KEY, decode.sinks()[0], peer=prefill.address, pull=True).wait(10)
+    (item,) = holder._parts.holds._holds.values()
+    eventually(lambda: set(item.served) == {0})
+    held.cancel("vLLM has reset its caches")
+    holder.abandon(KEY, None, "vLLM has reset its caches")
+    quick.keep(KEY, peer=prefill.address)
+    eventually(lambda: holder.is_renewed(KEY))
+    with pytest.raises(TransferError, match="reset its caches"):
+        slow.receive(KEY, decode.sinks()[1], peer=prefill.address, pull=True).wait(5)
+
+
 def test_replicas_that_nobody_reads_are_released(stack: contextlib.ExitStack) -> None:
     """Two heads on four ranks: two of them serve the one decode rank."""
     prefill, decode = (
