@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from p2p_engine.bounded import BoundedMap
+from p2p_engine.bounded import BoundedMap, K, V
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.messages import ContentKey, TransferKey
 
@@ -35,8 +35,8 @@ class Ending:
     reason: str = ""
     is_served: bool = False
     generation: int = 0  # of the last attempt that ended
-    departed: BoundedMap[bytes, Departed] = field(default_factory=lambda: BoundedMap(MAX_BINDINGS))
-    left: BoundedMap[PeerAddress, bool] = field(default_factory=lambda: BoundedMap(MAX_PEERS))
+    departed: dict[bytes, Departed] = field(default_factory=dict)  # by binding
+    left: dict[PeerAddress, bool] = field(default_factory=dict)
 
 
 class Endings:
@@ -78,8 +78,8 @@ class Endings:
         departed = ending.departed.get(content[1]) or Departed(readers)
         departed.readers = readers
         departed.ranks[rank] = peer
-        ending.departed.put(content[1], departed)
-        ending.left.put(peer, has_pulled)
+        _put(ending.departed, content[1], departed, MAX_BINDINGS)
+        _put(ending.left, peer, has_pulled, MAX_PEERS)
         self._endings.put(content[0], ending)
 
     def expect(
@@ -98,7 +98,7 @@ class Endings:
             departed = ending.departed.get(content[1])
             if departed is not None:
                 departed.ranks.pop(rank, None)
-            ending.left.pop(peer)
+            ending.left.pop(peer, None)
             return None
         has_pulled = ending.left.get(peer)
         if has_pulled is None:
@@ -111,3 +111,11 @@ class Endings:
         """Whether every reader of a key has got it or has released it."""
         ending = self._endings.get(key)
         return ending is not None and ending.is_served
+
+
+def _put(entries: dict[K, V], key: K, value: V, limit: int) -> None:
+    """Store a value as the newest; beyond the limit, forget the oldest."""
+    entries.pop(key, None)
+    entries[key] = value
+    if len(entries) > limit:
+        del entries[next(iter(entries))]

@@ -59,7 +59,8 @@ class Hold:
     @property
     def is_over(self) -> bool:
         """Whether all readers are served and no shipment reads it."""
-        return self.readers is not None and self.readers <= self.served.keys() and not self.shipments
+        is_served = self.readers is not None and self.readers <= self.served.keys()
+        return is_served and not self.shipments
 
 
 class Holds:
@@ -334,9 +335,7 @@ class Holds:
         elif hold.is_over:
             self._end(hold, None, "the peer released it")  # while a shipment was open
 
-    def _served(
-        self, hold: Hold, peer: PeerAddress, spec: CacheSpec | None, reason: str
-    ) -> None:
+    def _served(self, hold: Hold, peer: PeerAddress, spec: CacheSpec | None, reason: str) -> None:
         """Note that a rank of the peer wants no more of a hold."""
         hold.served[_rank_of(spec)] = peer
         if hold.is_over:

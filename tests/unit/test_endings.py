@@ -52,7 +52,8 @@ def test_a_rank_that_departed_asks_for_the_next_attempt() -> None:
             endings.depart(CONTENT, 0, PEERS[0], READERS)
         assert endings.expect(OTHER, 1, PEERS[1]) is not None
         assert endings.expect(OTHER, 0, PEERS[0]) is None
-        assert endings.expect(OTHER, 1, PEERS[1]) is None  # all that was known was of the first attempt
+        # All that was known was of the first attempt.
+        assert endings.expect(OTHER, 1, PEERS[1]) is None
 
 
 def test_a_release_of_an_attempt_that_has_ended_says_nothing_about_the_next() -> None:
