@@ -133,7 +133,7 @@ class P2pNcclEngine:
         with self._open():
             seconds = self.config.transfer_timeout_seconds if timeout is None else timeout
             moments = self._now(stream) if ready else ()
-            self._parts.endings.begin((key, binding))
+            self._parts.endings.reopen(key)
             if isinstance(peer, InstanceAddress):
                 transfer: Transfer = self._parts.fanout.send(
                     key, peer, source, binding, seconds,

@@ -29,14 +29,28 @@ class Departed:
 @dataclass
 class Ending:
     """What is known of a key that is not held. `reason`: why it will not come from here, "" while
-    it may. `is_served`: every reader has got it or has released it. `left`: the peers that have
-    departed, whatever the binding, and do not ask again yet; and whether each has pulled it."""
+    it may. `is_served`: every reader has got it or has released it.
+
+    Attempts that ended here and attempts that a peer ended are counted: a peer that has ended as
+    many asks for the next one.
+    """
 
     reason: str = ""
     is_served: bool = False
     generation: int = 0  # of the last attempt that ended
+    num_ended: int = 0
     departed: dict[bytes, Departed] = field(default_factory=dict)  # by binding
-    left: dict[PeerAddress, bool] = field(default_factory=dict)
+    # How many attempts each peer has ended, whatever the binding, and whether it pulled the last.
+    left: dict[PeerAddress, tuple[int, bool]] = field(default_factory=dict)
+
+    def has_left(self, peer: PeerAddress) -> bool:
+        """Whether a peer has ended as many attempts as have ended here."""
+        return self.left.get(peer, (0, False))[0] >= self.num_ended
+
+    def reopen(self) -> None:
+        """Note that the key may come again, in a new attempt."""
+        self.reason, self.is_served = "", False
+        self.departed.clear()
 
 
 class Endings:
@@ -46,20 +60,37 @@ class Endings:
         self._endings: BoundedMap[TransferKey, Ending] = BoundedMap()
 
     def begin(self, content: ContentKey) -> Departed | None:
-        """Note that a key is held or sent. Returns who has released the content already; None if an
-        ending of this side lies in between, because those belong to an earlier attempt."""
-        ending = self._endings.pop(content[0])
-        return None if ending is None or ending.reason else ending.departed.get(content[1])
+        """Note that a key is held. Returns who has released the content already; None if an ending
+        of this side lies in between, because those belong to an earlier attempt."""
+        ending = self._endings.get(content[0])
+        if ending is None:
+            return None
+        departed = None if ending.reason else ending.departed.get(content[1])
+        ending.reopen()
+        return departed
+
+    def reopen(self, key: TransferKey) -> None:
+        """Note that a chunk of a key is sent: earlier attempts do not count any more."""
+        ending = self._endings.get(key)
+        if ending is not None and ending.reason:
+            self._endings.pop(key)
+
+    def meet(self, key: TransferKey, peer: PeerAddress) -> None:
+        """Note that a peer asks for what is held: both sides are in the same attempt."""
+        ending = self._endings.get(key)
+        if ending is not None:
+            _put(ending.left, peer, (ending.num_ended, False), MAX_PEERS)
 
     def end(
         self, key: TransferKey, reason: str, *, is_served: bool = False, generation: int = 0
     ) -> Ending:
-        """Note that a key will not come from here, or not again, in attempts up to this one."""
+        """Note that a key will not come from here, or not again, in attempts up to this one; once
+        for each attempt."""
         ending = self._endings.get(key) or Ending()
-        if ending.reason and generation > ending.generation:
-            ending = Ending()  # who departed did so in an earlier attempt
-        ending.reason, ending.is_served = reason or "it was given up", is_served
-        ending.generation = max(ending.generation, generation)
+        if not generation or generation > ending.generation:
+            ending.num_ended += generation > 0 or not ending.reason
+            ending.reason, ending.is_served = reason or "it was given up", is_served
+            ending.generation = max(ending.generation, generation)
         self._endings.put(key, ending)
         return ending
 
@@ -79,7 +110,8 @@ class Endings:
         departed.readers = readers
         departed.ranks[rank] = peer
         _put(ending.departed, content[1], departed, MAX_BINDINGS)
-        _put(ending.left, peer, has_pulled, MAX_PEERS)
+        num_left, _ = ending.left.get(peer, (0, False))
+        _put(ending.left, peer, (num_left + 1, has_pulled), MAX_PEERS)
         self._endings.put(content[0], ending)
 
     def expect(
@@ -88,8 +120,8 @@ class Endings:
         """Return why a rank that asks for a key, or `renews` it, will not get it from here; None if
         it may.
 
-        If the rank had departed, this is its next attempt: earlier endings are forgotten. But who
-        has pulled its part goes on renewing, as long as others pull theirs.
+        If the peer has ended as many attempts as have ended here, this is the next one, and the key
+        may come again. But who has pulled its part goes on renewing, as long as others pull theirs.
         """
         ending = self._endings.get(content[0])
         if ending is None:
@@ -98,13 +130,11 @@ class Endings:
             departed = ending.departed.get(content[1])
             if departed is not None:
                 departed.ranks.pop(rank, None)
-            ending.left.pop(peer, None)
             return None
-        has_pulled = ending.left.get(peer)
-        if has_pulled is None:
+        if not ending.has_left(peer):
             return ending
-        if not (renews and has_pulled):
-            self._endings.pop(content[0])
+        if not (renews and ending.left[peer][1]):
+            ending.reopen()
         return None
 
     def is_served(self, key: TransferKey) -> bool:

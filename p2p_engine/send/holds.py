@@ -181,9 +181,11 @@ class Holds:
         return self._placement.spare(sizes, POOL) or self._placement.spare(sizes, BUFFER)
 
     def let_go(self, key: TransferKey, reason: str, generation: int = 0) -> None:
-        """Refuse this key to every peer that wants it, now or later: it will not be held."""
+        """Refuse this key to every peer that wants it, now or later, in this attempt: it will not
+        be held."""
         ending = self._endings.end(key, reason, generation=generation)
-        self._unheld.refuse_key(key, ending)
+        if ending.reason:
+            self._unheld.refuse_key(key, ending)
 
     def on_want(
         self,
@@ -201,6 +203,7 @@ class Holds:
         ending = self._endings.expect(content, _rank_of(spec), peer)
         want = PendingWant(spec, self._clock() + self._config.transfer_timeout_seconds, refuse)
         if hold is not None:
+            self._endings.meet(content[0], peer)
             self._serve(hold, peer, want)
         elif ending is not None:
             self._renewed.pop(content)
@@ -326,10 +329,12 @@ class Holds:
         self, hold: Hold, peer: PeerAddress, spec: CacheSpec | None, shipment: Shipment
     ) -> None:
         hold.shipments.pop(peer, None)  # after a failure, its peer may ask again
-        hold.wants.pop(peer, None)
+        want, error = hold.wants.pop(peer, None), shipment.transfer.error
+        if want is not None and shipment.is_given_up:
+            want.refuse(Ending(str(error), generation=hold.generation))
         if not hold.shipments and self._holds.get(hold.content) is hold:
             self._timers.set(hold, hold.lease_ends_at)
-        if shipment.transfer.error is None:
+        if error is None:
             hold.pulled.add(peer)
             self._served(hold, peer, spec, "it was pulled already")
         elif hold.is_over:

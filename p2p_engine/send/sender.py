@@ -460,6 +460,7 @@ class Sender(LinkListener):
 
     def _give_up(self, chunk: Chunk, error: P2pError) -> None:
         shipment = chunk.shipment
+        shipment.is_given_up = True
         if not shipment.is_held:  # a held source can be asked for again
             self._endings.end(chunk.key, str(error), generation=shipment.generation)
         self.abandon(chunk.key, chunk.link.target, str(error), shipment.generation)

@@ -52,6 +52,7 @@ class Shipment:
     is_held: bool = False  # its source can be read after WRITTEN
     generation: int = 0  # of the attempt to send its key
     after: tuple[Moment, ...] = ()  # moments after which a ready source is valid
+    is_given_up: bool = False  # the peer was told that it will not come
     is_cut: bool = False
     max_blocks: int = 0  # of a chunk
     num_taken: int = 0  # blocks that have a chunk, counted from the first one

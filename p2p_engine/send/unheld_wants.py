@@ -62,8 +62,10 @@ class UnheldWants:
         return [(name[1], want) for name in names if (want := self._pop(name)) is not None]
 
     def refuse_key(self, key: TransferKey, ending: Ending) -> None:
-        """Refuse a key to all peers that want it, with any binding."""
-        for_each(self._of_key.get(key), lambda name: self._refuse(name, ending))
+        """Refuse a key to all peers that want it in the attempt that has ended, with any
+        binding."""
+        names = [name for name in self._of_key.get(key) if not ending.has_left(name[1])]
+        for_each(names, lambda name: self._refuse(name, ending))
 
     def tick(self, now: float) -> None:
         """Refuse the WANTs that are past their deadlines."""

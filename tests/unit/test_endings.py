@@ -69,8 +69,6 @@ def test_a_rank_that_departed_from_one_attempt_is_refused_when_the_next_has_ende
     endings.end(KEY, "it was aborted", generation=1)
     endings.end(KEY, "it was aborted once more", generation=1)
     assert endings.expect(CONTENT, 0, PEERS[0]) is None
-    endings.end(KEY, "it was aborted", generation=1)
-    endings.depart(CONTENT, 0, PEERS[0], READERS)
     endings.end(KEY, "the next one, too", generation=2)
     ending = endings.expect(CONTENT, 0, PEERS[0])
     assert ending is not None
@@ -89,6 +87,7 @@ def test_a_rank_of_another_instance_asks_for_what_has_ended() -> None:
 def test_a_rank_that_asks_again_is_refused_when_that_ends_whatever_it_asks_for() -> None:
     """The release of the first attempt came when the second, with another content, had begun."""
     endings = Endings()
+    endings.end(KEY, "it was aborted", generation=1)
     endings.begin(OTHER)
     endings.depart(CONTENT, 0, PEERS[0], READERS)
     assert endings.expect(OTHER, 0, PEERS[0]) is None
@@ -103,3 +102,34 @@ def test_a_peer_that_releases_what_was_never_here_takes_little_memory() -> None:
     ending = endings.end(KEY, "it was aborted")
     assert len(ending.departed) == MAX_BINDINGS
     assert len(ending.left) == 1
+
+
+def test_attempts_that_end_on_both_sides_are_counted() -> None:
+    """A peer may have ended several before this side ends the first."""
+    endings = Endings()
+    for _ in range(2):
+        endings.depart(CONTENT, 0, PEERS[0], READERS)
+    for generation in (1, 2):
+        ending = endings.end(KEY, "it was aborted", generation=generation)
+        assert ending.has_left(PEERS[0])
+        assert not ending.has_left(PEERS[1])
+    assert endings.expect(CONTENT, 0, PEERS[0]) is None
+    assert not endings.end(KEY, "the third, too", generation=3).has_left(PEERS[0])
+
+
+def test_a_late_end_of_the_last_attempt_does_not_refuse_the_next() -> None:
+    endings = Endings()
+    endings.end(KEY, "it was pulled already", is_served=True, generation=1)
+    endings.depart(CONTENT, 0, PEERS[0], READERS, has_pulled=True)
+    assert endings.expect(CONTENT, 0, PEERS[0]) is None
+    assert not endings.end(KEY, "it was aborted", generation=1).reason
+    assert endings.expect(CONTENT, 0, PEERS[0]) is None
+
+
+def test_a_chunk_that_is_sent_leaves_what_a_peer_has_released() -> None:
+    endings = Endings()
+    endings.depart(CONTENT, 0, PEERS[0], READERS)
+    endings.reopen(KEY)
+    assert endings.end(KEY, "it was aborted", generation=1).has_left(PEERS[0])
+    endings.reopen(KEY)
+    assert endings.expect(CONTENT, 1, PEERS[1]) is None
