@@ -203,3 +203,31 @@ def in_order(
 ) -> list[PrefillSide | DecodeSide]:
     """Return both sides, in the order that is told."""
     return [prefill, decode] if first == "prefill" else [decode, prefill]
+
+
+@pytest.mark.parametrize("deed", ["nothing", "offered"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_second_attempt_may_begin_on_decode_before_the_first_has_ended_on_prefill(
+    mode: SendMode, deed: str
+) -> None:
+    """Prefill is in a long step, and hears of the abort only behind it."""
+    with engines(2, lease_seconds=60, retry_seconds=0.05) as (sender, receiver):
+        prefill = PrefillSide(sender, PeerAddress(receiver.zmq_address), mode)
+        decode = DecodeSide(receiver, PeerAddress(sender.zmq_address), mode)
+        hear_all(sender, receiver)
+        prefill.begin(deed)
+        decode.begin("asked")
+        hear_all(sender, receiver)
+        decode.abort()
+        eventually(lambda: not receiver._parts.expectations.awaited, what="RELEASE is sent")
+        decode.begin("asked")
+        hear_all(sender, receiver)
+        prefill.abort()
+        hear_all(sender, receiver)
+        prefill.begin("computed")
+        assert decode.transfer is not None
+        decode.transfer.wait(20)
+        assert decode.sink.tensor is not None
+        assert torch.equal(decode.sink.tensor, pattern("request", NBYTES))
+        receiver.drop(KEY, binding=BINDING)
+        assert_idle(sender, receiver)
