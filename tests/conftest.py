@@ -24,18 +24,18 @@ from tests.support import SeededRandom, eventually, held_resources
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marks; log what we log under vLLM, whether or not a test has imported it."""
-    for package in ("p2p_engine", "proxy"):
-        logging.getLogger(package).setLevel(logging.INFO)
+    """Register the marks."""
     for name, meaning in marks.MEANINGS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what this machine cannot run, and say why; load the double of GPUs, which stays,
-    before anybody looks for leaks. Let pytest see our log: under vLLM, vLLM's handlers have it."""
+    before anybody looks for leaks. Let pytest see our log, which is vLLM's to set up under vLLM."""
+    logging.disable(logging.NOTSET)
     for package in ("p2p_engine", "proxy"):
         logging.getLogger(package).propagate = True
+        logging.getLogger(package).setLevel(logging.INFO)
     names = {mark.name for mark in item.iter_markers()}
     if names & {"vllm", "vllm_core"} and importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")

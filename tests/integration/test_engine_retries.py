@@ -192,8 +192,9 @@ def test_what_ended_with_another_content_is_released_though_its_key_is_asked_for
 def test_what_one_peer_has_got_is_refused_to_another_at_once() -> None:
     """A proxy may send only the decode half of a request again, to another instance."""
     with engines(3, lease_seconds=60) as (sender, receiver, other):
-        hold(sender, 1)
+        held = hold(sender, 1)
         ask(receiver, sender).wait(10)
+        held.wait(10)
         with pytest.raises(TransferRejected, match="pulled already"):
             ask(other, sender).wait(10)
 
