@@ -79,7 +79,9 @@ async def test_an_answer_that_is_too_short_is_cut_and_ends_its_connection() -> N
         decode.answer = lambda r: with_header(r).replace(b"Length: 1", b"Length: 91", 1)
         async with raw_client(proxy.port) as client:
             await client.send(asked("it"))
-            assert len(await client.rest()) < 900
+            answer = await client.answer()
+            assert answer is not None
+            assert answer.status == 502
         decode.answer, decode.closes = echo, False
         await assert_own_answer(proxy, "after it")
         await proxy.until_idle()
