@@ -193,8 +193,9 @@ class Dispatch(PlaneListener):
 
     def _on_renew(self, session: Session, renew: Renew) -> None:
         self._sender.on_renew(renew.source_epoch, set(renew.contents))
+        peer = PeerAddress(session.address)
         for content in renew.contents:
-            ending = self._holds.on_renew(content, PeerAddress(session.address), session.spec)
+            ending = self._holds.on_renew(content, peer, session.spec)
             if ending is not None:
                 self._gone(renew, content[0], ending)
 

@@ -133,7 +133,7 @@ class P2pNcclEngine:
         with self._open():
             seconds = self.config.transfer_timeout_seconds if timeout is None else timeout
             moments = self._now(stream) if ready else ()
-            self._parts.endings.reopen(key)
+            self._parts.endings.forget_ended(key)
             if isinstance(peer, InstanceAddress):
                 transfer: Transfer = self._parts.fanout.send(
                     key, peer, source, binding, seconds,
@@ -322,9 +322,9 @@ class P2pNcclEngine:
         """Keep a key for a later receive: until `drop`, it outlives its leases here, and at the
         peer that holds it or was denied room for it. Never blocks.
 
-        Nothing is kept for longer than max_renewal_seconds. If the peer will not give the key,
-        `receive` refuses it at once. If the key was discarded before, and not offered since, offers
-        are accepted again.
+        Nothing is kept for longer than max_renewal_seconds. If the peer will not give the key, a
+        `receive` that names it asks again, and others are refused at once. If the key was discarded
+        before, and not offered since, offers are accepted again.
 
         Raises:
             EngineClosed: the engine is closed.

@@ -69,7 +69,7 @@ class Endings:
         ending.reopen()
         return departed
 
-    def reopen(self, key: TransferKey) -> None:
+    def forget_ended(self, key: TransferKey) -> None:
         """Note that a chunk of a key is sent: earlier attempts do not count any more."""
         ending = self._endings.get(key)
         if ending is not None and ending.reason:
@@ -144,7 +144,8 @@ class Endings:
 
 
 def _put(entries: dict[K, V], key: K, value: V, limit: int) -> None:
-    """Store a value as the newest; beyond the limit, forget the oldest."""
+    """Store a value as the newest; beyond the limit, forget the oldest. A BoundedMap for each key
+    would take half as much memory again."""
     entries.pop(key, None)
     entries[key] = value
     if len(entries) > limit:

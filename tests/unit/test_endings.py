@@ -129,7 +129,7 @@ def test_a_late_end_of_the_last_attempt_does_not_refuse_the_next() -> None:
 def test_a_chunk_that_is_sent_leaves_what_a_peer_has_released() -> None:
     endings = Endings()
     endings.depart(CONTENT, 0, PEERS[0], READERS)
-    endings.reopen(KEY)
+    endings.forget_ended(KEY)
     assert endings.end(KEY, "it was aborted", generation=1).has_left(PEERS[0])
-    endings.reopen(KEY)
+    endings.forget_ended(KEY)
     assert endings.expect(CONTENT, 1, PEERS[1]) is None
