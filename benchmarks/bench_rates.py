@@ -1,0 +1,144 @@
+"""What the code lets a link carry, by a model: idle, with a busy interpreter, and with a held one.
+
+The model is in rates_world.py: the device threads and the pairs of the transport nccl are real, and
+run in virtual time; CUDA, NCCL, sockets and links cost what its `Costs` say. Chunks of 128 MiB in
+4,096 regions move from one GPU to another, four of them open at a time, as the engine keeps it.
+
+Nothing here was measured on a GPU. These are predictions, to be checked on one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import socket
+from typing import Any, cast
+
+import numpy as np
+
+from benchmarks.harness import Row, arguments, progress, record
+from benchmarks.rates_world import (
+    MIB,
+    Costs,
+    LinkUse,
+    ModelDevice,
+    ModelNccl,
+    ModelSocket,
+    NoReaper,
+    VirtualTime,
+)
+from p2p_engine.gpu.device import DeviceJob
+from p2p_engine.memory.layout import Regions
+from p2p_engine.transports.nccl.groups import Groups
+from p2p_engine.transports.nccl.pair import Resources
+from p2p_engine.transports.nccl.receiving import ReceivingPair
+from p2p_engine.transports.nccl.rendezvous import Slots
+from p2p_engine.transports.nccl.sending import SendingPair
+from p2p_engine.transports.nccl.slabs import NUM_SLABS, SLAB_BYTES, Slabs
+from p2p_engine.transports.nccl.transport import num_slots
+
+CHUNK_BYTES = 128 * MIB
+REGION_BYTES = 32 << 10
+OPEN_CHUNKS = 4
+LINKS = {  # GB/s that two channels can fill, or as many as are said
+    "100 Gb/s": 12.5,
+    "200 Gb/s": 25.0,
+    "400 Gb/s": 50.0,
+    "PCIe 5 x16": 55.0,
+    "NVLink, 8 channels": 80.0,
+}
+INTERPRETERS = {"idle": 0.0, "busy": 500e-6, "held": 5e-3}
+
+
+class Rig:
+    """A sender and a receiver with one group."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.clock = clock = VirtualTime()
+        self.costs = costs
+        self._seqs = itertools.count(1)
+        self._is_ready = False
+        self._num_left = self._num_open = 0
+        link, meetings = LinkUse(), dict[bytes, Any]()
+        self.devices = [ModelDevice(clock, costs) for _ in range(2)]
+        sockets = [ModelSocket(device) for device in self.devices]
+        sockets[0].peer, sockets[1].peer = sockets[1], sockets[0]
+        shared = [self._resources(device, meetings, link) for device in self.devices]
+        reaper = cast("Any", NoReaper())
+        self.receiver = ReceivingPair(shared[1], cast("socket.socket", sockets[1]))
+        self.sender = SendingPair(
+            shared[0], Groups(reaper, 16), cast("socket.socket", sockets[0]), self._ready, _fail
+        )
+        self.devices[1].on_end = self._ended
+
+    def rate(self, num_chunks: int) -> float:
+        """Return the GB/s at which chunks arrive."""
+        with self.clock.installed():
+            self.clock.run_until(lambda: self._is_ready, 100.0)
+            start, self._num_left = self.clock.now, num_chunks
+            for _ in range(min(OPEN_CHUNKS, num_chunks)):
+                self._begin()
+            self.clock.run_until(lambda: not self._num_open and not self._num_left, 1000.0)
+            return num_chunks * CHUNK_BYTES / (self.clock.now - start) / 1e9
+
+    def _resources(
+        self, device: ModelDevice, meetings: dict[bytes, Any], link: LinkUse
+    ) -> Resources:
+        nccl, slots = ModelNccl(device.cuda, meetings, link), num_slots(2, 132)
+        return Resources(
+            cast("Any", nccl), device, cast("Any", NoReaper()), Slots(slots), Slots(slots),
+            Slabs(1 << 40, SLAB_BYTES, NUM_SLABS), Slabs(1 << 41, SLAB_BYTES, 0), (), 2, 60.0, 60.0,
+        )  # fmt: skip
+
+    def _begin(self) -> None:
+        seq, count = next(self._seqs), CHUNK_BYTES // REGION_BYTES
+        self._num_left -= 1
+        self._num_open += 1
+        sender, receiver = self.devices
+        starts = np.arange(count, dtype=np.int64) * 2 * REGION_BYTES
+        regions = Regions(starts + (1 << 42), np.full(count, REGION_BYTES, np.int64))
+        there = DeviceJob(receiver, CHUNK_BYTES, "there", None, _nothing)
+        here = DeviceJob(sender, CHUNK_BYTES, "here", None, _nothing)
+        address = (1 << 43) + seq * CHUNK_BYTES
+        receiver.post(lambda: self.receiver.expect(seq, address, CHUNK_BYTES, there))
+        sender.post(lambda: self.sender.write(seq, regions, (), here))
+
+    def _ended(self, job: DeviceJob) -> None:
+        if job.state != "done":
+            raise RuntimeError(f"a chunk is {job.state}: {job.error}")
+        self._num_open -= 1
+        if self._num_left:
+            self.clock.at(self.clock.now + self.costs.grant, self._begin)
+
+    def _ready(self) -> None:
+        self._is_ready = True
+
+
+def _fail(error: Exception) -> None:
+    raise error
+
+
+def _nothing() -> None:
+    """Nobody cancels."""
+
+
+def main() -> None:
+    """Play every link with every interpreter."""
+    parser = arguments("rates", __doc__ or "", repetitions=1)
+    parser.add_argument("--chunks", type=int, default=32, help="of 128 MiB (%(default)s)")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    for name, limit in LINKS.items():
+        progress(name)
+        row: Row = {"link": name, "limit_gb_s": limit}
+        for kind, seconds in INTERPRETERS.items():
+            costs = dataclasses.replace(Costs(), link_rate=limit * 1e9, interpreter=seconds)
+            chunks = options.chunks if kind != "held" else max(4, options.chunks // 8)
+            rate = Rig(costs).rate(chunks)
+            row |= {kind: round(rate, 1), f"{kind}_ratio": round(rate / limit, 2)}
+        rows.append(row)
+    record(rows, options, {"costs": dataclasses.asdict(Costs()), "interpreters": INTERPRETERS})
+
+
+if __name__ == "__main__":
+    main()
