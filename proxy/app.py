@@ -206,6 +206,8 @@ class Proxy:
         async with AsyncExitStack() as parts:
             self._upstream.open()
             parts.callback(self._log.flush)
+            parts.callback(self.memory.close)
+            parts.push_async_callback(self._forwarder.close)
             parts.push_async_callback(self._upstream.close)
             parts.push_async_callback(self._releases.close)
             parts.push_async_callback(self._readiness.close)

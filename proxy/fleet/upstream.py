@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from proxy.fleet.instances import Instance, Role
     from proxy.http.deadlines import Deadlines
+    from proxy.http.memory import Parts
 
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class Upstream:
         address = instance.identity.http_address
         connection = await self._opened().connect_anew(address, timeout, is_probe=is_probe)
         headers = {**headers, "Connection": "close"}
-        request = request_bytes("GET", address, path, headers, b"")
+        request = request_bytes("GET", address, path, headers, ())
         response = connection.ask(request, Limits(timeout, total=timeout))
         try:
             await response.head()
@@ -107,7 +108,7 @@ class Upstream:
         instance: Instance,
         role: Role,
         path: str,
-        body: bytes,
+        body: Parts,
         headers: Mapping[str, str],
         limits: Limits,
         on_sent: Callable[[], None] = lambda: None,
@@ -136,7 +137,7 @@ class Upstream:
         self,
         instance: Instance,
         role: Role,
-        request: tuple[bytes, bytes],
+        request: Parts,
         limits: Limits,
         on_sent: Callable[[], None],
     ) -> Response:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from quart.asgi import ASGIHTTPConnection
 
 from p2p_engine.errors import P2pError
-from proxy.http.memory import BodyMemory, Keep
+from proxy.http.memory import FREE_BYTES, BodyMemory, BodyRefused, Keep, Span
 
 if TYPE_CHECKING:
     from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, HTTPScope
@@ -34,16 +34,6 @@ Headers = list[tuple[bytes, bytes]]
 
 class AnswerCut(P2pError):
     """The answer cannot be completed; the server must close the client's connection."""
-
-
-class BodyRefused(P2pError):
-    """The request's body is refused: 413 if it is too large, 408 if it did not come in time, 503
-    if the bodies of others take all the memory."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
 
 
 @dataclass
@@ -95,7 +85,8 @@ class ProxyRequest:
     """A request and its resources; `ends` is closed when its task is over."""
 
     __slots__ = (
-        "_is_late", "_keep", "_receive", "ends", "handler", "headers", "is_abandoned", "path",
+        "_is_late", "_memory", "_receive", "ends", "handler", "headers", "is_abandoned", "keep",
+        "path",
     )  # fmt: skip
 
     def __init__(
@@ -110,25 +101,27 @@ class ProxyRequest:
         self.handler = handler
         self._receive = receive
         self._is_late = False
-        self._keep = Keep(memory)
-        self.ends.callback(self._keep.free)
+        self._memory = memory
+        self.keep: Keep | None = None  # the body, once it begins to come
+        self.ends.callback(self.free_body)
 
-    async def body(self, max_bytes: int, timeout: float, deadlines: Deadlines) -> bytes:
+    async def body(self, max_bytes: int, timeout: float, deadlines: Deadlines) -> bytes | Span:
         """Return the whole body. From then on, cancel the handler when the client disconnects."""
-        pieces: list[bytes] = []
+        keep = self.keep = Keep.new(self._memory, max_bytes)
         num_bytes, is_last = 0, False
         limit = deadlines.add(timeout, self._be_late)
         try:
             while not is_last:
+                if num_bytes > FREE_BYTES:
+                    await self._memory.turns.take()
                 message = await self._receive()
                 if message["type"] == "http.disconnect":
                     raise asyncio.CancelledError("the client left")
-                pieces.append(message["body"])
                 num_bytes += len(message["body"])
                 is_last = not message["more_body"]
                 if num_bytes > max_bytes:
                     raise BodyRefused(413, "bad_body", f"the body is larger than {max_bytes} bytes")
-                if not self._keep.grow_to(num_bytes):
+                if not keep.add(message["body"]):
                     text = "the proxy has no memory left for a body of this size"
                     raise BodyRefused(503, "memory_full", text)
         except asyncio.CancelledError:
@@ -139,11 +132,12 @@ class ProxyRequest:
         finally:
             limit.cancel()
         self.ends.callback(deadlines.add(WATCH_SECONDS, self._begin_watch).cancel)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return keep.content()
 
     def free_body(self) -> None:
         """Note that the body is not needed any more; idempotent."""
-        self._keep.free()
+        if self.keep is not None:
+            self.keep.free()
 
     def _be_late(self) -> None:
         self._is_late = True

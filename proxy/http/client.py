@@ -18,6 +18,7 @@ import httptools
 from p2p_engine.control.resolver import Answer, Resolver
 from p2p_engine.errors import P2pError, PeerUnreachable
 from proxy.http.deadlines import Deadline, Deadlines
+from proxy.http.memory import Parts, Span
 
 # Bytes of an answer that are buffered before the client stops reading from the instance.
 HIGH_WATER_BYTES = 64 << 10
@@ -242,17 +243,35 @@ class _Connection(asyncio.Protocol):
         self._is_paused = False
         self._is_in_head = False
         self._num_dry_bytes = 0  # since the last head or piece of a body
+        self._writing: asyncio.Task[None] | None = None
+        self._can_write = asyncio.Event()
 
     @property
     def is_open(self) -> bool:
         """Tell whether a request can be written."""
         return not self._transport.is_closing()
 
-    def ask(self, request: tuple[bytes, bytes], limits: Limits) -> Response:
-        """Write a request and return its answer."""
+    def ask(self, request: Parts, limits: Limits) -> Response:
+        """Write a request, or begin to write a large one, and return its answer."""
         self.response = Response(self, limits)
-        self._transport.writelines(request)
+        if any(isinstance(part, Span) for part in request):
+            self._writing = asyncio.ensure_future(self._write(request))
+        else:
+            self._transport.writelines(request)
         return self.response
+
+    async def _write(self, request: Parts) -> None:
+        """Write a large request no faster than the instance takes it."""
+        try:
+            for part in request:
+                if isinstance(part, bytes):
+                    self._transport.write(part)
+                    continue
+                async for piece in part.pieces():
+                    await self._can_write.wait()
+                    self._transport.write(piece)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the request is not whole
+            self._break(Broken(f"the request could not be written: {error!r}"))
 
     def abort(self) -> None:
         """Abort the connection at once."""
@@ -276,6 +295,15 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         """Remember the transport."""
         self._transport = transport
+        self._can_write.set()
+
+    def pause_writing(self) -> None:
+        """Let a large request wait for the instance."""
+        self._can_write.clear()
+
+    def resume_writing(self) -> None:
+        """Go on with a large request."""
+        self._can_write.set()
 
     def data_received(self, data: bytes) -> None:
         """Parse the bytes; abort the connection if no request is in progress."""
@@ -297,6 +325,8 @@ class _Connection(asyncio.Protocol):
         """End the answer. An answer without framing headers is complete when the connection closes
         cleanly."""
         self._pool.forget(self)
+        if self._writing is not None:
+            self._writing.cancel()
         response, self.response = self.response, None
         if response is None:
             return
@@ -341,7 +371,8 @@ class _Connection(asyncio.Protocol):
             return
         self.response = None
         response.complete()
-        if self._transport.get_write_buffer_size():
+        is_written = self._writing is None or self._writing.done()
+        if not is_written or self._transport.get_write_buffer_size():
             self.abort()
         elif self._parser.should_keep_alive():
             self.resume()
@@ -509,15 +540,16 @@ def _abandon(making: asyncio.Future[_Connection]) -> None:
 
 
 def request_bytes(
-    method: str, address: str, path: str, headers: Mapping[str, str], body: bytes
-) -> tuple[bytes, bytes]:
+    method: str, address: str, path: str, headers: Mapping[str, str], body: Parts
+) -> Parts:
     """Return the head and the body of an HTTP/1.1 request.
 
     Raises:
         ValueError: a value would end its line.
     """
-    lines = [f"{method} {path} HTTP/1.1", f"Host: {address}", f"Content-Length: {len(body)}"]
+    length = sum(map(len, body))
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {address}", f"Content-Length: {length}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     if _LINE_ENDS.search("".join(lines)):
         raise ValueError("a value with a line end or NUL in the head of a request")
-    return "\r\n".join([*lines, "", ""]).encode("latin-1"), body
+    return ("\r\n".join([*lines, "", ""]).encode("latin-1"), *body)

@@ -18,7 +18,7 @@ class Deadline:
     __slots__ = ("_call", "_deadlines", "_due", "_seconds")
 
     def __init__(
-        self, deadlines: Deadlines, now: float, seconds: float, call: Callable[[], None]
+        self, deadlines: Deadlines, now: float, seconds: float, call: Callable[[], object]
     ) -> None:
         self._deadlines = deadlines
         self._seconds = seconds
@@ -55,7 +55,7 @@ class Deadlines:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_ticking = False
 
-    def add(self, seconds: float, call: Callable[[], None]) -> Deadline:
+    def add(self, seconds: float, call: Callable[[], object]) -> Deadline:
         """Call `call` after `seconds`, up to TICK_SECONDS late, unless it is cancelled."""
         loop = self._loop = self._loop or asyncio.get_running_loop()
         now = self._clock()

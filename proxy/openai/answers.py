@@ -13,6 +13,7 @@ from proxy.fleet.instances import Role
 from proxy.http.asgi import Answer, Headers
 from proxy.http.client import ClientError, Response
 from proxy.openai import payload
+from proxy.openai.fields import BAD_JSON
 
 EVENT_STREAM = b"text/event-stream"
 # Gateway errors of an instance keep their status and are retried on another instance. Other 5xx may
@@ -142,6 +143,6 @@ def _raise_if_too_long(status: int, answer: bytes) -> None:
 def _message(answer: bytes) -> str:
     try:
         said = msgspec.json.decode(answer, type=_ErrorAnswer)
-    except payload.BAD_JSON:
+    except BAD_JSON:
         return "the prompt is too long for the model"
     return (said.error.message if said.error else said.message) or "the prompt is too long"

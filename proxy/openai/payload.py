@@ -7,40 +7,24 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
 
-from proxy.errors import ProxyError
+from proxy.http.memory import Parts, Span
+from proxy.openai.fields import BAD_JSON, KV_PARAMS, split
 
 if TYPE_CHECKING:
     from p2p_engine.wire.request_ids import ProxyId
 
-Fields: TypeAlias = dict[str, msgspec.Raw]
+# A large value lies in the file of large bodies.
+Value: TypeAlias = msgspec.Raw | Span
+Fields: TypeAlias = dict[str, Value]
 Params: TypeAlias = dict[str, Any]
+Answered: TypeAlias = dict[str, msgspec.Raw]  # parameters, by a prefill instance
 
-KV_PARAMS = "kv_transfer_params"
 _ONE = msgspec.Raw(b"1")
 _FALSE = msgspec.Raw(b"false")
 _TRUE = b"true"
 # Fields without meaning for a single token.
 _NOT_FOR_PREFILL = ("min_tokens", "stream_options")
-# Where vLLM takes transfers and names of requests from. Only the proxy says these; a client's could
-# name any host and any other request. vLLM also takes the first two from within `vllm_xargs`.
-_TRANSFERS = {KV_PARAMS, "ec_transfer_params"}
-_NOT_FOR_CLIENTS = {*_TRANSFERS, "request_id"}
-_XARGS = "vllm_xargs"
-# A request has few fields that may be large. All others together, and the names, are small: a body
-# of millions of fields would stop the proxy for seconds.
-_MAY_BE_LARGE = (
-    "chat_template", "chat_template_kwargs", "documents", "input", "logit_bias", "messages",
-    "mm_processor_kwargs", "prompt", "prompt_embeds", "response_format", "structured_outputs",
-    "tokens", "tools",
-)  # fmt: skip
-MAX_SMALL_BYTES = 256 << 10
-FEW_COLONS = 4096  # a body with fewer has fewer fields, and needs no closer look
 MAX_DIGITS = 9  # of a number of choices; vLLM takes 16,384 of them by default
-
-_fields_decoder = msgspec.json.Decoder(Fields)
-_large_decoder = msgspec.json.Decoder(
-    msgspec.defstruct("_Large", [(name, msgspec.Raw, msgspec.Raw()) for name in _MAY_BE_LARGE])
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,23 +32,23 @@ class ClientRequest:
     """A client's request: its body, and its top-level fields as raw JSON, without those that only
     the proxy may set."""
 
-    body: bytes
+    body: Parts
     fields: Fields
 
     @property
     def is_stream(self) -> bool:
         """Tell whether the client wants server-sent events."""
-        return bytes(self.fields.get("stream", b"")) == _TRUE
+        return small(self.fields, "stream") == _TRUE
 
 
-NOTHING = ClientRequest(b"", {})
+NOTHING = ClientRequest((), {})
 
 
 @dataclass(frozen=True)
 class Prefilled:
     """A prefill instance's answer: its parameters for decode, and its token counts."""
 
-    params: Fields
+    params: Answered
     cached_tokens: int | None
     prompt_tokens: int = 0
 
@@ -80,13 +64,12 @@ class _Usage(msgspec.Struct):
 
 class _PrefillAnswer(msgspec.Struct):
     choices: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1)]
-    kv_transfer_params: Fields | None = None
+    kv_transfer_params: Answered | None = None
     usage: _Usage | None = None
 
 
 _model_decoder: msgspec.json.Decoder[str | None] = msgspec.json.Decoder(str | None)
 _answer_decoder = msgspec.json.Decoder(_PrefillAnswer)
-BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def parse(body: bytes) -> ClientRequest:
@@ -95,70 +78,34 @@ def parse(body: bytes) -> ClientRequest:
     The body stays as it is, unless it has something that only the proxy may say.
 
     Raises:
-        ProxyError: 400, the body is not a JSON object, or what should be small in it is not.
+        BodyRefused: it is not a JSON object, or what should be small in it is not.
     """
-    try:
-        if len(body) > MAX_SMALL_BYTES and _has_many_colons(body):
-            _check_small(body)
-        fields = _fields_decoder.decode(body)
-    except BAD_JSON as error:
-        raise ProxyError(400, "invalid_json", f"the body is not a JSON object: {error}") from error
-    if _XARGS in fields or not fields.keys().isdisjoint(_NOT_FOR_CLIENTS):
-        fields = {k: v for k, v in fields.items() if k not in _NOT_FOR_CLIENTS}
-        if _XARGS in fields:
-            fields[_XARGS] = _without_transfers(fields[_XARGS])
-        body = msgspec.json.encode(fields)
-    return ClientRequest(body, fields)
+    fields, is_changed = split(body)
+    whole = msgspec.json.encode(fields) if is_changed else body.rstrip(b" \t\r\n")
+    return ClientRequest((whole,), dict(fields))
 
 
-def _has_many_colons(body: bytes) -> bool:
-    num_colons = 0
-    for start in range(0, len(body), MAX_SMALL_BYTES):
-        num_colons += body.count(b":", start, start + MAX_SMALL_BYTES)
-        if num_colons > FEW_COLONS:
-            return True
-    return False
-
-
-def _check_small(body: bytes) -> None:
-    """Refuse a body that has much outside of the fields that may be large; skips all others."""
-    large = _large_decoder.decode(body)
-    num_bytes = len(body) - sum(len(bytes_of(getattr(large, name))) for name in _MAY_BE_LARGE)
-    if num_bytes > MAX_SMALL_BYTES:
-        message = f"the fields beside {', '.join(_MAY_BE_LARGE)} have {num_bytes} bytes"
-        raise ProxyError(400, "too_many_fields", f"{message}; at most {MAX_SMALL_BYTES} are taken")
-
-
-def bytes_of(value: msgspec.Raw) -> memoryview:
-    """Return the JSON of a value, without a copy."""
-    return memoryview(value)
-
-
-def _without_transfers(arguments: msgspec.Raw) -> msgspec.Raw:
-    """Return a client's `vllm_xargs`; what is no object is left to vLLM, which refuses it."""
-    try:
-        fields = _fields_decoder.decode(arguments)
-    except BAD_JSON:
-        return arguments
-    kept = {k: v for k, v in fields.items() if k not in _TRANSFERS}
-    return msgspec.Raw(msgspec.json.encode(kept))
+def small(fields: Fields, name: str, missing: bytes = b"") -> bytes:
+    """Return the JSON of a value that is small if it makes sense; `missing` if it does not."""
+    value = fields.get(name, missing)
+    return missing if isinstance(value, Span) else bytes(value)
 
 
 def model_of(fields: Fields) -> str | None:
     """Return the requested model; None if it is not a string."""
     try:
-        return _model_decoder.decode(fields.get("model", b"null"))
+        return _model_decoder.decode(small(fields, "model", b"null"))
     except BAD_JSON:
         return None
 
 
 def num_choices(fields: Fields) -> int:
     """Return the number of continuations of each prompt."""
-    given = bytes(fields.get("n", b"1"))
+    given = small(fields, "n", b"1")
     return int(given) if given.isdigit() and len(given) <= MAX_DIGITS else 1
 
 
-def prefill_body(fields: Fields, params: Params | None) -> bytes:
+def prefill_body(fields: Fields, params: Params | None) -> Parts:
     """Return the prefill body: one token, no stream. `n` stays: each choice is a separate
     transfer."""
     kept: dict[str, Any] = {k: v for k, v in fields.items() if k not in _NOT_FOR_PREFILL}
@@ -167,17 +114,33 @@ def prefill_body(fields: Fields, params: Params | None) -> bytes:
         kept["max_completion_tokens"] = _ONE
     if params is not None:
         kept[KV_PARAMS] = params
-    return msgspec.json.encode(kept)
+    return joined(kept)
 
 
-def decode_body(asked: ClientRequest, params: Params | None) -> bytes:
+def joined(fields: dict[str, Any]) -> Parts:
+    """Return fields as one JSON object; the large ones come last."""
+    large = [(name, value) for name, value in fields.items() if isinstance(value, Span)]
+    if not large:
+        return (msgspec.json.encode(fields),)
+    others = {k: v for k, v in fields.items() if not isinstance(v, Span)}
+    parts: list[bytes | Span] = []
+    begin = msgspec.json.encode(others)[:-1] + (b"," if others else b"")
+    for name, value in large:
+        parts += [b"%b%b:" % (begin, msgspec.json.encode(name)), value]
+        begin = b","
+    return (*parts, b"}")
+
+
+def decode_body(asked: ClientRequest, params: Params | None) -> Parts:
     """Return the client's body with our parameters spliced in before the last brace."""
     if params is None:
         return asked.body
-    head = memoryview(asked.body.rstrip(b" \t\r\n"))[:-1]  # the body may be large: one copy
+    *firsts, last = asked.body
     comma = b"," if asked.fields else b""
     ours = b'%b"%b":%b}' % (comma, KV_PARAMS.encode(), msgspec.json.encode(params))
-    return b"".join((head, ours))
+    if isinstance(last, Span):
+        return (*firsts, last.part(0, len(last) - 1), ours)
+    return (*firsts, b"".join((memoryview(last)[:-1], ours)))
 
 
 def request_id(proxy_id: ProxyId) -> str:
@@ -205,7 +168,7 @@ def prefill_params(proxy_id: ProxyId) -> Params:
     }
 
 
-def decode_params(proxy_id: ProxyId, answered: Fields) -> Params:
+def decode_params(proxy_id: ProxyId, answered: Answered) -> Params:
     """Return the parameters that name the source of the KV; those of prefill's answer take
     precedence."""
     host, port = _split(proxy_id.prefill)

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import msgspec
 
+from proxy.http.memory import Span
 from proxy.openai import payload
+from proxy.openai.fields import BAD_JSON
 
 if TYPE_CHECKING:
     from proxy.openai.payload import Fields
 
 Value = TypeVar("Value", int, str)
-# A memoryview of the body: prompts may be large, and are not copied.
-Text: TypeAlias = bytes | memoryview
+# Prompts may be large, and are not copied.
+Text: TypeAlias = bytes | memoryview | Span
 
 # An estimate for text and for lists of token ids; it is used to weigh requests only.
 BYTES_PER_TOKEN = 4
@@ -39,7 +41,7 @@ class Prompt:
     model: str | None = None
     session: str = ""
     text: Text = b""
-    context: tuple[Text, ...] = ()
+    context: tuple[bytes | memoryview, ...] = ()
     num_output_tokens: int = EXPECTED_OUTPUT_TOKENS
     # It asks about the prompt itself, so the instance that decodes must compute the prompt.
     needs_whole_prompt: bool = False
@@ -53,7 +55,8 @@ class Prompt:
     def blocks(self) -> tuple[int, ...]:
         """One hash for the context, then one for each whole block of the text, up to
         `MAX_BLOCKS`."""
-        text = self.text[: MAX_BLOCKS * BLOCK_BYTES]
+        most = MAX_BLOCKS * BLOCK_BYTES
+        text = self.text.read(0, most) if isinstance(self.text, Span) else self.text[:most]
         ends = range(BLOCK_BYTES, len(text) + 1, BLOCK_BYTES)
         hashes = (hash(bytes(text[end - BLOCK_BYTES : end])) for end in ends)
         return (hash(tuple(map(bytes, self.context))), *hashes)
@@ -70,15 +73,23 @@ def read_prompt(fields: Fields, session: str = "") -> Prompt:
 
     `session` is the client's session id; without one, the field `user` is used.
     """
-    texts = (payload.bytes_of(fields[name]) for name in _TEXTS if name in fields)
+    texts = (_text(fields[name]) for name in _TEXTS if name in fields)
     return Prompt(
         model=payload.model_of(fields),
         session=session or _value(fields, "user", str, ""),
         text=next(texts, b""),
-        context=tuple([payload.bytes_of(fields[n]) if n in fields else b"" for n in _CONTEXT]),
+        context=tuple([_compared(fields[n]) if n in fields else b"" for n in _CONTEXT]),
         num_output_tokens=_num_output_tokens(fields),
         needs_whole_prompt=_needs_whole_prompt(fields),
     )
+
+
+def _text(value: payload.Value) -> Text:
+    return value if isinstance(value, Span) else memoryview(value)
+
+
+def _compared(value: payload.Value) -> bytes | memoryview:
+    return value.digest if isinstance(value, Span) else memoryview(value)
 
 
 def _num_output_tokens(fields: Fields) -> int:
@@ -89,13 +100,13 @@ def _num_output_tokens(fields: Fields) -> int:
 def _needs_whole_prompt(fields: Fields) -> bool:
     """Prompt log-probabilities are not in the KV, and beam search renames its child requests."""
     asked = _ABOUT_THE_PROMPT & fields.keys()
-    return any(bytes(fields[name]) not in _NOTHING for name in asked)
+    return any(payload.small(fields, name, b"?") not in _NOTHING for name in asked)
 
 
 def _value(fields: Fields, name: str, kind: type[Value], default: Value) -> Value:
     if name not in fields:
         return default
     try:
-        return msgspec.json.decode(fields[name], type=kind)
-    except payload.BAD_JSON:
+        return msgspec.json.decode(payload.small(fields, name), type=kind)
+    except BAD_JSON:
         return default

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from proxy.fleet.instances import Instance, Leg, Role
     from proxy.http.asgi import Answer, ProxyRequest
+    from proxy.http.memory import Parts
     from proxy.observe.request_log import RequestRecord
     from proxy.request.services import Services
 
@@ -63,7 +64,7 @@ class Attempt:
         return leg
 
     async def send(
-        self, leg: Leg, body: bytes, request_id: str, on_sent: Callable[[], None] = lambda: None
+        self, leg: Leg, body: Parts, request_id: str, on_sent: Callable[[], None] = lambda: None
     ) -> Response:
         """Send the leg that answers the client; its answer is open until `ends`.
 

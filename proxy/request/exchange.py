@@ -22,6 +22,7 @@ from proxy.request.attempt import Attempt
 if TYPE_CHECKING:
     from proxy.fleet.instances import Instance, Leg
     from proxy.http.asgi import Answer, ProxyRequest
+    from proxy.http.memory import Parts
     from proxy.observe.request_log import RequestRecord
     from proxy.request.services import Services
     from proxy.routing.router import InstancePair
@@ -95,7 +96,7 @@ class Exchange(Attempt):
         return prefilled
 
     async def _post_prefill(
-        self, instance: Instance, body: bytes, proxy_id: ProxyId
+        self, instance: Instance, body: Parts, proxy_id: ProxyId
     ) -> tuple[Response, bytes]:
         limits = self.limits(total=self.config.prefill_timeout_seconds)
         headers = self.headers(payload.request_id(proxy_id))
@@ -111,7 +112,7 @@ class Exchange(Attempt):
         self.record.prefilled()
         return response, answer
 
-    async def _decode(self, proxy_id: ProxyId, answered: payload.Fields) -> Response:
+    async def _decode(self, proxy_id: ProxyId, answered: payload.Answered) -> Response:
         """Send the decode leg of a pair."""
         params = None if self._pair.is_old_wire else payload.decode_params(proxy_id, answered)
         body = payload.decode_body(self.asked, params)
@@ -159,7 +160,9 @@ class Exchange(Attempt):
         params = payload.decode_params(proxy_id, prefilled.params)
         body = payload.prefill_body(self.asked.fields, None if self._pair.is_old_wire else params)
         headers = self.headers(payload.request_id(proxy_id))
-        self.services.releases.begin(decode, self.request.path, body, headers)
+        assert self.request.keep is not None
+        keep = self.request.keep.again()
+        self.services.releases.begin(decode, self.request.path, body, headers, keep)
 
 
 def _proxy_id(prefill: Instance, decode: Instance, transfer_id: str) -> ProxyId:

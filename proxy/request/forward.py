@@ -7,8 +7,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from proxy.errors import LegFailed, ProxyError
-from proxy.http.asgi import BodyRefused
+from proxy.http.memory import BodyRefused
 from proxy.openai import payload
+from proxy.openai.parsers import Parsers
 from proxy.openai.prompt import read_prompt
 from proxy.request.attempt import REQUEST_ID, Attempt, Errand
 from proxy.request.exchange import Exchange
@@ -53,6 +54,11 @@ class Forwarder:
         self._admission = admission
         self._metrics = metrics
         self._log = log
+        self._parsers = Parsers(services.deadlines)
+
+    async def close(self) -> None:
+        """End the processes that parse; idempotent."""
+        await self._parsers.close()
 
     async def serve(self, request: ProxyRequest) -> Answer:
         """Answer one request; its legs end with it. Failures become answers, so nothing is
@@ -92,7 +98,7 @@ class Forwarder:
             request.headers["authorization"] = passed_on
         if self._services.name in request.headers.get("via", ""):
             raise ProxyError(508, "loop", "the request came back: an instance is a proxy")
-        asked = payload.parse(await self._body(request))
+        asked = await self._read(request)
         prompt = read_prompt(asked.fields, request.headers.get(SESSION_ID.lower(), ""))
         failed: list[Instance] = []
 
@@ -133,11 +139,15 @@ class Forwarder:
                     continue
                 raise
 
-    async def _body(self, request: ProxyRequest) -> bytes:
+    async def _read(self, request: ProxyRequest) -> payload.ClientRequest:
+        """Read and parse the body."""
         config = self._services.config
         try:
-            return await request.body(
+            body = await request.body(
                 config.max_body_bytes, config.client_timeout_seconds, self._services.deadlines
             )
+            if isinstance(body, bytes):
+                return payload.parse(body)
+            return await self._parsers.parse(body)
         except BodyRefused as error:
             raise ProxyError(error.status, error.code, str(error)) from error

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from proxy.fleet.instances import Instance
     from proxy.fleet.upstream import Upstream
+    from proxy.http.memory import Keep, Parts
     from proxy.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -34,11 +35,14 @@ class Releases:
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, decode: Instance, path: str, body: bytes, headers: Mapping[str, str]) -> None:
-        """Start a release in the background; does not block."""
+    def begin(
+        self, decode: Instance, path: str, body: Parts, headers: Mapping[str, str], keep: Keep
+    ) -> None:
+        """Start a release in the background, which frees `keep` at its end; does not block."""
         task = asyncio.ensure_future(self._release(decode, path, body, headers))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: keep.free())
 
     async def close(self) -> None:
         """Cancel all releases in progress; idempotent."""
@@ -48,7 +52,7 @@ class Releases:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _release(
-        self, decode: Instance, path: str, body: bytes, headers: Mapping[str, str]
+        self, decode: Instance, path: str, body: Parts, headers: Mapping[str, str]
     ) -> None:
         limits = Limits(TIMEOUT_SECONDS, total=TIMEOUT_SECONDS)
         try:

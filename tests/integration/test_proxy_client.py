@@ -132,7 +132,7 @@ async def ask(
 ) -> tuple[Response, bytes]:
     """Ask once and take the whole answer."""
     connection = await pool.connect(server.address, limits.connect)
-    request = request_bytes("POST", server.address, "/x", {"a": "b"}, b"{}")
+    request = request_bytes("POST", server.address, "/x", {"a": "b"}, (b"{}",))
     response = connection.ask(request, limits)
     try:
         await response.head()
@@ -247,7 +247,7 @@ async def test_an_answer_before_the_request_was_taken_ends_its_connection() -> N
     async with serving() as (server, pool):
         server.answers_at_once = OK
         connection = await pool.connect(server.address, 5.0)
-        request = request_bytes("POST", server.address, "/", {}, b"x" * (64 << 20))
+        request = request_bytes("POST", server.address, "/", {}, (b"x" * (64 << 20),))
         response = connection.ask(request, LIMITS)
         await response.head()
         assert await response.piece() == b"ok"
@@ -284,7 +284,7 @@ async def test_an_answer_is_read_no_faster_than_it_is_taken() -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (len(piece) * count)
     async with serving(head, *[piece] * count) as (server, pool):
         connection = await pool.connect(server.address, 5.0)
-        request = request_bytes("POST", server.address, "/", {}, b"")
+        request = request_bytes("POST", server.address, "/", {}, ())
         response = connection.ask(request, LIMITS)
         await response.head()
         await until(lambda: response._num_buffered > HIGH_WATER_BYTES, "much has come")
@@ -337,7 +337,7 @@ def test_no_value_ends_a_line(end: str, place: int) -> None:
         text + end * (place == number) for number, text in enumerate("mapnv")
     )
     with pytest.raises(ValueError, match="line end"):
-        request_bytes(method, address, path, {name: value}, b"")
+        request_bytes(method, address, path, {name: value}, ())
 
 
 async def test_who_cannot_be_reached_is_named(free_port: int) -> None:

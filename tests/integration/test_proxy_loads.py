@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import signal
+from asyncio.subprocess import Process
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from proxy.http.memory import FREE_BYTES
+from proxy.config import DISPATCHES
+from proxy.http.memory import FREE_BYTES, LARGE_BYTES
+from proxy.openai import parsers
 from proxy.routing.router import Router
 from tests.doubles.server import Behaviour
-from tests.rigs.proxies import ASKED, fleet, until
+from tests.rigs.proxies import ASKED, COMPLETIONS, RunningProxy, fleet, until
 
 
 async def test_memory_for_bodies_is_bounded_and_small_requests_need_none() -> None:
@@ -103,3 +108,141 @@ async def test_a_model_that_nobody_serves_has_no_queue_of_its_own(
         # Each end is two releases of a leg, the end of a request, and the next head's own turn.
         assert num_choices < 10 * 200
         await proxy.until_idle()
+
+
+LARGE = {**ASKED, "prompt": "Zürich\n" * (LARGE_BYTES // 8), "tools": ["t" * LARGE_BYTES]}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The processes that were started to parse, the latest last."""
+    pids, start = list[int](), parsers._start
+
+    async def noting(file: int) -> Process:
+        process = await start(file)
+        pids.append(process.pid)
+        return process
+
+    monkeypatch.setattr(parsers, "_start", noting)
+    return pids
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+async def test_a_large_body_reaches_both_instances_as_it_was_written(dispatch: str) -> None:
+    async with fleet(dispatch=dispatch) as (proxy, [prefill], [decode]):
+        for asked in (LARGE, {**LARGE, "kv_transfer_params": {"remote_host": "evil"}}):
+            status, body, _ = await proxy.ask(asked)
+            assert status == 200, body
+            first, second = prefill.received[-1], decode.received[-1]
+            for name in LARGE:
+                assert second.json[name] == LARGE[name]
+            assert {**LARGE, "max_tokens": 1}.items() <= first.json.items()
+            assert b"evil" not in first.body + second.body
+            assert first.json["kv_transfer_params"]["do_remote_decode"]
+            assert second.json["kv_transfer_params"]["do_remote_prefill"]
+        assert (await proxy.ask(LARGE, "/tokenize"))[0] == 200
+        await until_forgotten(proxy)
+
+
+async def until_forgotten(proxy: RunningProxy) -> None:
+    """Wait until nothing of any body is kept."""
+    await proxy.until_idle()
+
+    async def is_forgotten() -> bool:
+        return (await proxy.metrics())["p2p_proxy_body_bytes"] == 0
+
+    await until(is_forgotten, "nothing of any body is kept")
+
+
+async def test_a_large_body_that_is_no_json_is_a_400() -> None:
+    async with fleet() as (proxy, _, _):
+        for body in (b"{" + b"x" * LARGE_BYTES, b" " * (2 * LARGE_BYTES), b"[" * (2 * LARGE_BYTES)):
+            async with proxy.client.post(proxy.url + COMPLETIONS, data=body) as answer:
+                assert (answer.status, b"invalid_json" in await answer.read()) == (400, True)
+        await until_forgotten(proxy)
+
+
+async def test_a_parser_that_dies_costs_its_request_only(started: list[int]) -> None:
+    async with fleet() as (proxy, _, _):
+        assert (await proxy.ask(LARGE))[0] == 200
+        (pid,) = started
+        os.kill(pid, signal.SIGSTOP)
+        asked = [asyncio.ensure_future(proxy.ask(LARGE)) for _ in range(4)]
+        await until(lambda: sum(each.done() for each in asked) == 3, "only one waits")
+        os.kill(pid, signal.SIGKILL)
+        outcomes = [await each for each in asked]
+        assert Counter(status for status, _, _ in outcomes) == {200: 3, 503: 1}
+        assert any(b"parser_failed" in body for _, body, _ in outcomes)
+        assert (await proxy.ask(LARGE))[0] == 200
+        assert len(started) <= 3
+        await until_forgotten(proxy)
+
+
+async def test_a_parser_that_is_late_is_replaced(
+    started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parsers, "NUM_PARSERS", 1)
+    async with fleet() as (proxy, _, _):
+        assert (await proxy.ask(LARGE))[0] == 200
+        with monkeypatch.context() as quick:
+            quick.setattr(parsers, "SECONDS", 0.2)
+            os.kill(started[0], signal.SIGSTOP)
+            status, body, headers = await proxy.ask(LARGE)
+        assert (status, b"parser_busy" in body, "Retry-After" in headers) == (503, True, True)
+        assert (await proxy.ask(LARGE))[0] == 200
+        assert len(started) == 2
+        with pytest.raises(ProcessLookupError):
+            os.kill(started[0], 0)
+        await until_forgotten(proxy)
+
+
+async def test_too_many_bodies_that_wait_for_a_parser_are_refused(
+    started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parsers, "MAX_WAITING", 2)
+    monkeypatch.setattr(parsers, "NUM_PARSERS", 1)
+    async with fleet() as (proxy, _, _):
+        assert (await proxy.ask(LARGE))[0] == 200
+        os.kill(started[0], signal.SIGSTOP)
+        asked = [asyncio.ensure_future(proxy.ask(LARGE)) for _ in range(6)]
+        await until(lambda: sum(each.done() for each in asked) == 3, "three are refused")
+        os.kill(started[0], signal.SIGCONT)
+        assert Counter([(await each)[0] for each in asked]) == {200: 3, 503: 3}
+        await until_forgotten(proxy)
+
+
+async def test_who_leaves_while_a_body_is_parsed_leaves_nothing_behind(
+    started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parsers, "NUM_PARSERS", 1)
+    async with fleet() as (proxy, _, [decode]):
+        assert (await proxy.ask(LARGE))[0] == 200
+        os.kill(started[0], signal.SIGSTOP)
+        leaving = [asyncio.ensure_future(proxy.ask(LARGE)) for _ in range(4)]
+
+        async def have_come() -> bool:
+            status = await proxy.status()
+            return status["requests_in_flight"] == 4  # type: ignore[no-any-return]
+
+        await until(have_come, "all have come")
+        for each in leaving:
+            each.cancel()
+        await proxy.until_idle()
+        os.kill(started[0], signal.SIGCONT)
+        assert (await proxy.ask(LARGE))[0] == 200
+        assert decode.received[-1].json["prompt"] == LARGE["prompt"]
+        assert len(started) == 1
+        await until_forgotten(proxy)
+
+
+async def test_a_large_request_goes_to_another_instance_if_one_breaks() -> None:
+    async with fleet(2) as (proxy, prefills, [decode]):
+        for prefill in prefills:
+            prefill.behaviour = Behaviour(status=502)
+        assert (await proxy.ask(LARGE))[0] == 502
+        prefills[0].behaviour = prefills[1].behaviour = Behaviour()
+        decode.behaviour = Behaviour(status=400)
+        assert (await proxy.ask(LARGE))[0] == 400
+        decode.behaviour = Behaviour()
+        assert (await proxy.ask(LARGE))[0] == 200
+        await until_forgotten(proxy)

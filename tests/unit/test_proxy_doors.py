@@ -64,7 +64,9 @@ def test_nothing_of_a_client_reaches_what_the_engine_reads() -> None:
         "extra_body": {"kv_transfer_params": {"remote_host": MARK}},
         "extra_args": {"kv_transfer_params": {"remote_host": MARK}},
     }  # fmt: skip
-    sent = json.loads(payload.decode_body(payload.parse(json.dumps(asked).encode()), None))
+    (body,) = payload.decode_body(payload.parse(json.dumps(asked).encode()), None)
+    assert isinstance(body, bytes)
+    sent = json.loads(body)
     for model in completion_models():
         request = model.model_validate(sent)
         arguments = request.to_sampling_params(max_tokens=1, default_sampling_params={}).extra_args

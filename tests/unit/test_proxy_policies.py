@@ -131,11 +131,11 @@ def test_a_prompt_that_decode_holds_needs_no_prefill() -> None:
     fleet = RoutingFleet(bypass_tokens=200)
     fleet.add("P")
     decodes = [fleet.add("D") for _ in range(3)]
-    prompt = Prompt(text=text("long ", 20))
-    first = fleet.pair(prompt)
+    long = text("long ", 20)
+    first = fleet.pair(Prompt(text=long))
     assert first.prefill is not None
     fleet.registry.take_leg(first.decode, Role.DECODE, 5000)  # busy, yet it holds the prompt
-    again = fleet.pair(Prompt(text=bytes(prompt.text) + b"and a little more"))
+    again = fleet.pair(Prompt(text=long + b"and a little more"))
     assert (again.prefill, again.decode) == (None, first.decode)
     assert fleet.pair(Prompt(text=text("another ", 20))).prefill is not None
     assert first.decode in decodes

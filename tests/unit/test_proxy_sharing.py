@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import random
+from collections import Counter
 
-from proxy.http.memory import FREE_BYTES, BodyMemory, Keep
+import pytest
+
+from proxy.http.memory import FREE_BYTES, PIECE_BYTES, BodyMemory, Keep, Span, Turns
 from proxy.http.sharing import BURST_SECONDS, MAX_SHARE, Pace, Shared
 from tests.doubles.clock import Clock
+from tests.rigs.proxies import until
 
 
 def test_few_readers_get_fresh_content_and_many_get_what_is_there() -> None:
@@ -48,16 +54,71 @@ async def test_a_few_begin_in_each_tick_and_the_others_in_order() -> None:
 
 def test_bodies_are_counted_beyond_the_first_bytes_of_each() -> None:
     memory = BodyMemory(1000)
-    one, two, small = Keep(memory), Keep(memory), Keep(memory)
-    assert one.grow_to(FREE_BYTES + 400)
-    assert one.grow_to(FREE_BYTES + 600)
-    assert not two.grow_to(FREE_BYTES + 401)
-    assert two.grow_to(FREE_BYTES + 400)
-    assert small.grow_to(FREE_BYTES)
-    assert memory.num_bytes == 1000
+    one, two, small = (Keep.new(memory, 1 << 20) for _ in range(3))
+    assert one.add(b"x" * FREE_BYTES)
+    assert one.add(b"x" * 400)
+    assert one.add(b"x" * 200)
+    assert not two.add(b"x" * (FREE_BYTES + 401))
+    assert small.add(b"x" * FREE_BYTES)
+    assert memory.num_bytes == 600
+    also = one.again()
     one.free()
     one.free()
-    assert memory.num_bytes == 400
-    two.free()
-    small.free()
+    assert memory.num_bytes == 600
+    also.free()
     assert memory.num_bytes == 0
+    assert not small.add(b"x" * 1001)
+    small.free()
+    two.free()
+
+
+async def test_a_large_body_lies_in_a_file_and_is_read_in_pieces() -> None:
+    memory = BodyMemory(1 << 30)
+    body = random.Random(1).randbytes(3 * PIECE_BYTES)
+    one, two = Keep.new(memory, len(body)), Keep.new(memory, len(body))
+    for start in range(0, len(body), 100_000):
+        assert one.add(body[start : start + 100_000])
+        assert two.add(body[::-1][start : start + 100_000])
+    first, second = one.content(), two.content()
+    assert isinstance(first, Span)
+    assert isinstance(second, Span)
+    assert b"".join([piece async for piece in first.pieces()]) == body
+    assert b"".join([piece async for piece in second.pieces()]) == body[::-1]
+    part = first.part(100, 500_000)
+    assert len(part) == 499_900
+    assert b"".join([piece async for piece in part.pieces()]) == body[100:500_000]
+    one.free()
+    with pytest.raises(RuntimeError, match="nobody keeps"):
+        first.read(0, 1)
+    await until(lambda: memory.num_bytes == len(body) - FREE_BYTES, "its pages are given back")
+    assert os.fstat(memory.file).st_blocks * 512 <= len(body) + (64 << 10)
+    assert second.read(0, 100) == body[::-1][:100]
+    two.free()
+    await until(lambda: not memory.num_bytes, "all pages are given back")
+    assert os.fstat(memory.file).st_blocks == 0
+    memory.close()
+    memory.close()
+
+
+async def test_one_piece_is_moved_in_each_round_of_the_loop() -> None:
+    turns, rounds, moved = Turns(), 0, list[int]()
+
+    def count() -> None:
+        nonlocal rounds
+        rounds += 1
+        if len(moved) < 50:
+            asyncio.get_running_loop().call_soon(count)
+
+    async def move() -> None:
+        for _ in range(10):
+            await turns.take()
+            moved.append(rounds)
+
+    asyncio.get_running_loop().call_soon(count)
+    left = asyncio.ensure_future(move())
+    movers = [asyncio.ensure_future(move()) for _ in range(5)]
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.gather(*movers)
+    assert max(Counter(moved).values()) <= 2
+    assert await asyncio.gather(left, return_exceptions=True)
