@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-import proxy
 from proxy.errors import ProxyError
 from proxy.http.deadlines import Deadlines
 from proxy.http.memory import BodyRefused, Span
@@ -26,7 +25,7 @@ MAX_WAITING = 256
 SECONDS = 30.0
 # Of private memory that a parser may take. It maps bodies; it does not copy them.
 MAX_DATA_BYTES = 256 << 20
-_HOME = Path(proxy.__file__).parents[1]
+_HOME = Path(__file__).parents[2]
 _decoder = msgspec.msgpack.Decoder(Parsed)
 
 
