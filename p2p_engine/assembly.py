@@ -53,6 +53,8 @@ from p2p_engine.wire.messages import CacheSpec
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 2.0  # for each thread to end
+# Of the shortest patience of a ListeningClock, between two looks: far less than its step.
+REST_SHARE = 1 / 8
 
 
 class Parts:
@@ -101,6 +103,7 @@ class Parts:
         self.control = ControlPlane(
             config.host, range(first, last + 1), name="p2p-control", secrets=self.secrets,
             connect_seconds=config.connect_timeout_seconds,
+            rest_seconds=REST_SHARE * min(OVERDUE_SECONDS, config.peer_timeout_seconds),
         )  # fmt: skip
         self._open.append(lambda: self.control.close(STOP_SECONDS))
         self.mover = Mover()
@@ -163,7 +166,10 @@ class Parts:
             "renewals": self.renewals.tick,
             "sessions": lambda now: self.sessions.tick(),
             "watchdog": lambda now: self.watchdog.look(self._running(), self._overdue(now)),
-        })  # fmt: skip
+        }, dues=[
+            self.store.due_at, self.links.due_at, self.locator.due_at, self.sender.due_at,
+            self.holds.due_at, self.pulls.due_at, self.renewals.due_at, self.sessions.due_at,
+        ])  # fmt: skip
         self.dispatch = self.control.listener = Dispatch(
             self.changed, self.counters, self.ticks, self.links, self.locator, self.sender,
             self.pulls, self.renewals, self.sessions, self.holds, self.store, self.transports,

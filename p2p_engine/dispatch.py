@@ -122,6 +122,11 @@ class Dispatch(PlaneListener):
         with self._lock:
             self._ticks.run(now)
 
+    def due_at(self, now: float) -> float:
+        """Return when the next tick has something to do, unless something happens before."""
+        with self._lock:
+            return self._ticks.due_at(now)
+
     def on_refused(self, address: str, reason: str) -> None:
         """End what needs an address that breaks our handshakes off."""
         with self._lock:

@@ -546,7 +546,10 @@ class P2pNcclEngine:
                 raise EngineClosed("the engine is closed")
             if not self._parts.control.alive:
                 raise EngineClosed("the engine's control thread has died")
-            yield
+            try:
+                yield
+            finally:
+                self._parts.control.stir()
 
 
 def _wait_or_withdraw(transfer: Transfer, timeout: float) -> None:

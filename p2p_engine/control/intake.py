@@ -12,6 +12,7 @@ import array
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import select
 import socket
@@ -36,7 +37,7 @@ MAX_UNREAD_BYTES_IN_ALL = 1 << 26  # of all connections with more than LIGHT_BYT
 LIGHT_BYTES = 1 << 14
 BATCH_BYTES = 1 << 13  # the bytes that libzmq reads at a time (in_batch_size)
 MAX_HELD_BYTES = FRAME_BYTES + BATCH_BYTES
-CHECKS_IN_A_ROUND = 100  # to look at each connection once, even if epoll is silent
+ROUND_SECONDS = 2.0  # to look at each connection once, even if epoll is silent
 _RESET = struct.pack("ii", 1, 0)
 _RECEIVED = struct.Struct("=128xQ")  # tcpi_bytes_received in struct tcp_info, since Linux 4.1
 
@@ -62,6 +63,7 @@ class Intake:
         self._heavy: dict[int, int] = {}  # unread bytes, where more than LIGHT_BYTES
         self._unseen: list[int] = []  # connections still to check in this round
         self._epoll = select.epoll()
+        self._checked_at = 0.0
         self._warnings = RateLimitedWarnings(logger)
 
     def __len__(self) -> int:
@@ -89,14 +91,20 @@ class Intake:
             account.taken_bytes += num_bytes + FRAME_OVERHEAD_BYTES
             account.moved = True
 
-    def check(self) -> None:
+    def fileno(self) -> int:
+        """Return a descriptor that is readable if a connection may have unread bytes."""
+        return self._epoll.fileno()
+
+    def check(self, now: float) -> None:
         """Cut the connections with too many unread bytes.
 
         It looks at connections that epoll reports, at those with many unread bytes, and at a few
         others. The last are needed because libzmq has already read what arrives slowly, so that
         epoll does not report it.
         """
-        for fd in {fd for fd, _ in self._epoll.poll(0)} | self._heavy.keys() | self._some():
+        seconds, self._checked_at = now - self._checked_at, now
+        some = self._some(min(1.0, seconds / ROUND_SECONDS))
+        for fd in {fd for fd, _ in self._epoll.poll(0)} | self._heavy.keys() | some:
             self._look(fd)
         self.drained = False
         while sum(self._heavy.values()) > MAX_UNREAD_BYTES_IN_ALL:
@@ -123,11 +131,11 @@ class Intake:
         """Stop watching; idempotent."""
         self._epoll.close()
 
-    def _some(self) -> set[int]:
+    def _some(self, share: float) -> set[int]:
         """Return the next connections of a round; each connection has its turn once a round."""
         if not self._unseen:
             self._unseen = list(self._accounts)
-        count = -(-len(self._accounts) // CHECKS_IN_A_ROUND)
+        count = math.ceil(len(self._accounts) * share)
         taken, self._unseen = self._unseen[:count], self._unseen[count:]
         return set(taken)
 

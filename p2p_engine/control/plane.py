@@ -23,7 +23,8 @@ from p2p_engine.errors import PeerUnreachable
 
 logger = logging.getLogger(__name__)
 
-TICK_MILLISECONDS = 20  # how late a timer may be
+TICK_SECONDS = 0.02  # how late a timer may be
+REST_SECONDS = 1.0  # between two ticks, at most
 RESOLVE_SHARE = 0.9  # of the time for a first contact: a timeout then blames the name
 
 
@@ -35,7 +36,13 @@ class PlaneListener:
         """Take a frame that has come on a route."""
 
     def on_tick(self, now: float) -> None:
-        """Do what is due; called in the control thread, every TICK_MILLISECONDS."""
+        """Do what is due; called in the control thread, every TICK_SECONDS or as `due_at`
+        allows."""
+
+    def due_at(self, now: float) -> float:
+        """Return the time by which the next tick must come if nothing happens before. Whatever
+        changes this outside of a callback calls `ControlPlane.stir`."""
+        return 0.0
 
     def on_refused(self, address: str, reason: str) -> None:
         """Note that the peer at an address breaks our handshakes off."""
@@ -64,8 +71,10 @@ class ControlPlane:
         secrets: Secrets = (),
         connect_seconds: float = 5.0,
         refresh_seconds: float = 60.0,
+        rest_seconds: float = REST_SECONDS,
     ) -> None:
         """Bind the first free port of `ports` (0: any). With `secrets`, only members may connect.
+        If nothing is due, ticks are up to `rest_seconds` apart.
 
         If the listener is made later, set it before `start`. A name must resolve within nine tenths
         of `connect_seconds`. While it is in use, it is looked up again after `refresh_seconds`.
@@ -80,6 +89,8 @@ class ControlPlane:
         self._io = threading.Lock()
         self._server = 0  # the thread that serves the sockets now; it will run new calls too
         self._tick_at = 0.0
+        self._rest_seconds = rest_seconds
+        self._is_resting = False  # the next tick is farther away than TICK_SECONDS
         self._stopping = threading.Event()
         self._watches = Poller()
         self._names = Resolver(connect_seconds * RESOLVE_SHARE, self.call_soon)
@@ -134,10 +145,15 @@ class ControlPlane:
         """Send and receive what is ready, on the calling thread; never blocks."""
         if self._io.acquire(blocking=False):
             try:
-                if not self._stopping.is_set():
-                    self._serve()
+                if not self._stopping.is_set() and self._serve():
+                    self.stir()
             finally:
                 self._io.release()
+
+    def stir(self) -> None:
+        """End a rest: something has changed, and may be due soon. From any thread."""
+        if self._is_resting:
+            self._watches.wake()
 
     def hang_up(self, address: str) -> None:
         """Close the connection to an address; the next frame dials again."""
@@ -197,26 +213,46 @@ class ControlPlane:
             logger.critical("%s has died", self._thread.name, exc_info=True)
 
     def _turn(self) -> None:
-        self._watches.wait(TICK_MILLISECONDS / 1000)
+        self._watches.wait(max(0.0, self._tick_at - time.monotonic()))
         with self._io:
             self._serve()
             now = time.monotonic()
+            if self._is_resting:
+                self._is_resting = False
+                self._tick_at = min(self._tick_at, now + TICK_SECONDS)
             if now >= self._tick_at:
-                self._tick_at = now + TICK_MILLISECONDS / 1000
-                own = (self._names.tick, self._reach.tick, self.sockets.tick)
-                for tell in (self.listener.on_tick, *own, *self._clocks):
-                    self._guard(lambda tell=tell: tell(now))  # type: ignore[misc]
+                self._tick(now)
+                self._tick_at = now + TICK_SECONDS
+                self._guard(lambda: self._rest(now))
 
-    def _serve(self) -> None:
-        """Serve what is ready and run the queued calls, once; wakes the thread if work is left."""
+    def _tick(self, now: float) -> None:
+        own = (self._names.tick, self._reach.tick, self.sockets.tick)
+        for tell in (self.listener.on_tick, *own, *self._clocks):
+            self._guard(lambda tell=tell: tell(now))  # type: ignore[misc]
+
+    def _rest(self, now: float) -> None:
+        """Put the next tick off if nothing is due before it."""
+        self._is_resting = True  # first: a change after the question then ends the rest
+        due_at = min(self.listener.due_at(now), self._names.due_at())
+        self._is_resting = due_at > self._tick_at
+        if self._is_resting:
+            self._tick_at = min(due_at, now + self._rest_seconds)
+            self.sockets.watch_intakes()
+
+    def _serve(self) -> bool:
+        """Serve what is ready and run the queued calls, once; wakes the thread if work is left.
+        Returns whether there was anything to do."""
         self._server = threading.get_ident()
-        self._guard(self._serve_ready)
+        num_calls = len(self._calls)
+        ready = self._watches.ready()
+        self._guard(lambda: self._serve_ready(ready))
         self._server = 0
         if self._calls or self.sockets.has_more:
             self._watches.wake()
+        return bool(ready or num_calls)
 
-    def _serve_ready(self) -> None:
-        for fd in self._watches.ready():
+    def _serve_ready(self, ready: list[int]) -> None:
+        for fd in ready:
             if fd in self.sockets:
                 self.sockets.receive(fd)
             elif (callback := self._watches.callback(fd)) is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import enum
 import ipaddress
+import math
 import socket
 import threading
 import time
@@ -115,6 +116,10 @@ class Resolver:
             return
         lookup.told.append((now + self._timeout, told))
         self._start()
+
+    def due_at(self) -> float:
+        """Return when the next tick has something to do; 0 means that each tick has."""
+        return 0.0 if self._lookups else math.inf
 
     def tick(self, now: float) -> None:
         """Answer the callers that have waited too long."""

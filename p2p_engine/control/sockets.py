@@ -148,8 +148,14 @@ class Sockets:
         self._listener.check()
         for source, intake in self._intakes.items():
             self._receive(source)
-            intake.check()
+            intake.check(now)
         self._dialler.close_idle(now)
+
+    def watch_intakes(self) -> None:
+        """Let bytes that come on any connection, once, make the epoll ready: until then, the next
+        `tick` may be late."""
+        for intake in self._intakes.values():
+            self._epoll.modify(intake.fileno(), select.EPOLLIN | select.EPOLLONESHOT)
 
     def close(self, linger_seconds: float = 0.0) -> None:
         """Close every socket once its queue is sent, or after `linger_seconds`; idempotent."""
@@ -185,8 +191,9 @@ class Sockets:
         for guarded in self._authenticator.sockets():
             self._serve(guarded, self._authenticator.serve)
         self._serve(self._dialler.monitor, self._dialler.serve)
-        for source in self._intakes:
+        for source, intake in self._intakes.items():
             self._serve(source, partial(self._receive, source))
+            self._epoll.register(intake.fileno(), 0)
 
     def _serve(self, socket: zmq.Socket[bytes], serve: Callable[[], None]) -> None:
         fd = int(socket.getsockopt(zmq.FD))

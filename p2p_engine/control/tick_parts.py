@@ -18,10 +18,16 @@ FAILING_SECONDS = 2.0  # a part that has raised each time for so long is broken
 class TickParts:
     """The parts of one engine's tick. The engine's lock guards it."""
 
-    def __init__(self, calls: Mapping[str, Callable[[float], object]]) -> None:
-        """`calls` are run in this order, each with the monotonic time."""
+    def __init__(
+        self,
+        calls: Mapping[str, Callable[[float], object]],
+        dues: Iterable[Callable[[float], float]] = (),
+    ) -> None:
+        """`calls` are run in this order, each with the monotonic time. Each of `dues` takes that
+        time too, and returns when a part next has something to do, unless something happens."""
         self.num_failures = 0
         self._calls = dict(calls)
+        self._dues = tuple(dues)
         self._failing_since: dict[str, float] = {}
         self._broken: set[str] = set()
         self._warnings = {name: RateLimitedWarnings(logger) for name in self._calls}
@@ -43,6 +49,13 @@ class TickParts:
             self._failed(name, now, error)
         else:
             self._succeeded(name)
+
+    def due_at(self, now: float) -> float:
+        """Return when the next tick has something to do, unless something happens before; 0 means
+        that each tick has."""
+        if self._failing_since:
+            return 0.0
+        return min((due(now) for due in self._dues), default=0.0)
 
     @property
     def broken(self) -> list[str]:

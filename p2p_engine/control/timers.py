@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -65,6 +66,10 @@ class Timers(Generic[T]):
         """Do not look at an entry any more; idempotent."""
         if self._times.pop(entry, None) is not None:
             self._items.pop(entry).entry = None
+
+    def due_at(self) -> float:
+        """Return a time before which no entry is due; infinity if there is none."""
+        return self._heap[0].at if self._times else math.inf
 
     def look(self, now: float, step: Callable[[T], object]) -> None:
         """Take the step for each entry that is due, the oldest first, unless an earlier step has

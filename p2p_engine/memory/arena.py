@@ -43,6 +43,7 @@ class CompletionWords(Generic[T]):
             arena.view(offset, num * WORD_BYTES), np.int64
         )
         self._awaited = np.full(num, _NEVER, np.int64)
+        self.num_awaited = 0  # lent and not published, as far as was seen
         self._owners: dict[int, tuple[T, int]] = {}
         self._free: list[int] = []
         self._end = 0  # of the slots used so far
@@ -55,12 +56,13 @@ class CompletionWords(Generic[T]):
         self._end = max(self._end, slot + 1)  # the lowest free slot keeps the scanned range short
         write_word(self._address + slot * WORD_BYTES, 0)
         self._owners[slot], self._awaited[slot] = (owner, value), value
+        self.num_awaited += 1
         return slot
 
     def give_back(self, slot: int) -> None:
         """Take a word back. Its sender must not write any more."""
         del self._owners[slot]
-        self._awaited[slot] = _NEVER
+        self._await_no_more(slot)
         heapq.heappush(self._free, slot)
 
     def offset(self, slot: int) -> int:
@@ -78,8 +80,12 @@ class CompletionWords(Generic[T]):
         found = np.flatnonzero(self._words[:end] == self._awaited[:end]).tolist()
         published = [slot for slot in found if self.is_published(slot)]
         for slot in published:
-            self._awaited[slot] = _NEVER
+            self._await_no_more(slot)
         return [self._owners[slot][0] for slot in published]
+
+    def _await_no_more(self, slot: int) -> None:
+        self.num_awaited -= bool(self._awaited[slot] != _NEVER)
+        self._awaited[slot] = _NEVER
 
     def close(self) -> None:
         """Release the view of the arena; no word is published any more."""

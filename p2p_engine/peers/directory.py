@@ -179,6 +179,10 @@ class Directory(PlaneListener):
             self._beat_at = now + HEARTBEAT_SECONDS
             self._send_heartbeats()
 
+    def due_at(self, now: float) -> float:
+        """Return when the next heartbeat is due."""
+        return self._beat_at
+
     def on_unresolved(self, address: str, error: PeerUnreachable) -> None:
         """Note that a proxy cannot be reached because its name does not resolve."""
         self.on_refused(address, str(error))

@@ -183,6 +183,10 @@ class Links(SessionListener):
         attended = self._listening()
         self._timers.look(now, lambda link: self._look(link, now, attended))
 
+    def due_at(self, now: float) -> float:
+        """Return when the next tick has something to do; 0 means that each tick has."""
+        return 0.0 if self._closing else self._timers.due_at()
+
     def _look(self, link: Link, now: float, attended: float) -> None:
         if link.is_resting:  # the rest is over: send PING now and await its answer
             link.is_resting, link.is_answered = False, False

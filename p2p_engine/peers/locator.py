@@ -3,6 +3,7 @@ one of the instance's ranks ends. The engine's lock guards everything here."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -104,6 +105,10 @@ class Locator(LinkListener):
                 self._answer(instance, PeerUnreachable(reason))
             elif now >= inquiry.resend_at:
                 self._repeat(instance, inquiry)
+
+    def due_at(self, now: float) -> float:
+        """Return when the next tick has something to do; 0 means that each tick has."""
+        return 0.0 if self._inquiries else math.inf
 
     def overdue(self, now: float) -> list[str]:
         """Return the names of the directories that should have answered."""

@@ -153,6 +153,11 @@ class Sessions:
         now = self._listening()
         self._timers.look(now, lambda epoch: self._tick_session(epoch, now))
 
+    def due_at(self, now: float) -> float:
+        """Return when the next tick has something to do."""
+        # The listening clock is never faster, so nothing is due earlier.
+        return now + self._timers.due_at() - self._listening()
+
     def _tick_session(self, epoch: int, now: float) -> None:
         session, patience = self._sessions[epoch], self._config.peer_timeout_seconds
         rested_at = session.heard_at + SESSION_REST_SECONDS

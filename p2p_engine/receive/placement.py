@@ -134,6 +134,10 @@ class Placement:
         """Return the landings whose completion word has been published since the last call."""
         return self._arena.words.take_published() if self._arena is not None else []
 
+    def awaits_words(self) -> bool:
+        """Whether a completion word is lent and not published: only polling finds it."""
+        return self._arena is not None and self._arena.words.num_awaited > 0
+
     def checksum(self, landing: Landing, ended: JobEnded) -> int | None:
         """Return the CRC-32C of a whole landing. None: it is being computed; ask again when `ended`
         is called."""

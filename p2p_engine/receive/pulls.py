@@ -159,6 +159,10 @@ class Pulls(LinkListener):
         """Repeat the WANTs that are due, and release what has ended."""
         self._timers.look(now, lambda item: self._tick_one(item, now))
 
+    def due_at(self, now: float) -> float:
+        """Return when the next tick has something to do."""
+        return self._timers.due_at()
+
     def _tick_one(self, item: Expected, now: float) -> None:
         if item.transfer.done:
             self._remove(item)

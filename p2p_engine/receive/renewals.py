@@ -160,6 +160,10 @@ class Renewals(LinkListener):
                 self._tell(peer, duty, now)
         self._look_at = self._next_look(now)
 
+    def due_at(self, now: float) -> float:
+        """Return when the next tick has something to do."""
+        return self._look_at
+
     def _interval(self, link: Link | None = None) -> float:
         lease = self._config.lease_seconds
         if link is not None:  # a very short lease does not mean a message in every tick

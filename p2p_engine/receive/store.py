@@ -340,6 +340,13 @@ class Store(SessionListener):
         self._timers.look(now, lambda item: self._tick_one(item, now))
         for_each(self._ledger.quarantined_writers(), self._check_writer)
 
+    def due_at(self, now: float) -> float:
+        """Return when the next tick has something to do; 0 means that each tick has."""
+        polls = (
+            self._held_up or self._placement.awaits_words() or self._ledger.quarantined_writers()
+        )
+        return 0.0 if polls else self._timers.due_at()
+
     def _tick_one(self, item: Landing | Receive, now: float) -> None:
         """Handle an entry that is due; until it has ended, it has a next time."""
         if isinstance(item, Landing) and item.state is LandingState.QUARANTINED:

@@ -85,6 +85,10 @@ class Abandonments:
         """Repeat what is unanswered; drop what is overdue."""
         self._timers.look(now, lambda item: self._tick_one(item, now))
 
+    def due_at(self) -> float:
+        """Return when the next tick has something to do."""
+        return self._timers.due_at()
+
     def _tick_one(self, item: Abandonment, now: float) -> None:
         if now >= item.deadline:
             self._remove(item)

@@ -261,6 +261,10 @@ class Holds:
         finally:
             self._unheld.tick(now)
 
+    def due_at(self, now: float) -> float:
+        """Return when the next tick has something to do."""
+        return min(self._timers.due_at(), self._unheld.due_at())
+
     def _tick_hold(self, hold: Hold, now: float) -> None:
         if hold.shipments:
             return  # it is due again soon, until no shipment reads it

@@ -296,6 +296,10 @@ class Sender(LinkListener):
         finally:
             self._abandoned.tick(now)
 
+    def due_at(self, now: float) -> float:
+        """Return when the next tick has something to do."""
+        return min(self._timers.due_at(), self._abandoned.due_at())
+
     def _tick_chunk(self, chunk: Chunk, now: float) -> None:
         """Handle a chunk that is due; until it has ended, it has a next time."""
         if now >= chunk.shipment.deadline:

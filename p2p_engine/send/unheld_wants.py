@@ -71,6 +71,10 @@ class UnheldWants:
         """Refuse the WANTs that are past their deadlines."""
         self._timers.look(now, lambda name: self._refuse(name, Ending("it was never held here")))
 
+    def due_at(self) -> float:
+        """Return when the next tick has something to do."""
+        return self._timers.due_at()
+
     def _refuse(self, name: WantName, ending: Ending) -> None:
         want = self._pop(name)
         if want is not None:

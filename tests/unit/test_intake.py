@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Iterator
 
 import pytest
 
 from p2p_engine.control.intake import MAX_HELD_BYTES, MAX_UNREAD_BYTES, Intake
+from p2p_engine.control.plane import TICK_SECONDS
 
 MUCH = MAX_HELD_BYTES + 8192
 
@@ -23,6 +25,9 @@ def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
             yield ours, theirs
 
 
+TICKS = itertools.count(step=TICK_SECONDS)
+
+
 @pytest.fixture
 def intake() -> Iterator[Intake]:
     intake = Intake()
@@ -33,7 +38,7 @@ def intake() -> Iterator[Intake]:
 def look(intake: Intake) -> None:
     """Look after all whole messages were taken."""
     intake.drained = True
-    intake.check()
+    intake.check(next(TICKS))
 
 
 def test_what_libzmqs_thread_has_not_read_is_nobodys_fault(
@@ -67,7 +72,7 @@ def test_what_comes_slowly_is_cut_though_epoll_tells_nothing_of_it(
     for _ in range(MAX_UNREAD_BYTES // 1024 + 1):
         ours.sendall(bytes(1024))
         assert len(theirs.recv(1024, socket.MSG_WAITALL)) == 1024  # before anybody looks
-        intake.check()
+        intake.check(next(TICKS))
     look(intake)
     assert intake.num_cut == 1
 
