@@ -198,6 +198,8 @@ class Dispatch(PlaneListener):
 
     def _on_renew(self, session: Session, renew: Renew) -> None:
         self._sender.on_renew(renew.source_epoch, set(renew.contents))
+        if not renew.contents:
+            self._holds.on_renew_all()
         peer = PeerAddress(session.address)
         for content in renew.contents:
             ending = self._holds.on_renew(content, peer, session.spec)

@@ -346,6 +346,16 @@ class P2pNcclEngine:
         with self._open():
             self._parts.renewals.drop((key, binding))
 
+    def step_began(self) -> None:
+        """Say that the caller begins a step, in which it cannot call `keep`. If the step takes
+        longer than a quarter of a lease, nothing ends with its lease, here or at a linked peer (for
+        at most max_renewal_seconds here and five leases there). Costs nothing; never blocks."""
+        self._parts.renewals.step_began()
+
+    def step_ended(self) -> None:
+        """Say that the caller's step is over; idempotent. Costs nothing; never blocks."""
+        self._parts.renewals.step_ended()
+
     def poll(self) -> None:
         """Make progress on this thread, completions included; never blocks. Call it in each step:
         while this thread holds the interpreter, the control thread cannot run. If the control

@@ -75,6 +75,7 @@ class WorkerHalf:
 
     def start_step(self, metadata: StepOrders) -> None:
         """Offer the blocks that the forward will complete; call it before the forward."""
+        self.engine.step_began()
         if metadata.is_reset:
             self.engine.drop_landed()
         for loads in self._loads:
@@ -103,7 +104,9 @@ class WorkerHalf:
             sends.finish_step()
 
     def take_results(self) -> StepResults:
-        """Return the requests that ended since the last step, in all groups."""
+        """Return the requests that ended since the last step, in all groups; call it after the
+        step."""
+        self.engine.step_ended()
         self.engine.poll()
         results = StepResults()
         for sends in self._sends:

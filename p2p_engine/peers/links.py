@@ -137,6 +137,10 @@ class Links(SessionListener):
             counts[link.state.name.lower()] = counts.get(link.state.name.lower(), 0) + 1
         return counts
 
+    def all_ready(self) -> list[Link]:
+        """Return the links over which messages may be sent; several may lead to one engine."""
+        return [link for link in self._links.values() if link.ready]
+
     def names(self, link: Link) -> list[PeerAddress]:
         """Return all targets that lead to the engine of a link, the link's own first."""
         return [link.target, *(twin.target for twin in self._twins(link))]

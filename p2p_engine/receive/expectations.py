@@ -69,6 +69,8 @@ class Expectations:
         self.awaited: dict[TransferKey, Expected] = {}
         # Calls that release at its peers a content that was left for another receive here.
         self.let_go: dict[ContentKey, Callable[[], None]] = {}
+        # Every content is kept: requests may wait for some of which nobody here knows yet.
+        self.keeps_all = False
         self._kept: dict[ContentKey, Kept] = {}  # oldest first
         self._keys: Counter[TransferKey] = Counter()
 
@@ -110,4 +112,5 @@ class Expectations:
 
     def is_kept(self, content: ContentKey) -> bool:
         """Whether a content is kept; with an empty binding, whether any content of its key is."""
-        return content in self._kept or (not content[1] and content[0] in self._keys)
+        is_named = content in self._kept or (not content[1] and content[0] in self._keys)
+        return is_named or self.keeps_all

@@ -4,7 +4,11 @@ here, where it may have landed, nor at the peer that holds it (GET) or was denie
 Here, a kept content outlives its lease (`is_kept`) without any message. A peer is told RENEW, for
 all its contents together: at once for new ones, then four times in a lease (its own or ours,
 whichever is shorter). Neither side keeps anything for longer than `max_renewal_seconds`: a caller
-that never calls `drop` cannot pin memory for ever. The engine's lock guards everything here.
+that never calls `drop` cannot pin memory for ever.
+
+While a step of the caller takes longer than such a quarter, requests that come meanwhile wait where
+no caller sees them. So everything is kept here, and every linked peer is told RENEW without names.
+The engine's lock guards everything here.
 """
 
 from __future__ import annotations
@@ -74,6 +78,16 @@ class Renewals(LinkListener):
         self._duties: dict[PeerAddress, Duty] = {}
         self._unplanned: dict[InstanceAddress, set[ContentKey]] = {}  # no answer yet
         self._look_at = math.inf  # the next time that a tick has work
+        self._step_began_at = math.inf
+        self._step_told_at = -math.inf
+
+    def step_began(self) -> None:
+        """Note that the caller begins a step; any thread, without the lock."""
+        self._step_began_at = self._clock()
+
+    def step_ended(self) -> None:
+        """Note that the caller's step is over; any thread, without the lock."""
+        self._step_began_at = math.inf
 
     def keep(self, content: ContentKey, peer: PeerAddress | InstanceAddress | None) -> None:
         """Keep a content alive until `drop`: here and, if `peer` is known, there.
@@ -143,6 +157,7 @@ class Renewals(LinkListener):
 
     def tick(self, now: float) -> None:
         """Send the RENEWs that are due, and stop keeping what was kept for too long."""
+        self._look_at_step(now)
         if now < self._look_at:
             return
         for kept in self._overaged(now):
@@ -159,6 +174,21 @@ class Renewals(LinkListener):
             if now >= duty.due_at or duty.fresh:
                 self._tell(peer, duty, now)
         self._look_at = self._next_look(now)
+
+    def _look_at_step(self, now: float) -> None:
+        """Keep everything, here and at all linked peers, while a step takes long."""
+        seconds = now - self._step_began_at
+        if seconds < self._config.retry_seconds:
+            self._expectations.keeps_all = False
+            return
+        links = self._links.all_ready()
+        interval = min(map(self._interval, links), default=self._interval())
+        is_long = interval <= seconds < self._config.max_renewal_seconds
+        self._expectations.keeps_all = is_long
+        if is_long and now >= self._step_told_at + interval:
+            self._step_told_at = now
+            for link in {link.epoch: link for link in links}.values():
+                self._links.send(link, Renew, [])
 
     def due_at(self, now: float) -> float:
         """Return when the next tick has something to do."""

@@ -28,6 +28,8 @@ from p2p_engine.send.unheld_wants import PendingWant, UnheldWants
 from p2p_engine.transfer import Transfer, lane_of
 from p2p_engine.wire.messages import CacheSpec, ContentKey, Manifest, TransferKey
 
+UNNAMED_LEASES = 5  # RENEW without names keeps a hold for so many leases, counted from its start
+
 
 @dataclass(eq=False)
 class Hold:
@@ -37,6 +39,7 @@ class Hold:
     content: ContentKey
     source: Source
     transfer: Transfer
+    held_at: float
     lease_ends_at: float
     lease: float  # in seconds; each RENEW gives it again, up to
     latest_end: float
@@ -117,7 +120,7 @@ class Holds:
         now = self._clock()
         latest_end = now + max(lease, self._config.max_renewal_seconds)
         self._holds[content] = hold = Hold(
-            content, source, transfer, now + lease, lease, latest_end, moments, generation
+            content, source, transfer, now, now + lease, lease, latest_end, moments, generation
         )
         self._of_key.add(key, hold)
         self._by_transfer[transfer] = hold
@@ -228,9 +231,18 @@ class Holds:
             if self._endings.is_served(content[0]):
                 return None
             return self._endings.expect(content, _rank_of(spec), peer, renews=True)
-        lease_ends_at = min(self._clock() + hold.lease, hold.latest_end)
-        hold.lease_ends_at = max(hold.lease_ends_at, lease_ends_at)
+        self._renew(hold, hold.latest_end)
         return None
+
+    def on_renew_all(self) -> None:
+        """Give every held source another lease, up to UNNAMED_LEASES: a peer may want any of them,
+        and cannot say yet which."""
+        for hold in self._holds.values():
+            self._renew(hold, hold.held_at + UNNAMED_LEASES * hold.lease)
+
+    def _renew(self, hold: Hold, latest_end: float) -> None:
+        lease_ends_at = min(self._clock() + hold.lease, latest_end)
+        hold.lease_ends_at = max(hold.lease_ends_at, lease_ends_at)
 
     def is_renewed(self, content: ContentKey) -> bool:
         """Whether a peer has renewed, within the last lease, a content that is not held here

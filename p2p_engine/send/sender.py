@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 from p2p_engine.bounded import Index
 from p2p_engine.config import EngineConfig
@@ -238,9 +238,11 @@ class Sender(LinkListener):
                     self._schedule(chunk, 0.0)
         return bool(found)
 
-    def on_renew(self, epoch: int, contents: Iterable[ContentKey]) -> None:
+    def on_renew(self, epoch: int, contents: Collection[ContentKey]) -> None:
         """Extend the deadlines of shipments that the receiver has not granted in full, by
-        transfer_timeout_seconds: a request there will ask for these contents."""
+        transfer_timeout_seconds: a request there will ask for these contents. Without contents,
+        all that go there are meant."""
+        contents = contents or self._going.names()
         deadline = self._clock() + self._config.transfer_timeout_seconds
         for shipment in [item for name in contents for item in self._going_to(epoch, name)]:
             if not shipment.is_granted:

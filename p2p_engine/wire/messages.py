@@ -394,7 +394,8 @@ class Want(Message, tag="WANT"):
 class Renew(Message, tag="RENEW"):
     """Requests will ask for these contents: keep your holds or offers of them for another lease.
 
-    GONE answers for each key that will never come; the other keys get no answer.
+    GONE answers for each key that will never come; the other keys get no answer. Without contents,
+    requests that the sender does not know yet may ask for any, and GONE answers for none.
     """
 
     contents: Annotated[list[tuple[TransferKey, Blob]], msgspec.Meta(max_length=MAX_RENEWED)]

@@ -16,6 +16,7 @@ from p2p_engine.errors import TransferError, TransferTimeout
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import PeerAddress
+from p2p_engine.send.holds import UNNAMED_LEASES
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.addresses import split_address
 from tests.rigs.engines import MIB, Peer, assert_idle, engines, settings
@@ -402,6 +403,72 @@ def test_renewals_may_be_lost_for_less_than_a_lease() -> None:
         assert not any(transfer.done for transfer in held)
         assert pull(deaf, holders[0].zmq_address)
         assert pull(receiver, holders[1].zmq_address)
+
+
+def meet(one: P2pNcclEngine, other: P2pNcclEngine) -> None:
+    """Let `one` make a link to `other`."""
+    key = TransferKey("hello")
+    other.hold(key, TensorSource(pattern("hello", 16)))
+    one.recv_tensor(key, other.zmq_address, timeout=10)
+
+
+def test_what_is_held_outlives_its_lease_while_a_step_of_its_reader_takes_long() -> None:
+    """Requests that come meanwhile wait before the scheduler, so nobody can keep their KV."""
+    with engines(2, **SHORT, send_type=SendMode.GET) as (holder, receiver):
+        meet(receiver, holder)
+        held = hold(holder)
+        receiver.step_began()
+        wait_leases(2)
+        assert not held.done
+        receiver.step_ended()
+        assert pull(receiver, holder.zmq_address)
+        assert_idle(holder, receiver)
+
+
+def test_what_has_landed_outlives_its_lease_while_a_step_takes_long() -> None:
+    with engines(2, **SHORT) as (sender, receiver):
+        receiver.step_began()
+        tensor = pattern("request", 1000)
+        sender.send_tensor(KEY, tensor, receiver.zmq_address).wait(10)
+        wait_leases(2)
+        assert torch.equal(receiver.recv_tensor(KEY, timeout=10), tensor)
+
+
+def test_a_step_that_has_ended_keeps_nothing() -> None:
+    with engines(2, **SHORT, send_type=SendMode.GET) as (holder, receiver):
+        meet(receiver, holder)
+        held = hold(holder)
+        receiver.step_began()
+        receiver.step_ended()
+        ended(held)
+        assert holder.stats()["expired_leases"] == 1
+
+
+def test_a_step_that_never_ends_keeps_what_nobody_named_for_a_few_leases() -> None:
+    with engines(2, lease_seconds=0.5, retry_seconds=0.1, send_type=SendMode.GET) as pair:
+        holder, receiver = pair
+        meet(receiver, holder)
+        held, began_at = hold(holder), time.monotonic()
+        receiver.step_began()
+        ended(held)
+        assert time.monotonic() - began_at >= UNNAMED_LEASES * 0.5
+
+
+def test_an_offer_that_is_denied_outlives_its_deadline_while_a_step_takes_long() -> None:
+    changes = {**SHORT, "transfer_timeout_seconds": LEASE, "mem_pool_size_gb": 0}
+    with engines(2, **changes, kv_buffer_size=4 * MIB) as (sender, receiver):
+        meet(receiver, sender)
+        receiver.step_began()
+        keys, sent = (TransferKey("first"), TransferKey("second")), []
+        for key in keys:
+            tensor = pattern(key.transfer_id, 5 * MIB // 2)
+            sent.append(sender.send_tensor(key, tensor, receiver.zmq_address))
+        eventually(lambda: sender.stats()["denied_offers"])
+        wait_leases(2)
+        assert not sent[1].done
+        for key in keys:
+            tensor = receiver.recv_tensor(key, sender.zmq_address, timeout=10)
+            assert torch.equal(tensor, pattern(key.transfer_id, 5 * MIB // 2))
 
 
 def test_what_is_denied_outlives_its_deadline_while_it_is_kept() -> None:

@@ -77,6 +77,13 @@ class EngineDouble:
     refusal: P2pError | None = None
     on_cancel: Callable[[Transfer], None] = lambda transfer: None
     num_dropped: int = 0
+    is_in_step: bool = False
+
+    def step_began(self) -> None:
+        self.is_in_step = True
+
+    def step_ended(self) -> None:
+        self.is_in_step = False
 
     def _transfer(self, key: TransferKey) -> Transfer:
         if self.refusal is not None:
@@ -229,6 +236,16 @@ def test_bytes_may_move_only_after_the_forward(engine: EngineDouble, worker: Wor
     assert [item.ready for item in engine.sent] == [False]
     worker.finish_step()
     assert [item.ready for item in engine.sent] == [True]
+
+
+def test_the_engine_knows_how_long_a_step_takes(engine: EngineDouble, worker: WorkerHalf) -> None:
+    worker.start_step(StepOrders())
+    assert engine.is_in_step
+    worker.finish_step()
+    worker.start_loads(StepOrders())
+    assert engine.is_in_step
+    worker.take_results()
+    assert not engine.is_in_step
 
 
 def test_put_waits_and_gives_up_at_its_deadline(
