@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.light_instance import HOST, MODEL
+from benchmarks.process_tree import cpu_seconds, descendants
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache" / "routers"
 VLLM_ROUTER = "vllm-router==0.1.17"
@@ -118,16 +119,15 @@ class RouterProcess:
 
     def cpu_seconds(self) -> float:
         """Return the processor time of all its threads and children so far."""
-        spent = [_cpu_nanoseconds(pid) for pid in self._pids()]
-        return sum(spent) / 1e9
+        return cpu_seconds(self._process.pid)
 
     def peak_mib(self) -> float:
         """Return the most memory that its processes have had, together."""
-        return sum(_peak_kib(pid) for pid in self._pids()) / 1024
+        return sum(_peak_kib(pid) for pid in descendants(self._process.pid)) / 1024
 
     def stop(self) -> None:
         """Kill it with all its children."""
-        for pid in reversed(self._pids()):
+        for pid in reversed(descendants(self._process.pid)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
         self._process.wait(10)
@@ -136,14 +136,6 @@ class RouterProcess:
     def has_ended(self) -> bool:
         """Whether it is there no more."""
         return self._process.poll() is not None
-
-    def _pids(self) -> list[int]:
-        found = [self._process.pid]
-        for pid in found:
-            with contextlib.suppress(OSError):
-                for task in Path(f"/proc/{pid}/task").iterdir():
-                    found += map(int, (task / "children").read_text().split())
-        return found
 
 
 @contextlib.contextmanager
@@ -186,15 +178,6 @@ def _answers(url: str) -> bool:
 
 def _url(port: int) -> str:
     return f"http://{HOST}:{port}"
-
-
-def _cpu_nanoseconds(pid: int) -> int:
-    total = 0
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                total += int((task / "schedstat").read_text().split()[0])
-    return total
 
 
 def _peak_kib(pid: int) -> int:

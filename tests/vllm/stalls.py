@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import machine, versions
+from benchmarks.process_tree import descendants
 from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.members import Member
@@ -36,26 +37,21 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "stalls.jsonl"
 STILL_SECONDS = 5.0
 NUM_QUESTIONS = 48
 TURN_SECONDS = 600.0
+NUM_FRAMES = 60  # vLLM's own lie below those of the compiler
 
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
     """Let so many processes compute as other work on the machine would."""
     work = "while True: sum(range(100_000))"
-    others = [subprocess.Popen([sys.executable, "-c", work]) for _ in range(count)]
+    command = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-c", work]
+    others = [subprocess.Popen(command) for _ in range(count)]
     try:
         yield
     finally:
         for other in others:
             other.kill()
             other.wait()
-
-
-def descendants(pid: int) -> list[int]:
-    """Return a process and all that it has started."""
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    found = [int(child) for child in children.read_text().split()] if children.exists() else []
-    return [pid, *(each for child in found for each in descendants(child))]
 
 
 def thread_times(pid: int) -> dict[str, dict[str, Any]]:
@@ -113,16 +109,29 @@ class Watcher:
         }
         before = {name: thread_times(pid) for name, pid in pids.items()}
         began_at = time.monotonic()
-        path = self._folder / f"stacks-{len(self.stalls)}.txt"
-        path.write_text("\n".join(f"==== {name}\n{stacks(pid)}" for name, pid in pids.items()))
+        dumps = {name: stacks(pid) for name, pid in pids.items()}
         span = time.monotonic() - began_at
         after = {name: thread_times(pid) for name, pid in pids.items()}
+        path = self._folder / f"stacks-{time.strftime('%H%M%S')}.txt"
+        path.write_text("\n".join(f"==== {name}\n{dump}" for name, dump in dumps.items()))
         return {
             "seconds": round(seconds, 1),
-            "stacks": str(path),
             "span": round(span, 1),
             "starved": starved(before, after, span),
+            "active": {name: found for name, dump in dumps.items() if (found := active(dump))},
         }
+
+
+def active(dump: str) -> dict[str, list[str]]:
+    """Return where each thread is that computes or spins: its innermost frames, by its name."""
+    threads = (block.splitlines() for block in dump.split("\nThread ")[1:])
+    return {
+        lines[0].partition('"')[2].rstrip('"'): [
+            frame.strip() for frame in lines[1 : 1 + NUM_FRAMES]
+        ]
+        for lines in threads
+        if "(active" in lines[0]
+    }
 
 
 def starved(before: dict[str, Any], after: dict[str, Any], span: float) -> dict[str, float]:
