@@ -146,11 +146,23 @@ def resources() -> Row:
     }
 
 
-def idle_share() -> float:
-    """Return the share of a core that this process takes while nothing is asked of it."""
-    before, start = time.process_time(), time.monotonic()
+def idle_cost() -> Row:
+    """Return the share of a core, and the times in a second that a thread wakes up, while nothing
+    is asked of this process."""
+    processor, wakeups, start = time.process_time(), num_wakeups(), time.monotonic()
     time.sleep(SETTLE_SECONDS)
-    return round((time.process_time() - before) / (time.monotonic() - start), 3)
+    seconds = time.monotonic() - start
+    return {
+        "idle_share": round((time.process_time() - processor) / seconds, 5),
+        "wakeups_per_s": round((num_wakeups() - wakeups) / seconds, 2),
+    }
+
+
+def num_wakeups() -> int:
+    """Return how often this process's threads have waited so far."""
+    statuses = [path.read_text() for path in Path("/proc/self/task").glob("*/status")]
+    lines = [line for status in statuses for line in status.splitlines()]
+    return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt"))
 
 
 def transfers(engine: P2pNcclEngine, peer: Remote, address: str, prefix: str) -> list[float]:
@@ -199,7 +211,7 @@ def measure(num: int) -> list[Row]:
                     "links": stats["links"].get("ready", 0),
                     "sessions": stats["sessions"],
                     **resources(),
-                    "idle_share": idle_share(),
+                    **idle_cost(),
                     **spread(transfers(engine, peer, address, case), "transfer_ms_"),
                 }
             )
