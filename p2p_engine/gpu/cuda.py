@@ -24,6 +24,7 @@ IPC_HANDLE_BYTES = 64
 _NOT_READY = 600
 _PEER_ACCESS_ALREADY_ENABLED = 704
 _MULTIPROCESSORS = 16
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 _DISABLE_TIMING = 2
 _NON_BLOCKING = 1
 _PORTABLE_AND_MAPPED = 3
@@ -142,9 +143,14 @@ class Cuda:
 
     def num_processors(self, device: int) -> int:
         """Return how many multiprocessors a device has."""
-        count = c_int()
-        self._call("cudaDeviceGetAttribute", byref(count), _MULTIPROCESSORS, device)
-        return count.value
+        return self._attribute(_MULTIPROCESSORS, device)
+
+    def compute_capability(self, device: int) -> int:
+        """Return a device's compute capability, such as 90 for 9.0."""
+        major, minor = (
+            self._attribute(each, device) for each in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR)
+        )
+        return 10 * major + minor
 
     def versions(self) -> tuple[int, int]:
         """Return the versions of runtime and driver, such as 13000."""
@@ -270,6 +276,11 @@ class Cuda:
     def close(self, address: int) -> None:
         """Unmap another process's allocation."""
         self._call("cudaIpcCloseMemHandle", address)
+
+    def _attribute(self, number: int, device: int) -> int:
+        value = c_int()
+        self._call("cudaDeviceGetAttribute", byref(value), number, device)
+        return value.value
 
     def _call(self, name: str, *arguments: object) -> None:
         self._check(name, getattr(self.library, name)(*arguments))

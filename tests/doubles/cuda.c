@@ -26,7 +26,7 @@ enum {
     NOT_REGISTERED = 713,
 };
 enum { HANDLE_MAGIC = 0x43554950 };
-enum { MULTIPROCESSOR_COUNT = 16 };
+enum { MULTIPROCESSOR_COUNT = 16, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76 };
 
 struct event {
     int device;
@@ -66,13 +66,14 @@ _Static_assert(sizeof(ipc_handle_t) == 64, "as large as the real one");
 
 atomic_llong double_values[NUM_VALUES] = {
     [NUM_DEVICES] = 1,         [KERNEL_SLOTS] = 32,     [NCCL_VERSION] = 22809,
-    [TOTAL_BYTES] = 8LL << 30, [MULTIPROCESSORS] = 132,
+    [TOTAL_BYTES] = 8LL << 30, [MULTIPROCESSORS] = 132, [CAPABILITY] = 90,
 };
 pthread_mutex_t double_lock = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t double_changed = PTHREAD_COND_INITIALIZER;
 
 static pthread_mutex_t driver_lock = PTHREAD_MUTEX_INITIALIZER;
 static _Thread_local int thread_device;
+static _Thread_local bool is_current;  /* the context of that device */
 static _Thread_local int capture_mode; /* global, until it is exchanged */
 static stream_t* default_streams[MAX_DEVICES];
 static bool peer_access[MAX_DEVICES][MAX_DEVICES]; /* under the lock */
@@ -109,6 +110,9 @@ static const char* const NAMES[NUM_VALUES] = {
     [MULTIPROCESSORS] = "multiprocessors",
     [PEERS_APART] = "peers_apart",
     [INIT_MILLISECONDS] = "init_milliseconds",
+    [CAPABILITY] = "capability",
+    [COMPILER_FAILS] = "compiler_fails",
+    [KERNEL_FAILS] = "kernel_fails",
     [CONTEXTS] = "contexts",
     [LIVE_COMMS] = "live_comms",
     [LIVE_ALLOCATIONS] = "live_allocations",
@@ -116,6 +120,8 @@ static const char* const NAMES[NUM_VALUES] = {
     [LIVE_STREAMS] = "live_streams",
     [LIVE_EVENTS] = "live_events",
     [LIVE_HOST_REGISTRATIONS] = "live_host_registrations",
+    [LIVE_MODULES] = "live_modules",
+    [KERNELS] = "kernels",
     [HANGING_COPIES] = "hanging_copies",
     [LIVE_REGISTRATIONS] = "live_registrations",
     [LEFT_REGISTRATIONS] = "left_registrations",
@@ -199,10 +205,21 @@ current_device(void) {
     return thread_device;
 }
 
+bool
+has_context(void) {
+    return is_current;
+}
+
+int
+device_of(stream_t* stream) {
+    return stream != NULL ? stream->device : thread_device;
+}
+
 /* As almost every call of the real runtime: makes a context on the thread's device if there is
  * none, on device 0 in a thread that has named no other. */
 static void
 need_context(void) {
+    is_current = true;
     atomic_fetch_or(&double_values[CONTEXTS], 1LL << thread_device);
     pthread_mutex_lock(&driver_lock); /* others may be at a call that keeps everybody waiting */
     pthread_mutex_unlock(&driver_lock);
@@ -312,7 +329,7 @@ is_prohibited(void) {
 }
 
 /* As the real ones do: waits for all that runs on the device. */
-static void
+void
 wait_for_device(int device) {
     pthread_mutex_lock(&double_lock);
     if (num_busy[device] > 0) {
@@ -836,8 +853,20 @@ cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
 int
 cudaDeviceGetAttribute(int* value, int attribute, int device) {
     (void)device;
-    *value = (int)atomic_load(&double_values[MULTIPROCESSORS]);
-    return attribute == MULTIPROCESSOR_COUNT ? SUCCESS : INVALID_VALUE;
+    int capability = (int)atomic_load(&double_values[CAPABILITY]);
+    switch (attribute) {
+    case MULTIPROCESSOR_COUNT:
+        *value = (int)atomic_load(&double_values[MULTIPROCESSORS]);
+        return SUCCESS;
+    case CAPABILITY_MAJOR:
+        *value = capability / 10;
+        return SUCCESS;
+    case CAPABILITY_MINOR:
+        *value = capability % 10;
+        return SUCCESS;
+    default:
+        return INVALID_VALUE;
+    }
 }
 
 int

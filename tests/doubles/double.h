@@ -1,6 +1,7 @@
 /* A double for one host's GPUs: the small part of the CUDA runtime's ABI and of NCCL's that the
- * engine uses, over host memory. Streams are threads, device memory is memory files, a communicator
- * is a Unix socket. Built by the test run, never shipped.
+ * engine uses, over host memory; the driver and NVRTC as far as it launches kernels. Streams are
+ * threads, device memory is memory files, a communicator is a Unix socket. Built by the test run,
+ * never shipped.
  *
  * What it keeps of the real ones, because deadlocks and races come from it: order within a stream;
  * sends and receives that block until the other side runs, without any buffering; communicators
@@ -46,6 +47,9 @@ typedef enum {
     MULTIPROCESSORS,   /* of each device */
     PEERS_APART,       /* no device reaches the memory of another one */
     INIT_MILLISECONDS, /* that it takes to initialise a communicator */
+    CAPABILITY,        /* of each device, such as 90 */
+    COMPILER_FAILS,    /* NVRTC compiles nothing */
+    KERNEL_FAILS,      /* the result of launching a kernel that was compiled, 0: success */
     /* counted */
     LONGEST_LOCK_MILLISECONDS, /* for which one call kept all others waiting */
     REGISTERED_BYTES,          /* of host memory */
@@ -56,6 +60,8 @@ typedef enum {
     LIVE_STREAMS,
     LIVE_EVENTS,
     LIVE_HOST_REGISTRATIONS,
+    LIVE_MODULES,
+    KERNELS,            /* of modules, that have run */
     HANGING_COPIES,     /* now */
     LIVE_REGISTRATIONS, /* of memory with communicators */
     LEFT_REGISTRATIONS, /* that the end of a communicator has undone */
@@ -99,6 +105,9 @@ struct operation {
 /* NULL is the device's default stream. Takes the operation over. */
 void stream_enqueue(stream_t* stream, operation_t* operation);
 int current_device(void);
+int device_of(stream_t* stream);
+void wait_for_device(int device); /* as the calls of the real ones that do: for all streams */
+bool has_context(void);           /* whether the thread has a current one; the driver makes none */
 void add_device_bytes(int device, long long nbytes);
 void sleep_milliseconds(long long milliseconds);
 

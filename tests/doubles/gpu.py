@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import ClassVar
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted((ROOT / "tests" / "doubles").glob("*.[ch]"))
+FOLDER = Path(__file__).parent
+SOURCES = sorted(FOLDER.glob("*.[ch]"))
 LIBRARY = ROOT / "build" / "double" / "libgpudouble.so"
+# Beside it, and loaded with it, as the driver and NVRTC are found in a process with torch for CUDA.
+BESIDE = {"libcuda.so.1": "driver.c", "libnvrtc.so.13": "nvrtc.c"}
+BUILTINS = "libnvrtc-builtins.so.13.0"  # nobody loads these
 LIVE = ("comms", "registrations", "allocations", "imports", "streams", "events",
-        "host_registrations")  # fmt: skip
+        "host_registrations", "modules")  # fmt: skip
 WRONGS = ("wrong_threads", "double_aborts", "size_mismatches", "bad_configuration", "mixed_memory",
           "mixed_sides", "freed_proxy_uses", "racing_calls", "staged_copies")  # fmt: skip
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-g", "-O1", "-fPIC", "-shared", "-pthread",
@@ -29,12 +33,26 @@ def build() -> str:
         fcntl.flock(lock, fcntl.LOCK_EX)
         newest = max(source.stat().st_mtime for source in SOURCES)
         if not LIBRARY.exists() or LIBRARY.stat().st_mtime < newest:
-            made = LIBRARY.with_suffix(".new")
-            files = [str(source) for source in SOURCES if source.suffix == ".c"]
-            compiler = os.environ.get("CC", "cc")
-            subprocess.run([compiler, *FLAGS, *files, "-o", str(made)], check=True)
-            made.replace(LIBRARY)
+            for stale in LIBRARY.parent.glob("kernel-*"):
+                stale.unlink()
+            _link(BUILTINS, [os.devnull])
+            for name, source in BESIDE.items():
+                _link(name, [str(FOLDER / source)])
+            files = [
+                each for each in SOURCES if each.suffix == ".c" and each.name not in BESIDE.values()
+            ]
+            beside = [f"-l:{name}" for name in BESIDE]
+            where = [f"-L{LIBRARY.parent}", "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", *beside]
+            _link(LIBRARY.name, [*map(str, files), *where])
     return str(LIBRARY)
+
+
+def _link(name: str, inputs: list[str]) -> None:
+    target = LIBRARY.parent / name
+    made, compiler = target.with_suffix(".new"), os.environ.get("CC", "cc")
+    command = [compiler, *FLAGS, f"-Wl,-soname,{name}", "-x", "c", *inputs, "-o", str(made)]
+    subprocess.run(command, check=True)
+    made.replace(target)
 
 
 class GpuDouble:
