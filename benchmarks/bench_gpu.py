@@ -29,8 +29,7 @@ from benchmarks.harness import Row, alternate, arguments, progress, record, spre
 from mempool import Arena
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.device import Device, DeviceJob
-from p2p_engine.gpu.pack import TABLES_BYTES, tabulate
-from p2p_engine.gpu.pack_kernel import compile_kernel
+from p2p_engine.gpu.pack_kernel import TABLES_BYTES, PackKernel
 from p2p_engine.memory.layout import Int64s
 from tests.gpu import checks
 from tests.gpu.machine import Machine
@@ -65,9 +64,9 @@ class GpuBench:
 
     def pack(self) -> list[Row]:
         """Regions of a cache, in random order, into one piece and back: the kernel alone, and all
-        from the order to its end. That includes the table of the regions, which takes milliseconds
-        for 65,536 of them, and as many orders at once as there is room for tables."""
-        rows, launch = [], compile_kernel(0)
+        from the order to its end. That includes the table of the regions, and as many orders at
+        once as there is room for tables."""
+        rows, kernel = [], PackKernel(self._cuda, 0)
         cache, slab = self._cuda.allocate(2 * self.total), self._cuda.allocate(2 * self.total)
         for nbytes in (4096, 65536):
             order = np.random.default_rng(self._seed).permutation(2 * self.total // nbytes)
@@ -81,11 +80,9 @@ class GpuBench:
                         self._by_device, sides[0], sides[1], lengths, at_once=_tables(len(lengths))
                     ),
                 }
-                if launch is not None:
-                    contenders["kernel"] = partial(
-                        self._launches, launch, tabulate(sides[0], sides[1], lengths)
-                    )
+                contenders["kernel"] = partial(self._launches, kernel, sides[0], sides[1], lengths)
                 rows.append(self._row(f"{name} {nbytes} B", contenders))
+        kernel.close()
         self._cuda.free(cache)
         self._cuda.free(slab)
         return rows
@@ -171,14 +168,18 @@ class GpuBench:
         size = nbytes or self.total
         return self._timed(size, lambda: self._cuda.copy(destination, source, size, self._stream))
 
-    def _launches(self, launch: Callable[[int, int, int], None], table: Int64s) -> float:
+    def _launches(
+        self, kernel: PackKernel, sources: Int64s, destinations: Int64s, lengths: Int64s
+    ) -> float:
         """GB/s of the kernel on a table that is there already."""
-        address, host = self._cuda.allocate(table.nbytes), np.ascontiguousarray(table)
-        self._cuda.copy(address, host.ctypes.data, table.nbytes, self._stream)
+        table = kernel.write(sources, destinations, lengths)
+        if table is None:
+            raise RuntimeError("no room for the table")
+        kernel.upload(table, self._stream)
         rate = self._timed(
-            int(table[2].sum()), lambda: launch(address, table.shape[1], self._stream)
+            int(lengths.sum()), lambda: kernel.launch(table, 0, len(lengths), self._stream)
         )
-        self._cuda.free(address)
+        kernel.free(table)
         return rate
 
     def _timed(self, nbytes: int, enqueue: Callable[[], None]) -> float:

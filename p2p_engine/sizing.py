@@ -1,5 +1,4 @@
-"""DeviceMemory: the GPU memory that an engine needs, and that vLLM must leave for it. Pure
-arithmetic.
+"""DeviceMemory: the GPU memory that an engine needs, and that vLLM must leave for it.
 
 vLLM measures the GPU and sizes its cache before it makes the connector, so its figures include
 nothing of ours. The engine can use the memory outside `--gpu-memory-utilization`, or, if
@@ -120,18 +119,27 @@ def device_memory(config: EngineConfig, *, receives: bool = True) -> DeviceMemor
     """Compute the memory of one rank's engine; its `config` must be that of a GPU (`on_device`)."""
     # These load torch, which the command line avoids until it needs this.
     from p2p_engine.gpu.landing import IPC_BYTES
+    from p2p_engine.gpu.pack_kernel import DEVICE_BYTES
     from p2p_engine.transports.nccl.memory import Side, estimated_bytes
     from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS, NUM_SLABS, SLAB_BYTES, Slabs
 
     lands = receives and config.kv_buffer_size + config.pool_bytes > 0
     buffer = -(-max(config.kv_buffer_size, 1) // IPC_BYTES) * IPC_BYTES if lands else 0
     if "nccl" not in config.transports:
-        return DeviceMemory(buffer, 0, 0)
+        return DeviceMemory(buffer, DEVICE_BYTES, 0)
     num_recv_slabs = NUM_RECV_SLABS if lands and config.pool_bytes else 0
     slabs = sum(Slabs.total_bytes(SLAB_BYTES, count) for count in (NUM_SLABS, num_recv_slabs))
     side = Side.RECEIVER if lands else Side.SENDER
     groups = config.nccl_max_groups * estimated_bytes(config.nccl_num_channels, side)
-    return DeviceMemory(buffer, slabs, groups)
+    return DeviceMemory(buffer, slabs + DEVICE_BYTES, groups)
+
+
+def memory_now(config: EngineConfig) -> tuple[int, int]:
+    """Return the free and the total bytes of the engine's GPU, whoever uses the rest."""
+    from p2p_engine.gpu.cuda import Cuda
+
+    cuda = Cuda(config.cudart_library)
+    return cuda.on(config.device_index, cuda.memory)
 
 
 def _hundredths(part: float) -> float:

@@ -24,13 +24,14 @@ from p2p_engine.cli.rewrite import rewrite
 from p2p_engine.config import DEFAULT_KV_PORT, TRANSPORT_NAMES, EngineConfig
 from p2p_engine.control.auth import MAX_CONNECTIONS
 from p2p_engine.control.fleet_key import exposure, read_key_file
-from p2p_engine.errors import ConfigError
+from p2p_engine.errors import ConfigError, P2pError
 from p2p_engine.memory.host import available_memory_bytes, memory_bytes
 from p2p_engine.sizing import MIB, Room, device_memory, has_landing_memory
 from p2p_engine.transfer_config import TransferConfig, extra_of, is_multi, our_config
 
 PROXY_PORTS = (10001, 30001)
 _CONNECT_SECONDS = 2.0
+_ANY_CAPABILITY = 90  # that every release of NVRTC knows
 
 
 def run_doctor(
@@ -216,6 +217,28 @@ def check_transports() -> Iterator[Finding]:
         elif name in ("nccl", "cuda_ipc"):
             gpus = visible_gpus(os.environ)
             yield ok(name, f"{len(gpus)} GPUs") if gpus else note(name, "no GPU here")
+    if visible_gpus(os.environ):
+        yield check_pack_kernel()
+
+
+def check_pack_kernel() -> Finding:
+    """Check that the kernel which packs small regions can be compiled; takes a fifth of a
+    second."""
+    from p2p_engine.gpu.cuda import Cuda  # these load torch
+    from p2p_engine.gpu.kernels import Compiler
+    from p2p_engine.gpu.pack_kernel import KERNEL
+
+    try:
+        compiler = Compiler(Cuda().versions()[0] // 1000)
+        compiler.compile(KERNEL, _ANY_CAPABILITY)
+    except P2pError as error:
+        remedy = (
+            "each small region is a copy of its own, which is slower; torch for CUDA brings NVRTC "
+            "(nvidia-cuda-nvrtc, with CUDA 12 nvidia-cuda-nvrtc-cu12)"
+        )
+        return note("pack kernel", str(error), remedy)
+    major, minor = compiler.version()
+    return ok("pack kernel", f"NVRTC {major}.{minor} compiles it")
 
 
 def check_tcp() -> Finding:

@@ -221,7 +221,11 @@ def _on_host(settings: EngineConfig, num_ranks: int) -> Iterator[Figure]:
 
 
 def _on_gpu(settings: EngineConfig, needed: DeviceMemory) -> Iterator[Figure]:
-    yield Figure("GPU: slabs", _size(needed.slab_bytes), "to send from, and on the way to the pool")
+    yield Figure(
+        "GPU: slabs",
+        _size(needed.slab_bytes),
+        "to send from, to pack in, and on the way to the pool",
+    )
     yield Figure(
         "GPU: groups", _size(needed.group_bytes),
         f"nccl_max_groups {settings.nccl_max_groups} of {settings.nccl_num_channels} channels",

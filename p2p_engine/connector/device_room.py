@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from p2p_engine.errors import ConfigError
-from p2p_engine.gpu.cuda import Cuda
-from p2p_engine.sizing import MIB, Room, device_memory
+from p2p_engine.sizing import MIB, Room, device_memory, memory_now
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig
@@ -34,8 +33,7 @@ def check_room(
     Raises:
         ConfigError: the engine cannot start; the message names vLLM's setting to change.
     """
-    cuda, needed = Cuda(config.cudart_library), device_memory(config, receives=receives)
-    free, total = cuda.on(config.device_index, cuda.memory)
+    needed, (free, total) = device_memory(config, receives=receives), memory_now(config)
     chosen = cache_config.kv_cache_memory_bytes
     utilization = None if chosen else cache_config.gpu_memory_utilization
     cache_bytes = _nbytes(kv_caches)

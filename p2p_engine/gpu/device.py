@@ -18,7 +18,8 @@ from functools import partial
 from mempool import write_word
 from p2p_engine.errors import P2pError, TransportError
 from p2p_engine.gpu.cuda import Cuda
-from p2p_engine.gpu.pack import Pack, Way, cut_at
+from p2p_engine.gpu.cuts import cut_at
+from p2p_engine.gpu.pack import Pack, PackOrder, Way
 from p2p_engine.gpu.pins import HostPins
 from p2p_engine.gpu.worker_loop import Loop
 from p2p_engine.memory.jobs import Moment, still_running
@@ -284,17 +285,34 @@ class Device(Loop):
         done: Callable[[], None],
         failed: Callable[[P2pError], None],
     ) -> None:
-        sources, destinations, _ = regions
+        sources, destinations, lengths = self._split(regions)
+        way = self._pack.way(sources, destinations)
+        stream = self._streams[way]
+        slices = self.pins.boundary(destinations if way is Way.TO_HOST else sources)
+        order = self._pack.order(sources, destinations, lengths, way, stream, slices)
+        self._advance(order, stream, done, failed)
+
+    def _advance(
+        self,
+        order: PackOrder,
+        stream: int,
+        done: Callable[[], None],
+        failed: Callable[[P2pError], None],
+    ) -> None:
+        """Enqueue a step of an order; others have their turn before the next one."""
+
+        def finish() -> None:
+            order.release()
+            done()
+
         try:
-            stream = self._streams[self._pack.way(sources, destinations)]
-            release = self._pack.enqueue(*self._split(regions), stream)
-
-            def finish() -> None:
-                release()
-                done()
-
-            self.after_now(stream, finish)
+            if order.advance():
+                self.after_now(stream, finish)
+            else:
+                self.post(lambda: self._advance(order, stream, done, failed))
         except P2pError as error:
+            with contextlib.suppress(P2pError):  # else the device has failed, too
+                self.after_now(stream, order.release)
             failed(error)
 
     def _split(self, regions: tuple[Int64s, Int64s, Int64s]) -> tuple[Int64s, Int64s, Int64s]:

@@ -1,23 +1,29 @@
-"""The kernel that copies many small regions. cupy compiles it at run time and launches it."""
+"""The kernel that copies many regions: its source, and the memory that it works with."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from dataclasses import dataclass
 
 import numpy as np
 
-logger = logging.getLogger(__name__)
+from mempool import Arena, Buddy
+from p2p_engine.gpu.cuda import Cuda
+from p2p_engine.gpu.cuts import STAGE_BYTES
+from p2p_engine.gpu.kernels import Kernels
+from p2p_engine.memory.layout import Int64s
 
-TILE_BYTES = (
-    16 << 10
-)  # one block of threads copies a tile: each thread makes four accesses of 16 bytes
+# One block of threads copies a tile: each thread makes four accesses of 16 bytes.
+TILE_BYTES = 16 << 10
 NUM_THREADS = 256
 MAX_BLOCKS = 1056  # eight per multiprocessor of an H100: small tiles are bound by latency
+TABLES_BYTES = 2 << 20
+DEVICE_BYTES = TABLES_BYTES + 2 * STAGE_BYTES
 
-# Accesses are as wide as the mutual alignment of source and destination allows, at most 16 bytes.
-# The ends are copied byte by byte. A thread issues four loads before its first store.
+# `regions` is (source, destination, length) as int64[num_regions, 3]; each is cut into tiles_each
+# tiles, of which the last ones may be empty. Accesses are as wide as the mutual alignment of source
+# and destination allows, at most 16 bytes. The ends are copied byte by byte. A thread issues four
+# loads before its first store.
 KERNEL = r"""
 struct alignas(16) wide_t { unsigned a, b, c, d; };
 
@@ -45,11 +51,17 @@ __device__ void copy_as(char* to, const char* from, long long n) {
     for (long long j = done + threadIdx.x; j < n; j += step) to[j] = from[j];
 }
 
-extern "C" __global__ void copy_tiles(const long long* tiles, long long num_tiles) {
+extern "C" __global__ void copy_regions(const long long* regions, long long num_regions,
+                                        long long tiles_each) {
+    const long long num_tiles = num_regions * tiles_each;
     for (long long tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
-        const char* from = (const char*)tiles[tile];
-        char* to = (char*)tiles[num_tiles + tile];
-        const long long n = tiles[2 * num_tiles + tile];
+        const long long* region = regions + tile / tiles_each * 3;
+        const long long start = tile % tiles_each * TILE_BYTES;
+        const long long rest = region[2] - start;
+        if (rest <= 0) continue;
+        const long long n = rest < TILE_BYTES ? rest : TILE_BYTES;
+        const char* from = (const char*)region[0] + start;
+        char* to = (char*)region[1] + start;
         const unsigned long long apart = (unsigned long long)from ^ (unsigned long long)to;
         if (apart % 16 == 0) copy_as<wide_t>(to, from, n);
         else if (apart % 8 == 0) copy_as<unsigned long long>(to, from, n);
@@ -58,56 +70,81 @@ extern "C" __global__ void copy_tiles(const long long* tiles, long long num_tile
         else copy_as<char>(to, from, n);
     }
 }
-"""
-
-Launch = Callable[[int, int, int], None]  # address of the tiles on the device, their number, stream
+""".replace("TILE_BYTES", str(TILE_BYTES))
 
 
-def compile_kernel(device: int) -> Launch | None:
-    """Return a function that launches the kernel; None without cupy, or without a GPU that it can
-    use.
+@dataclass(frozen=True)
+class Table:
+    """A list of regions for the kernel, in both memories from `offset` on."""
 
-    The kernel is launched once here, to load it: loading may wait for all work on the device.
-    """
-    try:
-        import cupy  # optional
+    handle: int
+    offset: int
+    nbytes: int
+    tiles_each: int
 
-        if cupy.cuda.runtime.getDeviceCount() <= device:
+
+class PackKernel:
+    """The kernel on one device. Owns registered host memory and equally much device memory, for
+    the tables in use, and a slab on the device for each direction of the bus."""
+
+    def __init__(self, cuda: Cuda, device: int) -> None:
+        """Compile the kernel, and load it: later, loading it might wait for other kernels.
+
+        Raises:
+            ConfigError: there is no compiler.
+            TransportError: the device refuses, or has no memory for the slabs.
+        """
+        self._cuda = cuda
+        with contextlib.ExitStack() as undo:
+            self._kernels = Kernels(cuda, device, KERNEL)
+            undo.callback(self._kernels.close)
+            self._host = Arena(TABLES_BYTES)
+            undo.callback(self._host.close)
+            cuda.register(self._host.address, TABLES_BYTES)
+            undo.callback(cuda.unregister, self._host.address)
+            self._device_address = cuda.allocate(DEVICE_BYTES)
+            undo.callback(cuda.free, self._device_address)
+            self._load()
+            self._undo = undo.pop_all()
+        self._buddy = Buddy(TABLES_BYTES, 4096)
+        slabs = self._device_address + TABLES_BYTES
+        self.slab_to_host, self.slab_from_host = slabs, slabs + STAGE_BYTES
+
+    def write(self, sources: Int64s, destinations: Int64s, lengths: Int64s) -> Table | None:
+        """Write a table into host memory. Returns None if there is no room for it."""
+        rows = np.stack((sources, destinations, lengths), axis=1)
+        try:
+            handle = self._buddy.alloc(rows.nbytes)
+        except MemoryError:
             return None
-        with cupy.cuda.Device(device):
-            kernel = cupy.RawKernel(KERNEL, "copy_tiles")
-            kernel.compile()
-            stream = cupy.cuda.Stream(non_blocking=True)
-            _launch(cupy, kernel, device, 0, 0, stream.ptr)
-            stream.synchronize()
-    except ImportError:
-        logger.info("cupy is not installed: small regions are packed by torch's index operations")
-        return None
-    except Exception as error:  # noqa: BLE001  # cupy has many, none of them is fatal here
-        logger.warning("no pack kernel: %s; small regions are packed by torch", str(error))
-        return None
-    return lambda tiles, num_tiles, stream: _launch(cupy, kernel, device, tiles, num_tiles, stream)
+        offset = self._buddy.offset(handle)
+        self._host.view(offset, rows.nbytes)[:] = rows.tobytes()
+        return Table(handle, offset, rows.nbytes, -(-int(lengths.max()) // TILE_BYTES))
 
+    def upload(self, table: Table, stream: int) -> None:
+        """Enqueue the table's copy to the device."""
+        address = self._device_address + table.offset
+        self._cuda.copy(address, self._host.address + table.offset, table.nbytes, stream)
 
-def _launch(cupy: Any, kernel: Any, device: int, tiles: int, num_tiles: int, stream: int) -> None:
-    blocks = min(max(num_tiles, 1), MAX_BLOCKS)
-    with cupy.cuda.Device(device), _current_stream(cupy, stream):
-        kernel((blocks,), (NUM_THREADS,), (np.uint64(tiles), np.int64(num_tiles)))
+    def launch(self, table: Table, first: int, num: int, stream: int) -> None:
+        """Enqueue the copies of rows [first, first + num) of a table."""
+        rows = self._device_address + table.offset + 24 * first
+        blocks = min(max(num * table.tiles_each, 1), MAX_BLOCKS)
+        arguments = rows, num, table.tiles_each
+        self._kernels.launch("copy_regions", blocks, NUM_THREADS, stream, *arguments)
 
+    def free(self, table: Table) -> None:
+        """Free a table whose copies have ended."""
+        self._buddy.free(table.handle)
 
-def _current_stream(cupy: Any, stream: int) -> Any:
-    """Return a context in which cupy launches into a stream of ours."""
-    if hasattr(cupy.cuda.Stream, "from_external"):  # since 14, which deprecates the other one
-        return cupy.cuda.Stream.from_external(_Handle(stream))
-    return cupy.cuda.ExternalStream(stream)
+    def close(self) -> None:
+        """Free all memory, and unload the kernel; idempotent."""
+        self._undo.close()
 
-
-class _Handle:
-    """A stream in the form in which libraries exchange it."""
-
-    def __init__(self, stream: int) -> None:
-        self._stream = stream
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        """Return the protocol's version and the handle."""
-        return 0, self._stream
+    def _load(self) -> None:
+        stream = self._cuda.create_stream()
+        try:
+            self.launch(Table(0, 0, 0, 1), 0, 0, stream)
+            self._cuda.synchronize(stream)
+        finally:
+            self._cuda.destroy_stream(stream)

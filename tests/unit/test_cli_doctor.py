@@ -16,6 +16,8 @@ from p2p_engine.cli.config_check import config_problems
 from p2p_engine.cli.findings import Finding, Level, change, note, ok, show
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.fleet_key import write_key_file
+from p2p_engine.gpu import cuda
+from tests.doubles.gpu import GpuDouble
 
 GIB = 1 << 30
 
@@ -185,6 +187,27 @@ def test_transports_work_here() -> None:
     findings = list(doctor.check_transports())
     assert of_subject(findings, "shm").level is Level.OK
     assert of_subject(findings, "tcp").level is Level.OK
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_compiles_the_pack_kernel_is_tried(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    double = GpuDouble()
+    monkeypatch.setattr(cuda, "SONAMES", (double.path,))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with double.fault(compiler_fails=fails):
+        finding = of_subject(list(doctor.check_transports()), "pack kernel")
+    assert finding.level is (Level.NOTE if fails else Level.OK)
+    if fails:
+        assert "nvidia-cuda-nvrtc-cu12" in finding.remedy
+    else:
+        assert finding.state == "NVRTC 13.0 compiles it"
+
+
+def test_without_a_gpu_there_is_no_word_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert all(finding.subject != "pack kernel" for finding in doctor.check_transports())
 
 
 def test_shm_where_memory_files_are_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:

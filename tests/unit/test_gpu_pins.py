@@ -10,7 +10,7 @@ import pytest
 from mempool import Arena
 from p2p_engine.gpu import pins
 from p2p_engine.gpu.cuda import Cuda
-from p2p_engine.gpu.pack import cut_at
+from p2p_engine.gpu.cuts import cut_at
 from p2p_engine.gpu.pins import HostPins
 from tests.doubles.gpu import GpuDouble
 from tests.support import SeededRandom, eventually

@@ -89,7 +89,6 @@ def test_the_proxy_loads_neither_torch_nor_the_engine() -> None:
         "torch",
         "numpy",
         "vllm",
-        "cupy",
         "mempool",
         "p2p_engine.engine",
         "p2p_engine.control.plane",
