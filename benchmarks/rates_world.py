@@ -18,7 +18,7 @@ from unittest import mock
 
 from p2p_engine.gpu import worker_loop
 from p2p_engine.gpu.device import Device
-from p2p_engine.gpu.pack import Way
+from p2p_engine.gpu.pack import PackOrder, Way
 from p2p_engine.memory.layout import Int64s
 from p2p_engine.transports.nccl import group, groups, pair
 
@@ -202,14 +202,16 @@ class ModelPack:
         """All is on the device."""
         return Way.ON_DEVICE
 
-    def enqueue(self, _: Int64s, __: Int64s, lengths: Int64s, stream: int) -> Callable[[], None]:
-        """Copy: a table, its copy to the device, and a launch."""
+    def order(
+        self, _: Int64s, __: Int64s, lengths: Int64s, ___: Way, stream: int, ____: object
+    ) -> PackOrder:
+        """Copy in one step: a table, its copy to the device, and a launch."""
         cuda, costs = self._cuda, self._cuda.costs
         cuda.clock.now += costs.pack_call + costs.pack_region * len(lengths)
         cuda.call(costs.cuda_call)
         cuda.call(costs.cuda_call)
         cuda.work(stream, costs.pack_start + int(lengths.sum()) / costs.pack_rate)
-        return lambda: None
+        return PackOrder(iter(()), lambda: None)
 
 
 class ModelPoller:
