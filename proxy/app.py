@@ -24,6 +24,7 @@ from proxy.fleet.upstream import Upstream
 from proxy.http.asgi import Answer, QuartConnection, serve_directly
 from proxy.http.deadlines import Deadlines
 from proxy.http.descriptors import Shares, raised_limit
+from proxy.http.door import DoorServer
 from proxy.http.house import ClientHouse, Rules
 from proxy.http.memory import BodyMemory
 from proxy.http.sharing import Pace, Shared
@@ -44,6 +45,7 @@ from proxy.status import Status
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
+    import uvicorn
     from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, HTTPScope, Scope
 
     from proxy.config import ProxyConfig
@@ -64,6 +66,7 @@ class ProxyApp(Quart):
     def __init__(self, proxy: Proxy) -> None:
         super().__init__(__name__, static_folder=None)
         self.house = proxy.house
+        self.make_server = proxy.make_server
         self.certificate = proxy.certificate
         self.reloads = proxy.reloads
         self._serve = proxy.complete
@@ -200,6 +203,10 @@ class Proxy:
         self._shown_health = Shared(self._describe_health)
         self._shown_status = Shared(lambda: msgspec.json.encode(self._status.snapshot()))
         self._event = Shared(self._status.event)
+
+    def make_server(self, settings: uvicorn.Config) -> uvicorn.Server:
+        """Make the server whose clients come into the house."""
+        return DoorServer(settings, self.house)
 
     async def serving(self) -> AsyncGenerator[None, None]:
         """Open the sockets; close the parts in reverse order at shutdown."""

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Connections that the kernel keeps until they are accepted; it takes no more than its somaxconn.
+BACKLOG = 4096
 HELP = {
     "host": "address of the HTTP server",
     "port": "port of the HTTP server",
@@ -91,11 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     access.propagate = False
     access.addHandler(logging.StreamHandler())
     try:
-        settings = server_config(ProxyConfig(**options))
+        server = make_server(ProxyConfig(**options))
     except ConfigError as error:
         parser.error(str(error))
-    server = uvicorn.Server(settings)
-    signal.signal(signal.SIGHUP, lambda *_: reload(cast("ProxyApp", settings.app)))
+    signal.signal(signal.SIGHUP, lambda *_: reload(cast("ProxyApp", server.config.app)))
     _look_for_garbage_seldom()
     # uvicorn raises the signal again after it has stopped. SIGTERM is a normal end: exit with 0.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -106,12 +107,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def reload(app: ProxyApp) -> None:
     """Read the files of keys and the certificate again; what cannot be used changes nothing."""
+    num_failed = 0
     for read_again in app.reloads:
         try:
             read_again()
         except ConfigError as error:
+            num_failed += 1
             logger.error("not read again: %s", error)
-    logger.info("keys and certificate read again")
+    if not num_failed:
+        logger.info("keys and certificate read again")
 
 
 def _look_for_garbage_seldom() -> None:
@@ -124,10 +128,10 @@ def _look_for_garbage_seldom() -> None:
     gc.set_threshold(20_000)
 
 
-def server_config(config: ProxyConfig) -> uvicorn.Config:
-    """Return the settings of the HTTP server."""
+def make_server(config: ProxyConfig) -> uvicorn.Server:
+    """Make the HTTP server."""
     app = create_app(config)
-    return uvicorn.Config(
+    settings = uvicorn.Config(
         app,
         host=config.host,
         port=config.port,
@@ -140,8 +144,10 @@ def server_config(config: ProxyConfig) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         ssl_context_factory=_context_factory(app),
+        backlog=BACKLOG,
         timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_seconds)),
     )
+    return app.make_server(settings)
 
 
 def _context_factory(app: ProxyApp) -> Callable[..., ssl.SSLContext] | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+from proxy.http.caller import Caller
 from proxy.http.strict import StrictConnection
 
 # Bytes in a row that are neither a head nor a body: trailers, chunk extensions, empty lines.
@@ -48,13 +49,13 @@ class ClientHouse:
         self.rules = rules
         self.turn_away = turn_away
         self._count = count
-        self._guests: set[Guest] = set()
-        self._turned_away: set[Guest] = set()
+        self._guests: set[Visitor] = set()
+        self._turned_away: set[Visitor] = set()
         # Without a request and never answered, without a request, and with half of one: since when,
         # the longest first.
-        self._strangers: dict[Guest, float] = {}
-        self._idle: dict[Guest, float] = {}
-        self._sending: dict[Guest, float] = {}
+        self._strangers: dict[Visitor, float] = {}
+        self._idle: dict[Visitor, float] = {}
+        self._sending: dict[Visitor, float] = {}
 
     @property
     def num_guests(self) -> int:
@@ -65,7 +66,24 @@ class ClientHouse:
         """Make the protocol of a connection; uvicorn calls it as it calls its own."""
         return Guest(self, **options)
 
-    def enter(self, guest: Guest) -> float:
+    def replace(self, caller: Caller, guest: Guest) -> float:
+        """Give a guest the place of the caller that it was; return how long it may have no
+        request."""
+        was_let_in, was_turned_away = caller in self._guests, caller in self._turned_away
+        self.leave(caller)
+        if was_let_in:
+            self._guests.add(guest)
+            guest.has_spoken = caller.is_entering
+            self.note_idle(guest)
+            return self.rules.idle_seconds
+        if was_turned_away:
+            self._turned_away.add(guest)
+            guest.app = self.turn_away
+        else:
+            guest.drop()
+        return SENDING_SECONDS
+
+    def enter(self, guest: Visitor) -> float:
         """Let a connection in, or turn it away; return how long it may have no request."""
         if len(self._guests) >= self.rules.max_connections:
             self._make_room(guest.loop.time())
@@ -81,7 +99,7 @@ class ClientHouse:
             self.close(guest, "full")
         return SENDING_SECONDS
 
-    def note_idle(self, guest: Guest) -> None:
+    def note_idle(self, guest: Visitor) -> None:
         """Note that a connection has no request."""
         self._sending.pop(guest, None)
         if guest in self._guests:
@@ -98,13 +116,13 @@ class ClientHouse:
         """Note that a request has arrived."""
         self._sending.pop(guest, None)
 
-    def close(self, guest: Guest, reason: str) -> None:
+    def close(self, guest: Visitor, reason: str) -> None:
         """Close a connection at once, whatever has not been sent on it."""
         self._count(reason)
         self.leave(guest)
         guest.drop()
 
-    def leave(self, guest: Guest) -> None:
+    def leave(self, guest: Visitor) -> None:
         """Forget a connection; idempotent."""
         self._guests.discard(guest)
         self._turned_away.discard(guest)
@@ -113,7 +131,7 @@ class ClientHouse:
 
     def _make_room(self, now: float) -> None:
         for waiting in (self._strangers, self._idle, self._sending):
-            longest = next(iter(waiting), None)
+            longest = next((each for each in waiting if not each.has_spoken), None)
             grace = SENDING_SECONDS if waiting is self._sending else 0.0
             if longest is not None and now - waiting[longest] >= grace:
                 self.close(longest, "room")
@@ -123,11 +141,14 @@ class ClientHouse:
 class Guest(StrictConnection):
     """One connection of a client."""
 
-    def __init__(self, house: ClientHouse, **options: Any) -> None:
+    def __init__(self, house: ClientHouse, caller: Caller | None = None, **options: Any) -> None:
+        """`caller` is what the connection was before, if it came by a door."""
         super().__init__(**options)
         self._house = house
+        self._caller = caller
         self.timeout_keep_alive = house.rules.idle_seconds  # type: ignore[assignment]
         self.was_answered = False
+        self.has_spoken = False  # and what it said is not read yet
         self._num_dry_bytes = 0  # since the last head or piece of a body
         self._head_due: float | None = None
         self._stall: asyncio.TimerHandle | None = None
@@ -149,7 +170,9 @@ class Guest(StrictConnection):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Enter the house."""
         super().connection_made(transport)
-        self._close_after(self._house.enter(self), "idle")
+        caller, self._caller = self._caller, None
+        house = self._house
+        self._close_after(house.replace(caller, self) if caller else house.enter(self), "idle")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Leave the house."""
@@ -159,6 +182,7 @@ class Guest(StrictConnection):
 
     def data_received(self, data: bytes) -> None:
         """Parse what came; limit how much, and how slowly, comes without a request."""
+        self.has_spoken = False
         self._num_dry_bytes += len(data)
         super().data_received(data)
         if self._is_over or self.transport.is_closing():
@@ -245,3 +269,6 @@ class Guest(StrictConnection):
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
+
+
+Visitor: TypeAlias = Guest | Caller

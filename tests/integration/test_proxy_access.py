@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import shutil
@@ -11,15 +12,18 @@ import ssl
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from p2p_engine.errors import ConfigError
 from proxy import ProxyConfig, create_app
 from tests.doubles.recorder import RecordingInstance
-from tests.rigs.proxies import running_proxy, until
+from tests.rigs.proxies import running_proxy, serving, until
 from tests.rigs.recorded import recorded
+
+if TYPE_CHECKING:
+    from proxy.app import ProxyApp
 
 KEY, INSTANCE_KEY = "a-key-of-alice-0001", "the-instances-key"
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not there")
@@ -155,9 +159,36 @@ async def test_tls_and_keys_are_read_again_at_a_hangup(
         for setting in ("client_keys_file", "tls_key"):
             await said(process.stderr, f"not read again: .*{setting}")
         assert await shown_certificate(port) == second
+        process.terminate()
+        _, rest = await process.communicate()
+        assert b"certificate read again" not in rest
     finally:
-        process.kill()
-        await process.communicate()
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+@needs_openssl
+async def test_handshakes_are_connections_with_a_limit_of_time(tmp_path: Path) -> None:
+    certificate: dict[str, Any] = dict(made_certificate(tmp_path, "one"))
+    config = ProxyConfig(
+        host="127.0.0.1", port=0, registration_host="127.0.0.1", registration_port=0,
+        max_connections=4, head_timeout_seconds=1.0, **certificate,
+    )  # fmt: skip
+    async with serving(config) as server, contextlib.AsyncExitStack() as clients:
+        port = server.servers[0].sockets[0].getsockname()[1]
+        guests = cast("ProxyApp", server.config.app).house
+        half = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        for _, writer in half:
+            clients.callback(writer.close)
+            writer.write(b"\x16\x03\x01")
+        await until(lambda: guests.num_guests == 4, "all are counted")
+        assert await shown_certificate(port)
+        assert await asyncio.wait_for(half[0][0].read(), 20) == b""  # it made room
+        for reader, _ in half[1:]:
+            assert await asyncio.wait_for(reader.read(), 20) == b""
+        await until(lambda: guests.num_guests == 0, "none is left")
+        assert await shown_certificate(port)
 
 
 async def said(lines: asyncio.StreamReader, pattern: str) -> str:

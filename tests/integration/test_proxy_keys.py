@@ -16,7 +16,7 @@ from p2p_engine.control.fleet_key import read_key_file, write_key_file
 from p2p_engine.errors import ConfigError
 from p2p_engine.peers.directory import Directory, RankAddress
 from proxy.config import ProxyConfig
-from proxy.main import server_config
+from proxy.main import make_server
 from tests.doubles.server import ServerDouble
 from tests.rigs.proxies import RunningProxy, running_proxy, until
 
@@ -138,7 +138,7 @@ async def test_listening_for_everybody_without_a_key_is_said_where_people_look(
 
 def test_a_key_file_that_cannot_be_used_ends_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="key_file"):
-        server_config(ProxyConfig(key_file=str(tmp_path / "none.key")))
+        make_server(ProxyConfig(key_file=str(tmp_path / "none.key")))
 
 
 async def until_refused(proxy: RunningProxy) -> None:

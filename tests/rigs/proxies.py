@@ -15,7 +15,7 @@ from multidict import CIMultiDictProxy
 
 from p2p_engine.wire.messages import PROTOCOL_VERSION
 from proxy.config import ProxyConfig
-from proxy.main import server_config
+from proxy.main import make_server
 from tests.doubles.server import DECODE, PREFILL, ServerDouble
 
 T = TypeVar("T")
@@ -130,7 +130,7 @@ async def running_proxy(**settings: Any) -> AsyncIterator[RunningProxy]:
     local = {"host": "127.0.0.1", "port": 0, "registration_host": "127.0.0.1"}
     config = ProxyConfig(**{**local, "registration_port": 0, **quick, **settings})
     async with AsyncExitStack() as parts:
-        server = await parts.enter_async_context(_serving(config))
+        server = await parts.enter_async_context(serving(config))
         port = server.servers[0].sockets[0].getsockname()[1]
         connector = aiohttp.TCPConnector(limit=0)
         client = await parts.enter_async_context(aiohttp.ClientSession(connector=connector))
@@ -140,8 +140,9 @@ async def running_proxy(**settings: Any) -> AsyncIterator[RunningProxy]:
 
 
 @asynccontextmanager
-async def _serving(config: ProxyConfig) -> AsyncIterator[uvicorn.Server]:
-    server = uvicorn.Server(server_config(config))
+async def serving(config: ProxyConfig) -> AsyncIterator[uvicorn.Server]:
+    """Run the proxy's server."""
+    server = make_server(config)
     task = asyncio.ensure_future(server.serve())
     try:
         await until(lambda: server.started or task.done(), "the server has started")
