@@ -33,7 +33,7 @@ from p2p_engine.wire.messages import (
 )
 
 SECONDS = 300.0
-SETTLE_SECONDS = 2 * REST_SECONDS  # so that each link that rests is asked twice
+SETTLE_SECONDS = 1.25 * REST_SECONDS  # so that each link that rests is asked
 EPOCH = 1 << 40
 ROUND_TRIPS = 200
 AT_ONCE = 50

@@ -30,7 +30,7 @@ from p2p_engine.control.intake import Intake
 from p2p_engine.wire.addresses import join_address, split_address
 
 SEND_QUEUE_FRAMES = 10_000  # for one address: questions to it, and OFFERs of many transfers at once
-IDLE_SECONDS = 60.0  # a dialled connection on which we send nothing for so long is closed
+IDLE_SECONDS = 300.0  # a dialled connection on which we send nothing for so long is closed
 MAX_RECONNECT_MILLISECONDS = 1_000
 Refused: TypeAlias = Callable[[str, str], None]
 Ended: TypeAlias = Callable[[str], None]

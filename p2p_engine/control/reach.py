@@ -17,7 +17,7 @@ from p2p_engine.control.sockets import Ended, Handler, Route, Sockets
 from p2p_engine.errors import PeerUnreachable
 from p2p_engine.wire.addresses import join_address, split_address
 
-IDLE_SECONDS = 60.0  # a name that we send nothing to for so long is forgotten
+IDLE_SECONDS = 300.0  # a name that we send nothing to for so long is forgotten
 MAX_FRAMES = 8  # that wait for one name; more are dropped: senders repeat them
 
 Unresolved: TypeAlias = Callable[[str, PeerUnreachable], None]

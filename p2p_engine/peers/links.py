@@ -65,7 +65,7 @@ from p2p_engine.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-REST_SECONDS = 30.0  # between two PINGs of a resting link; less than dialler.IDLE_SECONDS
+REST_SECONDS = 120.0  # between two PINGs of a resting link; less than dialler.IDLE_SECONDS
 
 
 class Links(SessionListener):

@@ -56,7 +56,7 @@ from p2p_engine.wire.messages import (
 logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 4096
-SESSION_REST_SECONDS = 60.0  # of silence of a resting session; more than links.py:REST_SECONDS
+SESSION_REST_SECONDS = 240.0  # of silence of a resting session; more than links.py:REST_SECONDS
 
 
 @dataclass
