@@ -1,8 +1,8 @@
 """What the code lets a link carry, by a model: idle, with a busy interpreter, and with a held one.
 
 The model is in rates_world.py: the device threads and the pairs of the transport nccl are real, and
-run in virtual time; CUDA, NCCL, sockets and links cost what its `Costs` say. Chunks of 128 MiB in
-4,096 regions move from one GPU to another, four of them open at a time, as the engine keeps it.
+run in virtual time; CUDA, NCCL, sockets and links cost what its `Costs` say. One prompt moves from
+one GPU to another, in chunks of regions of 32 KiB, four of them open at a time, as the engine does.
 
 Nothing here was measured on a GPU. These are predictions, to be checked on one.
 """
@@ -27,19 +27,22 @@ from benchmarks.rates_world import (
     NoReaper,
     VirtualTime,
 )
+from p2p_engine.config import EngineConfig
 from p2p_engine.gpu.device import DeviceJob
+from p2p_engine.memory.arena import WINDOW
 from p2p_engine.memory.layout import Regions
 from p2p_engine.transports.nccl.groups import Groups
 from p2p_engine.transports.nccl.pair import Resources
 from p2p_engine.transports.nccl.receiving import ReceivingPair
 from p2p_engine.transports.nccl.rendezvous import Slots
 from p2p_engine.transports.nccl.sending import SendingPair
-from p2p_engine.transports.nccl.slabs import NUM_SLABS, SLAB_BYTES, Slabs
-from p2p_engine.transports.nccl.transport import num_slots
+from p2p_engine.transports.nccl.slabs import NUM_SLABS, SLAB_BYTES, Lanes, Slabs
+from p2p_engine.transports.nccl.transport import MAX_LANES, num_slots
 
-CHUNK_BYTES = 128 * MIB
 REGION_BYTES = 32 << 10
-OPEN_CHUNKS = 4
+CHUNK_MIB = EngineConfig().on_device("cuda:0").chunk_bytes // MIB
+OPEN_CHUNKS = WINDOW
+CONTROL_HOPS = 4  # COMMIT, OFFER, GRANT and the order to write, each in another thread
 LINKS = {  # GB/s that two channels can fill, or as many as are said
     "100 Gb/s": 12.5,
     "200 Gb/s": 25.0,
@@ -53,7 +56,8 @@ INTERPRETERS = {"idle": 0.0, "busy": 500e-6, "held": 5e-3}
 class Rig:
     """A sender and a receiver with one group."""
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, chunk_bytes: int) -> None:
+        self._chunk_bytes = chunk_bytes
         self.clock = clock = VirtualTime()
         self.costs = costs
         self._seqs = itertools.count(1)
@@ -77,30 +81,32 @@ class Rig:
             self.clock.run_until(lambda: self._is_ready, 100.0)
             start, self._num_left = self.clock.now, num_chunks
             for _ in range(min(OPEN_CHUNKS, num_chunks)):
+                self._num_left -= 1
+                self._num_open += 1
                 self._begin()
             self.clock.run_until(lambda: not self._num_open and not self._num_left, 1000.0)
-            return num_chunks * CHUNK_BYTES / (self.clock.now - start) / 1e9
+            return num_chunks * self._chunk_bytes / (self.clock.now - start) / 1e9
 
     def _resources(
         self, device: ModelDevice, meetings: dict[bytes, Any], link: LinkUse
     ) -> Resources:
         nccl, slots = ModelNccl(device.cuda, meetings, link), num_slots(2, 132)
+        streams = [device.cuda.create_stream() for _ in range(NUM_SLABS + 3)]
+        lanes = Lanes(1 << 40, SLAB_BYTES, streams[:NUM_SLABS], MAX_LANES)
         return Resources(
-            cast("Any", nccl), device, cast("Any", NoReaper()), Slots(slots), Slots(slots),
-            Slabs(1 << 40, SLAB_BYTES, NUM_SLABS), Slabs(1 << 41, SLAB_BYTES, 0), (), 2, 60.0, 60.0,
+            cast("Any", nccl), device, cast("Any", NoReaper()), Slots(MAX_LANES), Slots(slots),
+            lanes, streams[NUM_SLABS:], Slabs(1 << 41, SLAB_BYTES, 0), (), 2, 60.0, 60.0,
         )  # fmt: skip
 
     def _begin(self) -> None:
-        seq, count = next(self._seqs), CHUNK_BYTES // REGION_BYTES
-        self._num_left -= 1
-        self._num_open += 1
+        seq, count = next(self._seqs), self._chunk_bytes // REGION_BYTES
         sender, receiver = self.devices
         starts = np.arange(count, dtype=np.int64) * 2 * REGION_BYTES
         regions = Regions(starts + (1 << 42), np.full(count, REGION_BYTES, np.int64))
-        there = DeviceJob(receiver, CHUNK_BYTES, "there", None, _nothing)
-        here = DeviceJob(sender, CHUNK_BYTES, "here", None, _nothing)
-        address = (1 << 43) + seq * CHUNK_BYTES
-        receiver.post(lambda: self.receiver.expect(seq, address, CHUNK_BYTES, there))
+        there = DeviceJob(receiver, self._chunk_bytes, "there", None, _nothing)
+        here = DeviceJob(sender, self._chunk_bytes, "here", None, _nothing)
+        address = (1 << 43) + seq * self._chunk_bytes
+        receiver.post(lambda: self.receiver.expect(seq, address, self._chunk_bytes, there))
         sender.post(lambda: self.sender.write(seq, regions, (), here))
 
     def _ended(self, job: DeviceJob) -> None:
@@ -108,7 +114,10 @@ class Rig:
             raise RuntimeError(f"a chunk is {job.state}: {job.error}")
         self._num_open -= 1
         if self._num_left:
-            self.clock.at(self.clock.now + self.costs.grant, self._begin)
+            self._num_left -= 1
+            self._num_open += 1
+            waits = CONTROL_HOPS * self.costs.interpreter
+            self.clock.at(self.clock.now + self.costs.grant + waits, self._begin)
 
     def _ready(self) -> None:
         self._is_ready = True
@@ -125,7 +134,8 @@ def _nothing() -> None:
 def main() -> None:
     """Play every link with every interpreter."""
     parser = arguments("rates", __doc__ or "", repetitions=1)
-    parser.add_argument("--chunks", type=int, default=32, help="of 128 MiB (%(default)s)")
+    parser.add_argument("--prompt-gib", type=int, default=4, help="bytes (%(default)s GiB)")
+    parser.add_argument("--chunk-mib", type=int, default=CHUNK_MIB, help="(%(default)s)")
     options = parser.parse_args()
     rows: list[Row] = []
     for name, limit in LINKS.items():
@@ -133,8 +143,9 @@ def main() -> None:
         row: Row = {"link": name, "limit_gb_s": limit}
         for kind, seconds in INTERPRETERS.items():
             costs = dataclasses.replace(Costs(), link_rate=limit * 1e9, interpreter=seconds)
-            chunks = options.chunks if kind != "held" else max(4, options.chunks // 8)
-            rate = Rig(costs).rate(chunks)
+            rate = Rig(costs, options.chunk_mib * MIB).rate(
+                options.prompt_gib * 1024 // options.chunk_mib // (8 if kind == "held" else 1)
+            )
             row |= {kind: round(rate, 1), f"{kind}_ratio": round(rate / limit, 2)}
         rows.append(row)
     record(rows, options, {"costs": dataclasses.asdict(Costs()), "interpreters": INTERPRETERS})

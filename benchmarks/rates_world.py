@@ -20,10 +20,10 @@ from p2p_engine.gpu import worker_loop
 from p2p_engine.gpu.device import Device
 from p2p_engine.gpu.pack import PackOrder, Way
 from p2p_engine.memory.layout import Int64s
-from p2p_engine.transports.nccl import group, groups, pair
+from p2p_engine.transports.nccl import group, groups, sending
 
 MIB = 1 << 20
-SECOND_OF = (worker_loop, group, groups, pair)
+SECOND_OF = (worker_loop, group, groups, sending)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class VirtualTime:
             yield
 
 
-class Stream:
+class ModelStream:
     """Operations in order. Each is called with a function that says when it has ended."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class ModelCuda:
     def __init__(self, clock: VirtualTime, costs: Costs) -> None:
         self.clock = clock
         self.costs = costs
-        self.streams: dict[int, Stream] = {}
+        self.streams: dict[int, ModelStream] = {}
         self.host_ranges: dict[int, int] = {}
         self.num_kernels = 0
         self._numbers = itertools.count(1)
@@ -150,7 +150,7 @@ class ModelCuda:
     def create_stream(self, **_: Any) -> int:
         """Make a stream."""
         number = next(self._numbers)
-        self.streams[number] = Stream()
+        self.streams[number] = ModelStream()
         return number
 
     def destroy_stream(self, _: int) -> None:
@@ -203,7 +203,7 @@ class ModelPack:
         return Way.ON_DEVICE
 
     def order(
-        self, _: Int64s, __: Int64s, lengths: Int64s, ___: Way, stream: int, ____: object
+        self, _: Int64s, __: Int64s, lengths: Int64s, ___: Way, stream: int, *____: object
     ) -> PackOrder:
         """Copy in one step: a table, its copy to the device, and a launch."""
         cuda, costs = self._cuda, self._cuda.costs
@@ -370,7 +370,10 @@ class Meeting:
         self._link = link
         self._arrived: dict[int, list[tuple[int, Callable[[], None]]]] = {}
         self._numbers = {0: itertools.count(), 1: itertools.count()}
-        self._orders = {0: Stream(), 1: Stream()}  # NCCL runs a communicator's kernels in order
+        self._orders = {
+            0: ModelStream(),
+            1: ModelStream(),
+        }  # NCCL's, of each communicator
 
     def kernel(self, rank: int, nbytes: int) -> Callable[[Callable[[], None]], None]:
         """Return the operation that is the next kernel of a rank."""

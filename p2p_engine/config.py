@@ -20,6 +20,8 @@ GPU_TRANSPORTS = ("cuda_ipc", "nccl")
 TRANSPORT_NAMES = HOST_TRANSPORTS + GPU_TRANSPORTS
 DEFAULT_KV_PORT = 14579
 GIB = 1 << 30
+CHUNK_BYTES = 16 << 20
+GPU_CHUNK_BYTES = 96 << 20  # four are 8 ms of a NIC of 400 Gb/s, and most of the default buffer / 8
 MAX_DEFAULT_PINNED_BYTES = 4 * GIB  # of each GPU's engine: what is used of it is page-locked
 
 
@@ -47,7 +49,7 @@ class EngineConfig:
     kv_buffer_size: int = 10**9
     mem_pool_size_gb: float | None = None  # None: from the available memory
     num_local_ranks: int = 1  # engines that share that memory
-    chunk_bytes: int = 16 << 20
+    chunk_bytes: int = CHUNK_BYTES
     transports: tuple[str, ...] = ()  # best first; empty: by the device
     device: str = "cpu"
     nccl_num_channels: int = 2
@@ -106,10 +108,15 @@ class EngineConfig:
                 )
 
     def on_device(self, device: str) -> EngineConfig:
-        """Return a copy for an engine of this device. If the transports were not chosen, they
-        follow it."""
+        """Return a copy for an engine of this device. What was not chosen follows it: transports
+        and, on a GPU, larger chunks."""
         transports = () if self.transports == ("shm", "tcp") else self.transports
-        return dataclasses.replace(self, device=device, transports=transports)
+        chunk_bytes = self.chunk_bytes
+        if device != "cpu" and chunk_bytes == CHUNK_BYTES:
+            chunk_bytes = GPU_CHUNK_BYTES
+        return dataclasses.replace(
+            self, device=device, transports=transports, chunk_bytes=chunk_bytes
+        )
 
     @property
     def device_index(self) -> int:

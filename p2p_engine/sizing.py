@@ -121,14 +121,14 @@ def device_memory(config: EngineConfig, *, receives: bool = True) -> DeviceMemor
     from p2p_engine.gpu.landing import IPC_BYTES
     from p2p_engine.gpu.pack_kernel import DEVICE_BYTES
     from p2p_engine.transports.nccl.memory import Side, estimated_bytes
-    from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS, NUM_SLABS, SLAB_BYTES, Slabs
+    from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS, slabs_bytes
 
     lands = receives and config.kv_buffer_size + config.pool_bytes > 0
     buffer = -(-max(config.kv_buffer_size, 1) // IPC_BYTES) * IPC_BYTES if lands else 0
     if "nccl" not in config.transports:
         return DeviceMemory(buffer, DEVICE_BYTES, 0)
     num_recv_slabs = NUM_RECV_SLABS if lands and config.pool_bytes else 0
-    slabs = sum(Slabs.total_bytes(SLAB_BYTES, count) for count in (NUM_SLABS, num_recv_slabs))
+    slabs = sum(slabs_bytes(num_recv_slabs))
     side = Side.RECEIVER if lands else Side.SENDER
     groups = config.nccl_max_groups * estimated_bytes(config.nccl_num_channels, side)
     return DeviceMemory(buffer, slabs + DEVICE_BYTES, groups)

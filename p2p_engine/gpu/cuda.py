@@ -52,7 +52,8 @@ _FUNCTIONS: dict[str, tuple[object, ...]] = {
     "cudaMemGetInfo": (c_void_p, c_void_p),
     "cudaMemcpyAsync": (c_void_p, c_void_p, c_size_t, c_int, c_void_p),
     "cudaMemsetAsync": (c_void_p, c_int, c_size_t, c_void_p),
-    "cudaStreamCreateWithFlags": (c_void_p, c_uint),
+    "cudaStreamCreateWithPriority": (c_void_p, c_uint, c_int),
+    "cudaDeviceGetStreamPriorityRange": (c_void_p, c_void_p),
     "cudaStreamDestroy": (c_void_p,),
     "cudaStreamSynchronize": (c_void_p,),
     "cudaStreamWaitEvent": (c_void_p, c_void_p, c_uint),
@@ -183,10 +184,13 @@ class Cuda:
         """Enqueue a fill of bytes with a value."""
         self._call("cudaMemsetAsync", address, value, nbytes, stream)
 
-    def create_stream(self) -> int:
-        """Make a stream that does not wait for the default stream."""
-        stream = c_void_p()
-        self._call("cudaStreamCreateWithFlags", byref(stream), _NON_BLOCKING)
+    def create_stream(self, *, is_urgent: bool = False) -> int:
+        """Make a stream that does not wait for the default stream; an urgent one has the highest
+        priority that the thread's device knows."""
+        stream, least, most = c_void_p(), c_int(), c_int()
+        self._call("cudaDeviceGetStreamPriorityRange", byref(least), byref(most))
+        priority = most.value if is_urgent else 0
+        self._call("cudaStreamCreateWithPriority", byref(stream), _NON_BLOCKING, priority)
         return stream.value or 0
 
     def destroy_stream(self, stream: int) -> None:

@@ -219,6 +219,14 @@ class Device(Loop):
         """
         self.when(self._unpinned(regions), lambda: self._pack_now(regions, done, failed))
 
+    def pack_in(self, stream: int, regions: tuple[Int64s, Int64s, Int64s]) -> PackOrder:
+        """Plan copies of device memory in a stream of the caller's, who advances the order."""
+        return self._pack.order(*regions, Way.ON_DEVICE, stream)
+
+    def is_host(self, addresses: Int64s) -> bool:
+        """Whether one of these addresses is in host memory."""
+        return self._pack.way(addresses, addresses) is not Way.ON_DEVICE
+
     def tell(self, job: DeviceJob) -> None:
         """Queue an ended job for `drain`."""
         self.open_jobs.discard(job)

@@ -17,7 +17,7 @@ from p2p_engine.memory.layout import Int64s
 TILE_BYTES = 16 << 10
 NUM_THREADS = 256
 MAX_BLOCKS = 1056  # eight per multiprocessor of an H100: small tiles are bound by latency
-TABLES_BYTES = 2 << 20
+TABLES_BYTES = 8 << 20
 DEVICE_BYTES = TABLES_BYTES + 2 * STAGE_BYTES
 
 # `regions` is (source, destination, length) as int64[num_regions, 3]; each is cut into tiles_each

@@ -11,7 +11,7 @@ import msgspec
 
 from p2p_engine.errors import LocalProtocolError, RemoteProtocolError
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_FRAME_BYTES = 1 << 16
 MAX_LAYERS = 1 << 10
 MAX_REASON = 500  # characters of a reason; fewer than a Text holds

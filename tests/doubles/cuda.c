@@ -342,9 +342,18 @@ wait_for_device(int device) {
 }
 
 int
-cudaStreamCreateWithFlags(stream_t** stream, unsigned flags) {
+cudaDeviceGetStreamPriorityRange(int* least, int* most) {
+    need_context();
+    *least = 0;
+    *most = -5;
+    return SUCCESS;
+}
+
+int
+cudaStreamCreateWithPriority(stream_t** stream, unsigned flags, int priority) {
     need_context();
     (void)flags;
+    (void)priority;
     *stream = stream_new(thread_device);
     return *stream != NULL ? SUCCESS : OUT_OF_MEMORY;
 }

@@ -1,5 +1,10 @@
 """No order of transfers deadlocks: engines whose sends and receives occupy their devices until the
-other side runs, with messages that take any time. The same model without the grant step does."""
+other side runs, with messages that take any time, beside models whose ranks wait for each other.
+The same world without the grant, or with the streams that groups once had, does deadlock.
+
+A device is modelled as the hardware has it: streams share a few queues, of which one blocks behind
+its first command; a kernel needs multiprocessors; NCCL records and waits in a stream of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,248 +13,452 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
+from p2p_engine.errors import TransportError
 from p2p_engine.transports.nccl.rendezvous import (
-    Piece,
+    MAX_ASKED,
+    Burst,
     ReceivingHalf,
     SendingHalf,
     SlotRequest,
     Slots,
 )
 
-NUM_SEEDS = 3000
+NUM_SEEDS = 600
 SEED = 20260101
+LANES, SLABS, RECEIVES = 2, 2, 3  # as in transport.py: lanes, slabs of each, receiving slots
+CONNECTIONS = 8
+PROCESSORS = 16
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which streams there are, and which of them share hardware queues."""
+
+    stream_of_group: bool = False  # each group has a stream, as once, of the model's priority
+    own_queues: bool = True  # NCCL's own streams share no queue with the model's, or another group
+    connections: int = CONNECTIONS
+    is_cooperative: bool = False  # the model's kernels need every multiprocessor at once
+    asks_first: bool = True
+    has_models: bool = True
+    has_roles: bool = False  # one instance only sends, the others only receive
 
 
 @dataclass(eq=False)
-class Kernel:
-    """One side of one piece, in its communicator's order."""
+class GpuCommand:
+    """Something in a stream. A wait is over when `may_pass` says so."""
 
-    comm: tuple[int, int]
-    number: int
-    is_send: bool
-    ended: Callable[[], None]
+    stream: QueuedStream
+    processors: int = 0  # a kernel needs some
+    meeting: object = None  # a kernel that ends when as many are running as it needs
+    num_meeting: int = 1
+    may_pass: Callable[[], bool] = lambda: True
+    ended: Callable[[], None] = lambda: None
 
 
-@dataclass
-class KernelQueue:
-    """Kernels start in the order of their launch, when there is room; each runs until its other
-    side runs too."""
+@dataclass(eq=False)
+class QueuedStream:
+    """A stream, and the hardware queue that it is bound to."""
 
-    room: int
-    queue: collections.deque[Kernel] = field(default_factory=collections.deque)
-    resident: list[Kernel] = field(default_factory=list)
+    queue: collections.deque[GpuCommand]
+    commands: collections.deque[GpuCommand] = field(default_factory=collections.deque)
 
-    def start_next(self) -> bool:
-        if not self.queue or len(self.resident) >= self.room:
-            return False
-        self.resident.append(self.queue.popleft())
-        return True
+
+class QueuedGpu:
+    """One device."""
+
+    def __init__(self, connections: int) -> None:
+        self._queues: dict[tuple[object, int], collections.deque[GpuCommand]] = {}
+        self._made: collections.Counter[object] = collections.Counter()
+        self._connections = connections
+        self.running: list[GpuCommand] = []
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.running and not any(self._queues.values())
+
+    @property
+    def num_free(self) -> int:
+        return PROCESSORS - sum(command.processors for command in self.running)
+
+    def stream(self, kind: object) -> QueuedStream:
+        """Make one. Streams of one kind (a priority) take the queues of that kind in turn."""
+        number = self._made[kind] % self._connections
+        self._made[kind] += 1
+        return QueuedStream(self._queues.setdefault((kind, number), collections.deque()))
+
+    def enqueue(self, command: GpuCommand) -> None:
+        command.stream.queue.append(command)
+        command.stream.commands.append(command)
+
+    def may_start(self) -> list[GpuCommand]:
+        """The first command of a queue holds up all others in it: until all before it in its stream
+        have ended, and until there is room for it."""
+        heads = [queue[0] for queue in self._queues.values() if queue]
+        return [
+            head for head in heads
+            if head.stream.commands[0] is head and head.may_pass()
+            and head.processors <= self.num_free
+        ]  # fmt: skip
+
+    def start(self, command: GpuCommand) -> None:
+        command.stream.queue.popleft()
+        if command.processors:
+            self.running.append(command)
+        else:
+            self.end(command)
+
+    def end(self, command: GpuCommand) -> None:
+        if command in self.running:
+            self.running.remove(command)
+        command.stream.commands.popleft()
+        command.ended()
+
+
+class Comm:
+    """One rank's side of a group, with NCCL's own stream."""
+
+    def __init__(self, gpu: QueuedGpu, name: object, own: QueuedStream) -> None:
+        self._gpu = gpu
+        self._name = name
+        self._own = own
+        self._numbers = itertools.count()
+        self.order: list[tuple[int, int]] = []
+
+    def launch(
+        self, stream: QueuedStream, what: tuple[int, int], ended: Callable[[], None]
+    ) -> None:
+        """As enqueue.cc does: the launch waits for the own stream, which then waits for it."""
+        self.order.append(what)
+        done: set[str] = set()
+        enqueue, mark = self._gpu.enqueue, done.add
+        enqueue(GpuCommand(self._own, ended=lambda: mark("before")))
+        enqueue(GpuCommand(stream, may_pass=lambda: "before" in done))
+
+        def after() -> None:
+            mark("kernel")
+            ended()
+
+        meeting = self._name, next(self._numbers)
+        enqueue(GpuCommand(stream, 1, meeting, 2, ended=after))
+        enqueue(GpuCommand(self._own, may_pass=lambda: "kernel" in done))
+
+
+class Rank:
+    """An engine, its device, and its part of a model."""
+
+    def __init__(self, world: GroupWorld, instance: int, how: Assignment) -> None:
+        self.gpu = QueuedGpu(how.connections)
+        self.instance = instance
+        self._how = how
+        self._world = world
+        self._compute = self.gpu.stream("normal")
+        self.steps_left = world.rng.randint(1, 8) if how.has_models else 0
+        world.num_steps[instance] = self.steps_left = world.num_steps.get(instance, self.steps_left)
+        self.send_slots, self.recv_slots = Slots(LANES), Slots(RECEIVES)
+        kind = "normal" if how.stream_of_group else "urgent"
+        self.lanes = [[self.gpu.stream(kind) for _ in range(SLABS)] for _ in range(LANES)]
+        self.receives = [self.gpu.stream(kind) for _ in range(RECEIVES)]
+        self.recv_slabs = Slots(world.rng.randint(1, 2))
+
+    def comm(self, name: object) -> tuple[Comm, QueuedStream]:
+        """Make one, and the stream that it once had."""
+        own = self.gpu.stream(("own", name) if self._how.own_queues else "normal")
+        self.gpu.stream("normal")  # NCCL's second one, without work
+        once = self.gpu.stream("normal") if self._how.stream_of_group else own
+        return Comm(self.gpu, name, own), once
+
+    def step(self) -> None:
+        """The model's thread launches a layer: its kernels, and one that waits for other ranks."""
+        self.steps_left -= 1
+        number = self._world.num_steps[self.instance] - self.steps_left
+        count = sum(rank.instance == self.instance for rank in self._world.ranks)
+        needs = PROCESSORS if self._how.is_cooperative else 1
+        self.gpu.enqueue(GpuCommand(self._compute, 1))
+        self.gpu.enqueue(GpuCommand(self._compute, needs, ("model", self.instance, number), count))
+        self.gpu.enqueue(GpuCommand(self._compute, 1))
 
 
 class GroupWorld:
-    """Engines, their devices, and what is on its way between them."""
+    """Ranks, and what is on its way between them."""
 
-    def __init__(self, rng: random.Random, num_engines: int, room: int, slots: int) -> None:
+    def __init__(self, rng: random.Random, instances: list[int], how: Assignment) -> None:
         self.rng = rng
-        self.devices = [KernelQueue(room) for _ in range(num_engines)]
-        self.send_slots = [Slots(slots) for _ in range(num_engines)]
-        self.recv_slots = [Slots(slots) for _ in range(num_engines)]
-        self.slabs = [Slots(2) for _ in range(num_engines)]
-        self.slab_of: dict[Piece, SlotRequest] = {}
-        self.recv_slabs = [Slots(rng.randint(1, 2)) for _ in range(num_engines)]
-        self.room_of: dict[Piece, tuple[Slots, SlotRequest]] = {}  # for what goes to the host
-        self.copies: list[Piece] = []  # from such a slab to the host
+        self.num_steps: dict[int, int] = {}
+        self.ranks: list[Rank] = []
+        for instance in instances:
+            self.ranks.append(Rank(self, instance, how))
+        self.how = how
+        self.room_of: dict[Burst, tuple[Slots, SlotRequest]] = {}  # for what goes to the host
+        self.copies: list[Burst] = []  # from such a slab to the host
         self.wires: dict[tuple[int, int], collections.deque[Callable[[], None]]] = {}
-        self.launches: dict[tuple[tuple[int, int], bool], itertools.count[int]] = {}
         self.senders: dict[tuple[int, int], SendingHalf] = {}
         self.receivers: dict[tuple[int, int], ReceivingHalf] = {}
+        self.comms: dict[tuple[tuple[int, int], bool], tuple[Comm, QueuedStream]] = {}
         self.num_open = 0
-        self.order: dict[tuple[tuple[int, int], bool], list[Piece]] = collections.defaultdict(list)
 
     def say(self, source: int, destination: int, message: Callable[[], None]) -> None:
         """Deliver later, in order."""
         self.wires.setdefault((source, destination), collections.deque()).append(message)
 
-    def launch(self, engine: int, comm: tuple[int, int], is_send: bool, piece: Piece,
-               ended: Callable[[], None]) -> None:  # fmt: skip
-        number = next(self.launches.setdefault((comm, is_send), itertools.count()))
-        self.order[comm, is_send].append(piece)
-        self.devices[engine].queue.append(Kernel(comm, number, is_send, ended))
+    def launch(
+        self,
+        pair: tuple[int, int],
+        is_send: bool,
+        burst: Burst,
+        streams: list[QueuedStream],
+        ended: Callable[[], None],
+    ) -> None:
+        """All pieces of a burst at once. A sender packs each one in the same stream before it."""
+        comm, stream_of_group = self.comms[pair, is_send]
+        gpu = self.ranks[pair[0 if is_send else 1]].gpu
+        for offset in range(burst.nbytes):
+            stream = streams[offset % len(streams)]
+            if self.how.stream_of_group:
+                stream = stream_of_group
+            if is_send:
+                gpu.enqueue(GpuCommand(stream, 1))
+            is_last = offset == burst.nbytes - 1
+            comm.launch(stream, (burst.seq, offset), ended if is_last else lambda: None)
 
     def pair(self, source: int, destination: int) -> None:
-        """Make the group that moves from one engine to another."""
-        comm = (source, destination)
+        """Make the group that moves from one rank to another."""
+        pair, there, here = (source, destination), self.ranks[destination], self.ranks[source]
+        self.comms[pair, True] = here.comm(pair)
+        self.comms[pair, False] = there.comm(pair)
 
-        def sent(piece: Piece) -> None:
-            self.senders[comm].sent(piece)
-            self.slabs[source].give_back(self.slab_of.pop(piece))
+        def sent(burst: Burst) -> None:
+            self.senders[pair].sent(burst)
             self.num_open -= 1
 
-        def find_room(piece: Piece, found: Callable[[], None]) -> None:
-            if piece.seq % 3:
+        def find_room(burst: Burst, found: Callable[[], None]) -> None:
+            if burst.nbytes > 1:
                 found()
                 return
-            request, slabs = SlotRequest(found), self.recv_slabs[destination]
-            self.room_of[piece] = slabs, request
-            slabs.take(request)
+            request = SlotRequest(found)
+            self.room_of[burst] = there.recv_slabs, request
+            there.recv_slabs.take(request)
 
-        def received(piece: Piece) -> None:
-            self.receivers[comm].received(piece)
-            if piece in self.room_of:
-                self.copies.append(piece)
+        def received(burst: Burst) -> None:
+            self.receivers[pair].received(burst)
+            if burst in self.room_of:
+                self.copies.append(burst)
 
-        self.receivers[comm] = ReceivingHalf(
-            self.recv_slots[destination],
+        self.receivers[pair] = ReceivingHalf(
+            there.recv_slots,
             find_room,
-            lambda piece: True,
-            lambda piece: self.launch(destination, comm, False, piece, lambda: received(piece)),
-            lambda order, _: self.say(destination, source, lambda: self.senders[comm].on_go(order)),
-        )
-        self.senders[comm] = SendingHalf(
-            self.send_slots[source],
-            lambda order, piece: self.say(
-                source, destination, lambda: self.receivers[comm].on_ask(order, piece)
+            lambda burst: True,
+            lambda burst, slot: self.launch(
+                pair, False, burst, [there.receives[slot]], partial(received, burst)
             ),
-            lambda piece: self.launch(source, comm, True, piece, lambda: sent(piece)),
-            lambda piece: None,
+            lambda order, _: self.say(destination, source, lambda: self.senders[pair].on_go(order)),
+        )
+        self.senders[pair] = SendingHalf(
+            here.send_slots,
+            lambda order, burst: self.say(
+                source, destination, lambda: self.receivers[pair].on_ask(order, burst)
+            ),
+            lambda burst, slot: self.launch(
+                pair, True, burst, here.lanes[slot], partial(sent, burst)
+            ),
+            lambda burst: None,
         )
 
-    def put(self, source: int, destination: int, piece: Piece) -> None:
-        """Send a piece once its bytes are packed, which takes a slab until it has left."""
+    def put(self, source: int, destination: int, burst: Burst) -> None:
+        """Send, or as the old connector did: each side launches at once."""
         self.num_open += 1
-        self.slab_of[piece] = slab = SlotRequest(
-            lambda: self.senders[source, destination].add(piece)
-        )
-        self.slabs[source].take(slab)
+        if self.how.asks_first:
+            self.senders[source, destination].add(burst)
+            return
 
-    def get(self, source: int, destination: int, piece: Piece) -> None:
+        def sent() -> None:
+            self.num_open -= 1
+
+        pair, there = (source, destination), self.ranks[destination]
+        self.launch(pair, True, burst, self.ranks[source].lanes[0], sent)
+        receive = partial(self.launch, pair, False, burst, there.receives[:1], lambda: None)
+        self.say(source, destination, receive)
+
+    def get(self, source: int, destination: int, burst: Burst) -> None:
         """Ask the other side to send."""
         self.num_open += 1
 
         def wanted() -> None:
             self.num_open -= 1
-            self.put(source, destination, piece)
+            self.put(source, destination, burst)
 
         self.say(destination, source, wanted)
 
     def step(self) -> bool:
         """Let one thing happen, chosen at random; False: nothing can."""
-        steps = [wire.popleft for wire in self.wires.values() if wire]
-        if steps:
-            steps = [self.rng.choice(steps)]
-        done: list[Callable[[], object]] = [lambda step=step: step()() for step in steps]  # type: ignore[misc]
-        done += [device.start_next for device in self.devices
-                 if device.queue and len(device.resident) < device.room]  # fmt: skip
-        done += [lambda piece=piece: self.copied(piece) for piece in self.copies]  # type: ignore[misc]
-        done += [lambda pair=pair: self.complete(*pair) for pair in self.meetings()]  # type: ignore[misc]
+        done: list[Callable[[], object]] = [
+            partial(self.deliver, wire) for wire in self.wires.values() if wire
+        ]
+        done += [rank.step for rank in self.ranks if rank.steps_left]
+        for rank in self.ranks:
+            done += [partial(rank.gpu.start, command) for command in rank.gpu.may_start()]
+        done += [partial(self.copied, burst) for burst in self.copies]
+        done += [partial(self.end, kernels) for kernels in self.meetings()]
         if not done:
             return False
         self.rng.choice(done)()
         return True
 
-    def meetings(self) -> list[tuple[Kernel, Kernel]]:
-        """Both sides of a piece are on their devices."""
-        running = {
-            (kernel.comm, kernel.number, kernel.is_send): kernel
-            for device in self.devices
-            for kernel in device.resident
-        }
-        return [
-            (kernel, running[comm, number, False])
-            for (comm, number, is_send), kernel in running.items()
-            if is_send and (comm, number, False) in running
-        ]
+    def deliver(self, wire: collections.deque[Callable[[], None]]) -> None:
+        wire.popleft()()
 
-    def complete(self, send: Kernel, recv: Kernel) -> None:
-        for kernel, engine in ((send, send.comm[0]), (recv, recv.comm[1])):
-            self.devices[engine].resident.remove(kernel)
-            kernel.ended()
+    def meetings(self) -> list[list[tuple[QueuedGpu, GpuCommand]]]:
+        """Kernels that can end: by themselves, or because all that they wait for run too."""
+        met: dict[object, list[tuple[QueuedGpu, GpuCommand]]] = {}
+        for rank in self.ranks:
+            for command in rank.gpu.running:
+                met.setdefault(command.meeting or command, []).append((rank.gpu, command))
+        return [found for found in met.values() if len(found) == found[0][1].num_meeting]
 
-    def copied(self, piece: Piece) -> None:
-        self.copies.remove(piece)
-        slabs, request = self.room_of.pop(piece)
+    def end(self, kernels: list[tuple[QueuedGpu, GpuCommand]]) -> None:
+        for gpu, kernel in kernels:
+            gpu.end(kernel)
+
+    def copied(self, burst: Burst) -> None:
+        self.copies.remove(burst)
+        slabs, request = self.room_of.pop(burst)
         slabs.give_back(request)
 
     def is_stuck(self) -> bool:
         """Run until nothing can happen; whether something was left open."""
         while self.step():
             pass
-        left = self.num_open or any(d.queue or d.resident for d in self.devices)
-        return bool(left)
+        return bool(self.num_open) or not all(rank.gpu.is_idle for rank in self.ranks)
 
 
-class WithoutGrants(GroupWorld):
-    """The same, but each side launches at once: what the old connector did."""
-
-    def put(self, source: int, destination: int, piece: Piece) -> None:
-        comm = (source, destination)
-        self.num_open += 1
-
-        def sent() -> None:
-            self.num_open -= 1
-
-        self.launch(source, comm, True, piece, sent)
-        receive = lambda: self.launch(destination, comm, False, piece, lambda: None)  # noqa: E731
-        self.say(source, destination, receive)
-
-
-def play(world: type[GroupWorld], seed: int) -> GroupWorld:
-    """Any transfers between any engines, cycles among them for certain."""
+def play(how: Assignment, seed: int) -> GroupWorld:
+    """Any transfers between the ranks of two or three instances, in circles for certain."""
     rng = random.Random(seed)
-    num_engines = rng.randint(2, 6)
-    slots = rng.randint(1, 3)
-    made = world(rng, num_engines, room=2 * slots, slots=slots)
-    pairs = list(itertools.permutations(range(num_engines), 2))
-    for source, destination in pairs:
-        made.pair(source, destination)
-    ring = [(i, (i + 1) % num_engines) for i in range(num_engines)]
-    chosen = ring * rng.randint(1, 3) + rng.choices(pairs, k=rng.randint(0, 20))
+    instances = [i for i in range(rng.randint(2, 3)) for _ in range(rng.randint(1, 2))]
+    made = GroupWorld(rng, instances, how)
+    count = len(instances)
+    pairs = [
+        pair for pair in itertools.permutations(range(count), 2)
+        if instances[pair[0]] != instances[pair[1]]
+        and (not how.has_roles or instances[pair[0]] == 0)
+    ]  # fmt: skip
+    rng.shuffle(pairs)
+    for pair in pairs:
+        made.pair(*pair)
+    chosen = pairs * rng.randint(1, 2) + rng.choices(pairs, k=rng.randint(0, 10))
     rng.shuffle(chosen)
     for seq, (source, destination) in enumerate(chosen):
-        rng.choice([made.put, made.get])(source, destination, Piece(seq, 0, 1))
+        rng.choice([made.put, made.get])(source, destination, Burst(seq, 0, rng.randint(1, 3)))
     return made
 
 
-def test_no_seed_gets_stuck() -> None:
-    for seed in range(SEED, SEED + NUM_SEEDS):
-        world = play(GroupWorld, seed)
+def gets_stuck(how: Assignment) -> bool:
+    return any(play(how, seed).is_stuck() for seed in range(SEED, SEED + NUM_SEEDS))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        Assignment(),
+        Assignment(own_queues=False, has_roles=True),
+        Assignment(own_queues=False, connections=32),
+    ],
+)
+def test_no_seed_gets_stuck(how: Assignment) -> None:
+    for seed in range(SEED, SEED + NUM_SEEDS // 2):
+        world = play(how, seed)
         assert not world.is_stuck(), f"seed {seed}"
-        for (comm, is_send), pieces in world.order.items():
-            assert pieces == world.order[comm, not is_send], f"seed {seed}: {comm}"
-        for slots in (*world.send_slots, *world.recv_slots, *world.recv_slabs):
-            assert slots.num_free > 0, f"seed {seed}: a slot was not given back"
+        for (pair, is_send), (comm, _) in world.comms.items():
+            assert comm.order == world.comms[pair, not is_send][0].order, f"seed {seed}: {pair}"
+        for rank in world.ranks:
+            for slots in (rank.send_slots, rank.recv_slots, rank.recv_slabs):
+                assert not slots.num_held, f"seed {seed}: a slot was not given back"
 
 
-def test_without_the_grant_step_it_deadlocks() -> None:
-    stuck = sum(play(WithoutGrants, seed).is_stuck() for seed in range(SEED, SEED + 300))
-    assert stuck > 0, "the model cannot see a deadlock"
+@pytest.mark.parametrize(
+    "how",
+    [
+        Assignment(asks_first=False, has_models=False),
+        Assignment(stream_of_group=True),
+        Assignment(stream_of_group=True, has_models=False),
+        Assignment(stream_of_group=True, own_queues=False, has_roles=True),
+        Assignment(own_queues=False),
+        Assignment(own_queues=False, has_models=False),
+        Assignment(is_cooperative=True),
+    ],
+)
+def test_what_deadlocks(how: Assignment) -> None:
+    assert gets_stuck(how)
+
+
+def receiving_half(slots: Slots, launched: list[Burst]) -> ReceivingHalf:
+    return ReceivingHalf(
+        slots,
+        lambda _, found: found(),
+        lambda _: True,
+        lambda burst, _: launched.append(burst),
+        lambda *_: None,
+    )
 
 
 def test_what_waits_in_a_group_that_ends_is_not_launched_by_what_that_frees() -> None:
-    slots, launched = Slots(1), list[Piece]()
-    half = ReceivingHalf(
-        slots, lambda piece, found: found(), lambda piece: True, launched.append, lambda *_: None
-    )
+    slots, launched = Slots(1), list[Burst]()
+    other, half = receiving_half(slots, launched), receiving_half(slots, launched)
+    other.on_ask(0, Burst(9, 0, 1))
     for order in range(2):
-        half.on_ask(order, Piece(order, 0, 1))
+        half.on_ask(order, Burst(order, 0, 1))
     half.end()
-    assert launched == [Piece(0, 0, 1)]
+    other.received(Burst(9, 0, 1))
+    assert launched == [Burst(9, 0, 1)]
     assert slots.num_free == 1
 
 
-@pytest.mark.parametrize("slots", [1, 3])
-def test_there_are_never_more_kernels_than_slots(slots: int) -> None:
-    rng = random.Random(SEED)
-    world = GroupWorld(rng, 3, room=100, slots=slots)
-    for pair in itertools.permutations(range(3), 2):
-        world.pair(*pair)
-    for seq in range(60):
-        source, destination = rng.sample(range(3), 2)
-        world.put(source, destination, Piece(seq, 0, 1))
+def test_a_slot_is_held_until_the_kernels_of_a_group_that_failed_have_ended() -> None:
+    slots, launched = Slots(1), list[Burst]()
+    half, other = receiving_half(slots, launched), receiving_half(slots, launched)
+    half.on_ask(0, Burst(0, 0, 1))
+    half.end()
+    other.on_ask(0, Burst(9, 0, 1))
+    assert launched == [Burst(0, 0, 1)]
+    half.received(Burst(0, 0, 1))
+    assert launched == [Burst(0, 0, 1), Burst(9, 0, 1)]
+
+
+def test_bursts_of_a_group_share_a_slot_while_nobody_waits_for_one() -> None:
+    slots, launched = Slots(1), list[Burst]()
+    half, other = receiving_half(slots, launched), receiving_half(slots, launched)
+    for order in range(2):
+        half.on_ask(order, Burst(order, 0, 1))
+    other.on_ask(0, Burst(9, 0, 1))
+    half.on_ask(2, Burst(2, 0, 1))
+    assert launched == [Burst(0, 0, 1), Burst(1, 0, 1)]
+    for order in range(2):
+        half.received(Burst(order, 0, 1))
+    assert launched[2:] == [Burst(9, 0, 1)]
+    other.received(Burst(9, 0, 1))
+    assert launched[3:] == [Burst(2, 0, 1)]
+
+
+def test_a_sender_that_asks_for_too_much_is_refused() -> None:
+    slots, launched = Slots(1), list[Burst]()
+    half = receiving_half(slots, launched)
+    for order in range(3 * MAX_ASKED):
+        half.on_ask(order, Burst(order, 0, 1))
+    with pytest.raises(TransportError, match="more than"):
+        half.on_ask(3 * MAX_ASKED, Burst(99, 0, 1))
+    assert len(launched) <= 3 * MAX_ASKED
+
+
+def test_there_are_never_more_kernels_than_slots() -> None:
+    """Those of one group run one after the other."""
+    world = play(Assignment(has_models=False), SEED + 1)
+    most = 0
     while world.step():
-        for device in world.devices:
-            assert len(device.queue) + len(device.resident) <= 2 * slots
+        for rank in world.ranks:
+            running = [kernel for kernel in rank.gpu.running if kernel.meeting is not None]
+            most = max(most, len(running))
+    assert 1 < most <= LANES + RECEIVES
     assert not world.num_open

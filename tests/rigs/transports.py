@@ -13,6 +13,7 @@ from p2p_engine.control.plane import ControlPlane
 from p2p_engine.errors import TransportError
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.device import Device
+from p2p_engine.gpu.landing import DEVICE_OFFSET
 from p2p_engine.memory.arena import LandingArena, Space
 from p2p_engine.memory.jobs import Job
 from p2p_engine.memory.layout import Regions, one_region
@@ -111,6 +112,7 @@ class TransportPair:
     def __init__(self, name: str, **options: Any) -> None:
         self.receiver = TransportEnd(name, **options)
         self.sender = TransportEnd(name, slice_bytes=64 << 10, **options)
+        self._is_on_device = name == "nccl"
         self._channels: list[Channel] = []
         self._seqs = iter(range(1, 1 << 20))
 
@@ -150,7 +152,9 @@ class TransportPair:
             # There, as in an engine: it may answer a sender before it has noted whom it let in.
             job = self.receiver.in_control(lambda: self.receiver.transport.expect(arrival))
         word = self.receiver.arena.words.offset(slot)
-        grant = Grant(1, 2, seq, 0, 0, 1, space.offset, TRAILER, word)
+        # For the transport nccl, the arena takes the place of a device's buffer.
+        offset = space.offset + (DEVICE_OFFSET if self._is_on_device else 0)
+        grant = Grant(1, 2, seq, 0, 0, 1, offset, TRAILER, word)
         return GrantedRegion(grant, space, job, slot)
 
     def has_landed(self, landing: GrantedRegion, nbytes: int) -> bool:

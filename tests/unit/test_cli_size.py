@@ -70,8 +70,10 @@ def test_the_figures_of_a_known_model(tmp_path: Path) -> None:
     assert value(result.output, "KV of a prompt") == "1.00 GiB"
     assert value(result.output, "KV of all prompts") == "16.00 GiB"
     decode = result.output.split("kv_consumer,")[1].split("kv_both,")[0]
-    assert float(value(decode, "mem_pool_size_gb")) == pytest.approx(16 * 9 / 7 - 0.93, abs=0.05)
-    assert value(decode, "--gpu-memory-utilization") == "0.86"  # 1,692 and 512 of 16,384 MiB
+    assert float(value(decode, "mem_pool_size_gb")) == pytest.approx(
+        (16 + 3 / 32) * 9 / 7 - 0.93, abs=0.05
+    )
+    assert value(decode, "--gpu-memory-utilization") == "0.86"  # 1,730 and 512 of 16,384 MiB
 
 
 def test_numbers_take_the_place_of_a_model(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@
     READY   → pieces move
     ENDED   → the reaper aborts it, once; bytes that it still delivers do not count
 
-A piece of a failed group ends when the abort has returned, and not with its kernel. Until then,
-NCCL may still move its bytes without the kernel: a network card, if the memory is registered, or
-the peer's kernel on another GPU of this host.
+A burst of a failed group ends when the abort has returned, and not with its kernels. Until then,
+NCCL may still move its bytes without a kernel: a network card, if the memory is registered, or the
+peer's kernel on another GPU of this host.
 
 For the device's thread.
 """
@@ -18,18 +18,47 @@ import collections
 import enum
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 from p2p_engine.errors import TransportError
-from p2p_engine.gpu.device import Device
+from p2p_engine.gpu.device import Device, Event
+from p2p_engine.gpu.pack import PackOrder
 from p2p_engine.transports.nccl.library import Nccl
 from p2p_engine.transports.nccl.memory import Side, estimated_bytes
 from p2p_engine.transports.nccl.reaper import Reaper
 
 Memory: TypeAlias = tuple[int, int]  # address, bytes
+Release: TypeAlias = Callable[[], None]
+
+TURN_SECONDS = 0.002  # that launches may keep the device's thread from all else
+SPIN_SECONDS = 0.0002  # to wait for a launch: NCCL's thread takes a fifth of it, a sleep as long
 
 _numbers = itertools.count(1)
+
+
+@dataclass
+class PieceStep:
+    """One piece. The copies that `prepare` plans fill the memory, in the same stream, just before
+    its kernel."""
+
+    address: int
+    nbytes: int
+    stream: int
+    prepare: Callable[[], PackOrder] | None = None
+
+
+@dataclass(eq=False)
+class Run:
+    """The pieces of a burst that are not launched yet."""
+
+    steps: collections.deque[PieceStep]
+    ended: Callable[[], None]
+    order: PackOrder | None = None  # of the first step
+    releases: list[Release] = field(default_factory=list)  # of what is not recorded yet
+    streams: set[int] = field(default_factory=set)  # that it has used
 
 
 class GroupState(enum.Enum):
@@ -73,10 +102,11 @@ class Group:
         self._registrations: list[int] = []
         self._comm = 0
         self._free_before = 0
-        self._stream = device.cuda.create_stream()
-        self._queue: collections.deque[tuple[int, int, Callable[[], None]]] = collections.deque()
-        self._launching: Callable[[], None] | None = None  # NCCL launches it asynchronously
-        self._held: list[Callable[[], None]] = []  # pieces whose kernels ended before the abort
+        self._runs: collections.deque[Run] = collections.deque()
+        self._launching: PieceStep | None = None  # of the first run, asynchronously
+        self._launched: collections.deque[tuple[Event, list[Release]]] = collections.deque()
+        self._moved_at = 0.0  # when the first kernel of those in progress became the first
+        self._held: list[Callable[[], None]] = []  # bursts whose kernels ended before the abort
         self._is_over = False  # nothing of NCCL touches memory any more
 
     @staticmethod
@@ -86,8 +116,13 @@ class Group:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call of NCCL is in progress; it refuses other calls until then."""
-        return self.state is GroupState.MAKING or self._launching is not None
+        """Whether a call of NCCL is in progress, or is still to be made."""
+        return self.state is GroupState.MAKING or bool(self._runs)
+
+    @property
+    def waits_since(self) -> float | None:
+        """Return since when the first kernel in progress is the first one; None without any."""
+        return self._moved_at if self._runs or self._launched else None
 
     @property
     def estimated_bytes(self) -> int:
@@ -128,10 +163,9 @@ class Group:
             self._nccl.has_initialised = True
             self._register()
             return True
-        ended, self._launching = self._launching, None
-        if ended is not None:
-            self._device.after_now(self._stream, lambda: self._ran(ended))
-            self._launch_next()
+        if self._launching is not None:
+            self._note_launch()
+        self._launch()
         return False
 
     def joined(self) -> None:
@@ -140,17 +174,19 @@ class Group:
         self.used_at = time.monotonic()
         self.measured_bytes = max(0, self._free_before - self._device.cuda.memory()[0])
 
-    def move(self, address: int, nbytes: int, ended: Callable[[], None]) -> None:
-        """Launch this side's kernel after those before it. `ended` is called when nothing of NCCL
-        can touch the memory any more. If the group ended before, the memory holds garbage.
+    def move(self, steps: Iterable[PieceStep], ended: Callable[[], None]) -> None:
+        """Launch this side's kernels after those before them. `ended` is called when nothing of
+        NCCL can touch the memory any more. If the group ended before, the memory holds garbage.
 
         Raises:
-            TransportError: NCCL refuses.
+            TransportError: NCCL or the device refuses.
         """
-        self._queue.append((address, nbytes, ended))
+        if self.waits_since is None:
+            self._moved_at = time.monotonic()
+        self._runs.append(Run(collections.deque(steps), ended))
         self.used_at = time.monotonic()
         if self._launching is None:
-            self._launch_next()
+            self._launch()
 
     def end(self) -> None:
         """Abort in the reaper; idempotent."""
@@ -159,9 +195,9 @@ class Group:
         was_connected = self.state is GroupState.READY
         self.state = GroupState.ENDED
         comm, self._comm = self._comm, 0
-        for *_, ended in self._queue:
-            self._device.post(ended)
-        self._queue.clear()
+        for run in self._runs:
+            if not run.streams:  # not begun
+                self._device.post(run.ended)
         registrations, self._registrations = self._registrations, []
         if comm:
             self._reaper.abort(comm, registrations, self._release, was_connected=was_connected)
@@ -173,28 +209,89 @@ class Group:
         if self._nccl.can_register:
             self._registrations = [self._nccl.register(self._comm, *item) for item in self._memory]
 
-    def _launch_next(self) -> None:
-        if self._queue:
-            address, nbytes, self._launching = self._queue.popleft()
+    def _launch(self) -> None:
+        """Launch what waits, for a bounded time. NCCL refuses a call while another one is in
+        progress; each takes less time than a sleep of this thread."""
+        until = time.monotonic() + TURN_SECONDS
+        while self._runs and time.monotonic() < until:
+            run = self._runs[0]
+            run.streams.add(run.steps[0].stream)
+            if not self._is_prepared(run):
+                continue
+            self._launching = step = run.steps.popleft()
             call = self._nccl.send if self._rank == 0 else self._nccl.recv
-            call(self._comm, address, nbytes, 1 - self._rank, self._stream)
+            call(self._comm, step.address, step.nbytes, 1 - self._rank, step.stream)
+            spun = time.monotonic() + SPIN_SECONDS
+            while self._nccl.is_in_progress(self._comm):
+                if time.monotonic() > spun:
+                    return
+            self._note_launch()
+
+    def _is_prepared(self, run: Run) -> bool:
+        """Enqueue some of the copies before the first step; returns whether all are enqueued."""
+        step = run.steps[0]
+        if step.prepare is None:
+            return True
+        if run.order is None:
+            run.order = step.prepare()
+            run.releases.append(run.order.release)
+        if not run.order.advance():
+            return False
+        run.order = None
+        return True
+
+    def _note_launch(self) -> None:
+        """Follow a kernel that is in its stream now."""
+        step, self._launching = self._launching, None
+        if step is None:
+            return
+        run, event = self._runs[0], self._device.record(step.stream)
+        calls, run.releases = run.releases, []
+        if not run.steps:
+            self._runs.popleft()
+            calls.append(lambda: self._ran(run.ended))
+        self._launched.append((event, calls))
+        if len(self._launched) == 1:
+            self._follow()
+
+    def _follow(self) -> None:
+        self._device.later([self._launched[0][0]], self._note_ends)
+
+    def _note_ends(self) -> None:
+        """Go on behind the kernels that have ended; they end in the order of their launch."""
+        calls: list[Release] = []
+        while self._launched and self._launched[0][0].is_complete():
+            calls += self._launched.popleft()[1]
+        self._moved_at = time.monotonic()
+        if self._launched:
+            self._follow()
+        for call in calls:
+            self._device.guard(call)
 
     def _ran(self, ended: Callable[[], None]) -> None:
-        """End a piece whose kernel has ended, now or after the abort."""
+        """End a burst whose kernels have ended, now or after the abort."""
         if self.state is GroupState.ENDED and not self._is_over:
             self._held.append(ended)
         else:
             ended()
 
     def _release(self) -> None:
-        """End the pieces that were in progress when the group ended, and the one that was being
+        """End the bursts that were in progress when the group ended, and the one that was being
         launched: its kernel may have run until now."""
         self._is_over = True
+        self._launching = None
         held, self._held = self._held, []
-        ended, self._launching = self._launching, None
-        for piece_ended in (*held, *([ended] if ended is not None else [])):
-            self._device.guard(piece_ended)
-        self._device.cuda.destroy_stream(self._stream)
+        for ended in held:
+            self._device.guard(ended)
+        runs, self._runs = self._runs, collections.deque()
+        for run in runs:
+            if run.streams:
+                events = [self._device.record(stream) for stream in run.streams]
+                self._device.later(events, partial(self._end_run, run))
+
+    def _end_run(self, run: Run) -> None:
+        for call in (*run.releases, run.ended):
+            self._device.guard(call)
 
 
 def describe_overdue(state: GroupState, seconds: float) -> TransportError:

@@ -11,21 +11,27 @@ from __future__ import annotations
 import abc
 import logging
 import socket
-import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from p2p_engine.errors import P2pError, TransportError, named
 from p2p_engine.gpu.device import Device
-from p2p_engine.transports.nccl.group import Group, GroupState, Memory, describe_overdue
+from p2p_engine.transports.nccl.group import (
+    Group,
+    GroupState,
+    Memory,
+    PieceStep,
+    describe_overdue,
+)
 from p2p_engine.transports.nccl.library import Nccl
 from p2p_engine.transports.nccl.reaper import Reaper
-from p2p_engine.transports.nccl.rendezvous import Piece, Slots
-from p2p_engine.transports.nccl.slabs import Slabs
+from p2p_engine.transports.nccl.rendezvous import Burst, Slots
+from p2p_engine.transports.nccl.slabs import Lanes, Slabs
 from p2p_engine.transports.nccl.wire import Frame, FrameKind, Wire
 
 logger = logging.getLogger(__name__)
 
-FIRST = Piece(0, 0, 1)  # the byte that connects a group
+FIRST = Burst(0, 0, 1)  # the byte that connects a group
 
 
 @dataclass
@@ -37,11 +43,12 @@ class Resources:
     reaper: Reaper
     send_slots: Slots
     recv_slots: Slots
-    slabs: Slabs  # to send from
+    lanes: Lanes  # to send from, one for each sending slot
+    recv_streams: list[int]  # one for each receiving slot
     recv_slabs: Slabs  # separate: else senders that wait for each other could hold all slabs
     registered: tuple[Memory, ...]  # if the peer agrees: all that NCCL reads and writes, or nothing
     num_channels: int
-    patience_seconds: float  # to make a group, and for the kernels of a piece
+    patience_seconds: float  # to make a group, and for a kernel
     first_seconds: float  # to make one, if it is the first of either process
 
 
@@ -54,7 +61,6 @@ class NcclPair(abc.ABC):
         self.shared = shared
         self.error: TransportError | None = None
         self.group: Group | None = None
-        self._kernels_since: dict[Piece, float] = {}  # of the live group
         self._wire = Wire(shared.device, connection, self._heard, self.fail)
 
     @property
@@ -77,7 +83,7 @@ class NcclPair(abc.ABC):
         try:
             if group.state is not GroupState.READY and now - group.made_at > patience:
                 raise describe_overdue(group.state, patience)
-            if any(now - since > patience for since in self._kernels_since.values()):
+            if group.waits_since is not None and now - group.waits_since > patience:
                 raise TransportError(f"a kernel of a group has not ended within {patience:g} s")
         except TransportError as error:
             self.fail(error)
@@ -96,8 +102,8 @@ class NcclPair(abc.ABC):
         try:
             if group.look():
                 self.made()
-        except TransportError as error:
-            self.fail(error)
+        except P2pError as error:
+            self.fail(TransportError(str(error)))
 
     def fail(self, error: TransportError) -> None:
         """End the pair: abort the group, close the wire, end the jobs without a kernel;
@@ -113,7 +119,6 @@ class NcclPair(abc.ABC):
     def end_group(self) -> None:
         """End the group; the pair may make another one."""
         group, self.group = self.group, None
-        self._kernels_since.clear()
         if group is not None:
             group.end()
 
@@ -122,20 +127,19 @@ class NcclPair(abc.ABC):
         number = self.group.number if self.group is not None else 0
         self._wire.say(Frame(kind, number, **fields))  # type: ignore[arg-type]
 
-    def launch(self, piece: Piece, address: int) -> None:
-        """Start this side's kernel. `ended` is called later; it counts unless the group ends
-        first."""
+    def launch(self, burst: Burst, steps: Iterable[PieceStep]) -> None:
+        """Start this side's kernels. `ended` is called later; the burst counts unless the group
+        ends first."""
         group = self.group
         if group is None:
             return
-        self._kernels_since[piece] = time.monotonic()
         try:
             is_followed = group.is_busy
-            group.move(address, piece.nbytes, lambda: self._kernel_ended(group, piece))
-            if not is_followed:
+            group.move(steps, lambda: self._burst_ended(group, burst))
+            if group.is_busy and not is_followed:
                 self._follow(group)
-        except TransportError as error:
-            self.fail(error)
+        except P2pError as error:
+            self.fail(TransportError(str(error)))
 
     def new_group(
         self, number: int, num_channels: int, *, is_first_there: bool, registers: bool
@@ -169,8 +173,9 @@ class NcclPair(abc.ABC):
         """
 
     @abc.abstractmethod
-    def ended(self, piece: Piece, *, counts: bool) -> None:
-        """Note that a kernel has ended. Its bytes count only if its group was not aborted."""
+    def ended(self, burst: Burst, *, counts: bool) -> None:
+        """Note that the kernels of a burst have ended. Its bytes count only if its group was not
+        aborted."""
 
     @abc.abstractmethod
     def broken(self) -> None:
@@ -190,11 +195,8 @@ class NcclPair(abc.ABC):
     def _pack_failed(self, error: P2pError) -> None:
         self.fail(TransportError(str(error)))
 
-    def _kernel_ended(self, group: Group, piece: Piece) -> None:
-        counts = group is self.group
-        if counts:
-            self._kernels_since.pop(piece, None)
-        self.ended(piece, counts=counts)
+    def _burst_ended(self, group: Group, burst: Burst) -> None:
+        self.ended(burst, counts=group is self.group)
 
     def _heard(self, frame: Frame) -> None:
         if not self.is_broken:

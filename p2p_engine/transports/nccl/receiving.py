@@ -1,7 +1,7 @@
-"""The receiver's side of a pair: it agrees to groups, and receives pieces where they are expected.
+"""The receiver's side of a pair: it agrees to groups, and receives bursts where they are expected.
 
-A piece for host memory is received into a slab and copied from there. The slab is held from before
-the kernel is launched until the copy has ended. For the device's thread.
+A burst for host memory has one piece, which is received into a slab and copied from there. The slab
+is held from before the kernel is launched until the copy has ended. For the device's thread.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import numpy as np
 
 from p2p_engine.errors import TransportError
 from p2p_engine.gpu.device import DeviceJob
-from p2p_engine.transports.nccl.group import GroupState
+from p2p_engine.transports.nccl.group import GroupState, PieceStep
 from p2p_engine.transports.nccl.pair import FIRST, NcclPair, Resources
-from p2p_engine.transports.nccl.rendezvous import Piece, ReceivingHalf
+from p2p_engine.transports.nccl.rendezvous import MAX_PIECES, Burst, ReceivingHalf
 from p2p_engine.transports.nccl.slabs import Slab
 from p2p_engine.transports.nccl.wire import Frame, FrameKind
+
+MOST_PIECE_BYTES = 1 << 30
 
 
 @dataclass(eq=False)
@@ -32,14 +34,14 @@ class GrantedReceive:
     is_host: bool
     launched_bytes: int = 0
     received_bytes: int = 0
-    num_running: int = 0
+    num_running: int = 0  # bursts
     is_stopping: bool = False
-    is_spoilt: bool = False  # a piece came over a group that was aborted
+    is_spoilt: bool = False  # a burst came over a group that was aborted
 
 
 @dataclass(eq=False)
 class SlabRoom:
-    """A slab for one piece, or a wait for one."""
+    """A slab for one burst, or a wait for one."""
 
     found: Callable[[], None]
     slab: Slab | None = None
@@ -59,8 +61,10 @@ class ReceivingPair(NcclPair):
     def __init__(self, shared: Resources, connection: socket.socket) -> None:
         super().__init__(shared, connection)
         self._half: ReceivingHalf | None = None
+        self._halves: dict[Burst, ReceivingHalf] = {}  # of the bursts that were launched
+        self._piece_bytes = 0  # the sender's
         self._receives: dict[int, GrantedReceive] = {}
-        self._rooms: dict[Piece, SlabRoom] = {}
+        self._rooms: dict[Burst, SlabRoom] = {}
         self._is_ending = False
         self._deferred: list[Frame] = []  # frames that came after END
 
@@ -81,7 +85,7 @@ class ReceivingPair(NcclPair):
             self._receives[seq] = GrantedReceive(seq, address, nbytes, job, is_host)
 
     def stop(self, job: DeviceJob) -> None:
-        """Refuse further pieces of a receive."""
+        """Refuse further bursts of a receive."""
         for receive in list(self._receives.values()):
             if receive.job is job:
                 self._stop(receive)
@@ -107,23 +111,22 @@ class ReceivingPair(NcclPair):
         else:
             self._go_on(frame)
 
-    def ended(self, piece: Piece, *, counts: bool) -> None:
-        """Note that a receive kernel has ended."""
-        if counts and self._half is not None:
-            self._half.received(piece)
-        if piece == FIRST:
+    def ended(self, burst: Burst, *, counts: bool) -> None:
+        """Note that the kernels of a burst have ended."""
+        self._halves.pop(burst).received(burst)
+        if burst == FIRST:
             if counts and self.group is not None:
                 self.group.joined()
-        elif counts and piece in self._rooms:
-            self._unload(piece)
+        elif counts and burst in self._rooms:
+            self._unload(burst)
         else:
-            self._arrived(piece, counts=counts)
+            self._arrived(burst, counts=counts)
         self._end_if_idle()
 
     def broken(self) -> None:
         """End the receives without a kernel."""
-        for piece in [piece for piece, room in self._rooms.items() if not room.is_used]:
-            self._leave_room(piece)
+        for burst in [burst for burst, room in self._rooms.items() if not room.is_used]:
+            self._leave_room(burst)
         self._end_half()
         for receive in list(self._receives.values()):
             self._settle(receive)
@@ -132,11 +135,14 @@ class ReceivingPair(NcclPair):
         channels = frame.nbytes
         if self.group is not None or not 1 <= channels <= 64 or channels & (channels - 1):
             raise TransportError(f"the sender wants a group of {channels} channels")
+        if not 1 <= frame.offset <= MOST_PIECE_BYTES:
+            raise TransportError(f"the sender wants pieces of {frame.offset} bytes")
         if frame.seq and not self.shared.registered:
             raise TransportError("the sender registers its memory, and we do not")
         self.group = self.new_group(
             frame.group, channels, is_first_there=bool(frame.order), registers=bool(frame.seq)
         )
+        self._piece_bytes = frame.offset
         self._half = ReceivingHalf(
             self.shared.recv_slots, self._find_room, self._is_wanted, self._launch, self._answer
         )
@@ -149,22 +155,22 @@ class ReceivingPair(NcclPair):
         if frame.kind is FrameKind.ID and group.state is GroupState.WANTED:
             self.make(group, frame.unique_id)
         elif frame.kind is FrameKind.ASK and group.state in (GroupState.JOINING, GroupState.READY):
-            half.on_ask(frame.order, Piece(frame.seq, frame.offset, frame.nbytes))
+            half.on_ask(frame.order, Burst(frame.seq, frame.offset, frame.nbytes))
         elif frame.kind is FrameKind.END:
             self._is_ending = True
             self._end_if_idle()
         else:
             raise TransportError(f"the sender said {frame.kind.name} to a {group.state.name}")
 
-    def _find_room(self, piece: Piece, found: Callable[[], None]) -> None:
-        receive = self._receives.get(piece.seq) if piece != FIRST else None
+    def _find_room(self, burst: Burst, found: Callable[[], None]) -> None:
+        receive = self._receives.get(burst.seq) if burst != FIRST else None
         if receive is None or receive.is_stopping or not receive.is_host:
             found()
             return
-        if piece.nbytes > self.shared.recv_slabs.slab_bytes:
-            self.fail(TransportError(f"{piece} does not fit into a slab"))
+        if burst.nbytes > self.shared.recv_slabs.slab_bytes:
+            self.fail(TransportError(f"{burst} does not fit into a slab"))
             return
-        self._rooms[piece] = room = SlabRoom(found)
+        self._rooms[burst] = room = SlabRoom(found)
 
         def granted(slab: Slab) -> None:
             room.slab = slab
@@ -172,71 +178,76 @@ class ReceivingPair(NcclPair):
 
         room.slab = self.shared.recv_slabs.take(granted)
 
-    def _leave_room(self, piece: Piece) -> None:
-        room = self._rooms.pop(piece, None)
+    def _leave_room(self, burst: Burst) -> None:
+        room = self._rooms.pop(burst, None)
         if room is not None and room.slab is not None:
             self.shared.recv_slabs.give_back(room.slab)
 
-    def _unload(self, piece: Piece) -> None:
-        """Copy a piece from its slab to its memory; nothing waits for that."""
-        receive, slab = self._receives[piece.seq], self._rooms[piece].slab
+    def _unload(self, burst: Burst) -> None:
+        """Copy a burst from its slab to its memory; nothing waits for that."""
+        receive, slab = self._receives[burst.seq], self._rooms[burst].slab
         source = slab.address if slab is not None else 0
-        regions = np.array([[source], [receive.address + piece.offset], [piece.nbytes]], np.int64)
+        regions = np.array([[source], [receive.address + burst.offset], [burst.nbytes]], np.int64)
         # If it fails, a copy may have begun: slab and memory are kept.
         self.shared.device.pack(
             (regions[0], regions[1], regions[2]),
-            lambda: self._arrived(piece, counts=True),
+            lambda: self._arrived(burst, counts=True),
             self._pack_failed,
         )
 
-    def _arrived(self, piece: Piece, *, counts: bool) -> None:
-        """Note that nothing touches a piece's memory any more."""
-        receive = self._receives[piece.seq]
+    def _arrived(self, burst: Burst, *, counts: bool) -> None:
+        """Note that nothing touches a burst's memory any more."""
+        receive = self._receives[burst.seq]
         receive.num_running -= 1
-        receive.received_bytes += piece.nbytes if counts else 0
+        receive.received_bytes += burst.nbytes if counts else 0
         receive.is_spoilt |= not counts
-        self._leave_room(piece)
+        self._leave_room(burst)
         self._settle(receive)
 
-    def _is_wanted(self, piece: Piece) -> bool:
-        if piece == FIRST:
+    def _is_wanted(self, burst: Burst) -> bool:
+        if burst == FIRST:
             return True
-        receive = self._receives.get(piece.seq)
+        receive = self._receives.get(burst.seq)
         if receive is None or receive.is_stopping:
-            self._leave_room(piece)
+            self._leave_room(burst)
             return False
-        is_next = piece.offset == receive.launched_bytes
-        fits = is_next and 0 < piece.nbytes <= receive.nbytes - piece.offset
+        is_next = burst.offset == receive.launched_bytes
+        most = min(receive.nbytes - burst.offset, MAX_PIECES * self._piece_bytes)
+        fits = is_next and 0 < burst.nbytes <= most
         if not fits:
-            self.fail(TransportError(f"{piece} does not follow {receive.launched_bytes} bytes"))
+            self.fail(TransportError(f"{burst} does not follow {receive.launched_bytes} bytes"))
         return fits
 
-    def _launch(self, piece: Piece) -> None:
-        address = self.shared.slabs.scratch
-        if piece != FIRST:
-            receive, room = self._receives[piece.seq], self._rooms.get(piece)
-            address = receive.address + piece.offset
+    def _launch(self, burst: Burst, slot: int) -> None:
+        if self._half is None:
+            return
+        self._halves[burst] = self._half
+        address, stream = self.shared.lanes.scratch, self.shared.recv_streams[slot]
+        if burst != FIRST:
+            receive, room = self._receives[burst.seq], self._rooms.get(burst)
+            address = receive.address + burst.offset
             if room is not None and room.slab is not None:
                 room.is_used = True
                 address = room.slab.address
-            receive.launched_bytes += piece.nbytes
+            receive.launched_bytes += burst.nbytes
             receive.num_running += 1
             receive.job.state = "running"
-        self.launch(piece, address)
+        pieces = burst.pieces(self._piece_bytes)
+        self.launch(burst, [PieceStep(address + start, nbytes, stream) for start, nbytes in pieces])
 
     def _answer(self, order: int, is_launched: bool) -> None:
         self.say(FrameKind.GO if is_launched else FrameKind.REFUSE, order=order)
 
     def _stop(self, receive: GrantedReceive) -> None:
         receive.is_stopping = True
-        for piece, room in list(self._rooms.items()):
-            if piece.seq == receive.seq and room.is_waiting:
-                self._leave_room(piece)
+        for burst, room in list(self._rooms.items()):
+            if burst.seq == receive.seq and room.is_waiting:
+                self._leave_room(burst)
                 room.found()  # it is refused then
         self._settle(receive)
 
     def _settle(self, receive: GrantedReceive) -> None:
-        """End a receive that has no kernel and gets no more pieces."""
+        """End a receive that has no kernel and gets no more bursts."""
         if receive.num_running or receive.job.done:
             return
         if receive.received_bytes == receive.nbytes:

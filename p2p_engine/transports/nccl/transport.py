@@ -16,6 +16,7 @@ from typing import Any
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.errors import ConfigError, TransportError
 from p2p_engine.gpu.device import Device, DeviceJob
+from p2p_engine.gpu.landing import DEVICE_OFFSET
 from p2p_engine.memory.jobs import Job, still_running
 from p2p_engine.transports.base import Arrival, Broken, Channel, Connected, Endpoint, Order
 from p2p_engine.transports.handshake import (
@@ -35,13 +36,22 @@ from p2p_engine.transports.nccl.reaper import Reaper
 from p2p_engine.transports.nccl.receiving import ReceivingPair
 from p2p_engine.transports.nccl.rendezvous import Slots
 from p2p_engine.transports.nccl.sending import SendingPair
-from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS, NUM_SLABS, SLAB_BYTES, Slabs
+from p2p_engine.transports.nccl.slabs import (
+    NUM_RECV_SLABS,
+    NUM_SLABS,
+    RECV_SLAB_SHARE,
+    SLAB_BYTES,
+    Lanes,
+    Slabs,
+    slabs_bytes,
+)
 from p2p_engine.wire.addresses import family_of, join_address, split_address
 
 logger = logging.getLogger(__name__)
 
 MAX_CHANNELS_AT_ONCE = 8  # per direction, if that leaves two kernels: 16 multiprocessors for both
-MAX_KERNELS = 3  # per direction: both stay below a GPU's 8 hardware queues
+MAX_KERNELS = 3  # per direction; their streams and the slabs' are fewer than 8 hardware queues
+MAX_LANES = 2  # to send: each has two slabs at least
 FIRST_SECONDS = 30.0  # NCCL looks for GPUs, networks and plug-ins once in a process
 CLOSE_SECONDS = 2.0
 CONFIGURATION_FILES = ("~/.nccl.conf", "/etc/nccl.conf")
@@ -90,9 +100,10 @@ def _read_configuration(name: str) -> dict[str, str]:
 
 
 def num_slots(num_channels: int, num_processors: int) -> int:
-    """Return how many kernels of a direction may be in progress: two, so that one is ready when the
-    other ends, or more if they are small. All kernels of both directions must fit at once on a
-    GPU's multiprocessors, of which each channel takes one; at least one kernel is allowed."""
+    """Return how many groups of a direction may have kernels in progress: two, so that a peer that
+    stands still does not stop the others, or more if they are small. One kernel of each, of both
+    directions, must fit at once on a GPU's multiprocessors, of which each channel takes one; at
+    least one group is allowed."""
     wanted = max(2, min(MAX_KERNELS, MAX_CHANNELS_AT_ONCE // num_channels))
     return max(1, min(wanted, num_processors // (2 * num_channels)))
 
@@ -112,13 +123,16 @@ class NcclChannel:
     def write(self, order: Order) -> DeviceJob:
         """Send the source in pieces, as transfer `grant.seq`, once it is computed."""
         pair, seq = self._pair, order.grant.seq
+        is_host = order.grant.offset < DEVICE_OFFSET
         if self._is_closed or self._error is not None or pair is None:
             raise TransportError(f"write: the channel is closed: {self._error or 'by us'}")
         self._jobs = {job for job in self._jobs if not job.done}
         nbytes = order.source.nbytes
         job = DeviceJob(self._device, nbytes, order.tag, order.keep, lambda: pair.stop(job))
         self._jobs.add(job)
-        self._device.post(lambda: pair.write(seq, order.source, order.after, job))
+        self._device.post(
+            lambda: pair.write(seq, order.source, order.after, job, is_host_there=is_host)
+        )
         return job
 
     def watch(self, broken: Broken) -> None:
@@ -196,15 +210,18 @@ class NcclTransport:
         slots = num_slots(num_channels, processors)
         if slots == 1:
             logger.warning(
-                "nccl_num_channels=%d: one piece moves at a time: the kernels of two do not "
-                "fit on %d multiprocessors; fewer channels are faster", num_channels, processors,
+                "nccl_num_channels=%d: one peer is served at a time: the kernels of two do not "
+                "fit on %d multiprocessors", num_channels, processors,
             )  # fmt: skip
         listener = listen(family_of(host), (host, 0))
         try:
-            sent_bytes = Slabs.total_bytes(slab_bytes, NUM_SLABS)
             num_recv_slabs = NUM_RECV_SLABS if overflows else 0
-            total = sent_bytes + Slabs.total_bytes(slab_bytes, num_recv_slabs)
+            sent_bytes, recv_bytes = slabs_bytes(num_recv_slabs, slab_bytes)
+            total = sent_bytes + recv_bytes
             self._memory = device.run(lambda: device.cuda.allocate(total), 10.0)
+            count = NUM_SLABS + slots
+            make = device.cuda.create_stream
+            self._streams = device.run(lambda: [make(is_urgent=True) for _ in range(count)], 10.0)
         except BaseException:
             listener.close()
             raise
@@ -213,10 +230,11 @@ class NcclTransport:
         self._reaper = Reaper(nccl, device)
         self._groups = Groups(self._reaper, max_groups)
         memory = ((self._memory, total), *([buffer] if buffer is not None else []))
+        streams, recv_streams = self._streams[:NUM_SLABS], self._streams[NUM_SLABS:]
+        lanes = Lanes(self._memory, slab_bytes, streams, min(slots, MAX_LANES))
         self._shared = Resources(
-            nccl, device, self._reaper, Slots(slots), Slots(slots),
-            Slabs(self._memory, slab_bytes, NUM_SLABS),
-            Slabs(self._memory + sent_bytes, slab_bytes, num_recv_slabs),
+            nccl, device, self._reaper, Slots(len(lanes.lanes)), Slots(slots), lanes, recv_streams,
+            Slabs(self._memory + sent_bytes, slab_bytes // RECV_SLAB_SHARE, num_recv_slabs),
             memory if registers and nccl.can_register else (), num_channels,
             patience_seconds, first_seconds,
         )  # fmt: skip
@@ -300,7 +318,7 @@ class NcclTransport:
         self._door.close()
         self._device.run(self._close_pairs, CLOSE_SECONDS)
         if self._reaper.wait(CLOSE_SECONDS):
-            self._device.run(lambda: self._device.cuda.free(self._memory), CLOSE_SECONDS)
+            self._device.run(self._give_back, CLOSE_SECONDS)
         else:
             logger.error("close: a communicator does not end, the memory it uses is kept")
 
@@ -359,6 +377,11 @@ class NcclTransport:
     def _close_pairs(self) -> None:
         for pair in list(self._pairs):
             pair.fail(TransportError("the engine was closed"))
+
+    def _give_back(self) -> None:
+        self._device.cuda.free(self._memory)
+        for stream in self._streams:
+            self._device.cuda.destroy_stream(stream)
 
     def _count(self) -> dict[str, Any]:
         live = self._groups.live

@@ -6,9 +6,10 @@ one wire, which the sender dials. If it ends, the other side is gone or has give
     S → R  NEW group, channels       R → S  ACK group          the receiver will join
            order 1: the first one of either process, which may take longer to make
            seq 1: both sides register their memory
+           offset: the bytes of a piece; the last one of a burst may be smaller
     S → R  ID group, unique id       R → S  UP group           its side of the communicator is made
-    S → R  ASK order, seq, piece     R → S  GO or REFUSE order
-    S → R  STOP seq                                            no more pieces will come
+    S → R  ASK order, seq, burst     R → S  GO or REFUSE order
+    S → R  STOP seq                                            no more bursts will come
     S → R  END group                 R → S  IDLE group         end it, unless you need it
 """
 
