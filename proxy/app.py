@@ -43,7 +43,7 @@ from proxy.routing.router import Router
 from proxy.status import Status
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Awaitable, Callable
 
     import uvicorn
     from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, HTTPScope, Scope
@@ -54,14 +54,16 @@ if TYPE_CHECKING:
 DIRECT_PATHS = (*COMPLETION_PATHS, *ERRAND_PATHS)
 # How many requests of other paths begin in each tick.
 PACE = 4
-JSON = b"application/json"
+_JSON = (b"content-type", b"application/json")
+_METRICS = (b"content-type", CONTENT_TYPE_LATEST.encode())
 HEALTH = "/health"  # load balancers ask for it: it waits for nobody
 # Admin requests are small, and no other route that Quart serves has a body.
 MAX_ADMIN_BYTES = 1 << 20
 
 
 class ProxyApp(Quart):
-    """The Quart application. Completions and errands skip Quart's request objects, for speed."""
+    """The Quart application. Completions, errands and pages skip Quart's request objects, for
+    speed."""
 
     def __init__(self, proxy: Proxy) -> None:
         super().__init__(__name__, static_folder=None)
@@ -71,7 +73,7 @@ class ProxyApp(Quart):
         self.reloads = proxy.reloads
         self._serve = proxy.complete
         self._memory = proxy.memory
-        self._health = proxy.answer_health
+        self._pages = proxy.pages
         self._pace = Pace(PACE)
 
     async def __call__(
@@ -84,10 +86,12 @@ class ProxyApp(Quart):
             await serve_directly(self._serve, http, receive, send, self._memory)
             return
         if scope["type"] == "http":
-            if scope["path"] == HEALTH and scope["method"] == "GET":
-                await self._health().send_to(send)
+            if scope["path"] != HEALTH:
+                await self._pace.turn()
+            page = self._pages.get(scope["path"])
+            if page is not None and scope["method"] == "GET":
+                await page().send_to(send)
                 return
-            await self._pace.turn()
         await super().__call__(scope, receive, send)
 
 
@@ -117,13 +121,11 @@ def create_app(
         app.add_url_rule(path, view_func=view, methods=["POST"])
     for path, view in {
         MODELS_PATH: proxy.models,
-        "/health": proxy.health,
-        "/status": proxy.status,
         "/status/events": proxy.status_events,
-        "/": proxy.page,
-        "/metrics": proxy.show_metrics,
     }.items():
         app.add_url_rule(path, view_func=view, methods=["GET"])
+    for path, page in proxy.pages.items():  # for HEAD
+        app.add_url_rule(path, view_func=_view(page), methods=["GET"], endpoint=path)
     app.register_error_handler(ProxyError, _explain)
     app.register_error_handler(HTTPException, _explain_http)
     return app
@@ -203,6 +205,12 @@ class Proxy:
         self._shown_health = Shared(self._describe_health)
         self._shown_status = Shared(lambda: msgspec.json.encode(self._status.snapshot()))
         self._event = Shared(self._status.event)
+        self.pages: dict[str, Callable[[], Answer]] = {
+            HEALTH: self.health,
+            "/status": lambda: Answer(200, [_JSON], self._shown_status.get()),
+            "/": lambda: Answer(200, self._status.headers, self._status.page),
+            "/metrics": lambda: Answer(200, [_METRICS], self._shown_metrics.get()),
+        }
 
     def make_server(self, settings: uvicorn.Config) -> uvicorn.Server:
         """Make the server whose clients come into the house."""
@@ -266,15 +274,9 @@ class Proxy:
         instances = self._registry.instances()
         return await list_models(instances, self._upstream, headers, self._clock())
 
-    async def health(self) -> Response:
-        """Answer HEAD as `answer_health` answers GET."""
-        answer = self.answer_health()
-        return Response(cast("bytes", answer.body), answer.status, content_type=JSON.decode())
-
-    def answer_health(self) -> Answer:
+    def health(self) -> Answer:
         """Answer 200 while discovery runs, else 500, with the number of ready instances by role."""
-        status = 200 if self._discovery.is_running else 500
-        return Answer(status, [(b"content-type", JSON)], self._shown_health.get())
+        return Answer(200 if self._discovery.is_running else 500, [_JSON], self._shown_health.get())
 
     def _describe_health(self) -> bytes:
         now, instances = self._clock(), self._registry.instances()
@@ -282,21 +284,9 @@ class Proxy:
         ready = {role.label: sum(i.is_routable(role, now) for i in instances) for role in Role}
         return msgspec.json.encode({"status": "ok" if is_ok else "discovery stopped", **ready})
 
-    async def status(self) -> Response:
-        """Return all instances and the number of requests in flight and queued."""
-        return Response(self._shown_status.get(), content_type="application/json")
-
     async def status_events(self) -> Response:
         """Stream the status and the latest requests, once a second."""
         return self._status.events(self._event.get)
-
-    async def page(self) -> Response:
-        """Return the status page."""
-        return self._status.page()
-
-    async def show_metrics(self) -> Response:
-        """Return the metrics in Prometheus' text format."""
-        return Response(self._shown_metrics.get(), content_type=CONTENT_TYPE_LATEST)
 
 
 async def _turn_away(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
@@ -318,9 +308,19 @@ def _json(content: dict[str, Any], status: int = 200) -> Response:
 
 
 async def _explain(error: ProxyError) -> Response:
-    answer = error.answer_to_client()
+    return _response(error.answer_to_client())
+
+
+def _response(answer: Answer) -> Response:
     headers = {name.decode(): value.decode() for name, value in answer.headers}
     return Response(cast("bytes", answer.body), answer.status, headers)
+
+
+def _view(page: Callable[[], Answer]) -> Callable[[], Awaitable[Response]]:
+    async def view() -> Response:
+        return _response(page())
+
+    return view
 
 
 async def _explain_http(error: HTTPException) -> Response:

@@ -51,15 +51,17 @@ class Status:
         self._log = log
         self._clock = clock
         self._num_viewers = 0
-        self._page = files("proxy").joinpath("status.html").read_text(encoding="utf-8")
-        script = self._page.partition("<script>")[2].partition("</script>")[0]
-        digest = b64encode(sha256(script.encode()).digest()).decode()
-        self._headers = {
-            "Content-Security-Policy": _POLICY.format(digest),
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-            "Cache-Control": "no-cache",
-        }
+        # The page, which then reads `events`, and its headers.
+        self.page = files("proxy").joinpath("status.html").read_bytes()
+        script = self.page.partition(b"<script>")[2].partition(b"</script>")[0]
+        digest = b64encode(sha256(script).digest()).decode()
+        self.headers = [
+            (b"content-type", b"text/html; charset=utf-8"),
+            (b"content-security-policy", _POLICY.format(digest).encode()),
+            (b"x-content-type-options", b"nosniff"),
+            (b"referrer-policy", b"no-referrer"),
+            (b"cache-control", b"no-cache"),
+        ]
 
     def snapshot(self) -> dict[str, Any]:
         """Return the instances and the number of requests in flight and queued."""
@@ -73,10 +75,6 @@ class Status:
             "requests_queued": self._admission.num_queued,
             "instances": [_describe(i, now) for i in self._registry.instances()],
         }
-
-    def page(self) -> Response:
-        """Return the page, which then reads `events`."""
-        return Response(self._page, content_type="text/html; charset=utf-8", headers=self._headers)
 
     def event(self) -> bytes:
         """Return a snapshot and the latest requests as a server-sent event."""
