@@ -31,6 +31,7 @@ from proxy.http.sharing import Pace, Shared
 from proxy.http.stall import StallWatch
 from proxy.http.tls import Certificate
 from proxy.observe.metrics import Metrics
+from proxy.observe.outlet import Outlet
 from proxy.observe.request_log import RequestLog
 from proxy.request.forward import COMPLETION_PATHS, ERRAND_PATHS, Forwarder
 from proxy.request.models import PATH as MODELS_PATH
@@ -57,6 +58,7 @@ PACE = 4
 _JSON = (b"content-type", b"application/json")
 _METRICS = (b"content-type", CONTENT_TYPE_LATEST.encode())
 HEALTH = "/health"  # load balancers ask for it: it waits for nobody
+STDERR = 2
 # Admin requests are small, and no other route that Quart serves has a body.
 MAX_ADMIN_BYTES = 1 << 20
 
@@ -69,6 +71,7 @@ class ProxyApp(Quart):
         super().__init__(__name__, static_folder=None)
         self.house = proxy.house
         self.make_server = proxy.make_server
+        self.outlet = proxy.outlet
         self.certificate = proxy.certificate
         self.reloads = proxy.reloads
         self._serve = proxy.complete
@@ -126,8 +129,8 @@ def create_app(
         app.add_url_rule(path, view_func=view, methods=["GET"])
     for path, page in proxy.pages.items():  # for HEAD
         app.add_url_rule(path, view_func=_view(page), methods=["GET"], endpoint=path)
-    app.register_error_handler(ProxyError, _explain)
-    app.register_error_handler(HTTPException, _explain_http)
+    app.register_error_handler(ProxyError, proxy.explain)
+    app.register_error_handler(HTTPException, proxy.explain_http)
     return app
 
 
@@ -160,7 +163,9 @@ class Proxy:
             2 * config.client_timeout_seconds,
         )
         self.memory = BodyMemory(config.max_body_memory_bytes)
-        self.house = ClientHouse(rules, _turn_away, self._metrics.count_closed)
+        self.house = ClientHouse(
+            rules, _turn_away, self._metrics.count_closed, self._metrics.count_refused
+        )
         self.certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert else None
         instance_key = read_key("instance_key_file", config.instance_key_file)
         self._clients = ClientKeys(config.client_keys_file, instance_key, clock)
@@ -195,6 +200,9 @@ class Proxy:
         watch("queued", "Requests that wait for room", lambda: self._admission.num_queued)
         watch("running", "Requests in progress", lambda: self._admission.num_running)
         watch("prefix_blocks", "Remembered blocks", lambda: self._router.num_prefix_blocks)
+        self.outlet = Outlet(STDERR)  # for the command
+        watch("dropped_log_lines", "Lines of the log that nobody read in time",
+              lambda: self.outlet.num_dropped)  # fmt: skip
         self._log = RequestLog(clock)
         services = Services(config, self._registry, self._upstream, self._releases, deadlines)
         self._forwarder = Forwarder(
@@ -288,6 +296,16 @@ class Proxy:
         """Stream the status and the latest requests, once a second."""
         return self._status.events(self._event.get)
 
+    async def explain(self, error: ProxyError) -> Response:
+        """Answer an error of a route that Quart serves."""
+        self._metrics.count_refused(error.code)
+        return _response(error.answer_to_client())
+
+    async def explain_http(self, error: HTTPException) -> Response:
+        """Answer an error of Quart."""
+        code = (error.name or "error").lower().replace(" ", "_")
+        return await self.explain(ProxyError(error.code or 500, code, str(error.description)))
+
 
 async def _turn_away(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
     """Answer the request of a newcomer to a full house, and close its connection."""
@@ -307,10 +325,6 @@ def _json(content: dict[str, Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, content_type="application/json")
 
 
-async def _explain(error: ProxyError) -> Response:
-    return _response(error.answer_to_client())
-
-
 def _response(answer: Answer) -> Response:
     headers = {name.decode(): value.decode() for name, value in answer.headers}
     return Response(cast("bytes", answer.body), answer.status, headers)
@@ -321,9 +335,3 @@ def _view(page: Callable[[], Answer]) -> Callable[[], Awaitable[Response]]:
         return _response(page())
 
     return view
-
-
-async def _explain_http(error: HTTPException) -> Response:
-    status = error.code or 500
-    code = (error.name or "error").lower().replace(" ", "_")
-    return await _explain(ProxyError(status, code, str(error.description)))

@@ -98,10 +98,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     signal.signal(signal.SIGHUP, lambda *_: reload(cast("ProxyApp", server.config.app)))
     _look_for_garbage_seldom()
+    outlet = cast("ProxyApp", server.config.app).outlet
+    outlet.take_over(logging.getLogger(), access)
     # uvicorn raises the signal again after it has stopped. SIGTERM is a normal end: exit with 0.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with suppress(KeyboardInterrupt):
-        server.run()
+    try:
+        with suppress(KeyboardInterrupt):
+            server.run()
+    finally:
+        outlet.close()
     return 0 if server.started else 1
 
 

@@ -1,4 +1,4 @@
-"""Door: where clients come in. One that says nothing costs a descriptor and little else.
+"""ClientDoor: where clients come in. One that says nothing costs a descriptor and little else.
 
 uvicorn would make a transport, a parser and timers for each at once; while thousands come to say
 nothing, others would wait behind them. It would also not count who is in a TLS handshake.
@@ -27,7 +27,7 @@ LOOK_SECONDS = 0.1  # between looks for who has been silent for too long
 PAUSE_SECONDS = 1.0  # after the system gave no descriptor
 
 
-class Door:
+class ClientDoor:
     """Accepts connections on the sockets of a server; it is closed as that server would be."""
 
     def __init__(
@@ -147,5 +147,5 @@ class DoorServer(uvicorn.Server):
             "server_state": self.server_state,
             "app_state": self.lifespan.state,
         }
-        doors = [Door(self._house, each, options, self.config.ssl) for each in self.servers]
+        doors = [ClientDoor(self._house, each, options, self.config.ssl) for each in self.servers]
         self.servers = cast("list[asyncio.base_events.Server]", doors)

@@ -42,13 +42,18 @@ class ClientHouse:
     """
 
     def __init__(
-        self, rules: Rules, turn_away: Any, count: Callable[[str], None] = lambda reason: None
+        self,
+        rules: Rules,
+        turn_away: Any,
+        count: Callable[[str], None] = lambda limit: None,
+        count_refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """`turn_away` is the ASGI application for newcomers to a full house; `count` is told why
-        a connection is closed."""
+        a connection is closed, `count_refused` why a request is not read."""
         self.rules = rules
         self.turn_away = turn_away
         self._count = count
+        self.count_refused = count_refused
         self._guests: set[Visitor] = set()
         self._turned_away: set[Visitor] = set()
         # Without a request and never answered, without a request, and with half of one: since when,
@@ -228,6 +233,10 @@ class Guest(StrictConnection):
         if self.is_idle and not self._is_over and not self.transport.is_closing():
             self.was_answered, self._head_due = True, None
             self._house.note_idle(self)
+
+    def count_refused(self, reason: str) -> None:
+        """Count a request that is not clear."""
+        self._house.count_refused(reason)
 
     def finish(self) -> None:
         """Close the connection when the client has taken the answer, or is late."""

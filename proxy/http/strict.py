@@ -39,9 +39,10 @@ _UPGRADE_TOKENS = (b"upgrade", b"http2-settings")
 class _Refused(Exception):
     """A request is not served, and its connection ends."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(message)
         self.status = status
+        self.reason = reason  # one of few, for the metric
 
 
 class StrictConnection(HttpToolsProtocol):
@@ -76,7 +77,9 @@ class StrictConnection(HttpToolsProtocol):
                 self._count_head(len(data))  # a header that does not end is not reported
         except httptools.HttpParserError as error:
             cause = error.__context__
-            self._refuse(cause if isinstance(cause, _Refused) else _Refused(400, "not HTTP/1.1"))
+            self._refuse(
+                cause if isinstance(cause, _Refused) else _Refused(400, "syntax", "not HTTP/1.1")
+            )
         except _Refused as refused:
             self._refuse(refused)
 
@@ -133,7 +136,9 @@ class StrictConnection(HttpToolsProtocol):
         if self._is_upgrade:
             return
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise _Refused(400, f"more than {MAX_PIPELINED} requests wait for their answers")
+            raise _Refused(
+                400, "pipeline", f"more than {MAX_PIPELINED} requests wait for their answers"
+            )
         is_first = self._running is None or self._running.response_complete
         super().on_headers_complete()
         # Servers in front guard routes by paths: /%69nstances/add is no way to /instances/add.
@@ -205,33 +210,37 @@ class StrictConnection(HttpToolsProtocol):
             elif name == b"transfer-encoding":
                 encodings.append(value.strip().lower())
             elif name == b"expect" and value.strip().lower() != b"100-continue":
-                raise _Refused(417, "the only Expect is 100-continue")
+                raise _Refused(417, "expect", "the only Expect is 100-continue")
         if version not in ("1.0", "1.1"):
-            raise _Refused(505, "only HTTP/1.1 and HTTP/1.0 are served")
+            raise _Refused(505, "version", "only HTTP/1.1 and HTTP/1.0 are served")
         if self.parser.get_method() == b"CONNECT":
-            raise _Refused(405, "there are no tunnels here")
+            raise _Refused(405, "method", "there are no tunnels here")
         # Quart would take //instances/add for /instances/add, which servers in front may guard.
         if b"//" in self.url and (httptools.parse_url(self.url).path or b"").startswith(b"//"):
-            raise _Refused(400, "the path begins with two slashes")
+            raise _Refused(400, "path", "the path begins with two slashes")
         if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
-            raise _Refused(400, f"{num_hosts} Host headers")
+            raise _Refused(400, "host", f"{num_hosts} Host headers")
         if encodings and (version == "1.0" or has_length):
-            raise _Refused(400, "Transfer-Encoding beside Content-Length, or in HTTP/1.0")
+            raise _Refused(400, "length", "Transfer-Encoding beside Content-Length, or in HTTP/1.0")
         if encodings and encodings != [b"chunked"]:
-            raise _Refused(501, "the only Transfer-Encoding is chunked")
+            raise _Refused(501, "encoding", "the only Transfer-Encoding is chunked")
 
     def _count_head(self, num_bytes: int) -> None:
         self._num_head_bytes += num_bytes
         if self._num_head_bytes > MAX_HEAD_BYTES:
-            raise _Refused(431, f"the head is larger than {MAX_HEAD_BYTES} bytes")
+            raise _Refused(431, "head", f"the head is larger than {MAX_HEAD_BYTES} bytes")
 
     # The end.
+
+    def count_refused(self, reason: str) -> None:
+        """Take note that a request is not clear."""
 
     def _refuse(self, refused: _Refused) -> None:
         """End the connection: after the answer in progress, if there is one, else with an error."""
         logger.debug(
             "request refused client=%s status=%d: %s", self.client, refused.status, refused
         )
+        self.count_refused(refused.reason)
         self._is_over = True
         self.pipeline.clear()
         running = self._running

@@ -35,6 +35,9 @@ class Metrics:
         self._closed = self._counter(
             "closed_connections", "Connections of clients that the proxy closed, by limit", "limit"
         )
+        self._refused = self._counter(
+            "refused_requests", "Requests that were refused before they became one", "reason"
+        )
         self.heartbeats = self._counter("heartbeats", "Frames on the registration port", "result")
         self.prefill = self._histogram("prefill_seconds", "From the request to prefill's answer")
         self.first_byte = self._histogram(
@@ -63,6 +66,10 @@ class Metrics:
     def count_closed(self, limit: str) -> None:
         """Count a client's connection that was closed because of a limit."""
         self._closed.labels(limit).inc()
+
+    def count_refused(self, reason: str) -> None:
+        """Count a request that is not among `requests`, because it was none, or for a page."""
+        self._refused.labels(reason).inc()
 
     def watch(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         """Export a gauge; `value` is called for each scrape."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import re
 import signal
 import sys
@@ -126,6 +128,35 @@ async def test_streams_that_do_not_end_do_not_keep_it_from_stopping() -> None:
         assert "Traceback" not in running.printed
         assert "never retrieved" not in running.printed
         assert "destroyed" not in running.printed
+
+
+async def test_a_log_that_nobody_reads_keeps_nobody_waiting(free_port: int) -> None:
+    reader, writer = os.pipe()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "proxy", "--host", "127.0.0.1", "--port", str(free_port),
+        "--registration-host", "127.0.0.1", "--registration-port", "0", stderr=writer,
+    )  # fmt: skip
+    os.close(writer)
+    try:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{free_port}") as client:
+
+            async def serves() -> bool:
+                with contextlib.suppress(aiohttp.ClientConnectionError):
+                    async with client.get("/health") as answer:
+                        return answer.status == 200
+                return False
+
+            await until(serves, "it serves", timeout=60.0)
+            for _ in range(600):  # their lines are more than a pipe takes
+                async with client.post("/v1/completions", json={"prompt": "x"}) as answer:
+                    assert answer.status == 503
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), 60) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        os.close(reader)
 
 
 async def test_a_port_that_is_taken_ends_the_command() -> None:

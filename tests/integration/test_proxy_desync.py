@@ -16,6 +16,8 @@ GROUPS = {
         "EARLY",
     )
 }  # fmt: skip
+# How some of the requests of a group are counted.
+REASONS = {"LENGTHS": "syntax", "ENCODINGS": "encoding", "VERSIONS": "version", "CHUNKS": "syntax"}
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -30,6 +32,9 @@ async def test_each_request_has_one_answer_or_ends_its_connection(group: str) ->
             assert (answer.status, prompt in answer.body.decode()) == (200, True), name
             seen = repr([*prefill.received, *decode.received])
             assert SMUGGLED not in seen, name
+        if group in REASONS:
+            name = f'p2p_proxy_refused_requests_total{{reason="{REASONS[group]}"}}'
+            assert (await proxy.metrics())[name] > 0
         assert (prefill.faults, decode.faults) == ([], [])
         assert {each.json["prompt"] for each in prefill.received} <= {FIRST, SECOND, *prompts}
         await proxy.until_idle()

@@ -20,6 +20,7 @@ heartbeats counter result
 in_flight gauge instance role
 prefill_seconds histogram
 queue_seconds histogram
+refused_requests counter reason
 releases counter result
 request_seconds histogram
 requests counter outcome route status
@@ -50,6 +51,7 @@ def test_the_names_types_and_labels_stay() -> None:
         (metrics.requests, ("/v1/completions", "200", "ok")),
         (metrics.resends, ("decode",)),
         (metrics._closed, ("idle",)),
+        (metrics._refused, ("syntax",)),
         (metrics.heartbeats, ("accepted",)),
         (metrics.releases, ("done",)),
     ):
