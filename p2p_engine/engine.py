@@ -13,7 +13,8 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -29,10 +30,12 @@ from p2p_engine.errors import (
 )
 from p2p_engine.memory.jobs import Moment
 from p2p_engine.memory.layout import Sink, Source, TensorSink, TensorSource, check_reachable
+from p2p_engine.memory.ready_layers import ReadyLayers
 from p2p_engine.peers.closing_channels import CLOSE_SECONDS
 from p2p_engine.peers.link import InstanceAddress, PeerAddress
 from p2p_engine.transfer import Transfer, TransferGroup
 from p2p_engine.wire.messages import (
+    MAX_LAYERS,
     PROTOCOL_VERSION,
     AbandonOk,
     CacheSpec,
@@ -75,6 +78,8 @@ class P2pNcclEngine:
         self.config = config
         self._tensor_device = config.device  # transfers of send_tensor and recv_tensor
         self._closed = self._closing = False
+        # Layers that callers have marked, and that are still to leave.
+        self._marks: deque[tuple[Transfer, tuple[Moment, ...], int]] = deque()
         self._parts = parts = Parts(
             config, spec, receives=receives, spills=receives if spills is None else spills
         )
@@ -110,6 +115,7 @@ class P2pNcclEngine:
         ready: bool = True,
         generation: int = 0,
         stream: int | None = None,
+        by_layer: bool = False,
     ) -> Transfer:
         """Offer a chunk now and, once it is `ready` and granted, write it; never blocks. If the
         peer is an instance, each of its ranks gets the part that it needs.
@@ -119,6 +125,8 @@ class P2pNcclEngine:
 
         All chunks of one attempt to send a key have the same `generation`, and a later attempt has
         a higher one: a peer that ended an attempt refuses what still comes of it, but not the next.
+
+        If it goes `by_layer`, its first layers leave before its last ones are marked ready.
 
         The engine may read the source's memory until `released`; it must stay unchanged. The
         transfer ends with COMMIT, or with a named error after `timeout` seconds at the latest
@@ -132,17 +140,17 @@ class P2pNcclEngine:
         check_fits(Offer(0, 0, 0, 0, key, source.manifest, binding, "", False, generation))
         with self._open():
             seconds = self.config.transfer_timeout_seconds if timeout is None else timeout
-            moments = self._now(stream) if ready else ()
+            ready_layers = ReadyLayers.whole(self._now(stream)) if ready else ReadyLayers()
             self._parts.endings.forget_ended(key)
             if isinstance(peer, InstanceAddress):
                 transfer: Transfer = self._parts.fanout.send(
                     key, peer, source, binding, seconds,
-                    ready=ready, generation=generation, moments=moments,
+                    ready_layers=ready_layers, generation=generation, by_layer=by_layer,
                 )  # fmt: skip
             else:
                 shipment = self._parts.sender.send(
                     key, peer, source, binding, seconds,
-                    ready=ready, generation=generation, moments=moments,
+                    ready_layers=ready_layers, generation=generation, by_layer=by_layer,
                 )  # fmt: skip
                 transfer = shipment.transfer
         self._parts.control.pump()
@@ -152,11 +160,29 @@ class P2pNcclEngine:
         """Declare the source of a send valid from now on; on a GPU, after all that is in `stream`
         now. Never blocks."""
         with self._open():
-            moments = self._now(stream)
-            if isinstance(transfer, TransferGroup):
-                self._parts.fanout.mark_ready(transfer, moments)
-            else:
-                self._parts.sender.mark_ready(transfer, moments)
+            self._take_marks()  # made before: a layer waits for no later moment than its own
+            self._mark_ready(transfer, self._now(stream), MAX_LAYERS)
+
+    def mark_layers_ready(
+        self, transfers: Iterable[Transfer], num_layers: int, *, stream: int | None = None
+    ) -> None:
+        """Declare the first layers of the sources of sends valid from now on; on a GPU, after all
+        that is in `stream` now. Takes no lock, and never blocks: the control thread lets them
+        leave."""
+        moments = self._now(stream)
+        self._marks.extend((transfer, moments, num_layers) for transfer in transfers)
+        self._parts.control.call_soon(self._take_marks)
+
+    def _take_marks(self) -> None:
+        with self._parts.changed:
+            while self._marks:
+                self._mark_ready(*self._marks.popleft())
+
+    def _mark_ready(self, transfer: Transfer, moments: tuple[Moment, ...], num_layers: int) -> None:
+        if isinstance(transfer, TransferGroup):
+            self._parts.fanout.mark_ready(transfer, moments, num_layers)
+        else:
+            self._parts.sender.mark_ready(transfer, moments, num_layers)
 
     def hold(
         self,

@@ -21,6 +21,7 @@ from p2p_engine.wire.messages import CacheSpec, Manifest
 
 T = TypeVar("T")
 Int64s = npt.NDArray[np.int64]
+ALL_LAYERS = slice(None)
 
 
 @dataclass(frozen=True)
@@ -197,8 +198,14 @@ class Source(Protocol):
         """Return the geometry of the whole source."""
         ...
 
-    def regions(self, first_block: int, num_blocks: int) -> Regions:
-        """Return where these blocks of the manifest lie, in stream order."""
+    @property
+    def first_layer(self) -> int:
+        """Return which of the layers that its owner counts is the manifest's first one."""
+        ...
+
+    def regions(self, first_block: int, num_blocks: int, layers: slice = ALL_LAYERS) -> Regions:
+        """Return where these blocks of the manifest lie, in these of its layers, in stream
+        order."""
         ...
 
     def towards(self, peer: CacheSpec | None) -> Source:
@@ -253,6 +260,7 @@ class TensorSource:
     tensor: torch.Tensor
     manifest: Manifest = field(init=False)
     device: str = "cpu"
+    first_layer = 0
 
     def __post_init__(self) -> None:
         check_reachable(self.tensor, self.device)
@@ -262,7 +270,7 @@ class TensorSource:
         manifest = Manifest(0, 1, [self.tensor.nbytes], dtype=dtype, shape=shape)
         object.__setattr__(self, "manifest", manifest)
 
-    def regions(self, first_block: int, num_blocks: int) -> Regions:
+    def regions(self, first_block: int, num_blocks: int, layers: slice = ALL_LAYERS) -> Regions:
         """Return where the tensor lies."""
         return one_region(self.tensor.data_ptr(), self.tensor.nbytes)
 
@@ -281,8 +289,9 @@ class PackedTensor:
 
     manifest: Manifest
     address: int
+    first_layer = 0
 
-    def regions(self, first_block: int, num_blocks: int) -> Regions:
+    def regions(self, first_block: int, num_blocks: int, layers: slice = ALL_LAYERS) -> Regions:
         """Return where the tensor lies."""
         return one_region(self.address, self.manifest.nbytes)
 
@@ -310,7 +319,7 @@ class TensorSink:
             LocalProtocolError: the tensor cannot be allocated.
         """
         dtype = getattr(torch, manifest.dtype, None)
-        is_whole = (manifest.first_block, manifest.num_blocks) == (0, 1)
+        is_whole = (manifest.first_block, manifest.num_blocks, manifest.first_layer) == (0, 1, 0)
         if not isinstance(dtype, torch.dtype) or not is_whole:
             raise RemoteProtocolError(f"not a whole tensor: dtype {manifest.dtype!r}")
         expected = math.prod(manifest.shape) * dtype.itemsize

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from p2p_engine.bounded import BoundedMap
 from p2p_engine.errors import LocalProtocolError, PeerRefused, RemoteProtocolError
-from p2p_engine.memory.layout import Int64s, Regions, equal_lengths
+from p2p_engine.memory.layout import ALL_LAYERS, Int64s, Regions, equal_lengths
 from p2p_engine.memory.plan import Extent, counterpart, extent_of, layers_within, part_between
 from p2p_engine.wire.messages import CacheSpec, Manifest, PageShape, Part
 
+Bits = npt.NDArray[np.bool_]
 MAX_PEERS = 256  # for which a cache remembers the parts
 
 
@@ -50,34 +52,39 @@ class PagedCache:
         default_factory=lambda: BoundedMap(MAX_PEERS), repr=False
     )  # by the id of the peer's spec, which is kept so that the id stays unique
 
-    def pages(self, block_ids: Int64s) -> Regions:
-        """Return the pages of these blocks, layer-major.
+    def pages(self, block_ids: Int64s, layers: slice = ALL_LAYERS) -> Regions:
+        """Return the pages of these blocks in these layers, layer-major.
 
         Raises:
             LocalProtocolError: a block id is not in the cache.
         """
         self._check(block_ids)
-        pages = self.page_bytes
+        pages = self.page_bytes[layers]
         if len(pages) and (pages == pages[0]).all():
             inside = np.zeros((1, 1), np.int64)
-            return self._in_layers(slice(len(pages)), block_ids, inside, pages[:1])
-        addresses = self.layer_addresses[:, None] + self.block_strides[:, None] * block_ids
+            return self._in_layers(layers, block_ids, inside, pages[:1])
+        firsts, strides = self.layer_addresses[layers], self.block_strides[layers]
+        addresses = firsts[:, None] + strides[:, None] * block_ids
         lengths = np.broadcast_to(pages[:, None], addresses.shape)
         return Regions(addresses.ravel(), lengths.ravel()).coalesced()
 
-    def cut(self, part: Part, block_ids: Int64s, first: int, num: int) -> Regions:
+    def cut(
+        self, part: Part, block_ids: Int64s, first: int, num: int, layers: slice = ALL_LAYERS
+    ) -> Regions:
         """Return the blocks [first, first + num) of a part, counted from the start of
-        block_ids[0]."""
+        block_ids[0], in these of the part's layers."""
         cut = self.cut_of(part)
+        within = range(cut.layers.start, cut.layers.stop)[layers]
+        rows = slice(within.start, within.stop)
         if cut.num_per_block == len(cut.offsets) == 1:
             blocks = block_ids[first : first + num]
             self._check(blocks)
-            return self._in_layers(cut.layers, blocks, cut.offsets, cut.lengths)
+            return self._in_layers(rows, blocks, cut.offsets, cut.lengths)
         blocks, places = np.divmod(np.arange(first, first + num), cut.num_per_block)
         self._check(block_ids[blocks])
         pieces, phases = np.divmod(places, len(cut.offsets))
         inside = cut.offsets[phases] + (pieces * self.piece_stride)[:, None]
-        return self._in_layers(cut.layers, block_ids[blocks], inside, cut.lengths)
+        return self._in_layers(rows, block_ids[blocks], inside, cut.lengths)
 
     def _in_layers(
         self, layers: slice, block_ids: Int64s, inside: Int64s, lengths: Int64s
@@ -250,13 +257,18 @@ class PagedSource:
         first = self.first_block * cut.num_per_block
         return Manifest(first, end - first, cut.page_bytes, self.num_tokens, part=part)
 
-    def regions(self, first_block: int, num_blocks: int) -> Regions:
-        """Return where these blocks of the request lie."""
+    @property
+    def first_layer(self) -> int:
+        """Return the first layer of the cache that goes to the peer."""
+        return 0 if self.part is None else int(self.cache.cut_of(self.part).layers.start)
+
+    def regions(self, first_block: int, num_blocks: int, layers: slice = ALL_LAYERS) -> Regions:
+        """Return where these blocks of the request lie, in these of the manifest's layers."""
         if self.part is None:
             start = first_block - self.first_block
-            return self.cache.pages(self.block_ids[start : start + num_blocks])
+            return self.cache.pages(self.block_ids[start : start + num_blocks], layers)
         start = first_block - self.first_block * self.cache.cut_of(self.part).num_per_block
-        return self.cache.cut(self.part, self.block_ids, start, num_blocks)
+        return self.cache.cut(self.part, self.block_ids, start, num_blocks, layers)
 
     def towards(self, peer: CacheSpec | None) -> PagedSource:
         """Return the source of the bytes that go to a peer.
@@ -297,7 +309,7 @@ class PagedSink:
         self._block_ids = block_ids
         self._first_block = first_block
         self._num_tokens = num_tokens
-        self._missing: dict[Part | None, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {}
+        self._missing: dict[Part | None, Bits] = {}  # [layer, block]
 
     def wanted(self, manifest: Manifest) -> tuple[int, int]:
         """Return the smallest range of the chunk that holds all its missing blocks.
@@ -309,7 +321,8 @@ class PagedSink:
         missing = self._missing_of(manifest.part)
         start = manifest.first_block - self._first(manifest.part)
         low, high = max(start, 0), max(start + manifest.num_blocks, 0)
-        found = np.flatnonzero(missing[low:high])
+        layers = slice(manifest.first_layer, manifest.end_layer)
+        found = np.flatnonzero(missing[layers, low:high].any(axis=0))
         if not len(found):
             return manifest.first_block, 0
         first, last = int(found[0]), int(found[-1])
@@ -321,32 +334,34 @@ class PagedSink:
         for part, missing in self._missing.items():
             starts = np.arange(len(blocks)) * self._cuts(part)
             if len(blocks):
-                blocks |= np.logical_or.reduceat(missing, starts)
+                blocks |= np.logical_or.reduceat(missing.any(axis=0), starts)
         missing_ids: Int64s = self._block_ids[blocks]
         return missing_ids
 
     def regions(self, manifest: Manifest, first_block: int, num_blocks: int) -> Regions:
         """Return where these blocks belong."""
         start = first_block - self._first(manifest.part)
+        layers = slice(manifest.first_layer, manifest.end_layer)
         if manifest.part is None:
-            return self._cache.pages(self._block_ids[start : start + num_blocks])
-        return self._cache.cut(manifest.part, self._block_ids, start, num_blocks)
+            return self._cache.pages(self._block_ids[start : start + num_blocks], layers)
+        return self._cache.cut(manifest.part, self._block_ids, start, num_blocks, layers)
 
     def landed(self, manifest: Manifest, first_block: int, num_blocks: int) -> bool:
         """Note that these blocks are in place; returns True if nothing is missing any more."""
         start = first_block - self._first(manifest.part)
-        self._missing_of(manifest.part)[start : start + num_blocks] = False
+        layers = slice(manifest.first_layer, manifest.end_layer)
+        self._missing_of(manifest.part)[layers, start : start + num_blocks] = False
         is_whole = not any(missing.any() for missing in self._missing.values())
         return is_whole and self._has_all_parts
 
     def _check(self, manifest: Manifest) -> None:
         part = manifest.part
-        if part is None:
-            expected = self._cache.page_bytes.tolist()
-        else:
+        if part is not None:
             self._cache.check_part(part)
-            expected = self._cache.cut_of(part).page_bytes
-        if manifest.page_bytes != expected:
+        expected = self._page_bytes(part)
+        layers = slice(manifest.first_layer, manifest.end_layer)
+        is_empty = bool(expected) and not manifest.page_bytes
+        if is_empty or manifest.page_bytes != expected[layers]:
             raise RemoteProtocolError("the peer's pages differ from ours in size or number")
         if manifest.num_tokens != self._num_tokens:
             raise RemoteProtocolError(
@@ -357,13 +372,19 @@ class PagedSink:
             if is_new and (part is None or other is None or part.overlaps(other)):
                 raise RemoteProtocolError("two peers send the same layers and heads")
 
-    def _missing_of(self, part: Part | None) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def _page_bytes(self, part: Part | None) -> list[int]:
+        if part is not None:
+            return self._cache.cut_of(part).page_bytes
+        pages: list[int] = self._cache.page_bytes.tolist()
+        return pages
+
+    def _missing_of(self, part: Part | None) -> Bits:
         if part not in self._missing:
             num_blocks = len(self._block_ids)
             if part is not None:
                 num_used = -(-self._num_tokens // part.block_size)
                 num_blocks = min(num_blocks * self._cuts(part), num_used - self._first(part))
-            self._missing[part] = np.ones(num_blocks, np.bool_)
+            self._missing[part] = np.ones((len(self._page_bytes(part)), num_blocks), np.bool_)
         return self._missing[part]
 
     @property

@@ -1,4 +1,4 @@
-"""Spans: records which blocks of a cache are being written or have arrived. A long prompt has
+"""Spans: records which blocks of which layers are being written or have arrived. A long prompt has
 hundreds of chunks, so a chunk is found by its position, not by a scan."""
 
 from __future__ import annotations
@@ -19,16 +19,35 @@ def _range(manifest: Manifest) -> tuple[int, int]:
     return manifest.first_block * size, (manifest.first_block + manifest.num_blocks) * size
 
 
-def _may_meet(one: Part | None, other: Part | None) -> bool:
-    """Whether two parts can have bytes in common. Without a part, their positions are unknown."""
-    if one is None or other is None:
-        return True
-    return one.overlaps(other)
+@dataclass(frozen=True)
+class _Layers:
+    """Where chunks with the same layers are comparable by their blocks."""
+
+    part: Part | None
+    first: int
+    end: int
+
+    def may_meet(self, other: _Layers) -> bool:
+        """Whether two chunks can have bytes in common. If one of them has no part, the positions of
+        the other's layers are unknown."""
+        if self.part == other.part:
+            return self.first < other.end and other.first < self.end
+        if self.part is None or other.part is None:
+            return True
+        return self.part.overlaps(other.part)
+
+    def is_comparable(self, other: _Layers) -> bool:
+        """Whether blocks of both are counted alike."""
+        return (self.part is None) is (other.part is None)
+
+
+def _layers(manifest: Manifest) -> _Layers:
+    return _Layers(manifest.part, manifest.first_layer, manifest.end_layer)
 
 
 @dataclass
 class _Row(Generic[T]):
-    """The spans of one part, sorted by their starts."""
+    """The spans of the same layers, sorted by their starts."""
 
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
@@ -40,7 +59,7 @@ class Spans(Generic[T]):
     """Chunks with their owners. A look-up does not slow down with the number of chunks."""
 
     def __init__(self) -> None:
-        self._rows: dict[Part | None, _Row[T]] = {}
+        self._rows: dict[_Layers, _Row[T]] = {}
         self._num = 0
 
     def __len__(self) -> int:
@@ -49,7 +68,7 @@ class Spans(Generic[T]):
 
     def add(self, manifest: Manifest, owner: T) -> None:
         """Add a chunk."""
-        row = self._rows.setdefault(manifest.part, _Row())
+        row = self._rows.setdefault(_layers(manifest), _Row())
         start, end = _range(manifest)
         index = bisect_right(row.starts, start)
         row.starts.insert(index, start)
@@ -60,7 +79,7 @@ class Spans(Generic[T]):
 
     def discard(self, manifest: Manifest, owner: T) -> None:
         """Remove a chunk; idempotent."""
-        row = self._rows.get(manifest.part)
+        row = self._rows.get(_layers(manifest))
         if row is None:
             return
         start, _ = _range(manifest)
@@ -70,16 +89,17 @@ class Spans(Generic[T]):
                 self._num -= 1
                 break
         if not row.owners:
-            del self._rows[manifest.part]
+            del self._rows[_layers(manifest)]
 
     def overlapping(self, manifest: Manifest) -> Iterator[T]:
         """Iterate over the owners of chunks that overlap this one, or might. The spans must not
         change meanwhile."""
         start, end = _range(manifest)
-        for part, row in self._rows.items():
-            if not _may_meet(part, manifest.part):
+        layers = _layers(manifest)
+        for there, row in self._rows.items():
+            if not there.may_meet(layers):
                 continue
-            if (part is None) is not (manifest.part is None):
+            if not there.is_comparable(layers):
                 yield from row.owners
                 continue
             first = bisect_right(row.starts, start - row.longest)
@@ -92,14 +112,14 @@ class Cover:
     """Blocks that have arrived, in any order. Adjacent ones are merged."""
 
     def __init__(self) -> None:
-        self._rows: dict[Part | None, tuple[list[int], list[int]]] = {}
+        self._rows: dict[_Layers, tuple[list[int], list[int]]] = {}
 
     def add(self, manifest: Manifest) -> None:
         """Add blocks; idempotent."""
         start, end = _range(manifest)
         if start == end:
             return
-        starts, ends = self._rows.setdefault(manifest.part, ([], []))
+        starts, ends = self._rows.setdefault(_layers(manifest), ([], []))
         first, last = bisect_left(ends, start), bisect_right(starts, end)
         if first < last:
             start, end = min(start, starts[first]), max(end, ends[last - 1])
@@ -108,11 +128,11 @@ class Cover:
     def overlaps(self, manifest: Manifest) -> bool:
         """Whether a block of a chunk has arrived, or might have."""
         start, end = _range(manifest)
-        for part, (starts, ends) in self._rows.items():
-            if not _may_meet(part, manifest.part):
+        layers = _layers(manifest)
+        for there, (starts, ends) in self._rows.items():
+            if not there.may_meet(layers):
                 continue
             index = bisect_right(ends, start)
-            is_comparable = (part is None) is (manifest.part is None)
-            if not is_comparable or (index < len(starts) and starts[index] < end):
+            if not there.is_comparable(layers) or (index < len(starts) and starts[index] < end):
                 return True
         return False

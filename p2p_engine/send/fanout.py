@@ -14,11 +14,12 @@ from p2p_engine.errors import P2pError, TransferCancelled
 from p2p_engine.memory.jobs import Moment
 from p2p_engine.memory.layout import Source
 from p2p_engine.memory.plan import takers
+from p2p_engine.memory.ready_layers import ReadyLayers
 from p2p_engine.peers.link import InstanceAddress
 from p2p_engine.peers.locator import Locator
 from p2p_engine.send.sender import Sender
 from p2p_engine.transfer import Transfer, TransferGroup
-from p2p_engine.wire.messages import CacheSpec, TransferKey
+from p2p_engine.wire.messages import MAX_LAYERS, CacheSpec, TransferKey
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Delivery:
     deadline: float
     generation: int
     transfer: TransferGroup
+    ready_layers: ReadyLayers
+    by_layer: bool
 
 
 class Fanout:
@@ -50,9 +53,7 @@ class Fanout:
         self._sender = sender
         self._spec = spec
         self._clock = clock
-        self._ready: dict[
-            TransferGroup, tuple[bool, tuple[Moment, ...]]
-        ] = {}  # deliveries that wait for a directory
+        self._waiting: dict[TransferGroup, Delivery] = {}  # for a directory
 
     def send(
         self,
@@ -62,9 +63,9 @@ class Fanout:
         binding: bytes,
         timeout: float,
         *,
-        ready: bool,
+        ready_layers: ReadyLayers,
         generation: int = 0,
-        moments: tuple[Moment, ...] = (),
+        by_layer: bool = False,
     ) -> TransferGroup:
         """Queue a shipment to each rank that needs some of the source; never blocks.
 
@@ -73,22 +74,30 @@ class Fanout:
         """
         transfer = TransferGroup(key, 0, self._changed, self._cancel)
         delivery = Delivery(
-            key, instance, source, binding, self._clock() + timeout, generation, transfer
-        )
-        self._ready[transfer] = (ready, moments)
+            key, instance, source, binding, self._clock() + timeout, generation, transfer,
+            ready_layers, by_layer,
+        )  # fmt: skip
+        self._waiting[transfer] = delivery
         try:
             self._locator.ask(instance, lambda answer: self._dispatch(delivery, answer))
         except P2pError:
-            del self._ready[transfer]
+            del self._waiting[transfer]
             raise
         return transfer
 
-    def mark_ready(self, transfer: TransferGroup, moments: tuple[Moment, ...] = ()) -> None:
-        """Let the bytes move: the source is valid from now on, or after all `moments`."""
-        if transfer in self._ready:
-            self._ready[transfer] = (True, moments)
+    def mark_ready(
+        self,
+        transfer: TransferGroup,
+        moments: tuple[Moment, ...] = (),
+        num_layers: int = MAX_LAYERS,
+    ) -> None:
+        """Let the bytes of the first layers move: they are valid from now on, or after all
+        `moments`."""
+        delivery = self._waiting.get(transfer)
+        if delivery is not None:
+            delivery.ready_layers.mark(num_layers, moments)
         for member in transfer.members or ():
-            self._sender.mark_ready(member, moments)
+            self._sender.mark_ready(member, moments, num_layers)
 
     def abandon(
         self, key: TransferKey, instance: InstanceAddress, reason: str, generation: int = 0
@@ -103,12 +112,11 @@ class Fanout:
 
     def num_open(self) -> int:
         """Return how many deliveries wait for a directory."""
-        return len(self._ready)
+        return len(self._waiting)
 
     def _dispatch(self, delivery: Delivery, answer: CacheSpec | P2pError) -> None:
         transfer = delivery.transfer
-        state = self._ready.pop(transfer, None)
-        if state is None:
+        if self._waiting.pop(transfer, None) is None:
             return  # cancelled meanwhile
         if isinstance(answer, P2pError):
             transfer.end(answer)
@@ -121,9 +129,9 @@ class Fanout:
                 delivery.source,
                 delivery.binding,
                 timeout,
-                ready=state[0],
+                ready_layers=delivery.ready_layers.copy(),
                 generation=delivery.generation,
-                moments=state[1],
+                by_layer=delivery.by_layer,
             )
             for rank in takers(self._spec, delivery.key, answer)
         ]
@@ -133,7 +141,7 @@ class Fanout:
         with self._changed:
             if not isinstance(transfer, TransferGroup):
                 return
-            if self._ready.pop(transfer, None) is not None:
+            if self._waiting.pop(transfer, None) is not None:
                 text = f"{transfer.key} was withdrawn: {reason or 'no reason given'}"
                 transfer.end(TransferCancelled(text))
             for member in transfer.members or ():

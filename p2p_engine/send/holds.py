@@ -19,6 +19,7 @@ from p2p_engine.memory.arena import BUFFER, POOL, LandingArena, Space
 from p2p_engine.memory.jobs import Copier, Job, Moment, after
 from p2p_engine.memory.layout import Int64s, Source, ask, ask_regions, pair
 from p2p_engine.memory.plan import takers
+from p2p_engine.memory.ready_layers import ReadyLayers
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.receive.placement import Placement
 from p2p_engine.send.endings import Ending, Endings
@@ -332,11 +333,10 @@ class Holds:
                 hold.source,
                 binding,
                 self._config.transfer_timeout_seconds,
-                ready=True,
+                ready_layers=ReadyLayers.whole(hold.after),
                 on_end=lambda shipment: self._pulled(hold, peer, want.spec, shipment),
                 is_held=True,
                 generation=hold.generation,
-                moments=hold.after,
             )
             if not shipment.transfer.done:
                 hold.shipments[peer] = shipment

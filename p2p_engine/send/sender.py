@@ -36,6 +36,7 @@ from p2p_engine.errors import (
 from p2p_engine.health import Counters
 from p2p_engine.memory.jobs import Job, Moment
 from p2p_engine.memory.layout import Source, ask, ask_regions
+from p2p_engine.memory.ready_layers import ReadyLayers
 from p2p_engine.peers.link import Link, LinkState, PeerAddress
 from p2p_engine.peers.links import Links
 from p2p_engine.peers.listeners import LinkListener
@@ -45,6 +46,7 @@ from p2p_engine.send.shipment import Chunk, ChunkState, Shipment
 from p2p_engine.transfer import Transfer, lane_of
 from p2p_engine.transports.base import Order
 from p2p_engine.wire.messages import (
+    MAX_LAYERS,
     AbandonOk,
     Cancel,
     Cancelled,
@@ -105,14 +107,14 @@ class Sender(LinkListener):
         binding: bytes,
         timeout: float,
         *,
-        ready: bool,
+        ready_layers: ReadyLayers,
         on_end: Callable[[Shipment], None] | None = None,
         is_held: bool = False,
         generation: int = 0,
-        moments: tuple[Moment, ...] = (),
+        by_layer: bool = False,
     ) -> Shipment:
-        """Queue a shipment; its first chunks are offered as soon as the link is ready. A source
-        that is `ready` is valid after all `moments`. Never blocks.
+        """Queue a shipment; its first chunks are offered as soon as the link is ready. Never
+        blocks.
 
         Raises:
             PeerUnreachable: the peer's address is not host:port.
@@ -121,19 +123,24 @@ class Sender(LinkListener):
         link = self._links.get(peer, data=True)
         now, renewable = self._clock(), max(timeout, self._config.max_renewal_seconds)
         shipment = Shipment(
-            key, source, binding, link, transfer, now + timeout, now + renewable, ready, on_end,
-            is_held, generation, moments,
+            key, source, binding, link, transfer, now + timeout, now + renewable, ready_layers,
+            on_end, is_held, generation, by_layer,
         )  # fmt: skip
         self._shipments[transfer] = shipment
         self._going.add(shipment.content, shipment)
         self._open(shipment, shipment.manifest)
         return shipment
 
-    def mark_ready(self, transfer: Transfer, moments: tuple[Moment, ...] = ()) -> None:
-        """Let the bytes move: the source is valid from now on, or after all `moments`."""
+    def mark_ready(
+        self,
+        transfer: Transfer,
+        moments: tuple[Moment, ...] = (),
+        num_layers: int = MAX_LAYERS,
+    ) -> None:
+        """Let the bytes of the first layers move: they are valid from now on, or after all
+        `moments`."""
         shipment = self._shipments.get(transfer)
-        if shipment is not None and not shipment.ready:
-            shipment.ready, shipment.after = True, moments
+        if shipment is not None and shipment.ready_layers.mark(num_layers, moments):
             for chunk in list(shipment.chunks.values()):
                 self._write(chunk)
 
@@ -380,12 +387,10 @@ class Sender(LinkListener):
 
     def _write(self, chunk: Chunk) -> None:
         grant, channel, shipment = chunk.grant, chunk.link.channel, chunk.shipment
-        if (
-            chunk.state is not ChunkState.GRANTED
-            or not shipment.ready
-            or grant is None
-            or channel is None
-        ):
+        if chunk.state is not ChunkState.GRANTED or grant is None or channel is None:
+            return
+        after = shipment.after(chunk.manifest)
+        if after is None:
             return
         nbytes = grant.num_blocks * chunk.manifest.block_bytes
         if not nbytes:
@@ -394,7 +399,8 @@ class Sender(LinkListener):
         chunk.state = ChunkState.WRITING
         try:
             regions = ask_regions(
-                lambda: shipment.source.regions(grant.first_block, grant.num_blocks), nbytes
+                lambda: shipment.source.regions(grant.first_block, grant.num_blocks, chunk.layers),
+                nbytes,
             )
             order = Order(
                 regions,
@@ -403,7 +409,7 @@ class Sender(LinkListener):
                 checked=self._is_checked(chunk),
                 tag=lambda job: self._job_ended(chunk, job),
                 keep=shipment.source,
-                after=shipment.after,
+                after=after,
             )
             chunk.job, chunk.channel = ask(lambda: channel.write(order)), channel
             self._counters.writing.begin(self._clock())
@@ -484,7 +490,7 @@ class Sender(LinkListener):
         self._timers.cancel(chunk)
         self._late.pop(chunk, None)
         if error is None:
-            shipment.num_arrived += chunk.manifest.num_blocks
+            shipment.num_arrived += chunk.manifest.num_pages
             self._open_more(shipment)
         else:
             self.stop(shipment, error)

@@ -1,9 +1,12 @@
 """Shipment: one `send`, or one pull, to one rank. It leaves as chunks of bounded size.
 
 A chunk is a range of blocks, over all layers. So if a shipment fails, whole blocks have arrived,
-and the receiver keeps them. A few chunks are open at a time: while one is gathered, another is on
-the network and a third is scattered. A long prompt therefore needs no more of its peer's memory at
-a time than a short one. The engine's lock guards everything here.
+and the receiver keeps them. If a shipment leaves by layer, while its last layers are still being
+computed, it is divided into ranges of layers first, and each of these into chunks.
+
+A few chunks are open at a time: while one is gathered, another is on the network and a third is
+scattered. A long prompt therefore needs no more of its peer's memory at a time than a short one.
+The engine's lock guards everything here.
 """
 
 from __future__ import annotations
@@ -16,10 +19,13 @@ from p2p_engine.errors import P2pError
 from p2p_engine.memory.arena import SHARE_OF_LANDING, WINDOW
 from p2p_engine.memory.jobs import Job, Moment
 from p2p_engine.memory.layout import Source, ask
+from p2p_engine.memory.ready_layers import ReadyLayers
 from p2p_engine.peers.link import Link
 from p2p_engine.transfer import Transfer
 from p2p_engine.transports.base import Channel
 from p2p_engine.wire.messages import ContentKey, Grant, Manifest, TransferKey
+
+MIN_BYTES_BY_LAYER = 4 << 20  # of a range of layers: less is not worth the messages of a chunk
 
 
 class ChunkState(enum.Enum):
@@ -47,16 +53,18 @@ class Shipment:
     transfer: Transfer
     deadline: float
     latest_deadline: float  # beyond which no RENEW extends it
-    ready: bool
+    ready_layers: ReadyLayers
     on_end: Callable[[Shipment], None] | None = None
     is_held: bool = False  # its source can be read after WRITTEN
     generation: int = 0  # of the attempt to send its key
-    after: tuple[Moment, ...] = ()  # moments after which a ready source is valid
+    by_layer: bool = False
     is_given_up: bool = False  # the peer was told that it will not come
     is_cut: bool = False
-    max_blocks: int = 0  # of a chunk
-    num_taken: int = 0  # blocks that have a chunk, counted from the first one
-    num_arrived: int = 0  # blocks of committed chunks
+    chunk_bytes: int = 0  # at most so many, unless one block has more
+    first_layer: int = 0  # of the source that goes to the peer
+    ranges: list[Manifest] = field(default_factory=list)  # of layers, that have no chunk yet
+    num_taken: int = 0  # blocks of the first of these that have a chunk
+    num_arrived: int = 0  # pages of committed chunks
     chunks: dict[int, Chunk] = field(default_factory=dict)  # the open ones, by number
     ending: P2pError | None = None
 
@@ -76,7 +84,9 @@ class Shipment:
         self.transfer.nbytes = self.manifest.nbytes
         if self.link.largest_landing:
             chunk_bytes = min(chunk_bytes, self.link.largest_landing // SHARE_OF_LANDING)
-        self.max_blocks = max(1, chunk_bytes // max(1, self.manifest.block_bytes))
+        self.chunk_bytes = chunk_bytes
+        self.first_layer = self.source.first_layer
+        self.ranges = _by_layer(self.manifest) if self.by_layer else [self.manifest]
 
     @property
     def content(self) -> ContentKey:
@@ -90,15 +100,24 @@ class Shipment:
 
     def next_range(self) -> Manifest:
         """Take the blocks of the next chunk; returns their manifest."""
-        first = self.manifest.first_block + self.num_taken
-        num = min(self.max_blocks, self.manifest.num_blocks - self.num_taken)
+        layers = self.ranges[0]
+        first = layers.first_block + self.num_taken
+        max_blocks = max(1, self.chunk_bytes // max(1, layers.block_bytes))
+        num = min(max_blocks, layers.num_blocks - self.num_taken)
         self.num_taken += num
-        return self.manifest.narrowed(first, num)
+        if self.num_taken == layers.num_blocks:
+            self.num_taken = 0
+            del self.ranges[0]
+        return layers.narrowed(first, num)
+
+    def after(self, manifest: Manifest) -> tuple[Moment, ...] | None:
+        """Return the moments after which a chunk may be read; None: it is not computed yet."""
+        return self.ready_layers.after(self.first_layer + manifest.end_layer)
 
     @property
     def has_more(self) -> bool:
         """Whether there are blocks that no chunk has."""
-        return self.is_cut and self.num_taken < self.manifest.num_blocks
+        return self.is_cut and bool(self.ranges)
 
     @property
     def may_open(self) -> bool:
@@ -121,7 +140,16 @@ class Shipment:
     def has_arrived(self) -> bool:
         """Whether all of it has landed. Call it when no chunk is open. It can be true after a
         cancel that came too late."""
-        return self.ending is None or 0 < self.manifest.num_blocks == self.num_arrived
+        return self.ending is None or 0 < self.manifest.num_pages == self.num_arrived
+
+
+def _by_layer(manifest: Manifest) -> list[Manifest]:
+    """Divide a manifest into ranges of layers, none of them too small to be worth a chunk."""
+    num_layers = len(manifest.page_bytes)
+    num_ranges = max(1, min(num_layers, manifest.nbytes // MIN_BYTES_BY_LAYER))
+    each = max(1, -(-num_layers // num_ranges))
+    firsts = range(0, max(1, num_layers), each)
+    return [manifest.in_layers(first, first + each) for first in firsts]
 
 
 @dataclass(eq=False)
@@ -139,6 +167,11 @@ class Chunk:
     checksum: int = 0  # of the written bytes, if either side wants one
     ending: P2pError | None = None
     resend_at: float = 0.0
+
+    @property
+    def layers(self) -> slice:
+        """Return its layers, counted from the first one that goes to the peer."""
+        return slice(self.manifest.first_layer, self.manifest.end_layer)
 
     @property
     def key(self) -> TransferKey:

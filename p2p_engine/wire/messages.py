@@ -107,8 +107,9 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """The geometry of a chunk. Its byte stream is, layer by layer, the pages of its blocks.
 
-    `page_bytes[l]` is the size in bytes of one block of layer l on this rank. A plain tensor is one
-    layer of one block, with `dtype` and `shape` set. With a `part`, blocks are those of the part.
+    `page_bytes[l]` is the size in bytes of one block of layer `first_layer` + l, counted from the
+    first layer of this rank. A plain tensor is one layer of one block, with `dtype` and `shape`
+    set. With a `part`, blocks are those of the part, and layers are counted from its first one.
     """
 
     first_block: Count
@@ -118,6 +119,17 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     dtype: Annotated[str, msgspec.Meta(max_length=32)] = ""
     shape: Annotated[list[Bytes], msgspec.Meta(max_length=16)] = []
     part: Part | None = None
+    first_layer: Count = 0
+
+    @property
+    def end_layer(self) -> int:
+        """Return the end of its layers."""
+        return self.first_layer + len(self.page_bytes)
+
+    @property
+    def num_pages(self) -> int:
+        """Return the number of its pages; a chunk without layers counts as one of one layer."""
+        return self.num_blocks * max(1, len(self.page_bytes))
 
     @property
     def block_bytes(self) -> int:
@@ -133,6 +145,13 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         """Return the manifest of these blocks of the chunk."""
         return msgspec.structs.replace(self, first_block=first_block, num_blocks=num_blocks)
 
+    def in_layers(self, first: int, end: int) -> Manifest:
+        """Return the manifest of its layers first, first + 1, ... end - 1, counted from its first
+        one."""
+        return msgspec.structs.replace(
+            self, page_bytes=self.page_bytes[first:end], first_layer=self.first_layer + first
+        )
+
     def overlaps(self, other: Manifest) -> bool:
         """Whether two chunks have a byte of the cache in common, or might have."""
         if self.part is None or other.part is None:
@@ -143,10 +162,16 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
             if not self.part.overlaps(other.part):
                 return False
             mine, theirs = self.part.block_size, other.part.block_size
+        if self.part == other.part and not self.shares_layers(other):
+            return False
         return (
             self.first_block * mine < (other.first_block + other.num_blocks) * theirs
             and other.first_block * theirs < (self.first_block + self.num_blocks) * mine
         )
+
+    def shares_layers(self, other: Manifest) -> bool:
+        """Whether two chunks of one part have a layer in common."""
+        return self.first_layer < other.end_layer and other.first_layer < self.end_layer
 
 
 class CacheSpec(msgspec.Struct, frozen=True, omit_defaults=True):

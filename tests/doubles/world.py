@@ -27,6 +27,7 @@ from p2p_engine.health import Counters
 from p2p_engine.memory.arena import LandingArena
 from p2p_engine.memory.layout import Regions
 from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
+from p2p_engine.memory.ready_layers import ReadyLayers
 from p2p_engine.peers.link import Link, LinkState, PeerAddress
 from p2p_engine.peers.links import Links
 from p2p_engine.receive.expectations import Expectations, Kept
@@ -593,7 +594,8 @@ class World:
         if ready:
             self._fill(sending)
         shipment = self.sender.send(
-            key, PEER, source, binding, self.config.transfer_timeout_seconds, ready=ready,
+            key, PEER, source, binding, self.config.transfer_timeout_seconds,
+            ready_layers=ReadyLayers.whole() if ready else ReadyLayers(),
             on_end=lambda shipment: sending.ended_with.append(repr(shipment.transfer.error)),
             is_held=is_held,
         )  # fmt: skip

@@ -20,7 +20,7 @@ from p2p_engine.errors import (
     TransferRejected,
     TransferTimeout,
 )
-from p2p_engine.memory.layout import Int64s, Regions, TensorSink, TensorSource
+from p2p_engine.memory.layout import ALL_LAYERS, Int64s, Regions, TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.messages import CacheSpec, Manifest
 from tests import marks
@@ -71,7 +71,11 @@ class BadSource:
     def manifest(self) -> Manifest:
         return self._inner.manifest
 
-    def regions(self, first_block: int, num_blocks: int) -> Regions:
+    @property
+    def first_layer(self) -> int:
+        return 0
+
+    def regions(self, first_block: int, num_blocks: int, layers: slice = ALL_LAYERS) -> Regions:
         if self._fault == "fails":
             raise KeyError("the caller's mistake")
         regions = self._inner.regions(first_block, num_blocks)

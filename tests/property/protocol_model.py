@@ -135,7 +135,7 @@ def name_of(world: World) -> str:
 def parts_of(world: World) -> list[str]:
     """Everything in a state, with sequence numbers as "#1" and "#2"."""
     chunks = [
-        ("chunk", f"#{c.seq}", c.state.name, c.attempt, c.shipment.ready,
+        ("chunk", f"#{c.seq}", c.state.name, c.attempt, repr(c.shipment.ready_layers),
          round(c.resend_at - world.now, 3), repr(c.ending))
         for c in world.sender._chunks.values()
     ]  # fmt: skip
