@@ -50,6 +50,7 @@ class EngineConfig:
     mem_pool_size_gb: float | None = None  # None: from the available memory
     num_local_ranks: int = 1  # engines that share that memory
     chunk_bytes: int = CHUNK_BYTES
+    layerwise: bool = False  # what is pushed leaves layer by layer, while the prompt is computed
     transports: tuple[str, ...] = ()  # best first; empty: by the device
     device: str = "cpu"
     nccl_num_channels: int = 2
@@ -278,6 +279,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "kv_buffer_size": _between(0, 1 << 50, int, "0 to 2**50 bytes, also as '1e9'"),
     "mem_pool_size_gb": _pool_size,
     "num_local_ranks": _between(1, 1 << 16, int, "1 to 65536"),
+    "layerwise": _flag,
     "chunk_bytes": _between(1, 1 << 50, int, "1 to 2**50 bytes, also as '16e6'"),
     "transports": _transports,
     "device": _device,

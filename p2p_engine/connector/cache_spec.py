@@ -59,7 +59,7 @@ def read_caches(
         if buffer is not None:
             layers, size = buffer.layers, buffer.num_blocks
         cache = read_cache(vllm_config, group, layers, size, rank)
-        return cache.known_spec, GroupCache(group, cache, buffer or InPlace())
+        return cache.known_spec, GroupCache(group, cache, buffer or InPlace(), tuple(layers))
 
     found = [read(group) for group in groups if not group.is_draft]
     try:

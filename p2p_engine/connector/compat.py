@@ -53,6 +53,16 @@ def num_lookahead_tokens(vllm_config: Any) -> int:
     return int(speculation.num_speculative_tokens)
 
 
+def obstacle_to_layers(vllm_config: Any) -> str:
+    """Return the setting with which a layer's hook does not prove that the layer is done for all
+    tokens of a step, or that it will not be written again; "" if there is none."""
+    parallel = vllm_config.parallel_config
+    for name in ("use_ubatching", "enable_dbo", "ubatch_size"):
+        if getattr(parallel, name, False):
+            return "micro-batches"
+    return "speculative decoding" if vllm_config.speculative_config is not None else ""
+
+
 def has_random_request_ids() -> bool:
     """Whether vLLM appends eight random digits to each request id."""
     return not getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,9 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         transfer, parallel = self._kv_transfer_config, vllm_config.parallel_config
         check_supported(vllm_config)
         self._config = read_config(transfer, num_local_ranks(parallel))
+        if self._config.layerwise and (obstacle := compat.obstacle_to_layers(vllm_config)):
+            logger.warning("layerwise has no effect with %s", obstacle)
+            self._config = dataclasses.replace(self._config, layerwise=False)
         self._role_name: str = transfer.kv_role or "kv_both"
         self._port = directory_port(transfer, parallel)
         self._scheduler: SchedulerHalf | None = None
@@ -102,6 +106,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         self._yields_handshake = any(map(has_handshake, others.values()))
         self._reporter: StatsReporter | None = None
         self._invalid_block_ids: set[int] = set()
+        self._handled: BaseException | None = None  # where the step began
         if role is KVConnectorRole.SCHEDULER:  # made after the workers, which have checked it
             self._groups = layer_groups(kv_cache_config)
             self._scheduler = self._make_scheduler_half()
@@ -134,10 +139,10 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return False: no work is done between layers, so whole graphs may be replayed.
+        """Return False: nothing depends on work between layers, so whole graphs may be replayed.
 
-        Bytes leave after the forward, behind an event of its stream, and are loaded between
-        forwards.
+        Bytes leave behind an event of the forward's stream: after a layer whose hook is called,
+        else after the forward. They are loaded between forwards.
         """
         return False
 
@@ -346,6 +351,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step."""
         super().bind_connector_metadata(connector_metadata)
+        self._handled = sys.exc_info()[1]
         if self._worker is not None and isinstance(connector_metadata, P2pConnectorMetadata):
             self._worker.start_step(connector_metadata)
 
@@ -361,12 +367,21 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: blocks leave after the forward, all layers together."""
+        """Let this layer leave, if what the step sends does so by layer."""
+        if self._worker is not None and self._worker.layers.is_open:
+            self._worker.layers.layer_done(layer_name)
 
     def wait_for_save(self) -> None:
         """Release the blocks that the forward computed to their transfers; PUT waits for them."""
+        self._look_for_failure()
         if self._worker is not None:
             self._worker.finish_step()
+
+    def _look_for_failure(self) -> None:
+        """Give the step's blocks up if its forward has raised: vLLM finishes the step all the same,
+        while it handles the exception."""
+        if self._worker is not None and sys.exc_info()[1] is not self._handled:
+            self._worker.lose_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the transfers that ended (0.29; later releases call `get_transfer_results`)."""
@@ -383,6 +398,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _take_results(self) -> StepResults:
+        self._look_for_failure()
         results = self._worker.take_results() if self._worker is not None else StepResults()
         self._invalid_block_ids |= results.invalid_block_ids
         return results

@@ -47,8 +47,9 @@ class LayerGroup:
 @dataclass(frozen=True)
 class GroupCache:
     """A group's blocks on this rank: the engine reads and fills `cache`; `staging` lends its blocks
-    for vLLM's."""
+    for vLLM's. `layer_names` are those of the cache's layers, in its order."""
 
     group: LayerGroup
     cache: PagedCache
     staging: Staging
+    layer_names: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ For each request a cursor: all blocks before it have been handed to the engine, 
 window of the prompt's end. It moves before each forward by the blocks that become full in it (the
 last, ragged one in the prompt's last step), and goes back when vLLM takes the blocks away. With a
 host buffer, blocks are copied there once, after the forward that has filled them; vLLM may have
-them back then.
+them back then. With `layerwise`, what is pushed leaves layer by layer during the forward.
 """
 
 from __future__ import annotations
@@ -126,6 +126,10 @@ class Sends:
 
     def __init__(self, engine: P2pNcclEngine, cache: GroupCache) -> None:
         self._engine = engine
+        # The layers that vLLM tells of while they can be read. A draft computes after the model,
+        # perhaps more than once.
+        has_hooks = engine.config.layerwise and not (cache.staging.is_copy or cache.group.is_draft)
+        self.layer_names = cache.layer_names if has_hooks else ()
         self._group = cache.group
         self._cache = cache.cache
         self._staging = cache.staging
@@ -172,6 +176,22 @@ class Sends:
             if not self._waiting and self._start(sending, step):
                 continue
             self._wait(sending, step)
+
+    @property
+    def leaves_by_layer(self) -> bool:
+        """Whether blocks of this step may leave before its forward has ended."""
+        return bool(self.layer_names) and any(item.chunk is not None for item in self._due)
+
+    def layers_done(self, num_layers: int) -> None:
+        """During the forward: let the first layers of this step's blocks leave."""
+        chunks = (item.chunk for item in self._due)
+        transfers = [chunk.transfer for chunk in chunks if chunk is not None]
+        self._engine.mark_layers_ready(transfers, num_layers)
+
+    def lose_step(self, reason: str) -> None:
+        """Give up what this step's forward was to complete: it has not computed it."""
+        for sending in dict.fromkeys(item.sending for item in self._due):
+            self._fail(sending, reason)
 
     def finish_step(self) -> None:
         """After the forward: let the bytes move. PUT waits until they have left, or go on as with
@@ -320,6 +340,7 @@ class Sends:
             transfer = self._engine.send(
                 key, peer, source,
                 binding=party.binding, ready=False, generation=sending.generation,
+                by_layer=bool(self.layer_names),
             )  # fmt: skip
         except P2pError as error:
             self._staging.give_back(places)

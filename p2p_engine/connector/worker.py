@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from p2p_engine.connector.layer_hooks import LayerHooks
 from p2p_engine.connector.loads import Loads
 from p2p_engine.connector.orders import StepOrders
 from p2p_engine.connector.sends import Sends
@@ -57,6 +58,7 @@ class WorkerHalf:
             )
             for cache in caches
         ]
+        self.layers = LayerHooks(self._sends)
         self._sent = Tally(len(caches))
         self._loaded = Tally(len(caches))
         self._failed: set[str] = set()  # in a group, while others have not ended
@@ -86,6 +88,7 @@ class WorkerHalf:
             if metadata.is_reset:
                 sends.give_up_held("vLLM has reset its caches")
             sends.spill(metadata.spills)
+        self.layers.open()
 
     def start_loads(self, metadata: StepOrders) -> None:
         """Start the step's loads; call it after the forward, which may still zero the blocks."""
@@ -100,8 +103,15 @@ class WorkerHalf:
 
     def finish_step(self) -> None:
         """Let computed blocks leave; call it after the forward."""
+        self.layers.close()
         for sends in self._sends:
             sends.finish_step()
+
+    def lose_step(self) -> None:
+        """Give up what the forward was to compute, because it has raised."""
+        self.layers.close()
+        for sends in self._sends:
+            sends.lose_step("the forward failed")
 
     def take_results(self) -> StepResults:
         """Return the requests that ended since the last step, in all groups; call it after the

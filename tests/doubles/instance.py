@@ -354,6 +354,9 @@ class InstanceDouble:
         self._depth = max(pp_size, 2 if is_async else 1)
         # The engine core's aborts, which come while a step runs: before that step is accounted.
         self.before_accounting: Callable[[ModelRunnerOutput], object] | None = None
+        self.has_hooks = True  # else a whole graph is replayed
+        # Called with each layer's number when it is computed, before its hook.
+        self.during_forward: Callable[[int], object] = lambda layer: None
 
     @property
     def connector(self) -> P2pNcclConnector:
@@ -447,7 +450,12 @@ class InstanceDouble:
         self._update_states(output)
         for rank in self.ranks:
             rank.connector.bind_connector_metadata(metadata)
-        sampled = self._forward(output)
+        try:
+            sampled = self._forward(output)
+        except BaseException:  # the model runner finishes the step all the same
+            for rank in self.ranks:
+                self._report(rank, output)
+            raise
         reports = [self._report(rank, output) for rank in self.ranks]
         request_ids = list(sampled)
         results = [
@@ -533,15 +541,25 @@ class InstanceDouble:
             for name, num_new in output.num_scheduled_tokens.items()
         ]
         values = {name: self._prepare_input(name, end) for name, _, end in work}
-        for name, first, _ in work:
-            for rank in self.ranks:
-                rank.write(self._cached[name].tables, first, values[name][first:])
+        for rank in self.ranks:
+            for layer in rank.layers:
+                for name, first, _ in work:
+                    rank.write(self._cached[name].tables, first, values[name][first:], [layer])
+                if work:
+                    self.during_forward(layer)
+                    self._tell(rank, layer)
         for name, _, end in work:
             self._fill_placeholders(name, end, len(placeholders.get(name, ())))
         self._work = [(name, first, values[name]) for name, first, _ in work]
         sampled = {name: self._sample(name, first, values[name]) for name, first, _ in work}
         self._just_sampled = {name: tokens[0] for name, tokens in sampled.items() if tokens}
         return sampled
+
+    def _tell(self, rank: RankDouble, layer: int) -> None:
+        """Call the hook behind a layer; an indexer's cache has none."""
+        if self.has_hooks and layer not in INDEXERS:
+            cache = torch.empty(0)
+            rank.connector.save_kv_layer(LAYER_NAMES[layer], cache, None)
 
     def _fill_placeholders(self, name: str, end: int, num_tokens: int) -> None:
         """Compute what nobody has proposed: behind the known tokens lies rubbish, then."""

@@ -217,6 +217,34 @@ class Pair:
         return not self._waiting and self.p.is_idle and self.d.is_idle
 
 
+def play(pair: Pair, rng: random.Random) -> None:
+    """Ask, abort and step at random."""
+    stems = [prompt_of(200, seed) for seed in range(3)]
+    for _ in range(25):
+        event = rng.random()
+        if event < 0.6 or not pair.decode_ids:
+            prompt = rng.choice(stems)[: rng.randrange(1, 200)] + prompt_of(rng.randrange(1, 60))
+            pair.ask(
+                prompt,
+                order=rng.choice(["together", "decode first", "prefill first"]),
+                by=rng.choice(["id", "params"]),
+                max_tokens=rng.randrange(1, 12),
+                prefill_tokens=rng.choice([1, 1, 1, 8]),
+            )
+        elif event < 0.7:
+            pair.p.abort(rng.choice(pair.prefill_ids))
+        elif event < 0.8:
+            pair.d.abort(rng.choice(pair.decode_ids))
+        elif event < 0.85:
+            pair.drop_waiting()
+        elif event < 0.9:
+            rng.choice([pair.p, pair.d]).scheduler.reset_prefix_cache(reset_connector=True)
+        else:
+            pair.ask_waiting()
+        for _ in range(rng.randrange(4)):
+            pair.step()
+
+
 def check_scheduler_empty(instance: InstanceDouble) -> None:
     """No request, no held block, no reference to a block, no plan of the connector's."""
     scheduler = instance.scheduler

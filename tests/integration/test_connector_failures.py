@@ -11,7 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from tests import marks
 from tests.doubles.instance import BLOCK_SIZE, continuation
-from tests.doubles.pair import SEND_TYPES, MakePair, Pair, prompt_of
+from tests.doubles.pair import SEND_TYPES, MakePair, Pair, play, prompt_of
 from tests.support import SeededRandom
 
 pytestmark = marks.simulated_vllm
@@ -215,34 +215,6 @@ def test_anything_in_any_order(
         pair.run(timeout=40)
         pair.check_finished()
         pair.check_at_rest()
-
-
-def play(pair: Pair, rng: SeededRandom) -> None:
-    """Ask, abort and step at random."""
-    stems = [prompt_of(200, seed) for seed in range(3)]
-    for _ in range(25):
-        event = rng.random()
-        if event < 0.6 or not pair.decode_ids:
-            prompt = rng.choice(stems)[: rng.randrange(1, 200)] + prompt_of(rng.randrange(1, 60))
-            pair.ask(
-                prompt,
-                order=rng.choice(["together", "decode first", "prefill first"]),
-                by=rng.choice(["id", "params"]),
-                max_tokens=rng.randrange(1, 12),
-                prefill_tokens=rng.choice([1, 1, 1, 8]),
-            )
-        elif event < 0.7:
-            pair.p.abort(rng.choice(pair.prefill_ids))
-        elif event < 0.8:
-            pair.d.abort(rng.choice(pair.decode_ids))
-        elif event < 0.85:
-            pair.drop_waiting()
-        elif event < 0.9:
-            rng.choice([pair.p, pair.d]).scheduler.reset_prefix_cache(reset_connector=True)
-        else:
-            pair.ask_waiting()
-        for _ in range(rng.randrange(4)):
-            pair.step()
 
 
 def test_a_reset_while_decode_is_idle_takes_nothing_that_comes_later(make_pair: MakePair) -> None:

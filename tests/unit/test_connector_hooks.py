@@ -1,8 +1,9 @@
 """The connector's hooks, in the recorded orders of vLLM's runners, ask of the worker half what the
-replay without vLLM asks of it; whole graphs may be replayed, because nothing hangs on layers."""
+replay without vLLM asks of it; whole graphs may be replayed, because nothing depends on layers."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ class HalfDouble:
     """Notes what is called."""
 
     def __init__(self) -> None:
+        self.layers = SimpleNamespace(is_open=False)
         self.calls: list[tuple[str, bool]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -50,6 +52,7 @@ def asked_by(steps: tuple[str, ...]) -> list[tuple[str, bool]]:
     connector: Any = object.__new__(P2pNcclConnector)
     connector._worker, connector._reporter = HalfDouble(), None
     connector._invalid_block_ids, connector._connector_metadata = set(), None
+    connector._handled = None
     for name in steps:
         for hook in LAYER_HOOKS if name == LAYERS else () if name == FORWARD else (name,):
             getattr(connector, hook, lambda: None)(*ARGUMENTS.get(hook, ()))

@@ -213,12 +213,16 @@ def test_a_step_without_metadata_is_nothing() -> None:
     connector._worker.start_loads.assert_not_called()
 
 
-def test_whole_graphs_may_be_replayed_because_layers_are_not_hooked() -> None:
+def test_whole_graphs_may_be_replayed_because_no_hook_of_a_layer_is_needed() -> None:
     connector = object.__new__(P2pNcclConnector)
-    connector._worker = Mock()
+    connector._worker = worker = Mock()
+    worker.layers.is_open = False
     connector.wait_for_layer_load("layers.0")
     connector.save_kv_layer("layers.0", Mock(), None)
-    assert connector._worker.mock_calls == []
+    assert worker.mock_calls == []
+    worker.layers.is_open = True
+    connector.save_kv_layer("layers.0", Mock(), None)
+    worker.layers.layer_done.assert_called_once_with("layers.0")
     assert not P2pNcclConnector.requires_piecewise_for_cudagraph({})
 
 

@@ -103,7 +103,9 @@ class EngineDouble:
         binding: bytes,
         ready: bool,
         generation: int,
+        by_layer: bool,
     ) -> Transfer:
+        assert not by_layer
         self.generations.append(generation)
         self.sent.append(Sent(key, peer, source, binding, self._transfer(key), ready))
         return self.sent[-1].transfer
