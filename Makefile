@@ -28,7 +28,7 @@ demo: setup  ## real vLLM, one prefill and one decode instance, token for token 
 
 test: setup test-c tsan asan  ## everything that needs no GPU; about 17 minutes on two cores
 	$(PYTEST) tests/unit tests/property tests/contract tests/integration tests/vllm \
-		-m "not vllm and not gpu" --durations=20 --numprocesses $(WORKERS) --dist loadfile
+		-m "not vllm" --durations=20 --numprocesses $(WORKERS) --dist loadfile
 
 scale: setup  ## stand-ins come and go at random under load for DURATION= seconds (600)
 	$(BIN)/python -m tests.scale.run $(if $(DURATION),--seconds $(DURATION))
@@ -84,11 +84,11 @@ test-vllm: setup  ## every test with real vLLM; with VLLM=0.29.0, a comparison o
 test-upstream: setup  ## vLLM's own connector tests, run against ours (VLLM=0.33.0)
 	$(BIN)/python -m tests.upstream.run $(if $(VLLM),--vllm $(VLLM))
 
-test-gpu:  ## the tests that need a GPU, or PART= of them; GPU_PYTHON= an interpreter with torch for CUDA, no network
-	@scripts/gpu.sh test "$(PART)"
+test-gpu:  ## what a GPU has to show, or PART= of it, into OUT=; GPU_PYTHON= an interpreter with torch for CUDA, no network
+	@OUT="$(OUT)" scripts/gpu.sh test $(PART)
 
 bench-gpu:  ## rates, latencies and memory on a GPU, or PART= of them, each with its limit
-	@scripts/gpu.sh bench "$(PART)"
+	@scripts/gpu.sh bench $(PART)
 
 gpu-wheels: setup  ## fetch packages for a GPU machine without a network, into build/gpu-wheels
 	@scripts/gpu.sh wheels
@@ -114,7 +114,7 @@ screenshots: setup  ## pictures of the status page for docs/; needs Chromium
 	$(BIN)/python -m tests.page.screenshots
 
 coverage: setup  ## coverage of lines and branches by the quick tests
-	$(BIN)/coverage run -m pytest tests/unit tests/property tests/contract -m "not vllm and not gpu"
+	$(BIN)/coverage run -m pytest tests/unit tests/property tests/contract -m "not vllm"
 	$(BIN)/coverage report
 
 docs: setup  ## a site of all pages in build/docs; a broken link or any warning fails it

@@ -3,6 +3,7 @@
 push     CUDA IPC, process to process            the time beyond a device-to-device copy's
 pack     scattered regions into one and back     beside a device-to-device copy of the same size
 pool     device memory to the pinned pool, back  beside torch's pinned copy; also under transfers
+commands what one call of CUDA's takes of the thread that makes it
 groups   device memory of a group of two ranks   beside 4 + 6c MiB, in two processes
 
 Rates are GB/s of bytes moved (each is read once and written once). `--part` runs one alone.
@@ -38,7 +39,11 @@ from tests.processes import together
 
 MIB = 1 << 20
 Contenders = Mapping[str, Callable[[], float]]
+REGION_BYTES = 32 << 10
 BATCH = 10  # copies for which the device is waited for once
+
+
+PARTS = ("pack", "push", "pool", "commands", "groups")
 
 
 class GpuBench:
@@ -68,7 +73,9 @@ class GpuBench:
         once as there is room for tables."""
         rows, kernel = [], PackKernel(self._cuda, 0)
         cache, slab = self._cuda.allocate(2 * self.total), self._cuda.allocate(2 * self.total)
-        for nbytes in (4096, 65536):
+        for nbytes in (4096, 65536, MIB, 4 * MIB):
+            if nbytes > self.total // 4:
+                continue
             order = np.random.default_rng(self._seed).permutation(2 * self.total // nbytes)
             starts = cache + order[: self.total // nbytes] * nbytes
             lengths = np.full(len(starts), nbytes)
@@ -81,6 +88,8 @@ class GpuBench:
                     ),
                 }
                 contenders["kernel"] = partial(self._launches, kernel, sides[0], sides[1], lengths)
+                if nbytes > 4096:
+                    contenders["engine"] = partial(self._one_by_one, sides[0], sides[1], nbytes)
                 rows.append(self._row(f"{name} {nbytes} B", contenders))
         kernel.close()
         self._cuda.free(cache)
@@ -104,6 +113,17 @@ class GpuBench:
                 }
                 for name, (ours, limit) in pairs.items()
             }
+            places = np.arange(self.total // REGION_BYTES) * REGION_BYTES
+            mixed, sizes = (
+                np.random.default_rng(self._seed).permutation(places),
+                np.full(len(places), REGION_BYTES),
+            )
+            contenders["store"]["scattered"] = partial(
+                self._by_device, memory + mixed, arena.address + places, sizes
+            )
+            contenders["load"]["scattered"] = partial(
+                self._by_device, arena.address + places, memory + mixed, sizes
+            )
             rows = [self._row(f"pool {name}", each) for name, each in contenders.items()]
             with self._exchange() as is_over:
                 for name, each in contenders.items():
@@ -147,6 +167,39 @@ class GpuBench:
         self._cuda.free(target)
         return rows
 
+    def commands(self) -> list[Row]:
+        """Microseconds of this thread for a call, without waiting for what it orders."""
+        memory, event = self._cuda.allocate(2 * REGION_BYTES), self._cuda.create_event()
+        kernel = PackKernel(self._cuda, 0)
+        places = np.arange(4096, dtype=np.int64)
+        table = kernel.write(places, places, places)
+        if table is None:
+            raise RuntimeError("no room for the table")
+        calls: dict[str, Callable[[], object]] = {
+            "copy": lambda: self._cuda.copy(memory, memory + REGION_BYTES, 4096, self._stream),
+            "launch": lambda: kernel.launch(table, 0, 0, self._stream),
+            "record": lambda: self._cuda.record(event, self._stream),
+            "query": lambda: self._cuda.is_complete(event),
+            "table of 4096 regions": lambda: kernel.free(
+                kernel.write(places, places, places) or table
+            ),
+        }
+        rows = []
+        for name, call in calls.items():
+            samples = []
+            for _ in range(self.repetitions):
+                self._cuda.synchronize(self._stream)
+                start = time.perf_counter()
+                for _ in range(100):
+                    call()
+                samples.append((time.perf_counter() - start) / 100 * 1e6)
+            rows.append({"what": f"command: {name}", **spread(samples, "us_")})
+        self._cuda.synchronize(self._stream)
+        kernel.close()
+        self._cuda.free(memory)
+        self._cuda.destroy_event(event)
+        return rows
+
     def groups(self) -> list[Row]:
         """Communicators between two processes."""
         return [
@@ -181,6 +234,16 @@ class GpuBench:
         )
         kernel.free(table)
         return rate
+
+    def _one_by_one(self, sources: Int64s, destinations: Int64s, nbytes: int) -> float:
+        """GB/s of a command of the copy engine for each region."""
+        pairs = list(zip(destinations.tolist(), sources.tolist(), strict=True))
+
+        def enqueue() -> None:
+            for destination, source in pairs:
+                self._cuda.copy(destination, source, nbytes, self._stream)
+
+        return self._timed(nbytes * len(pairs), enqueue)
 
     def _timed(self, nbytes: int, enqueue: Callable[[], None]) -> float:
         enqueue()
@@ -251,7 +314,7 @@ def _pinned(cuda: Cuda, nbytes: int) -> Iterator[int]:
 def parser() -> argparse.ArgumentParser:
     """Return the command's options."""
     made = arguments("gpu", __doc__ or "", repetitions=10)
-    made.add_argument("--part", choices=["pack", "pool", "push", "groups"])
+    made.add_argument("--part", choices=PARTS)
     return made
 
 
@@ -267,7 +330,7 @@ def main() -> None:
         bench = GpuBench(
             processes, total=256 * MIB, repetitions=options.repetitions, seed=options.seed
         )
-        for name in (options.part,) if options.part else ("pack", "pool", "push", "groups"):
+        for name in (options.part,) if options.part else PARTS:
             progress(name)
             rows += getattr(bench, name)()
         bench.close()

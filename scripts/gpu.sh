@@ -1,27 +1,22 @@
 #!/usr/bin/env bash
-# Run the GPU tests and the benchmark, on a machine that may have no network. The interpreter brings
-# torch for CUDA, and cupy if it can; build/gpu-wheels supplies all other packages.
-# Usage: scripts/gpu.sh test|bench [part]     all parts, one after the other, or this one alone
+# Run the kit for a GPU or the benchmark, on a machine that may have no network. The interpreter
+# brings torch for CUDA; build/gpu-wheels supplies what else is missing.
+# Usage: scripts/gpu.sh test [part ...]       these parts, or all, in their order (tests/gpu/kit.py)
+#        scripts/gpu.sh bench [part]
 #        scripts/gpu.sh wheels                fetch what such a machine may lack
-# GPU_PYTHON= the interpreter, GPU_NCCL= the path of an NCCL of 2.30 or newer
+# GPU_PYTHON= the interpreter, GPU_NCCL= the path of an NCCL of 2.30 or newer, OUT= the folder of the
+# kit's files
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=${GPU_PYTHON:-python3}
 wheels=build/gpu-wheels
-results=build/gpu-tests.json
-needed=(msgspec pyzmq pytest pytest-timeout pytest-asyncio typing-extensions)
+needed=(msgspec pyzmq pytest typing-extensions)
 
+read -r -a parts <<<"${*:2}"
 case ${1:-} in
-test)
-    parts=(device connector groups "kills and nccl" "kills and cuda_ipc" "exchange and nccl and PUT and not ASYNC"
-        "exchange and nccl and ASYNC" "exchange and nccl and GET" "exchange and cuda_ipc" one_host)
-    command=("$python" -m pytest -q -W default tests/gpu -m gpu -k) # its torch may warn
-    ;;
-bench)
-    parts=(pack pool push groups)
-    command=("$python" -m benchmarks.bench_gpu --part)
-    ;;
+test) command=(tests.gpu.kit --out "${OUT:-build/gpu}" "${parts[@]}") ;;
+bench) command=(benchmarks.bench_gpu ${parts:+--part "${parts[0]}"}) ;;
 wheels)
     mkdir -p "$wheels"
     .venv/bin/python -m pip download --quiet --dest "$wheels" --only-binary :all: --no-deps \
@@ -30,14 +25,11 @@ wheels)
         "${needed[@]}" setuptools iniconfig pluggy packaging pygments
     exec du -sh "$wheels"
     ;;
-*) sed -n 4,6p "$0" && exit 2 ;;
+*) sed -n 4,8p "$0" && exit 2 ;;
 esac
-[[ -z ${2:-} ]] || parts=("$2")
 
 if ! "$python" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
     echo "skipped: $python has no torch with a GPU (GPU_PYTHON= names another interpreter)"
-    mkdir -p build
-    [[ -e $results ]] || echo '{"machine": {"gpu": null}, "tests": {}}' >"$results"
     exit 0
 fi
 export PYTHONPATH=$PWD/build/gpu-packages # the interpreter may be the system's, which stays as it is
@@ -46,10 +38,4 @@ for package in setuptools "${needed[@]}"; do
         "$python" -m pip install --quiet --no-index --find-links "$wheels" --target "$PYTHONPATH" "$package"
 done
 P2P_SANITIZE='' "$python" setup.py --quiet build_ext --inplace
-
-status=0
-for part in "${parts[@]}"; do
-    echo "== $1: $part"
-    timeout 480 "${command[@]}" "$part" || status=$?
-done
-exit "$status"
+exec "$python" -m "${command[@]}"

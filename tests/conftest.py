@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from p2p_engine.config import GPU_TRANSPORTS
 from tests import marks
@@ -39,8 +38,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     names = {mark.name for mark in item.iter_markers()}
     if names & {"vllm", "vllm_core"} and importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    if "gpu" in names and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     if any(value.startswith(GPU_TRANSPORTS) for value in parameters if isinstance(value, str)):
         GpuDouble()

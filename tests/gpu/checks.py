@@ -9,11 +9,13 @@ import collections
 import contextlib
 import ctypes
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from mempool import Arena
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.device import Device
 from p2p_engine.memory.layout import one_region
@@ -62,6 +64,77 @@ def exchange_inside(processes: Processes, *, count: int, max_bytes: int, seed: i
     settings = processes.machine.settings("nccl")
     reports = processes.two()[0].ask("exchange_inside", plan, settings)
     return _summary(reports, [])
+
+
+def copy_regions(machine: Machine, *, nbytes: int, seed: int) -> Figures:
+    """Scattered regions of every alignment, one after the other on the device, to host memory that
+    is page-locked, and back into other places: by the kernel, and whole."""
+    cuda, _ = machine.load()
+    device, rng = Device(Cuda(machine.cudart), 0), np.random.default_rng(seed)
+    assert device._pack.kernel is not None, "no pack kernel: the log says why"
+    memory, arena = [cuda.allocate(nbytes) for _ in range(3)], Arena(nbytes)
+    device.pins.add(arena.address, nbytes)
+    shown, stream = Arena(nbytes), cuda.create_stream()
+    cuda.register(shown.address, nbytes)
+    shown.view(0, nbytes)[:] = rng.integers(0, 256, nbytes, np.uint8).tobytes()
+    expected = bytes(shown.view(0, nbytes))
+    cuda.copy(memory[0], shown.address, nbytes, stream)
+    cuda.synchronize(stream)
+    num_regions = 0
+    for alignment in (1, 2, 4, 8, 16, 4096):
+        cuts = np.unique(rng.integers(1, nbytes // alignment, 300)) * alignment
+        starts, ends = np.r_[0, cuts], np.r_[cuts, nbytes]
+        order = rng.permutation(len(starts))
+        lengths = (ends - starts)[order]
+        places = np.cumsum(lengths) - lengths
+        routes = [
+            (memory[0] + starts[order], memory[1] + places),
+            (memory[0] + starts[order], arena.address + places),
+            (arena.address + places, memory[2] + starts[order]),
+        ]
+        for sources, destinations in routes:
+            job = device.copy(sources, destinations, lengths)
+            assert job.wait(60), "a copy does not end"
+            assert job.state == "done", job.error
+        cuda.copy(shown.address, memory[2], nbytes, stream)
+        cuda.synchronize(stream)
+        assert bytes(shown.view(0, nbytes)) == expected, f"other bytes, alignment {alignment}"
+        num_regions += 3 * len(starts)
+    device.pins.remove(arena.address)
+    cuda.unregister(shown.address)
+    shown.close()
+    arena.close()
+    for address in memory:
+        cuda.free(address)
+    cuda.destroy_stream(stream)
+    assert device.close(10)
+    return {"regions": num_regions, "bytes": 18 * nbytes}
+
+
+def send_to_itself(machine: Machine) -> Figures:
+    """One rank sends to itself: the binding, its structure and streams, against the library."""
+    cuda, nccl = machine.load()
+    start, stream = time.monotonic(), cuda.create_stream()
+    comm = nccl.init(nccl.unique_id(), 0, 2, num_ranks=1)
+    eventually(lambda: not nccl.is_in_progress(comm), timeout=60)
+    made = time.monotonic() - start
+    source, target = cuda.allocate(MIB), cuda.allocate(MIB)
+    cuda.fill(source, 7, MIB, stream)
+    cuda.fill(target, 0, MIB, stream)
+    nccl.start_group()
+    nccl.send(comm, source, MIB, 0, stream)
+    nccl.recv(comm, target, MIB, 0, stream)
+    nccl.end_group()
+    eventually(lambda: not nccl.is_in_progress(comm), timeout=60)
+    seen = np.zeros(MIB, np.uint8)
+    cuda.copy(seen.ctypes.data, target, MIB, stream)
+    cuda.synchronize(stream)
+    assert (seen == 7).all()
+    nccl.abort(comm)
+    for address in (source, target):
+        cuda.free(address)
+    cuda.destroy_stream(stream)
+    return {"first_communicator_seconds": round(made, 2)}
 
 
 def _summary(reports: list[Figures], stats: list[Figures]) -> Figures:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 import torch
 
 from p2p_engine.gpu.cuda import Cuda
+from p2p_engine.gpu.kernels import Compiler
+from p2p_engine.gpu.pack_kernel import KERNEL
 from p2p_engine.transports.nccl.library import Nccl, show_version
 
 # Two ranks on one GPU: NCCL takes them for two hosts, and they meet over the loopback ...
@@ -51,18 +55,27 @@ class Machine:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Name the GPU, the driver and the libraries; None is what is not there."""
+        """Name the GPU, the driver, the libraries, and what of the kernel the engine can use."""
         gpu: Any = torch.cuda
-        if not gpu.is_available():
-            return {"torch": torch.__version__, "gpu": None}
         cuda, nccl = self.load()
         driver = Path("/proc/driver/nvidia/version")
+        capability = cuda.compute_capability(0)
+        compiler = Compiler(cuda.versions()[0] // 1000)
         return {
-            "torch": torch.__version__,
-            "gpu": gpu.get_device_name(0),
+            "gpu": gpu.get_device_name(0) if gpu.is_available() else None,
+            "capability": capability,
+            "free_and_total_bytes": cuda.memory(),
             "driver": driver.read_text().splitlines()[0] if driver.exists() else None,
             "cuda_runtime_and_driver": cuda.versions(),
             "nccl": show_version(nccl.version),
+            "nvrtc": compiler.version(),
+            "image_bytes": len(compiler.compile(KERNEL, capability)),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "kernel": platform.release(),
+            "cores": len(os.sched_getaffinity(0)),
+            "locked_memory_limit": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+            "has_pidfd": _has_pidfd(),
         }
 
     def load(self) -> tuple[Cuda, Nccl]:
@@ -70,3 +83,11 @@ class Machine:
         cuda = Cuda(self.cudart)
         cuda.use(0)
         return cuda, Nccl(self.nccl)
+
+
+def _has_pidfd() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
