@@ -8,6 +8,7 @@ import ctypes
 import gc
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,12 +18,14 @@ import pytest
 
 from p2p_engine.errors import ConfigError, TransportError
 from p2p_engine.gpu.cuda import Cuda
-from p2p_engine.memory.layout import one_region
+from p2p_engine.memory.layout import Regions, one_region
 from p2p_engine.transports.base import Channel, Order
-from p2p_engine.transports.handshake import ACCEPTED
+from p2p_engine.transports.handshake import ACCEPTED, PREAMBLE
 from p2p_engine.transports.nccl.memory import MIB, Side, estimated_bytes
+from p2p_engine.transports.nccl.rendezvous import MAX_PIECES
 from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS
 from p2p_engine.transports.nccl.transport import NcclTransport, check_environment
+from p2p_engine.transports.nccl.wire import Frame, FrameKind, Wire
 from tests.doubles.gpu import GpuDouble
 from tests.rigs.tensors import random_memory
 from tests.rigs.transports import ARENA_BYTES, GrantedRegion, TransportEnd, TransportPair, write
@@ -507,3 +510,124 @@ def test_what_waits_for_a_slab_is_refused_once_nobody_wants_it(
         assert landing.job.state == "cancelled"
         pair.receiver.arena.release(landing.space)
         assert_arrives(pair, channel, memory)
+
+
+def num_said(pair: TransportPair, monkeypatch: pytest.MonkeyPatch, kind: FrameKind) -> list[Frame]:
+    """Collect the frames of a kind that are said from now on."""
+    said: list[Frame] = []
+    say = Wire.say
+
+    def listen(wire: Wire, frame: Frame) -> None:
+        if frame.kind is kind:
+            said.append(frame)
+        say(wire, frame)
+
+    monkeypatch.setattr(Wire, "say", listen)
+    return said
+
+
+def test_one_round_trip_covers_several_pieces(
+    double: GpuDouble, rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scattered ones, all of them packed in the streams of one lane's slabs."""
+    memory = random_memory(rng, 2 * MIB)
+    with pairs(slab_bytes=MIB // 8) as pair:
+        channel, sent = pair.channel(), double["sent_operations"]
+        asked = num_said(pair, monkeypatch, FrameKind.ASK)
+        parts = np.arange(0, 2 * MIB, 2 * 1000, dtype=np.int64)
+        lengths = np.minimum(1000, 2 * MIB - parts)
+        regions = Regions(memory.ctypes.data + parts, lengths)
+        landing = pair.grant(None, regions.nbytes)
+        write(channel, regions, landing, memory)
+        eventually(lambda: pair.has_landed(landing, regions.nbytes))
+        expected = b"".join(
+            memory[start : start + n].tobytes()
+            for start, n in zip(parts.tolist(), lengths.tolist(), strict=True)
+        )
+        assert pair.bytes_of(landing, regions.nbytes) == expected
+        num_pieces = double["sent_operations"] - sent
+        assert num_pieces == -(-regions.nbytes // (MIB // 8))
+        assert len(asked) == -(-num_pieces // MAX_PIECES)
+
+
+def test_a_source_in_host_memory_waits_for_an_idle_slab(
+    double: GpuDouble, rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy from there may hold up the device's thread until its stream gets there: behind a send
+    in the same stream, that would be until the peer has received. Sources on the device go on."""
+    memory, other = random_memory(rng, 2 * MIB), random_memory(rng, MIB)
+    with pairs(slab_bytes=MIB // 8) as pair:
+        channel = pair.channel()
+        assert pair.sender.device is not None
+        cuda = pair.sender.device.cuda
+        cuda.note_host(memory.ctypes.data, memory.nbytes)
+        asked = num_said(pair, monkeypatch, FrameKind.ASK)
+        landings = [send(pair, channel, each) for each in (memory, other, memory)]
+        for landing, each in zip(landings, (memory, other, memory), strict=True):
+            eventually(lambda item=landing, n=each.nbytes: pair.has_landed(item, n))  # type: ignore[misc]
+            assert pair.bytes_of(landing, each.nbytes) == each.tobytes()
+        assert len(asked) == 2 * 16 + 8 // MAX_PIECES
+        cuda.forget_host(memory.ctypes.data)
+
+
+def test_a_write_that_is_cancelled_ends_behind_what_was_granted(
+    double: GpuDouble, rng: SeededRandom
+) -> None:
+    memory = random_memory(rng, 4 * MIB)
+    with pairs(slab_bytes=MIB // 16) as pair:
+        channel = pair.channel()
+        for _ in range(20):
+            landing = pair.grant(None, memory.nbytes)
+            job = write(channel, one_region(memory.ctypes.data, memory.nbytes), landing, memory)
+            job.cancel()
+            assert job.wait(10)
+            assert landing.job is not None
+            assert landing.job.wait(10)
+            assert (job.state, landing.job.state) in {
+                ("cancelled", "cancelled"), ("done", "done"), ("cancelled", "done"),
+            }  # fmt: skip
+            pair.receiver.arena.release(landing.space)
+        assert_arrives(pair, channel, memory)
+
+
+def test_a_receive_that_is_cancelled_refuses_the_rest(double: GpuDouble, rng: SeededRandom) -> None:
+    memory = random_memory(rng, 4 * MIB)
+    with pairs(slab_bytes=MIB // 16) as pair:
+        channel = pair.channel()
+        for _ in range(20):
+            landing = pair.grant(None, memory.nbytes)
+            job = write(channel, one_region(memory.ctypes.data, memory.nbytes), landing, memory)
+            assert landing.job is not None
+            landing.job.cancel()
+            assert job.wait(10)
+            assert landing.job.wait(10)
+            assert landing.job.state in ("cancelled", "done")
+            pair.receiver.arena.release(landing.space)
+        assert_arrives(pair, channel, memory)
+
+
+@pytest.mark.parametrize(
+    "new", [{"offset": 0}, {"offset": 1 << 40}, {"nbytes": 3}, {"nbytes": 128}, {"seq": 1}]
+)
+def test_a_group_that_cannot_be_is_refused(double: GpuDouble, new: dict[str, int]) -> None:
+    with pairs() as pair:
+        fields = {"nbytes": 2, "offset": MIB, **new}
+        with hostile(pair) as peer:
+            peer.sendall(FRAME.pack(FrameKind.NEW, 1, 0, fields.get("seq", 0), fields["offset"],
+                                    fields["nbytes"]))  # fmt: skip
+            assert peer.recv(1) == b""
+
+
+FRAME = struct.Struct("<BxxxIQQQQ")
+
+
+@contextlib.contextmanager
+def hostile(pair: TransportPair) -> Iterator[socket.socket]:
+    """Connect as a sender that says what it likes."""
+    endpoint = pair.invitation()
+    host, port = endpoint["address"].rsplit(":", 1)
+    preamble = PREAMBLE.pack(pair.sender.epoch, bytes.fromhex(endpoint["token"]))
+    with socket.create_connection((host, int(port)), 10) as peer:
+        peer.sendall(preamble)
+        assert peer.recv(len(ACCEPTED), socket.MSG_WAITALL) == ACCEPTED
+        yield peer
