@@ -43,6 +43,7 @@ REGION_BYTES = 32 << 10
 CHUNK_MIB = EngineConfig().on_device("cuda:0").chunk_bytes // MIB
 OPEN_CHUNKS = WINDOW
 CONTROL_HOPS = 4  # COMMIT, OFFER, GRANT and the order to write, each in another thread
+PUSHES = {"cuda_ipc, PCIe 5 x16": 55.0, "cuda_ipc, NVLink 4": 370.0}
 LINKS = {  # GB/s that two channels can fill, or as many as are said
     "100 Gb/s": 12.5,
     "200 Gb/s": 25.0,
@@ -123,6 +124,50 @@ class Rig:
         self._is_ready = True
 
 
+class PushRig:
+    """A sender that writes into a mapped buffer, by the device's own copies."""
+
+    def __init__(self, costs: Costs, chunk_bytes: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._costs = costs
+        self._num_left = self._num_open = 0
+        self._clock = VirtualTime()
+        # The kernel writes at the link's rate, and nothing has to come back.
+        self._device = ModelDevice(
+            self._clock, dataclasses.replace(costs, pack_rate=costs.link_rate)
+        )
+        self._device.on_end = self._ended
+
+    def rate(self, num_chunks: int) -> float:
+        """Return the GB/s at which chunks are written."""
+        with self._clock.installed():
+            start, self._num_left = self._clock.now, num_chunks
+            for _ in range(min(OPEN_CHUNKS, num_chunks)):
+                self._take()
+                self._begin()
+            self._clock.run_until(lambda: not self._num_open, 1000.0)
+            return num_chunks * self._chunk_bytes / (self._clock.now - start) / 1e9
+
+    def _take(self) -> None:
+        self._num_left -= 1
+        self._num_open += 1
+
+    def _begin(self) -> None:
+        count = self._chunk_bytes // REGION_BYTES
+        starts = np.arange(count, dtype=np.int64) * 2 * REGION_BYTES
+        lengths = np.full(count, REGION_BYTES, np.int64)
+        self._device.copy(starts + (1 << 42), starts + (1 << 43), lengths)
+
+    def _ended(self, job: DeviceJob) -> None:
+        if job.state != "done":
+            raise RuntimeError(f"a chunk is {job.state}: {job.error}")
+        self._num_open -= 1
+        if self._num_left:
+            self._take()
+            waits = CONTROL_HOPS * self._costs.interpreter
+            self._clock.at(self._clock.now + self._costs.grant + waits, self._begin)
+
+
 def _fail(error: Exception) -> None:
     raise error
 
@@ -138,12 +183,13 @@ def main() -> None:
     parser.add_argument("--chunk-mib", type=int, default=CHUNK_MIB, help="(%(default)s)")
     options = parser.parse_args()
     rows: list[Row] = []
-    for name, limit in LINKS.items():
+    for name, limit in (*LINKS.items(), *PUSHES.items()):
         progress(name)
         row: Row = {"link": name, "limit_gb_s": limit}
         for kind, seconds in INTERPRETERS.items():
             costs = dataclasses.replace(Costs(), link_rate=limit * 1e9, interpreter=seconds)
-            rate = Rig(costs, options.chunk_mib * MIB).rate(
+            rig = PushRig if name in PUSHES else Rig
+            rate = rig(costs, options.chunk_mib * MIB).rate(
                 options.prompt_gib * 1024 // options.chunk_mib // (8 if kind == "held" else 1)
             )
             row |= {kind: round(rate, 1), f"{kind}_ratio": round(rate / limit, 2)}
