@@ -234,6 +234,8 @@ class Parts:
             logger.exception(
                 "the callback of a %s job failed; the other callbacks still run", job.state
             )
+        finally:
+            self.control.stir()  # a caller of `poll` may have taken the thread's event
 
     def close(self) -> int:
         """Close all parts in reverse order. Returns how many are left for the next call: one that

@@ -241,15 +241,16 @@ class ControlPlane:
 
     def _serve(self) -> bool:
         """Serve what is ready and run the queued calls, once; wakes the thread if work is left.
-        Returns whether there was anything to do."""
+        Returns whether there was anything to do, or a wake that may have been the thread's."""
         self._server = threading.get_ident()
         num_calls = len(self._calls)
         ready = self._watches.ready()
+        was_woken = self._watches.was_woken
         self._guard(lambda: self._serve_ready(ready))
         self._server = 0
         if self._calls or self.sockets.has_more:
             self._watches.wake()
-        return bool(ready or num_calls)
+        return bool(ready or num_calls or was_woken)
 
     def _serve_ready(self, ready: list[int]) -> None:
         for fd in ready:

@@ -18,6 +18,7 @@ class Poller:
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._waking = threading.Lock()  # guards closing _wake_fd: its number may be reused
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.was_woken = False  # `wake` was called before the last `ready`
         self.epoll.register(self._wake_fd, select.EPOLLIN)
 
     def watch(self, fd: int, callback: Callable[[], None], *, writable: bool = False) -> None:
@@ -48,7 +49,8 @@ class Poller:
     def ready(self, seconds: float = 0.0) -> list[int]:
         """Return the descriptors that are ready; blocks for at most `seconds`, or until `wake`."""
         ready = [fd for fd, _ in self.epoll.poll(seconds)]
-        if self._wake_fd in ready:
+        self.was_woken = self._wake_fd in ready
+        if self.was_woken:
             ready.remove(self._wake_fd)
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)

@@ -113,6 +113,18 @@ def test_a_frame_that_a_caller_takes_in_ends_the_rest(sleeper: Sleeper) -> None:
         other.control.close(5)
 
 
+def test_a_caller_that_takes_the_wake_of_the_thread_ends_the_rest(sleeper: Sleeper) -> None:
+    """An epoll that has woken up sleeps on if another thread has read its event meanwhile."""
+    for _ in range(20):
+        sleeper.due = math.inf
+        sleeper.control.stir()
+        count = sleeper.fall_asleep()
+        sleeper.due = 0.0
+        sleeper.control.stir()
+        sleeper.control.pump()
+        eventually(lambda count=count: sleeper.has_ticked_since(count))  # type: ignore[misc]
+
+
 def test_bytes_of_a_stranger_end_the_rest(sleeper: Sleeper) -> None:
     """They make no frame, but their number must be looked at. libzmq may have read some of them
     before the kernel can tell of them, so there are many."""
