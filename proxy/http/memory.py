@@ -240,6 +240,10 @@ class Span:
             await self._body.memory.turns.take()
             yield self.read(start, start + PIECE_BYTES)
 
+    def keep(self) -> Keep:
+        """Keep the body for somebody else, too."""
+        return Keep(self._body)
+
     @property
     def place(self) -> tuple[int, int]:
         """Where it begins in the file, and its length."""

@@ -79,14 +79,24 @@ class Parsers:
             job = asyncio.current_task()
             assert job is not None
             self._queued.discard(job)
-            parser = self._idle.pop() if self._idle else await _start(body.file)
+            # A place that is read after it was freed would take memory again, which nobody counts.
+            keep = body.keep()
             try:
-                parsed = await _ask(parser, body)
-            except BaseException:
-                await asyncio.shield(_end(parser))
-                raise
-            self._idle.append(parser)
-            return parsed
+                return await self._parse(body)
+            finally:
+                keep.free()
+
+    async def _parse(self, body: Span) -> Parsed:
+        while self._idle and self._idle[-1].returncode is not None:
+            self._idle.pop()  # somebody else has killed it
+        parser = self._idle.pop() if self._idle else await _start(body.file)
+        try:
+            parsed = await _ask(parser, body)
+        except BaseException:
+            await asyncio.shield(_end(parser))
+            raise
+        self._idle.append(parser)
+        return parsed
 
     def _forget(self, job: asyncio.Task[Parsed]) -> None:
         self._jobs.discard(job)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from proxy.config import DISPATCHES
-from proxy.http.memory import FREE_BYTES, LARGE_BYTES
+from proxy.http.deadlines import Deadlines
+from proxy.http.memory import FREE_BYTES, LARGE_BYTES, BodyMemory, Keep
 from proxy.openai import parsers
 from proxy.routing.router import Router
 from tests.doubles.server import Behaviour
@@ -233,6 +234,41 @@ async def test_who_leaves_while_a_body_is_parsed_leaves_nothing_behind(
         assert decode.received[-1].json["prompt"] == LARGE["prompt"]
         assert len(started) == 1
         await until_forgotten(proxy)
+
+
+async def test_a_body_that_is_parsed_takes_no_memory_after_it_was_freed(
+    started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parsers, "NUM_PARSERS", 1)
+    memory, parser = BodyMemory(1 << 30), parsers.Parsers(Deadlines())
+    for is_first in (True, False):
+        keep = Keep.new(memory, 2 * LARGE_BYTES)
+        assert keep.add(b'{"prompt":"%b"}' % (b"x" * LARGE_BYTES))
+        body = keep.content()
+        assert not isinstance(body, bytes)
+        asked = asyncio.ensure_future(parser.parse(body))
+        if is_first:
+            await asked
+        else:
+            os.kill(started[0], signal.SIGSTOP)
+            await asyncio.wait([asked], timeout=0.05)
+            asked.cancel()
+            await asyncio.wait([asked])
+        keep.free()
+    os.kill(started[0], signal.SIGCONT)
+    await asyncio.gather(*parser._jobs)
+    await until(lambda: memory.num_bytes == 0, "both are freed")
+    assert os.fstat(memory.file).st_blocks == 0
+    await parser.close()
+    memory.close()
+
+
+async def test_a_parser_that_somebody_killed_costs_no_request(started: list[int]) -> None:
+    async with fleet() as (proxy, _, _):
+        assert (await proxy.ask(LARGE))[0] == 200
+        os.kill(started[0], signal.SIGKILL)
+        await asyncio.sleep(0.2)
+        assert (await proxy.ask(LARGE))[0] == 200
 
 
 async def test_a_large_request_goes_to_another_instance_if_one_breaks() -> None:
