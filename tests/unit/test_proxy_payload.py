@@ -228,6 +228,23 @@ def test_a_large_body_of_many_fields_is_refused_before_they_are_taken_apart(fiel
         payload.parse(b"{%b}" % fields.encode())
 
 
+@pytest.mark.parametrize("name", [b"f%d", b"a" * 5000 + b"%d"])
+def test_a_large_body_of_few_fields_that_should_be_small_is_refused(name: bytes) -> None:
+    body = b'{"prompt": "p", %b}' % b", ".join(
+        b'"%b": "%b"' % (name % number, b"x" * 5000) for number in range(60)
+    )
+    with pytest.raises(BodyRefused, match="bytes; at most 262144 are taken"):
+        payload.parse(body)
+
+
+@pytest.mark.parametrize("name", [b"\xed\xa0\x80", b"\xff", b"\xc0\xaf"])
+def test_arguments_that_only_a_lenient_reader_takes_are_refused(name: bytes) -> None:
+    """Python's reader takes the first of these names, and what stands behind it."""
+    body = b'{"a": 1, "vllm_xargs": {"%b": 1, "kv_transfer_params": "evil"}}' % name
+    with pytest.raises(BodyRefused, match="vllm_xargs"):
+        payload.parse(body)
+
+
 @pytest.mark.parametrize("name", ["prompt", "messages", "tools", "response_format"])
 def test_a_large_body_of_one_large_field_is_taken(name: str) -> None:
     large = [{"role": "user", "content": "a: b"}] * 20_000
