@@ -11,6 +11,7 @@ from quart import Response
 from proxy.errors import ProxyError
 from proxy.fleet.instances import Role
 from proxy.http.client import ClientError
+from proxy.openai.fields import BAD_JSON
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,6 +69,6 @@ def _merge(bodies: list[bytes]) -> dict[str, Any]:
         try:
             listed = msgspec.json.decode(body, type=_Models).data
             models |= {msgspec.json.decode(raw, type=_Model).id: raw for raw in listed}
-        except msgspec.MsgspecError:
+        except BAD_JSON:
             continue
     return models

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from p2p_engine.simulate.answers import completion, events
+from proxy.request.models import _merge
 from tests.doubles.server import Behaviour, ServerDouble
 from tests.rigs.proxies import ASKED, CHAT, COMPLETIONS, STREAMED, fleet, until
 from tests.support import SeededRandom
@@ -178,6 +179,11 @@ async def test_models_are_merged_from_all_fleets() -> None:
             "tiny": 4096,
             "other": 4096,
         }
+
+
+@pytest.mark.parametrize("bad", [b'{"data":[{"id":"\xff"}]}', b'{"data":[' + b"[" * 200_000])
+def test_models_of_others_are_listed_beside_an_answer_that_is_no_json(bad: bytes) -> None:
+    assert list(_merge([bad, b'{"data":[{"id":"tiny"}]}'])) == ["tiny"]
 
 
 async def test_a_prompt_that_needs_no_prefill_goes_to_decode_alone() -> None:
