@@ -21,6 +21,7 @@ from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.memory.layout import Regions, one_region
 from p2p_engine.transports.base import Channel, Order
 from p2p_engine.transports.handshake import ACCEPTED, PREAMBLE
+from p2p_engine.transports.nccl import sending
 from p2p_engine.transports.nccl.memory import MIB, Side, estimated_bytes
 from p2p_engine.transports.nccl.rendezvous import MAX_PIECES
 from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS
@@ -631,3 +632,24 @@ def hostile(pair: TransportPair) -> Iterator[socket.socket]:
         peer.sendall(preamble)
         assert peer.recv(len(ACCEPTED), socket.MSG_WAITALL) == ACCEPTED
         yield peer
+
+
+def test_bursts_are_small_on_a_slow_link(
+    double: GpuDouble, rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is granted is sent, also if nobody wants it any more."""
+    memory = random_memory(rng, 4 * MIB)
+    with pairs(slab_bytes=MIB // 8) as pair:
+        channel = pair.channel()
+        monkeypatch.setattr(sending, "LONG_SECONDS", 0.0)
+        assert_arrives(pair, channel, memory)
+        asked = num_said(pair, monkeypatch, FrameKind.ASK)
+        assert_arrives(pair, channel, memory)
+        assert {frame.nbytes for frame in asked} == {MIB // 8}
+        monkeypatch.undo()
+        monkeypatch.setattr(sending, "LONG_SECONDS", 60.0)
+        monkeypatch.setattr(sending, "SHORT_SECONDS", 60.0)
+        assert_arrives(pair, channel, memory)
+        asked = num_said(pair, monkeypatch, FrameKind.ASK)
+        assert_arrives(pair, channel, memory)
+        assert max(frame.nbytes for frame in asked) > MIB // 8
