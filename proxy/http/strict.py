@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 << 10  # of a request line, its headers and its trailers
+HEADER_BYTES = 32  # that each header counts beside its name and value, as in HTTP/2
 MAX_PIPELINED = 16  # requests that wait on one connection until the one before is answered
 # After an answer to a request that has not come whole, what still comes is read and dropped: if
 # the connection were closed at once, the client's kernel might drop the answer.
@@ -123,7 +124,7 @@ class StrictConnection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header; a trailer is none, and is dropped."""
-        self._count_head(len(name) + len(value))
+        self._count_head(len(name) + len(value) + HEADER_BYTES)
         if self._is_in_head:
             super().on_header(name, value)
 

@@ -206,6 +206,7 @@ LINES = {
     "two hosts": refused(_with_header(b"Host: y")),
     "no host": refused(post(FIRST).replace(b"Host: x\r\n", b"")),
     "a large header": refused(_with_header(b"X: " + b"y" * 200_000), status=431),
+    "many short headers in one packet": refused(_with_header(*[b"a:"] * 3000), status=431),
     "many headers": refused(_with_header(*[b"X%d: y" % n for n in range(20_000)]), status=431),
     "a header without an end": refused(
         *[head()[:-4] + b"\r\nX: ", *[b"y" * 50_000] * 4], status=431
