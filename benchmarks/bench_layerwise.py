@@ -1,0 +1,238 @@
+"""How much of a transfer `layerwise` hides, on real vLLM behind a slow link and behind a fast one.
+
+Two prefill instances, with and without `layerwise`, and one decode instance, in a network namespace
+of their own whose loopback device `tc tbf` limits. They take turns, prompt by prompt; HTTP goes
+over Unix sockets, beside the link. A prompt fits one step. Decode is asked as soon as prefill has
+answered, for one token, which must be prefill's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Row, alternate, arguments, progress, record, spread
+from p2p_engine.cli.tiny_model import TinyModel, ensure_tiny_model
+
+MODEL = TinyModel(num_layers=16, num_heads=8, num_kv_heads=8)
+BYTES_PER_TOKEN = MODEL.kv_bytes_per_token(element_bytes=4)
+INSIDE = "P2P_BENCH_NAMESPACE"  # set where the network is ours
+UNSHARE = ["unshare", "--user", "--map-root-user", "--net", "--fork", "--kill-child"]
+START_SECONDS, ANSWER_SECONDS = 600.0, 300.0
+
+
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=ANSWER_SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        """Connect to the socket."""
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+class OneCoreServer:
+    """One vLLM server on one core."""
+
+    def __init__(
+        self, name: str, folder: Path, core: int, role: str, kv_port: int, **extra: Any
+    ) -> None:
+        self.kv_port = kv_port
+        self._path = folder / f"{name}.socket"
+        self._log = (folder / f"{name}.log").open("w")
+        settings = {"host": "127.0.0.1", **extra}
+        transfer = {
+            "kv_connector": "P2pNcclConnector", "kv_role": role, "kv_port": kv_port,
+            "kv_connector_extra_config": settings,
+        }  # fmt: skip
+        environment = {
+            **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_HOST_IP": "127.0.0.1", "VLLM_CPU_OMP_THREADS_BIND": str(core),
+        }  # fmt: skip
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL.path),
+            "--served-model-name", "m", "--uds", str(self._path), "--dtype", "float32",
+            "--enforce-eager", "--max-model-len", "8192", "--max-num-batched-tokens", "8192",
+            "--block-size", "32", "--no-enable-prefix-caching",
+            "--kv-transfer-config", json.dumps(transfer),
+        ]  # fmt: skip
+        self._process = subprocess.Popen(
+            command, env=environment, stdout=self._log, stderr=subprocess.STDOUT
+        )
+
+    def wait(self) -> None:
+        """Block until it answers.
+
+        Raises:
+            RuntimeError: it has ended, or did not answer in time.
+        """
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                connection = UnixConnection(self._path)
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return
+            time.sleep(0.5)
+        raise RuntimeError(f"vLLM did not start, see {self._log.name}")
+
+    def ask(self, prompt: list[int], params: dict[str, Any]) -> int:
+        """Return the first token after a prompt; blocks."""
+        body = {
+            "model": "m", "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True, "kv_transfer_params": params,
+        }  # fmt: skip
+        connection = UnixConnection(self._path)
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
+        answer = connection.getresponse()
+        text = answer.read()
+        if answer.status != 200:
+            raise RuntimeError(f"{answer.status}: {text[:300]!r}")
+        [token] = json.loads(text)["choices"][0]["token_ids"]
+        return int(token)
+
+    def close(self) -> None:
+        """End the server."""
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+
+def limit(gbit_per_second: float) -> None:
+    """Limit the loopback device; 0: not at all. The queue is long enough to lose nothing."""
+    subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], capture_output=True, check=False)
+    if gbit_per_second:
+        rate = f"{gbit_per_second:g}gbit"
+        command = f"tc qdisc add dev lo root tbf rate {rate} burst 256kb latency 400ms"
+        subprocess.run(command.split(), check=True)
+
+
+def measure(
+    prefill: OneCoreServer, decode: OneCoreServer, prompt: list[int]
+) -> tuple[float, float]:
+    """Return the seconds of both legs, one after the other.
+
+    Raises:
+        RuntimeError: decode's token is not prefill's.
+    """
+    name = uuid.uuid4().hex
+    common = {"transfer_id": name, "remote_host": "127.0.0.1", "send_type": "PUT_ASYNC"}
+    to = {"do_remote_decode": True, "do_remote_prefill": False, "remote_port": decode.kv_port}
+    start = time.perf_counter()
+    token = prefill.ask(prompt, {**common, **to})
+    middle = time.perf_counter()
+    of = {"do_remote_prefill": True, "do_remote_decode": False, "remote_port": prefill.kv_port}
+    if decode.ask(prompt, {**common, **of}) != token:
+        raise RuntimeError("decode's first token is not prefill's")
+    return middle - start, time.perf_counter() - middle
+
+
+@contextlib.contextmanager
+def servers(
+    folder: Path, transport: str
+) -> Iterator[tuple[dict[bool, OneCoreServer], OneCoreServer]]:
+    """Start the instances, one after the other: the cores are few."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments: Any, **extra: Any) -> OneCoreServer:
+            progress(f"starting {arguments[0]}")
+            server = OneCoreServer(*arguments, transports=transport, **extra)
+            stack.callback(server.close)
+            server.wait()
+            return server
+
+        prefill = {
+            by_layer: start(
+                f"prefill-{by_layer}", folder, 0, "kv_producer", 21000 + 100 * by_layer,
+                layerwise=by_layer,
+            )
+            for by_layer in (False, True)
+        }  # fmt: skip
+        yield prefill, start("decode", folder, 1, "kv_consumer", 21500)
+
+
+def main() -> None:
+    """Run the benchmark, in a network namespace of its own."""
+    parser = arguments("layerwise", __doc__, repetitions=7)
+    parser.add_argument("--tokens", type=int, default=3000, help="of a prompt (%(default)s)")
+    parser.add_argument("--transport", default="tcp", help="tcp or shm (%(default)s)")
+    parser.add_argument(
+        "--gbit", type=float, nargs="+", default=[1.0, 0.0], help="of the link; 0: not limited"
+    )
+    options = parser.parse_args()
+    if INSIDE not in os.environ:
+        ensure_tiny_model(MODEL)
+        command = [*UNSHARE, sys.executable, "-m", "benchmarks.bench_layerwise", *sys.argv[1:]]
+        sys.exit(subprocess.run(command, env={**os.environ, INSIDE: "1"}, check=False).returncode)
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    rng = random.Random(options.seed)
+    folder = Path(tempfile.mkdtemp(prefix="bench-layerwise-"))
+    with servers(folder, options.transport) as (prefill, decode):
+        rows = [row for gbit in options.gbit for row in play(options, rng, prefill, decode, gbit)]
+    record(rows, options)
+
+
+def play(
+    options: Any,
+    rng: random.Random,
+    prefill: dict[bool, OneCoreServer],
+    decode: OneCoreServer,
+    gbit: float,
+) -> list[Row]:
+    """Measure both prefill instances over a link of this rate."""
+    limit(gbit)
+    legs: dict[bool, list[tuple[float, float]]] = {by_layer: [] for by_layer in prefill}
+
+    def runner(by_layer: bool) -> Callable[[], float]:
+        def run() -> float:
+            prompt = [rng.randrange(2, 900) for _ in range(options.tokens)]
+            legs[by_layer].append(measure(prefill[by_layer], decode, prompt))
+            progress(f"{gbit:g} Gb/s, layerwise {by_layer}: {legs[by_layer][-1]}")
+            return sum(legs[by_layer][-1])
+
+        return run
+
+    alternate({by_layer: runner(by_layer) for by_layer in prefill}, options.repetitions)
+    nbytes = options.tokens * BYTES_PER_TOKEN
+    rows = []
+    for by_layer, samples in legs.items():
+        first, second = zip(*samples[1:], strict=True)  # the first round is a warm-up
+        row: Row = {
+            "gbit_per_second": gbit, "layerwise": by_layer, "tokens": options.tokens,
+            "mbytes": round(nbytes / 1e6, 1),
+            **spread([1e3 * item for item in first], "prefill_ms_", 0),
+            **spread([1e3 * item for item in second], "decode_ms_", 0),
+            **spread([1e3 * sum(item) for item in samples[1:]], "first_token_ms_", 0),
+        }  # fmt: skip
+        if gbit:  # all of decode's leg counts as not hidden
+            on_link = nbytes * 8 / (gbit * 1e9)
+            hidden = [max(0.0, 1 - item / on_link) for item in second]
+            row |= {"on_link_ms": round(1e3 * on_link), **spread(hidden, "hidden_", 2)}
+        rows.append(row)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
