@@ -72,6 +72,7 @@ pthread_mutex_t double_lock = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t double_changed = PTHREAD_COND_INITIALIZER;
 
 static pthread_mutex_t driver_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t memory_lock = PTHREAD_MUTEX_INITIALIZER; /* taken last */
 static _Thread_local int thread_device;
 static _Thread_local bool is_current;  /* the context of that device */
 static _Thread_local int capture_mode; /* global, until it is exchanged */
@@ -107,6 +108,7 @@ static const char* const NAMES[NUM_VALUES] = {
     [REGISTERED_BYTES] = "registered_bytes",
     [IS_CAPTURING] = "is_capturing",
     [TOTAL_BYTES] = "total_bytes",
+    [TAKEN_PERCENT] = "taken_percent",
     [MULTIPROCESSORS] = "multiprocessors",
     [PEERS_APART] = "peers_apart",
     [INIT_MILLISECONDS] = "init_milliseconds",
@@ -228,6 +230,25 @@ need_context(void) {
 void
 add_device_bytes(int device, long long nbytes) {
     atomic_fetch_add(&used_bytes[device], nbytes);
+}
+
+static long long
+free_device_bytes(int device) {
+    long long total = atomic_load(&double_values[TOTAL_BYTES]);
+    long long taken = total / 100 * atomic_load(&double_values[TAKEN_PERCENT]);
+    long long left = total - taken - atomic_load(&used_bytes[device]);
+    return left > 0 ? left : 0;
+}
+
+bool
+take_device_bytes(int device, long long nbytes) {
+    pthread_mutex_lock(&memory_lock);
+    bool fits = nbytes <= free_device_bytes(device);
+    if (fits) {
+        add_device_bytes(device, nbytes);
+    }
+    pthread_mutex_unlock(&memory_lock);
+    return fits;
 }
 
 void
@@ -649,21 +670,21 @@ cudaMalloc(void** address, size_t nbytes) {
     if (is_prohibited()) {
         return CAPTURE_UNSUPPORTED;
     }
-    long long total = atomic_load(&double_values[TOTAL_BYTES]);
     if (atomic_load(&double_values[MALLOC_FAILS]) ||
-        (long long)nbytes > total - atomic_load(&used_bytes[thread_device])) {
+        !take_device_bytes(thread_device, (long long)nbytes)) {
         return OUT_OF_MEMORY;
     }
     int descriptor = memfd_create("double-device", MFD_CLOEXEC);
     if (descriptor < 0 || ftruncate(descriptor, (off_t)nbytes) != 0) {
+        add_device_bytes(thread_device, -(long long)nbytes);
         return OUT_OF_MEMORY;
     }
     *address = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     if (*address == MAP_FAILED) {
         close(descriptor);
+        add_device_bytes(thread_device, -(long long)nbytes);
         return OUT_OF_MEMORY;
     }
-    add_device_bytes(thread_device, (long long)nbytes);
     keep_range(*address, nbytes, descriptor, LIVE_ALLOCATIONS);
     return SUCCESS;
 }
@@ -689,7 +710,7 @@ int
 cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
     need_context();
     *total_bytes = (size_t)atomic_load(&double_values[TOTAL_BYTES]);
-    *free_bytes = *total_bytes - (size_t)atomic_load(&used_bytes[thread_device]);
+    *free_bytes = (size_t)free_device_bytes(thread_device);
     return SUCCESS;
 }
 

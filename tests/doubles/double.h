@@ -44,6 +44,7 @@ typedef enum {
     REGISTER_TOTAL_BYTES,  /* that may be registered at a time, 0: any number */
     IS_CAPTURING, /* another thread captures a graph: unsafe calls fail, unless theirs is relaxed */
     TOTAL_BYTES,  /* of each device */
+    TAKEN_PERCENT,     /* of them, by others: vLLM takes 92 before we start */
     MULTIPROCESSORS,   /* of each device */
     PEERS_APART,       /* no device reaches the memory of another one */
     INIT_MILLISECONDS, /* that it takes to initialise a communicator */
@@ -109,6 +110,7 @@ int device_of(stream_t* stream);
 void wait_for_device(int device); /* as the calls of the real ones that do: for all streams */
 bool has_context(void);           /* whether the thread has a current one; the driver makes none */
 void add_device_bytes(int device, long long nbytes);
+bool take_device_bytes(int device, long long nbytes); /* false if so much is not free */
 void sleep_milliseconds(long long milliseconds);
 
 /* Waits, at most a few milliseconds, for something to change; with the lock held. */

@@ -14,6 +14,7 @@
 
 typedef enum {
     SUCCESS = 0,
+    UNHANDLED_CUDA_ERROR = 1,
     SYSTEM_ERROR = 2,
     INVALID_ARGUMENT = 4,
     INVALID_USAGE = 5,
@@ -294,8 +295,15 @@ initialise(comm_t* comm) {
         !read_all(comm, &theirs, sizeof theirs)) {
         return SYSTEM_ERROR;
     }
-    bool fits = ours.version == theirs.version && ours.rank != theirs.rank;
-    return fits ? SUCCESS : INVALID_USAGE;
+    if (ours.version != theirs.version || ours.rank == theirs.rank) {
+        return INVALID_USAGE;
+    }
+    long long needed = (4 + 6LL * comm->channels) * MIB;
+    if (!take_device_bytes(comm->device, needed)) {
+        return UNHANDLED_CUDA_ERROR;
+    }
+    comm->bytes = needed;
+    return SUCCESS;
 }
 
 static void*
@@ -362,8 +370,6 @@ ncclCommInitRankConfig(comm_t** out, int num_ranks, unique_id_t id, int rank,
         return INVALID_ARGUMENT; /* of the real ones, the root may be any process */
     }
     comm->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    comm->bytes = (4 + 6LL * comm->channels) * MIB;
-    add_device_bytes(comm->device, comm->bytes);
     atomic_fetch_add(&double_values[LIVE_COMMS], 1);
     atomic_store(&comm->state, IN_PROGRESS);
     comm->is_initialising = true;

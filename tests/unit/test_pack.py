@@ -283,6 +283,27 @@ def test_a_table_is_given_back_when_nothing_reads_it_any_more() -> None:
         assert device.close(10)
 
 
+def test_the_first_order_waits_for_no_kernel_of_others(
+    double: PackDouble, rng: SeededRandom
+) -> None:
+    """To load a kernel may need an idle device, and another one may wait for our peer."""
+    device, opened = Device(Cuda(DOUBLE.path), 0), threading.Event()
+    gate = HOST_FUNCTION(lambda _: opened.wait(20) and None)
+    try:
+        double.cuda.library.cudaLaunchHostFunc(ctypes.c_void_p(double.stream), gate, None)
+        DOUBLE["kernels"] = 0
+        memory, target, regions = scattered(rng, 100, KIB)
+        job = device.copy(
+            memory.ctypes.data + regions[0], target.ctypes.data + regions[1], regions[2]
+        )
+        assert job.wait(10)
+        assert DOUBLE["kernels"] == 1
+        assert (target == copied(memory, target, regions)).all()
+    finally:
+        opened.set()
+        assert device.close(10)
+
+
 def test_others_have_their_turn_while_many_regions_are_ordered(
     rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
