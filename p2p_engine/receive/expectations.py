@@ -69,7 +69,8 @@ class Expectations:
         self.awaited: dict[TransferKey, Expected] = {}
         # Calls that release at its peers a content that was left for another receive here.
         self.let_go: dict[ContentKey, Callable[[], None]] = {}
-        # Every content is kept: requests may wait for some of which nobody here knows yet.
+        # All that has landed outlives its lease: requests may wait for some of which nobody here
+        # knows yet.
         self.keeps_all = False
         self._kept: dict[ContentKey, Kept] = {}  # oldest first
         self._keys: Counter[TransferKey] = Counter()
@@ -112,5 +113,8 @@ class Expectations:
 
     def is_kept(self, content: ContentKey) -> bool:
         """Whether a content is kept; with an empty binding, whether any content of its key is."""
-        is_named = content in self._kept or (not content[1] and content[0] in self._keys)
-        return is_named or self.keeps_all
+        return content in self._kept or (not content[1] and content[0] in self._keys)
+
+    def outlives_lease(self, content: ContentKey) -> bool:
+        """Whether what has landed of a content stays after its lease."""
+        return self.keeps_all or self.is_kept(content)

@@ -361,7 +361,7 @@ class Store(SessionListener):
         elif item.state is LandingState.GRANTED:
             self._late[item] = None
             self._give_up(item, proven=False)
-        elif item.orphaned and self._expectations.is_kept(item.content):
+        elif item.orphaned and self._expectations.outlives_lease(item.content):
             item.deadline = now + self._config.lease_seconds
             self._timers.set(item, item.deadline)
         elif item.orphaned:

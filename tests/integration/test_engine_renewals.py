@@ -434,6 +434,18 @@ def test_what_has_landed_outlives_its_lease_while_a_step_takes_long() -> None:
         assert torch.equal(receiver.recv_tensor(KEY, timeout=10), tensor)
 
 
+def test_a_long_step_refuses_nothing_that_was_refused_long_ago() -> None:
+    with engines(2, **SHORT) as (sender, receiver):
+        meet(receiver, sender)
+        receiver.discard(KEY)
+        wait_leases(2)
+        receiver.step_began()
+        eventually(lambda: receiver._parts.expectations.keeps_all)
+        tensor = pattern("request", 1000)
+        sender.send_tensor(KEY, tensor, receiver.zmq_address).wait(10)
+        assert torch.equal(receiver.recv_tensor(KEY, timeout=10), tensor)
+
+
 def test_a_step_that_has_ended_keeps_nothing() -> None:
     with engines(2, **SHORT, send_type=SendMode.GET) as (holder, receiver):
         meet(receiver, holder)
