@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from tests.attack.strangers import YIELDED
 from tests.rigs.proxies import COMPLETIONS
 
 _END = b'"max_tokens": 8}'
@@ -47,6 +49,7 @@ class Clients:
     """The commands; each returns how many of its requests ended how."""
 
     def __init__(self, url: str) -> None:
+        os.nice(YIELDED)
         self._url = url
 
     def post(self, kinds: list[str], num_bytes: int, count: int, together: int) -> Counter[str]:

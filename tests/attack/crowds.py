@@ -7,6 +7,7 @@ import time
 
 from tests.attack.play import Assault
 from tests.attack.stage import AttackStage
+from tests.processes import Child
 from tests.rigs.proxies import COMPLETIONS, STREAMED
 
 HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
@@ -39,10 +40,7 @@ def idle_and_slow(stage: AttackStage) -> str:
     slow.ask("open", num_slow // 2, HEAD + b"Content-Length: 100000\r\n\r\n{")
     opened = crowd.ask("open", count)
     assert opened == count, f"{opened} of {count} could connect"
-    ends = time.monotonic() + STAY_SECONDS * stage.scale
-    while time.monotonic() < ends:
-        slow.ask("say", b" ")
-        time.sleep(0.1)
+    _drip(slow, STAY_SECONDS * stage.scale)
     return f"{opened} idle and {num_slow} slow ones connected, {crowd.ask('num_open')} idle stayed"
 
 
@@ -86,10 +84,7 @@ def slow_bodies(stage: AttackStage) -> str:
     """Bodies come a byte at a time."""
     crowd, count = stage.strangers(), stage.count(1000)
     crowd.ask("open", count, HEAD + b"Content-Length: 1000000\r\n\r\n{")
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while time.monotonic() < deadline:
-        crowd.ask("say", b" ")
-        time.sleep(0.1)
+    _drip(crowd, LIMIT_SECONDS)
     heard = crowd.ask("hear", 10.0)
     assert set(heard) == {b"HTTP/1.1 408 Request Timeout"}, heard
     return f"{count} heard {_said(heard)}"
@@ -130,6 +125,14 @@ def ahead(stage: AttackStage) -> str:
     for _ in range(100):
         crowd.ask("say", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 400)
     return f"{count} sent 40,000 each, {crowd.ask('num_open')} may wait for the first answer"
+
+
+def _drip(crowd: Child, seconds: float) -> None:
+    """Say one byte on every connection, again and again."""
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        crowd.ask("say", b" ")
+        time.sleep(0.1)
 
 
 def _said(heard: dict[bytes, int]) -> str:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
+from contextlib import ExitStack
 
 from tests.attack.crowds import HEAD, REQUEST
+from tests.attack.instances import Instances
 from tests.attack.play import Assault
-from tests.attack.stage import AttackStage
+from tests.attack.stage import HOST, AttackStage
+from tests.attack.strangers import Strangers
+from tests.processes import Child
 
 LIMIT_SECONDS = 2.0
 PAUSE_SECONDS = 3.0
@@ -58,17 +63,71 @@ def stopped_instances(stage: AttackStage) -> str:
 def stopped_proxy(stage: AttackStage) -> str:
     """The proxy is stopped (SIGSTOP) again and again while requests come."""
     for _ in range(2):
-        stage.process.send_signal(signal.SIGSTOP)
-        time.sleep(PAUSE_SECONDS)
-        stage.process.send_signal(signal.SIGCONT)
+        _pause(stage.proxy.process)
         time.sleep(PAUSE_SECONDS / 3)
     return f"stopped twice for {PAUSE_SECONDS:g} s, every request answered"
+
+
+def stopped_at_each_stage(stage: AttackStage) -> str:
+    """The proxy is stopped (SIGSTOP) while requests are at the same stage; all are answered."""
+    count, told = stage.count(100), 0
+    half, begun = REQUEST[: len(HEAD)], REQUEST[:-5]
+    for before, after in ((half, REQUEST[len(half) :]), (begun, REQUEST[-5:]), (REQUEST, b"")):
+        if not after:
+            stage.instances.ask("behave", "decode", {"pace": 0.2})
+        crowd = stage.strangers()
+        crowd.ask("open", count, before)
+        _pause(stage.proxy.process)
+        crowd.ask("say", after)
+        heard = crowd.ask("hear", 20.0)
+        assert heard == {b"HTTP/1.1 200 OK": count}, heard
+        told += count
+        stage.dismiss()
+    stage.instances.ask("behave", "decode", {})
+    return f"{told} requests at 3 stages, stopped for {PAUSE_SECONDS:g} s at each, all answered"
+
+
+def peer_proxy(stage: AttackStage) -> str:
+    """Instances are known by way of another proxy, which is crowded, stopped, killed, restarted."""
+    known = stage.status()["instances"]
+    with ExitStack() as parts:
+        peer = stage.start_peer()
+        far = parts.enter_context(Child(Instances, "far", through=()))
+        far.ask("beat", peer.registration_address)
+        _wait_for_instances(stage, len(known) + 2)
+        crowd = Child(Strangers, (HOST, peer.port), through=())
+        parts.callback(crowd.close)
+        crowd.ask("open", stage.count(1000), HEAD)
+        _pause(peer.process)
+        _wait_for_instances(stage, len(known) + 2)
+        peer.kill()
+        _wait_for_instances(stage, len(known))
+        peer.start()
+        _wait_for_instances(stage, len(known) + 2)
+        peer.stop()
+        _wait_for_instances(stage, len(known))
+    return "its instances stay while it is crowded or stopped, go when it is killed, and come back"
+
+
+def _pause(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(PAUSE_SECONDS)
+    process.send_signal(signal.SIGCONT)
+
+
+def _wait_for_instances(stage: AttackStage, count: int) -> None:
+    def are_there() -> bool:
+        states = [each["state"] for each in stage.status()["instances"]]
+        return states == ["ready"] * count
+
+    stage.wait_until(are_there, f"{count} instances are ready")
 
 
 def restarted_proxy(stage: AttackStage) -> str:
     """The proxy ends and starts again at the same addresses while requests come."""
     began = time.monotonic()
-    stage.restart()
+    stage.proxy.stop()
+    stage.proxy.start()
     _wait_until_served(stage)
     return f"serves again {time.monotonic() - began:.1f} s after it was told to stop"
 
@@ -116,6 +175,8 @@ ASSAULTS = (
     Assault("an instance that says nothing", silent_instance, SHORT, spares_instances=False),
     Assault("stopped instances", stopped_instances, SHORT, spares_instances=False),
     Assault("a proxy that is stopped", stopped_proxy, SHORT),
+    Assault("a proxy that is stopped at each stage", stopped_at_each_stage),
+    Assault("a proxy that other instances are known by", peer_proxy),
     Assault("a proxy that restarts", restarted_proxy, spares_others=False, spares_instances=False),
     Assault("clients that leave at each stage", leaving_clients),
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+from tests.attack.strangers import YIELDED
 from tests.doubles.server import DECODE, PREFILL, Behaviour, Received, ServerDouble
 from tests.rigs.proxies import LoopThread
 
@@ -32,6 +34,10 @@ class Instances:
         for double in self.doubles.values():
             double.received = Forgetful()
             self._loop.run(double.start())
+
+    def yield_to_others(self) -> None:
+        """Run behind the proxy: on another machine they would not take its core."""
+        os.nice(YIELDED)
 
     def beat(self, registration_address: str) -> None:
         """Send heartbeats to a proxy."""

@@ -34,7 +34,8 @@ def largest_bodies(stage: AttackStage) -> str:
     """Bodies as large as they may be, from many clients at once."""
     num_bytes = stage.count(64 * MIB) - 4096
     seen = stage.clients().ask("post", ["text"], num_bytes, stage.count(48), 24)
-    assert set(seen) <= {"200", "503"}, seen
+    # Who sends on after a 503 may see the connection end before the answer.
+    assert set(seen) <= {"200", "503", "ClientOSError"}, seen
     return f"answered: {_said(seen)}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.harness import Row
 from tests.attack.neighbours import Neighbours
-from tests.attack.stage import AttackStage, Cost
+from tests.attack.stage import AttackStage, Cost, longest_turn_ms
 from tests.processes import Child
 
 MIB = 1 << 20
@@ -39,6 +39,7 @@ def play(attack: Assault, stage: AttackStage, rate: float, seconds: float) -> Ro
     """Play an attack; the healthy load runs for `seconds` before it, and for at least as long
     beside it."""
     with Child(Neighbours, stage.url, rate, through=()) as neighbours:
+        calm_from = len(stage.log())
         calm = _load(neighbours, lambda: time.sleep(seconds))
         cost, before = Cost(), Cost()
         before.look(stage)
@@ -61,9 +62,12 @@ def play(attack: Assault, stage: AttackStage, rate: float, seconds: float) -> Ro
         "others_failed": sum(beside["failures"].values()),
         "p99_ms_calm": calm["p99_ms"],
         "p99_ms": beside["p99_ms"],
+        "turn_ms_calm": longest_turn_ms(stage.log()[calm_from:marked]),
+        "turn_ms": longest_turn_ms(stage.log()[marked:]),
         "rss_mib_calm": before.rss_bytes // MIB,
         "rss_mib": cost.rss_bytes // MIB,
         "descriptors": cost.descriptors,
+        "cpu_seconds": round(max(0.0, cost.cpu_seconds - before.cpu_seconds), 2),
         "seconds": round(took, 1),
     }
 

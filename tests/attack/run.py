@@ -34,7 +34,9 @@ def rows(
         harness.progress(attack.name)
         log = log_dir / f"{number}.log"
         with AttackStage(log, scale, attack.settings, attack.num_descriptors) as stage:
-            yield play(attack, stage, rate, seconds)
+            row = play(attack, stage, rate, seconds)
+            harness.progress(f"  {row}")
+            yield row
 
 
 def main() -> int:

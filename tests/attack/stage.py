@@ -30,6 +30,7 @@ MODEL = str(ASKED["model"])
 LOOK_SECONDS = 0.1
 NUM_STRANGERS = 2
 CLIENTS_SECONDS = 300.0
+WATCHED = "tests.attack.watched"  # the proxy's own command, with a watch on its loop
 # Quick to notice what happens; an attack may ask for other settings.
 SETTINGS = {
     "host": HOST, "port": 0, "registration_host": HOST, "registration_port": 0,
@@ -39,17 +40,23 @@ SETTINGS = {
 
 @dataclass
 class Cost:
-    """The most that a process had at any look."""
+    """The most that a process had at any look, and the time of a core that it took.
+
+    Memory is that of the process, with its file of bodies, which is not counted as its own.
+    """
 
     rss_bytes: int = 0
     descriptors: int = 0
+    cpu_seconds: float = 0.0
     _is_over: threading.Event = field(default_factory=threading.Event)
 
     def look(self, stage: AttackStage) -> None:
         """Look once; a proxy that restarts is not there for a while."""
         with suppress(FileNotFoundError, ProcessLookupError, StopIteration):
-            self.rss_bytes = max(self.rss_bytes, resident_bytes(stage.pid))
+            used = resident_bytes(stage.pid) + _file_bytes(stage.pid)
+            self.rss_bytes = max(self.rss_bytes, used)
             self.descriptors = max(self.descriptors, len(os.listdir(f"/proc/{stage.pid}/fd")))
+            self.cpu_seconds = _cpu_seconds(stage.pid)
 
     @contextmanager
     def of(self, stage: AttackStage) -> Iterator[None]:
@@ -68,6 +75,77 @@ class Cost:
             self._is_over.set()
             thread.join()
             self.look(stage)
+
+
+def _file_bytes(pid: int) -> int:
+    """Return what the files take that exist in memory only."""
+    folder = f"/proc/{pid}/fd"
+    return sum(
+        512 * os.stat(f"{folder}/{each}").st_blocks
+        for each in os.listdir(folder)
+        if os.readlink(f"{folder}/{each}").startswith("/memfd:bodies")
+    )
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Return the time of a core that a process took."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def longest_turn_ms(log: str) -> float:
+    """Return the longest turn of the event loop that a proxy logged, in time of a core."""
+    return max((float(each) for each in re.findall(r"turn_ms=([\d.]+)", log)), default=0.0)
+
+
+class ProxyProcess:
+    """A proxy, which can end and start again at the same addresses."""
+
+    def __init__(self, log: Path, settings: Mapping[str, Any], num_descriptors: int = 0) -> None:
+        self._log = log
+        self._settings = dict(settings)
+        self._num_descriptors = num_descriptors
+        self.start()
+        self.port = int(self._shown(r"running on http://\S+:(\d+)"))
+        self.registration_address = self._shown(r"registration address=(\S+)")
+        registration_port = int(self.registration_address.rpartition(":")[2])
+        self._settings |= {"port": self.port, "registration_port": registration_port}
+
+    def start(self) -> None:
+        """Start it, and wait until it serves."""
+        words = [
+            word
+            for name, value in self._settings.items()
+            for word in ("--" + name.replace("_", "-"), str(value))
+        ]
+        limit = f"ulimit -n {self._num_descriptors}; " if self._num_descriptors else ""
+        command = ["sh", "-c", limit + 'exec "$@"', "sh", sys.executable, "-m", WATCHED, *words]
+        before = len(self.log())
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(command, stderr=log, stdout=log)
+        self._shown(r"running on http://\S+:(\d+)", before)
+
+    def stop(self) -> None:
+        """End it as an operator does."""
+        self.process.terminate()
+        assert self.process.wait(60) == 0
+
+    def kill(self) -> None:
+        """Kill it, if it runs; idempotent."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+    def log(self) -> str:
+        """Return all that it has printed."""
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def _shown(self, pattern: str, start: int = 0) -> str:
+        found = eventually(
+            lambda: re.search(pattern, self.log()[start:]), 60, f"the proxy prints {pattern}"
+        )
+        assert found is not None
+        return found[1]
 
 
 class AttackStage:
@@ -89,18 +167,16 @@ class AttackStage:
     ) -> None:
         self.scale = scale
         self._log = log
-        self._num_descriptors = num_descriptors
-        self.settings = {**SETTINGS, **settings}
         self._parts = ExitStack()
-        self.process = self._start()
-        self.port = int(self._shown(r"running on http://\S+:(\d+)"))
-        self.registration_address = self._shown(r"registration address=(\S+)")
+        self.proxy = ProxyProcess(log, {**SETTINGS, **settings}, num_descriptors)
+        self.port = self.proxy.port
         self.instances, others = (
             self._parts.enter_context(Child(Instances, model, through=()))
             for model in (MODEL, OTHER_MODEL)
         )
         for pair in (self.instances, others):
-            pair.ask("beat", self.registration_address)
+            pair.ask("beat", self.proxy.registration_address)
+        self.instances.ask("yield_to_others")
         self.wait_until_ready()
         self._free: list[Child] = []
         self._busy: list[Child] = []
@@ -120,7 +196,7 @@ class AttackStage:
     @property
     def pid(self) -> int:
         """The proxy's process id."""
-        return self.process.pid
+        return self.proxy.process.pid
 
     @property
     def url(self) -> str:
@@ -170,7 +246,7 @@ class AttackStage:
 
     def log(self) -> str:
         """Return all that the proxy has printed."""
-        return self._log.read_text(errors="replace")
+        return self.proxy.log()
 
     def wait_until_ready(self) -> None:
         """Wait until all instances get requests."""
@@ -188,47 +264,17 @@ class AttackStage:
         """
         eventually(condition, timeout, what)
 
-    def restart(self) -> None:
-        """End the proxy as an operator does, and start it again at the same addresses."""
-        self.stop()
-        ports = {
-            "port": self.port,
-            "registration_port": int(self.registration_address.rpartition(":")[2]),
-        }
-        self.settings.update(ports)
-        before = len(self.log())
-        self.process = self._start()
-        self._shown(r"running on http://\S+:(\d+)", before)
-
-    def stop(self) -> None:
-        """End the proxy as an operator does."""
-        self.process.terminate()
-        assert self.process.wait(60) == 0
+    def start_peer(self) -> ProxyProcess:
+        """Start another proxy, which tells this one of its instances; it ends with the stage."""
+        settings = {**SETTINGS, "peers": self.proxy.registration_address}
+        peer = ProxyProcess(self._log.with_name(self._log.name + "-peer"), settings)
+        self._parts.callback(peer.kill)
+        return peer
 
     def close(self) -> None:
         """End everything; idempotent."""
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+        self.proxy.kill()
         self._parts.close()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        words = [
-            word
-            for name, value in self.settings.items()
-            for word in ("--" + name.replace("_", "-"), str(value))
-        ]
-        limit = f"ulimit -n {self._num_descriptors}; " if self._num_descriptors else ""
-        command = ["sh", "-c", limit + 'exec "$@"', "sh", sys.executable, "-m", "proxy", *words]
-        with self._log.open("ab") as log:
-            return subprocess.Popen(command, stderr=log, stdout=log)
-
-    def _shown(self, pattern: str, start: int = 0) -> str:
-        found = eventually(
-            lambda: re.search(pattern, self.log()[start:]), 60, f"the proxy prints {pattern}"
-        )
-        assert found is not None
-        return found[1]
 
     def _states(self) -> list[str]:
         return [instance["state"] for instance in self.status()["instances"]]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import select
 import socket
 from collections import Counter
 
 PATIENCE_SECONDS = 10.0
+YIELDED = 5  # on another machine they would not take the proxy's core
 
 
 class Strangers:
     """The commands; each does the same over every connection, or some."""
 
     def __init__(self, address: tuple[str, int]) -> None:
+        os.nice(YIELDED)
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._address = address
