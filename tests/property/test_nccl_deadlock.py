@@ -452,6 +452,24 @@ def test_a_sender_that_asks_for_too_much_is_refused() -> None:
     assert len(launched) <= 3 * MAX_ASKED
 
 
+def test_a_burst_that_breaks_the_rules_ends_only_its_own_group() -> None:
+    """What gives a slot back may be another pair, which has more to do then."""
+    slots, launched = Slots(1), list[Burst]()
+    other = receiving_half(slots, launched)
+
+    def is_wanted(_: Burst) -> bool:
+        half.end()  # as the pair does when it fails
+        return False
+
+    half = ReceivingHalf(
+        slots, lambda _, found: found(), is_wanted, lambda *_: None, lambda *_: None
+    )
+    other.on_ask(0, Burst(9, 0, 1))
+    half.on_ask(0, Burst(0, 7, 1))
+    other.received(Burst(9, 0, 1))
+    assert slots.num_free == 1
+
+
 def test_there_are_never_more_kernels_than_slots() -> None:
     """Those of one group run one after the other."""
     world = play(Assignment(has_models=False), SEED + 1)

@@ -285,7 +285,8 @@ class ReceivingHalf:
 
     def _granted(self, order: int, burst: Burst) -> None:
         self._asked.popleft()
-        is_wanted, slot = self._is_wanted(burst), self._held[burst].slot
+        slot = self._held[burst].slot
+        is_wanted = self._is_wanted(burst)  # if not, this half may have ended
         self._answer(order, is_wanted)
         if is_wanted:
             self._launched.add(burst)
