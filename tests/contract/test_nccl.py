@@ -319,6 +319,34 @@ def test_a_failed_group_keeps_its_memory_until_its_abort_has_returned(
         assert_arrives(pair, pair.channel(), memory)
 
 
+def test_what_an_aborted_sender_lets_a_kernel_receive_does_not_count(
+    double: GpuDouble, rng: SeededRandom
+) -> None:
+    """On one host, an aborted kernel tells its peer's that all bytes have come. The receiver may
+    see the end of that kernel before the end of the connection."""
+    memory = random_memory(rng, MIB // 8)
+    with pairs() as pair:
+        channel, landing = pair.channel(), pair.grant(None, memory.nbytes)
+        assert isinstance(pair.receiver.transport, NcclTransport)
+        wire = pair.receiver.transport._senders[pair.sender.epoch]._wire
+        device = pair.receiver.device
+        assert device is not None
+        assert landing.job is not None
+        with double.fault(send_hangs=1):
+            job = write(channel, one_region(memory.ctypes.data, memory.nbytes), landing, memory)
+            eventually(lambda: double["resident_kernels"] == 2)
+            device.run(lambda: device.unwatch(wire._connection.fileno()), 5.0)
+            pair.sender.in_control(lambda: channel.close(0))
+        eventually(lambda: not double["resident_kernels"])
+        look_again(pair)
+        assert pair.bytes_of(landing, memory.nbytes) == b"\xee" * memory.nbytes
+        assert not pair.has_landed(landing, memory.nbytes)
+        device.run(lambda: device.watch(wire._connection.fileno(), wire._serve), 5.0)
+        assert landing.job.wait(10)
+        assert job.wait(10)
+        assert (job.state, landing.job.state) == ("failed", "failed")
+
+
 def test_an_abort_that_hangs_is_quarantined_and_costs_nothing_else(
     double: GpuDouble, rng: SeededRandom
 ) -> None:

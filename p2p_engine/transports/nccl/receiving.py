@@ -36,6 +36,8 @@ class GrantedReceive:
     received_bytes: int = 0
     num_running: int = 0  # bursts
     is_stopping: bool = False
+    is_given_up: bool = False  # by us
+    is_confirmed: bool = False  # by the sender: no kernel of its side was aborted
     is_spoilt: bool = False  # a burst came over a group that was aborted
 
 
@@ -88,6 +90,7 @@ class ReceivingPair(NcclPair):
         """Refuse further bursts of a receive."""
         for receive in list(self._receives.values()):
             if receive.job is job:
+                receive.is_given_up = True
                 self._stop(receive)
 
     def evict(self) -> None:
@@ -104,6 +107,11 @@ class ReceivingPair(NcclPair):
             receive = self._receives.get(frame.seq)
             if receive is not None:
                 self._stop(receive)
+        elif frame.kind is FrameKind.SENT:
+            receive = self._receives.get(frame.seq)
+            if receive is not None:
+                receive.is_confirmed = True
+                self._settle(receive)
         elif self._is_ending:
             self._deferred.append(frame)
         elif frame.kind is FrameKind.NEW:
@@ -247,15 +255,17 @@ class ReceivingPair(NcclPair):
         self._settle(receive)
 
     def _settle(self, receive: GrantedReceive) -> None:
-        """End a receive that has no kernel and gets no more bursts."""
+        """End a receive that has no kernel and gets no more bursts. The end of our kernels proves
+        nothing alone: on one host, a sender's that is aborted tells ours that all has come."""
         if receive.num_running or receive.job.done:
             return
-        if receive.received_bytes == receive.nbytes:
+        is_all = receive.received_bytes == receive.nbytes
+        if is_all and receive.is_confirmed:
             state = "done"
         elif self.is_broken or receive.is_spoilt:
             state = "failed"
-        elif receive.is_stopping:
-            state = "cancelled"
+        elif receive.is_stopping and (receive.is_given_up or not is_all):
+            state = "cancelled"  # else the sender says SENT, or the pair ends
         else:
             return
         del self._receives[receive.seq]

@@ -361,6 +361,8 @@ class SendingPair(NcclPair):
         else:
             return
         del self._writes[write.seq]
+        if is_sent:
+            self.say(FrameKind.SENT, seq=write.seq)
         write.job.end(state, str(self.error) if state == "failed" else None)
 
     def _end_half(self) -> None:

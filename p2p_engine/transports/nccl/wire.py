@@ -10,6 +10,7 @@ one wire, which the sender dials. If it ends, the other side is gone or has give
     S → R  ID group, unique id       R → S  UP group           its side of the communicator is made
     S → R  ASK order, seq, burst     R → S  GO or REFUSE order
     S → R  STOP seq                                            no more bursts will come
+    S → R  SENT seq                                            its kernels ended, none was aborted
     S → R  END group                 R → S  IDLE group         end it, unless you need it
 """
 
@@ -44,6 +45,7 @@ class FrameKind(enum.IntEnum):
     STOP = 8
     END = 9
     IDLE = 10
+    SENT = 11
 
 
 class Frame(NamedTuple):
