@@ -257,13 +257,15 @@ class Proxy:
 
     async def add_instances(self) -> Response:
         """Add instances, or resume draining ones; needs the admin key."""
-        self._admin.authorize(request.headers, _address_of(request.scope))
-        return _json(self._admin.add(cast("bytes", await request.get_data())))
+        sender = _address_of(request.scope)
+        self._admin.authorize(request.headers, sender)
+        return _json(self._admin.add(cast("bytes", await request.get_data()), sender))
 
     async def remove_instances(self) -> Response:
         """Drain instances, then forget them; needs the admin key."""
-        self._admin.authorize(request.headers, _address_of(request.scope))
-        return _json(self._admin.remove(cast("bytes", await request.get_data())))
+        sender = _address_of(request.scope)
+        self._admin.authorize(request.headers, sender)
+        return _json(self._admin.remove(cast("bytes", await request.get_data()), sender))
 
     async def complete(self, request: ProxyRequest) -> Answer:
         """Serve a completion, a chat completion or an errand."""

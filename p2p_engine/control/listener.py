@@ -119,4 +119,5 @@ def _bind(host: str, ports: range) -> socket.socket:
             refusal = error
         else:
             return listener
-    raise ConfigError(f"cannot bind {host} on any port of {ports}: {refusal}") from refusal
+    named = f"port {ports[0]}" if len(ports) == 1 else f"any port from {ports[0]} to {ports[-1]}"
+    raise ConfigError(f"cannot bind {named} on {host}: {refusal}") from refusal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     from proxy.config import ProxyConfig
     from proxy.fleet.registry import Registry
+
+logger = logging.getLogger(__name__)
 
 _ROLES = {
     "prefill": [Role.PREFILL], "decode": [Role.DECODE], "both": list(Role),
@@ -110,8 +113,8 @@ class Admin:
             raise ProxyError(401, "unauthorized", "the admin key is missing or wrong")
         self._tries.succeed(address)
 
-    def add(self, body: bytes) -> dict[str, Any]:
-        """Add instances that send no heartbeats, or resume draining ones.
+    def add(self, body: bytes, sender: str) -> dict[str, Any]:
+        """Add instances that send no heartbeats, or resume draining ones, for an admin.
 
         Raises:
             ProxyError: 400, the body or an address is invalid; 409, the registry is full.
@@ -128,10 +131,12 @@ class Admin:
             raise ProxyError(400, "invalid_address", str(error)) from error
         except RegistryFull as error:
             raise ProxyError(409, "registry_full", str(error)) from error
+        for instance in added:
+            logger.info("instance added http=%s by=%s", instance.identity.name, sender)
         kind = f" to {asked.type}_instances" if asked.type else ""
         return self._answer(f"Added {', '.join(addresses)}{kind}.", added)
 
-    def remove(self, body: bytes) -> dict[str, Any]:
+    def remove(self, body: bytes, sender: str) -> dict[str, Any]:
         """Drain instances: they get no new requests, and are removed when their requests have
         ended.
 
@@ -149,6 +154,8 @@ class Admin:
         now, removed = self._clock(), [i for i in found.values() if i is not None]
         for instance in removed:
             instance.drains_until = now + (seconds if asked.drain else 0.0)
+            name = instance.identity.name
+            logger.info("instance removed http=%s by=%s drain=%s", name, sender, asked.drain)
         answer = self._answer(f"Removing {', '.join(found)}.", removed)
         self._registry.sweep(now)
         return answer

@@ -93,7 +93,9 @@ class Forwarder:
 
     async def _answer(self, request: ProxyRequest, record: RequestRecord) -> Answer:
         given = request.headers.pop("authorization", "")
-        record.client = self._clients.admit(given, request.ends)
+        if (client := self._clients.find(given)) is not None:
+            record.client = client.name  # also if a limit refuses the request
+            self._clients.admit(client, request.ends)
         if passed_on := self._clients.passed_on(given):
             request.headers["authorization"] = passed_on
         if self._services.name in request.headers.get("via", ""):

@@ -110,17 +110,13 @@ class ClientKeys:
             raise ProxyError(401, "invalid_api_key", f"the API key {said}")
         return client
 
-    def admit(self, authorization: str, ends: Ends) -> str:
-        """Count a request until its end; return its client's name, "" if no key is needed.
+    def admit(self, client: KnownClient, ends: Ends) -> None:
+        """Count a request of a client until its end.
 
         Raises:
-            ProxyError: 401, the key is missing or wrong; 429, the client is at a limit.
+            ProxyError: 429, the client is at a limit.
         """
-        client = self.find(authorization)
-        if client is None:
-            return ""
         client.begin(self._clock(), ends)
-        return client.name
 
 
 def _read(path: str) -> dict[bytes, KnownClient]:

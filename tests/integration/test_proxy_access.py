@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import re
 import shutil
 import signal
@@ -62,7 +63,10 @@ async def test_only_clients_with_a_key_may_ask(files: dict[str, str]) -> None:
             assert response.status == 200  # for those who watch it
 
 
-async def test_a_client_has_a_limit_of_its_own(files: dict[str, str]) -> None:
+async def test_a_client_has_a_limit_of_its_own(
+    files: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="proxy.access")
     async with recorded(client_keys_file=files["clients"]) as (proxy, prefill, _):
         right = {"Authorization": f"Bearer {KEY}"}
         release = asyncio.Event()
@@ -72,6 +76,9 @@ async def test_a_client_has_a_limit_of_its_own(files: dict[str, str]) -> None:
         status, body, headers = await proxy.ask(headers=right)
         assert (status, json.loads(body)["error"]["code"]) == (429, "client_limit")
         assert headers["Retry-After"]
+        await until(lambda: "client_limit" in caplog.text, "its line is written")
+        (line,) = [text for text in caplog.messages if "client_limit" in text]
+        assert json.loads(line)["client"] == "alice"
         release.set()
         assert (await first)[0] == 200
         assert (await proxy.ask(headers=right))[0] == 200

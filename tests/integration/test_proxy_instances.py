@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -48,6 +49,20 @@ async def silent(*kinds: str) -> AsyncIterator[list[ServerDouble]]:
     finally:
         for double in doubles:
             await double.stop()
+
+
+async def test_the_log_has_every_order(key_file: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with silent("D") as (decode,), running_proxy(admin_key_file=key_file) as proxy:
+        name = decode.http_address
+        await order(proxy, "add", {"instance": name, "type": "decode"})
+        await order(proxy, "remove", {"instance": name}, headers={"X-Api-Key": "wrong"})
+        await order(proxy, "remove", {"instance": name})
+    orders = [text for text in caplog.messages if " by=" in text]
+    assert orders == [
+        f"instance added http={name} by=127.0.0.1",
+        f"instance removed http={name} by=127.0.0.1 drain=True",
+    ]
 
 
 @pytest.mark.parametrize("dispatch", ["sequential", "concurrent"])

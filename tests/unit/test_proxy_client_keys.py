@@ -30,7 +30,9 @@ def test_each_line_is_a_client(tmp_path: Path) -> None:
     found = known.find(f"Bearer {ALICE}")
     assert found is not None
     assert (found.name, found.in_flight, found.per_minute) == ("alice", 2, 0)
-    assert known.admit(f"bearer {BOB}", Ends()) == "bob"
+    found = known.find(f"bearer {BOB}")
+    assert found is not None
+    assert (found.name, found.in_flight, found.per_minute) == ("bob", 1, 5)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ def test_each_line_is_a_client(tmp_path: Path) -> None:
 def test_a_missing_or_wrong_key_is_a_401(given: str, tmp_path: Path) -> None:
     known = clients(tmp_path / "keys", f"alice {ALICE}")
     with pytest.raises(ProxyError) as caught:
-        known.admit(given, Ends())
+        known.find(given)
     assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
 
 
@@ -95,12 +97,17 @@ def test_requests_in_a_minute_are_limited() -> None:
 def test_a_client_that_stays_keeps_its_counts(tmp_path: Path) -> None:
     path, ends = tmp_path / "keys", Ends()
     known = clients(path, f"alice {ALICE} in_flight=1\nbob {BOB}")
-    known.admit(f"Bearer {ALICE}", ends)
+    before = known.find(f"Bearer {ALICE}")
+    assert before is not None
+    known.admit(before, ends)
     written(path, f"alice {BOB} in_flight=2\n")
     known.reload()
-    assert known.admit(f"Bearer {BOB}", ends) == "alice"
+    after = known.find(f"Bearer {BOB}")
+    assert after is not None
+    assert after.name == "alice"
+    known.admit(after, ends)
     with pytest.raises(ProxyError, match="2 requests in progress"):
-        known.admit(f"Bearer {BOB}", ends)
+        known.admit(after, ends)
     with pytest.raises(ProxyError, match="wrong"):
         known.find(f"Bearer {ALICE}")
     written(path, "nonsense")
