@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 2.0  # for each thread to end
 # Of the shortest patience of a ListeningClock, between two looks: far less than its step.
-REST_SHARE = 1 / 6
+REST_SHARE = 1 / 8
 
 
 class Parts:

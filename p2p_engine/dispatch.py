@@ -199,6 +199,7 @@ class Dispatch(PlaneListener):
     def _on_renew(self, session: Session, renew: Renew) -> None:
         self._sender.on_renew(renew.source_epoch, set(renew.contents))
         if not renew.contents:
+            self._sender.on_renew_all(renew.source_epoch)
             self._holds.on_renew_all()
         peer = PeerAddress(session.address)
         for content in renew.contents:

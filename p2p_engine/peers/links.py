@@ -141,6 +141,10 @@ class Links(SessionListener):
         """Return the links over which messages may be sent; several may lead to one engine."""
         return [link for link in self._links.values() if link.ready]
 
+    def to_engine(self, epoch: int) -> list[Link]:
+        """Return the links to the engine of an epoch."""
+        return self._by_epoch.get(epoch)
+
     def names(self, link: Link) -> list[PeerAddress]:
         """Return all targets that lead to the engine of a link, the link's own first."""
         return [link.target, *(twin.target for twin in self._twins(link))]

@@ -80,6 +80,7 @@ class Renewals(LinkListener):
         self._look_at = math.inf  # the next time that a tick has work
         self._step_began_at = math.inf
         self._step_told_at = -math.inf
+        self._keeps_all_until = -math.inf
 
     def step_began(self) -> None:
         """Note that the caller begins a step; any thread, without the lock."""
@@ -176,16 +177,18 @@ class Renewals(LinkListener):
         self._look_at = self._next_look(now)
 
     def _look_at_step(self, now: float) -> None:
-        """Keep everything, here and at all linked peers, while a step takes long."""
+        """Keep everything, here and at all linked peers, while a step takes long, and for a round
+        after it: the requests that have come meanwhile are known only in a later step."""
         seconds = now - self._step_began_at
-        if seconds < self._config.retry_seconds:
-            self._expectations.keeps_all = False
+        self._expectations.keeps_all = now < self._keeps_all_until
+        if not self._config.retry_seconds <= seconds < self._config.max_renewal_seconds:
             return
         links = self._links.all_ready()
         interval = min(map(self._interval, links), default=self._interval())
-        is_long = interval <= seconds < self._config.max_renewal_seconds
-        self._expectations.keeps_all = is_long
-        if is_long and now >= self._step_told_at + interval:
+        if seconds < interval:
+            return
+        self._expectations.keeps_all, self._keeps_all_until = True, now + interval
+        if now >= self._step_told_at + interval:
             self._step_told_at = now
             for link in {link.epoch: link for link in links}.values():
                 self._links.send(link, Renew, [])

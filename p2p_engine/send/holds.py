@@ -4,6 +4,7 @@ into the pool and served from there. The engine's lock guards everything here.""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from p2p_engine.send.unheld_wants import PendingWant, UnheldWants
 from p2p_engine.transfer import Transfer, lane_of
 from p2p_engine.wire.messages import CacheSpec, ContentKey, Manifest, TransferKey
 
+UNNAMED_ROUNDS = 16  # in a lease, at most
 UNNAMED_LEASES = 5  # RENEW without names keeps a hold for so many leases, counted from its start
 
 
@@ -95,6 +97,7 @@ class Holds:
         self._of_key: Index[TransferKey, Hold] = Index()
         self._by_transfer: dict[Transfer, Hold] = {}
         self._unheld = UnheldWants()
+        self._all_renewed_at = -math.inf
         self._timers: Timers[Hold] = Timers()
         self._late: dict[Hold, None] = {}  # past their leases, but not ended
         self._renewed: BoundedMap[ContentKey, float] = BoundedMap()  # not held; renewed until
@@ -237,7 +240,12 @@ class Holds:
 
     def on_renew_all(self) -> None:
         """Give every held source another lease, up to UNNAMED_LEASES: a peer may want any of them,
-        and cannot say yet which."""
+        and cannot say yet which. A call soon after another one does nothing: a peer cannot make
+        this cost more than a few looks at each hold in a lease."""
+        now = self._clock()
+        if now < self._all_renewed_at + self._config.lease_seconds / UNNAMED_ROUNDS:
+            return
+        self._all_renewed_at = now
         for hold in self._holds.values():
             self._renew(hold, hold.held_at + UNNAMED_LEASES * hold.lease)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 
 from p2p_engine.bounded import Index
 from p2p_engine.config import EngineConfig
@@ -245,14 +245,20 @@ class Sender(LinkListener):
                     self._schedule(chunk, 0.0)
         return bool(found)
 
-    def on_renew(self, epoch: int, contents: Collection[ContentKey]) -> None:
+    def on_renew(self, epoch: int, contents: Iterable[ContentKey]) -> None:
         """Extend the deadlines of shipments that the receiver has not granted in full, by
-        transfer_timeout_seconds: a request there will ask for these contents. Without contents,
-        all that go there are meant."""
-        contents = contents or self._going.names()
+        transfer_timeout_seconds: a request there will ask for these contents."""
+        self._renew(item for name in contents for item in self._going_to(epoch, name))
+
+    def on_renew_all(self, epoch: int) -> None:
+        """Extend the deadlines of all shipments to the engine of an epoch, as `on_renew` does."""
+        links = self._links.to_engine(epoch)
+        self._renew({chunk.shipment for link in links for chunk in self._on_link(link)})
+
+    def _renew(self, shipments: Iterable[Shipment]) -> None:
         deadline = self._clock() + self._config.transfer_timeout_seconds
-        for shipment in [item for name in contents for item in self._going_to(epoch, name)]:
-            if not shipment.is_granted:
+        for shipment in shipments:
+            if not shipment.is_granted and shipment.ending is None:
                 latest = min(deadline, shipment.latest_deadline)
                 shipment.deadline = max(shipment.deadline, latest)
 

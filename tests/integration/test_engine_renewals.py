@@ -446,6 +446,34 @@ def test_a_long_step_refuses_nothing_that_was_refused_long_ago() -> None:
         assert torch.equal(receiver.recv_tensor(KEY, timeout=10), tensor)
 
 
+def test_what_has_landed_lives_for_a_round_after_a_long_step() -> None:
+    """The requests that have come meanwhile are known only in a later step."""
+    with engines(2, **SHORT) as (sender, receiver):
+        receiver.step_began()
+        tensor = pattern("request", 1000)
+        sender.send_tensor(KEY, tensor, receiver.zmq_address).wait(10)
+        wait_leases(2)
+        receiver.step_ended()
+        ends_at = time.monotonic() + 0.1 * LEASE
+        eventually(lambda: time.monotonic() >= ends_at)
+        assert torch.equal(receiver.recv_tensor(KEY, timeout=10), tensor)
+
+
+def test_a_peer_that_renews_all_again_and_again_costs_one_look() -> None:
+    with engines(2, lease_seconds=600, send_type=SendMode.GET) as (holder, receiver):
+        meet(receiver, holder)
+        hold(holder)
+        (held,) = holder._parts.holds._holds.values()
+        first, holder._parts.holds._all_renewed_at = held.lease_ends_at, -1e9
+        holder._parts.holds.on_renew_all()
+        second = held.lease_ends_at
+        assert second > first
+        for _ in range(100):
+            holder._parts.holds.on_renew_all()
+        assert held.lease_ends_at == second
+        receiver.discard(KEY, peer=PeerAddress(holder.zmq_address))
+
+
 def test_a_step_that_has_ended_keeps_nothing() -> None:
     with engines(2, **SHORT, send_type=SendMode.GET) as (holder, receiver):
         meet(receiver, holder)
