@@ -20,6 +20,10 @@ from tests.doubles.gpu import GpuDouble
 T = TypeVar("T")
 PROC = Path("/proc/self")
 
+# Codes of the proxy that are made from the names of Quart's errors;
+# tests/integration/test_proxy_failures.py asks for them.
+CODES_OF_QUART = ("not_found", "method_not_allowed")
+
 
 def eventually(condition: Callable[[], T], timeout: float = 10.0, what: str = "") -> T:
     """Wait until `condition` is true and return its value.

@@ -98,7 +98,8 @@ def test_every_length_arrives_whole(make: MakePair, send_type: str, order: str) 
         {"prefill": {"tp_size": 2, "layout": "LBNHC"}, "decode": {"tp_size": 1}},
         {"attention": "latent"},
         {"attention": "sparse"},
-        {"attention": "mixed"},
+        # Three groups want more blocks: a preempted prompt would be computed again.
+        {"attention": "mixed", "prefill": {"num_blocks": 400}, "decode": {"num_blocks": 400}},
         {"prefill": {"layerwise": False}},
         {"decode": {"layerwise": False}},
         {"prefill": {"is_on_device": True}},

@@ -20,6 +20,7 @@ from p2p_engine.engine import P2pNcclEngine
 from proxy.app import Proxy
 from proxy.config import ProxyConfig
 from proxy.http.strict import CODE
+from tests.support import CODES_OF_QUART
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -33,8 +34,6 @@ ENTRIES = dict(ENTRY.findall(TEXT))
 METRIC = re.compile(r"(?:vllm:p2p|p2p_proxy)_\w+")
 HISTOGRAM_PARTS = re.compile(r"_(bucket|sum|count)$")
 MAKERS = ("ProxyError", "LegFailed", "BodyRefused")
-# Made from the names of its errors; tests/integration/test_proxy_failures.py asks for them.
-CODES_OF_QUART = ("not_found", "method_not_allowed")
 
 
 def errors_of(module: object) -> set[str]:

@@ -25,6 +25,7 @@ from proxy.fleet.instances import Instance
 from proxy.http.strict import CODE
 from proxy.observe.request_log import RequestRecord
 from proxy.routing.policies import POLICIES
+from tests.support import CODES_OF_QUART
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "proxy.md").read_text()
@@ -80,7 +81,7 @@ def test_every_state_of_an_instance_is_there() -> None:
 
 def codes() -> Iterator[str]:
     """The code of every error that the proxy answers, spelt out for each role."""
-    yield CODE
+    yield from (CODE, *CODES_OF_QUART)
     for path in (ROOT / "proxy").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in MAKERS:
