@@ -186,9 +186,10 @@ def test_windows_beside_a_draft_of_several_modules(
 
 def test_a_prompt_that_the_draft_reads_over_is_not_loaded(make_pair: MakePair) -> None:
     pair = make_pair({}, {}, draft="mtp", num_modules=4)
-    for length in (1, 3, 4):
+    lengths = [1, 3, 4]
+    for length in lengths:
         pair.ask(prompt_of(length))
     pair.run()
     pair.check_answers()
-    pair.check_at_rest()
-    assert pair.landed_bytes() == 0
+    pair.check_at_rest()  # what was pushed before decode refused it may have landed
+    assert sorted(pair.d.num_computed_prompt_tokens.values()) == lengths
