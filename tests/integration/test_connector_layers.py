@@ -58,6 +58,18 @@ def warm(pair: Pair) -> int:
     return pair.sent_bytes()[0]
 
 
+def check_nothing_leaves_early(pair: Pair, *, has_hooks: bool = True) -> None:
+    """A prompt leaves after its forward, and arrives whole."""
+    before, seen = warm(pair), []
+    pair.p.has_hooks = has_hooks
+    pair.ask(prompt_of(300), order="together")
+    pair.p.during_forward = lambda layer: seen.append(pair.sent_bytes()[0])
+    pair.run()
+    assert seen[:NUM_LAYERS] == [before] * NUM_LAYERS
+    pair.check_answers(num_computed=1)
+    pair.check_at_rest()
+
+
 @pytest.mark.parametrize("transports", ["shm", "tcp"])
 def test_each_layer_leaves_while_the_next_is_computed(make: MakePair, transports: str) -> None:
     pair, seen = make(transports=transports), {}
@@ -118,14 +130,7 @@ def test_instances_of_all_kinds(make: MakePair, sides: dict[str, Any]) -> None:
 def test_whole_graphs_leave_after_the_forward(make: MakePair) -> None:
     """They are replayed without hooks."""
     pair = make()
-    before, seen = warm(pair), []
-    pair.p.has_hooks = False
-    pair.ask(prompt_of(300), order="together")
-    pair.p.during_forward = lambda layer: seen.append(pair.sent_bytes()[0])
-    pair.run()
-    assert seen[:NUM_LAYERS] == [before] * NUM_LAYERS
-    pair.check_answers(num_computed=1)
-    pair.check_at_rest()
+    check_nothing_leaves_early(pair, has_hooks=False)
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -296,13 +301,7 @@ def test_with_a_draft_all_leaves_after_the_forward(
 ) -> None:
     pair = make(draft="eagle")
     assert "layerwise has no effect with speculative decoding" in caplog.text
-    before, seen = warm(pair), []
-    pair.ask(prompt_of(300), order="together")
-    pair.p.during_forward = lambda layer: seen.append(pair.sent_bytes()[0])
-    pair.run()
-    assert seen[:NUM_LAYERS] == [before] * NUM_LAYERS
-    pair.check_answers(num_computed=1)
-    pair.check_at_rest()
+    check_nothing_leaves_early(pair)
 
 
 @pytest.mark.slow
