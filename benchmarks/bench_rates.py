@@ -2,7 +2,8 @@
 
 The model is in rates_world.py: the device threads and the pairs of the transport nccl are real, and
 run in virtual time; CUDA, NCCL, sockets and links cost what its `Costs` say. One prompt moves from
-one GPU to another, in chunks of regions of 32 KiB, four of them open at a time, as the engine does.
+one GPU to another, in chunks of regions of 32 KiB, as the engine does: four of them are not written
+yet, and the next one is offered when one is.
 
 Nothing here was measured on a GPU. These are predictions, to be checked on one.
 """
@@ -29,7 +30,7 @@ from benchmarks.rates_world import (
 )
 from p2p_engine.config import EngineConfig
 from p2p_engine.gpu.device import DeviceJob
-from p2p_engine.memory.arena import WINDOW
+from p2p_engine.memory.arena import SHARE_OF_LANDING, WINDOW
 from p2p_engine.memory.layout import Regions
 from p2p_engine.transports.nccl.groups import Groups
 from p2p_engine.transports.nccl.pair import Resources
@@ -41,8 +42,7 @@ from p2p_engine.transports.nccl.transport import MAX_LANES, num_slots
 
 REGION_BYTES = 32 << 10
 CHUNK_MIB = EngineConfig().on_device("cuda:0").chunk_bytes // MIB
-OPEN_CHUNKS = WINDOW
-CONTROL_HOPS = 4  # COMMIT, OFFER, GRANT and the order to write, each in another thread
+CONTROL_HOPS = 3  # OFFER, GRANT and the order to write, each in another thread
 PUSHES = {"cuda_ipc, PCIe 5 x16": 55.0, "cuda_ipc, NVLink 4": 370.0}
 LINKS = {  # GB/s that two channels can fill, or as many as are said
     "100 Gb/s": 12.5,
@@ -63,7 +63,7 @@ class Rig:
         self.costs = costs
         self._seqs = itertools.count(1)
         self._is_ready = False
-        self._num_left = self._num_open = 0
+        self._num_left = self._num_open = self._num_unwritten = 0
         link, meetings = LinkUse(), dict[bytes, Any]()
         self.devices = [ModelDevice(clock, costs) for _ in range(2)]
         sockets = [ModelSocket(device) for device in self.devices]
@@ -74,17 +74,14 @@ class Rig:
         self.sender = SendingPair(
             shared[0], Groups(reaper, 16), cast("socket.socket", sockets[0]), self._ready, _fail
         )
-        self.devices[1].on_end = self._ended
+        self.devices[0].on_end, self.devices[1].on_end = self._written, self._ended
 
     def rate(self, num_chunks: int) -> float:
         """Return the GB/s at which chunks arrive."""
         with self.clock.installed():
             self.clock.run_until(lambda: self._is_ready, 100.0)
             start, self._num_left = self.clock.now, num_chunks
-            for _ in range(min(OPEN_CHUNKS, num_chunks)):
-                self._num_left -= 1
-                self._num_open += 1
-                self._begin()
+            self._open_more(0.0)
             self.clock.run_until(lambda: not self._num_open and not self._num_left, 1000.0)
             return num_chunks * self._chunk_bytes / (self.clock.now - start) / 1e9
 
@@ -110,15 +107,22 @@ class Rig:
         receiver.post(lambda: self.receiver.expect(seq, address, self._chunk_bytes, there))
         sender.post(lambda: self.sender.write(seq, regions, (), here))
 
+    def _open_more(self, pause: float) -> None:
+        while self._num_left and self._num_unwritten < WINDOW and self._num_open < SHARE_OF_LANDING:
+            self._num_left -= 1
+            self._num_open += 1
+            self._num_unwritten += 1
+            self.clock.at(self.clock.now + pause, self._begin)
+
+    def _written(self, job: DeviceJob) -> None:
+        self._num_unwritten -= 1
+        self._open_more(self.costs.grant + CONTROL_HOPS * self.costs.interpreter)
+
     def _ended(self, job: DeviceJob) -> None:
         if job.state != "done":
             raise RuntimeError(f"a chunk is {job.state}: {job.error}")
         self._num_open -= 1
-        if self._num_left:
-            self._num_left -= 1
-            self._num_open += 1
-            waits = CONTROL_HOPS * self.costs.interpreter
-            self.clock.at(self.clock.now + self.costs.grant + waits, self._begin)
+        self._open_more(self.costs.grant + CONTROL_HOPS * self.costs.interpreter)
 
     def _ready(self) -> None:
         self._is_ready = True
@@ -142,7 +146,7 @@ class PushRig:
         """Return the GB/s at which chunks are written."""
         with self._clock.installed():
             start, self._num_left = self._clock.now, num_chunks
-            for _ in range(min(OPEN_CHUNKS, num_chunks)):
+            for _ in range(min(WINDOW, num_chunks)):
                 self._take()
                 self._begin()
             self._clock.run_until(lambda: not self._num_open, 1000.0)

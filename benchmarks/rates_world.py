@@ -43,7 +43,7 @@ class Costs:
     pack_start: float = 10e-6
     pack_rate: float = 1e12  # bytes per second
     kernel: float = 30e-6  # start of a send's kernel, and the end of its last bytes
-    grant: float = 500e-6  # from the end of a chunk to the grant of the next one
+    grant: float = 500e-6  # from the end of a write to the grant of the next chunk
     link_rate: float = 50e9
     wake: float = 20e-6  # of a thread that nothing has kept awake
     # Until a thread that has slept has the interpreter. Who gives it up for a short call mostly has

@@ -25,8 +25,8 @@ PREFAULT_BYTES = 256 << 20  # touched in advance, beyond the highest use so far
 BUFFER, POOL = "buffer", "pool"
 SHARE = 8  # a sender may have so many times the bytes that it leaves free
 RESERVED_PART = 8  # one of so many is kept for chunks that a receive waits for
-WINDOW = 4  # chunks of one shipment that are open at a time
-SHARE_OF_LANDING = 2 * WINDOW  # a chunk is at most this part of its receiver's largest landing
+WINDOW = 4  # chunks of one shipment that are not written yet, at a time
+SHARE_OF_LANDING = 2 * WINDOW  # all of its open chunks fit into its receiver's largest landing
 WORD_BYTES = 8
 _NEVER = -1  # no completion word is negative
 

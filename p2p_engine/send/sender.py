@@ -444,6 +444,7 @@ class Sender(LinkListener):
         if chunk.shipment.is_written:
             chunk.shipment.transfer.release()
         self._repeat(chunk)
+        self._open_more(chunk.shipment)
 
     def _repeat(self, chunk: Chunk) -> None:
         if chunk.state is ChunkState.OFFERED:

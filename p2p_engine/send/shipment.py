@@ -6,6 +6,8 @@ computed, it is divided into ranges of layers first, and each of these into chun
 
 A few chunks are open at a time: while one is gathered, another is on the network and a third is
 scattered. A long prompt therefore needs no more of its peer's memory at a time than a short one.
+The next chunk is offered when one is written: before the peer has seen that, its answer to the
+OFFER is under way. The number of chunks that are written and not committed is bounded, too.
 The engine's lock guards everything here.
 """
 
@@ -122,7 +124,10 @@ class Shipment:
     @property
     def may_open(self) -> bool:
         """Whether one more chunk may be offered now."""
-        return self.has_more and self.ending is None and len(self.chunks) < WINDOW
+        if not self.has_more or self.ending is not None or len(self.chunks) >= SHARE_OF_LANDING:
+            return False
+        states = (chunk.state for chunk in self.chunks.values())
+        return sum(state is not ChunkState.WRITTEN for state in states) < WINDOW
 
     @property
     def is_granted(self) -> bool:

@@ -319,32 +319,54 @@ def test_a_failed_group_keeps_its_memory_until_its_abort_has_returned(
         assert_arrives(pair, pair.channel(), memory)
 
 
-def test_what_an_aborted_sender_lets_a_kernel_receive_does_not_count(
-    double: GpuDouble, rng: SeededRandom
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("num_sent", range(9))
+def test_wherever_a_sender_is_aborted_no_wrong_byte_counts(
+    double: GpuDouble, rng: SeededRandom, num_sent: int, is_late: bool
 ) -> None:
-    """On one host, an aborted kernel tells its peer's that all bytes have come. The receiver may
-    see the end of that kernel before the end of the connection."""
-    memory = random_memory(rng, MIB // 8)
-    with pairs() as pair:
-        channel, landing = pair.channel(), pair.grant(None, memory.nbytes)
+    """At each of eight pieces, and when all kernels have ended: before the sender has seen that
+    (`is_late`), and after. On one host, an aborted kernel tells its peer's that all bytes have
+    come; the receiver may see the end of that one before the end of the connection (`is_late`)."""
+    memory = random_memory(rng, MIB)
+    with pairs(slab_bytes=MIB // 8) as pair:
+        channel, landing, goes_on = pair.channel(), pair.grant(None, MIB), threading.Event()
+        sender, receiver, sent = pair.sender.device, pair.receiver.device, double["sent_operations"]
         assert isinstance(pair.receiver.transport, NcclTransport)
         wire = pair.receiver.transport._senders[pair.sender.epoch]._wire
-        device = pair.receiver.device
-        assert device is not None
+        assert sender is not None
+        assert receiver is not None
         assert landing.job is not None
-        with double.fault(send_hangs=1):
-            job = write(channel, one_region(memory.ctypes.data, memory.nbytes), landing, memory)
+
+        def fail() -> None:
+            goes_on.wait(20)
+            channel._pair.fail(TransportError("the test says so"))  # type: ignore[attr-defined]
+
+        with double.fault(send_hangs=sent + min(num_sent, 7)):
+            job = write(channel, one_region(memory.ctypes.data, MIB), landing, memory)
+            eventually(lambda: double["sent_operations"] == sent + min(num_sent, 7))
             eventually(lambda: double["resident_kernels"] == 2)
-            device.run(lambda: device.unwatch(wire._connection.fileno()), 5.0)
-            pair.sender.in_control(lambda: channel.close(0))
-        eventually(lambda: not double["resident_kernels"])
-        look_again(pair)
-        assert pair.bytes_of(landing, memory.nbytes) == b"\xee" * memory.nbytes
-        assert not pair.has_landed(landing, memory.nbytes)
-        device.run(lambda: device.watch(wire._connection.fileno(), wire._serve), 5.0)
-        assert landing.job.wait(10)
-        assert job.wait(10)
-        assert (job.state, landing.job.state) == ("failed", "failed")
+            look_again(pair)
+            if num_sent == 8 and is_late:
+                sender.post(fail)
+            elif is_late:
+                receiver.run(lambda: receiver.unwatch(wire._connection.fileno()), 5.0)
+            if num_sent == 8:
+                double["send_hangs"] = sent + 8
+                eventually(lambda: double["sent_operations"] == sent + 8)
+                assert is_late or job.wait(10)
+            goes_on.set()
+            if num_sent < 8 or not is_late:
+                sender.post(fail)
+            eventually(lambda: double["resident_kernels"] < 2)
+            look_again(pair)
+            assert (landing.job.state == "done") == (num_sent == 8 and not is_late)
+            if num_sent < 8 and is_late:
+                receiver.run(lambda: receiver.watch(wire._connection.fileno(), wire._serve), 5.0)
+            assert job.wait(10)
+            assert landing.job.wait(10)
+        state = "done" if num_sent == 8 and not is_late else "failed"
+        assert (job.state, landing.job.state) == (state, state)
+        assert (pair.bytes_of(landing, MIB) == memory.tobytes()) == (num_sent == 8)
 
 
 def test_an_abort_that_hangs_is_quarantined_and_costs_nothing_else(

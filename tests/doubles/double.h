@@ -29,7 +29,7 @@ typedef enum {
     INIT_HANGS,   /* communicators stay in progress */
     INIT_FAILS,   /* the result that initialisation ends with, 0: success */
     ASYNC_ERROR,  /* what ncclCommGetAsyncError says from now on, 0: nothing */
-    SEND_HANGS,   /* sends never complete */
+    SEND_HANGS,   /* no send completes once so many have, until it grows; 0: all do */
     LAUNCH_HANGS, /* calls that move bytes stay in progress, their kernels are not launched */
     ABORT_HANGS,  /* aborts do not return while it is set */
     IS_NETWORK,   /* communicators run over a network: dead peers are noticed, aborts are local */

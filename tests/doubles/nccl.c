@@ -511,12 +511,23 @@ start_kernel(transfer_t* self) {
     return has_started;
 }
 
+/* Returns whether one more send may complete; false if the communicator was aborted before. */
+static bool
+wait_for_turn(comm_t* comm) {
+    pthread_mutex_lock(&double_lock);
+    while (!atomic_load(&comm->is_aborted) && atomic_load(&double_values[SENT_OPERATIONS]) >=
+                                                  atomic_load(&double_values[SEND_HANGS])) {
+        wait_briefly();
+    }
+    pthread_mutex_unlock(&double_lock);
+    return !atomic_load(&comm->is_aborted);
+}
+
 static bool
 send_now(transfer_t* self) {
     comm_t* comm = self->comm;
     header_t header;
-    if (atomic_load(&double_values[SEND_HANGS])) {
-        spin_until_aborted(comm);
+    if (atomic_load(&double_values[SEND_HANGS]) != 0 && !wait_for_turn(comm)) {
         return false;
     }
     if (!read_all(comm, &header, sizeof header)) {

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from p2p_engine.errors import TransferError, TransportError
-from p2p_engine.memory.arena import WINDOW
+from p2p_engine.memory.arena import SHARE_OF_LANDING, WINDOW
 from p2p_engine.receive.ledger import LandingState
 from p2p_engine.send.shipment import ChunkState
 from p2p_engine.wire.messages import Grant, TransferKey, decode
@@ -221,7 +221,9 @@ class TransferMachine(RuleBasedStateMachine):
     @invariant()
     def few_chunks_of_a_send_are_open(self) -> None:
         for shipment in self.world.sender._shipments.values():
-            assert 0 < len(shipment.chunks) <= WINDOW
+            assert 0 < len(shipment.chunks) <= SHARE_OF_LANDING
+            states = [chunk.state for chunk in shipment.chunks.values()]
+            assert sum(state is not ChunkState.WRITTEN for state in states) <= WINDOW
             assert shipment.num_taken <= shipment.manifest.num_blocks
 
     @invariant()
