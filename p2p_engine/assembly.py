@@ -27,7 +27,7 @@ from p2p_engine.errors import ConfigError
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.device import Device
 from p2p_engine.gpu.landing import DeviceLanding
-from p2p_engine.health import OVERDUE_SECONDS, Counters, Watchdog
+from p2p_engine.health import Counters, Watchdog
 from p2p_engine.memory.arena import LandingArena
 from p2p_engine.memory.jobs import Copier, Job, Moment
 from p2p_engine.peers.links import Links
@@ -53,7 +53,9 @@ from p2p_engine.wire.messages import CacheSpec
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 2.0  # for each thread to end
-# Of the shortest patience of a ListeningClock, between two looks: far less than its step.
+# Of the watchdog's clock: its step is shorter than the wait that it reports, and is two rests.
+PATIENCE_SECONDS = 6.0
+# Of the shortest patience of a clock here, between two looks: half of its step.
 REST_SHARE = 1 / 8
 
 
@@ -77,7 +79,7 @@ class Parts:
         self.changed = threading.Condition(threading.RLock())
         self.counters = Counters()
         self.watchdog = Watchdog()
-        self._running = ListeningClock(OVERDUE_SECONDS, time.monotonic)
+        self._running = ListeningClock(PATIENCE_SECONDS, time.monotonic)
         self._open: list[Callable[[], Any]] = []
         try:
             self._make_machinery(receives or spills)
@@ -103,7 +105,7 @@ class Parts:
         self.control = ControlPlane(
             config.host, range(first, last + 1), name="p2p-control", secrets=self.secrets,
             connect_seconds=config.connect_timeout_seconds,
-            rest_seconds=REST_SHARE * min(OVERDUE_SECONDS, config.peer_timeout_seconds),
+            rest_seconds=REST_SHARE * min(PATIENCE_SECONDS, config.peer_timeout_seconds),
         )  # fmt: skip
         self._open.append(lambda: self.control.close(STOP_SECONDS))
         self.mover = Mover()

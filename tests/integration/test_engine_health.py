@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from p2p_engine import P2pNcclEngine, TransferKey, health
+from p2p_engine.assembly import PATIENCE_SECONDS
 from p2p_engine.control.timers import ListeningClock
 from p2p_engine.errors import EngineClosed, TransferTimeout
 from p2p_engine.health import OVERDUE_SECONDS, Watchdog
@@ -102,12 +103,12 @@ def test_watchdog_reports_once_and_takes_it_back(caplog: pytest.LogCaptureFixtur
 
 def test_time_in_which_nothing_ran_does_not_count() -> None:
     now, dog = 0.0, Watchdog()
-    running = ListeningClock(OVERDUE_SECONDS, lambda: now)
+    running = ListeningClock(PATIENCE_SECONDS, lambda: now)
     dog.look(running(), ["a"])
     now += 100.0
     dog.look(running(), ["a"])
     assert dog.overdue == []
-    for _ in range(5):  # a wait that is overdue at each of them is reported all the same
+    for _ in range(6):  # a wait that is overdue at each of them is reported all the same
         now += 100.0
         dog.look(running(), ["a"])
     assert dog.overdue == ["a"]
