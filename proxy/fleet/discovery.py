@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 NAME_SECONDS = 4.5  # to resolve the name of another proxy
 REFRESH_SECONDS = 3.0  # between two look-ups of that name
 TICK_SECONDS = 0.02  # between two checks of timeouts and of the connections' cost
+REST_SECONDS = 1.0  # between two of them where nothing comes
 
 _OLD_FORM = (
     "an old-form heartbeat; those and authentication exclude each other. Run the proxy without "
@@ -74,6 +75,7 @@ class Discovery:
         self._names: Resolver | None = None
         self._reach: Reach | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._is_resting = False  # nothing has come since the last tick
         self.address = ""
 
     @property
@@ -145,14 +147,29 @@ class Discovery:
         """Report names that were not resolved in time, and close connections that cost too much."""
         if self._names is not None and self._reach is not None and self._sockets is not None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(TICK_SECONDS, self._tick)
+            now = loop.time()
             for tick in (self._names.tick, self._reach.tick, self._sockets.tick):
-                tick(loop.time())
+                tick(now)
+            at = now + TICK_SECONDS
+            if self._is_resting:
+                at = max(at, min(self._names.due_at(), now + REST_SECONDS))
+                self._sockets.watch_intakes()
+            self._is_resting = True
+            self._timer = loop.call_at(at, self._tick)
+
+    def _end_rest(self) -> None:
+        """Tick soon: something has come."""
+        self._is_resting = False
+        loop = asyncio.get_running_loop()
+        if self._timer is not None and self._timer.when() > loop.time() + TICK_SECONDS:
+            self._timer.cancel()
+            self._timer = loop.call_later(TICK_SECONDS, self._tick)
 
     def _serve(self) -> None:
         """Read pending messages, but yield to requests during a flood."""
         if self._sockets is None or self._epoll is None:
             return
+        self._end_rest()
         for fd, _ in self._epoll.poll(0):
             if fd in self._sockets:
                 self._sockets.receive(fd)
