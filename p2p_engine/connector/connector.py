@@ -126,6 +126,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
             vllm_config.model_config.model,
             self._groups,
             vllm_config.parallel_config.tensor_parallel_size,
+            pp_size=vllm_config.parallel_config.pipeline_parallel_size,
             num_lookahead_tokens=compat.num_lookahead_tokens(vllm_config),
         )
 

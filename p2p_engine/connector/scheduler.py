@@ -75,6 +75,7 @@ class SchedulerHalf:
         groups: Sequence[LayerGroup],
         tp_size: int,
         *,
+        pp_size: int = 1,
         num_lookahead_tokens: int = 0,
     ) -> None:
         """`num_lookahead_tokens`: how far a draft's layers read ahead of what they compute."""
@@ -82,7 +83,7 @@ class SchedulerHalf:
         self._model = model
         self._groups = groups
         self._has_window = any(group.window for group in groups)
-        self._tp_size = tp_size
+        self._tp_size, self._pp_size = tp_size, pp_size
         self._num_lookahead_tokens = num_lookahead_tokens
         self._sending: dict[str, _Sending] = {}
         self._sent: Counter[ContentKey] = Counter()  # by how many of them
@@ -191,19 +192,31 @@ class SchedulerHalf:
             self._wanted.remove(loading.party, was_ordered=loading.is_open)
 
     def _response(self, party: Party, block_ids: Sequence[list[int]]) -> dict[str, Any]:
-        """Return the parameters that a proxy passes to the decode side, a superset of
-        NixlConnector's."""
+        """Return the parameters that a router passes to the decode side.
+
+        All that NixlConnector answers is among them, and MoRIIOConnector's ports: routers look for
+        these, and some pass on only what is complete.
+        """
         host, _, port = self._instance.address.rpartition(":")
+        is_held = party.send_type is SendMode.GET
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "transfer_id": party.key.transfer_id,
             "remote_host": host,
             "remote_port": int(port),
+            "remote_handshake_port": int(port),
+            "remote_notify_port": int(port),
             "remote_request_id": party.request_id,
             "remote_block_ids": [list(group) for group in block_ids],
+            "remote_num_tokens": party.num_tokens,
+            "remote_blocks_expiry_time": None,  # decode renews them
+            "remote_registration_generation": 0,
             "remote_engine_id": self._instance.address,
             "tp_size": self._tp_size,
+            "pp_size": self._pp_size,
+            "dcp_size": 1,
+            "transfer_mode": "pull" if is_held else "push",
             "send_type": party.send_type.value,
         }
 

@@ -180,10 +180,18 @@ def test_a_complete_prompt_is_held_and_answered(half: SchedulerHalf, status: Req
         "transfer_id": "t",
         "remote_host": "[::1]",
         "remote_port": 1,
+        "remote_handshake_port": 1,
+        "remote_notify_port": 1,
         "remote_request_id": "r",
         "remote_block_ids": [[1, 2, 3]],
+        "remote_num_tokens": 40,
+        "remote_blocks_expiry_time": None,
+        "remote_registration_generation": 0,
         "remote_engine_id": "[::1]:1",
         "tp_size": 2,
+        "pp_size": 1,
+        "dcp_size": 1,
+        "transfer_mode": "push",
         "send_type": "PUT_ASYNC",
     }
     (ended,) = half.build_metadata(make_output()).ended_sends
