@@ -94,7 +94,7 @@ def _flagged_intent(
     proxy_id: ProxyId | None,
     instance: ThisInstance,
 ) -> Intent:
-    peer = _other(_peer(params) or (_peer_of(proxy_id, direction) if proxy_id else None), instance)
+    peer = _other(_flagged_peer(direction, params, proxy_id, instance), instance)
     send_type = _send_type(params) or instance.send_type
     transfer_id = _transfer_id(params, "transfer_id")
     if transfer_id is None and proxy_id is not None:
@@ -106,11 +106,43 @@ def _flagged_intent(
     elif transfer_id is None:
         # NixlConnector's way: the decode side fetches what the prefill side's response named.
         transfer_id, send_type = _transfer_id(params, "remote_request_id"), SendMode.GET
+    elif params.get("send_type") is None and params.get("transfer_mode") is not None:
+        # NixlConnector's push: prefill was told nothing of us, and we have to tell it.
+        send_type = SendMode.GET
     if transfer_id is None:
         raise InvalidParams("do_remote_prefill without transfer_id")
-    if direction is Direction.LOAD and send_type is SendMode.GET and peer is None:
-        raise InvalidParams("do_remote_prefill without remote_host and remote_port")
+    if direction is Direction.LOAD and peer is None:
+        _check_load_from_anybody(params, send_type)
     return Intent(direction, _key(transfer_id, engine_id), peer, send_type)
+
+
+def _flagged_peer(
+    direction: Direction,
+    params: Mapping[str, Any],
+    proxy_id: ProxyId | None,
+    instance: ThisInstance,
+) -> str | None:
+    """Return the other instance: the one that the parameters name, else the one in the id."""
+    is_sent = direction is Direction.SEND
+    if is_sent and params.get("remote_block_ids"):
+        # NixlConnector's way from decode to prefill: they say where an earlier turn's KV lies.
+        return None
+    named = _peer(params)
+    if named is not None or proxy_id is None:
+        return named
+    if is_sent and proxy_id.prefill != instance.address:
+        return None  # vllm-router puts HTTP addresses into its ids if it knows no others
+    return _peer_of(proxy_id, direction)
+
+
+def _check_load_from_anybody(params: Mapping[str, Any], send_type: SendMode) -> None:
+    if send_type is SendMode.GET:
+        raise InvalidParams("do_remote_prefill without remote_host and remote_port")
+    if params.get("remote_bootstrap_addr") is not None:
+        # MooncakeConnector's way: decode asks there, and prefill is told of nobody.
+        raise InvalidParams(
+            "remote_bootstrap_addr without remote_host and remote_port: nobody would send"
+        )
 
 
 def _direction_by_role(proxy_id: ProxyId, instance: ThisInstance) -> Direction | None:
@@ -172,6 +204,8 @@ def _peer(params: Mapping[str, Any]) -> str | None:
     host, port = params.get("remote_host"), params.get("remote_port")
     if host is None and port is None:
         return None
+    if port is None:
+        port = params.get("remote_handshake_port")  # MoRIIOConnector's name for it
     if isinstance(port, str) and port.isascii() and port.isdecimal() and len(port) <= 5:
         port = int(port)
     if not isinstance(port, int) or isinstance(port, bool) or not 0 < port <= 65535:

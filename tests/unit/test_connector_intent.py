@@ -150,6 +150,9 @@ def test_ipv6_hosts_stand_in_brackets(host: str) -> None:
         (decode_params(transfer_id="x", remote_host="a b", remote_port=80), "remote_host"),
         (decode_params(transfer_id="x", remote_host="", remote_port=80), "remote_host"),
         (decode_params(transfer_id="x", remote_host={}, remote_port=80), "remote_host"),
+        (decode_params(transfer_id="x", remote_host="h", remote_handshake_port=0), "remote_port"),
+        (decode_params(transfer_id="x", remote_bootstrap_addr="http://h:8998"), "nobody would"),
+        (decode_params(transfer_id="x", transfer_mode="push"), "remote_host"),
         (decode_params(transfer_id="x", send_type="POST", **at(D)), "send_type"),
         (decode_params(transfer_id="x", send_type={}, **at(D)), "send_type"),
         (decode_params(remote_request_id=["x"], **at(D)), "remote_request_id"),
@@ -164,6 +167,7 @@ def test_malformed_parameters_are_named(params: Any, what: str) -> None:
 
 
 NAMES = ["do_remote_prefill", "do_remote_decode", "transfer_id", "remote_host", "remote_port",
+         "remote_handshake_port", "remote_bootstrap_addr", "remote_block_ids", "transfer_mode",
          "remote_request_id", "send_type"]  # fmt: skip
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300),

@@ -197,6 +197,7 @@ def _nonsense(source: random.Random) -> Any:
     names = [
         *("do_remote_prefill", "do_remote_decode", "transfer_id", "remote_host", "remote_port"),
         *("remote_request_id", "remote_block_ids", "remote_engine_id", "tp_size", "send_type"),
+        *("remote_handshake_port", "remote_bootstrap_addr", "transfer_mode"),
     ]
     params = {name: source.choice(values) for name in source.sample(names, source.randrange(9))}
     if source.random() < 0.5:  # flags that are right, so that the rest is looked at

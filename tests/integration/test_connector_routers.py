@@ -1,0 +1,108 @@
+"""Every router's requests, played to two simulated instances with real engines."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests import marks
+from tests.doubles.instance import BLOCK_SIZE
+from tests.doubles.pair import MakePair, Pair, prompt_of
+from tests.doubles.routers import (
+    AibrixNixl,
+    AibrixShfs,
+    LlmdCoordinator,
+    LlmdMooncake,
+    LlmdMoriio,
+    LlmdMoriioAtOnce,
+    LlmdNextTurn,
+    LlmdNixlPush,
+    LlmdSidecar,
+    ProductionStack,
+    Served,
+    SmgMooncake,
+    SmgMoriio,
+    SmgMoriioAtOnce,
+    SmgNixl,
+    SmgUnlabelled,
+    VllmRouterAtUrls,
+    VllmRouterDiscovery,
+)
+
+pytestmark = marks.simulated_vllm
+
+LENGTHS = (1, BLOCK_SIZE + 1, 100)
+PULLED = [
+    *(LlmdSidecar, LlmdCoordinator, LlmdNixlPush, LlmdNextTurn, VllmRouterAtUrls),
+    *(ProductionStack, AibrixShfs, SmgNixl),
+]
+PUSHED = [LlmdMoriio, LlmdMoriioAtOnce, VllmRouterDiscovery, SmgMoriio, SmgMoriioAtOnce]
+COMPUTED = [AibrixNixl, SmgUnlabelled, LlmdMooncake, SmgMooncake]
+
+
+def play(pair: Pair, router: type[LlmdSidecar]) -> list[dict[str, Any] | None]:
+    """Ask for a prompt of each length by this router; what prefill answered."""
+    memory: dict[str, Any] = {}
+    answers = [_play_one(pair, router, length, memory) for length in LENGTHS]
+    pair.run(lambda: all(name in pair.d.finished for name in pair.decode_ids))
+    return answers
+
+
+def _play_one(
+    pair: Pair, kind: type[LlmdSidecar], length: int, memory: dict[str, Any]
+) -> dict[str, Any] | None:
+    prefill, decode = (Served("127.0.0.1:1", side.address) for side in (pair.p, pair.d))
+    router, prompt = kind(prefill, decode, memory), prompt_of(length, seed=length)
+    external_id = router.headers["X-Request-Id"]
+    prefill_id, decode_id = (f"cmpl-{external_id}-0-0000000{leg}" for leg in "ab")
+
+    def add_decode(answer: dict[str, Any] | None) -> None:
+        body = router.decode_body({}, answer)
+        pair.d.add(decode_id, prompt, params=_sent(body))
+        pair.expect(decode_id, prompt)
+
+    if router.is_concurrent:
+        add_decode(None)
+    pair.p.add(prefill_id, prompt, max_tokens=1, params=_sent(router.prefill_body({})))
+    pair.run(lambda: prefill_id in pair.p.finished)
+    answered = pair.p.params.get(prefill_id)
+    router.take_answer(answered)
+    if not router.is_concurrent:
+        add_decode({"kv_transfer_params": answered})
+    return answered
+
+
+def _sent(body: dict[str, Any]) -> dict[str, Any] | None:
+    """The parameters as they arrive."""
+    params: dict[str, Any] | None = json.loads(json.dumps(body)).get("kv_transfer_params")
+    return params
+
+
+@pytest.mark.parametrize("router", [*PULLED, *PUSHED])
+def test_kv_moves_and_is_not_computed_again(make_pair: MakePair, router: type[LlmdSidecar]) -> None:
+    pair = make_pair()
+    answers = play(pair, router)
+    pair.check_answers(num_computed=1)
+    how = {answer["transfer_mode"] for answer in answers if answer is not None}
+    assert how == {"push" if router in PUSHED else "pull"}
+    pair.run()
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("router", COMPUTED)
+def test_decode_computes_what_nobody_would_send_to_it(
+    make_pair: MakePair, router: type[LlmdSidecar], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", logger="p2p_engine")
+    pair = make_pair(lease_seconds=1)
+    play(pair, router)
+    pair.check_answers()
+    assert pair.landed_bytes() == 0
+    refused = [text for text in caplog.messages if "remote_bootstrap_addr" in text]
+    assert len(refused) == (len(LENGTHS) if issubclass(router, LlmdMooncake) else 0)
+    pair.run()  # until the leases of what prefill holds for nobody have ended
+    pair.check_at_rest()
