@@ -15,7 +15,7 @@ export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.venv/pycache
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-c tsan asan attack chaos soak restarts stalls backlog model scale fuzz fuzz-c bench test-vllm test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage docs wheel clean
+.PHONY: help setup demo test test-c tsan asan attack chaos soak restarts stalls backlog model scale fuzz fuzz-c bench test-vllm test-ray test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage docs wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ bench: setup  ## one benchmark: NAME=transfer, and without NAME= a list
 
 test-vllm: setup  ## every test with real vLLM; with VLLM=0.29.0, a comparison on that release
 	$(if $(VLLM),$(BIN)/python -m tests.compat.matrix $(VLLM),$(PYTEST) tests/vllm)
+
+test-ray: setup  ## our backend with Ray Serve LLM, in an environment of its own
+	$(BIN)/python -m tests.ray_serve.run
 
 test-upstream: setup  ## vLLM's own connector tests, run against ours (VLLM=0.33.0)
 	$(BIN)/python -m tests.upstream.run $(if $(VLLM),--vllm $(VLLM))

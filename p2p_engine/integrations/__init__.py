@@ -1,0 +1,1 @@
+"""Parts that other engines load: they run where those engines run."""

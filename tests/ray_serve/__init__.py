@@ -1,0 +1,1 @@
+"""With Ray Serve LLM, which has an environment of its own."""
