@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from http import HTTPStatus
 from typing import Any
 
@@ -13,20 +14,38 @@ from proxy.http.asgi import Answer
 RETRY_AFTER_SECONDS = 3
 
 
-class ProxyError(P2pError):
-    """A request failed. `code` is stable, for programs; the message is for people."""
+def says_enough(error: object) -> bool:
+    """Tell whether an exception's message says what is wrong, without a traceback."""
+    return isinstance(error, P2pError)
 
-    def __init__(self, status: int, code: str, message: str, **details: Any) -> None:
+
+class ProxyError(P2pError):
+    """A request failed. `code` is stable, for programs; the message is for people.
+
+    `retry_after` is the number of seconds after which the same request may succeed, if that is
+    known.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        retry_after: float = RETRY_AFTER_SECONDS,
+        **details: Any,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
+        self.retry_after = retry_after
         self.details = details
 
     def answer_to_client(self) -> Answer:
         """Build the HTTP answer; 429 and 503 carry `Retry-After`."""
         headers = [(b"content-type", b"application/json")]
         if self.status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
-            headers.append((b"retry-after", b"%d" % RETRY_AFTER_SECONDS))
+            headers.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_after))))
         return Answer(self.status, headers, msgspec.json.encode(self.body()))
 
     def body(self) -> dict[str, Any]:
@@ -39,7 +58,8 @@ class ProxyError(P2pError):
 class LegFailed(ProxyError):
     """An instance could not be reached, timed out, or sent an answer that cannot be used.
 
-    `can_retry`: another instance may succeed, and the client has received nothing yet.
+    `can_retry`: another instance may succeed, and the client has received nothing yet. `answered`:
+    the status of the instance's answer, if it is that which failed the leg; else 0.
     """
 
     def __init__(
@@ -49,10 +69,12 @@ class LegFailed(ProxyError):
         message: str,
         *,
         can_retry: bool = False,
+        answered: int = 0,
         answer: Answer | None = None,
     ) -> None:
         super().__init__(status, code, message)
         self.can_retry = can_retry
+        self.answered = answered
         self.answer = answer
 
     def answer_to_client(self) -> Answer:

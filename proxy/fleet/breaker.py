@@ -28,6 +28,10 @@ class Breaker:
             return "closed"
         return "half_open" if now >= self._opens_at else "open"
 
+    def seconds_open(self, now: float) -> float:
+        """Return the seconds until it is half open; 0 if it is, or is closed."""
+        return 0.0 if self._opens_at is None else max(0.0, self._opens_at - now)
+
     def begin(self) -> bool:
         """Record the start of a leg; return whether it is the trial leg of a half-open breaker."""
         is_probe = self._opens_at is not None and not self._has_probe

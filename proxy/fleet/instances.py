@@ -6,6 +6,7 @@ import enum
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from proxy.fleet.breaker import Breaker
@@ -13,6 +14,12 @@ from proxy.fleet.breaker import Breaker
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# An instance that answers so says that it cannot serve, whatever it is asked.
+GATEWAY_ERRORS = (
+    HTTPStatus.BAD_GATEWAY,
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT,
+)
 # A ready instance becomes not ready after this many unanswered probes in a row.
 PATIENCE = 3
 # Earlier incarnations that are remembered for each name.
@@ -159,6 +166,16 @@ class Instance:
     def record_silence(self) -> None:
         """Record a probe that timed out; the instance may only be busy."""
         self.missed_probes += 1
+
+    def is_to_blame_for(self, answered: int) -> bool:
+        """Tell whether a failed leg counts for the breaker; `answered` is the status, 0 for none.
+
+        An answer of 500 or 501 may be due to the request: if it counted, one client could shut an
+        instance for all. A 500 counts if the last probe of the instance failed, too.
+        """
+        if answered == HTTPStatus.INTERNAL_SERVER_ERROR:
+            return self.missed_probes > 0
+        return answered < HTTPStatus.INTERNAL_SERVER_ERROR or answered in GATEWAY_ERRORS
 
     def record_unreachable(self) -> None:
         """Record a failed connection: the instance is not ready until a probe succeeds."""

@@ -37,6 +37,7 @@ class RequestRecord:
     client: str = ""  # the name of its key
     prefill: str | None = None
     decode: str | None = None
+    instance: str | None = None  # that answers alone what is neither prefilled nor decoded
     transfer_id: str | None = None
     num_tries: int = 0
     # The status that the client received; 0 before any.
@@ -52,10 +53,12 @@ class RequestRecord:
         """Record the chosen instances and the transfer id."""
         self.prefill = prefill.identity.name if prefill else None
         self.decode = decode.identity.name
-        self.transfer_id = transfer_id
-        self.num_tries += 1
-        if self.queue_seconds is None:
-            self.queue_seconds = self._elapsed()
+        self._begin_try(transfer_id)
+
+    def chose_one(self, instance: Instance, transfer_id: str) -> None:
+        """Record the instance that answers alone, and the transfer id."""
+        self.instance = instance.identity.name
+        self._begin_try(transfer_id)
 
     def prefilled(self) -> None:
         """Record the end of the prefill leg."""
@@ -74,7 +77,8 @@ class RequestRecord:
 
     def answered(self) -> None:
         """Record that the whole answer was sent."""
-        self.outcome = "ok" if self.status < 400 else "decode_refused"
+        refused = "decode_refused" if self.instance is None else "instance_refused"
+        self.outcome = "ok" if self.status < 400 else refused
 
     def abandoned(self) -> None:
         """Record that the client left, unless an outcome is known already."""
@@ -96,6 +100,7 @@ class RequestRecord:
             "client": self.client,
             "prefill": self.prefill,
             "decode": self.decode,
+            "instance": self.instance,
             "tries": self.num_tries,
             "queue_ms": _milliseconds(self.queue_seconds),
             "prefill_ms": _milliseconds(self.prefill_seconds),
@@ -103,6 +108,12 @@ class RequestRecord:
             "total_ms": _milliseconds(self.total_seconds or self._elapsed()),
             "bytes": self.bytes_sent,
         }
+
+    def _begin_try(self, transfer_id: str) -> None:
+        self.transfer_id = transfer_id
+        self.num_tries += 1
+        if self.queue_seconds is None:
+            self.queue_seconds = self._elapsed()
 
     def _elapsed(self) -> float:
         return self.clock() - self.started

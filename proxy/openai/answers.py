@@ -9,27 +9,30 @@ from http import HTTPStatus
 import msgspec
 
 from proxy.errors import LegFailed, ProxyError, Refused
-from proxy.fleet.instances import Role
+from proxy.fleet.instances import GATEWAY_ERRORS, Role
 from proxy.http.asgi import Answer, Headers
 from proxy.http.client import ClientError, Response
 from proxy.openai import payload
 from proxy.openai.fields import BAD_JSON
 
 EVENT_STREAM = b"text/event-stream"
-# Gateway errors of an instance keep their status and are retried on another instance. Other 5xx may
-# be due to the request itself, so they are not retried.
-_GATEWAY_ERRORS = (502, 503, 504)
 # Texts in vLLM's 500 answers to a prompt that is too long: the client's fault.
 _TOO_LONG = (b"maximum context length", b"maximum model length", b"max_model_len")
 
 # Headers of an instance that the client does not get: they belong to the connection or the
 # instance, or are orders to a server in front or to a browser about the whole site.
 KEPT_BACK_HEADERS = {
-    b"alt-svc", b"clear-site-data", b"connection", b"date", b"keep-alive", b"proxy-connection",
-    b"server", b"set-cookie", b"strict-transport-security", b"te", b"trailer", b"transfer-encoding",
-    b"upgrade", b"x-accel-redirect", b"x-request-id", b"x-sendfile",
+    b"alt-svc", b"clear-site-data", b"connection", b"content-security-policy", b"date",
+    b"keep-alive", b"proxy-connection", b"server", b"set-cookie", b"strict-transport-security",
+    b"te", b"trailer", b"transfer-encoding", b"upgrade", b"x-accel-redirect",
+    b"x-content-type-options", b"x-request-id", b"x-sendfile",
 }  # fmt: skip
-
+# A browser must not take an answer for anything but what it says, and may run nothing in it: text
+# that a model wrote would otherwise be a page of ours.
+_NOT_FOR_BROWSERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"content-security-policy", b"sandbox; default-src 'none'"),
+]
 
 # vLLM answers 200 with this reason if it aborts a request at shutdown. The pattern cannot match
 # inside a text, because quotes are escaped there.
@@ -61,10 +64,12 @@ def check_prefill(response: Response, answer: bytes) -> payload.Prefilled:
         )
     if status != HTTPStatus.OK:
         _raise_if_too_long(status, answer)
-        can_retry = status in _GATEWAY_ERRORS
+        # Gateway errors keep their status and are retried on another instance. Other 5xx may be due
+        # to the request itself, so they are not retried.
+        can_retry = status in GATEWAY_ERRORS
         passed = status if can_retry else HTTPStatus.BAD_GATEWAY
         message = f"the prefill instance answered {status}"
-        raise LegFailed(passed, "prefill_failed", message, can_retry=can_retry)
+        raise LegFailed(passed, "prefill_failed", message, can_retry=can_retry, answered=status)
     if _ABORTED.search(answer):
         raise _aborted(Role.PREFILL.label)
     try:
@@ -100,7 +105,8 @@ async def check_answer(response: Response, role: str, max_bytes: int) -> None:
         status,
         f"{role}_failed",
         f"the {role} instance answered {status}",
-        can_retry=status in _GATEWAY_ERRORS,
+        can_retry=status in GATEWAY_ERRORS,
+        answered=status,
         answer=_as_answer(response, answer),
     )
 
@@ -111,7 +117,11 @@ def _aborted(role: str) -> LegFailed:
 
 
 async def read(response: Response, max_bytes: int) -> bytes:
-    """Return an answer's body; empty if it is longer than `max_bytes`."""
+    """Return an answer's body; empty if it is longer than `max_bytes`.
+
+    Raises:
+        ClientError: the answer broke off.
+    """
     body = bytearray()
     while piece := await response.piece():
         body += piece
@@ -128,11 +138,12 @@ def passed_headers(response: Response, *dropped: bytes) -> Headers:
     """Return the headers for the client, without those of `dropped`; names are in lower case."""
     hops = {token.strip().lower() for token in response.header(b"connection").split(b",")}
     kept_back = {*KEPT_BACK_HEADERS, *hops, *dropped}
-    return [
+    passed = [
         (name, value)
         for name, value in response.headers
         if name.lower() not in kept_back and value.isascii()
     ]
+    return passed + _NOT_FOR_BROWSERS
 
 
 def _raise_if_too_long(status: int, answer: bytes) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
@@ -24,6 +24,9 @@ _FALSE = msgspec.Raw(b"false")
 _TRUE = b"true"
 # Fields without meaning for a single token.
 _NOT_FOR_PREFILL = ("min_tokens", "stream_options")
+# Of a prefill instance's answer: one token for each choice, and what it says of its KV.
+MAX_PREFILL_BYTES = 4 << 20
+MAX_PARAMS_BYTES = 256 << 10
 MAX_DIGITS = 9  # of a number of choices; vLLM takes 16,384 of them by default
 
 
@@ -63,13 +66,17 @@ class _Usage(msgspec.Struct):
 
 
 class _PrefillAnswer(msgspec.Struct):
-    choices: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1)]
-    kv_transfer_params: Answered | None = None
-    usage: _Usage | None = None
+    """The parts stay raw, so that no number of them costs the event loop much."""
+
+    choices: msgspec.Raw
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    usage: msgspec.Raw = msgspec.Raw(b"null")
 
 
 _model_decoder: msgspec.json.Decoder[str | None] = msgspec.json.Decoder(str | None)
 _answer_decoder = msgspec.json.Decoder(_PrefillAnswer)
+_params_decoder: msgspec.json.Decoder[Answered | None] = msgspec.json.Decoder(Answered | None)
+_usage_decoder: msgspec.json.Decoder[_Usage | None] = msgspec.json.Decoder(_Usage | None)
 
 
 def parse(body: bytes) -> ClientRequest:
@@ -190,14 +197,24 @@ def read_prefill(answer: bytes) -> Prefilled:
     """
     try:
         said = _answer_decoder.decode(answer)
+        if not _is_filled_list(said.choices):
+            raise msgspec.ValidationError("no choices")
+        params = _params_decoder.decode(_bounded(said.kv_transfer_params)) or {}
+        usage = _usage_decoder.decode(_bounded(said.usage)) or _Usage()
     except BAD_JSON as error:
         raise ValueError(f"{len(answer)} bytes that are no completion: {error}") from error
-    details = said.usage.prompt_tokens_details if said.usage else None
-    return Prefilled(
-        said.kv_transfer_params or {},
-        details.cached_tokens if details else None,
-        said.usage.prompt_tokens if said.usage else 0,
-    )
+    details = usage.prompt_tokens_details
+    return Prefilled(params, details.cached_tokens if details else None, usage.prompt_tokens)
+
+
+def _is_filled_list(value: msgspec.Raw) -> bool:
+    return bytes(memoryview(value)[:1]) == b"[" and bytes(value)[1:].lstrip()[:1] != b"]"
+
+
+def _bounded(value: msgspec.Raw) -> msgspec.Raw:
+    if len(memoryview(value)) > MAX_PARAMS_BYTES:
+        raise msgspec.ValidationError(f"a part of more than {MAX_PARAMS_BYTES} bytes")
+    return value
 
 
 def _split(address: str) -> tuple[str, int] | tuple[None, None]:

@@ -99,11 +99,12 @@ class Attempt:
 
     def judge(self, leg: Leg, failure: LegFailed) -> None:
         """Record which instance is to blame for the failure: here, the one that answers."""
-        self.fail(leg)
+        self.fail(leg, failure)
 
-    def fail(self, leg: Leg) -> None:
+    def fail(self, leg: Leg, failure: LegFailed) -> None:
         """Record that an instance failed its leg."""
-        leg.breaker.fail(self.record.clock())
+        if leg.instance.is_to_blame_for(failure.answered):
+            leg.breaker.fail(self.record.clock())
         self.failed = leg.instance
 
     def headers(self, request_id: str, *more: str) -> dict[str, str]:
@@ -144,7 +145,7 @@ class Errand(Attempt):
         super().__init__(services, request, record, asked)
         instance, role = place
         self._leg = self.take_leg(instance, role, 1)
-        record.chose(None, instance, self.transfer_id)
+        record.chose_one(instance, self.transfer_id)
 
     async def run(self) -> Answer:
         """Send the client's body to the instance and return its answer."""

@@ -86,8 +86,8 @@ class Exchange(Attempt):
         leg = self._prefill_leg
         try:
             prefilled = check_prefill(*await self._post_prefill(leg.instance, body, proxy_id))
-        except LegFailed:
-            self.fail(leg)
+        except LegFailed as failure:
+            self.fail(leg, failure)
             raise
         finally:
             leg.release()
@@ -104,7 +104,8 @@ class Exchange(Attempt):
             instance, Role.PREFILL, self.request.path, body, headers, limits
         )
         try:
-            answer = await read(response, self.config.max_body_bytes)
+            most = min(self.config.max_body_bytes, payload.MAX_PREFILL_BYTES)
+            answer = await read(response, most)
         except ClientError as error:
             raise leg_failed(instance, Role.PREFILL, error) from error
         finally:

@@ -6,7 +6,7 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from proxy.errors import LegFailed, ProxyError
+from proxy.errors import RETRY_AFTER_SECONDS, LegFailed, ProxyError
 from proxy.http.memory import BodyRefused
 from proxy.openai import payload
 from proxy.openai.parsers import Parsers
@@ -116,7 +116,10 @@ class Forwarder:
             attempt = await self._admission.enter(line, start, request.ends)
         except NoInstance as error:
             missing = [role.label for role in error.missing]
-            raise ProxyError(503, "no_instance", str(error), missing=missing) from error
+            wait = error.breaker_seconds or RETRY_AFTER_SECONDS
+            raise ProxyError(
+                503, "no_instance", str(error), retry_after=wait, missing=missing
+            ) from error
         return await self._run(attempt, start, failed)
 
     async def _run(

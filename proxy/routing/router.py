@@ -42,11 +42,16 @@ class InstancePair:
 
 
 class NoInstance(P2pError):
-    """No pair exists; `missing` lists the roles that no instance can take."""
+    """No pair exists; `missing` lists the roles that no instance can take.
 
-    def __init__(self, message: str, missing: list[Role]) -> None:
+    `breaker_seconds`: until the first of the breakers that are in the way is half open; 0 if none
+    is.
+    """
+
+    def __init__(self, message: str, missing: list[Role], breaker_seconds: float = 0.0) -> None:
         super().__init__(message)
         self.missing = missing
+        self.breaker_seconds = breaker_seconds
 
 
 class Busy(P2pError):
@@ -103,7 +108,9 @@ class Router:
             return self._together(self._choose(Role.PREFILL, partners, prompt), decode, prompt)
         if _with_partner(decodes, prefills) or self._need_no_prefill(decodes, prompt):
             raise Busy("every instance that could serve the request is at its limit")
-        raise _no_instance(prefills, decodes)
+        error = _no_instance(prefills, decodes)
+        error.breaker_seconds = _breaker_seconds(candidates, error.missing, now)
+        raise error
 
     @property
     def num_prefix_blocks(self) -> int:
@@ -197,6 +204,11 @@ def are_partners(prefill: Instance, decode: Instance) -> bool:
         and ours.protocol == theirs.protocol
         and (ours.model == theirs.model or not (ours.model and theirs.model))
     )
+
+
+def _breaker_seconds(instances: list[Instance], roles: list[Role], now: float) -> float:
+    waits = [i.breakers[role].seconds_open(now) for i in instances for role in roles]
+    return min(filter(None, waits), default=0.0)
 
 
 def _no_instance(prefills: list[Instance], decodes: list[Instance]) -> NoInstance:

@@ -106,6 +106,8 @@ HEADERS = (
     b"Set-Cookie: a=b",
     b"X-Accel-Redirect: /etc/passwd",
     b"Alt-Svc: h2=elsewhere",
+    b"X-Content-Type-Options: none",
+    b"Content-Security-Policy: default-src *",
 )
 
 
@@ -118,7 +120,10 @@ async def test_headers_of_an_instance_that_are_not_for_the_client_stay() -> None
             assert answer is not None
             assert set(answer.headers) == {
                 "date", "content-type", "content-length", "x-kept", "x-request-id",
+                "x-content-type-options", "content-security-policy",
             }  # fmt: skip
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["content-security-policy"].startswith("sandbox;")
         await assert_own_answer(proxy, "after it")
 
 

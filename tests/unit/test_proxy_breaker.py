@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from proxy.fleet.breaker import Breaker
 from proxy.fleet.instances import Role
 from tests.rigs.routing import NOW, RoutingFleet
@@ -79,3 +81,16 @@ def test_a_leg_that_decides_and_is_cancelled_frees_the_place() -> None:
     assert not instance.is_routable(Role.PREFILL, NOW)
     leg.release()
     assert instance.is_routable(Role.PREFILL, NOW)
+
+
+@pytest.mark.parametrize(
+    ("answered", "missed_probes", "is_to_blame"),
+    [(0, 0, True), (502, 0, True), (503, 0, True), (504, 0, True), (307, 0, True),
+     (500, 0, False), (500, 1, True), (501, 0, False), (501, 1, False), (508, 1, False)],
+)  # fmt: skip
+def test_what_may_be_due_to_the_request_is_not_the_instances_fault(
+    answered: int, missed_probes: int, *, is_to_blame: bool
+) -> None:
+    instance = RoutingFleet().add("P")
+    instance.missed_probes = missed_probes
+    assert instance.is_to_blame_for(answered) is is_to_blame

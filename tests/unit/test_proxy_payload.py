@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -211,6 +212,30 @@ def test_a_prefill_may_answer_no_parameters(answer: bytes) -> None:
 def test_what_is_no_completion_is_no_prefill(answer: bytes) -> None:
     with pytest.raises(ValueError, match="no completion"):
         payload.read_prefill(answer)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b'{"choices": [1], "kv_transfer_params": {%b}}' % b",".join(
+        b'"%d":1' % number for number in range(100_000)
+     ),
+     b'{"choices": [1], "usage": {"x": [%b1]}}' % (b"1," * payload.MAX_PARAMS_BYTES)],
+    ids=["parameters", "usage"],
+)  # fmt: skip
+def test_what_should_be_small_in_a_prefills_answer_is(answer: bytes) -> None:
+    with pytest.raises(ValueError, match="a part of more than"):
+        payload.read_prefill(answer)
+
+
+def test_the_choices_of_a_prefills_answer_are_not_taken_apart() -> None:
+    size = payload.MAX_PREFILL_BYTES
+    answer = b'{"choices":[%b1],"usage":{"prompt_tokens":7}}' % (b"1," * (size // 2))
+    tracemalloc.start()
+    try:
+        assert payload.read_prefill(answer).prompt_tokens == 7
+        assert tracemalloc.get_traced_memory()[1] < 3 * size
+    finally:
+        tracemalloc.stop()
 
 
 def test_an_endless_number_of_choices_counts_as_one() -> None:
