@@ -14,10 +14,11 @@ from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException
 
 from proxy.addresses import AllowList, parse_static
-from proxy.errors import ProxyError
-from proxy.fleet.admin import Admin, read_key
+from proxy.errors import ProxyError, says_enough
+from proxy.fleet.admin import Admin
 from proxy.fleet.discovery import Discovery
 from proxy.fleet.instances import Role
+from proxy.fleet.key_files import read_key
 from proxy.fleet.readiness import Readiness
 from proxy.fleet.registry import Registry
 from proxy.fleet.upstream import Upstream
@@ -78,6 +79,11 @@ class ProxyApp(Quart):
         self._memory = proxy.memory
         self._pages = proxy.pages
         self._pace = Pace(PACE)
+
+    def log_exception(self, exception_info: Any) -> None:
+        """Log an exception that nobody expected; the server says the others, in one line."""
+        if not says_enough(exception_info[1]):
+            super().log_exception(exception_info)
 
     async def __call__(
         self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable

@@ -7,9 +7,10 @@ import gc
 import logging
 import signal
 import sys
+import time
 from contextlib import suppress
 from dataclasses import fields
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import uvicorn
 
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 # Connections that the kernel keeps until they are accepted; it takes no more than its somaxconn.
 BACKLOG = 4096
+LOG_FORMAT = "%(asctime)s.%(msecs)03d+00:00 %(levelname)s %(name)s %(message)s"
 HELP = {
     "host": "address of the HTTP server",
     "port": "port of the HTTP server",
@@ -84,10 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the proxy until it is told to stop; return the exit status."""
     parser = _parser()
     options = vars(parser.parse_args(arguments))
-    logging.basicConfig(
-        level=options.pop("log_level").upper(),
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(_UtcFormatter(LOG_FORMAT, "%Y-%m-%dT%H:%M:%S"))
+    logging.basicConfig(level=options.pop("log_level").upper(), handlers=[handler])
     # These lines are JSON for programs, so they get no prefix.
     access = logging.getLogger("proxy.access")
     access.propagate = False
@@ -160,8 +161,22 @@ def _context_factory(app: ProxyApp) -> Callable[..., ssl.SSLContext] | None:
     return None if certificate is None else lambda *_: certificate.context
 
 
+class _UtcFormatter(logging.Formatter):
+    """Writes times as the lines of requests have them."""
+
+    converter = staticmethod(time.gmtime)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong: the usage has one line for each setting."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say it, and end the command."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="p2p-engine proxy",
         description="Route requests to prefill and decode instances, which register by heartbeat.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

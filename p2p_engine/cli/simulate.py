@@ -45,6 +45,8 @@ class SimulatedFleet(Fleet):
     def start_proxy(self, *ports: Any, arguments: Any = (), **more: Any) -> Member:
         """Start the proxy with its own admin key."""
         if "--admin-key-file" not in arguments:
+            self.admin_key_file.touch()
+            self.admin_key_file.chmod(0o600)
             self.admin_key_file.write_text(self._admin_key)
             arguments = (*arguments, "--admin-key-file", str(self.admin_key_file))
         return super().start_proxy(*ports, arguments=arguments, **more)

@@ -6,15 +6,15 @@ import hashlib
 import hmac
 import logging
 import math
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
 
-from p2p_engine.errors import ConfigError, RemoteProtocolError
+from p2p_engine.errors import RemoteProtocolError
 from proxy.errors import ProxyError
 from proxy.fleet.instances import Instance, Role
+from proxy.fleet.key_files import read_key
 from proxy.fleet.registry import RegistryFull
 from proxy.fleet.tries import Tries
 
@@ -34,11 +34,13 @@ _ROLES = {
 }  # fmt: skip
 
 
-class _Named(msgspec.Struct):
-    """The instances of a request. Both keys are accepted, because other routers use either."""
+class _Named(msgspec.Struct, forbid_unknown_fields=True):
+    """The instances of a request. Both keys are accepted, because other routers use either; some
+    send the type also to remove."""
 
     instance: str = ""
     instances: str | list[str] = []
+    type: str = ""
 
     def addresses(self) -> list[str]:
         several = [self.instances] if isinstance(self.instances, str) else self.instances
@@ -49,14 +51,13 @@ class _Named(msgspec.Struct):
 
 
 class _Addition(_Named):
-    type: str = ""
     zmq_address: str = ""
     model: str = ""
 
 
 class _Removal(_Named):
     drain: bool = True
-    timeout_seconds: float | None = None
+    timeout_seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
 class Admin:
@@ -104,7 +105,7 @@ class Admin:
         now = self._clock()
         if wait := self._tries.wait(address, now):
             message = f"too many wrong admin keys; try again in {math.ceil(wait)} s"
-            raise ProxyError(429, "too_many_tries", message)
+            raise ProxyError(429, "too_many_tries", message, retry_after=wait)
         bearer = headers.get("Authorization", "").removeprefix("Bearer ")
         given = headers.get("X-Api-Key", "") or bearer
         if not hmac.compare_digest(_hash(given), self._key_hash):
@@ -194,25 +195,6 @@ def _decode(body: bytes, kind: type[Any]) -> Any:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProxyError(400, "invalid_request", str(error)) from error
-
-
-def read_key(setting: str, path: str) -> str:
-    """Return the key in a file of one key; empty if there is no file.
-
-    Raises:
-        ConfigError: it cannot be used.
-    """
-    if not path:
-        return ""
-    try:
-        key = Path(path).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{setting} {path!r} cannot be read: {error}") from error
-    if not key:
-        raise ConfigError(f"{setting} {path!r} is empty")
-    if not key.isprintable():
-        raise ConfigError(f"{setting} {path!r} has more than one line, or odd characters")
-    return key
 
 
 def _read_key_hash(path: str) -> bytes | None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from p2p_engine.errors import ConfigError
 from proxy.errors import ProxyError
+from proxy.fleet.key_files import read_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.http.asgi import Ends
 
-MAX_FILE_BYTES = 1 << 20
 MIN_KEY_CHARS = 16
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY = re.compile(r"[!-~]+")
@@ -49,7 +47,8 @@ class KnownClient:
         self.num_recent = max(0.0, self.num_recent - passed * self.per_minute / 60)
         if self.per_minute and self.num_recent > self.per_minute - 1:
             message = f"client {self.name} may send {self.per_minute} requests in a minute"
-            raise ProxyError(429, "client_limit", message)
+            wait = (self.num_recent - self.per_minute + 1) * 60 / self.per_minute
+            raise ProxyError(429, "client_limit", message, retry_after=wait)
         self.num_recent += 1
         self.num_running += 1
         ends.callback(self._end)
@@ -122,7 +121,7 @@ class ClientKeys:
 def _read(path: str) -> dict[bytes, KnownClient]:
     found: dict[bytes, KnownClient] = {}
     names = set[str]()
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(read_lines("client_keys_file", path), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
@@ -136,18 +135,6 @@ def _read(path: str) -> dict[bytes, KnownClient]:
     if not found:
         raise ConfigError(f"client_keys_file {path!r} has no client")
     return found
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        with open(path, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            text = file.read(MAX_FILE_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"client_keys_file {path!r} cannot be read: {error}") from error
-    if mode & stat.S_IRWXO:
-        raise ConfigError(f"client_keys_file {path!r} is open to everybody: chmod 600 {path}")
-    return text.splitlines()
 
 
 def _parse(where: str, words: list[str]) -> tuple[str, KnownClient]:

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
 from typing import Any
 
 import aiohttp
@@ -169,4 +170,29 @@ async def test_a_port_that_is_taken_ends_the_command() -> None:
         ):
             async with command(*options) as second:
                 assert await second.ended() != 0
-                assert re.search("[Aa]ddress (already )?in use", second.printed)
+                (line,) = re.findall(".*[Aa]ddress (?:already )?in use.*", second.printed)
+                assert "ERROR" in line
+                assert "Traceback" not in second.printed
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [(("--max-queued", "-1"), "max_queued"), (("--max-queued", "x"), "--max-queued"),
+     (("--max-quued", "1"), "--max-quued")],
+)  # fmt: skip
+async def test_a_setting_that_cannot_be_is_told_in_one_line(
+    options: tuple[str, str], named: str
+) -> None:
+    async with command(*options) as running:
+        assert await running.ended() == 2
+        (line,) = running.printed.splitlines()
+        assert named in line
+
+
+async def test_the_log_has_one_clock() -> None:
+    async with served() as (running, proxy, _):
+        assert (await proxy.ask())[0] in (200, 503)
+        await running.shown(r'("outcome")')
+        times = re.findall(r"20\d\d-\d\d-\d\dT[\d:.]+\S{6}", running.printed)
+        assert len(times) >= len(running.printed.splitlines())
+        assert {datetime.fromisoformat(each).utcoffset() for each in times} == {timedelta(0)}

@@ -25,6 +25,7 @@ KEY = "open sesame"
 def key_file(tmp_path: Path) -> str:
     path = tmp_path / "admin.key"
     path.write_text(KEY + "\n")
+    path.chmod(0o600)
     return str(path)
 
 
@@ -158,6 +159,25 @@ async def test_a_drain_has_a_deadline(key_file: str) -> None:
             await order(proxy, "remove", body)
             await proxy.until_state(decode, "drained")
             assert (await proxy.in_flight(decode))["decode"] == 1  # it is not cut
+
+
+@pytest.mark.parametrize(
+    ("verb", "more", "named"),
+    [
+        ("add", {"zmq_adress": "127.0.0.1:2"}, "zmq_adress"),
+        ("remove", {"drian": False}, "drian"),
+        ("remove", {"timeout_seconds": -1}, "timeout_seconds"),
+    ],
+)
+async def test_orders_that_say_what_nobody_knows_are_refused_by_name(
+    verb: str, more: dict[str, Any], named: str, key_file: str
+) -> None:
+    async with fleet(1, 1, admin_key_file=key_file) as (proxy, _, [decode]):
+        body = {"type": "decode", "instance": decode.http_address, **more}
+        status, answer = await order(proxy, verb, body)
+        assert (status, answer["error"]["code"]) == (400, "invalid_request")
+        assert named in answer["error"]["message"]
+        assert (await proxy.status())["instances"][1]["state"] == "ready"
 
 
 async def test_orders_need_the_key(key_file: str) -> None:

@@ -39,6 +39,7 @@ async def until_says(page: Page, double: ServerDouble, text: str) -> None:
 async def test_the_buttons_drain_and_resume(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("the key")
+    key.chmod(0o600)
     settings: dict[str, Any] = {"admin_key_file": str(key)}
     async with (
         fleet(1, 2, **settings) as (proxy, _, [decode, other]),

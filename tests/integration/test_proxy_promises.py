@@ -254,6 +254,7 @@ async def test_12_ten_times_too_much_is_refused_and_the_rest_is_served() -> None
 async def test_13_coming_and_going_under_load_costs_no_request(tmp_path: Any) -> None:
     key = tmp_path / "key"
     key.write_text("k")
+    key.chmod(0o600)
     async with (
         ServerDouble("P") as more_prefill,
         ServerDouble("D") as more_decode,

@@ -43,11 +43,14 @@ def test_a_key_is_made_once(tmp_path: Path) -> None:
     assert "never overwritten" in result.output
 
 
-@pytest.mark.parametrize("command", ["launch", "simulate", "bench", "doctor", "demo", "keygen"])
+@pytest.mark.parametrize(
+    "command", ["launch", "simulate", "bench", "doctor", "demo", "keygen", "size"]
+)
 def test_each_command_explains_itself(command: str) -> None:
-    result = run(command, "--help")
+    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "60", "TERM": "dumb"})
     assert result.exit_code == 0
     assert f"Usage: p2p-engine {command}" in result.stdout
+    assert "…" not in result.stdout, "a name is cut"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from p2p_engine.errors import ConfigError
 from proxy.errors import ProxyError
+from proxy.fleet.key_files import read_key
 from proxy.http.asgi import Ends
 from proxy.routing.clients import MIN_KEY_CHARS, ClientKeys, KnownClient
 
@@ -62,12 +63,16 @@ def test_a_line_that_cannot_be_is_refused_without_showing_its_key(
     assert ALICE not in str(caught.value)
 
 
-def test_a_file_that_everybody_may_read_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])
+def test_a_file_that_others_may_read_is_refused(mode: int, tmp_path: Path) -> None:
     path = tmp_path / "keys"
     written(path, f"alice {ALICE}")
-    path.chmod(0o644)
-    with pytest.raises(ConfigError, match="open to everybody"):
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match="open to others: chmod 600"):
         ClientKeys(str(path), "", lambda: 0.0)
+    for setting in ("admin_key_file", "instance_key_file"):
+        with pytest.raises(ConfigError, match=f"{setting} .*chmod 600"):
+            read_key(setting, str(path))
 
 
 def test_requests_in_progress_are_limited_until_they_end() -> None:
@@ -80,6 +85,16 @@ def test_requests_in_progress_are_limited_until_they_end() -> None:
     client.begin(0.0, second)
     second.close()
     assert client.num_running == 0
+
+
+def test_who_is_at_a_limit_of_rate_hears_when_the_next_request_may_come() -> None:
+    client = KnownClient("a", per_minute=6)
+    for _ in range(6):
+        client.begin(100.0, Ends())
+    with pytest.raises(ProxyError) as caught:
+        client.begin(103.5, Ends())
+    assert dict(caught.value.answer_to_client().headers)[b"retry-after"] == b"7"
+    client.begin(110.0, Ends())
 
 
 def test_requests_in_a_minute_are_limited() -> None:

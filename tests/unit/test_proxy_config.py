@@ -55,6 +55,7 @@ def test_a_key_file_without_a_key_is_refused(content: str | None, tmp_path: Path
     path = tmp_path / "key"
     if content is not None:
         path.write_text(content)
+        path.chmod(0o600)
     with pytest.raises(ConfigError, match="admin_key_file"):
         create_app(ProxyConfig(admin_key_file=str(path)))
 
