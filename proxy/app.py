@@ -27,7 +27,7 @@ from proxy.http.deadlines import Deadlines
 from proxy.http.descriptors import Shares, raised_limit
 from proxy.http.door import DoorServer
 from proxy.http.house import ClientHouse, Rules
-from proxy.http.memory import BodyMemory
+from proxy.http.memory import BodyMemory, Turns
 from proxy.http.sharing import Pace, Shared
 from proxy.http.stall import StallWatch
 from proxy.http.tls import Certificate
@@ -79,6 +79,7 @@ class ProxyApp(Quart):
         self._memory = proxy.memory
         self._pages = proxy.pages
         self._pace = Pace(PACE)
+        self._starts = Turns()
 
     def log_exception(self, exception_info: Any) -> None:
         """Log an exception that nobody expected; the server says the others, in one line."""
@@ -92,6 +93,7 @@ class ProxyApp(Quart):
         is_direct = scope["type"] == "http" and scope["path"] in DIRECT_PATHS
         if is_direct and cast("HTTPScope", scope)["method"] == "POST":
             http = cast("HTTPScope", scope)
+            await self._starts.take()
             await serve_directly(self._serve, http, receive, send, self._memory)
             return
         if scope["type"] == "http":
@@ -228,7 +230,7 @@ class Proxy:
 
     def make_server(self, settings: uvicorn.Config) -> uvicorn.Server:
         """Make the server whose clients come into the house."""
-        return DoorServer(settings, self.house)
+        return DoorServer(settings, self.house, self.certificate)
 
     async def serving(self) -> AsyncGenerator[None, None]:
         """Open the sockets; close the parts in reverse order at shutdown."""

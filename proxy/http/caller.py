@@ -1,29 +1,66 @@
-"""Caller: a client's connection before it is one of HTTP."""
+"""Caller: a client's connection before it is one of HTTP; Silence: all that have said nothing."""
 
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 from contextlib import suppress
 from typing import Any
 
 
-class Caller:
-    """A connection that has said nothing yet, or is in its TLS handshake.
+class Silence:
+    """Connections that have said nothing, behind one descriptor for the event loop.
 
-    While it is silent, a reader of the loop waits for its first byte, and `waiting` has it, until
-    when it may be so.
+    So however many of them speak or end at once, the loop looks at a few in each round.
+    """
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._callers: dict[int, Caller] = {}
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when one has spoken or has ended."""
+        return self._epoll.fileno()
+
+    def add(self, caller: Caller) -> None:
+        """Wait for the first byte of one more."""
+        self._callers[caller.connection.fileno()] = caller
+        self._epoll.register(caller.connection, select.EPOLLIN)
+
+    def remove(self, caller: Caller) -> None:
+        """Wait for its first byte no longer; idempotent. Its connection is still open."""
+        if self._callers.pop(caller.connection.fileno(), None) is not None:
+            self._epoll.unregister(caller.connection)
+
+    def broken(self, most: int) -> list[Caller]:
+        """Return some that have spoken or have ended."""
+        return [self._callers[descriptor] for descriptor, _ in self._epoll.poll(0, most)]
+
+    def close(self) -> None:
+        """Wait for nobody; idempotent."""
+        self._epoll.close()
+
+
+class Caller:
+    """A connection that has said nothing yet, waits to be let in, or is in its TLS handshake.
+
+    `line` is the line in which it waits, with the time until when it may.
     """
 
     was_answered = False
 
-    def __init__(self, connection: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, connection: socket.socket, loop: asyncio.AbstractEventLoop, silence: Silence
+    ) -> None:
         self.connection = connection
         self.loop = loop
         self.app: Any = None
         self.is_silent = True
-        self.is_entering = False  # it has spoken, and will be one of HTTP at once
-        self.waiting: dict[Caller, float] = {}
+        self.is_let_in = False  # a transport has the connection
+        self.is_entering = False  # it has spoken, and will be one of HTTP
+        self.line: dict[Caller, float] = {}
+        self._silence = silence
 
     @property
     def has_spoken(self) -> bool:
@@ -39,18 +76,18 @@ class Caller:
         except OSError:
             return b""
 
-    def stop_waiting(self) -> None:
-        """Wait for its first byte no longer; idempotent."""
-        if self.is_silent:
-            self.is_silent = False
-            self.waiting.pop(self, None)
-            self.loop.remove_reader(self.connection.fileno())
+    def wait_in(self, line: dict[Caller, float], seconds: float) -> None:
+        """Wait in another line, for so long at the most."""
+        self.line.pop(self, None)
+        self.line = line
+        line[self] = self.loop.time() + seconds
 
     def drop(self) -> None:
         """Close the connection."""
-        if self.is_silent:
-            self.stop_waiting()
-            self.connection.close()
-        else:
+        if self.is_let_in:
             with suppress(OSError):  # its transport closes it
                 self.connection.shutdown(socket.SHUT_RDWR)
+        else:
+            self.line.pop(self, None)
+            self._silence.remove(self)
+            self.connection.close()

@@ -10,6 +10,8 @@ from proxy.http.stall import ABSENCE_SECONDS
 
 # A timeout may fire this late. One loop timer for each request would cost more than the request.
 TICK_SECONDS = 0.05
+# Timeouts that expire before other work has its turn: the end of what they end takes time, too.
+AT_ONCE = 4
 
 
 class Deadline:
@@ -33,11 +35,13 @@ class Deadline:
         """Extend the timeout by an absence that ends now, up to its full length from now."""
         self._due = min(self._due + absence, now + self._seconds)
 
-    def check(self, now: float) -> None:
-        """Call the callback if the timeout has expired."""
-        if now >= self._due:
-            self.cancel()
-            self._call()
+    def check(self, now: float) -> bool:
+        """Call the callback if the timeout has expired; return whether it has."""
+        if now < self._due:
+            return False
+        self.cancel()
+        self._call()
+        return True
 
 
 class Deadlines:
@@ -70,12 +74,13 @@ class Deadlines:
         assert self._loop is not None
         now = self._clock()
         absence, self._ticked_at = now - self._ticked_at, now
-        is_here = absence <= ABSENCE_SECONDS
+        is_here, num_expired = absence <= ABSENCE_SECONDS, 0
         for deadline in list(self.pending):
             if self._was_here and not is_here:
                 deadline.excuse(absence, now)
-            deadline.check(now)
+            if num_expired < AT_ONCE:
+                num_expired += deadline.check(now)
         self._was_here = is_here
         self._is_ticking = bool(self.pending)
         if self._is_ticking:
-            self._loop.call_later(TICK_SECONDS, self._tick)
+            self._loop.call_later(TICK_SECONDS if num_expired < AT_ONCE else 0, self._tick)

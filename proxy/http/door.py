@@ -15,31 +15,44 @@ from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 
-from proxy.http.caller import Caller
+from proxy.http.caller import Caller, Silence
 
 if TYPE_CHECKING:
     from proxy.http.house import ClientHouse, Guest
+    from proxy.http.tls import Certificate
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 64  # connections that are accepted before other work has its turn
-LOOK_SECONDS = 0.1  # between looks for who has been silent for too long
+AT_ONCE = 64  # connections that are accepted, or looked at, before other work has its turn
+LOOK_SECONDS = 0.1  # between looks for who has waited for too long
 PAUSE_SECONDS = 1.0  # after the system gave no descriptor
 
 
 class ClientDoor:
-    """Accepts connections on the sockets of a server; it is closed as that server would be."""
+    """Accepts connections on the sockets of a server; it is closed as that server would be.
+
+    One that has spoken is let in, one in each round of the loop: who is inside already waits for
+    no crowd at the door. The newest is first. In a crowd that asks for more than the proxy can do,
+    all would otherwise wait for the longest.
+    """
 
     def __init__(
-        self, house: ClientHouse, server: asyncio.AbstractServer, options: dict[str, Any], ssl: Any
+        self,
+        house: ClientHouse,
+        server: asyncio.AbstractServer,
+        options: dict[str, Any],
+        certificate: Certificate | None,
     ) -> None:
-        """`options` are what uvicorn gives a protocol; `ssl` is the context for TLS, or None."""
+        """`options` are what uvicorn gives a protocol."""
         self._house = house
         self._options = options
-        self._ssl = ssl
+        self._certificate = certificate
         self._loop = asyncio.get_running_loop()
-        # By how long each may say nothing: until when, the earliest first.
+        self._silence = Silence()
+        # By how long each may wait: until when, the earliest first.
         self._silent: dict[float, dict[Caller, float]] = {}
+        self._spoken: dict[Caller, float] = {}
+        self._is_letting_in = False
         self._entering: set[asyncio.Task[None]] = set()
         listeners = cast("asyncio.Server", server).sockets
         self.sockets = [socket.socket(fileno=os.dup(each.fileno())) for each in listeners]
@@ -47,18 +60,23 @@ class ClientDoor:
         for listener in self.sockets:
             listener.setblocking(False)
             self._listen(listener)
+        self._loop.add_reader(self._silence.fileno(), self._hear_some)
         self._looking = self._loop.call_later(LOOK_SECONDS, self._look)
 
     def close(self) -> None:
-        """Accept nobody else, and close what has said nothing; idempotent."""
+        """Accept nobody else, and close what is not let in; idempotent."""
+        if not self.sockets:
+            return
         self._looking.cancel()
         while self.sockets:
             listener = self.sockets.pop()
             self._loop.remove_reader(listener.fileno())
             listener.close()
-        for silent in self._silent.values():
-            for caller in list(silent):
+        for line in (*self._silent.values(), self._spoken):
+            for caller in list(line):
                 self._forget(caller)
+        self._loop.remove_reader(self._silence.fileno())
+        self._silence.close()
         for task in self._entering:
             task.cancel()
 
@@ -81,32 +99,49 @@ class ClientDoor:
                 self._loop.call_later(PAUSE_SECONDS, self._listen, listener)
                 return
             connection.setblocking(False)
-            self._greet(Caller(connection, self._loop))
+            self._greet(Caller(connection, self._loop, self._silence))
 
     def _greet(self, caller: Caller) -> None:
-        # It may be that there is no room even to tell it so.
-        self._loop.add_reader(caller.connection.fileno(), self._hear, caller)
+        self._silence.add(caller)
         seconds = self._house.enter(caller)
-        if caller.is_silent:
-            caller.waiting = self._silent.setdefault(seconds, {})
-            caller.waiting[caller] = self._loop.time() + seconds
+        # It may be that there is no room even to tell it so.
+        if caller.connection.fileno() >= 0:
+            caller.wait_in(self._silent.setdefault(seconds, {}), seconds)
+
+    def _hear_some(self) -> None:
+        for caller in self._silence.broken(AT_ONCE):
+            self._hear(caller)
 
     def _hear(self, caller: Caller) -> None:
         if not caller.look():
             self._forget(caller)
             return
-        caller.stop_waiting()
-        caller.is_entering = self._ssl is None
-        task = self._loop.create_task(self._let_in(caller))
-        self._entering.add(task)
-        task.add_done_callback(self._entering.discard)
+        self._silence.remove(caller)
+        caller.is_silent = False
+        caller.is_entering = self._certificate is None
+        caller.wait_in(self._spoken, self._house.rules.head_seconds)
+        if not self._is_letting_in:
+            self._is_letting_in = True
+            self._loop.call_soon(self._let_in_next)
+
+    def _let_in_next(self) -> None:
+        self._is_letting_in = bool(self._spoken)
+        if self._spoken:
+            caller, _ = self._spoken.popitem()
+            caller.is_let_in = True
+            task = self._loop.create_task(self._let_in(caller))
+            self._entering.add(task)
+            task.add_done_callback(self._entering.discard)
+            self._loop.call_soon(self._let_in_next)
 
     async def _let_in(self, caller: Caller) -> None:
-        seconds = self._house.rules.head_seconds if self._ssl is not None else None
+        context, seconds = None, None
+        if self._certificate is not None:
+            context, seconds = self._certificate.context, self._house.rules.head_seconds
         try:
             await self._loop.connect_accepted_socket(
                 partial(self._open, caller), caller.connection,
-                ssl=self._ssl, ssl_handshake_timeout=seconds,
+                ssl=context, ssl_handshake_timeout=seconds,
             )  # fmt: skip
         except OSError as error:
             logger.debug("no connection of HTTP: %s", error)
@@ -119,12 +154,13 @@ class ClientDoor:
     def _look(self) -> None:
         now = self._loop.time()
         for silent in self._silent.values():
-            while silent and now >= next(iter(silent.values())):
-                caller = next(iter(silent))
+            while (caller := _late(silent, now)) is not None:
                 if caller.look():  # it came while the process did not run
                     self._hear(caller)
                 else:
                     self._house.close(caller, "idle")
+        while (caller := _late(self._spoken, now)) is not None:
+            self._house.close(caller, "slow")
         self._looking = self._loop.call_later(LOOK_SECONDS, self._look)
 
     def _forget(self, caller: Caller) -> None:
@@ -132,12 +168,21 @@ class ClientDoor:
         caller.drop()
 
 
+def _late(line: dict[Caller, float], now: float) -> Caller | None:
+    """Return the first in a line, if its time is over."""
+    first = next(iter(line), None)
+    return first if first is not None and now >= line[first] else None
+
+
 class DoorServer(uvicorn.Server):
     """uvicorn's server, whose clients come in by a door."""
 
-    def __init__(self, config: uvicorn.Config, house: ClientHouse) -> None:
+    def __init__(
+        self, config: uvicorn.Config, house: ClientHouse, certificate: Certificate | None
+    ) -> None:
         super().__init__(config)
         self._house = house
+        self._certificate = certificate
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen as uvicorn does, then take its place at the sockets."""
@@ -147,5 +192,5 @@ class DoorServer(uvicorn.Server):
             "server_state": self.server_state,
             "app_state": self.lifespan.state,
         }
-        doors = [ClientDoor(self._house, each, options, self.config.ssl) for each in self.servers]
+        doors = [ClientDoor(self._house, each, options, self._certificate) for each in self.servers]
         self.servers = cast("list[asyncio.base_events.Server]", doors)

@@ -25,8 +25,7 @@ class Certificate:
         Raises:
             ConfigError: they cannot be used; the old ones stay.
         """
-        self._read()
-        self.context.load_cert_chain(*self._files, password=_no_password)
+        self.context = self._read()
 
     def _read(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

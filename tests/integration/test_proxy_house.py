@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -222,3 +225,49 @@ def test_shares_leave_room_for_both_connections_of_every_client(
 def test_too_few_descriptors_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"64 descriptors .* for clients"):
         Shares.of(64, 1000, 1000, 256)
+
+
+async def test_who_has_spoken_is_let_in_one_in_each_round_and_the_newest_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    let_in: list[int] = []
+    open_door, num_rounds = house.ClientHouse.open_door, 0
+
+    def opened(self: house.ClientHouse, **options: Any) -> house.Guest:
+        let_in.append(num_rounds)
+        return open_door(self, **options)
+
+    def count() -> None:
+        nonlocal num_rounds
+        num_rounds += 1
+        loop.call_soon(count)
+
+    loop = asyncio.get_running_loop()
+    async with running_proxy(max_connections=500) as proxy:
+        monkeypatch.setattr(house.ClientHouse, "open_door", opened)
+        address = ("127.0.0.1", int(proxy.url.rpartition(":")[2]))
+        crowd = [socket.create_connection(address) for _ in range(200)]
+        for connection in crowd:
+            connection.sendall(HEAD)
+        loop.call_soon(count)
+        await until(lambda: len(let_in) == len(crowd), "all are let in")
+        assert max(Counter(let_in).values()) <= 2
+        for connection in crowd:
+            connection.close()
+
+
+async def test_who_leaves_before_being_let_in_leaves_nothing_behind() -> None:
+    async with running_proxy() as proxy:
+        address = ("127.0.0.1", int(proxy.url.rpartition(":")[2]))
+        before = len(os.listdir("/proc/self/fd"))
+
+        async def are_gone() -> bool:
+            num_connections = (await proxy.metrics())["p2p_proxy_connections"]
+            return num_connections == 1 and len(os.listdir("/proc/self/fd")) <= before
+
+        for said in (b"", HEAD):
+            crowd = [socket.create_connection(address) for _ in range(100)]
+            for connection in crowd:
+                connection.sendall(said)
+                connection.close()
+            await until(are_gone, "all are gone")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from proxy.http.deadlines import Deadlines
+import asyncio
+import itertools
+
+from proxy.http.deadlines import AT_ONCE, Deadlines
 from proxy.http.stall import StallWatch
 from tests.doubles.clock import Clock
 from tests.rigs.proxies import until
@@ -92,3 +95,27 @@ async def test_a_deadline_does_not_pass_while_nobody_was_there() -> None:
         await until(lambda: deadlines._ticked_at == clock.now, "it has ticked")
     assert passed == ["short", "long"]
     assert 132.0 <= clock.now < 134.0
+
+
+async def test_a_few_deadlines_pass_before_other_work_has_its_turn() -> None:
+    clock, passed, in_each_round = Clock(), 0, list[int]()
+    deadlines, loop = Deadlines(clock), asyncio.get_running_loop()
+
+    def expire() -> None:
+        nonlocal passed
+        passed += 1
+
+    def look() -> None:
+        in_each_round.append(passed)
+        if passed < 100:
+            loop.call_soon(look)
+
+    for _ in range(100):
+        deadlines.add(0.5, expire)
+    clock.now += 0.6
+    look()
+    await until(lambda: passed == 100, "all have passed")
+    look()
+    steps = [later - before for before, later in itertools.pairwise(in_each_round)]
+    assert max(steps) <= 2 * AT_ONCE
+    assert deadlines.pending == {}
