@@ -37,6 +37,7 @@ test-c: setup  ## the C tests under AddressSanitizer and UBSan
 	tests/c/run.sh
 
 attack: setup  ## attacks on a real proxy, beside a healthy load; NAME= part of a name, SCALE= share of the full numbers (1)
+	@scripts/get_fronts.sh "$(CURDIR)/build/fronts" || echo "nginx and HAProxy cannot be had; what needs them is skipped"
 	$(BIN)/python -m tests.attack.run $(if $(NAME),--name "$(NAME)") $(if $(SCALE),--scale $(SCALE))
 
 chaos: setup  ## the fault campaign: DURATION= seconds, SEED=, JOBS= rounds in parallel; continues where it stopped

@@ -5,6 +5,7 @@ Each gives every request an id of its own, so a request without one has not come
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -15,13 +16,15 @@ from pathlib import Path
 from tests.support import eventually
 
 ID_PREFIX = "front-"
-PROGRAMS = {"nginx": "nginx", "haproxy": "haproxy"}
+# Where scripts/get_fronts.sh puts the programs of a machine that does not have them.
+UNPACKED = Path(__file__).parents[2] / "build" / "fronts"
 
 _NGINX = """
 daemon off; pid {folder}/pid; error_log {folder}/error.log; worker_processes 1; user root;
 events {{ worker_connections 256; }}
 http {{
-  access_log off; client_max_body_size 64m;
+  log_format seen "seen front-$request_id $status $request_uri";
+  access_log {folder}/seen seen; client_max_body_size 64m;
   client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
   fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
   upstream proxy {{ server 127.0.0.1:{proxy}; keepalive 4; }}
@@ -36,7 +39,9 @@ http {{
 _HAPROXY = """
 global
   maxconn 256
+  log stdout format raw daemon
 defaults
+  log global
   mode http
   timeout connect 5s
   timeout client 20s
@@ -45,6 +50,9 @@ defaults
 frontend clients
   bind 127.0.0.1:{port}
   http-request set-header X-Request-Id front-%[uuid()]
+  http-request capture req.hdr(X-Request-Id) len 64
+  http-request capture path len 64
+  log-format "seen %[capture.req.hdr(0)] %ST %[capture.req.hdr(1)]"
   default_backend proxies
 backend proxies
   http-reuse always
@@ -66,14 +74,32 @@ FRONTS = {
 }  # fmt: skip
 
 
-def is_installed(front: str) -> bool:
-    """Tell whether the program of a front is there."""
-    return shutil.which(front.partition(",")[0]) is not None
+def program(front: str) -> str | None:
+    """Return where the program of a front is; None if it is not there."""
+    return shutil.which(
+        front.partition(",")[0], path=f"{os.environ['PATH']}:/usr/sbin:{UNPACKED}/usr/sbin"
+    )
+
+
+class Front:
+    """A server that runs before a proxy."""
+
+    def __init__(self, port: int, folder: Path) -> None:
+        self.port = port
+        self._folder = folder
+
+    def seen(self) -> list[tuple[str, int, str]]:
+        """Return the id, the status and the path of each request that it has answered."""
+        logs = [self._folder / name for name in ("seen", "output")]
+        text = "".join(log.read_text(errors="replace") for log in logs if log.exists())
+        lines = [line.split() for line in text.splitlines()]
+        words = [line for line in lines if line[:1] == ["seen"] and len(line) == 4]
+        return [(name, int(status), path) for _, name, status, path in words]
 
 
 @contextmanager
-def running_front(front: str, proxy_port: int, folder: Path) -> Iterator[int]:
-    """Run a front before a proxy on 127.0.0.1; yields its port."""
+def running_front(front: str, proxy_port: int, folder: Path) -> Iterator[Front]:
+    """Run a front before a proxy on 127.0.0.1."""
     template, more = FRONTS[front]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -81,16 +107,21 @@ def running_front(front: str, proxy_port: int, folder: Path) -> Iterator[int]:
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "front.conf"
     config.write_text(template.format(folder=folder, port=port, proxy=proxy_port, more=more))
-    program = front.partition(",")[0]
+    path, name = program(front), front.partition(",")[0]
+    assert path is not None
+    libraries = ":".join(map(str, UNPACKED.glob("usr/lib/*-linux-*")))
     options = {
         "nginx": ["-c", str(config), "-p", str(folder)],
         "haproxy": ["-db", "-f", str(config)],
     }
     with (folder / "output").open("wb") as output:
-        process = subprocess.Popen([program, *options[program]], stdout=output, stderr=output)
+        process = subprocess.Popen(
+            [path, *options[name]], stdout=output, stderr=output,
+            env={**os.environ, "LD_LIBRARY_PATH": libraries},
+        )  # fmt: skip
     try:
         eventually(lambda: _listens(port), 20, f"{front} listens: {folder / 'output'}")
-        yield port
+        yield Front(port, folder)
     finally:
         process.terminate()
         process.wait(20)
