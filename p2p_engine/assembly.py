@@ -109,6 +109,8 @@ class Parts:
         )  # fmt: skip
         self._open.append(lambda: self.control.close(STOP_SECONDS))
         self.mover = Mover()
+        if self.gpu is not None:
+            self.gpu.device.check_host = self.mover.check
         self._open.append(lambda: self.mover.close(STOP_SECONDS))
         self.transports = {name: self._make_transport(name) for name in config.transports}
 
@@ -132,7 +134,7 @@ class Parts:
         """Make the sending and the receiving parts."""
         config, clock, counters = self.config, time.monotonic, self.counters
         copier: Copier = self.gpu.device if self.gpu is not None else self.mover
-        placement = Placement(config, self.arena, self.mover, clock, receives=receives)
+        placement = Placement(config, self.arena, copier, clock, receives=receives)
         self.endings = Endings()
         self.sender = Sender(config, self.changed, self.links, self.endings, counters, clock)
         self.holds = Holds(
@@ -270,6 +272,11 @@ class Gpu:
         if not index < cuda.device_count():
             raise ConfigError(f"device={config.device!r}: there are {cuda.device_count()} GPUs")
         self.device = Device(cuda, index)
+        if config.checksum and not self.device.can_check:
+            self.device.close(STOP_SECONDS)
+            raise ConfigError(
+                "checksum: this GPU has no kernel that computes them; the log says why"
+            )
         self._transport: NcclTransport | None = None
 
     def landing(self) -> DeviceLanding:

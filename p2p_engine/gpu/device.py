@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
+import operator
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from mempool import write_word
 from p2p_engine.errors import P2pError, TransportError
+from p2p_engine.gpu.checksum import ONES, batches
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.cuts import cut_at
 from p2p_engine.gpu.pack import Pack, PackOrder, Way
 from p2p_engine.gpu.pins import HostPins
 from p2p_engine.gpu.worker_loop import Loop
-from p2p_engine.memory.jobs import Moment, still_running
+from p2p_engine.memory.jobs import Job, Moment, still_running
 from p2p_engine.memory.layout import Int64s
 
 START_SECONDS = 60.0  # the first use of a GPU in a process may be slow
@@ -58,7 +61,7 @@ class DeviceJob:
     ) -> None:
         """`stop` is called in the device's thread if the job is cancelled."""
         self.state = "queued"
-        self.checksum: int | None = None  # the CPU would have to read the GPU's memory
+        self.checksum: int | None = None  # set before its end, if it was asked for
         self.error: str | None = None
         self.tag = tag
         self.nbytes = nbytes
@@ -95,6 +98,17 @@ def _nothing() -> None:
     """Do nothing: a job that has ended cannot be stopped."""
 
 
+class JobEnd:
+    """A moment: a job of another thread has ended."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def is_complete(self) -> bool:
+        """Whether that is so; never blocks."""
+        return self._job.done
+
+
 class Device(Loop):
     """One GPU of this process: its worker thread, streams, events and jobs."""
 
@@ -108,6 +122,7 @@ class Device(Loop):
         self.index = index
         self.pins = HostPins(cuda, index)
         self.open_jobs: set[DeviceJob] = set()
+        self.check_host: Callable[[Int64s, Int64s], Job] | None = None  # the mover's
         self._spare_events: collections.deque[int] = collections.deque()
         self._ended: collections.deque[DeviceJob] = collections.deque()
         self._takes_no_more = self._is_over = False
@@ -160,12 +175,14 @@ class Device(Loop):
         word_address: int = 0,
         word_value: int = 0,
         lane: int = 0,
+        checked: bool = False,
         tag: object = None,
         keep: object = None,
         after: Iterable[Moment] = (),
     ) -> DeviceJob:
         """Copy between device, registered and peer memory once `after` is complete. Then write the
-        word, which is in host memory. Never blocks.
+        word, which is in host memory. If `checked`, the job has the checksum of the sources, which
+        is computed first. Never blocks.
 
         Raises:
             TransportError: the device is closed.
@@ -174,12 +191,35 @@ class Device(Loop):
             raise TransportError("copy: the device is closed")
         job = DeviceJob(self, int(lengths.sum()), tag, keep, lambda: self._cancel_copy(job))
         regions = (sources, destinations, lengths)
-
-        def start() -> None:
-            self.when(after, lambda: self._launch_copy(job, regions, word_address, word_value))
-
-        self.post(start)
+        launch = partial(self._launch_copy, job, regions, word_address, word_value)
+        begin = partial(self._check, job, sources, lengths, launch) if checked else launch
+        self.post(lambda: self.when(after, begin))
         return job
+
+    def check(
+        self,
+        addresses: Int64s,
+        lengths: Int64s,
+        *,
+        lane: int = 0,
+        tag: object = None,
+        keep: object = None,
+    ) -> DeviceJob:
+        """Compute the CRC-32C of regions, all on this device or all in host memory. Never blocks.
+
+        Raises:
+            TransportError: the device is closed.
+        """
+        if self._takes_no_more:
+            raise TransportError("check: the device is closed")
+        job = DeviceJob(self, int(lengths.sum()), tag, keep, lambda: self._cancel_copy(job))
+        self.post(partial(self._check, job, addresses, lengths, lambda: job.end("done")))
+        return job
+
+    @property
+    def can_check(self) -> bool:
+        """Whether this device can compute checksums: it has the kernel."""
+        return self._pack.kernel is not None
 
     def stop_jobs(self, timeout: float) -> bool:
         """Accept no more copies and cancel every job. Blocks for at most `timeout` seconds; returns
@@ -222,6 +262,33 @@ class Device(Loop):
     def pack_in(self, stream: int, regions: tuple[Int64s, Int64s, Int64s]) -> PackOrder:
         """Plan copies of device memory in a stream of the caller's, who advances the order."""
         return self._pack.order(*regions, Way.ON_DEVICE, stream)
+
+    def checksum(
+        self,
+        addresses: Int64s,
+        lengths: Int64s,
+        done: Callable[[int], None],
+        failed: Callable[[P2pError], None],
+    ) -> None:
+        """Compute the CRC-32C of regions, as `check` does; call `done` with it, or `failed` if the
+        device refuses."""
+        kept = lengths > 0
+        addresses, lengths = addresses[kept], lengths[kept]
+        if not self.is_host(addresses):
+            self._add_checksums(batches(addresses, lengths), [], done, failed)
+            return
+        if self.check_host is None:
+            failed(TransportError("nothing computes checksums of host memory here"))
+            return
+        job = self.check_host(addresses, lengths)
+
+        def tell() -> None:
+            if job.checksum is None:
+                failed(TransportError(f"the checksum of host memory: {job.error or job.state}"))
+            else:
+                done(job.checksum)
+
+        self.later([JobEnd(job)], tell)
 
     def is_host(self, addresses: Int64s) -> bool:
         """Whether one of these addresses is in host memory."""
@@ -280,6 +347,36 @@ class Device(Loop):
             self.when(begun, lambda: job.end("failed", reason))
 
         self._pack_now(regions, finish, fail)
+
+    def _check(
+        self, job: DeviceJob, addresses: Int64s, lengths: Int64s, done: Callable[[], None]
+    ) -> None:
+        """Give a job its checksum, and go on."""
+        if job.done:
+            return  # cancelled before it began
+        job.state = "running"
+
+        def have(checksum: int) -> None:
+            job.checksum = checksum
+            done()
+
+        self.checksum(addresses, lengths, have, lambda error: job.end("failed", str(error)))
+
+    def _add_checksums(
+        self,
+        rest: Iterator[tuple[Int64s, Int64s, Int64s]],
+        sums: list[int],
+        done: Callable[[int], None],
+        failed: Callable[[P2pError], None],
+    ) -> None:
+        """Launch one batch after the other; a checksum holds one table at a time."""
+        rows, stream = next(rest, None), self._streams[Way.ON_DEVICE]
+        if rows is None:
+            done(functools.reduce(operator.xor, sums, ONES) if sums else 0)
+            return
+        order = self._pack.checksum(rows, stream, sums, is_start=not sums)
+        again = partial(self._add_checksums, rest, sums, done, failed)
+        self._advance(order, stream, again, failed)
 
     def _unpinned(self, regions: tuple[Int64s, Int64s, Int64s]) -> list[Moment]:
         """Return the moments for which copies wait: host memory that is not page-locked yet would

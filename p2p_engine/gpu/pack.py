@@ -14,7 +14,7 @@ import enum
 import logging
 from collections.abc import Callable, Iterator
 
-from p2p_engine.errors import P2pError
+from p2p_engine.errors import P2pError, TransportError
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.cuts import SlabLoad, level, stage
 from p2p_engine.gpu.pack_kernel import TILE_BYTES, PackKernel, Table
@@ -93,6 +93,20 @@ class Pack:
                 return order
         return PackOrder(self._one_by_one(sources, destinations, lengths, stream), _nothing)
 
+    def checksum(
+        self, rows: tuple[Int64s, Int64s, Int64s], stream: int, sums: list[int], *, is_start: bool
+    ) -> PackOrder:
+        """Plan a launch of `checksum.batches`; at its release, its sum is added to the list. It
+        needs the kernel, and waits for room for its table."""
+        held: list[Table] = []
+
+        def release() -> None:
+            if self.kernel is not None and held:
+                sums.append(self.kernel.sum_of(held[0]))
+                self.kernel.free(held.pop())
+
+        return PackOrder(self._add(rows, held, stream, is_start=is_start), release)
+
     def close(self) -> None:
         """Free what the kernel has. All copies must have ended."""
         if self.kernel is not None:
@@ -157,6 +171,23 @@ class Pack:
                 self._cuda.copy(*ends, nbytes, stream)
             if way is not Way.TO_HOST:
                 kernel.launch(table, load.first, load.num, stream)
+
+    def _add(
+        self,
+        rows: tuple[Int64s, Int64s, Int64s],
+        held: list[Table],
+        stream: int,
+        *,
+        is_start: bool,
+    ) -> Iterator[None]:
+        kernel = self.kernel
+        if kernel is None:
+            raise TransportError("no kernel computes checksums here")
+        while (table := kernel.write_sum(*rows)) is None:
+            yield
+        held.append(table)
+        kernel.upload(table, stream)
+        kernel.add_checksums(table, stream, is_start=is_start)
 
     def _one_by_one(
         self, sources: Int64s, destinations: Int64s, lengths: Int64s, stream: int

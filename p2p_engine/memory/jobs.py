@@ -37,7 +37,7 @@ class Job(Protocol):
 
     @property
     def checksum(self) -> int | None:
-        """Return the CRC-32C of the bytes; None if not asked for, not done, or on a GPU."""
+        """Return the CRC-32C of the bytes; None if not asked for, or not done."""
         ...
 
     def cancel(self) -> None:
@@ -64,6 +64,11 @@ class Copier(Protocol):
     @property
     def copy(self) -> Callable[..., Job]:
         """Copy (sources, destinations, lengths); arguments as for `mempool.Mover.copy`."""
+        ...
+
+    @property
+    def check(self) -> Callable[..., Job]:
+        """Compute a checksum; arguments as for `mempool.Mover.check`."""
         ...
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mempool import Mover
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError, TransferTooLarge, TransportError
 from p2p_engine.memory.arena import LandingArena, Space, round_up
-from p2p_engine.memory.jobs import Job
+from p2p_engine.memory.jobs import Copier, Job
 from p2p_engine.memory.layout import Regions, ask, one_region, packed_pages
 from p2p_engine.receive.credit import Credit, Reserve
 from p2p_engine.receive.ledger import BLOCKS, Landing, LandingId, Receive
@@ -31,7 +30,7 @@ class Placement:
         self,
         config: EngineConfig,
         arena: LandingArena | None,
-        mover: Mover,
+        copier: Copier,
         clock: Callable[[], float],
         *,
         receives: bool = True,
@@ -40,7 +39,7 @@ class Placement:
         self.arena = self._arena = arena
         self._credit = Credit(config, clock)
         self._reserve = Reserve(arena) if arena is not None and receives else None
-        self._mover = mover
+        self._copier = copier
         self._live_block_bytes = 0
 
     def place(
@@ -141,11 +140,14 @@ class Placement:
     def checksum(self, landing: Landing, ended: JobEnded) -> int | None:
         """Return the CRC-32C of a whole landing. None: it is being computed; ask again when `ended`
         is called."""
-        if landing.transport.receiver_writes or landing.space is None or self._arena is None:
-            return landing.job.checksum if landing.job is not None else None
+        job = landing.job
+        if job is not None and (job.checksum is not None or landing.space is None):
+            return job.checksum
+        if landing.space is None or self._arena is None:
+            return None
         if landing.checking is None:
             regions = one_region(self._arena.address(landing.space), landing.nbytes)
-            landing.checking = self._mover.check(
+            landing.checking = self._copier.check(
                 regions.addresses,
                 regions.lengths,
                 lane=lane_of(landing.content[0]),

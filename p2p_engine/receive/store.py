@@ -449,6 +449,8 @@ class Store(SessionListener):
     def _grant(
         self, landing_id: LandingId, offer: Offer, transport: Transport, receive: Receive | None
     ) -> None:
+        if self._config.checksum and transport.checks and not offer.checksum:
+            raise TransferRejected(f"{offer.key}: checksums are on here, the sender computes none")
         landing = Landing(
             landing_id,
             offer.attempt,
@@ -457,7 +459,7 @@ class Store(SessionListener):
             transport,
             trailer=secrets.randbits(62) | 1,
             deadline=self._clock() + self._config.transfer_timeout_seconds,
-            checked=transport.checks and (offer.checksum or self._config.checksum),
+            checked=transport.checks and offer.checksum,
         )
         denial = self._place(landing, receive)
         if denial:
@@ -514,12 +516,21 @@ class Store(SessionListener):
         """Whether the checksum, if one was agreed on, is right. A wrong one ends the chunk."""
         if not landing.checked or not landing.nbytes:
             return True
-        checksum = self._placement.checksum(landing, lambda _: self._check_landed(landing))
+        checksum = self._placement.checksum(landing, lambda job: self._checked(landing, job))
         if checksum is None or not landing.done_heard:
             return False
         if checksum != landing.checksum:
             self._corrupted(landing, f"checksum {checksum:08x} here, {landing.checksum:08x} there")
         return checksum == landing.checksum
+
+    def _checked(self, landing: Landing, job: Job) -> None:
+        """Handle the end of a checksum; without one, nobody knows whether the chunk is whole."""
+        if landing.state is LandingState.GRANTED and job.checksum is None:
+            reason = f"the checksum was not computed: {job.error or job.state}"
+            self._replies.fail(landing.id, landing.attempt, TransportError(reason))
+            self._free(landing)
+        else:
+            self._check_landed(landing)
 
     def _corrupted(self, landing: Landing, reason: str) -> None:
         self._counters.corrupted += 1

@@ -40,7 +40,7 @@ class Order:
     grant: Grant
     # Orders of one lane end in the order of their starts, where that is faster for all of them.
     lane: int = 1
-    # If set, the job has the checksum of the sent bytes, except on a GPU.
+    # If set, the job has the checksum of the sent bytes.
     checked: bool = False
     # Passed to the job's owner, with the job, at its end.
     tag: object = None
@@ -102,7 +102,7 @@ class Transport(Protocol):
     scatters: bool
     """It can write to many regions at once, so the bytes may go straight to final memory."""
     checks: bool
-    """Its jobs have checksums."""
+    """Its writes have checksums."""
 
     def invite(self, source_epoch: int) -> Endpoint | None:
         """Return the endpoint that a WELCOME tells a sender; None if nothing can be received."""

@@ -111,6 +111,7 @@ class CudaIpcChannel:
             word_address=word,
             word_value=grant.trailer,
             lane=order.lane,
+            checked=order.checked,
             tag=order.tag,
             keep=order.keep,
             after=order.after,
@@ -199,7 +200,6 @@ class CudaIpcTransport(ShmTransport):
     """Device memory of one host; the sender's copy engine makes the only copy."""
 
     name = "cuda_ipc"
-    checks = False
 
     def __init__(
         self,
@@ -211,6 +211,7 @@ class CudaIpcTransport(ShmTransport):
     ) -> None:
         super().__init__(mover, landing, control, epoch)
         self._device = device
+        self.checks = device.can_check
         self._device_landing = landing
         self._departures = Departures()
         self._mapping: set[MapAttempt] = set()  # whose threads have not ended

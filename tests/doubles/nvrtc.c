@@ -50,6 +50,9 @@ static const char HEAD[] =
     "            call(f, p, std::index_sequence_for<A...>{});\n"
     "}\n"
     "#define __device__ static\n"
+    "static unsigned atomicXor(unsigned* at, unsigned value) {\n"
+    "    return __atomic_fetch_xor(at, value, __ATOMIC_RELAXED);\n"
+    "}\n"
     "#define __global__\n";
 
 int

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from p2p_engine import P2pNcclEngine, SendMode, TransferKey
-from p2p_engine.errors import TransferCorrupted
+from p2p_engine import SendMode, TransferKey
+from p2p_engine.config import GPU_TRANSPORTS
+from p2p_engine.errors import ConfigError, TransferCorrupted, TransferRejected
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.receive.ledger import Landing
 from p2p_engine.receive.placement import Placement
 from p2p_engine.transports.tcp import TcpTransport
 from tests import marks
-from tests.rigs.engines import MIB, assert_idle, engines, settings
+from tests.doubles.gpu import GpuDouble
+from tests.rigs.engines import MIB, assert_idle, engines, settings, start
 from tests.rigs.relay import FaultyRelay
 from tests.rigs.tensors import random_tensor
 from tests.support import SeededRandom
@@ -33,7 +36,8 @@ def bad_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def tampered(self: Placement, landing: Landing, ended: Callable[[object], None]) -> int | None:
         if landing.space is not None and not tampered_with and self._arena is not None:
             tampered_with.add(landing)
-            self._arena.arena.view(landing.space.offset + landing.nbytes // 2, 1)[0] ^= 1
+            middle = self._arena.address(landing.space) + landing.nbytes // 2
+            ctypes.c_ubyte.from_address(middle).value ^= 1
         return honest(self, landing, ended)
 
     monkeypatch.setattr(Placement, "checksum", tampered)
@@ -59,7 +63,7 @@ def bad_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         relay.close()
 
 
-@marks.every_host_transport
+@marks.every_transport
 @pytest.mark.parametrize("mode", list(SendMode))
 def test_checked_tensors_cross_whole(transport: str, mode: SendMode, rng: SeededRandom) -> None:
     with engines(2, transport, send_type=mode, checksum=True) as (sender, receiver):
@@ -73,7 +77,7 @@ def test_checked_tensors_cross_whole(transport: str, mode: SendMode, rng: Seeded
         assert_idle(sender, receiver)
 
 
-@marks.every_host_transport
+@marks.every_transport
 @pytest.mark.parametrize("who", ["sender", "receiver"])
 @pytest.mark.parametrize("order", ["sink first", "bytes first"])
 def test_changed_byte_is_found_when_either_side_wants_checksums(
@@ -84,8 +88,8 @@ def test_changed_byte_is_found_when_either_side_wants_checksums(
     configs = [settings(transport, checksum=who == name) for name in ("sender", "receiver")]
     with (
         disturb(monkeypatch),
-        P2pNcclEngine(configs[0]) as sender,
-        P2pNcclEngine(configs[1]) as receiver,
+        start(configs[0]) as sender,
+        start(configs[1]) as receiver,
     ):
         waiting = receiver.receive(KEY, sink) if order == "sink first" else None
         sent = sender.send(KEY, PeerAddress(receiver.zmq_address), TensorSource(tensor))
@@ -130,7 +134,7 @@ def test_without_checksums_nobody_looks(rng: SeededRandom, monkeypatch: pytest.M
         assert (received != tensor).sum() == 1
 
 
-@marks.every_host_transport
+@marks.every_transport
 def test_the_next_transfer_is_none_the_worse(
     transport: str, rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,4 +146,36 @@ def test_the_next_transfer_is_none_the_worse(
         key, tensor = TransferKey("request-2"), random_tensor(rng, MIB)
         sender.send_tensor(key, tensor, receiver.zmq_address)
         assert torch.equal(receiver.recv_tensor(key, sender.zmq_address, timeout=10), tensor)
+        assert_idle(sender, receiver)
+
+
+@pytest.mark.parametrize("transport", GPU_TRANSPORTS)
+def test_what_lands_in_the_host_pool_of_a_gpu_is_checked(
+    transport: str, rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender's kernel and the receiver's mover compute the same."""
+    tensor = random_tensor(rng, MIB)
+    with engines(2, transport, checksum=True, kv_buffer_size=0) as (sender, receiver):
+        sender.send_tensor(KEY, tensor, receiver.zmq_address)
+        assert torch.equal(receiver.recv_tensor(KEY, sender.zmq_address, timeout=10), tensor)
+        assert receiver.stats()["landed_bytes_by_place"]["pool"] == MIB
+        with bad_memory(monkeypatch):
+            sent = sender.send_tensor(TransferKey("other"), tensor, receiver.zmq_address)
+            with pytest.raises(TransferCorrupted):
+                sent.wait(10)
+        assert_idle(sender, receiver)
+
+
+@pytest.mark.parametrize("transport", GPU_TRANSPORTS)
+def test_without_a_kernel_nobody_claims_to_compare(transport: str, rng: SeededRandom) -> None:
+    """An engine that is to compute checksums does not start, and takes nothing unchecked."""
+    gpu = GpuDouble()
+    with gpu.fault(compiler_fails=1):
+        with pytest.raises(ConfigError, match="checksum: this GPU has no kernel"):
+            start(settings(transport, checksum=True))
+        sender = start(settings(transport))
+    with sender, start(settings(transport, checksum=True)) as receiver:
+        sent = sender.send_tensor(KEY, random_tensor(rng, 1000), receiver.zmq_address)
+        with pytest.raises(TransferRejected, match="checksums are on here"):
+            sent.wait(10)
         assert_idle(sender, receiver)

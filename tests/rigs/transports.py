@@ -86,6 +86,7 @@ class TransportEnd:
     def _make_nccl(self, *, to_host: bool, **options: Any) -> NcclTransport:
         path, arena = GpuDouble().path, self.arena.arena
         self.device = Device(Cuda(path), options.pop("device", 0))
+        self.device.check_host = self.mover.check
         if to_host:
             self.device.cuda.register(arena.address, arena.nbytes)
         settings = {"buffer": (arena.address, arena.nbytes), "overflows": to_host,

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from p2p_engine.errors import TransportError
+from p2p_engine.errors import P2pError, TransportError
 from p2p_engine.gpu.device import DeviceJob
 from p2p_engine.gpu.pack import PackOrder
 from p2p_engine.memory.jobs import Moment
@@ -115,9 +115,11 @@ class SendingPair(NcclPair):
         job: DeviceJob,
         *,
         is_host_there: bool = False,
+        is_checked: bool = False,
     ) -> None:
         """Send regions as transfer `seq`, once the moments are complete. The receiver has slabs for
-        few pieces at a time if they go into its host memory."""
+        few pieces at a time if they go into its host memory. If it is checked, the job gets the
+        checksum of the source first."""
         if self.error is not None:
             job.end("failed", str(self.error))
             return
@@ -127,7 +129,10 @@ class SendingPair(NcclPair):
             job.end("done")
             return
         self._writes[seq] = write
-        self.shared.device.when(after, lambda: self._computed(write))
+        if is_checked:
+            self.shared.device.when(after, lambda: self._check(write, regions))
+        else:
+            self.shared.device.when(after, lambda: self._computed(write))
 
     def stop(self, job: DeviceJob) -> None:
         """Send no more bursts of a write, and tell the receiver."""
@@ -219,6 +224,24 @@ class SendingPair(NcclPair):
         self._groups.gone(self)
         if self.error is not None:
             self._on_broken(self.error)
+
+    def _check(self, write: Write, regions: Regions) -> None:
+        """Compute the checksum of a source; until it is there, the source is being read."""
+        if write.job.done:
+            return
+        write.num_open += 1
+
+        def ended(checksum: int | None) -> None:
+            write.num_open -= 1
+            write.job.checksum = checksum
+            self._settle(write)
+            self._computed(write)
+
+        def failed(error: P2pError) -> None:
+            self.fail(TransportError(str(error)))
+            ended(None)
+
+        self.shared.device.checksum(regions.addresses, regions.lengths, ended, failed)
 
     def _computed(self, write: Write) -> None:
         write.is_computed = True

@@ -131,7 +131,14 @@ class NcclChannel:
         job = DeviceJob(self._device, nbytes, order.tag, order.keep, lambda: pair.stop(job))
         self._jobs.add(job)
         self._device.post(
-            lambda: pair.write(seq, order.source, order.after, job, is_host_there=is_host)
+            lambda: pair.write(
+                seq,
+                order.source,
+                order.after,
+                job,
+                is_host_there=is_host,
+                is_checked=order.checked,
+            )
         )
         return job
 
@@ -169,7 +176,6 @@ class NcclTransport:
     name = "nccl"
     receiver_writes = True
     scatters = False
-    checks = False
 
     def __init__(
         self,
@@ -197,6 +203,7 @@ class NcclTransport:
             TransportError: the device has no memory for the slabs.
         """
         self._device = device
+        self.checks = device.can_check
         self._control = control
         self._epoch = epoch
         self._nccl = nccl
