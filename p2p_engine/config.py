@@ -22,6 +22,7 @@ DEFAULT_KV_PORT = 14579
 GIB = 1 << 30
 CHUNK_BYTES = 16 << 20
 GPU_CHUNK_BYTES = 96 << 20  # four are 8 ms of a NIC of 400 Gb/s, and most of the default buffer / 8
+QUEUES = 32  # with so many hardware queues, no order of kernels was found that deadlocks
 MAX_DEFAULT_PINNED_BYTES = 4 * GIB  # of each GPU's engine: what is used of it is page-locked
 
 
@@ -31,6 +32,21 @@ class SendMode(str, enum.Enum):
     PUT = "PUT"  # pushed; the step waits until the KV has left
     PUT_ASYNC = "PUT_ASYNC"  # pushed while the next steps run
     GET = "GET"  # held under a lease until the decode instance pulls it
+
+
+def queue_risk(config: EngineConfig, kv_role: str, environment: Mapping[str, str]) -> str:
+    """Return what an instance on a GPU risks with its number of hardware queues, and what to set;
+    "" if nothing."""
+    queues = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    has_enough = queues.isdecimal() and int(queues) >= QUEUES
+    if kv_role != "kv_both" or "nccl" not in config.transports or has_enough:
+        return ""
+    return (
+        f"CUDA_DEVICE_MAX_CONNECTIONS is {queues or 'not set (8)'}: kernels of an instance that "
+        "sends and receives over nccl (kv_both) may wait for each other through streams that share "
+        "a hardware queue, until connect_timeout_seconds ends their transfers; set it to "
+        f"{QUEUES} in the environment of vLLM"
+    )
 
 
 def default_pool_bytes(num_local_ranks: int) -> int:

@@ -21,7 +21,7 @@ from p2p_engine.cli.findings import Finding, change, note, ok, show
 from p2p_engine.cli.installation import check_installation
 from p2p_engine.cli.ports import is_port_free
 from p2p_engine.cli.rewrite import rewrite
-from p2p_engine.config import DEFAULT_KV_PORT, TRANSPORT_NAMES, EngineConfig
+from p2p_engine.config import DEFAULT_KV_PORT, TRANSPORT_NAMES, EngineConfig, queue_risk
 from p2p_engine.control.auth import MAX_CONNECTIONS
 from p2p_engine.control.fleet_key import exposure, read_key_file
 from p2p_engine.errors import ConfigError, P2pError
@@ -54,6 +54,7 @@ def run_doctor(
     else:
         findings += check_config(config, tp_size)
         findings += check_device_memory(config, room)
+        findings += check_queues(config, os.environ) if room is not None else []
     if model:
         findings.append(check_model(model, tp_size))
     return show(findings, console)
@@ -198,6 +199,16 @@ def check_device_memory(config: TransferConfig, room: Room | None) -> Iterator[F
             yield change("GPU memory", state, room.advice(needed))
         else:
             yield ok("GPU memory", state)
+
+
+def check_queues(config: TransferConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Check that a GPU has as many hardware queues as the instance's role needs."""
+    with contextlib.suppress(ConfigError):
+        ours = our_config(config)
+        settings = EngineConfig.from_extra_config(_settings_of(ours)).on_device("cuda:0")
+        risk = queue_risk(settings, str(ours.get("kv_role")), environment)
+        if risk and ours.get("kv_buffer_device") != "cpu":
+            yield note("hardware queues", "fewer than 32", risk)
 
 
 def _about_pool(settings: EngineConfig, tp_size: int) -> str:

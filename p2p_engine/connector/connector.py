@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from p2p_engine.config import GIB, SendMode
+from p2p_engine.config import GIB, SendMode, queue_risk
 from p2p_engine.connector import compat
 from p2p_engine.connector.cache_spec import read_caches
 from p2p_engine.connector.device_room import check_room
@@ -316,6 +317,8 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         if config.device != "cpu":
             cache_config, lands = self._vllm_config.cache_config, receives or spills
             check_room(config, cache_config, kv_caches, receives=lands)
+            if risk := queue_risk(config, self._role_name, os.environ):
+                logger.warning("%s", risk)
         engine = P2pNcclEngine(config, spec=spec, receives=receives, spills=spills)
         self._worker = WorkerHalf(
             engine,

@@ -14,7 +14,7 @@ from rich.console import Console
 from p2p_engine.cli import doctor, installation
 from p2p_engine.cli.config_check import config_problems
 from p2p_engine.cli.findings import Finding, Level, change, note, ok, show
-from p2p_engine.config import EngineConfig
+from p2p_engine.config import EngineConfig, queue_risk
 from p2p_engine.control.fleet_key import write_key_file
 from p2p_engine.gpu import cuda
 from tests.doubles.gpu import GpuDouble
@@ -308,3 +308,32 @@ def test_all_that_is_wrong_with_a_multi_connector_is_said_at_once() -> None:
     assert config_problems({**config, "kv_connector_extra_config": {"connectors": [{}, 3]}})
     unknown = {"connectors": [{"kv_connector": ["x"]}, entries[1]]}
     assert len(config_problems({**config, "kv_connector_extra_config": unknown})) == 3
+
+
+@pytest.mark.parametrize(
+    ("role", "queues", "transports", "is_risky"),
+    [
+        ("kv_both", None, "nccl", True),
+        ("kv_both", "8", "cuda_ipc,nccl", True),
+        ("kv_both", "32", "nccl", False),
+        ("kv_both", None, "cuda_ipc", False),
+        ("kv_producer", None, "nccl", False),
+        ("kv_consumer", "8", "nccl", False),
+    ],
+)
+def test_few_hardware_queues_are_a_risk_of_both_roles_over_nccl(
+    role: str, queues: str | None, transports: str, is_risky: bool
+) -> None:
+    environment = {} if queues is None else {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
+    config = EngineConfig.from_extra_config({"transports": transports}, device="cuda:0")
+    risk = queue_risk(config, role, environment)
+    assert bool(risk) is is_risky
+    assert not risk or ("kv_both" in risk and "set it to 32" in risk)
+
+
+def test_the_doctor_tells_of_few_hardware_queues() -> None:
+    config = {"kv_connector": "P2pNcclConnector", "kv_role": "kv_both"}
+    (finding,) = doctor.check_queues(config, {})
+    assert finding.level is Level.NOTE
+    assert not list(doctor.check_queues(config, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}))
+    assert not list(doctor.check_queues({**config, "kv_buffer_device": "cpu"}, {}))
