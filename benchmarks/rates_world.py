@@ -271,7 +271,8 @@ class ModelDevice(Device):
         self.on_end: Callable[[Any], None] = lambda job: None
         self._clock = clock
         self._spare_events = collections.deque()
-        self._is_over = self._is_stopping = self._has_failed = False
+        self._is_over = self._is_stopping = False
+        self.failure = ""
         self._takes_no_more = False
         self._calls = collections.deque()
         self._waiting, self._ticks, self._tick_at = [], [], 0.0

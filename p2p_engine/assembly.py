@@ -206,11 +206,12 @@ class Parts:
 
     @property
     def are_sound(self) -> bool:
-        """Whether all threads run, all parts of the tick work, and no wait has outlived its
-        deadline."""
+        """Whether all threads run, the GPU works, all parts of the tick work, and no wait has
+        outlived its deadline."""
         threads_live = self.control.alive and bool(self.mover.stats()["alive"])
         if self.gpu is not None:
-            threads_live = threads_live and self.gpu.device.alive
+            device = self.gpu.device
+            threads_live = threads_live and device.alive and not device.failure
         return threads_live and not self.ticks.broken and not self.watchdog.overdue
 
     def collect(self) -> None:
@@ -265,10 +266,11 @@ class Gpu:
             TransportError: the device cannot be used.
         """
         self._config = config
-        if "nccl" in config.transports:
-            check_environment(os.environ, registers=config.nccl_register)
-            self._nccl = Nccl(config.nccl_library)
         cuda, index = Cuda(config.cudart_library), config.device_index
+        if "nccl" in config.transports:
+            is_mps = cuda.is_shared_by_mps(index)
+            check_environment(os.environ, registers=config.nccl_register, is_mps=is_mps)
+            self._nccl = Nccl(config.nccl_library)
         if not index < cuda.device_count():
             raise ConfigError(f"device={config.device!r}: there are {cuda.device_count()} GPUs")
         self.device = Device(cuda, index)

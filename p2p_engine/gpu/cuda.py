@@ -6,6 +6,7 @@ calls `use` before anything else. The docstring of a call says if it waits for t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable
@@ -25,6 +26,7 @@ _NOT_READY = 600
 _PEER_ACCESS_ALREADY_ENABLED = 704
 _MULTIPROCESSORS = 16
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
+_SHARED_BY_MPS = 133  # since CUDA 12.3
 _DISABLE_TIMING = 2
 _NON_BLOCKING = 1
 _PORTABLE_AND_MAPPED = 3
@@ -145,6 +147,12 @@ class Cuda:
     def num_processors(self, device: int) -> int:
         """Return how many multiprocessors a device has."""
         return self._attribute(_MULTIPROCESSORS, device)
+
+    def is_shared_by_mps(self, device: int) -> bool:
+        """Whether this process is a client of MPS there, as far as CUDA knows."""
+        with contextlib.suppress(TransportError):  # an older release
+            return bool(self._attribute(_SHARED_BY_MPS, device))
+        return False
 
     def compute_capability(self, device: int) -> int:
         """Return a device's compute capability, such as 90 for 9.0."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import logging
 import operator
 import os
 import threading
@@ -27,6 +28,8 @@ from p2p_engine.gpu.pins import HostPins
 from p2p_engine.gpu.worker_loop import Loop
 from p2p_engine.memory.jobs import Job, Moment, still_running
 from p2p_engine.memory.layout import Int64s
+
+logger = logging.getLogger(__name__)
 
 START_SECONDS = 60.0  # the first use of a GPU in a process may be slow
 
@@ -123,6 +126,7 @@ class Device(Loop):
         self.pins = HostPins(cuda, index)
         self.open_jobs: set[DeviceJob] = set()
         self.check_host: Callable[[Int64s, Int64s], Job] | None = None  # the mover's
+        self.failure = ""  # why the device cannot be used any more
         self._spare_events: collections.deque[int] = collections.deque()
         self._ended: collections.deque[DeviceJob] = collections.deque()
         self._takes_no_more = self._is_over = False
@@ -187,8 +191,7 @@ class Device(Loop):
         Raises:
             TransportError: the device is closed.
         """
-        if self._takes_no_more:
-            raise TransportError("copy: the device is closed")
+        self._check_open("copy")
         job = DeviceJob(self, int(lengths.sum()), tag, keep, lambda: self._cancel_copy(job))
         regions = (sources, destinations, lengths)
         launch = partial(self._launch_copy, job, regions, word_address, word_value)
@@ -210,8 +213,7 @@ class Device(Loop):
         Raises:
             TransportError: the device is closed.
         """
-        if self._takes_no_more:
-            raise TransportError("check: the device is closed")
+        self._check_open("check")
         job = DeviceJob(self, int(lengths.sum()), tag, keep, lambda: self._cancel_copy(job))
         self.post(partial(self._check, job, addresses, lengths, lambda: job.end("done")))
         return job
@@ -251,8 +253,8 @@ class Device(Loop):
         failed: Callable[[P2pError], None],
     ) -> None:
         """Copy (sources, destinations, lengths) when the host memory of them is page-locked; call
-        `done` when all bytes are there, or `failed` if the device refuses: then some copies may
-        have begun. Either may be called at once.
+        `done` when all bytes are there, or `failed` if the device refuses, when nothing of it runs
+        any more. `done` may be called at once.
 
         Copies to the host, from the host and on the device use different streams, and do not wait
         for each other.
@@ -294,6 +296,17 @@ class Device(Loop):
         """Whether one of these addresses is in host memory."""
         return self._pack.way(addresses, addresses) is not Way.ON_DEVICE
 
+    def lost(self, error: P2pError) -> None:
+        """End all jobs as failed: the device reports an error that belongs to no call. CUDA then
+        refuses every call of this process, and nothing of it runs any more, whatever waits for
+        it. Only a new process can use the device."""
+        if not self.failure:
+            self.failure = f"the GPU has failed: {error}"
+            logger.error("%s; every transfer ends, start the process again", self.failure)
+        self._waiting.clear()
+        for job in list(self.open_jobs):
+            job.end("failed", self.failure)
+
     def tell(self, job: DeviceJob) -> None:
         """Queue an ended job for `drain`."""
         self.open_jobs.discard(job)
@@ -301,6 +314,10 @@ class Device(Loop):
         os.eventfd_write(self._ended_fd, 1)
 
     # Internal
+
+    def _check_open(self, call: str) -> None:
+        if self._takes_no_more or self.failure:
+            raise TransportError(f"{call}: {self.failure or 'the device is closed'}")
 
     def _start(self) -> None:
         self.cuda.use(self.index)
@@ -341,12 +358,7 @@ class Device(Loop):
                 write_word(word_address, word_value)
             job.end("done")
 
-        def fail(error: P2pError) -> None:  # earlier launches must have ended, too
-            reason = str(error)
-            begun = [self.record(stream) for stream in self._streams.values()]
-            self.when(begun, lambda: job.end("failed", reason))
-
-        self._pack_now(regions, finish, fail)
+        self._pack_now(regions, finish, lambda error: job.end("failed", str(error)))
 
     def _check(
         self, job: DeviceJob, addresses: Int64s, lengths: Int64s, done: Callable[[], None]
@@ -416,9 +428,19 @@ class Device(Loop):
             else:
                 self.post(lambda: self._advance(order, stream, done, failed))
         except P2pError as error:
-            with contextlib.suppress(P2pError):  # else the device has failed, too
-                self.after_now(stream, order.release)
-            failed(error)
+            self._end_after(stream, order.release, partial(failed, error))
+
+    def _end_after(self, stream: int, *calls: Callable[[], None]) -> None:
+        """Call when what a stream was given before it refused more has ended."""
+
+        def end() -> None:
+            for call in calls:
+                self.guard(call)
+
+        try:
+            self.after_now(stream, end)
+        except P2pError as error:
+            self.lost(error)
 
     def _split(self, regions: tuple[Int64s, Int64s, Int64s]) -> tuple[Int64s, Int64s, Int64s]:
         """Cut regions where two slices of page-locked memory meet: CUDA takes no copy of both."""

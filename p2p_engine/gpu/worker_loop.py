@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from p2p_engine.control.affinity import restore_affinity
 from p2p_engine.control.poller import Poller
-from p2p_engine.errors import TransportError
+from p2p_engine.errors import P2pError, TransportError
 from p2p_engine.memory.jobs import Moment
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Loop:
         self._waiting: list[tuple[list[Moment], Callable[[], None]]] = []
         self._ticks: list[Callable[[float], None]] = []
         self._tick_at = 0.0
-        self._is_stopping = self._has_failed = False
+        self._is_stopping = False
         self._watches = Poller()
         self._start_thread()
 
@@ -91,8 +91,13 @@ class Loop:
     # From the thread itself
 
     def when(self, moments: Iterable[Moment], done: Callable[[], None]) -> None:
-        """Call `done` when all moments are complete, perhaps at once."""
-        pending = [moment for moment in moments if not moment.is_complete()]
+        """Call `done` when all moments are complete, perhaps at once; if one has failed, see
+        `lost`."""
+        try:
+            pending = [moment for moment in moments if not moment.is_complete()]
+        except TransportError as error:
+            self.lost(error)
+            return
         if pending:
             self.later(pending, done)
         else:
@@ -125,6 +130,11 @@ class Loop:
             call()
         except Exception:
             logger.exception("error in the thread %s; the thread continues", self._name)
+
+    def lost(self, error: P2pError) -> None:
+        """Handle the failure of a moment: nothing that waits can be trusted any more."""
+        logger.error("a moment that the thread %s waits for has failed: %s", self._name, str(error))
+        self._waiting.clear()
 
     # Internal
 
@@ -165,11 +175,9 @@ class Loop:
         for moments, done in waiting:
             try:
                 pending = [moment for moment in moments if not moment.is_complete()]
-            except TransportError:
-                if not self._has_failed:
-                    logger.exception("a moment that the thread %s waits for has failed", self._name)
-                self._has_failed = True
-                pending = moments  # for ever: its memory stays reserved
+            except TransportError as error:
+                self.lost(error)
+                return False
             if pending:
                 self._waiting.append((pending, done))
             else:

@@ -23,6 +23,7 @@ from p2p_engine.transports.base import Channel, Order
 from p2p_engine.transports.handshake import ACCEPTED, PREAMBLE
 from p2p_engine.transports.nccl import sending
 from p2p_engine.transports.nccl.memory import MIB, Side, estimated_bytes
+from p2p_engine.transports.nccl.reaper import PATIENCE_SECONDS, Reaper
 from p2p_engine.transports.nccl.rendezvous import MAX_PIECES
 from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS
 from p2p_engine.transports.nccl.transport import NcclTransport, check_environment
@@ -384,6 +385,22 @@ def test_an_abort_that_hangs_is_quarantined_and_costs_nothing_else(
         eventually(lambda: double["live_comms"] == 2)
 
 
+def test_closing_gives_up_only_an_abort_that_counts_as_stuck(
+    double: GpuDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the peer's, whose process may not have had a core for seconds."""
+    wait, waits = Reaper.wait, list[float]()
+
+    def listen(reaper: Reaper, timeout: float) -> bool:
+        waits.append(timeout)
+        return wait(reaper, timeout)
+
+    monkeypatch.setattr(Reaper, "wait", listen)
+    with pairs() as pair:
+        pair.channel()
+    assert waits == [PATIENCE_SECONDS] * 2
+
+
 def test_an_aborted_peer_is_noticed_by_both_sides(double: GpuDouble, rng: SeededRandom) -> None:
     """Each abort waits for the other one, as on one host: both must come."""
     with pairs() as pair:
@@ -480,6 +497,9 @@ def test_settings_that_deadlock_are_refused_by_name(environment: dict[str, str])
     with pytest.raises(ConfigError, match=next(iter(environment))):
         check_environment(environment)
     check_environment({})
+    with pytest.raises(ConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS=2"):
+        check_environment({}, is_mps=True)
+    check_environment({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, is_mps=True)
 
 
 def test_a_file_of_nccls_may_set_what_is_refused(tmp_path: Path) -> None:
@@ -551,7 +571,7 @@ def test_what_waits_for_a_slab_is_refused_once_nobody_wants_it(
         with double.fault(copies_hang=1):
             landing = pair.grant(None, memory.nbytes)
             source = one_region(memory.ctypes.data, memory.nbytes)
-            job = write(channel, source, landing, memory)
+            job = channel.write(Order(source, landing.grant, keep=memory))
             eventually(lambda: double["sent_operations"] == sent + NUM_RECV_SLABS)
             assert landing.job is not None
             landing.job.cancel()
@@ -619,6 +639,33 @@ def test_a_source_in_host_memory_waits_for_an_idle_slab(
             assert pair.bytes_of(landing, each.nbytes) == each.tobytes()
         assert len(asked) == 2 * 16 + 8 // MAX_PIECES
         cuda.forget_host(memory.ctypes.data)
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_a_copy_that_is_refused_keeps_neither_lane_nor_slab(
+    double: GpuDouble, rng: SeededRandom, side: str
+) -> None:
+    """From host memory on one side, to host memory on the other; what has begun ends first."""
+    memory = random_memory(rng, MIB)
+    with pairs("nccl" if side == "sender" else "nccl to host") as pair:
+        channel, lanes = pair.channel(), num_free_lanes(pair)
+        assert pair.sender.device is not None
+        if side == "sender":
+            pair.sender.device.cuda.note_host(memory.ctypes.data, memory.nbytes)
+        with double.fault(copy_fails=1):
+            landing = pair.grant(None, memory.nbytes)
+            job = write(channel, one_region(memory.ctypes.data, memory.nbytes), landing, memory)
+            assert job.wait(10)
+            assert landing.job is not None
+            assert landing.job.wait(10)
+            assert "failed" in (job.state, landing.job.state)
+        assert isinstance(pair.receiver.transport, NcclTransport)
+        slabs = pair.receiver.transport._shared.recv_slabs
+        eventually(lambda: num_free_lanes(pair) == lanes)
+        eventually(lambda: not slabs._slots.num_held)
+        pair.receiver.arena.release(landing.space)
+        assert_arrives(pair, pair.channel(), memory)
+        pair.sender.device.cuda.forget_host(memory.ctypes.data)
 
 
 def test_a_write_that_is_cancelled_ends_behind_what_was_granted(

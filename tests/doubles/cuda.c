@@ -26,7 +26,12 @@ enum {
     NOT_REGISTERED = 713,
 };
 enum { HANDLE_MAGIC = 0x43554950 };
-enum { MULTIPROCESSOR_COUNT = 16, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76 };
+enum {
+    MULTIPROCESSOR_COUNT = 16,
+    CAPABILITY_MAJOR = 75,
+    CAPABILITY_MINOR = 76,
+    SHARED_BY_MPS = 133
+};
 
 struct event {
     int device;
@@ -115,6 +120,9 @@ static const char* const NAMES[NUM_VALUES] = {
     [CAPABILITY] = "capability",
     [COMPILER_FAILS] = "compiler_fails",
     [KERNEL_FAILS] = "kernel_fails",
+    [MPS_ENABLED] = "mps_enabled",
+    [COPY_FAILS] = "copy_fails",
+    [STICKY_ERROR] = "sticky_error",
     [CONTEXTS] = "contexts",
     [LIVE_COMMS] = "live_comms",
     [LIVE_ALLOCATIONS] = "live_allocations",
@@ -261,6 +269,12 @@ wait_briefly(void) {
         until.tv_sec += 1;
     }
     pthread_cond_timedwait(&double_changed, &double_lock, &until);
+}
+
+int
+failure_of(value_t call) {
+    long long sticky = atomic_load(&double_values[STICKY_ERROR]);
+    return (int)(sticky != 0 ? sticky : atomic_load(&double_values[call]));
 }
 
 /* ---- streams ---- */
@@ -477,6 +491,9 @@ cudaEventDestroy(event_t* event) {
 int
 cudaEventRecord(event_t* event, stream_t* stream) {
     need_context();
+    if (failure_of(STICKY_ERROR) != 0) {
+        return failure_of(STICKY_ERROR);
+    }
     if (event->device != (stream != NULL ? stream->device : thread_device)) {
         return INVALID_HANDLE;
     }
@@ -493,8 +510,8 @@ cudaStreamWaitEvent(stream_t* stream, event_t* event, unsigned flags) {
 int
 cudaEventQuery(event_t* event) {
     need_context();
-    if (is_prohibited()) {
-        return CAPTURE_UNSUPPORTED;
+    if (is_prohibited() || failure_of(STICKY_ERROR) != 0) {
+        return is_prohibited() ? CAPTURE_UNSUPPORTED : failure_of(STICKY_ERROR);
     }
     pthread_mutex_lock(&double_lock);
     bool is_complete = event->completed >= event->recorded;
@@ -540,7 +557,9 @@ run_copy(operation_t* base) {
     if (is_to_other) {
         sleep_milliseconds(atomic_load(&double_values[COPY_MILLISECONDS]));
     }
-    memcpy(self->destination, self->source, self->nbytes);
+    if (failure_of(STICKY_ERROR) == 0) {
+        memcpy(self->destination, self->source, self->nbytes);
+    }
 }
 
 static void
@@ -575,6 +594,9 @@ int
 cudaMemcpyAsync(void* destination, const void* source, size_t nbytes, int kind, stream_t* stream) {
     need_context();
     (void)kind;
+    if (failure_of(COPY_FAILS) != 0) {
+        return failure_of(COPY_FAILS);
+    }
     if (crosses_registration(destination, nbytes) || crosses_registration(source, nbytes)) {
         return INVALID_VALUE;
     }
@@ -670,8 +692,7 @@ cudaMalloc(void** address, size_t nbytes) {
     if (is_prohibited()) {
         return CAPTURE_UNSUPPORTED;
     }
-    if (atomic_load(&double_values[MALLOC_FAILS]) ||
-        !take_device_bytes(thread_device, (long long)nbytes)) {
+    if (failure_of(MALLOC_FAILS) != 0 || !take_device_bytes(thread_device, (long long)nbytes)) {
         return OUT_OF_MEMORY;
     }
     int descriptor = memfd_create("double-device", MFD_CLOEXEC);
@@ -709,6 +730,9 @@ cudaFree(void* address) {
 int
 cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
     need_context();
+    if (failure_of(STICKY_ERROR) != 0) {
+        return failure_of(STICKY_ERROR);
+    }
     *total_bytes = (size_t)atomic_load(&double_values[TOTAL_BYTES]);
     *free_bytes = (size_t)free_device_bytes(thread_device);
     return SUCCESS;
@@ -887,6 +911,9 @@ cudaDeviceGetAttribute(int* value, int attribute, int device) {
     switch (attribute) {
     case MULTIPROCESSOR_COUNT:
         *value = (int)atomic_load(&double_values[MULTIPROCESSORS]);
+        return SUCCESS;
+    case SHARED_BY_MPS:
+        *value = (int)atomic_load(&double_values[MPS_ENABLED]);
         return SUCCESS;
     case CAPABILITY_MAJOR:
         *value = capability / 10;

@@ -51,6 +51,9 @@ typedef enum {
     CAPABILITY,        /* of each device, such as 90 */
     COMPILER_FAILS,    /* NVRTC compiles nothing */
     KERNEL_FAILS,      /* the result of launching a kernel that was compiled, 0: success */
+    MPS_ENABLED,       /* this process is a client of MPS */
+    COPY_FAILS,        /* the result of a copy, 0: success */
+    STICKY_ERROR, /* of each call while it is set, as after a kernel's fault; nothing is copied */
     /* counted */
     LONGEST_LOCK_MILLISECONDS, /* for which one call kept all others waiting */
     REGISTERED_BYTES,          /* of host memory */
@@ -111,6 +114,7 @@ void wait_for_device(int device); /* as the calls of the real ones that do: for 
 bool has_context(void);           /* whether the thread has a current one; the driver makes none */
 void add_device_bytes(int device, long long nbytes);
 bool take_device_bytes(int device, long long nbytes); /* false if so much is not free */
+int failure_of(value_t call); /* what it returns instead of working; 0: it works */
 void sleep_milliseconds(long long milliseconds);
 
 /* Waits, at most a few milliseconds, for something to change; with the lock held. */

@@ -111,6 +111,9 @@ run_kernel(operation_t* base) {
     for (int i = 0; i < MAX_ARGUMENTS; i++) {
         arguments[i] = &self->values[i];
     }
+    if (failure_of(STICKY_ERROR) != 0) {
+        return;
+    }
     self->function->run(arguments, self->blocks, self->threads);
     atomic_fetch_add(&double_values[KERNELS], 1);
 }
@@ -122,9 +125,8 @@ cuLaunchKernel(function_t* function, unsigned grid_x, unsigned grid_y, unsigned 
     if (!has_context()) {
         return CUDA_ERROR_INVALID_CONTEXT;
     }
-    long long fails = atomic_load(&double_values[KERNEL_FAILS]);
-    if (fails != 0) {
-        return (int)fails;
+    if (failure_of(KERNEL_FAILS) != 0) {
+        return failure_of(KERNEL_FAILS);
     }
     int device = current_device();
     if (function->module->device != device || device_of(stream) != device) {

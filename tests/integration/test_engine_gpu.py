@@ -95,6 +95,34 @@ def test_a_sink_is_written_after_what_still_uses_it(
     cuda.destroy_stream(stream)
 
 
+@pytest.mark.parametrize("transport", GPU_TRANSPORTS)
+def test_a_device_that_fails_ends_everything_by_name(transport: str, rng: SeededRandom) -> None:
+    """After a kernel's fault, anybody's, every call of CUDA reports it, and nothing runs."""
+    with engines(2, transport, transfer_timeout_seconds=5) as (sender, receiver):
+        ours, theirs = PagedMemory(8).fill(rng), PagedMemory(8)
+        peer = PeerAddress(receiver.zmq_address)
+        sent = sender.send(KEY, peer, ours.source(IDS), ready=False)
+        received = receiver.receive(KEY, theirs.sink(IDS))
+        eventually(lambda: receiver.stats()["live_bytes"] > 0)
+        cuda, opened = Cuda(DOUBLE.path), threading.Event()
+        cuda.use(0)
+        stream = cuda.create_stream()
+        gate = HOST_FUNCTION(lambda _: opened.wait(20) and None)
+        cuda.library.cudaLaunchHostFunc(ctypes.c_void_p(stream), gate, None)
+        sender.mark_ready(sent, stream=stream)
+        with DOUBLE.fault(sticky_error=700):
+            opened.set()
+            for transfer in (sent, received):
+                with pytest.raises(P2pError):
+                    transfer.wait(15)
+            assert not theirs.data.any()
+            assert not sender.healthy
+            assert sender._parts.gpu is not None
+            assert "the GPU has failed: cudaEventQuery" in sender._parts.gpu.device.failure
+            assert sender._parts.gpu.device.stop_jobs(5)
+        cuda.destroy_stream(stream)
+
+
 def test_a_copy_to_the_pool_that_hangs_costs_its_own_transfer_only(rng: SeededRandom) -> None:
     """The pool's memory is nobody else's until the copy has ended."""
     tensors = [random_tensor(rng, 600_000) for _ in range(3)]
@@ -271,6 +299,11 @@ def test_buffer_and_slabs_are_registered_if_the_setting_says_so(rng: SeededRando
 def test_what_cannot_work_is_refused_at_start(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         P2pNcclEngine(settings(**{"transport": "nccl", **changes}))  # type: ignore[arg-type]
+
+
+def test_a_client_of_mps_needs_more_queues_than_it_has_by_default() -> None:
+    with DOUBLE.fault(mps_enabled=1), pytest.raises(ConfigError, match="MPS's clients 2"):
+        P2pNcclEngine(settings("nccl"))
 
 
 def test_no_memory_for_the_buffer_is_an_error_that_leaves_nothing() -> None:

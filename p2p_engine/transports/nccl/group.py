@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-from p2p_engine.errors import TransportError
+from p2p_engine.errors import P2pError, TransportError
 from p2p_engine.gpu.device import Device, Event
 from p2p_engine.gpu.pack import PackOrder
 from p2p_engine.transports.nccl.library import Nccl
@@ -286,8 +286,15 @@ class Group:
         runs, self._runs = self._runs, collections.deque()
         for run in runs:
             if run.streams:
-                events = [self._device.record(stream) for stream in run.streams]
-                self._device.later(events, partial(self._end_run, run))
+                self._end_behind(run)
+
+    def _end_behind(self, run: Run) -> None:
+        try:
+            events = [self._device.record(stream) for stream in run.streams]
+        except P2pError as error:
+            self._device.lost(error)
+            return
+        self._device.later(events, partial(self._end_run, run))
 
     def _end_run(self, run: Run) -> None:
         for call in (*run.releases, run.ended):

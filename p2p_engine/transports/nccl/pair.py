@@ -192,9 +192,6 @@ class NcclPair(abc.ABC):
         """Poll until NCCL has finished the calls of a group."""
         self.shared.device.when([_Progress(self, group)], lambda: None)
 
-    def _pack_failed(self, error: P2pError) -> None:
-        self.fail(TransportError(str(error)))
-
     def _burst_ended(self, group: Group, burst: Burst) -> None:
         self.ended(burst, counts=group is self.group)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from p2p_engine.errors import TransportError
+from p2p_engine.errors import P2pError, TransportError
 from p2p_engine.gpu.device import DeviceJob
 from p2p_engine.transports.nccl.group import GroupState, PieceStep
 from p2p_engine.transports.nccl.pair import FIRST, NcclPair, Resources
@@ -196,11 +196,15 @@ class ReceivingPair(NcclPair):
         receive, slab = self._receives[burst.seq], self._rooms[burst].slab
         source = slab.address if slab is not None else 0
         regions = np.array([[source], [receive.address + burst.offset], [burst.nbytes]], np.int64)
-        # If it fails, a copy may have begun: slab and memory are kept.
+
+        def failed(error: P2pError) -> None:
+            self.fail(TransportError(str(error)))
+            self._arrived(burst, counts=False)
+
         self.shared.device.pack(
             (regions[0], regions[1], regions[2]),
             lambda: self._arrived(burst, counts=True),
-            self._pack_failed,
+            failed,
         )
 
     def _arrived(self, burst: Burst, *, counts: bool) -> None:

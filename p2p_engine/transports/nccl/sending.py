@@ -349,8 +349,12 @@ class SendingPair(NcclPair):
             self.launch(burst, [PieceStep(slab.address, burst.nbytes, slab.stream)])
             self._begin_granted()
 
-        # If it fails, a copy may have begun: the memory is kept.
-        self.shared.device.pack(regions, packed, self._pack_failed)
+        def failed(error: P2pError) -> None:
+            self.fail(TransportError(str(error)))
+            self._halves.pop(burst).sent(burst)
+            self._land(burst)
+
+        self.shared.device.pack(regions, packed, failed)
 
     def _use(self, flight: Flight, lane: Lane) -> LaneSlab:
         slab = lane.turn()

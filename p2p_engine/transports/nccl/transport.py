@@ -32,7 +32,7 @@ from p2p_engine.transports.nccl.group import Memory
 from p2p_engine.transports.nccl.groups import Groups
 from p2p_engine.transports.nccl.library import Nccl, show_version
 from p2p_engine.transports.nccl.pair import NcclPair, Resources
-from p2p_engine.transports.nccl.reaper import Reaper
+from p2p_engine.transports.nccl.reaper import PATIENCE_SECONDS, Reaper
 from p2p_engine.transports.nccl.receiving import ReceivingPair
 from p2p_engine.transports.nccl.rendezvous import Slots
 from p2p_engine.transports.nccl.sending import SendingPair
@@ -57,18 +57,22 @@ CLOSE_SECONDS = 2.0
 CONFIGURATION_FILES = ("~/.nccl.conf", "/etc/nccl.conf")
 
 
-def check_environment(environment: Mapping[str, str], *, registers: bool = False) -> None:
+def check_environment(
+    environment: Mapping[str, str], *, registers: bool = False, is_mps: bool = False
+) -> None:
     """Refuse settings under which two kernels that wait for their peers block each other. With
-    `registers`, also those under which the end of a group would wait for its peer.
+    `registers`, also those under which the end of a group would wait for its peer. `is_mps`: the
+    process is a client of MPS.
 
     Raises:
         ConfigError: names the variable.
     """
-    connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "2" if is_mps else "8")
     if not connections.isdecimal() or int(connections) < 2 * MAX_KERNELS + 2:
         raise ConfigError(
             f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: the transport nccl needs "
-            f"{2 * MAX_KERNELS + 2} or more (8 is CUDA's default), else its kernels may deadlock"
+            f"{2 * MAX_KERNELS + 2} or more (CUDA's default is 8, that of MPS's clients 2), else "
+            "its kernels may deadlock"
         )
     if environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         raise ConfigError("CUDA_LAUNCH_BLOCKING is set: with it the transport nccl deadlocks")
@@ -275,6 +279,9 @@ class NcclTransport:
         except (KeyError, ValueError) as error:
             connected(TransportError(f"connect: bad nccl endpoint: {error!r}"))
             return
+        if self._device.failure:
+            connected(TransportError(f"connect: {self._device.failure}"))
+            return
         if version != self._nccl.version:
             ours, theirs = show_version(self._nccl.version), show_version(version)
             text = f"connect: NCCL {ours} here, {theirs} there: both must be the same release"
@@ -317,14 +324,15 @@ class NcclTransport:
         self._device.post(self._close_pairs)
 
     def close(self) -> None:
-        """End every pair, then free the slabs unless a kernel may still use them."""
+        """End every pair, then free the slabs unless a kernel may still use them. On one host, an
+        abort waits for the peer's, and that for a core: only one that counts as stuck is left."""
         if self._is_closed:
             return
         self._is_closed = True
         self._dials.close()
         self._door.close()
         self._device.run(self._close_pairs, CLOSE_SECONDS)
-        if self._reaper.wait(CLOSE_SECONDS):
+        if self._reaper.wait(PATIENCE_SECONDS):
             self._device.run(self._give_back, CLOSE_SECONDS)
         else:
             logger.error("close: a communicator does not end, the memory it uses is kept")
@@ -374,6 +382,8 @@ class NcclTransport:
 
     def _tick(self, now: float) -> None:
         for pair in list(self._pairs):
+            if self._device.failure:
+                pair.fail(TransportError(self._device.failure))
             pair.tick(now)
             if pair.is_broken:
                 self._pairs.discard(pair)
