@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 
 from p2p_engine.errors import P2pError, TransferError, TransferTimeout
 from p2p_engine.wire.messages import TransferKey
+
+# A logger of its own: it can be told apart from the rest, which says little at debug level.
+timeline = logging.getLogger("p2p_engine.timeline")
+
+
+def note_stage(key: TransferKey, stage: str, chunk: int = 0) -> None:
+    """Log at debug level that a transfer, or one of its chunks, has reached a stage. The time is
+    that of the host's clock, which all of its processes share. `p2p-engine trace` reads it."""
+    if timeline.isEnabledFor(logging.DEBUG):
+        timeline.debug("at=%.6f key=%s chunk=%d stage=%s", time.time(), key, chunk, stage)
 
 
 def lane_of(key: TransferKey) -> int:

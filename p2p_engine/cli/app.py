@@ -247,6 +247,24 @@ def doctor(
 
 
 @app.command()
+def trace(
+    logs: Annotated[list[Path], typer.Argument(help="Of the prefill and the decode instance.")],
+    transfer_id: Annotated[str, typer.Option("--id", help="Default: the last to begin.")] = "",
+) -> None:
+    """Show where the time of one transfer went, stage by stage, from the instances' logs.
+
+    The instances must log at debug level: VLLM_LOGGING_LEVEL=DEBUG, or see docs/operations.md for
+    our stages alone. Times are of the host's clock: those of two hosts are as far apart as these.
+    """
+    from p2p_engine.cli.trace import run_trace
+
+    try:
+        run_trace(logs, transfer_id, _console())
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@app.command()
 def size(
     model: Annotated[Path | None, typer.Option(help="A config.json, or a folder with one.")] = None,
     layers: Annotated[int, typer.Option(min=0, help="Without --model: number of layers.")] = 0,

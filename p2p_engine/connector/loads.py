@@ -15,7 +15,7 @@ from p2p_engine.connector.orders import BlockRange, Int64s, Load, Party
 from p2p_engine.errors import P2pError, TransferTimeout, named
 from p2p_engine.memory.paged import PagedSink
 from p2p_engine.peers.link import InstanceAddress
-from p2p_engine.transfer import Transfer
+from p2p_engine.transfer import Transfer, note_stage
 
 if TYPE_CHECKING:
     from p2p_engine.connector.layer_group import GroupCache
@@ -138,6 +138,7 @@ class Loads:
 
     def _receive(self, loading: _LoadInProgress, places: Int64s) -> None:
         party, first_block = loading.party, loading.blocks.first_block
+        note_stage(party.key, "receive begins")
         loading.sink = PagedSink(self._cache, places, first_block, party.num_tokens)
         try:
             loading.transfer = self._engine.receive(
@@ -182,6 +183,7 @@ class Loads:
         self._bring_over([loading for loading in ended if not loading.is_cancelled])
         for loading in ended:
             request_id = loading.party.request_id
+            note_stage(loading.party.key, "reported")
             del self._loading[request_id]
             results.finished.add(request_id)
             if loading.places is not None:

@@ -25,6 +25,7 @@ from p2p_engine.connector.pins import Pins
 from p2p_engine.connector.pressure import Pressure
 from p2p_engine.connector.wanted import Wanted
 from p2p_engine.errors import named
+from p2p_engine.transfer import note_stage
 from p2p_engine.wire.messages import ContentKey
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class SchedulerHalf:
             intent.send_type,
             request.num_prompt_tokens,
         )
+        note_stage(party.key, f"request to {intent.direction.value} arrives")
         if intent.direction is Direction.LOAD:
             self._loading[request_id] = _Loading(party)
             self._wanted.add(party)  # vLLM may not ask for it before a slot is free
@@ -156,6 +158,7 @@ class SchedulerHalf:
             self._wanted.remove(loading.party, was_ordered=False)
             return
         loading.is_open, party = True, loading.party
+        note_stage(party.key, "load ordered")
         end = self._num_loaded(party)
         ranges = [
             _wanted(group, table, end - num_tokens, end)
@@ -174,6 +177,7 @@ class SchedulerHalf:
         sending = self._sending.pop(request.request_id, None)
         if sending is None:
             return False, None
+        note_stage(sending.party.key, "prefill ends")
         self._sent[sending.party.content] -= 1
         if not self._sent[sending.party.content]:
             del self._sent[sending.party.content]
@@ -241,6 +245,9 @@ class SchedulerHalf:
                 sending.is_planned = False
                 metadata.preempted.append(request_id)
                 self._pins.release(request_id)  # the workers withdraw before they run this step
+        for new in output.scheduled_new_reqs if self._loading else ():
+            if (loading := self._loading.get(new.req_id)) is not None:
+                note_stage(loading.party.key, "decode scheduled")
         for sending, num_computed in self._scheduled(output):
             metadata.sends.append(self._step(sending, num_computed))
         return metadata
@@ -309,6 +316,7 @@ class SchedulerHalf:
             loading = self._loading.get(request_id)
             if loading is not None and loading.is_open:
                 loading.is_open = False
+                note_stage(loading.party.key, "load known")
                 self._wanted.remove(loading.party, was_ordered=True)
 
     def has_orders_for_idle_workers(self) -> bool:

@@ -33,7 +33,7 @@ from p2p_engine.errors import (
 )
 from p2p_engine.memory.paged import PagedSource
 from p2p_engine.peers.link import InstanceAddress
-from p2p_engine.transfer import Transfer
+from p2p_engine.transfer import Transfer, note_stage
 from p2p_engine.wire.messages import ContentKey
 
 if TYPE_CHECKING:
@@ -376,6 +376,7 @@ class Sends:
 
     def _let_go(self, item: _Due) -> None:
         """Let the engine read the due blocks."""
+        note_stage(item.sending.party.key, "computed")
         chunk = item.chunk if item.chunk is not None else self._hold(item)
         if chunk is None:
             return

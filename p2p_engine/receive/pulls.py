@@ -22,7 +22,7 @@ from p2p_engine.peers.listeners import LinkListener
 from p2p_engine.peers.locator import Locator
 from p2p_engine.receive.expectations import AskedRank, Expectations, Expected
 from p2p_engine.receive.store import Store
-from p2p_engine.transfer import Transfer
+from p2p_engine.transfer import Transfer, note_stage
 from p2p_engine.wire.messages import CacheSpec, ContentKey, Release, TransferKey, Want
 
 MAX_DOUBTED = 4096
@@ -279,6 +279,7 @@ class Pulls(LinkListener):
     def _say_want(self, item: Expected, asked: AskedRank, now: float) -> None:
         asked.resend_at = now + self._pause(asked)
         asked.num_wants += 1
+        note_stage(item.transfer.key, "WANT said")
         self._links.send(asked.link, Want, *item.content, not item.pull)
 
     def _offered_until(self, item: Expected, asked: AskedRank) -> float:

@@ -44,7 +44,7 @@ from p2p_engine.receive.ledger import (
 )
 from p2p_engine.receive.placement import Placement
 from p2p_engine.receive.replies import Cause, Replies, Reply
-from p2p_engine.transfer import Transfer, lane_of
+from p2p_engine.transfer import Transfer, lane_of, note_stage
 from p2p_engine.transports.base import Transport
 from p2p_engine.wire.messages import ContentKey, Offer, TransferKey
 
@@ -473,6 +473,7 @@ class Store(SessionListener):
         self._timers.set(landing, landing.deadline)
         if receive is not None:
             self._ledger.attach(landing, receive)
+        note_stage(offer.key, "GRANT said", offer.seq)
         self._replies.grant(landing, self._placement.word_offset(landing))
 
     def _refuse(self, landing_id: LandingId, attempt: int, error: P2pError) -> None:
@@ -501,6 +502,7 @@ class Store(SessionListener):
         is_whole = landing.state is LandingState.GRANTED and self._placement.is_whole(landing)
         if is_whole and self._is_intact(landing):
             landing.state = LandingState.LANDED
+            note_stage(landing.content[0], "landed", landing.id[1])
             landing.deadline = self._clock() + self._config.lease_seconds
             self._timers.set(landing, landing.deadline)
             self._counters.landed_bytes_by_place[landing.place] += landing.nbytes
@@ -615,6 +617,7 @@ class Store(SessionListener):
                 **after(receive.after),
             )
         )
+        note_stage(receive.content[0], "scatter begins", landing.id[1])
         receive.scatters(landing)
 
     def _scattered(
@@ -630,6 +633,7 @@ class Store(SessionListener):
             self._stop_receive(receive, TransferCancelled(reason))
 
     def _delivered(self, landing: Landing, receive: Receive, first: int, num: int) -> None:
+        note_stage(receive.content[0], "delivered", landing.id[1])
         receive.transfer.nbytes += landing.nbytes
         if receive.ending is None:
             try:
@@ -672,6 +676,7 @@ class Store(SessionListener):
             landing.receive, landing.is_spare = None, error is None
             if landing.orphaned:  # a second copy
                 self._free(landing)
+        note_stage(receive.content[0], "received")
         self._counters.count("received", error)
         try:
             if error is not None:

@@ -27,7 +27,7 @@ from p2p_engine.send.endings import Ending, Endings
 from p2p_engine.send.sender import Sender, as_withdrawn
 from p2p_engine.send.shipment import Shipment
 from p2p_engine.send.unheld_wants import PendingWant, UnheldWants
-from p2p_engine.transfer import Transfer, lane_of
+from p2p_engine.transfer import Transfer, lane_of, note_stage
 from p2p_engine.wire.messages import CacheSpec, ContentKey, Manifest, TransferKey
 
 UNNAMED_ROUNDS = 16  # in a lease, at most
@@ -206,6 +206,7 @@ class Holds:
         """Offer the content if it is held, or on its way to the engine of the epoch `pushed_to`. If
         it may be held soon, remember the WANT; a push needs none. If it will not come from here,
         call `refuse` with the reason. What the rank has released already refuses it nothing."""
+        note_stage(content[0], "WANT heard")
         hold = self._holds.get(content)
         ending = self._endings.expect(content, _rank_of(spec), peer)
         want = PendingWant(spec, self._clock() + self._config.transfer_timeout_seconds, refuse)

@@ -43,7 +43,7 @@ from p2p_engine.peers.listeners import LinkListener
 from p2p_engine.send.abandonments import Abandonments
 from p2p_engine.send.endings import Endings
 from p2p_engine.send.shipment import Chunk, ChunkState, Shipment
-from p2p_engine.transfer import Transfer, lane_of
+from p2p_engine.transfer import Transfer, lane_of, note_stage
 from p2p_engine.transports.base import Order
 from p2p_engine.wire.messages import (
     MAX_LAYERS,
@@ -191,6 +191,7 @@ class Sender(LinkListener):
             self._end(chunk, RemoteProtocolError(reason), tell=True)
             return
         chunk.grant, chunk.state = message, ChunkState.GRANTED
+        note_stage(chunk.key, "GRANT heard", chunk.seq)
         self._write(chunk)
 
     def on_deny(self, link: Link, message: Deny) -> None:
@@ -205,6 +206,7 @@ class Sender(LinkListener):
         """End a chunk: it has landed whole."""
         chunk = self._current(link, message)
         if chunk is not None and chunk.state is ChunkState.WRITTEN:
+            note_stage(chunk.key, "COMMIT heard", chunk.seq)
             self._end(chunk, None)
 
     def on_fail(self, link: Link, message: Fail) -> None:
@@ -369,6 +371,7 @@ class Sender(LinkListener):
         if not shipment.is_cut and not self._cut(chunk):
             return
         chunk.state = ChunkState.OFFERED
+        note_stage(chunk.key, "OFFER said", chunk.seq)
         self._schedule(chunk, self._config.retry_seconds)
         self._links.send(
             link, Offer, chunk.seq, chunk.attempt, chunk.key, chunk.manifest, shipment.binding,
@@ -403,6 +406,7 @@ class Sender(LinkListener):
             self._written(chunk, 0)
             return
         chunk.state = ChunkState.WRITING
+        note_stage(chunk.key, "write begins", chunk.seq)
         try:
             regions = ask_regions(
                 lambda: shipment.source.regions(grant.first_block, grant.num_blocks, chunk.layers),
@@ -439,6 +443,7 @@ class Sender(LinkListener):
 
     def _written(self, chunk: Chunk, nbytes: int) -> None:
         chunk.state, chunk.job = ChunkState.WRITTEN, None
+        note_stage(chunk.key, "written", chunk.seq)
         chunk.ending = None  # a cancel that came too late: the peer's answer decides
         self._counters.sent_bytes += nbytes
         if chunk.shipment.is_written:
