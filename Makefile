@@ -74,10 +74,10 @@ asan: setup  ## the Python tests of the C extension under AddressSanitizer and U
 fuzz: setup  ## COUNT= frames (a million) of SEED= into every socket of an engine and a proxy
 	$(BIN)/python -m tests.fuzz.campaign $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED))
 
-bench: setup  ## one benchmark: NAME=transfer, and without NAME= a list
+bench: setup  ## one benchmark: NAME=transfer, and without NAME= a list; ROUNDS= repetitions
 	@test -f benchmarks/bench_$(NAME).py || { echo "NAME= is one of: $(BENCHMARKS)"; exit 2; }
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --requirements pyproject.toml --extra bench
-	$(BIN)/python -m benchmarks.bench_$(NAME)
+	$(BIN)/python -m benchmarks.bench_$(NAME) $(if $(ROUNDS),--repetitions $(ROUNDS))
 
 test-vllm: setup  ## every test with real vLLM; with VLLM=0.29.0, a comparison on that release
 	$(if $(VLLM),$(BIN)/python -m tests.compat.matrix $(VLLM),$(PYTEST) tests/vllm)

@@ -9,11 +9,8 @@ answered, for one token, which must be prefill's.
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,100 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Row, alternate, arguments, progress, record, spread
-from p2p_engine.cli.tiny_model import TinyModel, ensure_tiny_model
+from benchmarks.vllm_servers import BYTES_PER_TOKEN, MODEL, OneCoreServer, p2p_settings
+from p2p_engine.cli.tiny_model import ensure_tiny_model
 
-MODEL = TinyModel(num_layers=16, num_heads=8, num_kv_heads=8)
-BYTES_PER_TOKEN = MODEL.kv_bytes_per_token(element_bytes=4)
 INSIDE = "P2P_BENCH_NAMESPACE"  # set where the network is ours
 UNSHARE = ["unshare", "--user", "--map-root-user", "--net", "--fork", "--kill-child"]
-START_SECONDS, ANSWER_SECONDS = 600.0, 300.0
-
-
-class UnixConnection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=ANSWER_SECONDS)
-        self._path = path
-
-    def connect(self) -> None:
-        """Connect to the socket."""
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))
-
-
-class OneCoreServer:
-    """One vLLM server on one core."""
-
-    def __init__(
-        self, name: str, folder: Path, core: int, role: str, kv_port: int, **extra: Any
-    ) -> None:
-        self.kv_port = kv_port
-        self._path = folder / f"{name}.socket"
-        self._log = (folder / f"{name}.log").open("w")
-        settings = {"host": "127.0.0.1", **extra}
-        transfer = {
-            "kv_connector": "P2pNcclConnector", "kv_role": role, "kv_port": kv_port,
-            "kv_connector_extra_config": settings,
-        }  # fmt: skip
-        environment = {
-            **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_HOST_IP": "127.0.0.1", "VLLM_CPU_OMP_THREADS_BIND": str(core),
-        }  # fmt: skip
-        command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL.path),
-            "--served-model-name", "m", "--uds", str(self._path), "--dtype", "float32",
-            "--enforce-eager", "--max-model-len", "8192", "--max-num-batched-tokens", "8192",
-            "--block-size", "32", "--no-enable-prefix-caching",
-            "--kv-transfer-config", json.dumps(transfer),
-        ]  # fmt: skip
-        self._process = subprocess.Popen(
-            command, env=environment, stdout=self._log, stderr=subprocess.STDOUT
-        )
-
-    def wait(self) -> None:
-        """Block until it answers.
-
-        Raises:
-            RuntimeError: it has ended, or did not answer in time.
-        """
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline and self._process.poll() is None:
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                connection = UnixConnection(self._path)
-                connection.request("GET", "/health")
-                if connection.getresponse().status == 200:
-                    return
-            time.sleep(0.5)
-        raise RuntimeError(f"vLLM did not start, see {self._log.name}")
-
-    def ask(self, prompt: list[int], params: dict[str, Any]) -> int:
-        """Return the first token after a prompt; blocks."""
-        body = {
-            "model": "m", "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True, "kv_transfer_params": params,
-        }  # fmt: skip
-        connection = UnixConnection(self._path)
-        connection.request(
-            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
-        )
-        answer = connection.getresponse()
-        text = answer.read()
-        if answer.status != 200:
-            raise RuntimeError(f"{answer.status}: {text[:300]!r}")
-        [token] = json.loads(text)["choices"][0]["token_ids"]
-        return int(token)
-
-    def close(self) -> None:
-        """End the server."""
-        self._process.terminate()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
 
 
 def limit(gbit_per_second: float) -> None:
@@ -156,21 +64,22 @@ def servers(
     """Start the instances, one after the other: the cores are few."""
     with contextlib.ExitStack() as stack:
 
-        def start(*arguments: Any, **extra: Any) -> OneCoreServer:
-            progress(f"starting {arguments[0]}")
-            server = OneCoreServer(*arguments, transports=transport, **extra)
+        def start(name: str, core: int, role: str, kv_port: int, **extra: Any) -> OneCoreServer:
+            progress(f"starting {name}")
+            settings = p2p_settings(role, kv_port, transports=transport, **extra)
+            arguments = ["--no-enable-prefix-caching"]
+            server = OneCoreServer(name, folder, core, settings, arguments=arguments)
             stack.callback(server.close)
             server.wait()
             return server
 
         prefill = {
             by_layer: start(
-                f"prefill-{by_layer}", folder, 0, "kv_producer", 21000 + 100 * by_layer,
-                layerwise=by_layer,
+                f"prefill-{by_layer}", 0, "kv_producer", 21000 + 100 * by_layer, layerwise=by_layer
             )
             for by_layer in (False, True)
         }  # fmt: skip
-        yield prefill, start("decode", folder, 1, "kv_consumer", 21500)
+        yield prefill, start("decode", 1, "kv_consumer", 21500)
 
 
 def main() -> None:

@@ -90,6 +90,13 @@ def record(
 ) -> None:
     """Print the rows and append them to options.output as one JSON line, with these details."""
     show(rows)
+    append(rows, options, details)
+
+
+def append(
+    rows: Sequence[Row], options: argparse.Namespace, details: Mapping[str, Any] | None = None
+) -> None:
+    """Append the rows to options.output as one JSON line, with these details."""
     spec = sys.modules["__main__"].__spec__
     name = spec.name if spec is not None else "?"
     line = {
