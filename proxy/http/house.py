@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from proxy.http.caller import Caller
+from proxy.http.memory import Turns
 from proxy.http.strict import StrictConnection
 
 # Bytes in a row that are neither a head nor a body: trailers, chunk extensions, empty lines.
 MAX_DRY_BYTES = 128 << 10
+# What a client sends is parsed in slices. If that takes longer, because it is all tiny chunks, the
+# rest waits: of all such clients, one has its turn in each round of the loop.
+SLICE_BYTES = 2 << 10
+SLICE_SECONDS = 0.0005  # of a core's time
 # So many newcomers at a time are told that the house is full; more are closed unheard.
 MAX_TURNED_AWAY = 64
 # A client has this long to send its request before it may have to make room for another.
@@ -54,6 +60,7 @@ class ClientHouse:
         self.turn_away = turn_away
         self._count = count
         self.count_refused = count_refused
+        self.turns = Turns()
         self._guests: set[Visitor] = set()
         self._turned_away: set[Visitor] = set()
         # Without a request and never answered, without a request, and with half of one: since when,
@@ -155,6 +162,8 @@ class Guest(StrictConnection):
         self.was_answered = False
         self.has_spoken = False  # and what it said is not read yet
         self._num_dry_bytes = 0  # since the last head or piece of a body
+        self._unread = b""  # what came and waits for its turn to be parsed
+        self._reading: asyncio.Task[None] | None = None
         self._head_due: float | None = None
         self._stall: asyncio.TimerHandle | None = None
 
@@ -182,11 +191,43 @@ class Guest(StrictConnection):
     def connection_lost(self, exc: Exception | None) -> None:
         """Leave the house."""
         self._house.leave(self)
+        if self._reading is not None:
+            self._reading.cancel()
         super().connection_lost(exc)
         self._end_stall()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came; limit how much, and how slowly, comes without a request."""
+        """Parse what came, or as much of it as takes little time."""
+        if self._unread:
+            self._unread += data
+        elif len(data) > SLICE_BYTES:
+            self._unread = self._read(data)
+        else:
+            self._take(data)
+        if self._unread:
+            self.transport.pause_reading()
+            if self._reading is None:
+                self._reading = self.loop.create_task(self._read_on())
+
+    def _read(self, data: bytes) -> bytes:
+        """Parse for `SLICE_SECONDS`; return the rest."""
+        began = time.thread_time()
+        for end in range(SLICE_BYTES, len(data) + SLICE_BYTES, SLICE_BYTES):
+            self._take(data[end - SLICE_BYTES : end])
+            if time.thread_time() - began > SLICE_SECONDS:
+                return data[end:]
+        return b""
+
+    async def _read_on(self) -> None:
+        while self._unread and not self.transport.is_closing():
+            await self._house.turns.take()
+            self._unread = self._read(self._unread)
+        self._reading = None
+        if not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def _take(self, data: bytes) -> None:
+        """Parse a slice; limit how much, and how slowly, comes without a request."""
         self.has_spoken = False
         self._num_dry_bytes += len(data)
         super().data_received(data)

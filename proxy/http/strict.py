@@ -58,6 +58,7 @@ class StrictConnection(HttpToolsProtocol):
         self._is_upgrade = False  # this head asks for another protocol, and is parsed again
         self._is_over = False  # what still comes is dropped
         self._num_head_bytes = 0
+        self._num_open_bytes = 0  # of a header that the parser has not reported yet
         self._num_dropped_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -75,7 +76,8 @@ class StrictConnection(HttpToolsProtocol):
         try:
             self._parse(data)
             if was_in_head and self._is_in_head:
-                self._count_head(len(data))  # a header that does not end is not reported
+                self._num_open_bytes += len(data)
+                self._check_size()
         except httptools.HttpParserError as error:
             cause = error.__context__
             self._refuse(
@@ -115,7 +117,7 @@ class StrictConnection(HttpToolsProtocol):
         """Begin a request."""
         super().on_message_begin()
         self._is_in_head = True
-        self._num_head_bytes = 0
+        self._num_head_bytes = self._num_open_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         """Take a piece of the target."""
@@ -228,7 +230,11 @@ class StrictConnection(HttpToolsProtocol):
 
     def _count_head(self, num_bytes: int) -> None:
         self._num_head_bytes += num_bytes
-        if self._num_head_bytes > MAX_HEAD_BYTES:
+        self._num_open_bytes = 0
+        self._check_size()
+
+    def _check_size(self) -> None:
+        if self._num_head_bytes + self._num_open_bytes > MAX_HEAD_BYTES:
             raise _Refused(431, "head", f"the head is larger than {MAX_HEAD_BYTES} bytes")
 
     # The end.

@@ -182,7 +182,7 @@ CHUNKS = {
     "an id as a trailer": served(_chunks(chunk(GOOD) + b"0\r\nX-Request-Id: smuggled\r\n\r\n")),
     "a trailer without an end": refused(_chunks(chunk(GOOD) + b"0\r\n: x\r\n\r\n")),
     "a large trailer": refused(
-        _chunks(chunk(GOOD) + b"0\r\nX: " + b"y" * 200_000 + b"\r\n\r\n"), status=431
+        _chunks(chunk(GOOD) + b"0\r\nX: " + b"y" * 100_000 + b"\r\n\r\n"), status=431
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 from collections import Counter
@@ -17,6 +18,7 @@ from p2p_engine.errors import ConfigError
 from proxy.http import house
 from proxy.http.descriptors import Shares
 from tests.doubles.server import Behaviour
+from tests.rigs.proxies import ASKED as ASKED_JSON
 from tests.rigs.proxies import RunningProxy, fleet, running_proxy, until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
@@ -271,3 +273,43 @@ async def test_who_leaves_before_being_let_in_leaves_nothing_behind() -> None:
                 connection.sendall(said)
                 connection.close()
             await until(are_gone, "all are gone")
+
+
+async def test_tiny_chunks_of_many_bytes_hold_nobody_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pieces, num_rounds = list[int](), 0
+    on_body = house.Guest.on_body
+
+    def counted(self: house.Guest, body: bytes) -> None:
+        pieces.append(num_rounds)
+        on_body(self, body)
+
+    def count() -> None:
+        nonlocal num_rounds
+        num_rounds += 1
+        loop.call_soon(count)
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(house, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(house.Guest, "on_body", counted)
+    content = json.dumps({**ASKED_JSON, "prompt": "x" * 20_000}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in content) + b"0\r\n\r\n"
+    async with fleet() as (proxy, [prefill], _):
+        loop.call_soon(count)
+        async with client(proxy, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunks) as one:
+            assert await one.status() == 200
+        assert len(pieces) == len(content)
+        assert max(Counter(pieces).values()) <= 2 * house.SLICE_BYTES // 6 + 2
+        assert prefill.received[0].json["prompt"] == "x" * 20_000
+
+
+async def test_a_large_head_may_come_in_any_pieces() -> None:
+    async with running_proxy() as proxy:
+        large = b"X-Large: " + b"y" * 40_000
+        whole = HEALTH[:-2] + large + b"\r\n\r\n"
+        async with client(proxy) as one:
+            for start in range(0, len(whole), 1400):
+                await one.say(whole[start : start + 1400])
+                await asyncio.sleep(0)
+            assert await one.status() == 200
