@@ -18,7 +18,7 @@ PACKAGES = ("mempool", "p2p_engine", "proxy")
 LIMITS = {
     "units": 39,
     "layers": 12,
-    "edges": 176,
+    "edges": 175,
     "circles": 0,
     "repeated_classes": 0,
     "readme_words": 1200,

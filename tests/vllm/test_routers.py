@@ -1,0 +1,193 @@
+"""Every router's requests, played to one prefill and one decode instance of real vLLM."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+
+from p2p_engine.cli.commands import MemberRole
+from p2p_engine.cli.fleet import Fleet
+from p2p_engine.cli.members import Member
+from p2p_engine.cli.tiny_model import ensure_tiny_model
+from p2p_engine.transfer_config import EXTRA
+from tests import marks
+from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
+from tests.compat.workload import Answer, Question, ask, mixed_questions
+from tests.doubles.routers import (
+    AibrixNixl,
+    AibrixShfs,
+    DynamoNixl,
+    Json,
+    LlmdCoordinator,
+    LlmdMooncake,
+    LlmdMoriio,
+    LlmdMoriioAtOnce,
+    LlmdNextTurn,
+    LlmdNixlPush,
+    LlmdSidecar,
+    ProductionStack,
+    RayServeDefault,
+    Served,
+    SmgMooncake,
+    SmgMoriio,
+    SmgMoriioAtOnce,
+    SmgNixl,
+    SmgUnlabelled,
+    VllmRouterAtUrls,
+    VllmRouterDiscovery,
+)
+from tests.support import eventually
+from tests.vllm.load import ENVIRONMENT, check_nothing_held
+from tests.vllm.observing import by_label, prompt_tokens
+
+SECONDS = 120.0
+PULL, PUSH = "pull", "push"
+TRANSFERRED: dict[type[LlmdSidecar], str] = {
+    LlmdSidecar: PULL,
+    LlmdCoordinator: PULL,
+    LlmdNixlPush: PULL,
+    LlmdNextTurn: PULL,
+    LlmdMoriio: PUSH,
+    LlmdMoriioAtOnce: PUSH,
+    VllmRouterAtUrls: PULL,
+    VllmRouterDiscovery: PUSH,
+    ProductionStack: PULL,
+    AibrixShfs: PULL,
+    SmgNixl: PULL,
+    SmgMoriio: PUSH,
+    SmgMoriioAtOnce: PUSH,
+    RayServeDefault: PULL,
+    DynamoNixl: PULL,
+}
+NOT_TRANSFERRED = [AibrixNixl, SmgUnlabelled, LlmdMooncake, SmgMooncake]
+
+pytestmark = [marks.vllm, marks.slow, pytest.mark.timeout(1800)]
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True)
+class BehindRouters:
+    """One prefill and one decode instance that know of no router, and a third that serves alone."""
+
+    single: Member
+    prefill: Member
+    decode: Member
+
+    def make(self, router: type[LlmdSidecar], memory: Json) -> LlmdSidecar:
+        return router(_served(self.prefill), _served(self.decode), memory)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindRouters]:
+    fleet = Fleet(
+        ensure_tiny_model(),
+        vllm_args=VLLM_ARGS,
+        transfer_config={EXTRA: {"lease_seconds": 10, "transfer_timeout_seconds": 30}},
+        env=ENVIRONMENT,
+        log_dir=tmp_path_factory.mktemp("logs"),
+    )
+    roles = (MemberRole.SINGLE, MemberRole.PREFILL, MemberRole.DECODE)
+    with fleet:
+        members = [fleet.start(role) for role in roles]
+        fleet.wait_ready(timeout=BOOT_SECONDS)
+        yield BehindRouters(*members)
+
+
+@pytest.mark.parametrize(("router", "how"), TRANSFERRED.items(), ids=lambda item: str(item))
+def test_kv_moves_and_tokens_are_right(
+    servers: BehindRouters, router: type[LlmdSidecar], how: str
+) -> None:
+    questions = _questions(router)
+    before, memory = prompt_tokens(servers.decode), dict[str, object]()
+    for question in questions:
+        answered, tokens = _play(servers.make(router, memory), question)
+        assert tokens == ask(servers.single.url, question)
+        assert answered is not None
+        assert answered["transfer_mode"] == how
+    moved = prompt_tokens(servers.decode) - before
+    assert moved["external_kv_transfer"] > 0
+    assert moved["local_compute"] == sum(question.num_lone_tokens for question in questions)
+    _check_nothing_open(servers)
+
+
+@pytest.mark.parametrize("router", NOT_TRANSFERRED)
+def test_decode_computes_what_nobody_would_send_to_it(
+    servers: BehindRouters, router: type[LlmdSidecar]
+) -> None:
+    before = prompt_tokens(servers.decode)
+    for question in _questions(router):
+        _, tokens = _play(servers.make(router, {}), question)
+        assert tokens == ask(servers.single.url, question)
+    moved = prompt_tokens(servers.decode) - before
+    assert moved["external_kv_transfer"] == 0
+    assert moved["local_compute"] > 300
+    if issubclass(router, LlmdMooncake):
+        log = servers.decode.process.log_path.read_text(errors="replace")
+        assert "remote_bootstrap_addr without remote_host and remote_port" in log
+    _check_nothing_open(servers)
+
+
+def _questions(router: type[LlmdSidecar]) -> list[Question]:
+    """Prompts of one token, of a block and one, and of ten blocks, and a chat; no two alike."""
+    seed = sum(router.__name__.encode())
+    mixed = mixed_questions(str(ensure_tiny_model()), 7000 + seed)
+    return [mixed[0], mixed[3], mixed[6], mixed[-1]]
+
+
+def _play(router: LlmdSidecar, question: Question) -> tuple[Json | None, Answer]:
+    """Do with a client's request what the router does; what prefill answered, decode's tokens."""
+    body = dict(question.body)
+
+    def ask_decode(answer: Json | None) -> Json:
+        url = router.decode.http_address + question.path
+        return _post(url, router.decode_body(body, answer), router.headers)
+
+    def ask_prefill() -> Json:
+        url = router.prefill.http_address + question.path
+        answer = _post(url, router.prefill_body(body), router.headers)
+        router.take_answer(answer.get("kv_transfer_params"))
+        return answer
+
+    if router.is_concurrent:
+        with ThreadPoolExecutor(1) as pool:
+            later = pool.submit(ask_decode, None)
+            first, second = ask_prefill(), later.result(SECONDS)
+    else:
+        first = ask_prefill()
+        second = ask_decode(first)
+    tokens = {choice["index"]: choice["token_ids"] for choice in second["choices"]}
+    return first.get("kv_transfer_params"), tokens
+
+
+def _post(address: str, body: Json, headers: dict[str, str]) -> Json:
+    request = urllib.request.Request(
+        f"http://{address}",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json", **headers},
+    )
+    with _direct.open(request, timeout=SECONDS) as response:
+        answer: Json = json.loads(response.read())
+    return answer
+
+
+def _served(member: Member) -> Served:
+    assert member.plan is not None
+    return Served(member.http_address, member.plan.kv_address)
+
+
+def _check_nothing_open(servers: BehindRouters) -> None:
+    """What prefill holds for nobody goes with its lease."""
+    members = [servers.prefill, servers.decode]
+    check_nothing_held(members)
+    for member in members:
+        eventually(partial(_has_nothing_open, member), 60, f"{member.name} has nothing open")
+
+
+def _has_nothing_open(member: Member) -> bool:
+    return not by_label(member, "vllm:p2p_open_transfers", "").total()
