@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.02  # how late a timer may be
 REST_SECONDS = 1.0  # between two ticks, at most
+REFRESH_SECONDS = 60.0  # until the name of a peer in use is looked up again
 RESOLVE_SHARE = 0.9  # of the time for a first contact: a timeout then blames the name
 
 
@@ -70,14 +71,13 @@ class ControlPlane:
         listener: PlaneListener | None = None,
         secrets: Secrets = (),
         connect_seconds: float = 5.0,
-        refresh_seconds: float = 60.0,
         rest_seconds: float = REST_SECONDS,
     ) -> None:
         """Bind the first free port of `ports` (0: any). With `secrets`, only members may connect.
         If nothing is due, ticks are up to `rest_seconds` apart.
 
         If the listener is made later, set it before `start`. A name must resolve within nine tenths
-        of `connect_seconds`. While it is in use, it is looked up again after `refresh_seconds`.
+        of `connect_seconds`.
 
         Raises:
             ConfigError: none of the ports can be bound.
@@ -95,7 +95,7 @@ class ControlPlane:
         self._watches = Poller()
         self._names = Resolver(connect_seconds * RESOLVE_SHARE, self.call_soon)
         self._reach = Reach(
-            self._names, refresh_seconds, time.monotonic, self._hear,
+            self._names, REFRESH_SECONDS, time.monotonic, self._hear,
             lambda *refused: self._guard(lambda: self.listener.on_refused(*refused)),
             lambda *unresolved: self._guard(lambda: self.listener.on_unresolved(*unresolved)),
             lambda route: self._guard(lambda: self.listener.on_ended(route)),

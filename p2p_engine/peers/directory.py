@@ -7,11 +7,13 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.fleet_key import read_key_file, warn_if_exposed
 from p2p_engine.control.plane import ControlPlane, PlaneListener
+from p2p_engine.control.resolver import Answer
 from p2p_engine.control.sockets import Route
 from p2p_engine.errors import PeerUnreachable, RemoteProtocolError
 from p2p_engine.wire.addresses import join_address
@@ -78,9 +80,8 @@ class Directory(PlaneListener):
         self._spec: CacheSpec | None = None
         self._epoch = secrets.randbits(62) | 1
         self._secrets = read_key_file(config.key_file)
-        self._proxies = [
-            Route(join_address(host, config.proxy_port)) for host in config.proxy_hosts
-        ]
+        self._proxy_port = config.proxy_port
+        self._proxies: dict[str, list[str]] = {host: [] for host in config.proxy_hosts}
         self._beat_at = 0.0
         self._refusals: dict[str, str] = {}  # the last one of each proxy
         self._control = ControlPlane(
@@ -90,7 +91,6 @@ class Directory(PlaneListener):
             listener=self,
             secrets=self._secrets,
             connect_seconds=config.connect_timeout_seconds,
-            refresh_seconds=HEARTBEAT_SECONDS,
         )
         self._server = server or Server(
             lambda: join_address(config.http_host or config.host, config.http_port)
@@ -137,7 +137,8 @@ class Directory(PlaneListener):
         if self._control.alive:
             for heartbeat in self._heartbeats:
                 heartbeat.leaving = True
-            self._send_heartbeats()
+            for known in self._proxies.values():
+                self._send_heartbeats(known)
         if not self._control.close(timeout):
             logger.warning("directory %s did not stop within %g s", self.address, timeout)
 
@@ -177,15 +178,12 @@ class Directory(PlaneListener):
         """Send the heartbeats that are due."""
         if now >= self._beat_at:
             self._beat_at = now + HEARTBEAT_SECONDS
-            self._send_heartbeats()
+            for host in self._proxies if self._addresses else ():
+                self._control.resolve(host, partial(self._beat, host))
 
     def due_at(self, now: float) -> float:
         """Return when the next heartbeat is due."""
         return self._beat_at
-
-    def on_unresolved(self, address: str, error: PeerUnreachable) -> None:
-        """Note that a proxy cannot be reached because its name does not resolve."""
-        self.on_refused(address, str(error))
 
     def on_refused(self, address: str, reason: str) -> None:
         """Note that a proxy refuses us; the next heartbeat dials it again."""
@@ -194,14 +192,30 @@ class Directory(PlaneListener):
         logger.log(level, "not registered: proxy %s: %s", address, reason)
         self._refusals[address] = reason
 
-    def _send_heartbeats(self) -> None:
-        if not self._proxies or not self._addresses:
-            return
-        http_address = self._server.address()
+    def _beat(self, host: str, answer: Answer) -> None:
+        """Send heartbeats to every proxy behind a name; hang up on those that have left it."""
+        if isinstance(answer, PeerUnreachable):
+            self.on_refused(join_address(host, self._proxy_port), str(answer))
+        else:
+            before, now = self._proxies[host], _of_one_family(answer)
+            self._proxies[host] = [join_address(item, self._proxy_port) for item in now]
+            for gone in set(before).difference(*self._proxies.values()):
+                self._control.hang_up(gone)
+                self._refusals.pop(gone, None)
+        self._send_heartbeats(self._proxies[host])
+
+    def _send_heartbeats(self, proxies: Sequence[str]) -> None:
+        http_address = self._server.address() if proxies else ""
         for heartbeat in self._heartbeats if http_address else ():
             heartbeat.http_address = http_address
-            for proxy in self._proxies:
-                self._control.send(proxy, encode_heartbeat(heartbeat))
+            for proxy in proxies:
+                self._control.send(Route(proxy), encode_heartbeat(heartbeat))
+
+
+def _of_one_family(addresses: Sequence[str]) -> list[str]:
+    """Return the IPv4 addresses, or those of IPv6 if there are no others: a proxy that has both
+    hears each heartbeat once."""
+    return [item for item in addresses if (":" in item) == (":" in addresses[0])]
 
 
 def _kv_bytes_per_token(spec: CacheSpec | None) -> int:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from p2p_engine.config import EngineConfig
-from p2p_engine.errors import ConfigError
+from p2p_engine.control import resolver
+from p2p_engine.control.resolver import Answer
+from p2p_engine.errors import ConfigError, PeerUnreachable
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.wire.addresses import split_address
 from p2p_engine.wire.messages import PROTOCOL_VERSION, Location, Lookup, Ping, decode, encode
@@ -23,17 +27,27 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 class RegistrationPort:
     """The registration port of a proxy."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int | str = "*") -> None:
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
-        self.port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self._router.bind(f"tcp://{host}:{port}")
+        self.port = split_address(
+            self._router.get_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+        )[1]
+        self._lost = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
     def hear(self) -> dict[str, Any]:
         assert self._router.poll(10_000), "no heartbeat"
         beat: dict[str, Any] = msgpack.unpackb(self._router.recv_multipart()[-1])
         return beat
 
+    def lose(self) -> None:
+        assert self._lost.poll(10_000), "no connection was closed"
+        recv_monitor_message(self._lost)
+
     def close(self) -> None:
+        self._router.disable_monitor()
+        self._lost.close(0)
         self._router.close(0)
         self._context.term()
 
@@ -100,6 +114,27 @@ def test_every_proxy_is_told(proxy: RegistrationPort) -> None:
     with Directory(config, RANKS, kv_port=0, role="D") as directory:
         beats = [proxy.hear(), proxy.hear()]
         assert [beat["zmq_address"] for beat in beats] == [directory.address] * 2
+
+
+def test_a_name_stands_for_every_proxy_behind_it(
+    proxy: RegistrationPort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the name of a headless service, which changes as proxies come and go."""
+    behind: list[Answer] = [("127.0.0.1", "::1")]
+    monkeypatch.setattr(resolver, "look_up", lambda name: behind[-1])
+    config = EngineConfig(proxy_ip="proxies", proxy_port=proxy.port, http_port=8000)
+    with closing(RegistrationPort("127.0.0.2", proxy.port)) as second:
+        directory = Directory(config, RANKS, kv_port=0, role="D")
+        proxy.hear()
+        behind.append(("127.0.0.1", "127.0.0.2"))
+        second.hear()
+        behind.append(("127.0.0.2",))
+        proxy.lose()
+        behind.append(PeerUnreachable("no answer"))
+        second.hear()
+        directory.close()
+        while not second.hear().get("leaving"):
+            pass
 
 
 def test_port_that_is_taken_is_named() -> None:
