@@ -15,7 +15,7 @@ export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.venv/pycache
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-c tsan asan attack chaos soak restarts stalls backlog model scale fuzz fuzz-c bench bench-check test-vllm test-ray test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage docs wheel clean
+.PHONY: help setup demo test test-c tsan asan attack chaos soak restarts stalls backlog model scale fuzz fuzz-c bench bench-check test-vllm test-ray test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage docs wheels deploy check-deploy clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -129,8 +129,18 @@ docs: setup  ## a site of all pages in build/docs; a broken link or any warning 
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --requirements pyproject.toml --extra docs
 	$(BIN)/sphinx-build --quiet --fresh-env --fail-on-warning --keep-going --nitpicky -c docs . build/docs
 
-wheel: setup  ## build the source distribution and the wheel in isolation
-	$(BIN)/python -m build
+wheels: setup  ## wheels for x86-64 and aarch64 in dist/, tried in clean environments on every Python that is here
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --requirements pyproject.toml --extra wheels
+	scripts/wheels.sh
+	$(BIN)/python -m tests.installed.run
+
+deploy: setup  ## render the chart's plain manifests into deploy/kubernetes
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --requirements pyproject.toml --extra deploy
+	$(BIN)/python scripts/deploy.py render
+
+check-deploy: setup  ## hold deploy/ against the schemas of what reads it; says what could not be checked here
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --requirements pyproject.toml --extra deploy
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/deploy.py check
 
 clean:  ## remove the environment and everything built
 	rm -rf .venv build dist *.egg-info mempool/*.so .coverage .*_cache

@@ -1,14 +1,31 @@
-"""The C extension and its two switches; all metadata is in pyproject.toml.
+"""The C extension and its switches; all metadata is in pyproject.toml.
 
 P2P_SANITIZE=1   AddressSanitizer and UndefinedBehaviorSanitizer
 P2P_COVERAGE=1   gcov counters
 """
 
 import os
+import re
+import sys
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
 
+
+def long_description() -> str:
+    """Return the README with links that lead somewhere from a package index, too."""
+    source = re.search(r'^Source = "(.+)"$', Path("pyproject.toml").read_text("utf-8"), re.M)[1]
+    readme = Path("README.md").read_text("utf-8")
+    return re.sub(r"\]\((?!https?://|#)", f"]({source}/blob/main/", readme)
+
+
+# One build for every Python from 3.11 on. Before that, the limited API had no buffer protocol.
+is_limited = sys.version_info >= (3, 11)
+
+macros = [("_GNU_SOURCE", None)]
+if is_limited:
+    macros.append(("Py_LIMITED_API", "0x030b0000"))
 compile_args = ["-std=c11", "-O3", "-Wall", "-Wextra", "-Wconversion", "-Wshadow"]
 link_args = ["-pthread"]
 if os.environ.get("P2P_SANITIZE") == "1":
@@ -23,10 +40,16 @@ native = Extension(
     "mempool._native",
     sources=sorted(glob("csrc/*.c")),
     depends=sorted(glob("csrc/*.h")),
-    define_macros=[("_GNU_SOURCE", None)],
+    define_macros=macros,
     extra_compile_args=compile_args,
     extra_link_args=link_args,
     libraries=["dl"],
+    py_limited_api=is_limited,
 )
 
-setup(ext_modules=[native])
+setup(
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    ext_modules=[native],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if is_limited else {},
+)

@@ -2,6 +2,8 @@
 
 #include "arena.h"
 
+#include <errno.h>
+
 typedef struct {
     PyObject_HEAD arena_t arena;
     bool is_open;
@@ -60,7 +62,7 @@ arena_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
         !parse_nbytes(nbytes)) {
         return NULL;
     }
-    arena_object_t* self = (arena_object_t*)type->tp_alloc(type, 0);
+    arena_object_t* self = (arena_object_t*)object_new(type);
     if (self == NULL) {
         return NULL;
     }
@@ -85,7 +87,7 @@ arena_attach_method(PyObject* type, PyObject* args, PyObject* kwargs) {
         !parse_nbytes(nbytes)) {
         return NULL;
     }
-    arena_object_t* self = (arena_object_t*)((PyTypeObject*)type)->tp_alloc((PyTypeObject*)type, 0);
+    arena_object_t* self = (arena_object_t*)object_new((PyTypeObject*)type);
     if (self == NULL) {
         return NULL;
     }
@@ -111,10 +113,8 @@ destroy(arena_object_t* self) {
 
 static void
 arena_dealloc(PyObject* self) {
-    PyTypeObject* type = Py_TYPE(self);
     destroy(arena_of(self));
-    type->tp_free(self);
-    Py_DECREF(type);
+    object_free(self);
 }
 
 static PyObject*

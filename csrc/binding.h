@@ -28,6 +28,20 @@ state_of(PyObject* self) {
     return PyType_GetModuleState(Py_TYPE(self));
 }
 
+/* The limited API shows a type's functions only by their slots. */
+static inline PyObject*
+object_new(PyTypeObject* type) {
+    return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+}
+
+/* Ends a deallocation: an object holds a reference to its type. */
+static inline void
+object_free(PyObject* self) {
+    PyTypeObject* type = Py_TYPE(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
 /* "O&" converter: an int in [0, 2^64), ValueError for any other int. */
 int convert_u64(PyObject* object, void* result);
 

@@ -41,7 +41,7 @@ buddy_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
                                      convert_u64, &min_block)) {
         return NULL;
     }
-    buddy_object_t* self = (buddy_object_t*)type->tp_alloc(type, 0);
+    buddy_object_t* self = (buddy_object_t*)object_new(type);
     if (self == NULL) {
         return NULL;
     }
@@ -58,12 +58,10 @@ buddy_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
 
 static void
 buddy_dealloc(PyObject* self) {
-    PyTypeObject* type = Py_TYPE(self);
     if (buddy_of(self) != NULL) {
         buddy_destroy(buddy_of(self));
     }
-    type->tp_free(self);
-    Py_DECREF(type);
+    object_free(self);
 }
 
 static PyObject*

@@ -2,6 +2,8 @@
 
 #include "mover.h"
 
+#include <stddef.h>
+#include <string.h>
 #include <structmember.h>
 
 typedef struct {
@@ -55,12 +57,10 @@ job_clear(PyObject* self) {
 
 static void
 job_dealloc(PyObject* self) {
-    PyTypeObject* type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     job_clear(self);
     job_release(object_of(self)->job);
-    type->tp_free(self);
-    Py_DECREF(type);
+    object_free(self);
 }
 
 static PyObject*

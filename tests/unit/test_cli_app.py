@@ -123,6 +123,17 @@ def test_demo_modes(monkeypatch: pytest.MonkeyPatch, modes: str, chosen: list[st
     assert list(shown.seen[0].modes) == chosen
 
 
+def test_who_drains_must_name_proxies_that_exist(tmp_path: Path) -> None:
+    key = tmp_path / "admin.key"
+    key.write_text("key")
+    rest = ("--instance", "127.0.0.1:8000", "--admin-key-file")
+    for name in ("127.0.0.1", "no.such.name.invalid:10001"):
+        refused = run("drain", "--proxy", name, *rest, str(key))
+        assert refused.exit_code == 2
+        assert "proxy is" in refused.output
+    assert run("drain", "--proxy", "127.0.0.1:1", *rest, str(tmp_path / "none")).exit_code == 2
+
+
 def test_the_proxy_gets_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
     started = Recorder(0)
     monkeypatch.setattr("proxy.main.main", started)
