@@ -27,6 +27,9 @@ TEXT = (ROOT / "docs" / "troubleshooting.md").read_text()
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 SIZING = (ROOT / "docs" / "sizing.md").read_text()
 MODELS = (ROOT / "docs" / "models.md").read_text()
+ALERTS = (ROOT / "deploy" / "helm" / "alerts.yml").read_text()
+SCALING = (ROOT / "deploy" / "helm" / "templates" / "autoscaling.yaml").read_text()
+DASHBOARDS = [path.read_text() for path in sorted((ROOT / "grafana").glob("*.json"))]
 ALL = TEXT + OPERATIONS + SIZING + MODELS
 SOURCES = [path for part in ("p2p_engine", "proxy") for path in (ROOT / part).rglob("*.py")]
 ENTRY = re.compile(r"^### ([A-Z]\w+)\n\n(.+?)(?=\n##)", re.MULTILINE | re.DOTALL)
@@ -110,12 +113,19 @@ def test_every_code_of_the_proxy_is_in_the_table() -> None:
 
 def test_the_alert_on_failed_requests_knows_every_failure() -> None:
     """By its status, a stream that breaks after its first byte is a success."""
-    row = re.search(r'^\| requests fail \|.*?outcome=~"(.+?)"', OPERATIONS, re.MULTILINE)
+    row = re.search(r'outcome=~"(.+?)"', ALERTS.split("alert: RequestsFail\n")[1])
     assert row is not None
-    pattern = row[1].replace("\\|", "|")
+    pattern = row[1]
     legs = {code for code in codes() if code.startswith(("prefill_", "decode_"))}
     found = {code for code in codes() if re.fullmatch(pattern, code)}
     assert found == legs | {"no_instance", "internal_error"}
+
+
+def test_each_alert_is_told_with_what_it_means_and_what_to_do() -> None:
+    rules = re.findall(r'alert: (\w+)\n.+?summary: "(.+?)"\n +runbook: "(.+?)"', ALERTS, re.DOTALL)
+    table = OPERATIONS.split("## Alerts")[1].split("\n## ")[0]
+    assert len(rules) == ALERTS.count("- alert:")
+    assert re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \|$", table, re.MULTILINE) == rules
 
 
 def metrics_of_an_instance() -> set[str]:
@@ -143,7 +153,8 @@ def test_every_metric_of_an_instance_is_explained() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # vLLM's own
 def test_no_other_metric_of_ours_is_named() -> None:
-    named = {HISTOGRAM_PARTS.sub("", name) for name in METRIC.findall(ALL)}
+    text = "".join((ALL, ALERTS, SCALING, *DASHBOARDS))
+    named = {HISTOGRAM_PARTS.sub("", name) for name in METRIC.findall(text)}
     assert named - metrics_of_an_instance() - metrics_of_the_proxy() == set()
 
 

@@ -1,0 +1,111 @@
+"""deploy/ starts only what there is: options, settings, a connector. `make check-deploy` holds it
+against the schemas of what reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+from typer.main import get_command
+
+from p2p_engine.cli.app import app
+from p2p_engine.cli.commands import option_value
+from p2p_engine.cli.config_check import config_problems
+from p2p_engine.transfer_config import CONNECTOR
+from proxy.main import _parser as proxy_parser
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+
+
+def containers(path: Path) -> Iterator[dict[str, Any]]:
+    """Every container of ours in the manifests of a file."""
+    for manifest in yaml.safe_load_all(path.read_text()):
+        spec = manifest.get("spec", {})
+        for pod in (spec.get("template"), spec.get("prefill", {}).get("template")):
+            inner = (pod or {}).get("spec", pod or {})
+            yield from inner.get("containers", ())
+
+
+def commands_of(container: dict[str, Any]) -> Iterator[list[str]]:
+    """What a container starts, and what it runs before it ends."""
+    arguments = container.get("args", [])
+    for variable in container.get("env", ()):
+        if variable["name"] == "VLLM_ADDITIONAL_ARGS":
+            arguments = ["vllm", "serve", "a model", *shlex.split(variable["value"])]
+    yield [*container.get("command", []), *arguments]
+    hook = container.get("lifecycle", {}).get("preStop", {}).get("exec")
+    if hook:
+        yield shlex.split(hook["command"][-1])[1:]
+
+
+def commands(path: Path) -> Iterator[list[str]]:
+    """The commands of all containers of a file."""
+    for container in containers(path):
+        yield from commands_of(container)
+
+
+def started_by(unit: Path) -> Iterator[list[str]]:
+    """What a unit of systemd starts and runs before it ends, with values for its variables."""
+    text = re.sub(r"\$\{?PORT\}?", "8000", unit.read_text())
+    text = text.replace("${TRANSFER}", f'{{"kv_connector":"{CONNECTOR}","kv_role":"kv_both"}}')
+    for line in re.findall(r"^Exec(?:Start|Stop)=/usr/bin/env (.+?)(?: \$ARGUMENTS)?$", text, re.M):
+        yield [word for word in line.split() if not re.match(r"[A-Z_]+=", word)]
+
+
+STARTED = [
+    pytest.param(command, id=f"{path.name}-{number}")
+    for path, read in ((p, r) for ps, r in ((MANIFESTS, commands), (UNITS, started_by)) for p in ps)
+    for number, command in enumerate(read(path))
+]
+
+
+def test_all_that_is_started_has_been_found() -> None:
+    programs = [tuple(parameter.values[0][:2]) for parameter in STARTED]  # type: ignore[index]
+    assert programs.count(("p2p-engine", "proxy")) == 2
+    assert programs.count(("p2p-engine", "drain")) == 3
+    assert programs.count(("vllm", "serve")) == 7
+    assert len(programs) == 12
+
+
+@pytest.mark.filterwarnings("ignore")  # vLLM's own
+@pytest.mark.parametrize("command", STARTED)
+def test_every_option_is_known_to_what_is_started(command: list[str]) -> None:
+    if command[:2] == ["p2p-engine", "proxy"]:
+        proxy_parser().parse_args(command[2:])
+    elif command[:2] == ["p2p-engine", "drain"]:
+        given = {word.partition("=")[0] for word in command[2:]}
+        parameters = get_command(app).commands["drain"].params  # type: ignore[attr-defined]
+        required = {item.opts[0] for item in parameters if item.required}
+        assert required <= given <= {name for item in parameters for name in item.opts}
+    else:
+        pytest.importorskip("vllm")
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        empty = FlexibleArgumentParser()  # type: ignore[no-untyped-call]
+        parsed = make_arg_parser(empty).parse_args(command[2:])
+        assert parsed.shutdown_timeout > 0
+        assert parsed.kv_transfer_config.kv_connector == CONNECTOR
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_every_transfer_config_is_accepted_and_names_the_ports_of_its_container(path: Path) -> None:
+    for container in containers(path):
+        for command in commands_of(container):
+            text = option_value(command, "--kv-transfer-config")
+            if text is None:
+                continue
+            config = json.loads(text)
+            assert config_problems(config) == []
+            ports = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
+            extra = config.get("kv_connector_extra_config", {})
+            assert ports.get("kv", config.get("kv_port")) == config.get("kv_port")
+            assert extra.get("http_port", ports.get("http")) == ports.get("http")
