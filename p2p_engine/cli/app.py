@@ -194,23 +194,27 @@ def keygen(
 
 @app.command()
 def drain(
-    proxy: Annotated[str, typer.Option(help="HOST:PORT of the proxies; a name may mean several.")],
-    instance: Annotated[str, typer.Option(help="HOST:PORT of the instance's HTTP server.")],
+    proxy: Annotated[
+        str, typer.Option(help="HOST:PORT,... or https://HOST:PORT; a name may mean several.")
+    ],
+    instance: Annotated[
+        str, typer.Option(help="HOST:PORT of the instance's HTTP server; HOST:PORT#RANK: one rank.")
+    ],
     admin_key_file: Annotated[Path, typer.Option(help="The proxies' --admin-key-file.")],
     timeout: Annotated[float, typer.Option(min=0, help="Seconds that its requests get.")] = 300.0,
 ) -> None:
     """Let every proxy send an instance nothing more, and wait until its requests have ended.
 
-    Then it may be stopped. Exit code 1 if a proxy refuses, or if requests still run there.
+    Then it may be stopped. Exit code 1 with the reason if a proxy does not say that.
     """
-    from p2p_engine.cli.drain import addresses_of, run_drain
+    from p2p_engine.cli.drain import run_drain
 
     try:
         key = admin_key_file.read_text().strip()
-        proxies = addresses_of(proxy)
+        code = run_drain(proxy, instance, key, timeout, _console())
     except (OSError, ConfigError) as error:
         raise typer.BadParameter(str(error)) from error
-    raise typer.Exit(run_drain(proxies, instance, key, timeout, _console()))
+    raise typer.Exit(code)
 
 
 @app.command(context_settings=_PASS_ON)

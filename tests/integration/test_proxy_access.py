@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import ssl
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +19,7 @@ import pytest
 from p2p_engine.errors import ConfigError
 from proxy import ProxyConfig, create_app
 from tests.doubles.recorder import RecordingInstance
+from tests.rigs.certificates import made_certificate
 from tests.rigs.proxies import running_proxy, serving, until
 from tests.rigs.recorded import recorded
 
@@ -113,18 +113,6 @@ async def test_two_proxies_that_take_each_other_for_instances(free_ports: list[i
         status, body, _ = await first.ask()
         assert (status, json.loads(body)["error"]["code"]) == (502, "prefill_failed")
         assert decode.received == []
-
-
-def made_certificate(folder: Path, name: str) -> dict[str, str]:
-    """Make a certificate for localhost that signs itself."""
-    files = {"tls_cert": str(folder / f"{name}.pem"), "tls_key": str(folder / f"{name}.key")}
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-         "-nodes", "-days", "2", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1",
-         "-keyout", files["tls_key"], "-out", files["tls_cert"]],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return files
 
 
 async def shown_certificate(port: int) -> bytes:

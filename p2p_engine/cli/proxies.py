@@ -1,0 +1,89 @@
+"""The proxies of a fleet, as a command asks them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from p2p_engine.errors import ConfigError
+from p2p_engine.wire.addresses import join_address, split_address
+
+_HTTPS = "https://"
+
+
+@dataclass(frozen=True)
+class KnownProxy:
+    """One address behind the name of one or several proxies."""
+
+    host: str
+    address: str
+    port: int
+    has_tls: bool = False
+
+    def __str__(self) -> str:
+        """Return its address."""
+        return join_address(self.address, self.port)
+
+    def ask(
+        self,
+        path: str,
+        timeout: float,
+        order: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, bytes]:
+        """Get a path, or post an order to it; return the status and the body.
+
+        A certificate must be valid for the name. Trusted are the authorities of the machine, or
+        those in `SSL_CERT_FILE`.
+
+        Raises:
+            OSError: refused, no trusted certificate, or no progress within `timeout` seconds.
+            HTTPException: the answer is not HTTP.
+        """
+        link = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        try:
+            link.sock = socket.create_connection((self.address, self.port), timeout)
+            if self.has_tls:
+                trusted = ssl.create_default_context()
+                link.sock = trusted.wrap_socket(link.sock, server_hostname=self.host)
+            body = None if order is None else json.dumps(order)
+            link.request("GET" if order is None else "POST", path, body, dict(headers or {}))
+            answer = link.getresponse()
+            return answer.status, answer.read()
+        finally:
+            link.close()
+
+
+def find_proxies(names: str) -> list[KnownProxy]:
+    """Return each proxy behind some names, given as HOST:PORT,... or https://HOST:PORT,...; none
+    for a name that does not exist. May block in the resolver.
+
+    Raises:
+        ConfigError: a name is not of that form.
+        OSError: the resolver fails.
+    """
+    found: dict[tuple[str, int], KnownProxy] = {}
+    for name in (item.strip() for item in names.split(",")):
+        try:
+            host, port = split_address(name.removeprefix("http://").removeprefix(_HTTPS))
+        except ValueError as error:
+            raise ConfigError(f"proxy is {name!r}: {error}") from error
+        for address in _resolve(host, port):
+            proxy = KnownProxy(host, address, port, name.startswith(_HTTPS))
+            found.setdefault((address, port), proxy)
+    return list(found.values())
+
+
+def _resolve(host: str, port: int) -> list[str]:
+    try:
+        items = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
+            return []
+        raise
+    return [str(item[4][0]) for item in items]
