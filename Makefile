@@ -28,7 +28,7 @@ demo: setup  ## real vLLM, one prefill and one decode instance, token for token 
 
 test: setup test-c tsan asan  ## everything that needs no GPU; about 17 minutes on two cores
 	$(PYTEST) tests/unit tests/property tests/contract tests/integration tests/vllm \
-		-m "not vllm" --durations=20 --numprocesses $(WORKERS) --dist loadfile
+		-m "not vllm" --durations=20 --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0
 
 scale: setup  ## stand-ins come and go at random under load for DURATION= seconds (600)
 	$(BIN)/python -m tests.scale.run $(if $(DURATION),--seconds $(DURATION))
