@@ -22,7 +22,6 @@ from p2p_engine.memory.arena import (
     RESERVED_PART,
     SHARE,
     SHARE_OF_LANDING,
-    WINDOW,
 )
 from p2p_engine.sizing import MIB, DeviceMemory, Room, device_memory, has_landing_memory
 from p2p_engine.transfer_config import CONNECTOR, EXTRA, TransferConfig, merge_configs
@@ -33,7 +32,7 @@ _WAITING = (
     f"x {RESERVED_PART}/{RESERVED_PART - 1} (1/{RESERVED_PART} is kept for what is asked for)"
 )
 _SPILLED = "all prompts, if vLLM needs the blocks of each while it is held"
-_MOVING = f"{WINDOW} chunks of each prompt: the most that is on its way at a time"
+_MOVING = f"{SHARE_OF_LANDING} chunks of each prompt: the most that is on its way at a time"
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class Sizing:
             total = waiting * (SHARE + 1) * RESERVED_PART / (SHARE * (RESERVED_PART - 1))
             return math.ceil(total), _WAITING
         spilled = count * prompt + self.chunk_bytes
-        moving = count * min(prompt, self._landed(WINDOW * self.chunk_bytes))
+        moving = count * min(prompt, self._landed(SHARE_OF_LANDING * self.chunk_bytes))
         if kv_role == "kv_producer":
             return spilled, _SPILLED
         if kv_role == "kv_consumer":
