@@ -451,6 +451,8 @@ class Store(SessionListener):
     ) -> None:
         if self._config.checksum and transport.checks and not offer.checksum:
             raise TransferRejected(f"{offer.key}: checksums are on here, the sender computes none")
+        if offer.checksum and not transport.checks:
+            raise TransferRejected(f"{offer.key}: it has checksums, {transport.name} has none here")
         landing = Landing(
             landing_id,
             offer.attempt,
@@ -459,7 +461,7 @@ class Store(SessionListener):
             transport,
             trailer=secrets.randbits(62) | 1,
             deadline=self._clock() + self._config.transfer_timeout_seconds,
-            checked=transport.checks and offer.checksum,
+            checked=offer.checksum,
         )
         denial = self._place(landing, receive)
         if denial:

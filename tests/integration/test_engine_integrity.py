@@ -179,3 +179,10 @@ def test_without_a_kernel_nobody_claims_to_compare(transport: str, rng: SeededRa
         with pytest.raises(TransferRejected, match="checksums are on here"):
             sent.wait(10)
         assert_idle(sender, receiver)
+    with gpu.fault(compiler_fails=1):
+        receiver = start(settings(transport))
+    with receiver, start(settings(transport, checksum=True)) as sender:
+        sent = sender.send_tensor(KEY, random_tensor(rng, 1000), receiver.zmq_address)
+        with pytest.raises(TransferRejected, match=f"it has checksums, {transport} has none here"):
+            sent.wait(10)
+        assert_idle(sender, receiver)
