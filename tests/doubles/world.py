@@ -303,13 +303,14 @@ class Receiving:
     def is_right(self) -> bool:
         """Whether every wanted block holds its content, and nothing else was touched."""
         expected = np.full_like(self.memory, CANARY)
-        for block in range(self.first_block, MAX_BLOCKS):
+        for block in range(self.first_block, len(self.memory)):
             expected[block] = right_block(self.key, self.binding, block)
         return bool((self.memory == expected).all())
 
     def landed_blocks_are_right(self) -> bool:
         """Whether every block that the sink does not call missing holds its content."""
-        landed = set(range(self.first_block, MAX_BLOCKS)) - set(self.sink.missing_blocks().tolist())
+        wanted = range(self.first_block, len(self.memory))
+        landed = set(wanted) - set(self.sink.missing_blocks().tolist())
         return all(
             (self.memory[block] == right_block(self.key, self.binding, block)).all()
             for block in landed
@@ -326,8 +327,15 @@ class WorldMemory(LandingArena):
 class World:
     """Everything, and the moves that a test can make."""
 
-    def __init__(self, *, receiver_writes: bool, config: EngineConfig = SETTINGS) -> None:
+    def __init__(
+        self,
+        *,
+        receiver_writes: bool,
+        config: EngineConfig = SETTINGS,
+        num_blocks: int = MAX_BLOCKS,
+    ) -> None:
         self.now = 100.0
+        self.num_blocks = num_blocks  # of every prompt
         self.config = config
         self.lock = threading.Condition(threading.RLock())
         self.lock.acquire()  # the one thread of this world holds it all the time
@@ -588,7 +596,7 @@ class World:
         is_held: bool = False,
     ) -> None:
         """Send blocks [first, first + num) of a content; a held source outlives its writing."""
-        memory = np.full((MAX_BLOCKS, sum(PAGES)), GARBAGE, np.uint8)
+        memory = np.full((self.num_blocks, sum(PAGES)), GARBAGE, np.uint8)
         sending = Sending(cast("Transfer", None), memory, key, binding)
         source = PagedSource(cache_over(memory), np.arange(first, first + num), first, NUM_TOKENS)
         if ready:
@@ -611,13 +619,13 @@ class World:
     def receive(
         self, key: TransferKey, binding: bytes, first: int, *, is_pulled: bool = False
     ) -> None:
-        """Receive blocks [first, MAX_BLOCKS) of a content.
+        """Receive blocks [first, num_blocks) of a content.
 
         Raises:
             TransferError: it is being received, or came and was refused.
         """
-        memory = np.full((MAX_BLOCKS, sum(PAGES)), CANARY, np.uint8)
-        ids = np.arange(first, MAX_BLOCKS)
+        memory = np.full((self.num_blocks, sum(PAGES)), CANARY, np.uint8)
+        ids = np.arange(first, self.num_blocks)
         sink = PagedSink(cache_over(memory), ids, first, NUM_TOKENS)
         transfer = self.store.receive(
             key, sink, binding, self.config.transfer_timeout_seconds, is_pulled=is_pulled
@@ -711,7 +719,7 @@ class World:
         self.arena.close()
 
     def _fill(self, sending: Sending) -> None:
-        for block in range(MAX_BLOCKS):
+        for block in range(self.num_blocks):
             sending.memory[block] = right_block(sending.key, sending.binding, block)
 
     def _note_ends(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.errors import PeerError, TransferTimeout, TransferTooLarge, TransportError
-from p2p_engine.memory.arena import WINDOW
+from p2p_engine.memory.arena import SHARE_OF_LANDING, WINDOW
 from p2p_engine.peers.link import PeerAddress
 from tests import marks
 from tests.rigs.engines import MIB, PagedMemory, assert_idle, engines, settings, start
@@ -130,7 +130,7 @@ def test_data_connections_that_break_cost_the_open_chunks(
         sent.wait(20)
         assert (target.data == source.data).all()
         again = sender.stats()["sent_bytes"] - source.data.nbytes
-        assert again <= num_breaks * WINDOW * CHUNK
+        assert again <= num_breaks * SHARE_OF_LANDING * CHUNK
         assert_idle(sender, receiver)
 
 

@@ -19,6 +19,8 @@ from tests.property.transfer_machine import (
     TransferMachine,
     WhenReceiverWrites,
     WhenSenderWrites,
+    WindowedReceiverWrites,
+    WindowedSenderWrites,
 )
 from tests.support import SeededRandom
 
@@ -83,11 +85,13 @@ def _walk(machine: TransferMachine, rng: SeededRandom, log: list[Any]) -> None:
         CheckedReceiverWrites,
         CutSenderWrites,
         CutReceiverWrites,
+        WindowedSenderWrites,
+        WindowedReceiverWrites,
     ],
 )
 def test_random_walks_keep_the_promises(kind: type[TransferMachine], rng: SeededRandom) -> None:
     """Many long walks at little cost: they meet what a small number of examples does not."""
-    for _ in range(300):
+    for _ in range(kind.num_walks):
         machine, log = kind(), []  # type: ignore[var-annotated]
         try:
             _walk(machine, rng, log)

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from p2p_engine.errors import TransferError, TransportError
-from p2p_engine.memory.arena import SHARE_OF_LANDING, WINDOW
+from p2p_engine.memory.arena import MIN_BLOCK_BYTES, SHARE_OF_LANDING, WINDOW
 from p2p_engine.receive.ledger import LandingState
 from p2p_engine.send.shipment import ChunkState
 from p2p_engine.wire.messages import Grant, TransferKey, decode
@@ -32,12 +32,24 @@ class TransferMachine(RuleBasedStateMachine):
     receiver_writes = False
     checksum = False
     chunk_bytes = SETTINGS.chunk_bytes
+    kv_buffer_size = SETTINGS.kv_buffer_size
     largest_landing = 0  # that the receiver names: 0 says that it has no limit
+    scale = 1  # so many blocks of the world are one of a rule's
+    num_walks = 300
 
     def __init__(self) -> None:
         super().__init__()
-        config = dataclasses.replace(SETTINGS, checksum=self.checksum, chunk_bytes=self.chunk_bytes)
-        self.world = World(receiver_writes=self.receiver_writes, config=config)
+        config = dataclasses.replace(
+            SETTINGS,
+            checksum=self.checksum,
+            chunk_bytes=self.chunk_bytes,
+            kv_buffer_size=self.kv_buffer_size,
+        )
+        self.world = World(
+            receiver_writes=self.receiver_writes,
+            config=config,
+            num_blocks=self.scale * MAX_BLOCKS,
+        )
         self.world.largest_landing = self.largest_landing
 
     # Callers
@@ -57,7 +69,8 @@ class TransferMachine(RuleBasedStateMachine):
         ready: bool,
         is_held: bool,
     ) -> None:
-        self.world.send(key, binding, *blocks, ready=ready, is_held=is_held)
+        first, num = (self.scale * block for block in blocks)
+        self.world.send(key, binding, first, num, ready=ready, is_held=is_held)
 
     @rule(
         key=keys,
@@ -67,7 +80,7 @@ class TransferMachine(RuleBasedStateMachine):
     )
     def receive(self, key: TransferKey, binding: bytes, first: int, is_pulled: bool) -> None:
         with contextlib.suppress(TransferError):
-            self.world.receive(key, binding, first, is_pulled=is_pulled)
+            self.world.receive(key, binding, self.scale * first, is_pulled=is_pulled)
 
     @precondition(lambda self: self.world.sendings)
     @rule(which=index)
@@ -222,8 +235,8 @@ class TransferMachine(RuleBasedStateMachine):
     def few_chunks_of_a_send_are_open(self) -> None:
         for shipment in self.world.sender._shipments.values():
             assert 0 < len(shipment.chunks) <= SHARE_OF_LANDING
-            states = [chunk.state for chunk in shipment.chunks.values()]
-            assert sum(state is not ChunkState.WRITTEN for state in states) <= WINDOW
+            first_tries = [chunk.state for chunk in shipment.chunks.values() if not chunk.attempt]
+            assert sum(state is not ChunkState.WRITTEN for state in first_tries) <= WINDOW
             assert shipment.num_taken <= shipment.manifest.num_blocks
 
     @invariant()
@@ -354,3 +367,20 @@ class CutReceiverWrites(CheckedReceiverWrites):
     """In chunks of two blocks, with checksums."""
 
     chunk_bytes = 2 * sum(PAGES)
+
+
+class _Windows:
+    """In more chunks than a sender has open at a time."""
+
+    chunk_bytes = sum(PAGES)
+    kv_buffer_size = 2 * SHARE_OF_LANDING * MIN_BLOCK_BYTES
+    scale = 3
+    num_walks = 60
+
+
+class WindowedSenderWrites(_Windows, WhenSenderWrites):
+    """Chunk after chunk, each into memory that was offered for it."""
+
+
+class WindowedReceiverWrites(_Windows, CheckedReceiverWrites):
+    """Chunk after chunk of one stream, with checksums."""
