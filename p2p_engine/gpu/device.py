@@ -68,6 +68,7 @@ class DeviceJob:
         self.error: str | None = None
         self.tag = tag
         self.nbytes = nbytes
+        self.is_in_peer = False  # the device has been told to write into a peer's memory
         self._keep = keep
         self._device = device
         self._stop = stop
@@ -276,6 +277,9 @@ class Device(Loop):
         device refuses."""
         kept = lengths > 0
         addresses, lengths = addresses[kept], lengths[kept]
+        if not len(lengths):
+            done(0)
+            return
         if not self.is_host(addresses):
             self._add_checksums(batches(addresses, lengths), [], done, failed)
             return
@@ -297,15 +301,19 @@ class Device(Loop):
         return self._pack.way(addresses, addresses) is not Way.ON_DEVICE
 
     def lost(self, error: P2pError) -> None:
-        """End all jobs as failed: the device reports an error that belongs to no call. CUDA then
-        refuses every call of this process, and nothing of it runs any more, whatever waits for
-        it. Only a new process can use the device."""
+        """End jobs as failed: the device reports an error that belongs to no call. CUDA then
+        refuses every call of this process, and only a new process can use the device.
+
+        A copy into a peer's memory that has been submitted stays open: nothing says that it runs
+        no more. So no farewell is said, and the peer keeps that memory until this process ends.
+        """
         if not self.failure:
             self.failure = f"the GPU has failed: {error}"
             logger.error("%s; every transfer ends, start the process again", self.failure)
         self._waiting.clear()
         for job in list(self.open_jobs):
-            job.end("failed", self.failure)
+            if not job.is_in_peer:
+                job.end("failed", self.failure)
 
     def tell(self, job: DeviceJob) -> None:
         """Queue an ended job for `drain`."""
@@ -352,6 +360,7 @@ class Device(Loop):
             self.later(unpinned, again)
             return
         job.state = "running"
+        job.is_in_peer = word_address != 0
 
         def finish() -> None:
             if word_address:
@@ -384,7 +393,7 @@ class Device(Loop):
         """Launch one batch after the other; a checksum holds one table at a time."""
         rows, stream = next(rest, None), self._streams[Way.ON_DEVICE]
         if rows is None:
-            done(functools.reduce(operator.xor, sums, ONES) if sums else 0)
+            done(functools.reduce(operator.xor, sums, ONES))
             return
         order = self._pack.checksum(rows, stream, sums, is_start=not sums)
         again = partial(self._add_checksums, rest, sums, done, failed)

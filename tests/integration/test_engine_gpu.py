@@ -8,6 +8,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ from p2p_engine.config import GPU_TRANSPORTS
 from p2p_engine.errors import ConfigError, P2pError, PeerRefused, TransferRejected, TransportError
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.landing import DeviceLanding
+from p2p_engine.gpu.pack import Way
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.transports import cuda_ipc
-from p2p_engine.transports.nccl.group import GroupState
+from p2p_engine.transports.nccl.group import Group, GroupState
 from p2p_engine.transports.nccl.memory import estimated_bytes
 from p2p_engine.transports.nccl.transport import NcclTransport
 from tests.doubles.gpu import GpuDouble
@@ -121,6 +123,57 @@ def test_a_device_that_fails_ends_everything_by_name(transport: str, rng: Seeded
             assert "the GPU has failed: cudaEventQuery" in sender._parts.gpu.device.failure
             assert sender._parts.gpu.device.stop_jobs(5)
         cuda.destroy_stream(stream)
+
+
+def test_a_device_that_fails_frees_nothing_that_a_copy_may_still_write(rng: SeededRandom) -> None:
+    """A fault on one stream does not prove that copies on others have ended."""
+    ours, theirs = PagedMemory(8).fill(rng), PagedMemory(8)
+    with engines(2, "cuda_ipc", transfer_timeout_seconds=2) as (sender, receiver):
+        assert sender._parts.gpu is not None
+        device, opened = sender._parts.gpu.device, threading.Event()
+        gate = HOST_FUNCTION(lambda _: opened.wait(20) and None)
+        stream = device._streams[Way.ON_DEVICE]
+        device.cuda.library.cudaLaunchHostFunc(ctypes.c_void_p(stream), gate, None)
+        sent = sender.send(KEY, PeerAddress(receiver.zmq_address), ours.source(IDS))
+        received = receiver.receive(KEY, theirs.sink(IDS))
+        eventually(lambda: any(job.is_in_peer for job in device.open_jobs))
+        device.post(lambda: device.lost(TransportError("cudaEventQuery: an illegal access (700)")))
+        with pytest.raises(P2pError):
+            received.wait(15)
+        eventually(lambda: receiver.stats()["quarantined_bytes"] > 0)
+        assert not sent.released
+        assert not sender.healthy
+        opened.set()
+        for job in list(device.open_jobs):
+            device.post(partial(job.end, "failed", "the test says so"))
+        eventually(lambda: receiver.stats()["live_bytes"] == 0)
+
+
+def test_a_fault_between_two_looks_at_a_groups_kernels_is_noticed(
+    rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = PagedMemory(8).fill(rng), PagedMemory(8)
+    with engines(2, "nccl", transfer_timeout_seconds=3) as (sender, receiver):
+        assert sender._parts.gpu is not None
+        device, honest = sender._parts.gpu.device, Group._note_ends
+
+        def fails(event: int) -> bool:
+            raise TransportError("cudaEventQuery: an illegal access (700)")
+
+        def note_ends(group: Group) -> None:
+            if group._device is device:
+                monkeypatch.setattr(device.cuda, "is_complete", fails)
+            honest(group)
+
+        monkeypatch.setattr(Group, "_note_ends", note_ends)
+        sent = sender.send(KEY, PeerAddress(receiver.zmq_address), ours.source(IDS))
+        received = receiver.receive(KEY, theirs.sink(IDS))
+        eventually(lambda: device.failure)
+        for transfer in (sent, received):
+            with pytest.raises(P2pError):
+                transfer.wait(15)
+        assert not sender.healthy
+        monkeypatch.undo()
 
 
 def test_a_copy_to_the_pool_that_hangs_costs_its_own_transfer_only(rng: SeededRandom) -> None:

@@ -15,6 +15,7 @@ For the device's thread.
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import itertools
 import time
@@ -172,7 +173,8 @@ class Group:
         """Note that the first byte has moved."""
         self.state = GroupState.READY
         self.used_at = time.monotonic()
-        self.measured_bytes = max(0, self._free_before - self._device.cuda.memory()[0])
+        with contextlib.suppress(TransportError):  # the figure is only shown
+            self.measured_bytes = max(0, self._free_before - self._device.cuda.memory()[0])
 
     def move(self, steps: Iterable[PieceStep], ended: Callable[[], None]) -> None:
         """Launch this side's kernels after those before them. `ended` is called when nothing of
@@ -260,8 +262,12 @@ class Group:
     def _note_ends(self) -> None:
         """Go on behind the kernels that have ended; they end in the order of their launch."""
         calls: list[Release] = []
-        while self._launched and self._launched[0][0].is_complete():
-            calls += self._launched.popleft()[1]
+        try:
+            while self._launched and self._launched[0][0].is_complete():
+                calls += self._launched.popleft()[1]
+        except TransportError as error:
+            self._device.lost(error)
+            return
         self._moved_at = time.monotonic()
         if self._launched:
             self._follow()
