@@ -272,11 +272,12 @@ def test_a_table_is_given_back_when_nothing_reads_it_any_more() -> None:
         device.cuda.library.cudaLaunchHostFunc(stream, gate, None)
         with DOUBLE.fault(kernel_fails=719):
             device.post(lambda: device.pack(regions, lambda: None, errors.append))
-            eventually(lambda: len(errors) == 1)
+            assert device.run(kernel._buddy.stats, 5.0)["num_blocks"]
+        assert not errors  # what had begun before it still runs
+        opened.set()
+        eventually(lambda: len(errors) == 1)
         assert isinstance(errors[0], TransportError)
         assert "719" in str(errors[0])
-        assert device.run(kernel._buddy.stats, 5.0)["num_blocks"]
-        opened.set()
         eventually(lambda: not device.run(kernel._buddy.stats, 5.0)["num_blocks"])
     finally:
         opened.set()
