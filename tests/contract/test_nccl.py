@@ -12,6 +12,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ def settings_of_process() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def pairs(name: str = "nccl", **options: object) -> Iterator[TransportPair]:
+def pairs(name: str = "nccl", **options: Any) -> Iterator[TransportPair]:
     made = TransportPair(name, **options)
     try:
         yield made

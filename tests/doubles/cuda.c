@@ -32,6 +32,7 @@ enum {
     CAPABILITY_MINOR = 76,
     SHARED_BY_MPS = 133
 };
+enum { PRIORITIES = 6, MAX_QUEUES = 32 };
 
 struct event {
     int device;
@@ -40,11 +41,19 @@ struct event {
     uint64_t completed;
 };
 
+/* Commands that have not started, in the order of the calls. */
+typedef struct {
+    operation_t* head;
+    operation_t* tail;
+} queue_t;
+
 struct stream {
     int device;
+    queue_t* queue; /* NULL: its own */
     operation_t* head;
     operation_t* tail;
     bool is_busy;
+    bool is_held;
     bool is_closing;
 };
 
@@ -85,7 +94,9 @@ static stream_t* default_streams[MAX_DEVICES];
 static bool peer_access[MAX_DEVICES][MAX_DEVICES]; /* under the lock */
 static range_t* ranges;
 static atomic_llong used_bytes[MAX_DEVICES];
-static int num_busy[MAX_DEVICES]; /* streams with work; under the lock */
+static int num_busy[MAX_DEVICES];                           /* streams with work; under the lock */
+static queue_t queues[MAX_DEVICES][PRIORITIES][MAX_QUEUES]; /* under the lock */
+static atomic_uint num_queued[MAX_DEVICES][PRIORITIES];     /* streams that were given one */
 
 /* ---- the test's side ---- */
 
@@ -115,6 +126,7 @@ static const char* const NAMES[NUM_VALUES] = {
     [TOTAL_BYTES] = "total_bytes",
     [TAKEN_PERCENT] = "taken_percent",
     [MULTIPROCESSORS] = "multiprocessors",
+    [HARDWARE_QUEUES] = "hardware_queues",
     [PEERS_APART] = "peers_apart",
     [INIT_MILLISECONDS] = "init_milliseconds",
     [CAPABILITY] = "capability",
@@ -128,6 +140,7 @@ static const char* const NAMES[NUM_VALUES] = {
     [LIVE_ALLOCATIONS] = "live_allocations",
     [LIVE_IMPORTS] = "live_imports",
     [LIVE_STREAMS] = "live_streams",
+    [HELD_STREAMS] = "held_streams",
     [LIVE_EVENTS] = "live_events",
     [LIVE_HOST_REGISTRATIONS] = "live_host_registrations",
     [LIVE_MODULES] = "live_modules",
@@ -279,6 +292,32 @@ failure_of(value_t call) {
 
 /* ---- streams ---- */
 
+static void
+hold(stream_t* stream, bool is_held) { /* with the lock held */
+    atomic_fetch_add(&double_values[HELD_STREAMS], (int)is_held - (int)stream->is_held);
+    stream->is_held = is_held;
+}
+
+/* Starts the first command of a stream: only at the head of its queue, which it leaves then. What
+ * comes before it in the stream has ended. */
+static bool
+start_next(stream_t* stream) { /* with the lock held */
+    operation_t* operation = stream->head;
+    queue_t* queue = stream->queue;
+    hold(stream, queue != NULL && queue->head != operation);
+    if (stream->is_held || (operation->start != NULL && !operation->start(operation))) {
+        return false;
+    }
+    if (queue != NULL) {
+        queue->head = operation->next_queued;
+        queue->tail = queue->head != NULL ? queue->tail : NULL;
+        pthread_cond_broadcast(&double_changed);
+    }
+    stream->head = operation->next;
+    stream->tail = stream->head != NULL ? stream->tail : NULL;
+    return true;
+}
+
 static void*
 stream_main(void* argument) {
     stream_t* stream = argument;
@@ -290,12 +329,10 @@ stream_main(void* argument) {
         if (operation == NULL && stream->is_closing) {
             break;
         }
-        if (operation == NULL) {
+        if (operation == NULL || !start_next(stream)) {
             pthread_cond_wait(&double_changed, &double_lock);
             continue;
         }
-        stream->head = operation->next;
-        stream->tail = stream->head != NULL ? stream->tail : NULL;
         pthread_mutex_unlock(&double_lock);
         operation->run(operation);
         free(operation);
@@ -312,10 +349,22 @@ stream_main(void* argument) {
     return NULL;
 }
 
-static stream_t*
-stream_new(int device) {
+static queue_t*
+queue_for(int device, int priority) {
+    long long count = atomic_load(&double_values[HARDWARE_QUEUES]);
+    if (count <= 0) {
+        return NULL;
+    }
+    int level = priority > 0 ? 0 : priority <= -PRIORITIES ? PRIORITIES - 1 : -priority;
+    unsigned number = atomic_fetch_add(&num_queued[device][level], 1);
+    return &queues[device][level][number % (count < MAX_QUEUES ? count : MAX_QUEUES)];
+}
+
+stream_t*
+stream_new(int device, int priority) {
     stream_t* stream = calloc(1, sizeof *stream);
     stream->device = device;
+    stream->queue = queue_for(device, priority);
     pthread_t thread;
     if (pthread_create(&thread, NULL, stream_main, stream) != 0) {
         free(stream);
@@ -333,7 +382,7 @@ resolve(stream_t* stream) { /* with the lock held */
     }
     stream_t** standard = &default_streams[thread_device];
     if (*standard == NULL) {
-        *standard = stream_new(thread_device);
+        *standard = stream_new(thread_device, 0);
     }
     return *standard;
 }
@@ -342,13 +391,14 @@ void
 stream_enqueue(stream_t* stream, operation_t* operation) {
     pthread_mutex_lock(&double_lock);
     stream = resolve(stream);
-    operation->next = NULL;
-    if (stream->tail != NULL) {
-        stream->tail->next = operation;
-    } else {
-        stream->head = operation;
-    }
+    operation->next = operation->next_queued = NULL;
+    *(stream->tail != NULL ? &stream->tail->next : &stream->head) = operation;
     stream->tail = operation;
+    queue_t* queue = stream->queue;
+    if (queue != NULL) {
+        *(queue->tail != NULL ? &queue->tail->next_queued : &queue->head) = operation;
+        queue->tail = operation;
+    }
     if (!stream->is_busy) {
         stream->is_busy = true;
         num_busy[stream->device]++;
@@ -388,18 +438,22 @@ int
 cudaStreamCreateWithPriority(stream_t** stream, unsigned flags, int priority) {
     need_context();
     (void)flags;
-    (void)priority;
-    *stream = stream_new(thread_device);
+    *stream = stream_new(thread_device, priority);
     return *stream != NULL ? SUCCESS : OUT_OF_MEMORY;
+}
+
+void
+stream_close(stream_t* stream) {
+    pthread_mutex_lock(&double_lock);
+    stream->is_closing = true;
+    pthread_cond_broadcast(&double_changed);
+    pthread_mutex_unlock(&double_lock);
 }
 
 int
 cudaStreamDestroy(stream_t* stream) {
     need_context();
-    pthread_mutex_lock(&double_lock);
-    stream->is_closing = true;
-    pthread_cond_broadcast(&double_changed);
-    pthread_mutex_unlock(&double_lock);
+    stream_close(stream);
     return SUCCESS;
 }
 
@@ -443,48 +497,72 @@ run_record(operation_t* base) {
     pthread_mutex_unlock(&double_lock);
 }
 
-static void
-run_wait(operation_t* base) {
+static bool
+has_been_reached(operation_t* base) { /* with the lock held */
     event_operation_t* self = (event_operation_t*)base;
-    pthread_mutex_lock(&double_lock);
-    while (self->event->completed < self->generation) {
-        pthread_cond_wait(&double_changed, &double_lock);
-    }
-    event_release(self->event);
-    pthread_mutex_unlock(&double_lock);
+    return self->event->completed >= self->generation;
 }
 
-static int
-enqueue_event(stream_t* stream, event_t* event, void (*run)(operation_t*), bool is_record) {
+static void
+run_wait(operation_t* base) {
+    event_close(((event_operation_t*)base)->event);
+}
+
+static event_operation_t*
+event_operation(event_t* event, bool is_record) {
     event_operation_t* operation = calloc(1, sizeof *operation);
-    operation->base.run = run;
     operation->event = event;
     pthread_mutex_lock(&double_lock);
     event->references++;
     event->recorded += is_record ? 1 : 0;
     operation->generation = event->recorded;
     pthread_mutex_unlock(&double_lock);
+    return operation;
+}
+
+void
+stream_record(stream_t* stream, event_t* event) {
+    event_operation_t* operation = event_operation(event, true);
+    operation->base.run = run_record;
     stream_enqueue(stream, &operation->base);
-    return SUCCESS;
+}
+
+void
+stream_wait(stream_t* stream, event_t* event) {
+    event_operation_t* operation = event_operation(event, false);
+    operation->base.start = has_been_reached;
+    operation->base.run = run_wait;
+    stream_enqueue(stream, &operation->base);
+}
+
+event_t*
+event_new(int device) {
+    event_t* event = calloc(1, sizeof *event);
+    event->device = device;
+    event->references = 1;
+    atomic_fetch_add(&double_values[LIVE_EVENTS], 1);
+    return event;
+}
+
+void
+event_close(event_t* event) {
+    pthread_mutex_lock(&double_lock);
+    event_release(event);
+    pthread_mutex_unlock(&double_lock);
 }
 
 int
 cudaEventCreateWithFlags(event_t** event, unsigned flags) {
     need_context();
     (void)flags;
-    *event = calloc(1, sizeof **event);
-    (*event)->device = thread_device;
-    (*event)->references = 1;
-    atomic_fetch_add(&double_values[LIVE_EVENTS], 1);
+    *event = event_new(thread_device);
     return SUCCESS;
 }
 
 int
 cudaEventDestroy(event_t* event) {
     need_context();
-    pthread_mutex_lock(&double_lock);
-    event_release(event);
-    pthread_mutex_unlock(&double_lock);
+    event_close(event);
     return SUCCESS;
 }
 
@@ -497,14 +575,16 @@ cudaEventRecord(event_t* event, stream_t* stream) {
     if (event->device != (stream != NULL ? stream->device : thread_device)) {
         return INVALID_HANDLE;
     }
-    return enqueue_event(stream, event, run_record, true);
+    stream_record(stream, event);
+    return SUCCESS;
 }
 
 int
 cudaStreamWaitEvent(stream_t* stream, event_t* event, unsigned flags) {
     need_context();
     (void)flags;
-    return enqueue_event(stream, event, run_wait, false);
+    stream_wait(stream, event);
+    return SUCCESS;
 }
 
 int

@@ -8,7 +8,11 @@
  * whose operations are serialised whatever their streams, and whose kernels are launched some time
  * after the call, the first ones when both ranks have called; a bounded number of kernels that can
  * be resident on a device; calls that wait for the whole device; an abort that leaves garbage
- * behind and waits for the peer's. */
+ * behind and waits for the peer's.
+ *
+ * Hardware queues are off unless a test sets their number: streams of one device and priority then
+ * take them in turn, and a command holds the head of its queue until it starts. All engines of a
+ * process that use one device share them; real instances have a process each. */
 #ifndef DOUBLE_H
 #define DOUBLE_H
 
@@ -46,6 +50,7 @@ typedef enum {
     TOTAL_BYTES,  /* of each device */
     TAKEN_PERCENT,     /* of them, by others: vLLM takes 92 before we start */
     MULTIPROCESSORS,   /* of each device */
+    HARDWARE_QUEUES,   /* for the streams of a device and priority made from now on, 0: no limit */
     PEERS_APART,       /* no device reaches the memory of another one */
     INIT_MILLISECONDS, /* that it takes to initialise a communicator */
     CAPABILITY,        /* of each device, such as 90 */
@@ -62,6 +67,7 @@ typedef enum {
     LIVE_ALLOCATIONS,
     LIVE_IMPORTS, /* opened handles */
     LIVE_STREAMS,
+    HELD_STREAMS, /* whose next command is behind another stream's in their queue, now */
     LIVE_EVENTS,
     LIVE_HOST_REGISTRATIONS,
     LIVE_MODULES,
@@ -102,12 +108,22 @@ typedef struct event event_t;
 typedef struct operation operation_t;
 
 struct operation {
+    /* Whether it starts now, with the lock held; asked again when something changes. NULL: yes */
+    bool (*start)(operation_t* self);
     void (*run)(operation_t* self); /* on the stream's thread, without the lock */
-    operation_t* next;
+    operation_t* next;              /* in its stream */
+    operation_t* next_queued;       /* in its hardware queue */
 };
 
 /* NULL is the device's default stream. Takes the operation over. */
 void stream_enqueue(stream_t* stream, operation_t* operation);
+/* Those of a library, which makes no context; NULL: there is no thread for it. */
+stream_t* stream_new(int device, int priority);
+void stream_close(stream_t* stream); /* once its work is done */
+event_t* event_new(int device);
+void event_close(event_t* event);
+void stream_record(stream_t* stream, event_t* event);
+void stream_wait(stream_t* stream, event_t* event);
 int current_device(void);
 int device_of(stream_t* stream);
 void wait_for_device(int device); /* as the calls of the real ones that do: for all streams */

@@ -97,16 +97,17 @@ cuModuleUnload(module_t* module) {
     return CUDA_SUCCESS;
 }
 
-/* Waits for a multiprocessor, as any kernel; others may have them all until their peers come. */
+/* A kernel needs a multiprocessor; others may have them all until their peers come. */
+static bool
+is_processor_free(operation_t* base) {
+    (void)base;
+    return atomic_load(&double_values[RESIDENT_KERNELS]) <
+           atomic_load(&double_values[KERNEL_SLOTS]);
+}
+
 static void
 run_kernel(operation_t* base) {
     launch_t* self = (launch_t*)base;
-    pthread_mutex_lock(&double_lock);
-    while (atomic_load(&double_values[RESIDENT_KERNELS]) >=
-           atomic_load(&double_values[KERNEL_SLOTS])) {
-        wait_briefly();
-    }
-    pthread_mutex_unlock(&double_lock);
     void* arguments[MAX_ARGUMENTS];
     for (int i = 0; i < MAX_ARGUMENTS; i++) {
         arguments[i] = &self->values[i];
@@ -142,6 +143,7 @@ cuLaunchKernel(function_t* function, unsigned grid_x, unsigned grid_y, unsigned 
     }
     launch_t* launch = calloc(1, sizeof *launch);
     *launch = (launch_t){.function = function, .blocks = grid_x, .threads = block_x};
+    launch->base.start = is_processor_free;
     launch->base.run = run_kernel;
     for (int i = 0; i < function->num_arguments; i++) { /* the caller's may go after the call */
         memcpy(&launch->values[i], arguments[i], function->sizes[i]);

@@ -93,6 +93,9 @@ typedef struct comm {
     atomic_int async_error;
     atomic_bool is_aborted;
     bool has_ended;
+    stream_t* own[2]; /* NULL without hardware queues; nothing is ever put into the second one */
+    event_t* before;
+    event_t* behind;
     bool is_initialising; /* these under the lock */
     bool is_made;
     bool is_launching;
@@ -120,6 +123,8 @@ typedef struct {
     uint64_t ticket;
     bool is_send;
     bool is_registered;
+    bool is_direct; /* a network card reaches its memory */
+    bool has_started;
 } transfer_t;
 
 typedef struct {
@@ -348,6 +353,27 @@ read_config(comm_t* comm, const config_t* config, bool* is_blocking) {
     return is_range && is_power_of_two(comm->channels) && comm->channels <= 64;
 }
 
+/* Its streams are of normal priority, whatever those are in which it is told to launch. */
+static void
+make_streams(comm_t* comm) {
+    if (atomic_load(&double_values[HARDWARE_QUEUES]) > 0) {
+        comm->own[0] = stream_new(comm->device, 0);
+        comm->own[1] = stream_new(comm->device, 0);
+        comm->before = event_new(comm->device);
+        comm->behind = event_new(comm->device);
+    }
+}
+
+static void
+close_streams(comm_t* comm) {
+    if (comm->own[0] != NULL) {
+        stream_close(comm->own[0]);
+        stream_close(comm->own[1]);
+        event_close(comm->before);
+        event_close(comm->behind);
+    }
+}
+
 result_t
 ncclCommInitRankConfig(comm_t** out, int num_ranks, unique_id_t id, int rank,
                        const config_t* config) {
@@ -370,6 +396,7 @@ ncclCommInitRankConfig(comm_t** out, int num_ranks, unique_id_t id, int rank,
         return INVALID_ARGUMENT; /* of the real ones, the root may be any process */
     }
     comm->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    make_streams(comm);
     atomic_fetch_add(&double_values[LIVE_COMMS], 1);
     atomic_store(&comm->state, IN_PROGRESS);
     comm->is_initialising = true;
@@ -460,6 +487,7 @@ end(comm_t* comm, bool is_abort) {
         close(comm->socket);
     }
     close(comm->wake);
+    close_streams(comm);
     add_device_bytes(comm->device, -comm->bytes);
     atomic_fetch_sub(&double_values[LIVE_COMMS], 1);
     return SUCCESS;
@@ -484,31 +512,30 @@ ncclCommFinalize(comm_t* comm) {
 /* ---- moving bytes ---- */
 
 /* All operations of a communicator run in order, whatever their streams; then for room on the
- * device, where a kernel that waits for its peer keeps others out. */
+ * device, where a kernel that waits for its peer keeps others out. An aborted one does nothing. */
 static bool
-start_kernel(transfer_t* self) {
+start_kernel(operation_t* base) { /* with the lock held */
+    transfer_t* self = (transfer_t*)base;
     comm_t* comm = self->comm;
-    pthread_mutex_lock(&double_lock);
-    while (!atomic_load(&comm->is_aborted) &&
-           (comm->serving != self->ticket ||
-            num_resident[comm->device] >= atomic_load(&double_values[KERNEL_SLOTS]))) {
-        wait_briefly();
+    if (atomic_load(&comm->is_aborted)) {
+        return true;
     }
-    bool has_started = !atomic_load(&comm->is_aborted);
-    if (has_started) {
-        int count = ++num_resident[comm->device];
-        atomic_fetch_add(&double_values[RESIDENT_KERNELS], 1);
-        if (count > atomic_load(&double_values[MOST_KERNELS])) {
-            atomic_store(&double_values[MOST_KERNELS], count);
-        }
-        bool* is_first = self->is_send ? &comm->has_sent : &comm->has_received;
-        long long more = *is_first ? 0 : (self->is_send ? 2 : 10) * comm->channels * MIB;
-        *is_first = true;
-        comm->bytes += more;
-        add_device_bytes(comm->device, more);
+    if (comm->serving != self->ticket ||
+        num_resident[comm->device] >= atomic_load(&double_values[KERNEL_SLOTS])) {
+        return false;
     }
-    pthread_mutex_unlock(&double_lock);
-    return has_started;
+    self->has_started = true;
+    int count = ++num_resident[comm->device];
+    atomic_fetch_add(&double_values[RESIDENT_KERNELS], 1);
+    if (count > atomic_load(&double_values[MOST_KERNELS])) {
+        atomic_store(&double_values[MOST_KERNELS], count);
+    }
+    bool* is_first = self->is_send ? &comm->has_sent : &comm->has_received;
+    long long more = *is_first ? 0 : (self->is_send ? 2 : 10) * comm->channels * MIB;
+    *is_first = true;
+    comm->bytes += more;
+    add_device_bytes(comm->device, more);
+    return true;
 }
 
 /* Returns whether one more send may complete; false if the communicator was aborted before. */
@@ -610,10 +637,9 @@ static void
 run_transfer(operation_t* base) {
     transfer_t* self = (transfer_t*)base;
     comm_t* comm = self->comm;
-    bool is_direct = tell_card(self);
-    bool has_started = start_kernel(self);
+    bool has_started = self->has_started;
     bool has_moved = has_started && (self->is_send ? send_now(self) : receive_now(self));
-    if (is_direct && has_started && !has_moved && !self->is_send) {
+    if (self->is_direct && has_started && !has_moved && !self->is_send) {
         expect_late_write(self);
     }
     if (has_started && !has_moved && self->is_send && !atomic_load(&double_values[IS_NETWORK])) {
@@ -637,12 +663,24 @@ run_local_copy(operation_t* base) {
     memcpy(self->destination, self->source, self->nbytes);
 }
 
+/* The kernel waits for the communicator's own stream, which then waits for the kernel, as in
+ * strongstream.cc: where streams share queues, others wait with them. */
 static void
 launch(transfer_t* transfer, stream_t* stream) {
+    comm_t* comm = transfer->comm;
+    transfer->is_direct = tell_card(transfer);
     pthread_mutex_lock(&double_lock);
-    transfer->ticket = transfer->comm->next_ticket++;
+    transfer->ticket = comm->next_ticket++;
     pthread_mutex_unlock(&double_lock);
+    if (comm->own[0] != NULL) {
+        stream_record(comm->own[0], comm->before);
+        stream_wait(stream, comm->before);
+    }
     stream_enqueue(stream, &transfer->base);
+    if (comm->own[0] != NULL) {
+        stream_record(stream, comm->behind);
+        stream_wait(comm->own[0], comm->behind);
+    }
 }
 
 /* Both ranks come here before their first kernel is launched; so does the real one. */
@@ -717,6 +755,7 @@ move(comm_t* comm, void* buffer, size_t count, int kind, int peer, stream_t* str
         atomic_fetch_add(&double_values[WRONG_THREADS], 1);
     }
     transfer_t* transfer = calloc(1, sizeof *transfer);
+    transfer->base.start = start_kernel;
     transfer->base.run = run_transfer;
     transfer->comm = comm;
     transfer->buffer = buffer;
@@ -770,7 +809,7 @@ launch_grouped(int index) {
         }
         local_copy_t* copy = calloc(1, sizeof *copy);
         *copy = (local_copy_t){
-            {run_local_copy, NULL}, receive->buffer, transfer->buffer, transfer->nbytes};
+            {.run = run_local_copy}, receive->buffer, transfer->buffer, transfer->nbytes};
         stream_enqueue(grouped[other].stream, &copy->base);
         grouped[other].transfer = NULL;
         free(receive);

@@ -393,6 +393,26 @@ def test_the_buffer_of_another_process_is_mapped() -> None:
         assert DOUBLE["live_imports"] == 1
 
 
+@pytest.mark.parametrize("transport", GPU_TRANSPORTS)
+def test_two_processes_whose_streams_share_hardware_queues_exchange_all(transport: str) -> None:
+    config, faults = settings(transport), {"hardware_queues": 8}
+    with (
+        DOUBLE.fault(**faults),
+        P2pNcclEngine(config) as engine,
+        Peer(config, None, faults) as peer,
+    ):
+        for number in range(10):
+            memory = PagedMemory(BLOCKS, page_bytes=PAGE_BYTES)
+            received = engine.receive(
+                TransferKey(f"here {number}"), memory.sink(list(range(BLOCKS)))
+            )
+            peer.ask("send_blocks", f"here {number}", engine.zmq_address)
+            put(engine, peer, f"there {number}")
+            received.wait(10)
+            assert (memory.data == patterned(f"here {number}").data).all()
+        assert_idle(engine)
+
+
 def test_a_peer_that_dies_while_a_kernel_waits_for_it_costs_its_own_transfers_only() -> None:
     config = settings("nccl", peer_timeout_seconds=3.0)
     ours = patterned("there")

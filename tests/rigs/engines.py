@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -109,7 +109,15 @@ def patterned(name: str) -> PagedMemory:
 class PeerEngine:
     """The commands of a Peer."""
 
-    def __init__(self, config: EngineConfig, spec: CacheSpec | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: CacheSpec | None = None,
+        faults: Mapping[str, int] | None = None,
+    ) -> None:
+        """`faults` of this process's double of a GPU are there before the engine."""
+        for name, value in (faults or {}).items():
+            self.set_fault(name, value)
         self.engine = start(config, spec=spec)
         self._kept: list[Any] = []  # transfers, and what they read
 
@@ -167,6 +175,11 @@ class PeerEngine:
 class Peer(Child):
     """An engine in a child process."""
 
-    def __init__(self, config: EngineConfig, spec: CacheSpec | None = None) -> None:
-        super().__init__(PeerEngine, config, spec)
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: CacheSpec | None = None,
+        faults: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__(PeerEngine, config, spec, faults)
         self.address: str = self.ask("address")

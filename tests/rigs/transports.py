@@ -110,9 +110,16 @@ class GrantedRegion:
 class TransportPair:
     """A receiver and a sender."""
 
-    def __init__(self, name: str, **options: Any) -> None:
-        self.receiver = TransportEnd(name, **options)
-        self.sender = TransportEnd(name, slice_bytes=64 << 10, **options)
+    def __init__(
+        self,
+        name: str,
+        sender: TransportEnd | None = None,
+        receiver: TransportEnd | None = None,
+        **options: Any,
+    ) -> None:
+        """Make what is not given, with `options`."""
+        self.receiver = receiver or TransportEnd(name, **options)
+        self.sender = sender or TransportEnd(name, slice_bytes=64 << 10, **options)
         self._is_on_device = name == "nccl"
         self._channels: list[Channel] = []
         self._seqs = iter(range(1, 1 << 20))
