@@ -71,8 +71,8 @@ def check_environment(
     if not connections.isdecimal() or int(connections) < 2 * MAX_KERNELS + 2:
         raise ConfigError(
             f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: the transport nccl needs "
-            f"{2 * MAX_KERNELS + 2} or more (CUDA's default is 8, that of MPS's clients 2), else "
-            "its kernels may deadlock"
+            f"{2 * MAX_KERNELS + 2} or more (CUDA's default is 8; for MPS's clients 2 are assumed)"
+            ", else its kernels may deadlock"
         )
     if environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         raise ConfigError("CUDA_LAUNCH_BLOCKING is set: with it the transport nccl deadlocks")
