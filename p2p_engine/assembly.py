@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 STOP_SECONDS = 2.0  # for each thread to end
 # Of the watchdog's clock: its step is shorter than the wait that it reports, and is two rests.
 PATIENCE_SECONDS = 6.0
-# Of the shortest patience of a clock here, between two looks: half of its step.
+# Of the shortest patience here, between two looks: half of a clock's step, or of a renewal's round.
 REST_SHARE = 1 / 8
 
 
@@ -105,7 +105,8 @@ class Parts:
         self.control = ControlPlane(
             config.host, range(first, last + 1), name="p2p-control", secrets=self.secrets,
             connect_seconds=config.connect_timeout_seconds,
-            rest_seconds=REST_SHARE * min(PATIENCE_SECONDS, config.peer_timeout_seconds),
+            rest_seconds=REST_SHARE
+            * min(PATIENCE_SECONDS, config.peer_timeout_seconds, config.lease_seconds),
         )  # fmt: skip
         self._open.append(lambda: self.control.close(STOP_SECONDS))
         self.mover = Mover()
