@@ -308,8 +308,8 @@ class Device(Loop):
         no more. So no farewell is said, and the peer keeps that memory until this process ends.
         """
         if not self.failure:
-            self.failure = f"the GPU has failed: {error}"
-            logger.error("%s; every transfer ends, start the process again", self.failure)
+            self.failure = text = f"the GPU has failed: {error}"
+            logger.error("%s; every transfer ends, start the process again", text)
         self._waiting.clear()
         for job in list(self.open_jobs):
             if not job.is_in_peer:
