@@ -27,10 +27,12 @@ from proxy.http.deadlines import Deadlines
 from proxy.http.descriptors import Shares, raised_limit
 from proxy.http.door import DoorServer
 from proxy.http.house import ClientHouse, Rules
-from proxy.http.memory import BodyMemory, Turns
+from proxy.http.memory import BodyMemory
+from proxy.http.origins import origin_of
 from proxy.http.sharing import Pace, Shared
 from proxy.http.stall import StallWatch
 from proxy.http.tls import Certificate
+from proxy.http.turns import Turns
 from proxy.observe.metrics import Metrics
 from proxy.observe.outlet import Outlet
 from proxy.observe.request_log import RequestLog
@@ -93,7 +95,7 @@ class ProxyApp(Quart):
         is_direct = scope["type"] == "http" and scope["path"] in DIRECT_PATHS
         if is_direct and cast("HTTPScope", scope)["method"] == "POST":
             http = cast("HTTPScope", scope)
-            await self._starts.take()
+            await self._starts.take(origin_of(_address_of(scope))[0])
             await serve_directly(self._serve, http, receive, send, self._memory)
             return
         if scope["type"] == "http":

@@ -7,9 +7,10 @@ the right key before, and those on this machine.
 
 from __future__ import annotations
 
-import ipaddress
 from collections import OrderedDict
 from dataclasses import dataclass
+
+from proxy.http.origins import origin_of
 
 # Wrong keys in a row, then one in so many seconds: from one address, and from all together.
 TRIES_OF_ONE = 10
@@ -50,7 +51,7 @@ class Tries:
 
     def wait(self, address: str, now: float) -> float:
         """Return for how many seconds a key from this address is not looked at; 0: it is."""
-        name, is_local = _name(address)
+        name, is_local = origin_of(address)
         own = self._each.get(name)
         wait = own.wait(now) if own is not None else 0.0
         if name in self._owners or is_local:
@@ -59,7 +60,7 @@ class Tries:
 
     def fail(self, address: str, now: float) -> None:
         """Count a wrong key."""
-        name, _ = _name(address)
+        name, _ = origin_of(address)
         own = self._each.setdefault(name, _Bucket(TRIES_OF_ONE, ONE_AGAIN_SECONDS, seen=now))
         self._each.move_to_end(name)
         for bucket in (own, self._all):
@@ -70,22 +71,9 @@ class Tries:
 
     def succeed(self, address: str) -> None:
         """Remember where the owner is."""
-        name, _ = _name(address)
+        name, _ = origin_of(address)
         self._each.pop(name, None)
         self._owners[name] = None
         self._owners.move_to_end(name)
         if len(self._owners) > MAX_OWNERS:
             self._owners.popitem(last=False)
-
-
-def _name(address: str) -> tuple[str, bool]:
-    """Return what counts as one address, and whether it is this machine's."""
-    try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return "", False
-    if isinstance(ip, ipaddress.IPv6Address):
-        if ip.ipv4_mapped is None:
-            return str(ipaddress.ip_network((ip, 64), strict=False)), ip.is_loopback
-        ip = ip.ipv4_mapped
-    return str(ip), ip.is_loopback

@@ -51,9 +51,14 @@ class Caller:
     was_answered = False
 
     def __init__(
-        self, connection: socket.socket, loop: asyncio.AbstractEventLoop, silence: Silence
+        self,
+        connection: socket.socket,
+        origin: str,
+        loop: asyncio.AbstractEventLoop,
+        silence: Silence,
     ) -> None:
         self.connection = connection
+        self.origin = origin
         self.loop = loop
         self.app: Any = None
         self.is_silent = True

@@ -22,6 +22,7 @@ from proxy.http.memory import Parts, Span
 
 # Bytes of an answer that are buffered before the client stops reading from the instance.
 HIGH_WATER_BYTES = 64 << 10
+READ_BYTES = 64 << 10  # of an answer at once; an answer that nobody takes holds so much
 MAX_HEADER_BYTES = 64 << 10
 MAX_INTERIM = 16  # 1xx answers before the answer
 _ENCODING = b"transfer-encoding"
@@ -226,7 +227,7 @@ class Response:
         self.fail(TimedOut("silence"))
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(asyncio.BufferedProtocol):
     """One connection; `response` is the answer in progress, or None while the connection is
     idle."""
 
@@ -305,7 +306,15 @@ class _Connection(asyncio.Protocol):
         """Go on with a large request."""
         self._can_write.set()
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where the next bytes go: all connections use one place, one after the other."""
+        return self._pool.buffer
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        """Parse the bytes that came."""
+        self._parse(self._pool.buffer[:num_bytes])
+
+    def _parse(self, data: memoryview) -> None:
         """Parse the bytes; abort the connection if no request is in progress."""
         if self.response is None:
             self.abort()
@@ -402,6 +411,7 @@ class Pool:
         """`refusal` says why an address, to which a host resolves, may not be dialled, or ""."""
         self.loop = asyncio.get_running_loop()
         self.deadlines = deadlines
+        self.buffer = memoryview(bytearray(READ_BYTES))
         self._keepalive_seconds = keepalive_seconds
         self._refusal = refusal
         # Connections at a time; a probe is made beyond it, too.

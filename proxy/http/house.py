@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from proxy.http.caller import Caller
-from proxy.http.memory import Turns
+from proxy.http.origins import origin_of
 from proxy.http.strict import StrictConnection
+from proxy.http.turns import Turns
 
 # Bytes in a row that are neither a head nor a body: trailers, chunk extensions, empty lines.
 MAX_DRY_BYTES = 128 << 10
@@ -219,8 +220,9 @@ class Guest(StrictConnection):
         return b""
 
     async def _read_on(self) -> None:
+        origin, _ = origin_of(self.client[0] if self.client else "")
         while self._unread and not self.transport.is_closing():
-            await self._house.turns.take()
+            await self._house.turns.take(origin)
             self._unread = self._read(self._unread)
         self._reading = None
         if not self.flow.read_paused and not self.transport.is_closing():

@@ -10,12 +10,12 @@ import asyncio
 import logging
 import mmap
 import os
-from collections import deque
 from collections.abc import AsyncIterator
 from functools import cached_property
 from typing import TypeAlias
 
 from p2p_engine.errors import P2pError
+from proxy.http.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -36,37 +36,6 @@ class BodyRefused(P2pError):
         super().__init__(message)
         self.status = status
         self.code = code
-
-
-class Turns:
-    """Lets one task work in each round of the event loop, in order.
-
-    Who moves much then delays others by one piece, however many do so at once.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._is_running = False
-
-    async def take(self) -> None:
-        """Wait for one's turn."""
-        loop = asyncio.get_running_loop()
-        mine = loop.create_future()
-        self._waiting.append(mine)
-        if not self._is_running:
-            self._is_running = True
-            loop.call_soon(self._give)
-        await mine
-
-    def _give(self) -> None:
-        while self._waiting:
-            following = self._waiting.popleft()
-            if not following.done():  # it may have been cancelled
-                following.set_result(None)
-                break
-        self._is_running = bool(self._waiting)
-        if self._is_running:
-            asyncio.get_running_loop().call_soon(self._give)
 
 
 class BodyMemory:

@@ -96,14 +96,18 @@ def unread(stage: AttackStage) -> str:
     crowd, count = stage.strangers(), stage.count(1000)
     crowd.ask("open", count, REQUEST, 4096)
 
-    def is_given_up() -> bool:
-        return stage.metrics().get(STALLED, 0.0) >= count
+    def num_closed(limit: str) -> int:
+        name = f'p2p_proxy_closed_connections_total{{limit="{limit}"}}'
+        return round(stage.metrics().get(name, 0.0))
 
-    stage.wait_until(is_given_up, "every stream is given up")
-    return f"{count} streams given up after {LIMIT_SECONDS} s without a reader"
-
-
-STALLED = 'p2p_proxy_requests_total{outcome="client_stalled",route="/v1/completions",status="200"}'
+    stage.wait_until(
+        lambda: num_closed("stalled") + num_closed("slow") >= count, "every stream is given up"
+    )
+    num_late = num_closed("slow")
+    return (
+        f"{count - num_late} streams given up after {LIMIT_SECONDS} s without a reader, "
+        f"{num_late} closed before they were let in"
+    )
 
 
 def endless_head(stage: AttackStage) -> str:

@@ -13,6 +13,7 @@ from tests.rigs.proxies import ASKED, COMPLETIONS, LoopThread
 # Every so-manieth request comes over a connection of its own.
 NEWCOMERS = 4
 MODEL = "healthy"
+ADDRESS = "127.0.0.2"  # where they are: strangers are elsewhere
 
 
 class Neighbours:
@@ -61,7 +62,10 @@ class Neighbours:
         timeout = aiohttp.ClientTimeout(total=20)
         kept, fresh = (
             aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, force_close=is_closed), timeout=timeout
+                connector=aiohttp.TCPConnector(
+                    limit=0, force_close=is_closed, local_addr=(ADDRESS, 0)
+                ),
+                timeout=timeout,
             )
             for is_closed in (False, True)
         )

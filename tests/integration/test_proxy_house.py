@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import socket
 from collections import Counter
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 
 from p2p_engine.errors import ConfigError
-from proxy.http import house
+from proxy.http import house, turns
+from proxy.http.caller import Caller
 from proxy.http.descriptors import Shares
 from tests.doubles.server import Behaviour
 from tests.rigs.proxies import ASKED as ASKED_JSON
@@ -212,6 +214,21 @@ async def test_who_reads_no_answer_holds_no_request_for_ever() -> None:
         await proxy.until_idle()
 
 
+async def test_little_is_read_of_a_stream_that_nobody_takes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="proxy.access")
+    async with fleet(client_timeout_seconds=0.5) as (proxy, _, [decode]):
+        decode.behaviour = Behaviour(pieces=[b"x" * (64 << 10)] * 200)
+        async with client(proxy, ASKED, buffer=4096):
+            await until(lambda: closed(proxy, "stalled"), "it is given up")
+        ended = await until(
+            lambda: [each.getMessage() for each in caplog.records if each.name == "proxy.access"],
+            "it is logged",
+        )
+        assert 0 < json.loads(ended[0])["bytes"] < 640 << 10
+
+
 @pytest.mark.parametrize("num_descriptors", [256, 1024, 20_000, 1 << 20])
 @pytest.mark.parametrize("num_requests", [1, 4096, 1 << 20])
 def test_shares_leave_room_for_both_connections_of_every_client(
@@ -245,6 +262,7 @@ async def test_who_has_spoken_is_let_in_one_in_each_round_and_the_newest_first(
         loop.call_soon(count)
 
     loop = asyncio.get_running_loop()
+    monkeypatch.setattr(turns, "LEAST_PER_SECOND", 0)
     async with running_proxy(max_connections=500) as proxy:
         monkeypatch.setattr(house.ClientHouse, "open_door", opened)
         address = ("127.0.0.1", int(proxy.url.rpartition(":")[2]))
@@ -255,6 +273,30 @@ async def test_who_has_spoken_is_let_in_one_in_each_round_and_the_newest_first(
         await until(lambda: len(let_in) == len(crowd), "all are let in")
         assert max(Counter(let_in).values()) <= 2
         for connection in crowd:
+            connection.close()
+
+
+async def test_a_crowd_at_the_door_delays_nobody_from_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    let_in: list[str] = []
+    open_door = house.ClientHouse.open_door
+
+    def opened(self: house.ClientHouse, caller: Caller, **options: Any) -> house.Guest:
+        let_in.append(caller.origin)
+        return open_door(self, caller=caller, **options)
+
+    async with running_proxy(max_connections=500) as proxy:
+        monkeypatch.setattr(house.ClientHouse, "open_door", opened)
+        address = ("127.0.0.1", proxy.port)
+        one = socket.create_connection(address, source_address=("127.0.0.2", 0))
+        one.sendall(HEAD)
+        crowd = [socket.create_connection(address) for _ in range(200)]
+        for connection in crowd:
+            connection.sendall(HEAD)
+        await until(lambda: len(let_in) == len(crowd) + 1, "all are let in")
+        assert let_in.index("127.0.0.2") <= 1
+        for connection in (one, *crowd):
             connection.close()
 
 

@@ -9,8 +9,9 @@ from collections import Counter
 
 import pytest
 
-from proxy.http.memory import FREE_BYTES, PIECE_BYTES, BodyMemory, Keep, Span, Turns
+from proxy.http.memory import FREE_BYTES, PIECE_BYTES, BodyMemory, Keep, Span
 from proxy.http.sharing import BURST_SECONDS, MAX_SHARE, Pace, Shared
+from proxy.http.turns import MOST_AT_ONCE, Rounds, Turns
 from tests.doubles.clock import Clock
 from tests.rigs.proxies import until
 
@@ -100,7 +101,30 @@ async def test_a_large_body_lies_in_a_file_and_is_read_in_pieces() -> None:
     memory.close()
 
 
-async def test_one_piece_is_moved_in_each_round_of_the_loop() -> None:
+async def test_origins_take_turns() -> None:
+    turns, moved = Turns(), list[str]()
+
+    async def move(origin: str) -> None:
+        await turns.take(origin)
+        moved.append(origin)
+
+    await asyncio.gather(*(move(origin) for origin in "aaaaabcc"))
+    assert "".join(moved) == "abcacaaa"
+
+
+async def test_more_have_their_turn_in_long_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = Rounds()
+    rounds.begin()
+    monkeypatch.setattr("proxy.http.turns.LEAST_PER_SECOND", 0)
+    assert rounds.num_turns() == 1
+    monkeypatch.setattr("proxy.http.turns.LEAST_PER_SECOND", 1 << 40)
+    assert rounds.num_turns() == 1 + MOST_AT_ONCE
+
+
+async def test_one_piece_is_moved_in_each_round_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("proxy.http.turns.LEAST_PER_SECOND", 0)
     turns, rounds, moved = Turns(), 0, list[int]()
 
     def count() -> None:
