@@ -63,14 +63,13 @@ class Caller:
         self.app: Any = None
         self.is_silent = True
         self.is_let_in = False  # a transport has the connection
-        self.is_entering = False  # it has spoken, and will be one of HTTP
         self.line: dict[Caller, float] = {}
         self._silence = silence
 
     @property
     def has_spoken(self) -> bool:
-        """Tell whether its request may have come, and is not read yet."""
-        return self.is_entering or (self.is_silent and bool(self.look()))
+        """Tell whether something came of which nobody has heard yet."""
+        return self.is_silent and bool(self.look())
 
     def look(self) -> bytes | None:
         """Return the first byte, empty if the connection has ended; None if nothing came yet."""

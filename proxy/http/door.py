@@ -127,7 +127,8 @@ class ClientDoor:
             return
         self._silence.remove(caller)
         caller.is_silent = False
-        caller.is_entering = self._certificate is None
+        if self._certificate is None:
+            self._house.note_spoken(caller)
         line = self._spoken.setdefault(caller.origin, {})
         caller.wait_in(line, self._house.rules.head_seconds)
         if not self._is_letting_in:

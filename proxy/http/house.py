@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 
 from proxy.http.caller import Caller
@@ -23,6 +24,8 @@ SLICE_SECONDS = 0.0005  # of a core's time
 MAX_TURNED_AWAY = 64
 # A client has this long to send its request before it may have to make room for another.
 SENDING_SECONDS = 5.0
+# So many of those that seem to be silent are looked at for each newcomer to a full house.
+MOST_LOOKS = 8
 # After a limit has passed, what came while the process did not run is still read for this long.
 LAST_LOOK_SECONDS = 0.1
 
@@ -43,7 +46,8 @@ class ClientHouse:
 
     If the house is full, one connection is closed for the newcomer: of those that never had an
     answer, the one that has been without a request for the longest; else of the others; else of
-    those whose request comes slowly. If there is none, the newcomer is turned away.
+    those whose request comes slowly; else of those that have spoken and are not read yet. If there
+    is none, the newcomer is turned away.
 
     Invariant: num_guests <= rules.max_connections.
     """
@@ -64,11 +68,12 @@ class ClientHouse:
         self.turns = Turns()
         self._guests: set[Visitor] = set()
         self._turned_away: set[Visitor] = set()
-        # Without a request and never answered, without a request, and with half of one: since when,
-        # the longest first.
+        # Without a request and never answered, without a request, with half of one, and with what
+        # is not read yet: since when, the longest first. A visitor is in one of them, or in none.
         self._strangers: dict[Visitor, float] = {}
         self._idle: dict[Visitor, float] = {}
         self._sending: dict[Visitor, float] = {}
+        self._spoken: dict[Visitor, float] = {}
 
     @property
     def num_guests(self) -> int:
@@ -83,11 +88,11 @@ class ClientHouse:
         """Give a guest the place of the caller that it was; return how long it may have no
         request."""
         was_let_in, was_turned_away = caller in self._guests, caller in self._turned_away
+        has_spoken = caller in self._spoken
         self.leave(caller)
         if was_let_in:
             self._guests.add(guest)
-            guest.has_spoken = caller.is_entering
-            self.note_idle(guest)
+            self._move(guest, self._spoken if has_spoken else self._strangers)
             return self.rules.idle_seconds
         if was_turned_away:
             self._turned_away.add(guest)
@@ -114,18 +119,24 @@ class ClientHouse:
 
     def note_idle(self, guest: Visitor) -> None:
         """Note that a connection has no request."""
-        self._sending.pop(guest, None)
-        if guest in self._guests:
-            idle = self._idle if guest.was_answered else self._strangers
-            idle[guest] = guest.loop.time()
+        self._move(guest, self._idle if guest.was_answered else self._strangers)
 
-    def note_request(self, guest: Guest) -> None:
+    def note_spoken(self, guest: Visitor) -> None:
+        """Note that a stranger has said something that is not read yet."""
+        if guest in self._strangers:
+            self._move(guest, self._spoken)
+
+    def note_read(self, guest: Visitor) -> None:
+        """Note that all is read that a stranger has said."""
+        if guest in self._spoken:
+            self._move(guest, self._strangers)
+
+    def note_request(self, guest: Visitor) -> None:
         """Note that a request has begun to arrive."""
-        for idle in (self._strangers, self._idle):
-            if idle.pop(guest, None) is not None:
-                self._sending[guest] = guest.loop.time()
+        if any(guest in line for line in (self._strangers, self._idle, self._spoken)):
+            self._move(guest, self._sending)
 
-    def note_arrival(self, guest: Guest) -> None:
+    def note_arrival(self, guest: Visitor) -> None:
         """Note that a request has arrived."""
         self._sending.pop(guest, None)
 
@@ -139,20 +150,37 @@ class ClientHouse:
         """Forget a connection; idempotent."""
         self._guests.discard(guest)
         self._turned_away.discard(guest)
-        for waiting in (self._strangers, self._idle, self._sending):
-            waiting.pop(guest, None)
+        self._move(guest, {})
+
+    def _move(self, guest: Visitor, line: dict[Visitor, float]) -> None:
+        for each in (self._strangers, self._idle, self._sending, self._spoken):
+            each.pop(guest, None)
+        if guest in self._guests:
+            line[guest] = guest.loop.time()
 
     def _make_room(self, now: float) -> None:
-        for waiting in (self._strangers, self._idle, self._sending):
-            longest = next((each for each in waiting if not each.has_spoken), None)
-            grace = SENDING_SECONDS if waiting is self._sending else 0.0
-            if longest is not None and now - waiting[longest] >= grace:
-                self.close(longest, "room")
-                return
+        guest = (
+            self._first_silent()
+            or _first(self._idle, now)
+            or _first(self._sending, now - SENDING_SECONDS)
+            or _first(self._spoken, now)
+        )
+        if guest is not None:
+            self.close(guest, "room")
+
+    def _first_silent(self) -> Visitor | None:
+        """Return the stranger that has been silent for the longest, as far as a few looks tell."""
+        for stranger in list(islice(self._strangers, MOST_LOOKS)):
+            if not stranger.has_spoken:
+                return stranger
+            self.note_spoken(stranger)
+        return None
 
 
 class Guest(StrictConnection):
     """One connection of a client."""
+
+    has_spoken = False  # as far as a look tells: all that came is heard of at once
 
     def __init__(self, house: ClientHouse, caller: Caller | None = None, **options: Any) -> None:
         """`caller` is what the connection was before, if it came by a door."""
@@ -161,7 +189,6 @@ class Guest(StrictConnection):
         self._caller = caller
         self.timeout_keep_alive = house.rules.idle_seconds  # type: ignore[assignment]
         self.was_answered = False
-        self.has_spoken = False  # and what it said is not read yet
         self._num_dry_bytes = 0  # since the last head or piece of a body
         self._unread = b""  # what came and waits for its turn to be parsed
         self._reading: asyncio.Task[None] | None = None
@@ -230,7 +257,7 @@ class Guest(StrictConnection):
 
     def _take(self, data: bytes) -> None:
         """Parse a slice; limit how much, and how slowly, comes without a request."""
-        self.has_spoken = False
+        self._house.note_read(self)
         self._num_dry_bytes += len(data)
         super().data_received(data)
         if self._is_over or self.transport.is_closing():
@@ -324,3 +351,9 @@ class Guest(StrictConnection):
 
 
 Visitor: TypeAlias = Guest | Caller
+
+
+def _first(line: dict[Visitor, float], until: float) -> Visitor | None:
+    """Return the first in a line, if it has been there since then."""
+    first = next(iter(line), None)
+    return first if first is not None and line[first] <= until else None
