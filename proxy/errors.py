@@ -59,7 +59,8 @@ class LegFailed(ProxyError):
     """An instance could not be reached, timed out, or sent an answer that cannot be used.
 
     `can_retry`: another instance may succeed, and the client has received nothing yet. `answered`:
-    the status of the instance's answer, if it is that which failed the leg; else 0.
+    the status of the instance's answer, if it is that which failed the leg; else 0. An answer that
+    is too long counts as one of 500.
     """
 
     def __init__(

@@ -15,6 +15,7 @@ from proxy.http.client import ClientError, Response
 from proxy.openai import payload
 from proxy.openai.fields import BAD_JSON
 
+_ERROR = HTTPStatus.INTERNAL_SERVER_ERROR
 EVENT_STREAM = b"text/event-stream"
 # Texts in vLLM's 500 answers to a prompt that is too long: the client's fault.
 _TOO_LONG = (b"maximum context length", b"maximum model length", b"max_model_len")
@@ -50,8 +51,8 @@ class _ErrorAnswer(msgspec.Struct):
     message: str = ""
 
 
-def check_prefill(response: Response, answer: bytes) -> payload.Prefilled:
-    """Return the relevant part of a prefill instance's answer.
+def check_prefill(response: Response, answer: bytes | None) -> payload.Prefilled:
+    """Return the relevant part of a prefill instance's answer; `answer` is None if it is too long.
 
     Raises:
         LegFailed: the prefill did not succeed.
@@ -59,17 +60,18 @@ def check_prefill(response: Response, answer: bytes) -> payload.Prefilled:
     """
     status = response.status
     if 400 <= status < 500:
-        raise Refused(
-            Role.PREFILL.label, Answer(status, passed_headers(response, b"content-length"), answer)
-        )
+        raise Refused(Role.PREFILL.label, _as_answer(response, answer or b""))
     if status != HTTPStatus.OK:
-        _raise_if_too_long(status, answer)
+        _raise_if_too_long(status, answer or b"")
         # Gateway errors keep their status and are retried on another instance. Other 5xx may be due
         # to the request itself, so they are not retried.
         can_retry = status in GATEWAY_ERRORS
         passed = status if can_retry else HTTPStatus.BAD_GATEWAY
         message = f"the prefill instance answered {status}"
         raise LegFailed(passed, "prefill_failed", message, can_retry=can_retry, answered=status)
+    if answer is None:  # of many choices or prompts: as with a 500, the request may be at fault
+        message = "the answer of the prefill instance is too long"
+        raise LegFailed(HTTPStatus.BAD_GATEWAY, "prefill_bad_answer", message, answered=_ERROR)
     if _ABORTED.search(answer):
         raise _aborted(Role.PREFILL.label)
     try:
@@ -97,7 +99,7 @@ async def check_answer(response: Response, role: str, max_bytes: int) -> None:
     if status < 500:
         return
     try:
-        answer = await read(response, max_bytes)
+        answer = await read(response, max_bytes) or b""
     except ClientError:
         answer = b""
     _raise_if_too_long(status, answer)
@@ -116,8 +118,8 @@ def _aborted(role: str) -> LegFailed:
     return LegFailed(HTTPStatus.SERVICE_UNAVAILABLE, f"{role}_stopping", message, can_retry=True)
 
 
-async def read(response: Response, max_bytes: int) -> bytes:
-    """Return an answer's body; empty if it is longer than `max_bytes`.
+async def read(response: Response, max_bytes: int) -> bytes | None:
+    """Return an answer's body; None if it is longer than `max_bytes`.
 
     Raises:
         ClientError: the answer broke off.
@@ -126,7 +128,7 @@ async def read(response: Response, max_bytes: int) -> bytes:
     while piece := await response.piece():
         body += piece
         if len(body) > max_bytes:
-            return b""
+            return None
     return bytes(body)
 
 
@@ -147,7 +149,7 @@ def passed_headers(response: Response, *dropped: bytes) -> Headers:
 
 
 def _raise_if_too_long(status: int, answer: bytes) -> None:
-    if status == HTTPStatus.INTERNAL_SERVER_ERROR and any(words in answer for words in _TOO_LONG):
+    if status == _ERROR and any(words in answer for words in _TOO_LONG):
         raise ProxyError(400, "context_length_exceeded", _message(answer))
 
 

@@ -22,8 +22,12 @@ Answered: TypeAlias = dict[str, msgspec.Raw]  # parameters, by a prefill instanc
 _ONE = msgspec.Raw(b"1")
 _FALSE = msgspec.Raw(b"false")
 _TRUE = b"true"
-# Fields without meaning for a single token.
-_NOT_FOR_PREFILL = ("min_tokens", "stream_options")
+# Fields without meaning for a single token that nobody reads, or that only make the answer longer.
+_NOT_FOR_PREFILL = (
+    "min_tokens", "stream_options",
+    "logprobs", "top_logprobs", "logprob_token_ids", "return_token_ids", "return_token_offsets",
+    "return_tokens_as_token_ids", "return_prompt_text", "return_mm_kwargs",
+)  # fmt: skip
 # Of a prefill instance's answer: one token for each choice, and what it says of its KV.
 MAX_PREFILL_BYTES = 4 << 20
 MAX_PARAMS_BYTES = 256 << 10
@@ -113,8 +117,8 @@ def num_choices(fields: Fields) -> int:
 
 
 def prefill_body(fields: Fields, params: Params | None) -> Parts:
-    """Return the prefill body: one token, no stream. `n` stays: each choice is a separate
-    transfer."""
+    """Return the prefill body: one token, no stream, and nothing that only decode's answer needs.
+    `n` stays: each choice is a separate transfer."""
     kept: dict[str, Any] = {k: v for k, v in fields.items() if k not in _NOT_FOR_PREFILL}
     kept |= {"max_tokens": _ONE, "stream": _FALSE}
     if "max_completion_tokens" in kept:

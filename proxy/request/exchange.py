@@ -97,7 +97,7 @@ class Exchange(Attempt):
 
     async def _post_prefill(
         self, instance: Instance, body: Parts, proxy_id: ProxyId
-    ) -> tuple[Response, bytes]:
+    ) -> tuple[Response, bytes | None]:
         limits = self.limits(total=self.config.prefill_timeout_seconds)
         headers = self.headers(payload.request_id(proxy_id))
         response = await self.services.upstream.post(

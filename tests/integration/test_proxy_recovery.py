@@ -246,6 +246,18 @@ async def test_what_may_be_due_to_the_request_opens_no_breaker(role: str, status
         assert (await proxy.ask())[0] == 200
 
 
+async def test_an_answer_of_prefill_that_is_too_long_opens_no_breaker() -> None:
+    """Its length may be due to the request: to its number of choices and prompts."""
+    async with fleet(breaker_failures=2, max_body_bytes=4096) as (proxy, [prefill], [decode]):
+        prefill.behaviour = Behaviour(body=json.dumps(completion(ASKED)).encode() + b" " * 5000)
+        for _ in range(6):
+            status, body, _ = await proxy.ask()
+            assert (status, json.loads(body)["error"]["code"]) == (502, "prefill_bad_answer")
+        assert decode.received == []
+        prefill.behaviour = Behaviour()
+        assert (await proxy.ask())[0] == 200
+
+
 async def test_busy_and_nobody_there_are_told_apart() -> None:
     release = asyncio.Event()
     limits = {"max_in_flight_per_instance": 2, "max_queued": 1}

@@ -27,7 +27,7 @@ values = st.recursive(
 )  # fmt: skip
 names = st.sampled_from(
     ["model", "prompt", "max_tokens", "max_completion_tokens", "min_tokens", "n", "stream",
-     "stream_options", "kv_transfer_params", "seed", "é", 'quo"te'],
+     "stream_options", "logprobs", "return_token_ids", "kv_transfer_params", "seed", "é", 'quo"te'],
 )  # fmt: skip
 requests = st.dictionaries(names, values, max_size=8)
 spaces = st.sampled_from(["", " ", "\n\t \r"])
@@ -74,7 +74,7 @@ def test_prefill_is_asked_for_one_token(asked: dict[str, Any]) -> None:
     expected = {**asked, "max_tokens": 1, "stream": False, "kv_transfer_params": PARAMS}
     if "max_completion_tokens" in asked:
         expected["max_completion_tokens"] = 1
-    for name in ("min_tokens", "stream_options"):
+    for name in ("min_tokens", "stream_options", "logprobs", "return_token_ids"):
         expected.pop(name, None)
     assert json.loads(prefill_body(fields, PARAMS)) == expected
     del expected["kv_transfer_params"]
