@@ -63,15 +63,17 @@ def check_prefill(response: Response, answer: bytes | None) -> payload.Prefilled
         raise Refused(Role.PREFILL.label, _as_answer(response, answer or b""))
     if status != HTTPStatus.OK:
         _raise_if_too_long(status, answer or b"")
-        # Gateway errors keep their status and are retried on another instance. Other 5xx may be due
-        # to the request itself, so they are not retried.
-        can_retry = status in GATEWAY_ERRORS
-        passed = status if can_retry else HTTPStatus.BAD_GATEWAY
+        # Gateway errors keep their status. A 500 may be due to the request, or to an instance that
+        # answers so to all. Other 5xx are due to the request, and are not retried.
+        can_retry = status in GATEWAY_ERRORS or status == _ERROR
+        passed = status if status in GATEWAY_ERRORS else HTTPStatus.BAD_GATEWAY
         message = f"the prefill instance answered {status}"
         raise LegFailed(passed, "prefill_failed", message, can_retry=can_retry, answered=status)
     if answer is None:  # of many choices or prompts: as with a 500, the request may be at fault
         message = "the answer of the prefill instance is too long"
-        raise LegFailed(HTTPStatus.BAD_GATEWAY, "prefill_bad_answer", message, answered=_ERROR)
+        raise LegFailed(
+            HTTPStatus.BAD_GATEWAY, "prefill_bad_answer", message, can_retry=True, answered=_ERROR
+        )
     if _ABORTED.search(answer):
         raise _aborted(Role.PREFILL.label)
     try:

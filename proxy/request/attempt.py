@@ -45,6 +45,7 @@ class Attempt:
         self.asked = asked
         self.transfer_id = new_transfer_id()
         self.failed: Instance | None = None
+        self.doubted: Leg | None = None  # it failed, and that may be due to the request
         self.ends = Ends()
         request.ends.callback(self.ends.close)
 
@@ -105,6 +106,8 @@ class Attempt:
         """Record that an instance failed its leg."""
         if leg.instance.is_to_blame_for(failure.answered):
             leg.breaker.fail(self.record.clock())
+        elif failure.can_retry:
+            self.doubted = leg
         self.failed = leg.instance
 
     def headers(self, request_id: str, *more: str) -> dict[str, str]:

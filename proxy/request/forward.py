@@ -18,7 +18,7 @@ from proxy.routing.router import Busy, NoInstance
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.fleet.instances import Instance
+    from proxy.fleet.instances import Instance, Leg
     from proxy.http.asgi import Answer, ProxyRequest
     from proxy.observe.metrics import Metrics
     from proxy.observe.request_log import RequestLog, RequestRecord
@@ -128,21 +128,29 @@ class Forwarder:
         """Run an attempt; while instances fail, retry with those that have not.
 
         Each attempt has its own transfer id. A failed one releases its resources before the next
-        starts.
+        starts. Of failures that may be due to the request, the first is retried, and counts against
+        its instance if another one then succeeds.
         """
+        doubted: Leg | None = None
         while True:
             try:
-                return await attempt.run()
+                answer = await attempt.run()
             except LegFailed as failure:
                 attempt.ends.close()
                 failed += [attempt.failed] if attempt.failed else []
                 if not failure.can_retry or len(failed) > self._services.config.max_retries:
                     raise
+                if attempt.doubted is not None and doubted is not None:
+                    raise
+                doubted = doubted or attempt.doubted
                 with suppress(NoInstance, Busy):
                     attempt = start()
                     self._metrics.retries.inc()
                     continue
                 raise
+            if doubted is not None:
+                doubted.breaker.fail(attempt.record.clock())
+            return answer
 
     async def _read(self, request: ProxyRequest) -> payload.ClientRequest:
         """Read and parse the body."""

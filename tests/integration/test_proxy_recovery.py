@@ -123,13 +123,35 @@ async def test_tries_are_limited_and_the_last_failure_is_told() -> None:
         await proxy.until_idle()
 
 
-@pytest.mark.parametrize("status", [400, 404, 429, 500])
-async def test_what_may_be_due_to_the_request_is_tried_once(status: int) -> None:
+@pytest.mark.parametrize("status", [400, 404, 429, 501])
+async def test_what_is_due_to_the_request_is_tried_once(status: int) -> None:
     async with fleet(2, 1) as (proxy, prefills, _):
         for double in prefills:
             double.behaviour = Behaviour(status=status, body=b"{}")
         await proxy.ask()
         assert sum(len(double.received) for double in prefills) == 1
+
+
+async def test_what_two_prefills_fail_at_is_due_to_the_request() -> None:
+    async with fleet(3, 1, breaker_failures=1) as (proxy, prefills, _):
+        for double in prefills:
+            double.behaviour = Behaviour(status=500)
+        for number in range(4):
+            assert (await proxy.ask())[0] == 502
+            assert sum(len(double.received) for double in prefills) == 2 * (number + 1)
+        for double in prefills:
+            assert set((await breakers(proxy, double)).values()) == {"closed"}
+
+
+async def test_a_prefill_that_fails_at_what_another_can_do_is_passed_over() -> None:
+    """It answers 500 to all, while its `/health` says that it is well."""
+    async with fleet(2, 1, breaker_failures=3) as (proxy, [broken, good], _):
+        broken.behaviour = Behaviour(status=500)
+        for _ in range(8):
+            assert (await proxy.ask())[0] == 200
+        assert len(broken.received) == 3
+        assert (await breakers(proxy, broken))["prefill"] == "open"
+        assert (await breakers(proxy, good))["prefill"] == "closed"
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
