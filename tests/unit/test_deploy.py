@@ -25,13 +25,24 @@ MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 
 
-def containers(path: Path) -> Iterator[dict[str, Any]]:
-    """Every container of ours in the manifests of a file."""
+# Of pd-sidecar in llm-d-router v0.10.0 (pkg/sidecar/proxy/options.go), as far as we use them.
+SIDECAR_RELEASE = "v0.10.0"
+SIDECAR_OPTIONS = {"--port", "--model-server-port", "--kv-connector", "--secure-proxy"}
+
+
+def pods(path: Path) -> Iterator[dict[str, Any]]:
+    """The description of every pod in the manifests of a file."""
     for manifest in yaml.safe_load_all(path.read_text()):
         spec = manifest.get("spec", {})
         for pod in (spec.get("template"), spec.get("prefill", {}).get("template")):
-            inner = (pod or {}).get("spec", pod or {})
-            yield from inner.get("containers", ())
+            if pod:
+                yield pod.get("spec", pod)
+
+
+def containers(path: Path) -> Iterator[dict[str, Any]]:
+    """Every container of ours in the manifests of a file."""
+    for pod in pods(path):
+        yield from pod["containers"]
 
 
 def commands_of(container: dict[str, Any]) -> Iterator[list[str]]:
@@ -109,3 +120,18 @@ def test_every_transfer_config_is_accepted_and_names_the_ports_of_its_container(
             extra = config.get("kv_connector_extra_config", {})
             assert ports.get("kv", config.get("kv_port")) == config.get("kv_port")
             assert extra.get("http_port", ports.get("http")) == ports.get("http")
+
+
+def test_the_sidecar_of_llm_d_knows_its_options_and_finds_its_instance() -> None:
+    found = 0
+    for pod in pods(DEPLOY / "kubernetes" / "llm-d.yaml"):
+        for sidecar in pod.get("initContainers", ()):
+            assert (
+                sidecar["image"] == f"ghcr.io/llm-d/llm-d-router-disagg-sidecar:{SIDECAR_RELEASE}"
+            )
+            given = dict(word.split("=") for word in sidecar["args"])
+            assert set(given) <= SIDECAR_OPTIONS
+            [instance] = pod["containers"]
+            assert f"--port={given['--model-server-port']}" in instance["args"]
+            found += 1
+    assert found == 1
