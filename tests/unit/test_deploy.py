@@ -22,6 +22,7 @@ from proxy.main import _parser as proxy_parser
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+KSERVES_MODEL = "/mnt/models"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 
 
@@ -50,7 +51,7 @@ def commands_of(container: dict[str, Any]) -> Iterator[list[str]]:
     arguments = container.get("args", [])
     for variable in container.get("env", ()):
         if variable["name"] == "VLLM_ADDITIONAL_ARGS":
-            arguments = ["vllm", "serve", "a model", *shlex.split(variable["value"])]
+            arguments = ["vllm", "serve", KSERVES_MODEL, *shlex.split(variable["value"])]
     yield [*container.get("command", []), *arguments]
     hook = container.get("lifecycle", {}).get("preStop", {}).get("exec")
     if hook:
@@ -103,7 +104,8 @@ def test_every_option_is_known_to_what_is_started(command: list[str]) -> None:
 
         empty = FlexibleArgumentParser()  # type: ignore[no-untyped-call]
         parsed = make_arg_parser(empty).parse_args(command[2:])
-        assert parsed.shutdown_timeout > 0
+        # KServe adds its own.
+        assert (parsed.shutdown_timeout > 0) != (parsed.model_tag == KSERVES_MODEL)
         assert parsed.kv_transfer_config.kv_connector == CONNECTOR
 
 
@@ -120,6 +122,30 @@ def test_every_transfer_config_is_accepted_and_names_the_ports_of_its_container(
             extra = config.get("kv_connector_extra_config", {})
             assert ports.get("kv", config.get("kv_port")) == config.get("kv_port")
             assert extra.get("http_port", ports.get("http")) == ports.get("http")
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_every_key_file_is_mounted(path: Path) -> None:
+    for pod in pods(path):
+        secrets = {volume["name"] for volume in pod["volumes"] if "secret" in volume}
+        for container in pod["containers"]:
+            mounts = container["volumeMounts"]
+            folders = {item["mountPath"] for item in mounts if item["name"] in secrets}
+            text = json.dumps([*commands_of(container)])
+            files = re.findall(r"(/[\w/-]+)/[\w-]+\.key", text)
+            assert "/etc/p2p-engine" in files
+            assert set(files) <= folders
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_every_container_gives_up_what_it_does_not_need(path: Path) -> None:
+    for pod in pods(path):
+        for container in (*pod["containers"], *pod.get("initContainers", ())):
+            allowed = {**pod.get("securityContext", {}), **container["securityContext"]}
+            assert allowed["runAsNonRoot"] is True
+            assert allowed["seccompProfile"] == {"type": "RuntimeDefault"}
+            assert allowed["allowPrivilegeEscalation"] is False
+            assert allowed["capabilities"] == {"drop": ["ALL"]}
 
 
 def test_the_sidecar_of_llm_d_knows_its_options_and_finds_its_instance() -> None:
