@@ -22,6 +22,7 @@ from proxy.main import _parser as proxy_parser
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+INSTANCES_POLICY = ("NetworkPolicy", "p2p-instance")
 KSERVES_MODEL = "/mnt/models"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 
@@ -146,6 +147,15 @@ def test_every_container_gives_up_what_it_does_not_need(path: Path) -> None:
             assert allowed["seccompProfile"] == {"type": "RuntimeDefault"}
             assert allowed["allowPrivilegeEscalation"] is False
             assert allowed["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_without_monitoring_only_pods_of_the_same_release_reach_instances() -> None:
+    manifests = yaml.safe_load_all((DEPLOY / "kubernetes" / "plain.yaml").read_text())
+    [policy] = [m for m in manifests if (m["kind"], m["metadata"]["name"]) == INSTANCES_POLICY]
+    for rule in policy["spec"]["ingress"]:
+        for peer in rule["from"]:
+            assert set(peer) == {"podSelector"}
+            assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "p2p"
 
 
 def test_the_sidecar_of_llm_d_knows_its_options_and_finds_its_instance() -> None:
