@@ -149,6 +149,13 @@ def test_every_container_gives_up_what_it_does_not_need(path: Path) -> None:
             assert allowed["capabilities"] == {"drop": ["ALL"]}
 
 
+def test_the_chart_adds_no_capability_as_a_user_who_is_not_root_gets_none() -> None:
+    for template in (DEPLOY / "helm" / "templates").iterdir():
+        text = template.read_text()
+        assert "add: [" not in text
+        assert text.count("runAsUser: 10001") == text.count("drop: [ALL]")
+
+
 def test_without_monitoring_only_pods_of_the_same_release_reach_instances() -> None:
     manifests = yaml.safe_load_all((DEPLOY / "kubernetes" / "plain.yaml").read_text())
     [policy] = [m for m in manifests if (m["kind"], m["metadata"]["name"]) == INSTANCES_POLICY]

@@ -112,9 +112,6 @@ spec:
         allowPrivilegeEscalation: false
         capabilities:
           drop: [ALL]
-          {{- if $values.instance.rdma }}
-          add: [IPC_LOCK]
-          {{- end }}
       volumeMounts:
         - {name: keys, mountPath: /etc/p2p-engine, readOnly: true}
         - {name: shm, mountPath: /dev/shm}
