@@ -165,6 +165,13 @@ def test_without_monitoring_only_pods_of_the_same_release_reach_instances() -> N
             assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "p2p"
 
 
+def test_series_of_two_proxies_that_speak_of_one_instance_stay_apart() -> None:
+    jobs = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+    [job] = [job for job in jobs if job.get("honor_labels")]
+    [relabel] = job["relabel_configs"]
+    assert relabel == {"source_labels": ["__address__"], "target_label": "proxy"}
+
+
 def test_the_sidecar_of_llm_d_knows_its_options_and_finds_its_instance() -> None:
     found = 0
     for pod in pods(DEPLOY / "kubernetes" / "llm-d.yaml"):
