@@ -6,7 +6,10 @@ import asyncio
 import select
 import socket
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from proxy.http.turns import Turns
 
 
 class Silence:
@@ -56,6 +59,7 @@ class Caller:
         origin: str,
         loop: asyncio.AbstractEventLoop,
         silence: Silence,
+        turns: Turns,
     ) -> None:
         self.connection = connection
         self.origin = origin
@@ -65,6 +69,7 @@ class Caller:
         self.is_let_in = False  # a transport has the connection
         self.line: dict[Caller, float] = {}
         self._silence = silence
+        self._turns = turns
 
     @property
     def has_spoken(self) -> bool:
@@ -94,4 +99,5 @@ class Caller:
         else:
             self.line.pop(self, None)
             self._silence.remove(self)
+            self._turns.leave(self.origin, self)
             self.connection.close()

@@ -17,7 +17,7 @@ import uvicorn
 
 from proxy.http.caller import Caller, Silence
 from proxy.http.origins import origin_of
-from proxy.http.turns import Rounds
+from proxy.http.turns import Turns
 
 if TYPE_CHECKING:
     from proxy.http.house import ClientHouse, Guest
@@ -57,9 +57,8 @@ class ClientDoor:
         self._silence = Silence()
         # By how long each may wait: until when, the earliest first.
         self._silent: dict[float, dict[Caller, float]] = {}
-        self._spoken: dict[str, dict[Caller, float]] = {}  # by origin
-        self._rounds = Rounds()
-        self._is_letting_in = False
+        self._spoken: dict[Caller, float] = {}
+        self._turns = Turns()
         self._entering: set[asyncio.Task[None]] = set()
         listeners = cast("asyncio.Server", server).sockets
         self.sockets = [socket.socket(fileno=os.dup(each.fileno())) for each in listeners]
@@ -80,7 +79,7 @@ class ClientDoor:
             listener = self.sockets.pop()
             self._loop.remove_reader(listener.fileno())
             listener.close()
-        for line in (*self._silent.values(), *self._spoken.values()):
+        for line in (*self._silent.values(), self._spoken):
             for caller in list(line):
                 self._forget(caller)
         self._loop.remove_reader(self._silence.fileno())
@@ -108,7 +107,7 @@ class ClientDoor:
                 return
             connection.setblocking(False)
             origin, _ = origin_of(str(address[0]) if address else "")
-            self._greet(Caller(connection, origin, self._loop, self._silence))
+            self._greet(Caller(connection, origin, self._loop, self._silence, self._turns))
 
     def _greet(self, caller: Caller) -> None:
         self._silence.add(caller)
@@ -129,36 +128,17 @@ class ClientDoor:
         caller.is_silent = False
         if self._certificate is None:
             self._house.note_spoken(caller)
-        line = self._spoken.setdefault(caller.origin, {})
-        caller.wait_in(line, self._house.rules.head_seconds)
-        if not self._is_letting_in:
-            self._is_letting_in = True
-            self._rounds.begin()
-            self._loop.call_soon(self._let_in_next)
+        caller.wait_in(self._spoken, self._house.rules.head_seconds)
+        self._turns.ask(caller.origin, caller, partial(self._let_in, caller))
 
-    def _let_in_next(self) -> None:
-        for _ in range(self._rounds.num_turns()):
-            caller = self._next_caller()
-            self._is_letting_in = caller is not None
-            if caller is None:
-                return
-            caller.is_let_in = True
-            task = self._loop.create_task(self._let_in(caller))
-            self._entering.add(task)
-            task.add_done_callback(self._entering.discard)
-        self._loop.call_soon(self._let_in_next)
+    def _let_in(self, caller: Caller) -> None:
+        self._spoken.pop(caller)
+        caller.is_let_in = True
+        task = self._loop.create_task(self._connect(caller))
+        self._entering.add(task)
+        task.add_done_callback(self._entering.discard)
 
-    def _next_caller(self) -> Caller | None:
-        while self._spoken:
-            origin = next(iter(self._spoken))
-            line = self._spoken.pop(origin)
-            if line:
-                caller, _ = line.popitem()
-                self._spoken[origin] = line  # behind the others
-                return caller
-        return None
-
-    async def _let_in(self, caller: Caller) -> None:
+    async def _connect(self, caller: Caller) -> None:
         context, seconds = None, None
         if self._certificate is not None:
             context, seconds = self._certificate.context, self._house.rules.head_seconds
@@ -183,9 +163,8 @@ class ClientDoor:
                     self._hear(caller)
                 else:
                     self._house.close(caller, "idle")
-        for spoken in self._spoken.values():
-            while (caller := _late(spoken, now)) is not None:
-                self._house.close(caller, "slow")
+        while (caller := _late(self._spoken, now)) is not None:
+            self._house.close(caller, "slow")
         self._looking = self._loop.call_later(LOOK_SECONDS, self._look)
 
     def _forget(self, caller: Caller) -> None:

@@ -12,14 +12,16 @@ from typing import Any, TypeAlias
 from proxy.http.caller import Caller
 from proxy.http.origins import origin_of
 from proxy.http.strict import StrictConnection
-from proxy.http.turns import Turns
+from proxy.http.turns import TURN_SECONDS, Turns
 
 # Bytes in a row that are neither a head nor a body: trailers, chunk extensions, empty lines.
 MAX_DRY_BYTES = 128 << 10
-# What a client sends is parsed in slices. If that takes longer, because it is all tiny chunks, the
-# rest waits: of all such clients, one has its turn in each round of the loop.
-SLICE_BYTES = 2 << 10
-SLICE_SECONDS = 0.0005  # of a core's time
+# What a client sends is parsed in slices, each twice as large as the one before, until its turn is
+# over: it may all be tiny chunks.
+LEAST_SLICE_BYTES = 2 << 10
+MOST_SLICE_BYTES = 16 << 10
+# Of what all clients send, so much is parsed in each round of the loop.
+TURNS_TO_PARSE = 10
 # So many newcomers at a time are told that the house is full; more are closed unheard.
 MAX_TURNED_AWAY = 64
 # A client has this long to send its request before it may have to make room for another.
@@ -65,7 +67,7 @@ class ClientHouse:
         self.turn_away = turn_away
         self._count = count
         self.count_refused = count_refused
-        self.turns = Turns()
+        self.parsing = Turns(TURNS_TO_PARSE, least=0)
         self._guests: set[Visitor] = set()
         self._turned_away: set[Visitor] = set()
         # Without a request and never answered, without a request, with half of one, and with what
@@ -190,8 +192,9 @@ class Guest(StrictConnection):
         self.timeout_keep_alive = house.rules.idle_seconds  # type: ignore[assignment]
         self.was_answered = False
         self._num_dry_bytes = 0  # since the last head or piece of a body
-        self._unread = b""  # what came and waits for its turn to be parsed
-        self._reading: asyncio.Task[None] | None = None
+        self._origin = ""
+        self._unread = memoryview(b"")  # what came and waits for its turn to be parsed
+        self._is_behind = False
         self._head_due: float | None = None
         self._stall: asyncio.TimerHandle | None = None
 
@@ -212,6 +215,7 @@ class Guest(StrictConnection):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Enter the house."""
         super().connection_made(transport)
+        self._origin, _ = origin_of(self.client[0] if self.client else "")
         caller, self._caller = self._caller, None
         house = self._house
         self._close_after(house.replace(caller, self) if caller else house.enter(self), "idle")
@@ -219,43 +223,45 @@ class Guest(StrictConnection):
     def connection_lost(self, exc: Exception | None) -> None:
         """Leave the house."""
         self._house.leave(self)
-        if self._reading is not None:
-            self._reading.cancel()
+        self._house.parsing.leave(self._origin, self)
         super().connection_lost(exc)
         self._end_stall()
 
-    def data_received(self, data: bytes) -> None:
-        """Parse what came, or as much of it as takes little time."""
+    def data_received(self, data: bytes | memoryview) -> None:
+        """Parse what came, or as much of it as there is time for in this round."""
         if self._unread:
-            self._unread += data
-        elif len(data) > SLICE_BYTES:
-            self._unread = self._read(data)
-        else:
-            self._take(data)
-        if self._unread:
-            self.transport.pause_reading()
-            if self._reading is None:
-                self._reading = self.loop.create_task(self._read_on())
+            self._unread = memoryview(bytes(self._unread) + data)
+            return
+        self._unread = memoryview(data)
+        if not self._house.parsing.do_now(self._read_on):
+            self._unset_keepalive_if_required()
+            self._house.note_spoken(self)
+            self._fall_behind(goes_on=False)
 
-    def _read(self, data: bytes) -> bytes:
-        """Parse for `SLICE_SECONDS`; return the rest."""
-        began = time.thread_time()
-        for end in range(SLICE_BYTES, len(data) + SLICE_BYTES, SLICE_BYTES):
-            self._take(data[end - SLICE_BYTES : end])
-            if time.thread_time() - began > SLICE_SECONDS:
-                return data[end:]
-        return b""
-
-    async def _read_on(self) -> None:
-        origin, _ = origin_of(self.client[0] if self.client else "")
+    def _read_on(self) -> None:
+        """Parse for one turn."""
+        end, size = time.thread_time() + TURN_SECONDS, LEAST_SLICE_BYTES
         while self._unread and not self.transport.is_closing():
-            await self._house.turns.take(origin)
-            self._unread = self._read(self._unread)
-        self._reading = None
-        if not self.flow.read_paused and not self.transport.is_closing():
-            self.transport.resume_reading()
+            data, self._unread = self._unread[:size], self._unread[size:]
+            self._take(data)
+            if time.thread_time() > end:
+                break
+            size = min(2 * size, MOST_SLICE_BYTES)
+        if self.transport.is_closing():
+            self._unread = memoryview(b"")
+        elif self._unread:
+            self._fall_behind(goes_on=True)
+        elif self._is_behind:
+            self._is_behind = False
+            self.sluice.resume_reading()
 
-    def _take(self, data: bytes) -> None:
+    def _fall_behind(self, *, goes_on: bool) -> None:
+        if not self._is_behind:
+            self._is_behind = True
+            self.sluice.pause_reading()
+        self._house.parsing.ask(self._origin, self, self._read_on, goes_on=goes_on)
+
+    def _take(self, data: memoryview) -> None:
         """Parse a slice; limit how much, and how slowly, comes without a request."""
         self._house.note_read(self)
         self._num_dry_bytes += len(data)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import httptools
 import msgspec
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 if TYPE_CHECKING:
@@ -65,8 +66,10 @@ class StrictConnection(HttpToolsProtocol):
         """Begin."""
         super().connection_made(transport)
         self._exit = _Exit(self)
+        self.sluice = Sluice(transport)
+        self.flow = FlowControl(cast("asyncio.Transport", self.sluice))
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, data: bytes | memoryview) -> None:
         """Parse what came; a request that is not clear ends the connection."""
         if self._is_over:
             self._drop(data)
@@ -86,7 +89,7 @@ class StrictConnection(HttpToolsProtocol):
         except _Refused as refused:
             self._refuse(refused)
 
-    def _parse(self, data: bytes) -> None:
+    def _parse(self, data: bytes | memoryview) -> None:
         while data:
             try:
                 self.parser.feed_data(data)
@@ -275,7 +278,7 @@ class StrictConnection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
-    def _drop(self, data: bytes) -> None:
+    def _drop(self, data: bytes | memoryview) -> None:
         self._num_dropped_bytes += len(data)
         if self._num_dropped_bytes > LINGER_BYTES:
             running = self._running
@@ -283,6 +286,26 @@ class StrictConnection(HttpToolsProtocol):
                 self.transport.close()
             else:
                 self.flow.pause_reading()
+
+
+class Sluice:
+    """Reads from a transport while nobody has paused it. Each pause is ended by who began it."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._num_pauses = 0
+
+    def pause_reading(self) -> None:
+        """Read no more."""
+        self._num_pauses += 1
+        if self._num_pauses == 1 and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read on, if nobody else has paused."""
+        self._num_pauses -= 1
+        if self._num_pauses == 0 and not self._transport.is_closing():
+            self._transport.resume_reading()
 
 
 class _Cycle(RequestResponseCycle):

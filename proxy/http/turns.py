@@ -1,71 +1,114 @@
-"""Turns: who has work to do waits for others, a round of the event loop for each, or nearly so."""
+"""Turns: who has work to do waits for others, and each round of the event loop does a little."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import TypeAlias
 
+TURN_SECONDS = 0.0005  # of a core's time
 # Where others may not wait for long rounds, either: so many have their turn in each second.
 LEAST_PER_SECOND = 500
 MOST_AT_ONCE = 32
 
-
-class Rounds:
-    """Tells how many may have their turn in a round of the event loop: one, and more if the round
-    before took long. So they take a part of the time, however long others make the rounds."""
-
-    def __init__(self) -> None:
-        self._began = 0.0
-
-    def begin(self) -> None:
-        """Note that a round begins, and that nobody waited before it."""
-        self._began = asyncio.get_running_loop().time()
-
-    def num_turns(self) -> int:
-        """Return how many may have their turn in the round that begins now."""
-        before = self._began
-        self.begin()
-        return 1 + min(MOST_AT_ONCE, int((self._began - before) * LEAST_PER_SECOND))
+Work: TypeAlias = Callable[[], object]
 
 
 class Turns:
-    """Lets one task work in each round of the event loop, or more if that is too seldom. Origins
-    take turns; tasks of one origin are in order.
+    """Gives so many turns in each round of the event loop, and more if the round before took long.
+    So all work together takes a part of the time, however much there is and however long others
+    make the rounds.
 
-    Who moves much then delays others by one piece, however many do so at once.
+    Origins take turns. Of one origin, who comes is before those who wait: in a crowd that asks for
+    more than there is, all would otherwise wait for the longest. Who goes on is behind them.
     """
 
-    def __init__(self) -> None:
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        self._rounds = Rounds()
+    def __init__(self, num_turns: int = 1, *, least: float = 1) -> None:
+        """A turn counts as many as the time that it took, and as `least` at
+        least: what a turn wakes may take its time later."""
+        self._num_turns = num_turns
+        self._least = least
+        self._num_left: float = num_turns  # in this round
+        self._began = 0.0
         self._is_running = False
+        self._lines: dict[str, OrderedDict[Hashable, Work]] = {}
 
     async def take(self, origin: str = "") -> None:
-        """Wait for one's turn."""
-        loop = asyncio.get_running_loop()
-        mine = loop.create_future()
-        self._waiting.setdefault(origin, deque()).append(mine)
+        """Wait for one's turn, behind all others of that origin."""
+        if not self._lines and self.do_now(_nothing):
+            return
+        mine = asyncio.get_running_loop().create_future()
+        self.ask(origin, mine, partial(_wake, mine), goes_on=True)
+        try:
+            await mine
+        finally:
+            self.leave(origin, mine)
+
+    def do_now(self, work: Work) -> bool:
+        """Do work at once if there is time left in this round; return whether there was."""
+        if self._num_left <= 0:
+            return False
+        self._do(work)
+        self._run()
+        return True
+
+    def ask(self, origin: str, who: Hashable, work: Work, *, goes_on: bool = False) -> None:
+        """Ask for a turn to do work in; `goes_on`: behind all others."""
+        line = self._lines.setdefault(origin, OrderedDict())
+        line[who] = work
+        line.move_to_end(who, last=not goes_on)
+        self._run()
+
+    def leave(self, origin: str, who: Hashable) -> None:
+        """Wait no longer; idempotent."""
+        line = self._lines.get(origin)
+        if line is not None and line.pop(who, None) is not None and not line:
+            del self._lines[origin]
+
+    def _do(self, work: Work) -> None:
+        began = time.thread_time()
+        try:
+            work()
+        finally:
+            took = time.thread_time() - began
+            self._num_left -= max(self._least, took / TURN_SECONDS)
+
+    def _run(self) -> None:
         if not self._is_running:
             self._is_running = True
-            self._rounds.begin()
+            loop = asyncio.get_running_loop()
+            self._began = loop.time()
             loop.call_soon(self._give)
-        await mine
 
     def _give(self) -> None:
-        for _ in range(self._rounds.num_turns()):
-            if (following := self._next()) is not None:
-                following.set_result(None)
-        self._is_running = bool(self._waiting)
-        if self._is_running:
-            asyncio.get_running_loop().call_soon(self._give)
+        loop, before = asyncio.get_running_loop(), self._began
+        self._began = loop.time()
+        more = int((self._began - before) * LEAST_PER_SECOND)
+        self._num_left = self._num_turns + min(MOST_AT_ONCE, more)
+        try:
+            while self._lines and self._num_left > 0:
+                self._do(self._next())
+        finally:
+            self._is_running = bool(self._lines) or self._num_left < self._num_turns
+            if self._is_running:
+                loop.call_soon(self._give)
 
-    def _next(self) -> asyncio.Future[None] | None:
-        while self._waiting:
-            origin = next(iter(self._waiting))
-            line = self._waiting.pop(origin)
-            following = line.popleft()
-            if line:
-                self._waiting[origin] = line  # behind the others
-            if not following.done():  # it may have been cancelled
-                return following
-        return None
+    def _next(self) -> Work:
+        origin = next(iter(self._lines))
+        line = self._lines.pop(origin)
+        _, work = line.popitem()
+        if line:
+            self._lines[origin] = line  # behind the others
+        return work
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():  # it may have been cancelled, and not have left yet
+        waiter.set_result(None)
+
+
+def _nothing() -> None:
+    """Do nothing: the work begins when its turn is over."""

@@ -333,7 +333,8 @@ async def test_tiny_chunks_of_many_bytes_hold_nobody_for_long(
         loop.call_soon(count)
 
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(house, "SLICE_SECONDS", 0.0)
+    for module in (house, turns):
+        monkeypatch.setattr(module, "TURN_SECONDS", 1e-9)
     monkeypatch.setattr(house.Guest, "on_body", counted)
     content = json.dumps({**ASKED_JSON, "prompt": "x" * 20_000}).encode()
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in content) + b"0\r\n\r\n"
@@ -342,8 +343,51 @@ async def test_tiny_chunks_of_many_bytes_hold_nobody_for_long(
         async with client(proxy, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunks) as one:
             assert await one.status() == 200
         assert len(pieces) == len(content)
-        assert max(Counter(pieces).values()) <= 2 * house.SLICE_BYTES // 6 + 2
+        assert max(Counter(pieces).values()) <= 2 * house.LEAST_SLICE_BYTES // 6 + 2
         assert prefill.received[0].json["prompt"] == "x" * 20_000
+
+
+async def test_a_crowd_that_is_inside_is_parsed_for_a_while_in_each_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parsed, num_rounds = list[int](), 0
+    on_headers_complete = house.Guest.on_headers_complete
+
+    def counted(self: house.Guest) -> None:
+        parsed.append(num_rounds)
+        on_headers_complete(self)
+
+    def count() -> None:
+        nonlocal num_rounds
+        num_rounds += 1
+        loop.call_soon(count)
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(house.Guest, "on_headers_complete", counted)
+    async with running_proxy() as proxy:
+        crowd = [socket.create_connection(("127.0.0.1", proxy.port)) for _ in range(100)]
+        for connection in crowd:
+            connection.sendall(HEALTH)
+        await until_answered(crowd)
+        monkeypatch.setattr(turns, "TURN_SECONDS", 1e-9)
+        monkeypatch.setattr(turns, "LEAST_PER_SECOND", 0)
+        parsed.clear()
+        loop.call_soon(count)
+        for connection in crowd:
+            connection.sendall(HEALTH)
+        await until_answered(crowd)
+        assert len(parsed) == len(crowd)
+        assert max(Counter(parsed).values()) <= 2
+        for connection in crowd:
+            connection.close()
+
+
+async def until_answered(connections: list[socket.socket]) -> None:
+    """Wait until something has come on each."""
+    loop = asyncio.get_running_loop()
+    for connection in connections:
+        connection.setblocking(False)
+        assert await asyncio.wait_for(loop.sock_recv(connection, 1 << 16), 20)
 
 
 async def test_a_large_head_may_come_in_any_pieces() -> None:

@@ -6,12 +6,13 @@ import asyncio
 import os
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 
 from proxy.http.memory import FREE_BYTES, PIECE_BYTES, BodyMemory, Keep, Span
 from proxy.http.sharing import BURST_SECONDS, MAX_SHARE, Pace, Shared
-from proxy.http.turns import MOST_AT_ONCE, Rounds, Turns
+from proxy.http.turns import MOST_AT_ONCE, TURN_SECONDS, Turns
 from tests.doubles.clock import Clock
 from tests.rigs.proxies import until
 
@@ -109,16 +110,52 @@ async def test_origins_take_turns() -> None:
         moved.append(origin)
 
     await asyncio.gather(*(move(origin) for origin in "aaaaabcc"))
-    assert "".join(moved) == "abcacaaa"
+    assert "".join(moved) == "aabcacaa"  # the first need not wait
+
+
+async def test_who_comes_is_first_and_who_goes_on_is_last() -> None:
+    turns, worked = Turns(), list[str]()
+    await turns.take()
+    for name in ("one", "two", "three"):
+        turns.ask("", name, partial(worked.append, name), goes_on=name == "two")
+    turns.ask("", "gone", partial(worked.append, "gone"))
+    turns.leave("", "gone")
+    turns.leave("", "gone")
+    await until(lambda: len(worked) == 3, "all have worked")
+    assert worked == ["three", "one", "two"]
+
+
+async def test_a_turn_counts_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, turns, rounds = Clock(), Turns(10, least=0), list[int]()
+    monkeypatch.setattr("proxy.http.turns.time.thread_time", clock)
+    monkeypatch.setattr("proxy.http.turns.LEAST_PER_SECOND", 0)
+
+    def work() -> None:
+        rounds.append(num_rounds)
+        clock.now += 2 * TURN_SECONDS
+
+    num_rounds = 0
+    assert [turns.do_now(work) for _ in range(7)] == [True] * 5 + [False] * 2
+    for number in range(12):
+        turns.ask("", number, work)
+    while len(rounds) < 17:
+        num_rounds += 1
+        await asyncio.sleep(0)
+    assert list(Counter(rounds).values()) == [5, 5, 5, 2]
 
 
 async def test_more_have_their_turn_in_long_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds = Rounds()
-    rounds.begin()
-    monkeypatch.setattr("proxy.http.turns.LEAST_PER_SECOND", 0)
-    assert rounds.num_turns() == 1
-    monkeypatch.setattr("proxy.http.turns.LEAST_PER_SECOND", 1 << 40)
-    assert rounds.num_turns() == 1 + MOST_AT_ONCE
+    for per_second, expected in ((0, 1), (1 << 40, 1 + MOST_AT_ONCE)):
+        monkeypatch.setattr("proxy.http.turns.LEAST_PER_SECOND", per_second)
+        turns, loop, worked = Turns(), asyncio.get_running_loop(), list[int]()
+        await turns.take()
+        for number in range(100):
+            turns.ask("", number, partial(worked.append, number))
+        before = loop.time()
+        while loop.time() == before:
+            pass
+        await asyncio.sleep(0)
+        assert len(worked) == expected
 
 
 async def test_one_piece_is_moved_in_each_round_of_the_loop(
