@@ -17,6 +17,7 @@ from p2p_engine.wire.messages import TransferKey
 from p2p_engine.wire.request_ids import EngineId, ProxyId, parse_engine_id, parse_proxy_id
 
 MAX_TRANSFER_ID_LENGTH = 256
+ONLY_CHOICE = "is_only_choice"  # prefill's answer: it was asked for one choice
 _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})")
 
 
@@ -93,7 +94,9 @@ def _flagged_intent(
     engine_id: EngineId,
     proxy_id: ProxyId | None,
     instance: ThisInstance,
-) -> Intent:
+) -> Intent | None:
+    if direction is Direction.LOAD and engine_id.child_index and _flag(params, ONLY_CHOICE):
+        return None  # the first choice takes the one KV that there is
     peer = _other(_flagged_peer(direction, params, proxy_id, instance), instance)
     send_type = _send_type(params) or instance.send_type
     transfer_id = _transfer_id(params, "transfer_id")

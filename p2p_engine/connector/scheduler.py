@@ -17,7 +17,13 @@ from vllm.v1.request import RequestStatus
 
 from p2p_engine.config import SendMode
 from p2p_engine.connector.binding import binding_of
-from p2p_engine.connector.intent import Direction, InvalidParams, ThisInstance, read_intent
+from p2p_engine.connector.intent import (
+    ONLY_CHOICE,
+    Direction,
+    InvalidParams,
+    ThisInstance,
+    read_intent,
+)
 from p2p_engine.connector.layer_group import NULL_BLOCK, LayerGroup
 from p2p_engine.connector.metadata import P2pConnectorMetadata
 from p2p_engine.connector.orders import BlockRange, EndedSend, Int64s, Load, Party, SendStep
@@ -27,6 +33,7 @@ from p2p_engine.connector.wanted import Wanted
 from p2p_engine.errors import named
 from p2p_engine.transfer import note_stage
 from p2p_engine.wire.messages import ContentKey
+from p2p_engine.wire.request_ids import is_one_of_several
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -222,6 +229,7 @@ class SchedulerHalf:
             "dcp_size": 1,
             "transfer_mode": "pull" if is_held else "push",
             "send_type": party.send_type.value,
+            ONLY_CHOICE: not is_one_of_several(party.request_id),
         }
 
     # A step

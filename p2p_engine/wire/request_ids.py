@@ -20,9 +20,11 @@ _INDEX = r"0|[1-9][0-9]{0,8}"
 # Completions always have a prompt index; chats only if one request has several.
 _ENGINE_ID = re.compile(
     rf"(?:(?P<child>{_INDEX})_)?"
-    rf"(?:cmpl-(?P<completion>.+)-(?P<prompt>{_INDEX})|chatcmpl-(?P<chat>.+?)(?:_(?P<turn>{_INDEX}))?)",
+    rf"(?:cmpl-(?P<completion>.+)-(?P<prompt>{_INDEX})|chatcmpl-(?P<chat>.+?)(?:_(?P<turn>{_INDEX}))?"
+    r"|generate-tokens-(?P<tokens>.+))",
     re.DOTALL,
 )
+_ONE_OF_SEVERAL = re.compile(rf"(?:{_INDEX})_")
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}")
 _SUFFIX_LENGTH = 9
 
@@ -65,7 +67,7 @@ def parse_proxy_id(text: str) -> ProxyId | None:
 
 
 def parse_engine_id(request_id: str, *, is_randomized: bool) -> EngineId | None:
-    """Undo vLLM's decoration of a request id; None if it is not that of a completion or chat.
+    """Undo vLLM's decoration of a request id; None if it is of another kind of request.
 
     `is_randomized` says whether vLLM appends eight random hexadecimal digits. It cannot be guessed:
     an external id may end in eight such digits of its own.
@@ -77,6 +79,11 @@ def parse_engine_id(request_id: str, *, is_randomized: bool) -> EngineId | None:
     match = _ENGINE_ID.fullmatch(request_id)
     if match is None:
         return None
-    external_id = match["completion"] or match["chat"]
+    external_id = match["completion"] or match["chat"] or match["tokens"]
     index = match["prompt"] or match["turn"] or 0
     return EngineId(external_id, int(index), int(match["child"] or 0))
+
+
+def is_one_of_several(request_id: str) -> bool:
+    """Whether an engine's request is one of several choices (`n` above 1)."""
+    return _ONE_OF_SEVERAL.match(request_id) is not None

@@ -76,7 +76,11 @@ class LlmdSidecar:
 
 
 class LlmdCoordinator(LlmdSidecar):
-    """llm-d's coordinator."""
+    """llm-d's coordinator. A chat goes to prefill whole, of a completion only model and prompt."""
+
+    def prefill_body(self, body: Json) -> Json:
+        kept: Json = {name: body[name] for name in ("model", "prompt") if name in body}
+        return super().prefill_body(kept if "prompt" in body else body)
 
     def decode_params(self, answered: Json | None) -> Json:
         return {**(answered or {}), **TO_DECODE}

@@ -55,8 +55,7 @@ def play(pair: Pair, router: type[LlmdSidecar]) -> list[dict[str, Any] | None]:
 def _play_one(
     pair: Pair, kind: type[LlmdSidecar], length: int, memory: dict[str, Any]
 ) -> dict[str, Any] | None:
-    prefill, decode = (Served("127.0.0.1:1", side.address) for side in (pair.p, pair.d))
-    router, prompt = kind(prefill, decode, memory), prompt_of(length, seed=length)
+    router, prompt = kind(*_served(pair), memory), prompt_of(length, seed=length)
     external_id = router.headers["X-Request-Id"]
     prefill_id, decode_id = (f"cmpl-{external_id}-0-0000000{leg}" for leg in "ab")
 
@@ -67,13 +66,24 @@ def _play_one(
 
     if router.is_concurrent:
         add_decode(None)
-    pair.p.add(prefill_id, prompt, max_tokens=1, params=_sent(router.prefill_body({})))
-    pair.run(lambda: prefill_id in pair.p.finished)
-    answered = pair.p.params.get(prefill_id)
+    answered = _ask_prefill(pair, router, prefill_id, prompt)
     router.take_answer(answered)
     if not router.is_concurrent:
         add_decode({"kv_transfer_params": answered})
     return answered
+
+
+def _served(pair: Pair) -> tuple[Served, Served]:
+    return Served("127.0.0.1:1", pair.p.address), Served("127.0.0.1:2", pair.d.address)
+
+
+def _ask_prefill(
+    pair: Pair, router: LlmdSidecar, request_id: str, prompt: list[int]
+) -> dict[str, Any] | None:
+    """What prefill answers when the prompt is computed."""
+    pair.p.add(request_id, prompt, max_tokens=1, params=_sent(router.prefill_body({})))
+    pair.run(lambda: request_id in pair.p.finished)
+    return pair.p.params.get(request_id)
 
 
 def _sent(body: dict[str, Any]) -> dict[str, Any] | None:
@@ -105,4 +115,44 @@ def test_decode_computes_what_nobody_would_send_to_it(
     refused = [text for text in caplog.messages if "remote_bootstrap_addr" in text]
     assert len(refused) == (len(LENGTHS) if issubclass(router, LlmdMooncake) else 0)
     pair.run()  # until the leases of what prefill holds for nobody have ended
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("kind", ["cmpl-{}-0", "generate-tokens-{}"])
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_choices_that_prefill_was_not_asked_for_are_computed(
+    make_pair: MakePair, kind: str, send_type: str
+) -> None:
+    """llm-d's coordinator asks prefill for one choice, and decode for as many as the client."""
+    pair, prompt = make_pair(send_type=send_type), prompt_of(100)
+    router = LlmdCoordinator(*_served(pair))
+    request_id = kind.format(router.request_id)
+    answered = _ask_prefill(pair, router, f"{request_id}-0000000a", prompt)
+    names = [f"{child}_{request_id}-0000000b" for child in range(2)]
+    for name in names:
+        params = _sent(router.decode_body({}, {"kv_transfer_params": answered}))
+        pair.d.add(name, prompt, params=params)
+        pair.expect(name, prompt)
+    pair.run()
+    pair.check_answers()
+    num_computed = [pair.d.num_computed_prompt_tokens[name] for name in names]
+    assert num_computed == [1, 100]
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_each_choice_that_prefill_was_asked_for_is_loaded(
+    make_pair: MakePair, send_type: str
+) -> None:
+    """Whichever of prefill's answers vLLM passes on."""
+    pair, prompt = make_pair(send_type=send_type), prompt_of(100)
+    router = ProductionStack(*_served(pair))
+    kind = f"cmpl-{router.request_id}-0-0000000"
+    answers = [_ask_prefill(pair, router, f"{child}_{kind}a", prompt) for child in range(2)]
+    for child in range(2):
+        params = _sent(router.decode_body({}, {"kv_transfer_params": answers[1 - child]}))
+        pair.d.add(f"{child}_{kind}b", prompt, params=params)
+        pair.expect(f"{child}_{kind}b", prompt)
+    pair.run()
+    pair.check_answers(num_computed=1)
     pair.check_at_rest()

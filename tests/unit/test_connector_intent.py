@@ -155,6 +155,7 @@ def test_ipv6_hosts_stand_in_brackets(host: str) -> None:
         (decode_params(transfer_id="x", transfer_mode="push"), "remote_host"),
         (decode_params(transfer_id="x", send_type="POST", **at(D)), "send_type"),
         (decode_params(transfer_id="x", send_type={}, **at(D)), "send_type"),
+        (decode_params(transfer_id="x", is_only_choice=1, **at(D)), "is_only_choice"),
         (decode_params(remote_request_id=["x"], **at(D)), "remote_request_id"),
         ("a text", "str"),
         ([1], "list"),
@@ -162,13 +163,13 @@ def test_ipv6_hosts_stand_in_brackets(host: str) -> None:
 )
 def test_malformed_parameters_are_named(params: Any, what: str) -> None:
     with pytest.raises(InvalidParams, match=what) as caught:
-        read_intent(PLAIN, params, instance())
+        read_intent(f"1_{PLAIN}", params, instance())
     assert len(str(caught.value)) < 200
 
 
 NAMES = ["do_remote_prefill", "do_remote_decode", "transfer_id", "remote_host", "remote_port",
          "remote_handshake_port", "remote_bootstrap_addr", "remote_block_ids", "transfer_mode",
-         "remote_request_id", "send_type"]  # fmt: skip
+         "remote_request_id", "send_type", "is_only_choice"]  # fmt: skip
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
@@ -178,7 +179,7 @@ ANYTHING = st.recursive(
 
 @settings(deadline=None)
 @given(
-    st.text() | st.sampled_from([BY_ID, PLAIN]),
+    st.text() | st.sampled_from([BY_ID, PLAIN, f"1_{PLAIN}"]),
     ANYTHING | st.dictionaries(st.sampled_from(NAMES), ANYTHING),
     st.sampled_from(["kv_producer", "kv_consumer", "kv_both"]),
 )

@@ -193,6 +193,7 @@ def test_a_complete_prompt_is_held_and_answered(half: SchedulerHalf, status: Req
         "dcp_size": 1,
         "transfer_mode": "push",
         "send_type": "PUT_ASYNC",
+        "is_only_choice": True,
     }
     (ended,) = half.build_metadata(make_output()).ended_sends
     assert (ended.party.request_id, ended.failure, ended.is_held) == ("r", None, True)

@@ -37,7 +37,8 @@ def engine_request_id(
 @pytest.mark.parametrize("is_randomized", [True, False])
 @pytest.mark.parametrize("child", [None, 0, 1, 15])
 @pytest.mark.parametrize(
-    ("kind", "index"), [("cmpl", 0), ("cmpl", 7), ("chatcmpl", None), ("chatcmpl", 2)]
+    ("kind", "index"),
+    [("cmpl", 0), ("cmpl", 7), ("chatcmpl", None), ("chatcmpl", 2), ("generate-tokens", None)],
 )
 @pytest.mark.parametrize("external_id", EXTERNAL_IDS)
 def test_engine_id_gives_back_what_it_was_made_of(
