@@ -17,7 +17,8 @@ from p2p_engine.wire.messages import TransferKey
 from p2p_engine.wire.request_ids import EngineId, ProxyId, parse_engine_id, parse_proxy_id
 
 MAX_TRANSFER_ID_LENGTH = 256
-ONLY_CHOICE = "is_only_choice"  # prefill's answer: it was asked for one choice
+# What prefill answers of its own request: it was for one choice; it had no cache salt.
+ONLY_CHOICE, UNSALTED = "is_only_choice", "is_unsalted"
 _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})")
 
 
@@ -50,6 +51,7 @@ class Intent:
     key: TransferKey
     peer: str | None
     send_type: SendMode
+    is_salted: bool = True  # whether the request's cache salt, if it has one, is prefill's too
 
 
 def read_intent(
@@ -116,7 +118,8 @@ def _flagged_intent(
         raise InvalidParams("do_remote_prefill without transfer_id")
     if direction is Direction.LOAD and peer is None:
         _check_load_from_anybody(params, send_type)
-    return Intent(direction, _key(transfer_id, engine_id), peer, send_type)
+    is_salted = direction is Direction.SEND or not _flag(params, UNSALTED)
+    return Intent(direction, _key(transfer_id, engine_id), peer, send_type, is_salted)
 
 
 def _flagged_peer(

@@ -19,6 +19,7 @@ from p2p_engine.config import SendMode
 from p2p_engine.connector.binding import binding_of
 from p2p_engine.connector.intent import (
     ONLY_CHOICE,
+    UNSALTED,
     Direction,
     InvalidParams,
     ThisInstance,
@@ -128,7 +129,7 @@ class SchedulerHalf:
         except InvalidParams as error:
             logger.warning("computed locally: request=%s reason=%s", request_id, named(error))
             return
-        binding = binding_of(request, self._model)
+        binding = binding_of(request, self._model, is_salted=intent.is_salted)
         party = Party(
             request_id,
             intent.key,
@@ -194,7 +195,9 @@ class SchedulerHalf:
         if is_complete and sending.party.send_type is SendMode.GET:
             num_blocks = sum(block != NULL_BLOCK for group in block_ids for block in group)
             self._pressure.hold(request.request_id, num_blocks)
-        return sending.has_steps, self._response(sending.party, block_ids) if is_complete else None
+        return sending.has_steps, self._answer(
+            request, sending.party, block_ids
+        ) if is_complete else None
 
     def _end_load(self, loading: _Loading) -> None:
         if loading.is_open:
@@ -202,7 +205,9 @@ class SchedulerHalf:
         if loading.is_open or not loading.is_decided:
             self._wanted.remove(loading.party, was_ordered=loading.is_open)
 
-    def _response(self, party: Party, block_ids: Sequence[list[int]]) -> dict[str, Any]:
+    def _answer(
+        self, request: Request, party: Party, block_ids: Sequence[list[int]]
+    ) -> dict[str, Any]:
         """Return the parameters that a router passes to the decode side.
 
         All that NixlConnector answers is among them, and MoRIIOConnector's ports: routers look for
@@ -218,7 +223,7 @@ class SchedulerHalf:
             "remote_port": int(port),
             "remote_handshake_port": int(port),
             "remote_notify_port": int(port),
-            "remote_request_id": party.request_id,
+            "remote_request_id": request.request_id,
             "remote_block_ids": [list(group) for group in block_ids],
             "remote_num_tokens": party.num_tokens,
             "remote_blocks_expiry_time": None,  # decode renews them
@@ -229,7 +234,8 @@ class SchedulerHalf:
             "dcp_size": 1,
             "transfer_mode": "pull" if is_held else "push",
             "send_type": party.send_type.value,
-            ONLY_CHOICE: not is_one_of_several(party.request_id),
+            ONLY_CHOICE: not is_one_of_several(request.request_id),
+            UNSALTED: request.cache_salt is None,
         }
 
     # A step

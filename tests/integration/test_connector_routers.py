@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.request import RequestStatus
+
 from tests import marks
 from tests.doubles.instance import BLOCK_SIZE
 from tests.doubles.pair import MakePair, Pair, prompt_of
@@ -156,3 +158,41 @@ def test_each_choice_that_prefill_was_asked_for_is_loaded(
     pair.run()
     pair.check_answers(num_computed=1)
     pair.check_at_rest()
+
+
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_a_salt_that_prefill_was_not_told_is_decodes_alone(
+    make_pair: MakePair, send_type: str
+) -> None:
+    """llm-d's coordinator asks prefill without the client's `cache_salt`: what it answers was
+    computed behind no salt. Decode loads it, and its cache keeps it behind the salt."""
+    pair, prompt = make_pair(send_type=send_type), prompt_of(100)
+    router = LlmdCoordinator(*_served(pair))
+    request_id = f"cmpl-{router.request_id}-0-0000000"
+    answered = _ask_prefill(pair, router, f"{request_id}a", prompt)
+    params = _sent(router.decode_body({}, {"kv_transfer_params": answered}))
+    for name, salt, given in (("b", "red", params), ("c", "red", None), ("d", "blue", None)):
+        pair.d.add(request_id + name, prompt, cache_salt=salt, params=given)
+        pair.expect(request_id + name, prompt)
+        pair.run()
+    pair.check_answers()
+    computed = [pair.d.num_computed_prompt_tokens[request_id + name] for name in "bcd"]
+    assert computed == [1, 100 % BLOCK_SIZE, 100]
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["lied to", "told"])
+@pytest.mark.parametrize("salt", [None, "blue"])
+def test_salted_kv_goes_to_its_salt_only(make_pair: MakePair, salt: str | None, said: bool) -> None:
+    """Whatever decode is told of it."""
+    pair, prompt = make_pair(transfer_timeout_seconds=1, lease_seconds=1), prompt_of(100)
+    router = LlmdSidecar(*_served(pair))
+    request_id = f"cmpl-{router.request_id}-0-0000000"
+    params = _sent(router.prefill_body({}))
+    pair.p.add(f"{request_id}a", prompt, max_tokens=1, params=params, cache_salt="red")
+    pair.run(lambda: f"{request_id}a" in pair.p.finished)
+    answered = {**(pair.p.params[f"{request_id}a"] or {}), "is_unsalted": said}
+    pair.d.add(f"{request_id}b", prompt, params=answered, cache_salt=salt)
+    pair.run()
+    assert pair.d.finished[f"{request_id}b"] is RequestStatus.FINISHED_ERROR
+    assert pair.landed_bytes() == 0

@@ -156,6 +156,7 @@ def test_ipv6_hosts_stand_in_brackets(host: str) -> None:
         (decode_params(transfer_id="x", send_type="POST", **at(D)), "send_type"),
         (decode_params(transfer_id="x", send_type={}, **at(D)), "send_type"),
         (decode_params(transfer_id="x", is_only_choice=1, **at(D)), "is_only_choice"),
+        (decode_params(transfer_id="x", is_unsalted="no", **at(D)), "is_unsalted"),
         (decode_params(remote_request_id=["x"], **at(D)), "remote_request_id"),
         ("a text", "str"),
         ([1], "list"),
@@ -169,7 +170,7 @@ def test_malformed_parameters_are_named(params: Any, what: str) -> None:
 
 NAMES = ["do_remote_prefill", "do_remote_decode", "transfer_id", "remote_host", "remote_port",
          "remote_handshake_port", "remote_bootstrap_addr", "remote_block_ids", "transfer_mode",
-         "remote_request_id", "send_type", "is_only_choice"]  # fmt: skip
+         "remote_request_id", "send_type", "is_only_choice", "is_unsalted"]  # fmt: skip
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),

@@ -194,6 +194,7 @@ def test_a_complete_prompt_is_held_and_answered(half: SchedulerHalf, status: Req
         "transfer_mode": "push",
         "send_type": "PUT_ASYNC",
         "is_only_choice": True,
+        "is_unsalted": True,
     }
     (ended,) = half.build_metadata(make_output()).ended_sends
     assert (ended.party.request_id, ended.failure, ended.is_held) == ("r", None, True)
