@@ -207,18 +207,43 @@ def _send_type(params: Mapping[str, Any]) -> SendMode | None:
 
 
 def _peer(params: Mapping[str, Any]) -> str | None:
-    host, port = params.get("remote_host"), params.get("remote_port")
-    if host is None and port is None:
+    host = params.get("remote_host")
+    if host is None and params.get("remote_port") is None:
         return None
-    if port is None:
-        port = params.get("remote_handshake_port")  # MoRIIOConnector's name for it
-    if isinstance(port, str) and port.isascii() and port.isdecimal() and len(port) <= 5:
-        port = int(port)
-    if not isinstance(port, int) or isinstance(port, bool) or not 0 < port <= 65535:
-        raise InvalidParams(f"remote_port is {_shown(port)}, not 1 to 65535")
     if not isinstance(host, str):
         raise InvalidParams(f"remote_host is {_shown(host)}, not a host")
-    return f"{_host(host)}:{port}"
+    return f"{_host(host)}:{_port(params)}"
+
+
+def _port(params: Mapping[str, Any]) -> int:
+    """Return the port of the rank's directory.
+
+    With a `send_type`, one of us has answered it: `remote_port` is that port. A router's own
+    parameters for MoRIIOConnector name the first data-parallel rank's port, and the rank; their
+    `remote_port` may be another server's.
+    """
+    is_answered = params.get("send_type") is not None and params.get("remote_port") is not None
+    if is_answered or params.get("remote_handshake_port") is None:
+        return _number(params, "remote_port", lowest=1)
+    port = _number(params, "remote_handshake_port", lowest=1)
+    if params.get("remote_dp_rank") is None:
+        return port
+    if isinstance(hosts := params.get("remote_hosts"), list) and len(hosts) > 1:
+        raise InvalidParams("remote_hosts does not say which of them has remote_dp_rank")
+    rank = _number(params, "remote_dp_rank", lowest=0)
+    if port + rank > 65535:
+        raise InvalidParams(f"remote_handshake_port {port} has no port for remote_dp_rank {rank}")
+    return port + rank
+
+
+def _number(params: Mapping[str, Any], name: str, *, lowest: int) -> int:
+    """Return a port or a rank; it may come as text."""
+    value = params.get(name)
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= 5:
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= 65535:
+        return value
+    raise InvalidParams(f"{name} is {_shown(value)}, not {lowest} to 65535")
 
 
 def _host(host: str) -> str:

@@ -139,6 +139,9 @@ class LlmdNextTurn(LlmdSidecar):
 class LlmdMoriio(LlmdSidecar):
     """llm-d's sidecar with --moriio-write-mode, its handshake ports set to our `kv_port`s."""
 
+    num_ranks = 1  # --moriio-dp-size
+    rank = 0  # of both sides, also in a header
+
     @property
     def transfer_id(self) -> str:
         return f"tx{self.request_id}"
@@ -150,18 +153,18 @@ class LlmdMoriio(LlmdSidecar):
             "remote_host": self.decode.host,
             **self._ports(self.decode),
             "tp_size": 1,
-            "remote_dp_size": 1,
+            "remote_dp_size": self.num_ranks,
         }
 
     def decode_params(self, answered: Json | None) -> Json:
-        missing = {**self._ports(self.decode), "remote_dp_size": 1}
-        pinned = {"remote_dp_rank": 0, "remote_dp_rank_override": True}
+        missing = {**self._ports(self.decode), "remote_dp_size": self.num_ranks}
+        pinned = {"remote_dp_rank": self.rank, "remote_dp_rank_override": True}
         return {**missing, **(answered or {}), **pinned}
 
     def _ports(self, peer: Served) -> Json:
         return {
             "remote_notify_port": NOTIFY_PORT,
-            "remote_dp_rank": 0,
+            "remote_dp_rank": self.rank,
             "remote_dp_rank_override": True,
             "remote_handshake_port": peer.kv_port,
             "transfer_id": self.transfer_id,
@@ -182,7 +185,7 @@ class LlmdMoriioAtOnce(LlmdMoriio):
             "remote_port": self.prefill.kv_port,
             **self._ports(self.prefill),
             "tp_size": 1,
-            "remote_dp_size": 1,
+            "remote_dp_size": self.num_ranks,
             "is_request_leader": True,
         }
 

@@ -196,3 +196,27 @@ def test_salted_kv_goes_to_its_salt_only(make_pair: MakePair, salt: str | None, 
     pair.run()
     assert pair.d.finished[f"{request_id}b"] is RequestStatus.FINISHED_ERROR
     assert pair.landed_bytes() == 0
+
+
+@pytest.mark.parametrize("router", [LlmdMoriio, LlmdMoriioAtOnce])
+def test_a_data_parallel_rank_is_found_behind_the_port_of_the_first(
+    make_pair: MakePair, router: type[LlmdMoriio]
+) -> None:
+    """Both instances stand for the third of their ranks, so the first has a port two below."""
+
+    class ToThirdRank(router):  # type: ignore[misc, valid-type]
+        num_ranks, rank = 4, 2
+
+        def __init__(self, prefill: Served, decode: Served, memory: dict[str, Any]) -> None:
+            firsts = (
+                Served(side.http_address, f"{side.host}:{side.kv_port - 2}")
+                for side in (prefill, decode)
+            )
+            super().__init__(*firsts, memory)
+
+    pair = make_pair()
+    answers = play(pair, ToThirdRank)
+    pair.check_answers(num_computed=1)
+    assert {answer["transfer_mode"] for answer in answers if answer is not None} == {"push"}
+    pair.run()
+    pair.check_at_rest()

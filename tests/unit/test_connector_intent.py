@@ -39,6 +39,11 @@ def at(address: str) -> dict[str, Any]:
     return {"remote_host": host, "remote_port": int(port)}
 
 
+def at_rank(port: int, rank: Any, **more: Any) -> dict[str, Any]:
+    ports = {"remote_handshake_port": port, "remote_dp_rank": rank}
+    return decode_params(transfer_id="x", remote_host="h", **ports, **more)
+
+
 @pytest.mark.parametrize(
     ("role", "address", "expected"),
     [
@@ -121,6 +126,26 @@ def test_a_request_may_choose_its_send_type(given: str | None, expected: str) ->
         assert intent.send_type is SendMode(expected)
 
 
+@pytest.mark.parametrize(
+    ("ports", "port"),
+    [
+        ({"remote_port": 8000, "remote_handshake_port": 22001}, 22001),
+        ({"remote_port": 8000, "remote_handshake_port": 22001, "remote_dp_rank": 3}, 22004),
+        ({"remote_handshake_port": 22001, "remote_dp_rank": "3", "send_type": "PUT"}, 22004),
+        # What one of us has answered, with what llm-d adds to it.
+        ({**at(D), "remote_handshake_port": 22001, "remote_dp_rank": 3, "send_type": "PUT"}, 22001),
+        ({**at(D), "remote_dp_rank": 3}, 22001),
+        ({"remote_handshake_port": 1, "remote_dp_rank": 1, "remote_hosts": ["10.0.1.3"]}, 2),
+    ],
+)
+def test_the_port_is_that_of_the_ranks_directory(ports: dict[str, Any], port: int) -> None:
+    intent = read_intent(
+        PLAIN, decode_params(transfer_id="x", **{"remote_host": "10.0.1.3", **ports}), instance()
+    )
+    assert intent is not None
+    assert intent.peer == f"10.0.1.3:{port}"
+
+
 @pytest.mark.parametrize("host", ["::1", "[::1]", "0:0:0:0:0:0:0:1"])
 def test_ipv6_hosts_stand_in_brackets(host: str) -> None:
     params = decode_params(transfer_id="x", remote_host=host, remote_port="22001")
@@ -150,7 +175,14 @@ def test_ipv6_hosts_stand_in_brackets(host: str) -> None:
         (decode_params(transfer_id="x", remote_host="a b", remote_port=80), "remote_host"),
         (decode_params(transfer_id="x", remote_host="", remote_port=80), "remote_host"),
         (decode_params(transfer_id="x", remote_host={}, remote_port=80), "remote_host"),
-        (decode_params(transfer_id="x", remote_host="h", remote_handshake_port=0), "remote_port"),
+        (
+            decode_params(transfer_id="x", remote_host="h", remote_handshake_port=0),
+            "remote_handshake",
+        ),
+        (at_rank(65000, 536), "no port for remote_dp_rank 536"),
+        (at_rank(22001, -1), "remote_dp_rank"),
+        (at_rank(22001, 1.5), "remote_dp_rank"),
+        (at_rank(22001, 1, remote_hosts=["10.0.1.3", "10.0.1.4"]), "remote_hosts"),
         (decode_params(transfer_id="x", remote_bootstrap_addr="http://h:8998"), "nobody would"),
         (decode_params(transfer_id="x", transfer_mode="push"), "remote_host"),
         (decode_params(transfer_id="x", send_type="POST", **at(D)), "send_type"),
@@ -169,8 +201,9 @@ def test_malformed_parameters_are_named(params: Any, what: str) -> None:
 
 
 NAMES = ["do_remote_prefill", "do_remote_decode", "transfer_id", "remote_host", "remote_port",
-         "remote_handshake_port", "remote_bootstrap_addr", "remote_block_ids", "transfer_mode",
-         "remote_request_id", "send_type", "is_only_choice", "is_unsalted"]  # fmt: skip
+         "remote_handshake_port", "remote_dp_rank", "remote_hosts", "remote_bootstrap_addr",
+         "remote_block_ids", "transfer_mode", "remote_request_id", "send_type", "is_only_choice",
+         "is_unsalted"]  # fmt: skip
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),

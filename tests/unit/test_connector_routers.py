@@ -172,7 +172,7 @@ def test_every_router(router: type[LlmdSidecar], how: str, has_roles: bool) -> N
     st.sampled_from(sorted(ROUTERS, key=lambda router: router.__name__)),
     st.sampled_from(SendMode),
     st.booleans(),
-    st.dictionaries(st.sampled_from(["remote_engine_id", "tp_size", "remote_dp_rank", "user"]),
+    st.dictionaries(st.sampled_from(["remote_engine_id", "tp_size", "remote_dp_size", "user"]),
                     st.none() | st.integers() | st.text(max_size=8)),
 )  # fmt: skip
 def test_decode_waits_only_for_who_was_told_to_send_to_it(
