@@ -121,6 +121,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
             join_address(config.host, self._port),
             config.send_type,
             compat.has_random_request_ids(),
+            is_registered=bool(config.proxy_ip),
         )
         return SchedulerHalf(
             instance,

@@ -41,6 +41,7 @@ class ThisInstance:
     address: str  # host:port of its directory
     send_type: SendMode
     has_random_ids: bool  # whether vLLM appends random digits to request ids
+    is_registered: bool = False  # with a router, which then makes the request ids
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ def read_intent(
     """Return the intent of a request; None if it takes no part and is computed here.
 
     The flags in `params` take precedence. Without them, the proxy's request id and the role of this
-    instance decide.
+    instance decide. Beside flags, the id only adds what they leave out, and only if this instance
+    is registered: other routers pass on whatever id a client gives them.
 
     Raises:
         InvalidParams: the parameters are malformed.
@@ -72,6 +74,7 @@ def read_intent(
     direction = _flagged_direction(params or {})
     if params is not None and direction is not None:
         engine_id = engine_id or EngineId(request_id)
+        proxy_id = proxy_id if instance.is_registered else None
         return _flagged_intent(direction, params, engine_id, proxy_id, instance)
     if engine_id is None or proxy_id is None:
         return None

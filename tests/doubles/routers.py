@@ -42,6 +42,7 @@ class LlmdSidecar:
     """llm-d's sidecar in its default mode, which KServe also starts: vLLM's NIXL handshake."""
 
     is_concurrent = False  # whether both requests leave at once
+    is_told_by_heartbeats = False  # instances register with it
 
     def __init__(self, prefill: Served, decode: Served, memory: Json | None = None) -> None:
         self.prefill, self.decode = prefill, decode
@@ -234,6 +235,8 @@ class VllmRouterAtUrls(LlmdSidecar):
 class VllmRouterDiscovery(VllmRouterAtUrls):
     """vllm-router that is told of its instances by their heartbeats."""
 
+    is_told_by_heartbeats = True
+
     def _names(self) -> tuple[str, str]:
         return self.prefill.kv_address, self.decode.kv_address
 
@@ -244,6 +247,15 @@ class ProductionStack(LlmdSidecar):
     def decode_params(self, answered: Json | None) -> Json | None:
         host = self.prefill.http_address.rpartition(":")[0]
         return {**answered, "remote_host": host} if answered else None
+
+
+class ProductionStackPassingIds(ProductionStack):
+    """The same, with a client's own request id, which names both instances as our proxy's does."""
+
+    def __init__(self, prefill: Served, decode: Served, memory: Json | None = None) -> None:
+        super().__init__(prefill, decode, memory)
+        names = f"___prefill_addr_{prefill.kv_address}___decode_addr_127.0.0.1:9"
+        self.request_id = f"{names}_{uuid.uuid4().hex}"
 
 
 class AibrixShfs(ProductionStack):

@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from tests import marks
 from tests.doubles.instance import BLOCK_SIZE
-from tests.doubles.pair import MakePair, Pair, prompt_of
+from tests.doubles.pair import HOST, MakePair, Pair, prompt_of
 from tests.doubles.routers import (
     AibrixNixl,
     AibrixShfs,
@@ -25,6 +25,7 @@ from tests.doubles.routers import (
     LlmdNixlPush,
     LlmdSidecar,
     ProductionStack,
+    ProductionStackPassingIds,
     Served,
     SmgMooncake,
     SmgMoriio,
@@ -40,7 +41,7 @@ pytestmark = marks.simulated_vllm
 LENGTHS = (1, BLOCK_SIZE + 1, 100)
 PULLED = [
     *(LlmdSidecar, LlmdCoordinator, LlmdNixlPush, LlmdNextTurn, VllmRouterAtUrls),
-    *(ProductionStack, AibrixShfs, SmgNixl),
+    *(ProductionStack, ProductionStackPassingIds, AibrixShfs, SmgNixl),
 ]
 PUSHED = [LlmdMoriio, LlmdMoriioAtOnce, VllmRouterDiscovery, SmgMoriio, SmgMoriioAtOnce]
 COMPUTED = [AibrixNixl, SmgUnlabelled, LlmdMooncake, SmgMooncake]
@@ -96,7 +97,8 @@ def _sent(body: dict[str, Any]) -> dict[str, Any] | None:
 
 @pytest.mark.parametrize("router", [*PULLED, *PUSHED])
 def test_kv_moves_and_is_not_computed_again(make_pair: MakePair, router: type[LlmdSidecar]) -> None:
-    pair = make_pair()
+    nobody = {"proxy_ip": HOST, "proxy_port": 9, "http_port": 1}
+    pair = make_pair(**(nobody if router.is_told_by_heartbeats else {}))
     answers = play(pair, router)
     pair.check_answers(num_computed=1)
     how = {answer["transfer_mode"] for answer in answers if answer is not None}

@@ -21,9 +21,13 @@ KEY = TransferKey(TRANSFER_ID, prompt_index=2)
 
 
 def instance(
-    role: str = "kv_both", address: str = P, send_type: SendMode = SendMode.PUT_ASYNC
+    role: str = "kv_both",
+    address: str = P,
+    send_type: SendMode = SendMode.PUT_ASYNC,
+    *,
+    is_registered: bool = False,
 ) -> ThisInstance:
-    return ThisInstance(role, address, send_type, has_random_ids=True)
+    return ThisInstance(role, address, send_type, has_random_ids=True, is_registered=is_registered)
 
 
 def prefill_params(**more: Any) -> dict[str, Any]:
@@ -97,10 +101,21 @@ def test_flags_decide_whatever_the_role(role: str) -> None:
 def test_flags_without_names_take_them_from_the_proxys_id() -> None:
     """vllm-router sends the id of the old scheme and NixlConnector's parameters together."""
     nothing = {"remote_host": None, "remote_port": None, "remote_engine_id": None}
-    sent = read_intent(BY_ID, prefill_params(**nothing), instance("kv_producer"))
+    prefill = instance("kv_producer", is_registered=True)
+    sent = read_intent(BY_ID, prefill_params(**nothing), prefill)
     assert sent == Intent(Direction.SEND, KEY, D, SendMode.PUT_ASYNC)
-    loaded = read_intent(BY_ID, decode_params(), instance("kv_consumer", D))
+    decode = instance("kv_consumer", D, is_registered=True)
+    loaded = read_intent(BY_ID, decode_params(), decode)
     assert loaded == Intent(Direction.LOAD, KEY, P, SendMode.PUT_ASYNC)
+
+
+def test_beside_flags_an_id_of_a_client_is_a_name_and_nothing_else() -> None:
+    """llm-d and production-stack pass on what a client says."""
+    name = BY_ID.removeprefix("cmpl-").removesuffix("-2-1a2b3c4d")
+    held = read_intent(BY_ID, prefill_params(), instance("kv_producer"))
+    assert held == Intent(Direction.SEND, TransferKey(name, prompt_index=2), None, SendMode.GET)
+    with pytest.raises(InvalidParams, match="transfer_id"):
+        read_intent(BY_ID, decode_params(), instance("kv_consumer", D))
 
 
 def test_a_producer_that_was_told_no_address_holds_its_blocks() -> None:

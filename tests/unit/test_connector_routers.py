@@ -37,6 +37,7 @@ from tests.doubles.routers import (
     LlmdNixlPush,
     LlmdSidecar,
     ProductionStack,
+    ProductionStackPassingIds,
     RayServeDefault,
     Served,
     SmgMooncake,
@@ -63,6 +64,7 @@ ROUTERS: dict[type[LlmdSidecar], str] = {
     VllmRouterAtUrls: "pull",
     VllmRouterDiscovery: "push",
     ProductionStack: "pull",
+    ProductionStackPassingIds: "pull",
     AibrixShfs: "pull",
     AibrixNixl: "not transferred",
     SmgNixl: "pull",
@@ -109,11 +111,17 @@ class BothSides:
 
     @property
     def _prefill(self) -> ThisInstance:
-        return ThisInstance(self._roles[0], P.kv_address, self._send_type, has_random_ids=True)
+        return self._instance(self._roles[0], P)
 
     @property
     def _decode(self) -> ThisInstance:
-        return ThisInstance(self._roles[1], D.kv_address, self._send_type, has_random_ids=True)
+        return self._instance(self._roles[1], D)
+
+    def _instance(self, role: str, served: Served) -> ThisInstance:
+        return ThisInstance(
+            role, served.kv_address, self._send_type, has_random_ids=True,
+            is_registered=self._router.is_told_by_heartbeats,
+        )  # fmt: skip
 
     @property
     def _engine_id(self) -> str:
@@ -222,8 +230,11 @@ def test_what_is_held_is_not_called_a_push() -> None:
 
 
 def test_an_id_that_names_others_is_no_destination() -> None:
-    """Nobody listens for KV at the HTTP addresses of vllm-router's ids."""
-    both = play(VllmRouterAtUrls(P, D), SendMode.PUT)
+    """Nobody listens for KV at the HTTP addresses of vllm-router's ids, also if instances are
+    registered with it."""
+    router = VllmRouterAtUrls(P, D)
+    router.is_told_by_heartbeats = True
+    both = play(router, SendMode.PUT)
     assert both.sent is not None
     assert both.sent.peer is None
 
