@@ -207,6 +207,7 @@ OF_A_PAGE = {"X-Api-Key": KEY, "Content-Type": "application/json"}
         ({"Origin": "OWN"}, 404),
         ({"Origin": "https://evil.example"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Origin": "http://["}, 403),
         ({"Origin": "OWN", "Content-Type": "text/plain"}, 403),
         ({"Origin": "OWN", "Content-Type": "application/x-www-form-urlencoded"}, 403),
         ({"Content-Type": "text/plain"}, 404),  # no browser
