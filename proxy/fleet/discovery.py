@@ -148,14 +148,16 @@ class Discovery:
         if self._names is not None and self._reach is not None and self._sockets is not None:
             loop = asyncio.get_running_loop()
             now = loop.time()
-            for tick in (self._names.tick, self._reach.tick, self._sockets.tick):
-                tick(now)
             at = now + TICK_SECONDS
-            if self._is_resting:
-                at = max(at, min(self._names.due_at(), now + REST_SECONDS))
-                self._sockets.watch_intakes()
-            self._is_resting = True
-            self._timer = loop.call_at(at, self._tick)
+            try:
+                for tick in (self._names.tick, self._reach.tick, self._sockets.tick):
+                    tick(now)
+                if self._is_resting:
+                    at = max(at, min(self._names.due_at(), now + REST_SECONDS))
+                    self._sockets.watch_intakes()
+                self._is_resting = True
+            finally:
+                self._timer = loop.call_at(at, self._tick)
 
     def _end_rest(self) -> None:
         """Tick soon: something has come."""

@@ -72,3 +72,21 @@ async def test_a_message_that_does_not_end_is_cut_after_a_rest(port: Discovery) 
         await falls_asleep(port)
         sent = await asyncio.to_thread(flood, connection, long_frame(MAX_FRAME_BYTES, MORE), GIB)
     assert sent < GIB
+
+
+async def test_ticks_go_on_after_one_that_raised(
+    port: Discovery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised, ticks = list[object](), list[float]()
+
+    def tick(now: float) -> None:
+        ticks.append(now)
+        if len(ticks) == 1:
+            raise ValueError("of a test")
+
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: raised.append(context["exception"]))
+    assert port._names is not None
+    monkeypatch.setattr(port._names, "tick", tick)
+    await until(lambda: len(ticks) > 1, "another tick")
+    assert [str(each) for each in raised] == ["of a test"]
