@@ -223,7 +223,7 @@ class SchedulerHalf:
             "remote_port": int(port),
             "remote_handshake_port": int(port),
             "remote_notify_port": int(port),
-            "remote_request_id": request.request_id,
+            "remote_request_id": party.key.transfer_id,
             "remote_block_ids": [list(group) for group in block_ids],
             "remote_num_tokens": party.num_tokens,
             "remote_blocks_expiry_time": None,  # decode renews them

@@ -182,7 +182,7 @@ def test_a_complete_prompt_is_held_and_answered(half: SchedulerHalf, status: Req
         "remote_port": 1,
         "remote_handshake_port": 1,
         "remote_notify_port": 1,
-        "remote_request_id": "r",
+        "remote_request_id": "t",  # the one name that NixlConnector has
         "remote_block_ids": [[1, 2, 3]],
         "remote_num_tokens": 40,
         "remote_blocks_expiry_time": None,
