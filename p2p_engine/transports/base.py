@@ -22,6 +22,10 @@ Endpoint: TypeAlias = dict[str, str]
 Broken: TypeAlias = Callable[[TransportError], None]
 
 
+class ConnectionInterrupted(TransportError):
+    """A peer that had let us in ended the connection while it was made; the next may succeed."""
+
+
 def check_word(offset: int, arena_bytes: int) -> None:
     """Check the offset of a grant's completion word in the peer's arena.
 
@@ -30,6 +34,20 @@ def check_word(offset: int, arena_bytes: int) -> None:
     """
     if not HEADER_BYTES <= offset <= arena_bytes - 8 or offset % 8:
         raise TransportError(f"write: a completion word at {offset} of the arena is refused")
+
+
+def check_grant(grant: Grant, nbytes: int, arena_bytes: int) -> None:
+    """Check that a write of so many bytes stays in the peer's arena, as does its completion word.
+
+    Raises:
+        TransportError: it does not.
+    """
+    end = grant.offset + nbytes
+    if end > arena_bytes:
+        raise TransportError(f"write: the grant ends at {end}, the arena at {arena_bytes}")
+    if grant.offset < HEADER_BYTES:
+        raise TransportError(f"write: the grant at {grant.offset} is in the arena's header")
+    check_word(grant.word_offset, arena_bytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,24 +150,47 @@ class Transport(Protocol):
         """Whether the sender is proven unable to write here ever again."""
         ...
 
+    def confirm(self, source_epoch: int, confirmed: Callable[[], None]) -> None:
+        """Call `confirmed`, now or later, once a sender is proven right that writes have ended
+        which it has called ended before this call; perhaps never, but then it will be gone."""
+        ...
+
+    def look(self) -> None:
+        """Publish the completion words of what has come, where senders cannot do so."""
+        ...
+
     def forget(self, source_epoch: int) -> None:
         """Drop the connection from a sender; idempotent; in callbacks only."""
         ...
 
-    def close(self) -> None:
-        """Close everything; idempotent. The mover must have stopped."""
+    def close(self) -> bool | None:
+        """Close everything; idempotent. The mover must have stopped.
+
+        Returns False if something did not end in time, so that its memory may still be used.
+        """
         ...
 
 
-class SenderWrites:
-    """The common part of transports whose senders write into the receiver's memory."""
-
-    receiver_writes = False
-    scatters = False
+class PlainTransport:
+    """The answers that most transports give."""
 
     def patience(self, endpoint: Endpoint) -> float:
         """Return 0.0: nothing takes longer than a first answer."""
         return 0.0
+
+    def confirm(self, source_epoch: int, confirmed: Callable[[], None]) -> None:
+        """Believe the sender: nothing carries its bytes on after it has stopped."""
+        confirmed()
+
+    def look(self) -> None:
+        """Do nothing: senders publish their words themselves, or jobs end."""
+
+
+class SenderWrites(PlainTransport):
+    """The common part of transports whose senders write into the receiver's memory."""
+
+    receiver_writes = False
+    scatters = False
 
     def expect(self, arrival: Arrival) -> Job:
         """Raise TransportError: the sender writes."""
@@ -172,12 +213,7 @@ class ArenaChannel:
         source, grant = order.source, order.grant
         if self._closed:
             raise TransportError("write: the channel is closed")
-        end = grant.offset + source.nbytes
-        if end > self._nbytes:
-            raise TransportError(f"write: the grant ends at {end}, the arena at {self._nbytes}")
-        if grant.offset < HEADER_BYTES:
-            raise TransportError(f"write: the grant at {grant.offset} is in the arena's header")
-        check_word(grant.word_offset, self._nbytes)
+        check_grant(grant, source.nbytes, self._nbytes)
         self._jobs = {job for job in self._jobs if not job.done}
         job = self._mover.copy(
             source.addresses,

@@ -31,6 +31,7 @@ ACCEPTED = b"\x01"
 PATIENCE_SECONDS = 5.0
 TOKEN_SECONDS = 30.0
 REST_SECONDS = 1.0
+MAX_SILENCE_SECONDS = 3600.0  # enough for any kernel's timers
 MAX_PENDING = 128
 MAX_PENDING_OF_ONE = 32  # address, or process where it is known
 
@@ -310,6 +311,16 @@ def dial(
         Dial(dials, control, family_of(answer[0]), address, preamble, answered, failed)
 
     control.resolve(host, resolved)
+
+
+def end_by_silence(connection: socket.socket, seconds: float) -> None:
+    """Let the kernel probe an idle connection: a firewall may drop it without telling either
+    end."""
+    seconds = min(seconds, MAX_SILENCE_SECONDS)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(seconds / 2)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(seconds / 10)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
 def _address_of(connection: socket.socket) -> str:

@@ -12,7 +12,7 @@ from mempool import Mover
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.errors import TransportError
 from p2p_engine.memory.jobs import Job, still_running
-from p2p_engine.transports.base import Arrival, Broken, Connected, Endpoint, Order
+from p2p_engine.transports.base import Arrival, Broken, Connected, Endpoint, Order, PlainTransport
 from p2p_engine.transports.handshake import (
     ACCEPTED,
     PREAMBLE,
@@ -20,12 +20,12 @@ from p2p_engine.transports.handshake import (
     Door,
     Tokens,
     dial,
+    end_by_silence,
     listen,
 )
 from p2p_engine.wire.addresses import family_of, join_address, split_address
 
 WATCH_SEQ = (1 << 63) - 1
-MAX_SILENCE_SECONDS = 3600.0  # enough for any kernel's timers
 SOCKET_BUFFER_BYTES = 4 << 20  # the kernel's limit is net.core.{r,w}mem_max
 
 
@@ -74,7 +74,7 @@ class TcpChannel:
         return not self._jobs
 
 
-class TcpTransport:
+class TcpTransport(PlainTransport):
     """TCP between any two hosts; the receiver's mover scatters straight into final memory."""
 
     name = "tcp"
@@ -122,10 +122,6 @@ class TcpTransport:
             connected(TcpChannel(self._mover, channel))
 
         dial(self._dials, self._control, host, port, preamble, answered, connected)
-
-    def patience(self, endpoint: Endpoint) -> float:
-        """Return 0.0: nothing takes longer than a first answer."""
-        return 0.0
 
     def expect(self, arrival: Arrival) -> Job:
         """Let the mover scatter the stream's payload `seq` into the regions."""
@@ -177,16 +173,6 @@ class TcpTransport:
         channel = next(self._channels)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-        _end_by_silence(connection, self._silence_seconds)
+        end_by_silence(connection, self._silence_seconds)
         self._mover.attach(connection.fileno(), channel)
         return channel
-
-
-def _end_by_silence(connection: socket.socket, seconds: float) -> None:
-    """Let the kernel probe an idle connection: a firewall may drop it without telling either
-    end."""
-    seconds = min(seconds, MAX_SILENCE_SECONDS)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(seconds / 2)))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(seconds / 10)))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))

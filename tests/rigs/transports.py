@@ -26,15 +26,17 @@ from p2p_engine.transports.base import (
 )
 from p2p_engine.transports.nccl.library import Nccl
 from p2p_engine.transports.nccl.transport import NcclTransport
+from p2p_engine.transports.nixl.transport import NixlTransport
 from p2p_engine.transports.shm import ShmTransport
 from p2p_engine.transports.tcp import TcpTransport
 from p2p_engine.wire.messages import Grant
 from tests.doubles.gpu import GpuDouble
+from tests.rigs.nixl import UCX_TLS
 
 T = TypeVar("T")
 MIB = 1 << 20
 ARENA_BYTES = 8 * MIB
-NAMES = ("shm", "tcp", "nccl", "nccl to host")
+NAMES = ("shm", "tcp", "nixl", "nccl", "nccl to host")
 TRAILER = 0x1234567890ABCDEF
 
 
@@ -81,6 +83,9 @@ class TransportEnd:
             return ShmTransport(self.mover, self.arena, self.control, self.epoch)
         if name.startswith("nccl"):
             return self._make_nccl(to_host=name.endswith("host"), **options)
+        if name == "nixl":
+            place = (self.control, self.epoch, "127.0.0.1", 10.0)
+            return NixlTransport(self.mover, self.arena, *place, UCX_TLS)
         return TcpTransport(self.mover, self.control, self.epoch, "127.0.0.1", 10.0)
 
     def _make_nccl(self, *, to_host: bool, **options: Any) -> NcclTransport:
@@ -169,6 +174,7 @@ class TransportPair:
         """Whether the receiver knows that all bytes are there."""
         if landing.job is not None:
             return landing.job.state == "done"
+        self.receiver.transport.look()
         return self.receiver.arena.words.is_published(landing.slot)
 
     def bytes_of(self, landing: GrantedRegion, nbytes: int) -> bytes:

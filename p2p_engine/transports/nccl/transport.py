@@ -18,7 +18,15 @@ from p2p_engine.errors import ConfigError, TransportError
 from p2p_engine.gpu.device import Device, DeviceJob
 from p2p_engine.gpu.landing import DEVICE_OFFSET
 from p2p_engine.memory.jobs import Job, still_running
-from p2p_engine.transports.base import Arrival, Broken, Channel, Connected, Endpoint, Order
+from p2p_engine.transports.base import (
+    Arrival,
+    Broken,
+    Channel,
+    Connected,
+    Endpoint,
+    Order,
+    PlainTransport,
+)
 from p2p_engine.transports.handshake import (
     ACCEPTED,
     PREAMBLE,
@@ -174,7 +182,7 @@ class NcclChannel:
             self._broken(error)
 
 
-class NcclTransport:
+class NcclTransport(PlainTransport):
     """On-demand groups of two ranks, one for each direction between two engines."""
 
     name = "nccl"

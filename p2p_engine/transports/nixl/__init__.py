@@ -1,0 +1,1 @@
+"""One-sided writes between hosts through NIXL and UCX."""
