@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mempool import Mover
-from p2p_engine.config import EngineConfig
+from p2p_engine.config import EngineConfig, ucx_transports
 from p2p_engine.control.fleet_key import read_key_file
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.tick_parts import TickParts
@@ -46,6 +46,8 @@ from p2p_engine.transports.base import Transport
 from p2p_engine.transports.cuda_ipc import CudaIpcTransport
 from p2p_engine.transports.nccl.library import Nccl
 from p2p_engine.transports.nccl.transport import NcclTransport, check_environment
+from p2p_engine.transports.nixl.library import load_nixl
+from p2p_engine.transports.nixl.transport import NixlTransport
 from p2p_engine.transports.shm import ShmTransport
 from p2p_engine.transports.tcp import TcpTransport
 from p2p_engine.wire.messages import CacheSpec
@@ -93,6 +95,8 @@ class Parts:
     def _make_machinery(self, has_landing: bool) -> None:
         """Make threads, memory and transports."""
         config = self.config
+        if "nixl" in config.transports:
+            load_nixl()
         self.gpu = Gpu(config) if config.device != "cpu" else None
         if self.gpu is not None:
             device = self.gpu.device
@@ -161,7 +165,7 @@ class Parts:
         self.sessions.listeners = (self.store, self.links)
         self.ticks = TickParts({
             "jobs": lambda now: self._tell_ended_jobs(),
-            "arrivals": lambda now: self.store.poll(),
+            "arrivals": lambda now: self._find_arrivals(),
             "links": self.links.tick,
             "locator": self.locator.tick,
             "sender": self.sender.tick,
@@ -193,6 +197,11 @@ class Parts:
             transport = self.gpu.transport(name, self.mover, landing, self.control, self.epoch)
         elif name == "shm":
             transport = ShmTransport(self.mover, self.arena, self.control, self.epoch)
+        elif name == "nixl":
+            transport = NixlTransport(
+                self.mover, self.arena, self.control, self.epoch, self.config.host,
+                self.config.peer_timeout_seconds, ucx_transports(os.environ),
+            )  # fmt: skip
         else:
             transport = TcpTransport(
                 self.mover, self.control, self.epoch, self.config.host,
@@ -222,6 +231,11 @@ class Parts:
             now = time.monotonic()
             self.ticks.run_one("jobs", now)
             self.ticks.run_one("arrivals", now)
+
+    def _find_arrivals(self) -> None:
+        for transport in self.transports.values():
+            transport.look()
+        self.store.poll()
 
     def _tell_ended_jobs(self) -> None:
         for job in self.mover.drain():

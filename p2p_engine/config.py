@@ -15,7 +15,7 @@ from p2p_engine.errors import ConfigError
 from p2p_engine.memory.host import memory_bytes
 from p2p_engine.wire.addresses import is_any_address
 
-HOST_TRANSPORTS = ("shm", "tcp")
+HOST_TRANSPORTS = ("shm", "nixl", "tcp")
 GPU_TRANSPORTS = ("cuda_ipc", "nccl")
 TRANSPORT_NAMES = HOST_TRANSPORTS + GPU_TRANSPORTS
 DEFAULT_KV_PORT = 14579
@@ -24,6 +24,14 @@ CHUNK_BYTES = 16 << 20
 GPU_CHUNK_BYTES = 96 << 20  # four are 8 ms of a NIC of 400 Gb/s, and most of the default buffer / 8
 QUEUES = 32  # with so many hardware queues, no order of kernels was found that deadlocks
 MAX_DEFAULT_PINNED_BYTES = 4 * GIB  # of each GPU's engine: what is used of it is page-locked
+
+DEFAULT_UCX_TLS = "ib"  # all of RDMA, and nothing else
+# What these have on its way ends with the agent of either side. Shared memory is not among them: a
+# process that has mapped another one's memory, or knows its number, writes there for ever.
+_FENCED = {
+    "ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "ud", "ud_v", "ud_x", "ud_verbs", "ud_mlx5",
+    "dc", "dc_x", "dc_mlx5", "srd", "tcp", "self", "cuda_copy", "gdr_copy",
+}  # fmt: skip
 
 
 class SendMode(str, enum.Enum):
@@ -47,6 +55,23 @@ def queue_risk(config: EngineConfig, kv_role: str, environment: Mapping[str, str
         "a hardware queue, until connect_timeout_seconds ends their transfers; set it to "
         f"{QUEUES} in the environment of vLLM"
     )
+
+
+def ucx_transports(environment: Mapping[str, str]) -> str:
+    """Return UCX_TLS as it is set, or what takes its place.
+
+    Raises:
+        ConfigError: it names a transport whose writes nothing can end.
+    """
+    chosen = environment.get("UCX_TLS", "") or DEFAULT_UCX_TLS
+    unknown = {name.strip() for name in chosen.split(",")} - _FENCED
+    if unknown:
+        raise ConfigError(
+            f"UCX_TLS={chosen!r}: {sorted(unknown)[0]!r} is not possible with the transport nixl, "
+            "because nothing would prove that a lost sender cannot write any more; allowed: "
+            f"{', '.join(sorted(_FENCED))}"
+        )
+    return chosen
 
 
 def default_pool_bytes(num_local_ranks: int) -> int:
@@ -85,6 +110,7 @@ class EngineConfig:
     transfer_timeout_seconds: float = 60.0
     lease_seconds: float = 60.0
     max_renewal_seconds: float = 3600.0
+    stash_seconds: float = 0.0  # how long a finished request's KV waits for its session's next turn
     peer_timeout_seconds: float = 10.0
     retry_seconds: float = 1.0
 
@@ -248,6 +274,8 @@ def _transports(name: str, value: Any) -> tuple[str, ...]:
     names = tuple(str(item).strip() for item in listed) if _is_sequence(listed) else ()
     if not names or not set(names) <= set(TRANSPORT_NAMES) or len(set(names)) != len(names):
         raise _refuse(name, value, f"one or more of {', '.join(TRANSPORT_NAMES)}, best first")
+    if {"shm", "nixl"} <= set(names) and names.index("nixl") < names.index("shm"):
+        raise _refuse(name, value, "shm before nixl, because it is the better one on one host")
     return names
 
 
@@ -315,6 +343,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "transfer_timeout_seconds": _seconds,
     "lease_seconds": _seconds,
     "max_renewal_seconds": _seconds,
+    "stash_seconds": _between(0, 86400, float, "0 to 86400 seconds; 0: nothing is stashed"),
     "peer_timeout_seconds": _seconds,
     "retry_seconds": _seconds,
 }

@@ -32,6 +32,7 @@ from p2p_engine.wire.messages import (
     Cancel,
     Cancelled,
     Commit,
+    ContentKey,
     Deny,
     Done,
     Fail,
@@ -45,7 +46,6 @@ from p2p_engine.wire.messages import (
     Pong,
     Release,
     Renew,
-    TransferKey,
     Want,
     decode,
     shorten,
@@ -172,12 +172,12 @@ class Dispatch(PlaneListener):
         handler(peer, message)
 
     def _on_gone(self, link: Link, gone: Gone) -> None:
-        if self._store.is_over(gone.key, link.epoch, gone.generation):
+        if self._store.is_over(gone.key, link.epoch, gone.generation, gone.binding):
             return
         error = TransferRejected(f"{link.target}: {gone.reason}")
         for peer in self._links.names(link):
-            self._renewals.on_gone(peer, gone.key, link.epoch, error)
-        self._pulls.on_gone(gone.key, link.epoch, error)
+            self._renewals.on_gone(peer, gone.key, gone.binding, link.epoch, error)
+        self._pulls.on_gone(gone.key, gone.binding, link.epoch, error)
 
     def _on_offer(self, session: Session, offer: Offer) -> None:
         transport = self._transports.get(offer.transport)
@@ -193,8 +193,9 @@ class Dispatch(PlaneListener):
 
     def _on_abandon(self, session: Session, abandon: Abandon) -> None:
         error = TransferRejected(f"{session.address}: {abandon.reason}")
-        self._pulls.on_abandon(abandon.key, abandon.source_epoch, abandon.generation, error)
-        self._sessions.reply(abandon.source_epoch, AbandonOk, (abandon.key,))
+        key, binding, epoch = abandon.key, abandon.binding, abandon.source_epoch
+        self._pulls.on_abandon(key, binding, epoch, abandon.generation, error)
+        self._sessions.reply(epoch, AbandonOk, (key, binding))
 
     def _on_renew(self, session: Session, renew: Renew) -> None:
         self._sender.on_renew(renew.source_epoch, set(renew.contents))
@@ -205,23 +206,25 @@ class Dispatch(PlaneListener):
         for content in renew.contents:
             ending = self._holds.on_renew(content, peer, session.spec)
             if ending is not None:
-                self._gone(renew, content[0], ending)
+                self._gone(renew, content, ending)
 
     def _on_release(self, session: Session, release: Release) -> None:
         content = (release.key, release.binding)
         self._holds.on_release(content, PeerAddress(session.address), session.spec)
 
     def _on_want(self, session: Session, want: Want) -> None:
+        content = (want.key, want.binding)
         self._holds.on_want(
-            (want.key, want.binding),
+            content,
             PeerAddress(session.address),
             session.spec,
-            partial(self._gone, want, want.key),
+            partial(self._gone, want, content),
             pushed_to=want.source_epoch if want.is_pushed else None,
         )
 
-    def _gone(self, asked: Renew | Want, key: TransferKey, ending: Ending) -> None:
-        fields = (key, shorten(ending.reason), ending.generation)
+    def _gone(self, asked: Renew | Want, content: ContentKey, ending: Ending) -> None:
+        key, binding = content
+        fields = (key, shorten(ending.reason), ending.generation, binding)
         self._sessions.reply(asked.source_epoch, Gone, fields)
 
 

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -30,6 +30,7 @@ from p2p_engine.errors import (
 )
 from p2p_engine.memory.jobs import Moment
 from p2p_engine.memory.layout import Sink, Source, TensorSink, TensorSource, check_reachable
+from p2p_engine.memory.paged import Beginning, PagedSource
 from p2p_engine.memory.ready_layers import ReadyLayers
 from p2p_engine.peers.closing_channels import CLOSE_SECONDS
 from p2p_engine.peers.link import InstanceAddress, PeerAddress
@@ -141,7 +142,7 @@ class P2pNcclEngine:
         with self._open():
             seconds = self.config.transfer_timeout_seconds if timeout is None else timeout
             ready_layers = ReadyLayers.whole(self._now(stream)) if ready else ReadyLayers()
-            self._parts.endings.forget_ended(key)
+            self._parts.endings.forget_ended((key, binding))
             if isinstance(peer, InstanceAddress):
                 transfer: Transfer = self._parts.fanout.send(
                     key, peer, source, binding, seconds,
@@ -238,35 +239,67 @@ class P2pNcclEngine:
         with self._open():
             return self._parts.holds.spill(transfer)
 
+    def stash(
+        self,
+        key: TransferKey,
+        source: PagedSource,
+        *,
+        binding: bytes,
+        beginnings: Mapping[bytes, Beginning],
+        lease: float | None = None,
+        stream: int | None = None,
+    ) -> Transfer:
+        """Copy a source into the pool, and hold it there as `hold` does, for a peer that may come;
+        never blocks. On a GPU, it is read after all that is in `stream` now.
+
+        A peer may pull the whole, or one of the `beginnings` by its binding. The oldest stashes
+        make room for newer ones. The transfer is `released` when the copy has ended; if there is no
+        room, it ends at once.
+
+        Raises:
+            EngineClosed: the engine is closed.
+            LocalProtocolError: key, binding or manifest are more than a message can carry.
+            TransferError: the key is held already.
+            P2pError: the source failed.
+        """
+        check_fits(Offer(0, 0, 0, 0, key, source.manifest, binding, "", False))
+        with self._open():
+            seconds = self.config.lease_seconds if lease is None else lease
+            return self._parts.holds.stash(
+                key, source, binding, seconds, beginnings, self._now(stream)
+            )
+
     def abandon(
         self,
         key: TransferKey,
         peer: PeerAddress | InstanceAddress | None,
         reason: str,
         *,
+        binding: bytes = b"",
         generation: int = 0,
         is_sent_again: bool = False,
     ) -> None:
-        """Abandon a key that will never be completed, so that no receive waits for it; never
+        """Abandon a content that will never be completed, so that no receive waits for it; never
         blocks.
 
         The `peer` is told that attempts up to this `generation` have ended. It and every peer that
-        asks for the key later are told that it will not come, unless it `is_sent_again`, in another
-        attempt.
+        asks for the content later are told that it will not come, unless it `is_sent_again`, in
+        another attempt.
 
         Raises:
             EngineClosed: the engine is closed.
             LocalProtocolError: the key is more than a message can carry.
             PeerUnreachable: the peer's address is not host:port.
         """
-        check_fits(AbandonOk(0, 0, key))
+        check_fits(AbandonOk(0, 0, key, binding))
+        content = (key, binding)
         with self._open():
             if not is_sent_again:
-                self._parts.holds.let_go(key, reason, generation)
+                self._parts.holds.let_go(content, reason, generation)
             if isinstance(peer, InstanceAddress):
-                self._parts.fanout.abandon(key, peer, reason, generation)
+                self._parts.fanout.abandon(content, peer, reason, generation)
             elif peer is not None:
-                self._parts.sender.abandon(key, peer, reason, generation)
+                self._parts.sender.abandon(content, peer, reason, generation)
 
     # Receiving
 
@@ -278,6 +311,7 @@ class P2pNcclEngine:
         binding: bytes = b"",
         peer: PeerAddress | InstanceAddress | None = None,
         pull: bool = False,
+        has_held: bool = False,
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Transfer:
@@ -287,6 +321,9 @@ class P2pNcclEngine:
         Chunks that have landed already are claimed at once. A `peer` that is named is watched: if
         it dies, the transfer fails at once instead of at its deadline. With `pull`, it is asked for
         the key (GET).
+
+        A peer may push a part of a key and hold the rest (`has_held`). With `pull`, it is asked for
+        the rest; without, the sink wants none of it, and the peer is told when the key is in place.
 
         Raises:
             EngineClosed: the engine is closed.
@@ -308,7 +345,9 @@ class P2pNcclEngine:
                 is_named=peer is not None, is_pulled=pull,
             )  # fmt: skip
             if peer is not None and not transfer.done:
-                self._parts.pulls.add(transfer, peer, binding, pull=pull)
+                self._parts.pulls.add(transfer, peer, binding, pull=pull, has_held=has_held)
+            elif peer is not None and has_held:
+                self._parts.pulls.release((key, binding), peer)
             return transfer
 
     def discard(
@@ -491,6 +530,14 @@ class P2pNcclEngine:
                 "overdue_waits_reported": self._parts.watchdog.num_reported,
                 "healthy": self.healthy,
             }
+
+    def take_observed(self) -> list[tuple[str, str, float]]:
+        """Return what was measured since the last call, for histograms: `receive_seconds`,
+        `receive_bytes` or `grant_seconds`, then the mode and the transport, and the value."""
+        with self._parts.changed:
+            observed = list(self._parts.counters.observed)
+            self._parts.counters.observed.clear()
+            return observed
 
     def close(self, timeout: float = 2.0) -> None:
         """End every transfer with EngineClosed, say BYE, join the threads; idempotent, bounded.

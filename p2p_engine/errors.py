@@ -10,6 +10,7 @@ P2pError
 │  ├─ PeerRefused           the peer (or we) refused to pair: names the two values that differ
 │  │  └─ AuthenticationFailed  one side does not have the other's key, or takes none
 │  └─ PeerLost              the peer was there and is gone: silent, restarted or closed
+│     └─ PeerRestarted      another engine has its address now
 ├─ TransferError
 │  ├─ TransferTimeout       the deadline ended: names the key, the peer, the state, the seconds
 │  ├─ TransferCancelled     withdrawn by its owner
@@ -59,6 +60,10 @@ class AuthenticationFailed(PeerRefused):
 
 class PeerLost(PeerError):
     """The peer fell silent, restarted or closed while a transfer was open."""
+
+
+class PeerRestarted(PeerLost):
+    """The peer is gone, and another engine answers at its address."""
 
 
 class TransferError(P2pError):

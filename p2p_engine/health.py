@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -11,6 +11,7 @@ from p2p_engine.errors import P2pError
 
 logger = logging.getLogger(__name__)
 
+MAX_OBSERVED = 4096  # between two looks of the caller
 OVERDUE_SECONDS = 2.0  # after its deadline: a copy stops only at its next slice
 
 
@@ -55,6 +56,11 @@ class Counters:
         default_factory=lambda: Counter({"blocks": 0, "buffer": 0, "pool": 0})
     )
     outcomes: Counter[str] = field(default_factory=Counter)
+    # For the caller's histograms: what was measured, in which mode over which transport, and the
+    # value. If nobody looks, the oldest are forgotten.
+    observed: deque[tuple[str, str, float]] = field(
+        default_factory=lambda: deque(maxlen=MAX_OBSERVED)
+    )
 
     def count(self, direction: str, error: P2pError | None) -> None:
         """Count the end of a transfer under "sent ok", "received TransferTimeout" and so on."""

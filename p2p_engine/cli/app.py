@@ -217,6 +217,26 @@ def drain(
     raise typer.Exit(code)
 
 
+@app.command()
+def top(
+    proxy: Annotated[str, typer.Option(help="HOST:PORT or https://HOST:PORT.")] = "127.0.0.1:10001",
+    count: Annotated[int, typer.Option(min=0, help="How many pictures; 0: until Ctrl-C.")] = 0,
+) -> None:
+    """Show a proxy's instances, pairs and last requests, live in the terminal."""
+    from p2p_engine.cli.top import TopEnded, run_top
+
+    try:
+        code = run_top(proxy, count, _console())
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+    except TopEnded as error:
+        typer.echo(str(error), err=True)
+        code = 1
+    except KeyboardInterrupt:
+        code = 0
+    raise typer.Exit(code)
+
+
 @app.command(context_settings=_PASS_ON)
 def proxy(context: typer.Context) -> None:
     """Start the proxy alone; the same as `python -m proxy`."""

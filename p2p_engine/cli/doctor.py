@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import resource
@@ -21,7 +22,13 @@ from p2p_engine.cli.findings import Finding, change, note, ok, show
 from p2p_engine.cli.installation import check_installation
 from p2p_engine.cli.ports import is_port_free
 from p2p_engine.cli.rewrite import rewrite
-from p2p_engine.config import DEFAULT_KV_PORT, TRANSPORT_NAMES, EngineConfig, queue_risk
+from p2p_engine.config import (
+    DEFAULT_KV_PORT,
+    TRANSPORT_NAMES,
+    EngineConfig,
+    queue_risk,
+    ucx_transports,
+)
 from p2p_engine.control.auth import MAX_CONNECTIONS
 from p2p_engine.control.fleet_key import exposure, read_key_file
 from p2p_engine.errors import ConfigError, P2pError
@@ -225,6 +232,8 @@ def check_transports() -> Iterator[Finding]:
             yield check_shm()
         elif name == "tcp":
             yield check_tcp()
+        elif name == "nixl":
+            yield check_nixl()
         elif name in ("nccl", "cuda_ipc"):
             gpus = visible_gpus(os.environ)
             yield ok(name, f"{len(gpus)} GPUs") if gpus else note(name, "no GPU here")
@@ -250,6 +259,16 @@ def check_pack_kernel() -> Finding:
         return note("pack kernel", str(error), remedy)
     major, minor = compiler.version()
     return ok("pack kernel", f"NVRTC {major}.{minor} compiles it")
+
+
+def check_nixl() -> Finding:
+    """Check that NIXL is installed, and that UCX may use only what a fence can end."""
+    if importlib.util.find_spec("nixl") is None:
+        return note("nixl", "not installed; only instances with this transport need it")
+    try:
+        return ok("nixl", f"installed; UCX_TLS: {ucx_transports(os.environ)}")
+    except P2pError as error:
+        return note("nixl", str(error), "unset UCX_TLS for vLLM, or name only these")
 
 
 def check_tcp() -> Finding:

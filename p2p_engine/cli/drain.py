@@ -11,7 +11,7 @@ from http.client import HTTPException
 import msgspec
 from rich.console import Console
 
-from p2p_engine.cli.proxies import KnownProxy, find_proxies
+from p2p_engine.cli.proxies import KnownProxy, find_first_proxies, find_proxies
 from p2p_engine.errors import ConfigError, P2pError
 from p2p_engine.wire.addresses import join_address, split_address
 
@@ -52,7 +52,7 @@ def run_drain(names: str, instance: str, key: str, timeout_seconds: float, conso
     """
     drain = _Drain(_full_name(instance), key)
     deadline = time.monotonic() + timeout_seconds
-    proxies = _find_first(names)
+    proxies = find_first_proxies(names)
     while True:
         left = max(deadline - time.monotonic(), 0.0)
         outcomes = drain.ask_all(proxies, left)
@@ -142,16 +142,6 @@ def _full_name(instance: str) -> str:
         return join_address(*split_address(address)) + mark + rank
     except ValueError as error:
         raise ConfigError(f"instance is {instance!r}: {error}") from error
-
-
-def _find_first(names: str) -> list[KnownProxy]:
-    try:
-        proxies = find_proxies(names)
-    except OSError as error:
-        raise ConfigError(f"proxy is {names!r}: {error}") from error
-    if not proxies:
-        raise ConfigError(f"proxy is {names!r}: no address")
-    return proxies
 
 
 def _find_again(names: str, proxies: list[KnownProxy]) -> list[KnownProxy]:

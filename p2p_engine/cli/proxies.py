@@ -6,7 +6,8 @@ import http.client
 import json
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,18 @@ class KnownProxy:
             OSError: refused, no trusted certificate, or no progress within `timeout` seconds.
             HTTPException: the answer is not HTTP.
         """
+        with self.open(path, timeout, order, headers) as answer:
+            return answer.status, answer.read()
+
+    @contextmanager
+    def open(
+        self,
+        path: str,
+        timeout: float,
+        order: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Ask as `ask` does, and yield an answer that is still to be read."""
         link = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
         try:
             link.sock = socket.create_connection((self.address, self.port), timeout)
@@ -53,8 +66,8 @@ class KnownProxy:
                 link.sock = trusted.wrap_socket(link.sock, server_hostname=self.host)
             body = None if order is None else json.dumps(order)
             link.request("GET" if order is None else "POST", path, body, dict(headers or {}))
-            answer = link.getresponse()
-            return answer.status, answer.read()
+            with link.getresponse() as answer:
+                yield answer
         finally:
             link.close()
 
@@ -77,6 +90,21 @@ def find_proxies(names: str) -> list[KnownProxy]:
             proxy = KnownProxy(host, address, port, name.startswith(_HTTPS))
             found.setdefault((address, port), proxy)
     return list(found.values())
+
+
+def find_first_proxies(names: str) -> list[KnownProxy]:
+    """Return the proxies that a command begins with, at least one; see `find_proxies`.
+
+    Raises:
+        ConfigError: a name is no address, cannot be looked up now, or none means a proxy.
+    """
+    try:
+        proxies = find_proxies(names)
+    except OSError as error:
+        raise ConfigError(f"proxy is {names!r}: {error}") from error
+    if not proxies:
+        raise ConfigError(f"proxy is {names!r}: no address")
+    return proxies
 
 
 def _resolve(host: str, port: int) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,12 +23,30 @@ def binding_of(request: Request, model: str, *, is_salted: bool = True) -> bytes
     If not `is_salted`, the salt is left out: this is the binding of KV that was computed behind
     none.
     """
-    lora = request.lora_request.lora_name if request.lora_request is not None else None
+    digest = _context(request, model, is_salted=is_salted)
+    digest.update(array("q", request.prompt_token_ids or ()).tobytes())
+    return digest.digest()
+
+
+def bindings_at(
+    request: Request, model: str, ends: Iterable[int], *, is_salted: bool = True
+) -> dict[int, bytes]:
+    """Return the bindings of prompts that are the first tokens of this request, its answer
+    included, by their lengths, in order. The request has no media."""
+    digest, done, found = _context(request, model, is_salted=is_salted), 0, {}
+    for end in sorted(ends):
+        digest.update(array("q", request.all_token_ids[done:end]).tobytes())
+        found[end], done = digest.digest(), end
+    return found
+
+
+def _context(request: Request, model: str, *, is_salted: bool) -> hashlib.blake2b:
+    # With its path, as in vLLM's own prefix cache: a name may be given to other weights.
+    adapter = request.lora_request
+    lora = None if adapter is None else (adapter.lora_name, adapter.lora_path)
     media = [
         (item.identifier, item.mm_position.offset, item.mm_position.length)
         for item in request.mm_features
     ]
     context = (model, lora, request.cache_salt if is_salted else None, media)
-    digest = hashlib.blake2b(repr(context).encode(), digest_size=DIGEST_BYTES)
-    digest.update(array("q", request.prompt_token_ids or ()).tobytes())
-    return digest.digest()
+    return hashlib.blake2b(repr(context).encode(), digest_size=DIGEST_BYTES)

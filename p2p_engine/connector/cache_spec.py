@@ -13,12 +13,13 @@ import msgspec
 import numpy as np
 import torch
 from vllm.distributed.utils import get_pp_indices
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, MLAAttentionSpec
 
 from p2p_engine.connector.groups import numbers_in
 from p2p_engine.connector.host_buffer import InPlace, make_host_buffer
 from p2p_engine.connector.layer_group import GroupCache, LayerGroup
 from p2p_engine.connector.page_shape import inside_of, shape_of
+from p2p_engine.connector.states import packing_of
 from p2p_engine.errors import ConfigError
 from p2p_engine.memory.paged import PagedCache
 from p2p_engine.memory.plan import heads_per_rank
@@ -55,6 +56,8 @@ def read_caches(
             return read_spec(vllm_config, group, {}, rank, []), None
         layers = _distinct_layers(layers)
         buffer = make_host_buffer(vllm_config, layers, num_blocks, budget_bytes // len(groups))
+        if buffer is not None and group.is_whole:
+            raise ConfigError("states are not transferred by way of a host buffer")
         size = num_blocks
         if buffer is not None:
             layers, size = buffer.layers, buffer.num_blocks
@@ -127,9 +130,6 @@ def read_spec(
 ) -> CacheSpec:
     """Return the description that a peer needs before a byte moves."""
     model, parallel = _model_of(vllm_config, group), vllm_config.parallel_config
-    spec, is_mla = group.spec, isinstance(group.spec, MLAAttentionSpec)
-    known = layers or vllm_config.compilation_config.static_forward_context
-    inside = inside_of(vllm_config, spec, known)
     if not group.is_draft:
         layer_cuts, numbers = _place_layers(vllm_config, list(layers))
     else:
@@ -137,12 +137,7 @@ def read_spec(
     described = CacheSpec(
         model=model.model,
         revision=model.revision or "",
-        dtype=f"{spec.dtype}".removeprefix("torch."),
-        block_size=spec.block_size,
-        num_kv_heads=1 if is_mla else model.get_total_num_kv_heads(),
-        head_size=spec.head_size,
         layout=vllm_config.cache_config.get_resolved_kv_cache_layout().name,
-        packing=inside.packing,
         tp_size=parallel.tensor_parallel_size,
         layer_cuts=layer_cuts,
         rank=rank,
@@ -152,7 +147,31 @@ def read_spec(
         number=group.number,
         is_draft=group.is_draft,
     )
-    if not layers or spec.num_kv_heads != heads_per_rank(described):
+    if isinstance(group.spec, MambaSpec):
+        return msgspec.structs.replace(described, num_kv_heads=1, packing=packing_of(group.spec))
+    return _with_content(vllm_config, group, group.spec, layers, described)
+
+
+def _with_content(
+    vllm_config: VllmConfig,
+    group: LayerGroup,
+    spec: AttentionSpec,
+    layers: dict[str, torch.Tensor],
+    described: CacheSpec,
+) -> CacheSpec:
+    """Add what a block of an attention layer holds, and how it is arranged if parts can move."""
+    is_mla, model = isinstance(spec, MLAAttentionSpec), _model_of(vllm_config, group)
+    known = layers or vllm_config.compilation_config.static_forward_context
+    inside = inside_of(vllm_config, spec, known)
+    described = msgspec.structs.replace(
+        described,
+        dtype=f"{spec.dtype}".removeprefix("torch."),
+        block_size=spec.block_size,
+        num_kv_heads=1 if is_mla else model.get_total_num_kv_heads(),
+        head_size=spec.head_size,
+        packing=inside.packing,
+    )
+    if not layers or group.is_whole or spec.num_kv_heads != heads_per_rank(described):
         return described
     shape = shape_of(spec, [*layers.values()], inside)
     return msgspec.structs.replace(described, shape=shape)

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.platforms import current_platform
 
 from p2p_engine.config import GIB, SendMode, queue_risk
 from p2p_engine.connector import compat
@@ -26,15 +27,17 @@ from p2p_engine.connector.groups import (
     is_draft_layer,
     layer_groups,
 )
-from p2p_engine.connector.host_buffer import HostBuffer
+from p2p_engine.connector.host_buffer import HostBuffer, is_host_buffer_asked_for
 from p2p_engine.connector.intent import ThisInstance
 from p2p_engine.connector.metadata import P2pConnectorMetadata, RankHandshake, RankReport
+from p2p_engine.connector.publisher import find_publisher
 from p2p_engine.connector.roll_call import RollCall
 from p2p_engine.connector.scheduler import SchedulerHalf
 from p2p_engine.connector.serving import find_server
 from p2p_engine.connector.siblings import check_siblings, has_handshake, siblings
 from p2p_engine.connector.stats import P2pConnectorStats, P2pPromMetrics, StatsReporter
 from p2p_engine.connector.support import (
+    check_stash,
     check_supported,
     directory_port,
     num_local_ranks,
@@ -42,6 +45,7 @@ from p2p_engine.connector.support import (
 )
 from p2p_engine.connector.worker import StepResults, WorkerHalf
 from p2p_engine.engine import P2pNcclEngine
+from p2p_engine.errors import ConfigError
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.wire.addresses import join_address
 
@@ -95,6 +99,9 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         if self._config.layerwise and (obstacle := compat.obstacle_to_layers(vllm_config)):
             logger.warning("layerwise has no effect with %s", obstacle)
             self._config = dataclasses.replace(self._config, layerwise=False)
+        if self._config.stash_seconds:
+            groups = layer_groups(kv_cache_config)
+            check_stash(vllm_config, any(group.window or group.is_state for group in groups))
         self._role_name: str = transfer.kv_role or "kv_both"
         self._port = directory_port(transfer, parallel)
         self._scheduler: SchedulerHalf | None = None
@@ -130,6 +137,9 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
             vllm_config.parallel_config.tensor_parallel_size,
             pp_size=vllm_config.parallel_config.pipeline_parallel_size,
             num_lookahead_tokens=compat.num_lookahead_tokens(vllm_config),
+            stash_seconds=config.stash_seconds,
+            has_host_buffer=is_host_buffer_asked_for(vllm_config)
+            and current_platform.device_type != "cpu",
         )
 
     # Of the class
@@ -187,10 +197,10 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return the number of tokens that come from the other instance; always loaded between
-        steps."""
+        """Return the number of tokens that come from the other instance, None while that is not
+        known; they are always loaded between steps."""
         num_tokens = self._planner.num_loadable_tokens(request, num_computed_tokens)
-        return num_tokens, num_tokens > 0
+        return num_tokens, bool(num_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Return all groups that are transferred."""
@@ -220,8 +230,11 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         """Process the workers' reports."""
         self._planner.workers_reported(connector_output)
         report = connector_output.kv_connector_worker_meta
+        if not isinstance(report, RankReport):
+            return
+        self._planner.stashes_ended(report.ended_stashes)
         call = self._roll_call
-        if call is not None and isinstance(report, RankReport) and call.hear(report.locations):
+        if call is not None and call.hear(report.locations):
             self._publish(call.found)
 
     def request_finished(
@@ -276,8 +289,10 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
             model=str(self._vllm_config.model_config.served_model_name),
             tp_size=parallel.tensor_parallel_size,
             server=find_server(parallel, self._kv_transfer_config, self._config),
+            events=find_publisher(self._vllm_config),
+            has_prefix_cache=bool(self._vllm_config.cache_config.enable_prefix_caching),
         )
-        self._planner.announce(directory.address)
+        self._planner.use_directory(directory)
         return directory
 
     def _publish(self, ranks: Sequence[RankAddress]) -> None:
@@ -307,6 +322,8 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         )
         staging = [item.staging for item in caches]
         self._host_buffers = [buffer for buffer in staging if isinstance(buffer, HostBuffer)]
+        if self._host_buffers and config.stash_seconds:
+            raise ConfigError("stash_seconds does not go with kv_buffer_device cpu")
         pool_bytes = config.pool_bytes - sum(buffer.nbytes for buffer in self._host_buffers)
         if self._host_buffers:
             config = dataclasses.replace(config, mem_pool_size_gb=pool_bytes / GIB)
@@ -342,11 +359,14 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         return RankHandshake(self._worker.location)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return this rank's address if the scheduler half asked for it in this step."""
+        """Return the stashes that have ended, and this rank's address if the scheduler half asked
+        for it in this step; None if there is nothing to say."""
         metadata = self._connector_metadata
         if self._worker is None or not isinstance(metadata, P2pConnectorMetadata):
             return None
-        return RankReport((self._worker.location,)) if metadata.asks_location else None
+        locations = (self._worker.location,) if metadata.asks_location else ()
+        ended = self._worker.take_ended_stashes()
+        return RankReport(locations, ended) if locations or ended else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Withdraw the preempted requests' blocks, which are about to be overwritten."""
@@ -417,7 +437,8 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the changes of the engine's statistics since the last step."""
         if self._worker is None or self._reporter is None:
             return None
-        return self._reporter.report(self._worker.engine.stats())
+        engine = self._worker.engine
+        return self._reporter.report(engine.stats(), engine.take_observed())
 
     # In both
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+SUPPORTED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)
 DRAFT_PREFIXES = {"draft_model", "mtp", "eagle_layers"}  # where vLLM does not go on counting
 
 
@@ -59,7 +60,11 @@ def attention_groups(
     if not groups:
         raise ConfigError("the model keeps no KV cache")
     if not names_lost_blocks(layer_groups(kv_cache_config)) and not compat.HAS_FAILED_REQUESTS:
-        raise ConfigError("several groups of layers, or a sliding window, need vLLM 0.30 or newer")
+        raise ConfigError(
+            "several groups of layers, a sliding window, or a state, need vLLM 0.30 or newer"
+        )
+    if any(group.is_state for group in groups):
+        groups = [replace(group, is_whole=True) for group in groups]
     try:
         drafts = _split(tables, is_draft, first_number=len(groups))
     except ConfigError as error:
@@ -85,10 +90,10 @@ def is_draft_layer(vllm_config: VllmConfig, name: str) -> bool:
 def names_lost_blocks(groups: Sequence[LayerGroup]) -> bool:
     """Tell whether vLLM can continue after a block that did not arrive.
 
-    It cannot if a block id may belong to several groups, or if the blocks before it are those of a
-    window that ends elsewhere.
+    It cannot if a block id may belong to several groups, if the blocks before it are those of a
+    window that ends elsewhere, or if there is one state, of all tokens.
     """
-    return len(groups) == 1 and not groups[0].window
+    return len(groups) == 1 and not groups[0].window and not groups[0].is_state
 
 
 def can_name_lost_blocks(kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> bool:
@@ -139,7 +144,10 @@ def _read_group(
     group: KVCacheGroupSpec, table: int, names: tuple[str, ...], *, number: int
 ) -> LayerGroup:
     spec = _spec_of(group, names[0] if names else "")
-    return LayerGroup(number, names, cast("AttentionSpec", spec), _window_of(spec), table)
+    return LayerGroup(
+        number, names, cast("AttentionSpec | MambaSpec", spec), _window_of(spec), table,
+        is_state=isinstance(spec, MambaSpec),
+    )  # fmt: skip
 
 
 def _check_kind(spec: KVCacheSpec) -> None:

@@ -192,13 +192,18 @@ def make_host_buffer(
     Raises:
         ConfigError: the budget is too small for one request.
     """
-    transfer = vllm_config.kv_transfer_config
-    is_asked_for = transfer is not None and transfer.kv_buffer_device == "cpu"
-    if not is_asked_for or all(tensor.device.type == "cpu" for tensor in layers.values()):
+    is_in_host_memory = all(tensor.device.type == "cpu" for tensor in layers.values())
+    if is_in_host_memory or not is_host_buffer_asked_for(vllm_config):
         return None
     max_tokens = vllm_config.model_config.max_model_len
     min_blocks = min(num_blocks, -(-max_tokens // vllm_config.cache_config.block_size))
     return HostBuffer(layers, num_blocks, budget_bytes, min_blocks)
+
+
+def is_host_buffer_asked_for(vllm_config: VllmConfig) -> bool:
+    """Whether a cache that is on another device is to be copied into host memory."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and transfer.kv_buffer_device == "cpu"
 
 
 def _host_like(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:

@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import enum
 import ipaddress
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from p2p_engine.config import SendMode
 from p2p_engine.wire.messages import TransferKey
 from p2p_engine.wire.request_ids import EngineId, ProxyId, parse_engine_id, parse_proxy_id
 
+logger = logging.getLogger(__name__)
+
 MAX_TRANSFER_ID_LENGTH = 256
+# What prefill is told: of how many of the prompt's first tokens decode should have the KV. What it
+# answers: of how many it holds the KV, which is not pushed.
+HAS_TOKENS, HELD_TOKENS = "remote_has_tokens", "remote_held_tokens"
+MAX_TOKENS = 1 << 32
 # What prefill answers of its own request: it was for one choice; it had no cache salt.
 ONLY_CHOICE, UNSALTED = "is_only_choice", "is_unsalted"
+STASH_SUFFIX = "/stash"  # of the name of what decode keeps, behind that of what was sent to it
 _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})")
 
 
@@ -31,6 +41,22 @@ class Direction(enum.Enum):
 
     SEND = "send"
     LOAD = "load"
+
+
+class Stashes(enum.Enum):
+    """Whether decode keeps a request's KV for its session's next turn."""
+
+    NO = "no"
+    QUIETLY = "quietly"  # the router knows where
+    AND_SAYS_SO = "and says so"  # in the answer, as NixlConnector does
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """Where the KV of a session's last turn is stashed."""
+
+    key: TransferKey
+    peer: str
 
 
 @dataclass(frozen=True)
@@ -53,6 +79,10 @@ class Intent:
     peer: str | None
     send_type: SendMode
     is_salted: bool = True  # whether the request's cache salt, if it has one, is prefill's too
+    earlier: Earlier | None = None  # to be recalled before it is sent
+    stashes: Stashes = Stashes.NO
+    # Of so many of its first tokens: sent, the peer should have the KV; loaded, the peer holds it.
+    held_tokens: int = 0
 
 
 def read_intent(
@@ -121,8 +151,47 @@ def _flagged_intent(
         raise InvalidParams("do_remote_prefill without transfer_id")
     if direction is Direction.LOAD and peer is None:
         _check_load_from_anybody(params, send_type)
-    is_salted = direction is Direction.SEND or not _flag(params, UNSALTED)
-    return Intent(direction, _key(transfer_id, engine_id), peer, send_type, is_salted)
+    key = _key(transfer_id, engine_id)
+    if direction is Direction.SEND:
+        earlier = _earlier(params, engine_id, instance)
+        is_pushed = peer is not None and send_type is not SendMode.GET
+        held_tokens = _num_tokens(params, HAS_TOKENS, key) if is_pushed else 0
+        return Intent(direction, key, peer, send_type, earlier=earlier, held_tokens=held_tokens)
+    is_salted, stashes = not _flag(params, UNSALTED), _stashes(params)
+    held_tokens = _num_tokens(params, HELD_TOKENS, key)
+    return Intent(
+        direction, key, peer, send_type, is_salted, stashes=stashes, held_tokens=held_tokens
+    )
+
+
+def stash_key(key: TransferKey) -> TransferKey:
+    """Return the name of what decode keeps of the transfer of this name."""
+    return msgspec.structs.replace(key, transfer_id=key.transfer_id + STASH_SUFFIX)
+
+
+def _stashes(params: Mapping[str, Any]) -> Stashes:
+    if params.get("stash") is None:
+        return Stashes.AND_SAYS_SO
+    return Stashes.QUIETLY if _flag(params, "stash") else Stashes.NO
+
+
+def _earlier(
+    params: Mapping[str, Any], engine_id: EngineId, instance: ThisInstance
+) -> Earlier | None:
+    """Return where an earlier turn's KV is: in our proxy's words, or in NixlConnector's. What is
+    malformed costs its recall only."""
+    try:
+        if params.get("remote_block_ids"):
+            name, peer = _transfer_id(params, "remote_request_id"), _peer(params)
+        else:
+            place = {f"remote_{part}": params.get(f"stashed_{part}") for part in ("host", "port")}
+            name, peer = _transfer_id(params, "stashed_as"), _peer(place)
+        if name is None or peer is None or peer == instance.address:
+            return None
+        return Earlier(stash_key(_key(name, engine_id)), peer)
+    except InvalidParams as error:
+        logger.debug("nothing is recalled: %s", str(error))
+        return None
 
 
 def _flagged_peer(
@@ -247,6 +316,14 @@ def _number(params: Mapping[str, Any], name: str, *, lowest: int) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= 65535:
         return value
     raise InvalidParams(f"{name} is {_shown(value)}, not {lowest} to 65535")
+
+
+def _num_tokens(params: Mapping[str, Any], name: str, key: TransferKey) -> int:
+    """Return a number of tokens; 0 if there is none. It is about the first of several prompts."""
+    value = params.get(name) or 0
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS:
+        return 0 if key.prompt_index else value
+    raise InvalidParams(f"{name} is {_shown(value)}, not a number of tokens")
 
 
 def _host(host: str) -> str:

@@ -3,6 +3,7 @@ they are on this rank. Nothing here needs vLLM."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,10 @@ from p2p_engine.connector.host_buffer import Staging
 from p2p_engine.memory.paged import PagedCache
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import AttentionSpec  # noqa: TC004  # nobody evaluates it
+    from vllm.v1.kv_cache_interface import (  # noqa: TC004  # nobody evaluates them
+        AttentionSpec,
+        MambaSpec,
+    )
 
 NULL_BLOCK = 0  # vLLM's stand-in for blocks behind a window
 
@@ -21,14 +25,20 @@ class LayerGroup:
 
     A window of 0 is all tokens. With one, vLLM frees the blocks that lie behind it. `table` is the
     place of its block table among vLLM's.
+
+    Layers that keep a state have one block for all tokens that were computed, the last of the
+    table: to a peer it is block 0. `is_whole`: blocks move only as they are, between equal
+    instances; so do all blocks beside states.
     """
 
     number: int
     layer_names: tuple[str, ...]
-    spec: AttentionSpec
+    spec: AttentionSpec | MambaSpec
     window: int = 0
     table: int = 0
     is_draft: bool = False
+    is_state: bool = False
+    is_whole: bool = False
 
     @property
     def block_size(self) -> int:
@@ -41,7 +51,17 @@ class LayerGroup:
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return the number of blocks for these tokens; the last one may be partial."""
-        return -(-num_tokens // self.block_size)
+        return 1 if self.is_state else -(-num_tokens // self.block_size)
+
+    def num_full_blocks(self, num_tokens: int) -> int:
+        """Return how many blocks will not change any more once these tokens are computed and more
+        are to come."""
+        return 0 if self.is_state else num_tokens // self.block_size
+
+    def blocks_of(self, table: Sequence[int], num_tokens: int) -> Sequence[int]:
+        """Return the blocks for these tokens, counted as a peer counts them."""
+        end = -(-num_tokens // self.block_size)
+        return table[end - 1 : end] if self.is_state else table[:end]
 
 
 @dataclass(frozen=True)

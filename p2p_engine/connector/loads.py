@@ -140,13 +140,15 @@ class Loads:
         party, first_block = loading.party, loading.blocks.first_block
         note_stage(party.key, "receive begins")
         loading.sink = PagedSink(self._cache, places, first_block, party.num_tokens)
+        lacks_held = first_block * self._group.block_size < party.held_tokens
         try:
             loading.transfer = self._engine.receive(
                 party.key_of(self._group.number),
                 loading.sink,
                 binding=party.binding,
                 peer=self._peer(party),
-                pull=party.send_type is SendMode.GET,
+                pull=party.send_type is SendMode.GET or lacks_held,
+                has_held=party.held_tokens > 0,
             )
         except P2pError as error:
             loading.failure = error

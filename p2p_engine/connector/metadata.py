@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from p2p_engine.connector.orders import StepOrders
 from p2p_engine.peers.directory import RankAddress
+from p2p_engine.wire.messages import TransferKey
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,19 @@ class RankHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True)
 class RankReport(KVConnectorWorkerMetadata):
-    """Worker to scheduler, after a step that asked for it: the same, of one rank or of several."""
+    """Worker to scheduler, after a step: the same if it was asked for, and the keys of stashes that
+    have ended; of one rank or of several."""
 
-    locations: tuple[RankAddress, ...]
+    locations: tuple[RankAddress, ...] = ()
+    ended_stashes: tuple[TransferKey, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         """Join the reports of two ranks, as vLLM does for all of an instance."""
-        more = other.locations if isinstance(other, RankReport) else ()
-        return RankReport(self.locations + more)
+        if not isinstance(other, RankReport):
+            return self
+        return RankReport(
+            self.locations + other.locations, self.ended_stashes + other.ended_stashes
+        )
 
 
 @dataclass

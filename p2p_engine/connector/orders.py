@@ -5,6 +5,7 @@ Plain data, pickled once per step; needs no vLLM.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -21,7 +22,8 @@ Int64s = npt.NDArray[np.int64]
 class Party:
     """One request's part in a transfer: its name, its content and its peer.
 
-    `peer` is the other instance's address; None if a producer was not told it.
+    `peer` is the other instance's address; None if a producer was not told it. `held_tokens` end
+    with a block, on the side that sends.
     """
 
     request_id: str
@@ -30,6 +32,7 @@ class Party:
     binding: bytes
     send_type: SendMode
     num_tokens: int  # of the prompt
+    held_tokens: int = 0  # of its first ones the KV is pushed only if it is asked for
 
     @property
     def content(self) -> ContentKey:
@@ -83,6 +86,17 @@ class EndedSend:
     is_sent_again: bool = False
 
 
+@dataclass(frozen=True)
+class Stash:
+    """The request has finished: copy these whole tables, by group, for its session's next turn.
+    `marks` are the bindings of what a peer may pull of it, by length in tokens."""
+
+    party: Party
+    tables: tuple[Int64s, ...]
+    marks: Mapping[int, bytes]
+    seconds: float
+
+
 @dataclass
 class StepOrders:
     """One step's orders from the scheduler half to every worker half."""
@@ -91,6 +105,7 @@ class StepOrders:
     sends: list[SendStep] = field(default_factory=list)
     ended_sends: list[EndedSend] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    stashes: list[Stash] = field(default_factory=list)
     spills: list[str] = field(default_factory=list)  # held requests whose blocks vLLM needs
     cancelled_loads: list[str] = field(default_factory=list)
     unwanted: list[Party] = field(default_factory=list)  # KV that no request here will load

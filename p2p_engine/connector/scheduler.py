@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,15 @@ from vllm.v1.request import RequestStatus
 
 from p2p_engine.config import SendMode
 from p2p_engine.connector.binding import binding_of
+from p2p_engine.connector.earlier_turns import EarlierTurns
 from p2p_engine.connector.intent import (
+    HELD_TOKENS,
     ONLY_CHOICE,
     UNSALTED,
     Direction,
+    Intent,
     InvalidParams,
+    Stashes,
     ThisInstance,
     read_intent,
 )
@@ -30,10 +35,15 @@ from p2p_engine.connector.metadata import P2pConnectorMetadata
 from p2p_engine.connector.orders import BlockRange, EndedSend, Int64s, Load, Party, SendStep
 from p2p_engine.connector.pins import Pins
 from p2p_engine.connector.pressure import Pressure
+from p2p_engine.connector.states import (
+    check_prefill,
+    end_before_last_token,
+    num_tokens_before_last,
+)
 from p2p_engine.connector.wanted import Wanted
 from p2p_engine.errors import named
 from p2p_engine.transfer import note_stage
-from p2p_engine.wire.messages import ContentKey
+from p2p_engine.wire.messages import ContentKey, TransferKey
 from p2p_engine.wire.request_ids import is_one_of_several
 
 if TYPE_CHECKING:
@@ -42,6 +52,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from p2p_engine.peers.directory import Directory
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +82,8 @@ class _Loading:
     """
 
     party: Party
+    num_tokens: int  # that are loaded, those included that are here already
+    intent: Intent | None = None  # None: it recalls an earlier turn's
     is_decided: bool = False  # given to the workers, or declined
     is_open: bool = False  # given to the workers, and not reported yet
 
@@ -86,14 +100,18 @@ class SchedulerHalf:
         *,
         pp_size: int = 1,
         num_lookahead_tokens: int = 0,
+        stash_seconds: float = 0.0,
+        has_host_buffer: bool = False,
     ) -> None:
         """`num_lookahead_tokens`: how far a draft's layers read ahead of what they compute."""
         self._instance = instance
         self._model = model
         self._groups = groups
         self._has_window = any(group.window for group in groups)
+        self._has_state = any(group.is_state for group in groups)
         self._tp_size, self._pp_size = tp_size, pp_size
         self._num_lookahead_tokens = num_lookahead_tokens
+        self._has_host_buffer = has_host_buffer
         self._sending: dict[str, _Sending] = {}
         self._sent: Counter[ContentKey] = Counter()  # by how many of them
         self._loading: dict[str, _Loading] = {}
@@ -102,16 +120,18 @@ class SchedulerHalf:
         self._asked: dict[str, int] = {}  # requests that want blocks in this step, and how many
         self._pressure = Pressure()
         self._pins = Pins()
+        self._turns = EarlierTurns(model, groups, stash_seconds)
 
     def bind_pool(self, pool: BlockPool) -> None:
         """Count free blocks, and hold blocks, in this pool of vLLM's."""
         self._pressure.bind(pool)
         self._pins.bind(pool)
 
-    def announce(self, address: str) -> None:
-        """Use this address from now on; with `kv_port: 0` it is known only after the port is
-        bound."""
-        self._instance = dataclasses.replace(self._instance, address=address)
+    def use_directory(self, directory: Directory) -> None:
+        """Use its address from now on: with `kv_port: 0` it is known only after the port is bound.
+        Tell and ask other instances by it."""
+        self._instance = dataclasses.replace(self._instance, address=directory.address)
+        self._turns.directory = directory
 
     # A request arrives, is given blocks, ends
 
@@ -126,6 +146,8 @@ class SchedulerHalf:
             if intent is None:
                 return
             self._refuse_unsupported(request)
+            if self._has_state and intent.direction is Direction.SEND:
+                check_prefill(request)
         except InvalidParams as error:
             logger.warning("computed locally: request=%s reason=%s", request_id, named(error))
             return
@@ -136,24 +158,48 @@ class SchedulerHalf:
             intent.peer,
             binding,
             intent.send_type,
-            request.num_prompt_tokens,
+            num_tokens_before_last(request) if self._has_state else request.num_prompt_tokens,
+            self._held_tokens(request, intent),
         )
         note_stage(party.key, f"request to {intent.direction.value} arrives")
         if intent.direction is Direction.LOAD:
-            self._loading[request_id] = _Loading(party)
+            num_tokens = self._num_loaded(request.num_prompt_tokens)
+            self._loading[request_id] = _Loading(party, num_tokens, intent)
             self._wanted.add(party)  # vLLM may not ask for it before a slot is free
         else:
             self._sending[request_id] = _Sending(party)
             self._sent[party.content] += 1
+            if self._has_state:
+                end_before_last_token(request)
+            self._turns.recall(request, intent.earlier)
 
-    def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Return how many tokens after the computed ones come from the other instance."""
+    def _held_tokens(self, request: Request, intent: Intent) -> int:
+        """Of how many of a request's first tokens the KV is not pushed: whole blocks in all groups,
+        and not the last one."""
+        if intent.direction is Direction.LOAD:
+            return intent.held_tokens
+        if self._has_window or self._has_state or self._has_host_buffer:
+            return 0  # what is held must be the prompt's beginning, and in vLLM's own blocks
+        unit = math.lcm(*(group.block_size for group in self._groups))
+        return min(intent.held_tokens, request.num_prompt_tokens - 1) // unit * unit
+
+    def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Return how many tokens after the computed ones come from the other instance; None while
+        that is not known."""
+        if self._turns.is_asking(request.request_id):
+            return None
+        recalled = self._turns.take_found(request)
+        if recalled is not None:
+            self._loading[request.request_id] = _Loading(
+                recalled, self._num_loaded(recalled.num_tokens)
+            )
+            self._wanted.add(recalled)
         wanted = sum(group.num_blocks(request.num_tokens) for group in self._groups)
         self._asked[request.request_id] = wanted
         loading = self._loading.get(request.request_id)
         if loading is None or loading.is_decided or request.skip_reading_prefix_cache:
             return 0
-        return max(0, self._num_loaded(loading.party) - num_computed_tokens)
+        return max(0, loading.num_tokens - num_computed_tokens)
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
         """Order the load of the last `num_tokens` that come; 0 means that vLLM computes them."""
@@ -167,7 +213,7 @@ class SchedulerHalf:
             return
         loading.is_open, party = True, loading.party
         note_stage(party.key, "load ordered")
-        end = self._num_loaded(party)
+        end = loading.num_tokens
         ranges = [
             _wanted(group, table, end - num_tokens, end)
             for group, table in zip(self._groups, blocks.get_block_ids(), strict=True)
@@ -182,9 +228,10 @@ class SchedulerHalf:
         loading = self._loading.pop(request.request_id, None)
         if loading is not None:
             self._end_load(loading)
+        self._turns.forget(request.request_id)
         sending = self._sending.pop(request.request_id, None)
         if sending is None:
-            return False, None
+            return self._stash(request, loading, block_ids)
         note_stage(sending.party.key, "prefill ends")
         self._sent[sending.party.content] -= 1
         if not self._sent[sending.party.content]:
@@ -192,12 +239,34 @@ class SchedulerHalf:
         is_complete = sending.is_planned and request.status not in GIVEN_UP
         failure = None if is_complete else f"the request ended as {request.status.name}"
         self._next.ended_sends.append(EndedSend(sending.party, failure, sending.has_steps))
-        if is_complete and sending.party.send_type is SendMode.GET:
-            num_blocks = sum(block != NULL_BLOCK for group in block_ids for block in group)
-            self._pressure.hold(request.request_id, num_blocks)
-        return sending.has_steps, self._answer(
-            request, sending.party, block_ids
-        ) if is_complete else None
+        if is_complete and (num_held := self._num_held_blocks(sending.party, block_ids)):
+            self._pressure.hold(request.request_id, num_held)
+        answer = self._answer(request, sending.party, block_ids) if is_complete else None
+        return sending.has_steps, answer
+
+    def _num_held_blocks(self, party: Party, block_ids: Sequence[list[int]]) -> int:
+        """How many blocks wait for the peer to ask for them."""
+        if party.send_type is SendMode.GET:
+            return sum(block != NULL_BLOCK for group in block_ids for block in group)
+        return sum(group.num_full_blocks(party.held_tokens) for group in self._groups)
+
+    def _stash(
+        self, request: Request, loading: _Loading | None, block_ids: Sequence[list[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Order the KV of a request that was loaded here to be kept for its session's next turn.
+        vLLM keeps the blocks until they are copied."""
+        intent = loading.intent if loading is not None else None
+        if intent is None or intent.stashes is Stashes.NO:
+            return False, None
+        order = self._turns.stash(request, intent.key, block_ids, is_salted=intent.is_salted)
+        if order is None:
+            return False, None
+        self._next.stashes.append(order)
+        if intent.stashes is Stashes.QUIETLY:
+            return True, None
+        party = dataclasses.replace(order.party, key=intent.key)
+        turned = {"do_remote_prefill": False, "do_remote_decode": True, "transfer_id": None}
+        return True, self._answer(request, party, block_ids) | turned
 
     def _end_load(self, loading: _Loading) -> None:
         if loading.is_open:
@@ -236,6 +305,7 @@ class SchedulerHalf:
             "send_type": party.send_type.value,
             ONLY_CHOICE: not is_one_of_several(request.request_id),
             UNSALTED: request.cache_salt is None,
+            HELD_TOKENS: party.held_tokens,
         }
 
     # A step
@@ -301,20 +371,20 @@ class SchedulerHalf:
         sending.has_steps = True
         sending.is_planned = num_computed_tokens >= party.num_tokens
         if sending.is_planned:
-            self._pin_windows(sending)
+            self._pin_last_blocks(sending)
         tables = tuple(
-            _int64s(table[: group.num_blocks(party.num_tokens)])
+            _int64s(group.blocks_of(table, party.num_tokens))
             for group, table in zip(self._groups, sending.tables, strict=True)
         )
         return SendStep(party, tables, min(num_computed_tokens, party.num_tokens))
 
-    def _pin_windows(self, sending: _Sending) -> None:
-        """Pin the blocks of windows that are sent: vLLM frees them from the next token on, or at
-        the end."""
+    def _pin_last_blocks(self, sending: _Sending) -> None:
+        """Pin the blocks of windows, and the states, that are sent: vLLM frees them from the next
+        token on, or at the end."""
         num_tokens = sending.party.num_tokens
         for group, table in zip(self._groups, sending.tables, strict=True):
-            if group.window:
-                blocks = table[group.first_block(num_tokens) : group.num_blocks(num_tokens)]
+            if group.window or group.is_state:
+                blocks = group.blocks_of(table, num_tokens)[group.first_block(num_tokens) :]
                 self._pins.pin(sending.party.request_id, blocks)
 
     def workers_reported(self, output: KVConnectorOutput) -> None:
@@ -333,6 +403,10 @@ class SchedulerHalf:
                 note_stage(loading.party.key, "load known")
                 self._wanted.remove(loading.party, was_ordered=True)
 
+    def stashes_ended(self, keys: Iterable[TransferKey]) -> None:
+        """Note which stashes have ended on a rank."""
+        self._turns.stashes_ended(keys)
+
     def has_orders_for_idle_workers(self) -> bool:
         """Whether vLLM should step though it has nothing to run: while it is paused, requests come
         and go, and the workers must know what to keep; after a reset, what comes later is new."""
@@ -346,12 +420,14 @@ class SchedulerHalf:
     def reset_cache(self) -> None:
         """Make the workers drop landed KV that no request has claimed, and held KV."""
         self._next.is_reset = True
+        self._turns.reset()
 
-    def _num_loaded(self, party: Party) -> int:
+    def _num_loaded(self, num_prompt_tokens: int) -> int:
         """How many tokens of a prompt are loaded, those included that are here already.
 
         vLLM computes the last one again. With a window it must know that before: else it would make
         room only for what the token after it looks at, and could lack the first that this one does.
+        A state must not have read that token yet.
 
         The second and later modules of an MTP draft read more than one token ahead: at the end of
         the prompt they have read tokens that prefill guessed. vLLM computes such positions again
@@ -359,8 +435,9 @@ class SchedulerHalf:
         is the last, which is computed again in any case.
         """
         if self._num_lookahead_tokens > 1:
-            return max(0, party.num_tokens - self._num_lookahead_tokens)
-        return party.num_tokens - 1 if self._has_window else party.num_tokens
+            return max(0, num_prompt_tokens - self._num_lookahead_tokens)
+        is_last_computed = self._has_window or self._has_state
+        return num_prompt_tokens - 1 if is_last_computed else num_prompt_tokens
 
     @staticmethod
     def _refuse_unsupported(request: Request) -> None:
@@ -374,8 +451,8 @@ def _wanted(
     group: LayerGroup, table: Sequence[int], num_present: int, num_tokens: int
 ) -> BlockRange:
     """The blocks of a group that must be filled; behind its window vLLM has made none."""
-    first = num_present // group.block_size
-    wanted = _int64s(table[: group.num_blocks(num_tokens)])
+    first = group.num_full_blocks(num_present)
+    wanted = _int64s(group.blocks_of(table, num_tokens))
     while group.window and first < len(wanted) and wanted[first] == NULL_BLOCK:
         first += 1
     return BlockRange(first, wanted[first:])

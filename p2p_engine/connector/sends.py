@@ -6,6 +6,9 @@ window of the prompt's end. It moves before each forward by the blocks that beco
 last, ragged one in the prompt's last step), and goes back when vLLM takes the blocks away. With a
 host buffer, blocks are copied there once, after the forward that has filled them; vLLM may have
 them back then. With `layerwise`, what is pushed leaves layer by layer during the forward.
+
+Of the prompt's beginning, which the peer should have, nothing is pushed: it is held, under the same
+key, until the peer asks for it or says that it has it, or vLLM needs the blocks: then it is pushed.
 """
 
 from __future__ import annotations
@@ -66,14 +69,29 @@ class _Chunk:
 
 
 @dataclass(eq=False)
+class _KeptBack(_Chunk):
+    """The beginning, which is held."""
+
+    source: PagedSource | None = None
+
+
+@dataclass(eq=False)
 class _SendInProgress:
     """One request; invariant: the cursor is the end of the last chunk."""
 
     party: Party
-    first_block: int  # that is wanted
+    first_block: int  # that is wanted, and not one of those that the peer should have
     generation: int  # of the attempt to send its key
+    num_kept_back: int = 0  # blocks that the peer should have
     chunks: list[_Chunk] = field(default_factory=list)
+    kept_back: _KeptBack | None = None  # these, as soon as they are held
+    withdrawn: Transfer | None = None  # the same, when they were pushed after all
     failed: bool = False
+
+    @property
+    def all_chunks(self) -> list[_Chunk]:
+        """All that the engine has been given."""
+        return [*self.chunks, *([self.kept_back] if self.kept_back is not None else ())]
 
     @property
     def cursor(self) -> int:
@@ -83,17 +101,18 @@ class _SendInProgress:
     @property
     def is_released(self) -> bool:
         """Tell whether none of vLLM's blocks is read any more."""
-        return all(chunk.is_released for chunk in self.chunks)
+        is_read = self.withdrawn is not None and not self.withdrawn.released
+        return not is_read and all(chunk.is_released for chunk in self.all_chunks)
 
     @property
     def is_over(self) -> bool:
         """Tell whether the engine no longer reads any of its KV, here or in the host buffer."""
-        return all(chunk.transfer.released for chunk in self.chunks)
+        return all(chunk.transfer.released for chunk in self.all_chunks)
 
     @property
     def error(self) -> P2pError | None:
         """The reason why a chunk did not arrive."""
-        errors = (chunk.transfer.error for chunk in self.chunks)
+        errors = (chunk.transfer.error for chunk in self.all_chunks)
         return next((error for error in errors if error is not None), None)
 
 
@@ -127,10 +146,10 @@ class Sends:
     def __init__(self, engine: P2pNcclEngine, cache: GroupCache) -> None:
         self._engine = engine
         # The layers that vLLM tells of while they can be read. A draft computes after the model,
-        # perhaps more than once.
-        has_hooks = engine.config.layerwise and not (cache.staging.is_copy or cache.group.is_draft)
-        self.layer_names = cache.layer_names if has_hooks else ()
-        self._group = cache.group
+        # perhaps more than once; of states vLLM does not tell.
+        self._group = group = cache.group
+        has_none = cache.staging.is_copy or group.is_draft or group.is_state
+        self.layer_names = cache.layer_names if engine.config.layerwise and not has_none else ()
         self._cache = cache.cache
         self._staging = cache.staging
         self._generations = itertools.count(1)  # of all keys: a later request has a higher one
@@ -228,18 +247,37 @@ class Sends:
             self._give_up(sending, reason)
 
     def spill(self, request_ids: Iterable[str]) -> None:
-        """Have held requests copied into the engine's memory, as soon as there is room: vLLM needs
-        their blocks."""
-        self._to_spill += [self._held[name] for name in request_ids if name in self._held]
+        """Have held requests copied into the engine's memory, as soon as there is room, and push
+        what was kept back: vLLM needs their blocks."""
+        ordered = [self._held[name] for name in request_ids if name in self._held]
+        for sending in ordered:
+            self._push_kept_back(sending)
+        self._to_spill += ordered
         self._to_spill = [item for item in self._to_spill if not item.is_released]
         for sending in list(self._to_spill):
             try:
-                for chunk in sending.chunks:
+                for chunk in sending.all_chunks:
                     self._engine.spill(chunk.transfer)
             except P2pError as error:
                 self._to_spill.remove(sending)
                 name = sending.party.request_id
                 logger.warning("not spilled: request=%s error=%s", name, named(error))
+
+    def _push_kept_back(self, sending: _SendInProgress) -> None:
+        kept_back, sending.kept_back = sending.kept_back, None
+        if kept_back is None or kept_back.source is None or kept_back.is_released:
+            return
+        sending.withdrawn, party = kept_back.transfer, sending.party
+        kept_back.transfer.cancel("vLLM needs its blocks")
+        try:
+            transfer = self._engine.send(
+                party.key_of(self._group.number), InstanceAddress(party.peer or ""),
+                kept_back.source, binding=party.binding, generation=sending.generation,
+            )  # fmt: skip
+        except P2pError as error:
+            self._fail(sending, str(error))
+        else:
+            sending.chunks.insert(0, _Chunk(kept_back.end_block, transfer))
 
     def take_released(self) -> set[str]:
         """Return the held requests whose blocks are free now; each exactly once."""
@@ -247,6 +285,9 @@ class Sends:
         if self._due and not self._group.is_draft:
             self.finish_step()
         self.spill(())
+        for sending in self._held.values():
+            if sending.kept_back is not None:  # it is of no use if what was pushed is lost
+                self._is_usable(sending)
         released = {
             name
             for name, sending in self._held.items()
@@ -262,8 +303,9 @@ class Sends:
         return released
 
     def _new(self, party: Party) -> _SendInProgress:
-        first_block = self._group.first_block(party.num_tokens)
-        return _SendInProgress(party, first_block, next(self._generations))
+        num_kept_back = 0 if self._staging.is_copy else party.held_tokens // self._group.block_size
+        first_block = max(num_kept_back, self._group.first_block(party.num_tokens))
+        return _SendInProgress(party, first_block, next(self._generations), num_kept_back)
 
     def _forget_plans(self, sending: _SendInProgress) -> None:
         """Stop reading vLLM's blocks: they are lost, or no one wants them."""
@@ -316,12 +358,16 @@ class Sends:
         now."""
         party, first, table = sending.party, sending.cursor, step.tables[self._group.table]
         is_last = step.num_computed_tokens == party.num_tokens
-        end = len(table) if is_last else step.num_computed_tokens // self._group.block_size
+        end = len(table) if is_last else self._group.num_full_blocks(step.num_computed_tokens)
         is_held = party.send_type is SendMode.GET
+        if is_last and sending.kept_back is None and sending.num_kept_back:
+            kept_back = table[: sending.num_kept_back]
+            self._due.append(_Due(sending, kept_back, kept_back, 0))
         if end <= first or (is_held and not is_last):
             return True
         block_ids = table[first:end]
-        if self._group.window and (block_ids == NULL_BLOCK).any():
+        keeps_last_only = self._group.window or self._group.is_state
+        if keeps_last_only and (block_ids == NULL_BLOCK).any():
             self._fail(sending, "preempted, and resumed behind the window of its prompt")
             return True
         places = self._staging.take(block_ids)
@@ -397,6 +443,9 @@ class Sends:
             self._fail(item.sending, str(error), is_sent_again=is_held)
             return None
         end = item.first_block + len(item.block_ids)
+        if end <= item.sending.num_kept_back:
+            item.sending.kept_back = _KeptBack(end, transfer, source=source)
+            return item.sending.kept_back
         return self._add(item.sending, transfer, item.places, end)
 
     def _note_arrived(self, content: ContentKey) -> None:
@@ -435,6 +484,8 @@ class Sends:
         for chunk in sending.chunks:
             if not chunk.transfer.released:
                 chunk.transfer.cancel(reason)
+        if sending.kept_back is not None and not sending.kept_back.transfer.done:
+            sending.kept_back.transfer.cancel(reason)
         if has_told or self._has_another(sending) or (is_sent_again and not sending.chunks):
             return
         # A peer that knows it by now is not told, and is answered when it asks.
@@ -444,7 +495,7 @@ class Sends:
         try:
             self._engine.abandon(
                 party.key_of(self._group.number), peer, reason,
-                generation=sending.generation, is_sent_again=is_sent_again,
+                binding=party.binding, generation=sending.generation, is_sent_again=is_sent_again,
             )  # fmt: skip
         except P2pError as failure:
             logger.info("peer not told: request=%s error=%s", party.request_id, named(failure))
@@ -455,4 +506,7 @@ def _take_back(sending: _SendInProgress) -> list[_Chunk]:
     chunks = sending.chunks
     num_left = next((i for i, chunk in enumerate(chunks) if not chunk.has_left), len(chunks))
     sending.chunks, dropped = chunks[:num_left], chunks[num_left:]
+    if sending.kept_back is not None and not sending.kept_back.has_left:
+        dropped.append(sending.kept_back)
+        sending.kept_back = None
     return [chunk for chunk in dropped if not chunk.transfer.released]

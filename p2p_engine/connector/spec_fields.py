@@ -32,6 +32,9 @@ TOLD: Mapping[str, str] = {
     "state_content_bytes": "page_bytes",
     "cache_role": "packing",
     "max_tp_shards": "shape",
+    "shapes": "packing",
+    "dtypes": "packing",
+    "mamba_type": "packing",
 }
 # Fields that only decide where a block is; the strides of its tensor show that.
 PLACED = frozenset({"page_size_padded", "alignment", "block_stride_alignment"})
@@ -40,15 +43,21 @@ UNSEEN = frozenset({
     "attention_chunk_size", "non_causal", "non_causal_multi_token_decode", "is_index_group_leader",
     "topk_buffer_width", "storage_block_size", "is_draft", "dcp_sharded",
     "layer_names", "kv_cache_spec", "kv_cache_specs", "is_eagle_group",
+    "num_prefill_checkpoint_blocks", "prefill_checkpoint_alignment",
 })  # fmt: skip
-# Fields of which only this value can be transferred.
-ONLY: Mapping[str, object] = {
-    "tokens_per_state": 1,
-    "model_version": None,
-    "host_resident": False,
-    "enable_kv_transfer": True,
-    "role": "default",
+# Fields of which only these values can be transferred.
+ONLY: Mapping[str, tuple[object, ...]] = {
+    "tokens_per_state": (1, -1),  # -1: all of them
+    "model_version": (None,),
+    "host_resident": (False,),
+    "enable_kv_transfer": (True,),
+    "role": ("default",),
+    "mamba_cache_mode": ("none", "align"),
+    "num_speculative_blocks": (0,),
+    "num_heads": (1,),
+    "tp_replicated": (False,),
 }
+STATES = ("MAMBA2",)  # kinds of state that real vLLM has shown
 PLAIN_QUANTISATION = ("NONE", "FP8_PER_TENSOR")  # no scales beside the values
 
 
@@ -64,13 +73,18 @@ def check_fields(item: KVCacheSpec | KVCacheGroupSpec) -> None:
             raise ConfigError(
                 f"this vLLM's {name} is not known: it may decide what the bytes of a block mean"
             )
-        if field.name in ONLY and value != ONLY[field.name]:
+        if field.name in ONLY and value not in ONLY[field.name]:
             shown = getattr(value, "value", value)
             raise ConfigError(
                 f"a KV cache with {name}={shown!r} is not supported; "
-                f"supported: {ONLY[field.name]!r}"
+                f"supported: {', '.join(map(repr, ONLY[field.name]))}"
             )
     _check_quantisation(item)
+    kind = getattr(getattr(item, "mamba_type", None), "name", STATES[0])
+    if kind not in STATES:
+        raise ConfigError(
+            f"a state of kind {kind} is not supported; supported: {', '.join(STATES)}"
+        )
 
 
 def kind_of(spec: KVCacheSpec) -> tuple[Any, ...]:

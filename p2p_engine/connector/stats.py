@@ -1,11 +1,12 @@
 """Statistics of the engines, on their way to vLLM's log line and to /metrics.
 
 Counters travel as increments, which add up over ranks and over time. Gauges travel by rank, so that
-the newest of each rank wins.
+the newest of each rank wins. What a histogram counts travels as single values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,6 +47,26 @@ GAUGES = {
         "1: all threads live, all parts of the engine work, no wait is overdue.",
     ),
 }
+# Metric: (name in engine.take_observed(), bounds, what it is); all by mode and transport.
+HISTOGRAMS = {
+    "p2p_receive_seconds": (
+        "receive_seconds",
+        [0.001 * 2**power for power in range(16)],
+        "Seconds from the order to load a request's KV until all of it was in place.",
+    ),
+    "p2p_receive_bytes": (
+        "receive_bytes",
+        [float(4096 << 2 * power) for power in range(12)],
+        "Bytes of a request's KV that arrived.",
+    ),
+    "p2p_grant_seconds": (
+        "grant_seconds",
+        [0.0005 * 2**power for power in range(16)],
+        "Seconds from a chunk's first offer until it was granted.",
+    ),
+}
+LABELS = ("mode", "transport")  # of the histograms
+Observed = Sequence[tuple[str, str, float]]
 Values = dict[str, dict[str, float]]  # by metric, by label ("" where there is none)
 
 
@@ -69,13 +90,16 @@ class P2pConnectorStats(KVConnectorStats):
             self.reset()
 
     @classmethod
-    def of(cls, counters: Values, gauges: Values, rank: int) -> P2pConnectorStats:
+    def of(
+        cls, counters: Values, gauges: Values, rank: int, observed: Observed = ()
+    ) -> P2pConnectorStats:
         """Make the statistics of one rank."""
-        return cls(data={"counters": counters, "gauges": {str(rank): gauges}})
+        by_rank = {str(rank): gauges}
+        return cls(data={"counters": counters, "gauges": by_rank, "observed": list(observed)})
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {"counters": {}, "gauges": {}}
+        self.data = {"counters": {}, "gauges": {}, "observed": []}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add another rank's, or a later interval's."""
@@ -84,6 +108,7 @@ class P2pConnectorStats(KVConnectorStats):
             for label, value in by_label.items():
                 mine[label] = mine.get(label, 0) + value
         self.data["gauges"].update(other.data["gauges"])
+        self.data["observed"] += other.data["observed"]
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -113,7 +138,7 @@ class StatsReporter:
         self._counters: Values = {}
         self._gauges: Values = {}
 
-    def report(self, snapshot: dict[str, Any]) -> P2pConnectorStats | None:
+    def report(self, snapshot: dict[str, Any], observed: Observed = ()) -> P2pConnectorStats | None:
         """Return the changes; None if there are none."""
         counters, gauges = _values(COUNTERS, snapshot), _values(GAUGES, snapshot)
         increments: Values = {}
@@ -122,10 +147,10 @@ class StatsReporter:
             grown = {k: v - before.get(k, 0) for k, v in by_label.items() if v != before.get(k, 0)}
             if grown:
                 increments[metric] = grown
-        if not increments and gauges == self._gauges:
+        if not increments and not observed and gauges == self._gauges:
             return None
         self._counters, self._gauges = counters, gauges
-        return P2pConnectorStats.of(increments, gauges, self._rank)
+        return P2pConnectorStats.of(increments, gauges, self._rank, observed)
 
 
 class P2pPromMetrics(KVConnectorPromMetrics):
@@ -158,12 +183,25 @@ class P2pPromMetrics(KVConnectorPromMetrics):
             for metric, (_, label, meaning) in GAUGES.items()
         }
 
+        make_histogram = cast("Any", self._histogram_cls)
+        self._histograms: dict[str, Any] = {
+            name: make_histogram(
+                name=f"vllm:{metric}",
+                documentation=meaning,
+                buckets=bounds,
+                labelnames=[*labelnames, *LABELS],
+            )
+            for metric, (name, bounds, meaning) in HISTOGRAMS.items()
+        }
+
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one step's statistics."""
         engine = self.per_engine_labelvalues[engine_idx]
         for metric, by_label in transfer_stats_data["counters"].items():
             for label, value in by_label.items():
                 self._counters[metric].labels(*engine, *([label] if label else [])).inc(value)
+        for name, label, value in transfer_stats_data["observed"]:
+            self._histograms[name].labels(*engine, *label.split()).observe(value)
         for rank, gauges in transfer_stats_data["gauges"].items():
             for metric, by_label in gauges.items():
                 for label, value in by_label.items():

@@ -40,6 +40,27 @@ def check_supported(vllm_config: VllmConfig) -> None:
         raise ConfigError("enable_sleep_mode is not supported")
 
 
+def check_stash(vllm_config: VllmConfig, keeps_last_only: bool) -> None:
+    """Refuse `stash_seconds` where an earlier turn's KV could not come back, or its loss would cost
+    more than a computation.
+
+    Raises:
+        ConfigError: names what is in the way.
+    """
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    obstacles = {
+        "needs kv_role kv_both on prefill: it loads": transfer.kv_role == "kv_producer",
+        "needs kv_load_failure_policy recompute on prefill": transfer.kv_role != "kv_consumer"
+        and transfer.kv_load_failure_policy != "recompute",
+        "does not go with speculative decoding": vllm_config.speculative_config is not None,
+        "does not go with sliding windows or states": keeps_last_only,
+    }
+    for obstacle, is_there in obstacles.items():
+        if is_there:
+            raise ConfigError(f"stash_seconds {obstacle}")
+
+
 def directory_port(transfer: KVTransferConfig, parallel: ParallelConfig) -> int:
     """Return the port of this rank's directory: each data-parallel rank has one; 0 is any.
 

@@ -15,12 +15,13 @@ from p2p_engine.connector.layer_hooks import LayerHooks
 from p2p_engine.connector.loads import Loads
 from p2p_engine.connector.orders import StepOrders
 from p2p_engine.connector.sends import Sends
+from p2p_engine.connector.stashing import Stashing
 from p2p_engine.peers.directory import RankAddress
 
 if TYPE_CHECKING:
     from p2p_engine.connector.layer_group import GroupCache
     from p2p_engine.engine import P2pNcclEngine
-    from p2p_engine.wire.messages import CacheSpec
+    from p2p_engine.wire.messages import CacheSpec, TransferKey
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class WorkerHalf:
             )
             for cache in caches
         ]
+        self._stashing = [Stashing(engine, cache) for cache in caches]
         self.layers = LayerHooks(self._sends)
         self._sent = Tally(len(caches))
         self._loaded = Tally(len(caches))
@@ -88,6 +90,10 @@ class WorkerHalf:
             if metadata.is_reset:
                 sends.give_up_held("vLLM has reset its caches")
             sends.spill(metadata.spills)
+        for stashing in self._stashing:
+            stashing.start(metadata.stashes)  # first: they finished before the reset
+            if metadata.is_reset:
+                stashing.give_up("vLLM has reset its caches")
         self.layers.open()
 
     def start_loads(self, metadata: StepOrders) -> None:
@@ -121,6 +127,8 @@ class WorkerHalf:
         results = StepResults()
         for sends in self._sends:
             results.finished_sending.update(self._sent.add(sends.take_released()))
+        for stashing in self._stashing:
+            results.finished_sending.update(self._sent.add(stashing.take_released()))
         for loads in self._loads:
             ended = loads.take_results()
             self._fail(ended.failed)
@@ -129,6 +137,10 @@ class WorkerHalf:
         results.failed_recving.update(self._failed & results.finished_recving)
         self._failed -= results.finished_recving
         return results
+
+    def take_ended_stashes(self) -> tuple[TransferKey, ...]:
+        """Return the keys of the stashes that have ended since the last step, in any group."""
+        return tuple(key for stashing in self._stashing for key in stashing.take_ended())
 
     def _fail(self, request_ids: set[str]) -> None:
         """Cancel requests in all groups: after a failure in one, the others are of no use."""

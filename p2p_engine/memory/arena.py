@@ -69,6 +69,13 @@ class CompletionWords(Generic[T]):
         """Return the offset of a word in the arena."""
         return self._offset + slot * WORD_BYTES
 
+    def publish(self, offset: int, value: int) -> None:
+        """Publish the word at an offset for its sender; nothing if another value is awaited, or
+        none any more."""
+        slot, rest = divmod(offset - self._offset, WORD_BYTES)
+        if rest == 0 and slot in self._owners and self._owners[slot][1] == value:
+            write_word(self._address + slot * WORD_BYTES, value)
+
     def is_published(self, slot: int) -> bool:
         """Whether a word has been published; an acquire, so that the landed bytes can be read
         next."""

@@ -234,6 +234,14 @@ def _rows(shape: PageShape, num_heads: int, num_tokens: int) -> tuple[Int64s, In
 
 
 @dataclass(frozen=True)
+class Beginning:
+    """The first blocks of a request, which are the KV of so many tokens."""
+
+    num_blocks: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
 class PagedSource:
     """Blocks [first_block, first_block + len(block_ids)) of a request, read from a paged cache.
     With a `part`, only that part of them."""
@@ -279,6 +287,11 @@ class PagedSource:
         if self.cache.spec is None or peer is None:
             return self
         return replace(self, part=self.cache.part_for(peer))
+
+    def beginning(self, which: Beginning) -> PagedSource:
+        """Return a source of the first blocks alone, as if the request had ended there."""
+        block_ids = self.block_ids[: which.num_blocks]
+        return replace(self, block_ids=block_ids, num_tokens=which.num_tokens)
 
     def packed(self, starts: Int64s) -> PagedSource:
         """Return a source of the same blocks copied elsewhere, each block from one of these

@@ -4,6 +4,7 @@ sends the instance's heartbeats to the proxy. It runs in vLLM's scheduler proces
 from __future__ import annotations
 
 import logging
+import random
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from p2p_engine.control.plane import ControlPlane, PlaneListener
 from p2p_engine.control.resolver import Answer
 from p2p_engine.control.sockets import Route
 from p2p_engine.errors import PeerUnreachable, RemoteProtocolError
+from p2p_engine.peers.stash_notes import Recalling, StashNotes
 from p2p_engine.wire.addresses import join_address
 from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,
@@ -23,6 +25,10 @@ from p2p_engine.wire.messages import (
     Heartbeat,
     Location,
     Lookup,
+    Publisher,
+    Recall,
+    Stashed,
+    TransferKey,
     decode,
     encode,
     encode_heartbeat,
@@ -31,6 +37,8 @@ from p2p_engine.wire.messages import (
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 3.0  # as in the old connector
+# Each one comes earlier by up to this share, so that instances which start together drift apart.
+HEARTBEAT_JITTER = 0.2
 
 
 @dataclass(frozen=True)
@@ -67,18 +75,23 @@ class Directory(PlaneListener):
         model: str = "",
         tp_size: int = 1,
         server: Server | None = None,
+        events: Publisher | None = None,
+        has_prefix_cache: bool = False,
     ) -> None:
         """Bind and start. `role` is "P", "D" or "PD": one heartbeat for each letter. Heartbeats
         start when the address of the HTTP `server` is known; by default it is
-        `http_host:http_port`.
+        `http_host:http_port`. `events`: where this process publishes its KV events. They also say
+        whether vLLM `has_prefix_cache`.
 
         Raises:
             ConfigError: the port is taken, or the key file cannot be used.
         """
         self.wrong_messages = 0
+        self.stashed = StashNotes()
         self._addresses: dict[int, str] = {}
         self._spec: CacheSpec | None = None
         self._epoch = secrets.randbits(62) | 1
+        self._rng = random.Random(self._epoch)
         self._secrets = read_key_file(config.key_file)
         self._proxy_port = config.proxy_port
         self._proxies: dict[str, list[str]] = {host: [] for host in config.proxy_hosts}
@@ -107,6 +120,8 @@ class Directory(PlaneListener):
                 send_type=config.send_type.value,
                 interval=HEARTBEAT_SECONDS,
                 dp_rank=self._server.rank,
+                events=events,
+                has_prefix_cache=has_prefix_cache,
             )
             for letter in role
         ]
@@ -155,16 +170,32 @@ class Directory(PlaneListener):
         """Close the directory."""
         self.close()
 
+    def recall(self, address: str, key: TransferKey) -> Recalling:
+        """Ask another instance's directory where its stash of a key can be cut; any thread, never
+        blocks. An answer that is lost does not come."""
+        asking = self.stashed.ask(address, key)
+        self._control.send(Route(address), encode(Recall(self._epoch, 0, key)))
+        return asking
+
     def on_frame(self, route: Route, frame: bytes) -> None:
-        """Answer a LOOKUP; any other message is dropped and counted."""
+        """Answer a question, or take an answer; any other message is dropped and counted."""
         try:
             message = decode(frame)
-            if not isinstance(message, Lookup):
+            if isinstance(message, Stashed) and route.address:
+                self.stashed.answer(route.address, message.key, message.marks)
+            elif isinstance(message, Recall):
+                marks = self.stashed.find(message.key)
+                answer = Stashed(self._epoch, message.source_epoch, message.key, marks)
+                self._control.send(route, encode(answer))
+            elif isinstance(message, Lookup):
+                self._say_location(route, message)
+            else:
                 raise RemoteProtocolError(f"{type(message).__name__} sent to a directory")
         except RemoteProtocolError as error:
             self.wrong_messages += 1
             logger.debug("message dropped: %s", str(error))
-            return
+
+    def _say_location(self, route: Route, message: Lookup) -> None:
         addresses = self._addresses
         if not addresses:
             return  # the peer repeats its LOOKUP
@@ -177,7 +208,8 @@ class Directory(PlaneListener):
     def on_tick(self, now: float) -> None:
         """Send the heartbeats that are due."""
         if now >= self._beat_at:
-            self._beat_at = now + HEARTBEAT_SECONDS
+            early = HEARTBEAT_JITTER * self._rng.random()
+            self._beat_at = now + HEARTBEAT_SECONDS * (1 - early)
             for host in self._proxies if self._addresses else ():
                 self._control.resolve(host, partial(self._beat, host))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from p2p_engine.errors import P2pError, PeerUnreachable
 from p2p_engine.transports.base import Channel, Endpoint, Transport
 from p2p_engine.wire.addresses import split_address
-from p2p_engine.wire.messages import CacheSpec
+from p2p_engine.wire.messages import PROTOCOL_VERSION, CacheSpec
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ class Link:
     asking: bool = False  # for new endpoints
     hello_at: float = 0.0  # when to ask again
     number: int = 0  # of the unanswered HELLO
+    version: int = PROTOCOL_VERSION  # of the protocol, that the HELLO says
     untried: list[Transport] = field(default_factory=list)
     is_losing: bool = False  # its broken channel is being closed
     heard_at: float = 0.0  # by the listening clock

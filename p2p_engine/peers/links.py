@@ -37,6 +37,7 @@ from p2p_engine.errors import (
     PeerError,
     PeerLost,
     PeerRefused,
+    PeerRestarted,
     PeerUnreachable,
     TransportError,
     named,
@@ -44,10 +45,10 @@ from p2p_engine.errors import (
 from p2p_engine.peers.closing_channels import ClosingChannels
 from p2p_engine.peers.link import Link, LinkState, PeerAddress
 from p2p_engine.peers.listeners import LinkListener, SessionListener
-from p2p_engine.transports.base import Channel, Transport
+from p2p_engine.transports.base import Channel, ConnectionInterrupted, Transport
 from p2p_engine.transports.handshake import TOKEN_SECONDS
 from p2p_engine.wire.messages import (
-    PROTOCOL_VERSION,
+    OLDEST_VERSION,
     AnyMessage,
     Bye,
     CacheSpec,
@@ -172,10 +173,10 @@ class Links(SessionListener):
             if isinstance(message, Welcome):
                 self._welcomed(link, message)
             elif isinstance(message, Refuse):
-                self.close_link(link, PeerRefused(f"peer {link.target} refused: {message.reason}"))
+                self._heard_refuse(link, message)
             elif link.epoch != message.source_epoch:
                 if isinstance(message, Pong) and link.epoch:
-                    self.close_link(link, PeerLost(f"peer {link.target} was restarted"))
+                    self.close_link(link, PeerRestarted(f"peer {link.target} was restarted"))
             else:
                 link.heard_at, link.is_answered = self._listening(), True
                 known = link
@@ -358,8 +359,16 @@ class Links(SessionListener):
         link.number = link.number or secrets.randbits(63) | 1
         self._numbers.add(link.number)
         address, spec = self._control.address, self._spec
-        hello = Hello(self._epoch, 0, PROTOCOL_VERSION, address, spec, {}, link.number)
+        hello = Hello(self._epoch, 0, link.version, address, spec, {}, link.number)
         self._control.send(Route(link.address), encode(hello))
+
+    def _heard_refuse(self, link: Link, refuse: Refuse) -> None:
+        """End a link, unless its peer speaks an older version that we speak, too."""
+        if link.state is LinkState.GREETING and OLDEST_VERSION <= refuse.version < link.version:
+            link.version = refuse.version
+            self._ask(link)
+        else:
+            self.close_link(link, PeerRefused(f"peer {link.target} refused: {refuse.reason}"))
 
     def _greet_again(self, link: Link) -> None:
         """Say HELLO again: the peer is alive but has dropped our session. Open transfers
@@ -392,7 +401,7 @@ class Links(SessionListener):
 
     def _welcomed(self, link: Link, message: Welcome) -> None:
         if link.epoch not in (0, message.source_epoch):
-            self.close_link(link, PeerLost(f"peer {link.target} was restarted"))
+            self.close_link(link, PeerRestarted(f"peer {link.target} was restarted"))
             return
         self._numbers.discard(link.number)
         link.number = 0
@@ -443,20 +452,26 @@ class Links(SessionListener):
     def _dial(self, link: Link) -> None:
         link.invited_at, link.asking = None, False
         link.untried = [item for item in self._transports if item.name in link.endpoints]
-        self._connect(link, link.untried, "")
+        self._connect(link, link.untried)
 
-    def _no_transport(self, link: Link, refusal: str) -> PeerRefused:
+    def _no_transport(self, link: Link, last: TransportError | None) -> PeerRefused:
         ours, theirs = [item.name for item in self._transports], list(link.endpoints)
         here, there = ", ".join(ours), ", ".join(theirs) or "nothing"
         text = f"peer {link.target}: no transport works ({here} here, {there} there)"
-        text += f": {refusal}" if refusal else ""
+        text += f": {last}" if last is not None else ""
         if set(GPU_TRANSPORTS) & {*ours, *theirs}:
             text += '; to go through host memory, set "kv_buffer_device": "cpu" on both sides'
         return PeerRefused(text)
 
-    def _connect(self, link: Link, untried: list[Transport], refusal: str) -> None:
+    def _connect(
+        self, link: Link, untried: list[Transport], last: TransportError | None = None
+    ) -> None:
+        """Try the next transport; `last` is the error of the one before."""
         if not untried:
-            self._not_connected(link, self._no_transport(link, refusal))
+            if isinstance(last, ConnectionInterrupted):
+                self._not_connected(link, last)
+            else:
+                self._not_connected(link, self._no_transport(link, last))
             return
         transport = untried.pop(0)
 
@@ -470,7 +485,7 @@ class Links(SessionListener):
         try:
             endpoint = link.endpoints[transport.name]
             patience = transport.patience(endpoint)
-            if refusal:  # the one before may have taken all the time
+            if last is not None:  # the one before may have taken all the time
                 patience = max(patience, self._config.connect_timeout_seconds)
             link.connect_patience = max(link.connect_patience, patience)
             link.deadline = max(link.deadline, self._clock() + patience)
@@ -484,7 +499,7 @@ class Links(SessionListener):
     ) -> None:
         if isinstance(outcome, TransportError):
             logger.info("peer=%s transport=%s not usable: %s", link.target, transport.name, outcome)
-            self._connect(link, link.untried, str(outcome))
+            self._connect(link, link.untried, outcome)
             return
         link.channel, link.transport, link.connecting = outcome, transport, False
         link.connected, link.connect_at = True, self._clock() + self._config.retry_seconds
@@ -494,9 +509,10 @@ class Links(SessionListener):
         for twin in self._twins(link):
             self._open_channel(twin)
 
-    def _not_connected(self, link: Link, error: PeerError) -> None:
-        """Report that no channel could be made. If there was one before, it may work again later,
-        so the error is a TransportError then; only a first failure concerns the two peers."""
+    def _not_connected(self, link: Link, error: PeerError | TransportError) -> None:
+        """Report that no channel could be made. If there was one before, or the connection was
+        interrupted, it may work later, so the error is a TransportError then; only another first
+        failure concerns the two peers."""
         link.connect_at = self._clock() + self._config.retry_seconds
         self._lose_channel(link, TransportError(str(error)) if link.connected else error)
 

@@ -32,12 +32,13 @@ from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.sockets import Route
 from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
-from p2p_engine.errors import PeerLost, PeerUnreachable
+from p2p_engine.errors import PeerLost, PeerRestarted, PeerUnreachable
 from p2p_engine.memory.plan import obstacles
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.peers.listeners import SessionListener
 from p2p_engine.transports.base import Transport
 from p2p_engine.wire.messages import (
+    OLDEST_VERSION,
     PROTOCOL_VERSION,
     AnyMessage,
     Bye,
@@ -130,7 +131,7 @@ class Sessions:
         if isinstance(message, Pong):
             self._answer_challenger(session, message)
         if isinstance(message, Bye):
-            self._end(epoch, f"sender {session.address} is closing")
+            self._end(epoch, PeerLost(f"sender {session.address} is closing"))
         return session
 
     def reply(self, epoch: int, kind: type[Message], fields: tuple[Any, ...]) -> None:
@@ -169,7 +170,8 @@ class Sessions:
             session.watched_since = session.heard_at if now < rested_at else now
         silence = now - max(session.heard_at, session.watched_since)
         if silence >= patience:
-            self._lose(epoch, f"sender {session.address} is silent for {silence:.1f} s")
+            reason = f"sender {session.address} is silent for {silence:.1f} s"
+            self._lose(epoch, PeerLost(reason))
             return
         if now - session.heard_at >= 2 * self._step and not session.has_gone:
             number = session.challenger[1].number if session.challenger is not None else 0
@@ -207,7 +209,7 @@ class Sessions:
             return
         for other in self._of_route.get(route):
             if other != epoch:
-                self._end(other, f"sender {self._sessions[other].address} was restarted")
+                self._end(other, _restarted(self._sessions[other]))
         claimed = dict.fromkeys([epoch, *self._of_address.get(hello.address)])
         rivals = {name: self._sessions[name] for name in claimed if name in self._sessions}
         rivals = {name: session for name, session in rivals.items() if session.route != route}
@@ -233,7 +235,7 @@ class Sessions:
         if hello.source_epoch == epoch:
             self._remove(epoch)  # it is admitted again at once, on its new connection
         else:
-            self._end(epoch, f"sender {session.address} was restarted")
+            self._end(epoch, _restarted(session))
 
     def _answer_challenger(self, session: Session, message: Pong) -> None:
         if session.challenger is None:
@@ -267,13 +269,13 @@ class Sessions:
         usable = {name: offer for name, offer in offers.items() if offer is not None}
         lease = min(self._config.lease_seconds, self._config.transfer_timeout_seconds)
         terms = (self._spec, usable, self._config.checksum, self._largest_landing, lease)
-        self._say(route, Welcome(self._epoch, epoch, PROTOCOL_VERSION, *terms))
+        self._say(route, Welcome(self._epoch, epoch, hello.version, *terms))
 
     def _refusal(self, hello: Hello) -> str:
         """Return why a peer cannot have a session, or ""."""
         if len(self) >= MAX_SESSIONS and hello.source_epoch not in self._sessions:
             return f"{MAX_SESSIONS} peers are here already"
-        if hello.version != PROTOCOL_VERSION:
+        if not OLDEST_VERSION <= hello.version <= PROTOCOL_VERSION:
             return f"protocol version: {PROTOCOL_VERSION} here, {hello.version} there"
         try:
             PeerAddress(hello.address).check()
@@ -281,9 +283,8 @@ class Sessions:
             return str(error)
         return "; ".join(obstacles(self._spec, hello.spec))
 
-    def _lose(self, epoch: int, reason: str) -> None:
+    def _lose(self, epoch: int, error: PeerLost) -> None:
         self._remove(epoch)
-        error = PeerLost(reason)
         for_each(self.listeners, lambda listener: listener.session_lost(epoch, error))
         for transport in self._transports:
             transport.forget(epoch)
@@ -295,7 +296,10 @@ class Sessions:
             self._of_address.discard(session.address, epoch)
             self._timers.cancel(epoch)
 
-    def _end(self, epoch: int, reason: str) -> None:
-        self._lose(epoch, reason)
-        error = PeerLost(reason)
+    def _end(self, epoch: int, error: PeerLost) -> None:
+        self._lose(epoch, error)
         for_each(self.listeners, lambda listener: listener.session_over(epoch, error))
+
+
+def _restarted(session: Session) -> PeerRestarted:
+    return PeerRestarted(f"sender {session.address} was restarted")

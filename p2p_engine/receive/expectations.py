@@ -1,8 +1,8 @@
-"""Expectations: the keys that this engine awaits from named peers, and the contents that it keeps.
+"""Expectations: the contents that this engine awaits from named peers, and those that it keeps.
 
-`Pulls` writes the awaited keys, `Renewals` writes the kept contents, and the store reads both: it
-must know which peer may end the wait for a key, and which content outlives its lease. The engine's
-lock guards both tables.
+`Pulls` writes the awaited contents, `Renewals` writes the kept ones, and the store reads both: it
+must know which peer may end the wait for a content, and which content outlives its lease. The
+engine's lock guards both tables.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from p2p_engine.bounded import Index
 from p2p_engine.peers.link import InstanceAddress, Link, PeerAddress
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import ContentKey, TransferKey
@@ -18,7 +19,7 @@ from p2p_engine.wire.messages import ContentKey, TransferKey
 
 @dataclass(eq=False)
 class AskedRank:
-    """One rank that sends an awaited key."""
+    """One rank that sends an awaited content."""
 
     link: Link
     resend_at: float = 0.0
@@ -30,13 +31,15 @@ class Expected:
     """One receive with a named sender. `asked` is filled when the sender's directory has answered.
 
     So is `idle`: ranks there that hold the same KV, or groups that this rank lacks, and that nobody
-    here pulls.
+    here pulls. `has_held`: the peer pushes a part of it and holds the rest, which is to `pull` or
+    not wanted.
     """
 
     transfer: Transfer
     peer: PeerAddress | InstanceAddress
     binding: bytes
     pull: bool
+    has_held: bool = False
     asked: list[AskedRank] = field(default_factory=list)
     idle: list[tuple[TransferKey, PeerAddress]] = field(default_factory=list)
 
@@ -63,10 +66,11 @@ class Kept:
 
 
 class Expectations:
-    """The table of awaited keys and the table of kept contents."""
+    """The table of awaited contents and the table of kept ones."""
 
     def __init__(self) -> None:
-        self.awaited: dict[TransferKey, Expected] = {}
+        self._awaited: dict[ContentKey, Expected] = {}
+        self._awaited_of_key: Index[TransferKey, Expected] = Index()
         # Calls that release at its peers a content that was left for another receive here.
         self.let_go: dict[ContentKey, Callable[[], None]] = {}
         # All that has landed outlives its lease: requests may wait for some of which nobody here
@@ -75,14 +79,41 @@ class Expectations:
         self._kept: dict[ContentKey, Kept] = {}  # oldest first
         self._keys: Counter[TransferKey] = Counter()
 
-    def is_from(self, key: TransferKey, epoch: int) -> bool:
-        """Whether a key is awaited from the engine of this epoch."""
-        item = self.awaited.get(key)
+    def expect(self, item: Expected) -> None:
+        """Note a content that is not awaited yet."""
+        self._awaited[item.content] = item
+        self._awaited_of_key.add(item.content[0], item)
+
+    def expect_no_more(self, item: Expected) -> None:
+        """Forget an awaited content."""
+        del self._awaited[item.content]
+        self._awaited_of_key.discard(item.content[0], item)
+
+    def awaited(self, content: ContentKey) -> Expected | None:
+        """Return the entry of an awaited content, or None."""
+        return self._awaited.get(content)
+
+    def awaited_of(self, key: TransferKey, binding: bytes | None = None) -> list[Expected]:
+        """Return the entries of an awaited key: of one binding, or (None) of each."""
+        items = self._awaited_of_key.get(key)
+        return [item for item in items if binding in (None, item.binding)]
+
+    def num_awaited(self) -> int:
+        """Return how many contents are awaited."""
+        return len(self._awaited)
+
+    def is_wanted(self, content: ContentKey) -> bool:
+        """Whether a request here waits for a content, or will."""
+        return content in self._awaited or content in self._kept
+
+    def is_from(self, content: ContentKey, epoch: int) -> bool:
+        """Whether a content is awaited from the engine of this epoch."""
+        item = self._awaited.get(content)
         return item is not None and epoch in item.epochs
 
-    def is_from_others(self, key: TransferKey, epoch: int) -> bool:
-        """Whether a key is awaited only from known engines, and this epoch is none of them."""
-        item = self.awaited.get(key)
+    def is_from_others(self, content: ContentKey, epoch: int) -> bool:
+        """Whether a content is awaited only from known engines, and this epoch is none of them."""
+        item = self._awaited.get(content)
         return item is not None and bool(item.epochs) and not item.epochs & {0, epoch}
 
     def keep(self, kept: Kept) -> None:

@@ -115,6 +115,8 @@ class Receive:
     complete: bool = False
     is_named: bool = False  # its sender is known by name
     is_pulled: bool = False  # it was asked for with WANT
+    began_at: float = 0.0
+    transport: str = "none"  # of the last chunk that was granted
     strangers: set[int] = field(default_factory=set)  # epochs that offer another content of its key
     mismatched: bool = False  # such an epoch is its sender's
     # Why chunks that came before the receive do not fit it, by their senders' epochs.
@@ -165,6 +167,7 @@ class Receive:
     def attach(self, landing: Landing) -> None:
         """Note that a landing is on its way to the sink."""
         landing.receive = self
+        self.transport = landing.transport.name
         self.landings.add(landing)
         self.senders.add(landing.id[0])
         if landing.is_straight:

@@ -1,5 +1,5 @@
-"""Pulls: receives whose sender is a named peer. It pulls their keys (GET), and it notices if the
-peer is gone, refuses, or no longer has a key. The engine's lock guards everything here.
+"""Pulls: receives whose sender is a named peer. It pulls their contents (GET), and it notices if
+the peer is gone, refuses, or no longer has one. The engine's lock guards everything here.
 
 A peer is one engine, or those ranks of an instance that the plan names.
 """
@@ -49,14 +49,15 @@ class Pulls(LinkListener):
         self._spec = spec
         self._clock = clock
         self._store = store
-        self._expected = expectations.awaited
+        self._expectations = expectations
         self._let_go_later = expectations.let_go
         self._of_link: Index[Link, Expected] = Index()
         self._timers: Timers[Expected] = Timers()  # receives to ask for, or that have ended
         self._to_release: Index[Link, ContentKey] = Index()
-        # Keys that an engine has abandoned before they were awaited from it, and until when a
-        # receive asks it at once.
-        self._doubted: BoundedMap[tuple[TransferKey, int], float] = BoundedMap(MAX_DOUBTED)
+        # Contents (None: all of the key) that an engine has abandoned before they were awaited from
+        # it, and until when a receive asks it at once.
+        self._doubted: BoundedMap[tuple[TransferKey, bytes | None, int], float]
+        self._doubted = BoundedMap(MAX_DOUBTED)
 
     def add(
         self,
@@ -65,17 +66,17 @@ class Pulls(LinkListener):
         binding: bytes,
         *,
         pull: bool,
+        has_held: bool = False,
     ) -> None:
         """Watch the peer until the transfer has ended. With `pull`, ask it for the key at once.
         Without, ask only if nothing has come for `retry_seconds`: the peer may hold KV that we
-        expect it to push."""
-        self._let_go_later.pop((transfer.key, binding), None)
-        previous = self._expected.get(transfer.key)
-        if previous is not None:  # a RELEASE of the same content would end the new pull too
+        expect it to push. If it `has_held` what nobody pulls, it is told at the end."""
+        item = Expected(transfer, peer, binding, pull, has_held)
+        self._let_go_later.pop(item.content, None)
+        previous = self._expectations.awaited(item.content)
+        if previous is not None:  # its RELEASE would end the new pull too
             self._remove(previous)
-            if previous.transfer.done and previous.binding != binding:
-                self._let_go(previous)
-        item = self._expected[transfer.key] = Expected(transfer, peer, binding, pull)
+        self._expectations.expect(item)
         transfer.on_end = partial(self._ended, item)
         if isinstance(peer, PeerAddress):
             self._watch(item, [peer])
@@ -104,43 +105,51 @@ class Pulls(LinkListener):
         """Whether a receive, or a RELEASE that was not sent yet, needs a link."""
         return self._of_link.count(link) + self._to_release.count(link) > 0
 
-    def on_gone(self, key: TransferKey, epoch: int, error: P2pError) -> None:
-        """Fail a receive: the peer does not have its key (any more).
+    def on_gone(self, key: TransferKey, binding: bytes | None, epoch: int, error: P2pError) -> None:
+        """Fail a receive: the peer does not have its content (any more). An older peer names only
+        the key, and fails all that is awaited from it under this key.
 
         Raises:
             RemoteProtocolError: the peer was not asked for it.
         """
-        item = self._expected.get(key)
-        if item is None:
-            return  # it has ended by now
-        if epoch not in item.epochs:
+        awaited = self._expectations.awaited_of(key, binding)
+        asked = [item for item in awaited if epoch in item.epochs]
+        if awaited and not asked:  # if nothing is awaited, it has ended by now
             raise RemoteProtocolError(f"GONE of {key} from {epoch:x}, which was not asked for it")
-        self._remove(item)
-        self._store.fail_key(key, error, said_by=epoch)
-        self._let_go(item)
+        for item in asked:
+            self._remove(item)
+            self._store.fail_content(item.content, error, said_by=epoch)
+            self._let_go(item)
 
-    def on_abandon(self, key: TransferKey, epoch: int, generation: int, error: P2pError) -> None:
-        """Note that a peer will not complete a key, in attempts up to this generation. A receive
-        that awaits the key from it asks: the peer may have begun, or be about to begin, the attempt
-        that the receive is for. A receive without a named peer fails.
+    def on_abandon(
+        self,
+        key: TransferKey,
+        binding: bytes | None,
+        epoch: int,
+        generation: int,
+        error: P2pError,
+    ) -> None:
+        """Note that a peer will not complete a content, in attempts up to this generation; an older
+        peer names only the key, and means all. A receive that awaits it from there asks: the peer
+        may have begun, or be about to begin, the attempt that the receive is for. A receive without
+        a named peer fails.
 
         Raises:
-            RemoteProtocolError: the key is awaited from another peer, or another one sends it.
+            RemoteProtocolError: it is awaited from another peer, or another one sends it.
         """
-        if self._store.is_over(key, epoch, generation):
+        if self._store.is_over(key, epoch, generation, binding):
             return
-        item, now = self._expected.get(key), self._clock()
-        if item is None:
-            self._store.on_abandon(key, epoch, error)
-        elif epoch in item.epochs:
-            for asked in item.asked:
-                if asked.link.epoch == epoch:
-                    self._say_want(item, asked, now)
-            self._schedule(item)
+        awaited = self._expectations.awaited_of(key, binding)
+        from_it = [item for item in awaited if epoch in item.epochs]
+        for item in from_it:
+            self._ask_again(item, epoch)
+        if from_it:
             return
-        elif item.epochs and 0 not in item.epochs:
+        if not awaited:
+            self._store.on_abandon(key, binding, epoch, error)
+        elif all(item.epochs and 0 not in item.epochs for item in awaited):
             raise RemoteProtocolError(f"ABANDON of {key} from {epoch:x}, which does not send it")
-        self._doubted.put((key, epoch), now + self._config.lease_seconds)
+        self._doubted.put((key, binding, epoch), self._clock() + self._config.lease_seconds)
 
     def link_ready(self, link: Link) -> None:
         """Send the RELEASEs and WANTs that waited for a link. What is awaited now is of a later
@@ -191,11 +200,11 @@ class Pulls(LinkListener):
 
     def _ended(self, item: Expected) -> None:
         """Let the next tick release a receive whose transfer has ended."""
-        if self._expected.get(item.transfer.key) is item:
+        if self._expectations.awaited(item.content) is item:
             self._timers.set(item, 0.0)
 
     def _remove(self, item: Expected) -> None:
-        del self._expected[item.transfer.key]
+        self._expectations.expect_no_more(item)
         item.transfer.on_end = None
         for asked in item.asked:
             self._of_link.discard(asked.link, item)
@@ -204,21 +213,22 @@ class Pulls(LinkListener):
     def _lose(self, item: Expected, error: P2pError) -> None:
         self._remove(item)
         if not item.transfer.done:
-            self._store.source_lost(item.transfer.key, error)
+            self._store.source_lost(item.content, error)
 
     def _found(self, item: Expected, peer: InstanceAddress, answer: CacheSpec | P2pError) -> None:
         key = item.transfer.key
-        if self._expected.get(key) is not item or item.transfer.done:
+        if self._expectations.awaited(item.content) is not item or item.transfer.done:
             return
         if isinstance(answer, P2pError):
             self._remove(item)
-            self._store.fail_key(key, answer)
+            self._store.fail_content(item.content, answer)
             return
         item.idle = [(name, peer.rank(rank)) for name, rank in keepers(self._spec, key, answer)]
         sources = givers(self._spec, key, answer)
         self._watch(item, [peer.rank(rank) for rank in sources])
         if not sources:
-            self._store.fail_key(key, PeerRefused(f"peer {peer}: no rank there has these layers"))
+            error = PeerRefused(f"peer {peer}: no rank there has these layers")
+            self._store.fail_content(item.content, error)
 
     def _watch(self, item: Expected, peers: list[PeerAddress]) -> None:
         patient_until = 0.0 if item.pull else self._clock() + self._config.retry_seconds
@@ -244,26 +254,43 @@ class Pulls(LinkListener):
         not come."""
         if not asked.link.ready:
             return
-        key, now = item.transfer.key, self._clock()
-        self._store.sender_known(key)
-        doubted_until = self._doubted.pop((key, asked.link.epoch))
-        if doubted_until is not None and doubted_until > now:
+        now = self._clock()
+        self._store.sender_known(item.content)
+        if self._is_doubted(item, asked.link.epoch, now):
             self._say_want(item, asked, now)
         else:
             self._ask(item, asked, now)
 
+    def _is_doubted(self, item: Expected, epoch: int, now: float) -> bool:
+        """Whether an engine said before that it would not send this; it is asked, and is trusted
+        again."""
+        key = item.transfer.key
+        doubts = [self._doubted.pop((key, name, epoch)) for name in (item.binding, None)]
+        return any(until is not None and until > now for until in doubts)
+
+    def _ask_again(self, item: Expected, epoch: int) -> None:
+        now = self._clock()
+        for asked in item.asked:
+            if asked.link.epoch == epoch:
+                self._say_want(item, asked, now)
+        self._schedule(item)
+
     def _let_go(self, item: Expected) -> None:
-        if item.transfer.error is not None and self._store.is_left(item.content):
+        has_come = item.transfer.error is None
+        if not has_come and self._store.is_left(item.content):
             self._let_go_later[item.content] = partial(self._let_go, item)
             return
-        for key, peer in item.idle if item.pull else ():
+        for key, peer in item.idle if item.pull or item.has_held else ():
             self._release((key, item.binding), peer)
-        if item.transfer.error is None:
-            return
-        for asked in item.asked:
-            self._release(item.content, asked.link.target)
-        if not item.asked:  # the peer's directory has not answered yet
-            self.release(item.content, item.peer)
+        if not has_come or (item.has_held and not item.pull):
+            for asked in item.asked:
+                self._release(item.content, asked.link.target)
+            if not item.asked:  # the peer's directory has not answered yet
+                self.release(item.content, item.peer)
+        # The rest may be pushed after all, before the peer has heard that it is not wanted.
+        is_alone = has_come and item.has_held
+        if is_alone and not self._store.leave(item.content, is_pulled=False):
+            self._store.discard(item.content, "all of it is here")
 
     def _release(self, content: ContentKey, peer: PeerAddress) -> None:
         link = self._links.get(peer, data=False)
@@ -283,6 +310,8 @@ class Pulls(LinkListener):
         self._links.send(asked.link, Want, *item.content, not item.pull)
 
     def _offered_until(self, item: Expected, asked: AskedRank) -> float:
+        if item.pull and item.has_held:
+            return 0.0  # what was offered may be what is pushed, and not the rest
         return self._store.offered_until(item.content, asked.link.epoch)
 
     def _pause(self, asked: AskedRank) -> float:

@@ -125,12 +125,20 @@ class Renewals(LinkListener):
         """Whether a peer is asked to keep anything."""
         return link.target in self._duties
 
-    def on_gone(self, peer: PeerAddress, key: TransferKey, epoch: int, error: P2pError) -> None:
-        """Note that a peer, the engine of this epoch, will not give a key, or not again."""
+    def on_gone(
+        self,
+        peer: PeerAddress,
+        key: TransferKey,
+        binding: bytes | None,
+        epoch: int,
+        error: P2pError,
+    ) -> None:
+        """Note that a peer, the engine of this epoch, will not give a content, or not again; an
+        older one does not say which of its key."""
         duty = self._duties.get(peer)
         found = list(duty.contents.items()) if duty is not None else []
         for name, kept in found:
-            if name[0] != key:
+            if name[0] != key or binding not in (None, name[1]):
                 continue
             if peer in kept.sources:
                 self._lose(kept, error, epoch)
@@ -264,7 +272,7 @@ class Renewals(LinkListener):
     def _lose(self, kept: Kept, error: P2pError, epoch: int) -> None:
         """Fail a content. It is remembered as failed for as long as it is kept."""
         self._stop_telling(kept)
-        self._store.fail_key(kept.content[0], error, said_by=epoch)
+        self._store.fail_content(kept.content, error, said_by=epoch)
 
     def _stop_telling(self, kept: Kept) -> None:
         told, kept.told = kept.told, []

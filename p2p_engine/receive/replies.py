@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from p2p_engine.bounded import BoundedMap
+from p2p_engine.bounded import BoundedMap, put_newest
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError
 from p2p_engine.receive.expectations import Expectations
@@ -25,6 +25,8 @@ from p2p_engine.wire.messages import (
     shorten,
 )
 
+MAX_BINDINGS = 16  # of one key; a peer may name any number of them
+Generations: TypeAlias = dict[bytes | None, int]
 Reply: TypeAlias = Callable[[int, type[Message], tuple[Any, ...]], None]
 
 
@@ -94,8 +96,8 @@ class Replies:
         self._expectations = expectations
         self._tombstones: BoundedMap[ContentKey, Tombstone] = BoundedMap()
         self._outcomes: BoundedMap[LandingId, Outcome] = BoundedMap()
-        # The last attempt to send a key that each sender spoke of.
-        self._generations: BoundedMap[tuple[TransferKey, int], int] = BoundedMap()
+        # The last attempt to send a key that each sender spoke of, by binding (None: of any).
+        self._generations: BoundedMap[tuple[TransferKey, int], Generations] = BoundedMap()
 
     def grant(self, landing: Landing, word_offset: int = 0) -> None:
         """Say GRANT: the region is reserved, and the sender publishes its end at `word_offset`. For
@@ -154,7 +156,7 @@ class Replies:
     def refusal_of_offer(self, content: ContentKey, epoch: int, generation: int) -> str | None:
         """Return why an offer must be refused, or None; then it comes after all, or from another
         engine, and what ended before is forgotten."""
-        is_later = self.note_generation(content[0], epoch, generation) > 0
+        is_later = self.note_generation(*content, epoch, generation) > 0
         for name, tombstone in self._tombstones_of(content):
             if not is_later and tombstone.refuses_offer(epoch):
                 self.leave_tombstone(
@@ -171,18 +173,21 @@ class Replies:
             self._tombstones.pop(name)
         return [tombstone for _, tombstone in found]
 
-    def note_generation(self, key: TransferKey, epoch: int, generation: int) -> int:
-        """Note which attempt to send a key a sender speaks of.
+    def note_generation(
+        self, key: TransferKey, binding: bytes | None, epoch: int, generation: int
+    ) -> int:
+        """Note which attempt to send a key a sender speaks of; without a binding, whichever it is.
 
         Returns less than 0 if it has spoken of a later one, more than 0 if only of earlier ones,
         and 0 if of this one or none, or if it does not say.
         """
-        known = self._generations.get((key, epoch))
-        if not generation or known == generation:
-            return 0
-        if known is None or generation > known:
-            self._generations.put((key, epoch), generation)
-        return 0 if known is None else generation - known
+        heard = self._generations.get((key, epoch)) or {}
+        names = heard if binding is None else heard.keys() & {binding, None}
+        known = max((heard[name] for name in names), default=0)
+        if generation > known:
+            put_newest(heard, binding, generation, MAX_BINDINGS)
+            self._generations.put((key, epoch), heard)
+        return generation - known if generation and known else 0
 
     def revive(self, content: ContentKey) -> None:
         """Accept offers of a content again, unless one was refused within the last lease."""

@@ -119,10 +119,12 @@ class Store(SessionListener):
             if tombstone.refuses_receive(is_named=is_named):
                 raise TransferRejected(f"{key}: {tombstone.reason}")
         transfer = Transfer(key, 0, self._changed, self._cancel_transfer)
-        deadline = self._clock() + timeout
+        now = self._clock()
+        deadline = now + timeout
         receive = Receive(
-            content, sink, transfer, deadline, moments, is_named=is_named, is_pulled=is_pulled
-        )
+            content, sink, transfer, deadline, moments,
+            is_named=is_named, is_pulled=is_pulled, began_at=now,
+        )  # fmt: skip
         for tombstone in tombstones:
             if tombstone.cause is Cause.FAILED:
                 receive.misfits[tombstone.epoch] = TransferRejected(f"{key}: {tombstone.reason}")
@@ -134,8 +136,7 @@ class Store(SessionListener):
             if is_here and receive.ending is None:
                 self._claim(landing, receive)
         for item in self._ledger.of_key(key):
-            if item.content != content:
-                self._note_mismatch(key, item.id[0])
+            self._note_mismatch(item.content, item.id[0])
         return transfer
 
     def discard(self, content: ContentKey, reason: str) -> None:
@@ -170,35 +171,38 @@ class Store(SessionListener):
         meanwhile, it stays refused: its sender has given it up."""
         self._replies.revive(content)
 
-    def fail_key(self, key: TransferKey, error: P2pError, said_by: int = 0) -> None:
-        """Fail a key that its sender will not complete: its receives end, and later ones are
+    def fail_content(self, content: ContentKey, error: P2pError, said_by: int = 0) -> None:
+        """Fail a content that its sender will not complete: its receive ends, and later ones are
         refused. If the sender itself has `said` so, a later receive that names it asks again."""
-        contents = {item.content for item in self._ledger.receives_of_key(key)}
-        contents |= {item.content for item in self._ledger.of_key(key)}
-        for content in contents or {(key, b"")}:
-            receive = self._ledger.receives.get(content)
-            if receive is not None:
-                self._stop_receive(receive, error)
-            else:
-                cause = Cause.ABANDONED if said_by else Cause.FAILED
-                if said_by and isinstance(error, PeerLost):
-                    cause = Cause.LOST
-                self._replies.leave_tombstone(content, str(error), cause, said_by)
-            self._drop(content)
+        receive = self._ledger.receives.get(content)
+        if receive is not None:
+            self._stop_receive(receive, error)
+        else:
+            cause = Cause.ABANDONED if said_by else Cause.FAILED
+            if said_by and isinstance(error, PeerLost):
+                cause = Cause.LOST
+            self._replies.leave_tombstone(content, str(error), cause, said_by)
+        self._drop(content)
 
-    def is_over(self, key: TransferKey, epoch: int, generation: int) -> bool:
-        """Note which attempt to send a key a sender speaks of; returns whether it has offered a
-        later one."""
-        return self._replies.note_generation(key, epoch, generation) < 0
+    def is_over(
+        self, key: TransferKey, epoch: int, generation: int, binding: bytes | None = None
+    ) -> bool:
+        """Note which attempt to send a key, or one content of it, a sender speaks of; returns
+        whether it has offered a later one."""
+        return self._replies.note_generation(key, binding, epoch, generation) < 0
 
-    def on_abandon(self, key: TransferKey, epoch: int, error: P2pError) -> None:
-        """Fail a key that a sender will not complete, if no receive names its sender. The sender is
-        believed if it has offered the key, or if no sender has.
+    def on_abandon(
+        self, key: TransferKey, binding: bytes | None, epoch: int, error: P2pError
+    ) -> None:
+        """Fail a content (None: all of the key) that a sender will not complete, if no receive
+        names its sender. The sender is believed if it has offered it, or if no sender has.
 
         Raises:
             RemoteProtocolError: another sender has offered it.
         """
-        waiting, coming = self._ledger.receives_of_key(key), self._ledger.of_key(key)
+        names = self._ledger.receives_of_key(key), self._ledger.of_key(key)
+        waiting = [item for item in names[0] if binding in (None, item.content[1])]
+        coming = [item for item in names[1] if binding in (None, item.content[1])]
         senders = {item.id[0] for item in coming}.union(*(item.senders for item in waiting))
         if senders and epoch not in senders:
             raise RemoteProtocolError(f"ABANDON of {key} from {epoch:x}, which does not send it")
@@ -207,14 +211,15 @@ class Store(SessionListener):
                 self._stop_receive(receive, error)
         contents = {item.content for item in coming if item.id[0] == epoch}
         waited = {item.content for item in waiting}
-        for content in contents or ({(key, b"")} if not waited else set()):
+        for content in contents or ({(key, binding or b"")} if not waited else set()):
             if content not in waited:
                 self._replies.leave_tombstone(content, str(error), Cause.ABANDONED, epoch)
             self._drop(content, epoch)
 
-    def sender_known(self, key: TransferKey) -> None:
-        """Note that the sender of a key is known now: its earlier offers count."""
-        for receive in self._ledger.receives_of_key(key):
+    def sender_known(self, content: ContentKey) -> None:
+        """Note that the sender of a content is known now: its earlier offers count."""
+        receive = self._ledger.receives.get(content)
+        if receive is not None:
             self._judge_mismatch(receive)
             self._judge_misfits(receive)
 
@@ -246,7 +251,7 @@ class Store(SessionListener):
             self._replies.deny(landing_id, offer.attempt, reason, self._config.retry_seconds)
             return
         if receive is None:
-            self._note_mismatch(offer.key, epoch)
+            self._note_mismatch(content, epoch)
         elif receive.ending is not None:
             self._refuse(landing_id, offer.attempt, receive.ending)
             return
@@ -269,7 +274,9 @@ class Store(SessionListener):
         landing = self._ledger.landings.get((epoch, seq))
         if landing is not None and landing.attempt == attempt:
             landing.done_heard, landing.checksum = True, checksum
+            landing.transport.look()
             self._check_landed(landing)
+            self._check_lost(landing)
         elif not self._replies.repeat((epoch, seq)):
             unknown = TransferRejected("this chunk is unknown here")
             self._replies.fail((epoch, seq), attempt, unknown)
@@ -278,12 +285,15 @@ class Store(SessionListener):
         """Note that the sender will not write any more, or will not repeat a denied offer."""
         self._placement.wait_no_more((epoch, seq))
         landing = self._ledger.landings.get((epoch, seq))
-        if landing is None or landing.attempt > attempt:
-            return
-        if landing.state is LandingState.GRANTED:
-            self._give_up(landing, proven=True)
-        elif landing.state is LandingState.QUARANTINED and not landing.transport.receiver_writes:
-            self._free(landing)
+        if landing is not None and landing.attempt <= attempt:
+            landing.transport.confirm(epoch, lambda: self._writer_stopped(landing))
+
+    def _writer_stopped(self, landing: Landing) -> None:
+        """Give a landing up that its sender does not write any more."""
+        with self._changed:
+            is_open = landing.state in (LandingState.GRANTED, LandingState.QUARANTINED)
+            if is_open and self._ledger.landings.get(landing.id) is landing:
+                self._give_up(landing, proven=True)
 
     def session_lost(self, epoch: int, error: PeerLost) -> None:
         """End what only a lost sender could have completed: it is silent, restarted or closing."""
@@ -291,7 +301,7 @@ class Store(SessionListener):
         source_lost = [
             receive
             for receive in self._ledger.receives_from(epoch)
-            if not self._expectations.is_from_others(receive.content[0], epoch)
+            if not self._expectations.is_from_others(receive.content, epoch)
         ]
         for receive in source_lost:
             receive.source_lost = error
@@ -302,13 +312,13 @@ class Store(SessionListener):
                     self._give_up(landing, proven=False)
         self._end_sourceless(source_lost)
 
-    def source_lost(self, key: TransferKey, error: P2pError) -> None:
-        """Note that no more of a key will come. Chunks that have arrived may still complete
-        receives."""
-        source_lost = self._ledger.receives_of_key(key)
-        for receive in source_lost:
+    def source_lost(self, content: ContentKey, error: P2pError) -> None:
+        """Note that no more of a content will come. Chunks that have arrived may still complete its
+        receive."""
+        receive = self._ledger.receives.get(content)
+        if receive is not None:
             receive.source_lost = error
-        self._end_sourceless(source_lost)
+            self._end_sourceless([receive])
 
     # Local events
 
@@ -435,8 +445,7 @@ class Store(SessionListener):
         older one."""
         landing = self._ledger.landings.get(landing_id)
         if landing is not None and landing.attempt < attempt:
-            if landing.state in (LandingState.GRANTED, LandingState.QUARANTINED):
-                self._give_up(landing, proven=True)
+            landing.transport.confirm(landing_id[0], lambda: self._writer_stopped(landing))
             return (
                 landing_id in self._ledger.landings
             )  # until our own I/O is joined: it is offered again
@@ -515,6 +524,15 @@ class Store(SessionListener):
                 self._free(landing)
         if landing.done_heard and landing.state is not LandingState.GRANTED:
             landing.done_heard = not self._replies.repeat(landing.id)
+
+    def _check_lost(self, landing: Landing) -> None:
+        """End a chunk that was written, but whose completion word was lost with the connection."""
+        if landing.state is not LandingState.GRANTED or landing.transport.receiver_writes:
+            return
+        if landing.transport.is_gone(landing.id[0]) and not self._placement.is_whole(landing):
+            error = TransportError("the data connection ended before the completion word came")
+            self._replies.fail(landing.id, landing.attempt, error)
+            self._free(landing)
 
     def _is_intact(self, landing: Landing) -> bool:
         """Whether the checksum, if one was agreed on, is right. A wrong one ends the chunk."""
@@ -681,12 +699,20 @@ class Store(SessionListener):
         note_stage(receive.content[0], "received")
         self._counters.count("received", error)
         try:
-            if error is not None:
+            if error is None:
+                self._observe(receive)
+            else:
                 logger.info("receive ended: key=%s error=%s", receive.content[0], named(error))
                 if receive.senders or not self.leave(receive.content, is_pulled=receive.is_pulled):
                     self.discard(receive.content, str(error))  # no other receive can have it
         finally:
             receive.transfer.end(error)
+
+    def _observe(self, receive: Receive) -> None:
+        label = f"{'pull' if receive.is_pulled else 'push'} {receive.transport}"
+        seconds = self._clock() - receive.began_at
+        self._counters.observed.append(("receive_seconds", label, seconds))
+        self._counters.observed.append(("receive_bytes", label, receive.transfer.nbytes))
 
     def _give_up(self, landing: Landing, *, proven: bool) -> None:
         """Give a granted region up; it is freed once nobody can write into it."""
@@ -746,9 +772,12 @@ class Store(SessionListener):
                 text = f"{transfer.key} was withdrawn: {reason or 'no reason given'}"
                 self._stop_receive(receive, TransferCancelled(text))
 
-    def _note_mismatch(self, key: TransferKey, epoch: int) -> None:
-        """Note that a sender offers another content under a key that is waited for."""
-        for receive in self._ledger.receives_of_key(key):
+    def _note_mismatch(self, content: ContentKey, epoch: int) -> None:
+        """Note that a sender offers a content under a key that is waited for with other bindings
+        only. If a request here waits for this one, too, the sender has several under the key."""
+        if content in self._ledger.receives or self._expectations.is_wanted(content):
+            return
+        for receive in self._ledger.receives_of_key(content[0]):
             if len(receive.strangers) < MAX_STRANGERS:
                 receive.strangers.add(epoch)
                 self._judge_mismatch(receive)
@@ -770,7 +799,7 @@ class Store(SessionListener):
 
     def _may_end(self, receive: Receive, epoch: int) -> bool:
         """Whether a sender's offers can end a receive; if no sender is named, those of any can."""
-        return not receive.is_named or self._expectations.is_from(receive.content[0], epoch)
+        return not receive.is_named or self._expectations.is_from(receive.content, epoch)
 
     def _overdue(self, receive: Receive) -> P2pError:
         key = receive.content[0]

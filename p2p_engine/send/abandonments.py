@@ -1,5 +1,5 @@
-"""Abandonments: tells peers which keys will never be completed. ABANDON is repeated until the peer
-has answered. The engine's lock guards everything here."""
+"""Abandonments: tells peers which contents will never be completed. ABANDON is repeated until the
+peer has answered. The engine's lock guards everything here."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
 from p2p_engine.peers.link import Link, PeerAddress
 from p2p_engine.peers.links import Links
-from p2p_engine.wire.messages import Abandon, TransferKey, shorten
+from p2p_engine.wire.messages import Abandon, ContentKey, TransferKey, shorten
 
 
 @dataclass(eq=False)
 class Abandonment:
-    """A key that a peer must be told will never be completed."""
+    """A content that a peer must be told will never be completed."""
 
-    key: TransferKey
+    content: ContentKey
     link: Link
     reason: str
     deadline: float
@@ -34,7 +34,7 @@ class Abandonments:
         self._config = config
         self._links = links
         self._clock = clock
-        self._items: dict[tuple[TransferKey, PeerAddress], Abandonment] = {}
+        self._items: dict[tuple[ContentKey, PeerAddress], Abandonment] = {}
         self._of_key: Index[TransferKey, Abandonment] = Index()
         self._of_link: Index[Link, Abandonment] = Index()
         self._timers: Timers[Abandonment] = Timers()
@@ -43,33 +43,34 @@ class Abandonments:
         """Return how many there are."""
         return len(self._items)
 
-    def __iter__(self) -> Iterator[TransferKey]:
-        """Iterate over the keys; a key that several peers must be told comes several times."""
-        return (key for key, _ in self._items)
+    def __iter__(self) -> Iterator[ContentKey]:
+        """Iterate over the contents; one that several peers must be told comes several times."""
+        return (content for content, _ in self._items)
 
     def uses_link(self, link: Link) -> bool:
         """Whether an ABANDON has to go over a link."""
         return self._of_link.count(link) > 0
 
-    def add(self, key: TransferKey, peer: PeerAddress, reason: str, generation: int) -> None:
+    def add(self, content: ContentKey, peer: PeerAddress, reason: str, generation: int) -> None:
         """Tell the peer until it answers, for at most transfer_timeout_seconds.
 
         Raises:
             PeerUnreachable: the peer's address is not host:port.
         """
         link = self._links.get(peer, data=False)
-        if (key, peer) in self._items:
-            self._remove(self._items[key, peer])
+        if (content, peer) in self._items:
+            self._remove(self._items[content, peer])
         deadline = self._clock() + self._config.transfer_timeout_seconds
-        item = self._items[key, peer] = Abandonment(key, link, reason, deadline, generation)
-        self._of_key.add(key, item)
+        item = Abandonment(content, link, reason, deadline, generation)
+        self._items[content, peer] = item
+        self._of_key.add(content[0], item)
         self._of_link.add(link, item)
         self._tell(item)
 
-    def on_heard(self, link: Link, key: TransferKey) -> None:
-        """Stop: the peer has answered."""
+    def on_heard(self, link: Link, key: TransferKey, binding: bytes | None) -> None:
+        """Stop: the peer has answered. An older one does not say which content of the key."""
         for item in self._of_key.get(key):
-            if item.link.epoch == link.epoch:
+            if item.link.epoch == link.epoch and binding in (None, item.content[1]):
                 self._remove(item)
 
     def link_ready(self, link: Link) -> None:
@@ -99,10 +100,11 @@ class Abandonments:
         soon = self._clock() + self._config.retry_seconds
         self._timers.set(item, min(item.deadline, soon))
         if item.link.ready:
-            self._links.send(item.link, Abandon, item.key, shorten(item.reason), item.generation)
+            (key, binding), reason = item.content, shorten(item.reason)
+            self._links.send(item.link, Abandon, key, reason, item.generation, binding)
 
     def _remove(self, item: Abandonment) -> None:
-        del self._items[item.key, item.link.target]
-        self._of_key.discard(item.key, item)
+        del self._items[item.content, item.link.target]
+        self._of_key.discard(item.content[0], item)
         self._of_link.discard(item.link, item)
         self._timers.cancel(item)

@@ -1,20 +1,21 @@
-"""Endings: how this side and its peers have ended the sending of a key, until it begins anew.
+"""Endings: how this side and its peers have ended the sending of a content, until it begins anew.
 
 A request may be sent again under the same transfer id, after one or both sides have ended the first
 attempt, and the two sides learn of the second at different times. A peer says RELEASE when its
 attempt ends without success, so a WANT or RENEW behind that belongs to its next attempt, and what
-ended here before says nothing about it. The engine's lock guards everything here.
+ended here before says nothing about it. A stash is made once, so its end is final for its key. The
+engine's lock guards everything here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from p2p_engine.bounded import BoundedMap, K, V
+from p2p_engine.bounded import BoundedMap, put_newest
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.messages import ContentKey, TransferKey
 
-MAX_BINDINGS, MAX_PEERS = 16, 1024  # of one key; a peer may name any number of them
+MAX_PEERS = 1024  # of one content
 
 
 @dataclass
@@ -28,8 +29,8 @@ class Departed:
 
 @dataclass
 class Ending:
-    """What is known of a key that is not held. `reason`: why it will not come from here, "" while
-    it may. `is_served`: every reader has got it or has released it.
+    """What is known of a content that is not held. `reason`: why it will not come from here, ""
+    while it may. `is_served`: every reader has got it or has released it.
 
     Attempts that ended here and attempts that a peer ended are counted: a peer that has ended as
     many asks for the next one.
@@ -39,8 +40,8 @@ class Ending:
     is_served: bool = False
     generation: int = 0  # of the last attempt that ended
     num_ended: int = 0
-    departed: dict[bytes, Departed] = field(default_factory=dict)  # by binding
-    # How many attempts each peer has ended, whatever the binding, and whether it pulled the last.
+    departed: Departed | None = None
+    # How many attempts each peer has ended, and whether it pulled the last.
     left: dict[PeerAddress, tuple[int, bool]] = field(default_factory=dict)
 
     def has_left(self, peer: PeerAddress) -> bool:
@@ -48,50 +49,64 @@ class Ending:
         return self.left.get(peer, (0, False))[0] >= self.num_ended
 
     def reopen(self) -> None:
-        """Note that the key may come again, in a new attempt."""
-        self.reason, self.is_served = "", False
-        self.departed.clear()
+        """Note that the content may come again, in a new attempt."""
+        self.reason, self.is_served, self.departed = "", False, None
 
 
 class Endings:
-    """The endings of all keys; the oldest are forgotten."""
+    """The endings of all contents; the oldest are forgotten."""
 
     def __init__(self) -> None:
-        self._endings: BoundedMap[TransferKey, Ending] = BoundedMap()
+        self._endings: BoundedMap[ContentKey, Ending] = BoundedMap()
+        # Keys of which a content was given up, and none has begun since.
+        self._over: BoundedMap[TransferKey, None] = BoundedMap()
+        # Of keys that have no next attempt: stashes.
+        self._final: BoundedMap[TransferKey, Ending] = BoundedMap()
 
     def begin(self, content: ContentKey) -> Departed | None:
-        """Note that a key is held. Returns who has released the content already; None if an ending
-        of this side lies in between, because those belong to an earlier attempt."""
-        ending = self._endings.get(content[0])
+        """Note that a content is held. Returns who has released it already; None if an ending of
+        this side lies in between, because those belong to an earlier attempt."""
+        self._over.pop(content[0])
+        self._final.pop(content[0])
+        ending = self._endings.get(content)
         if ending is None:
             return None
-        departed = None if ending.reason else ending.departed.get(content[1])
+        departed = None if ending.reason else ending.departed
         ending.reopen()
         return departed
 
-    def forget_ended(self, key: TransferKey) -> None:
-        """Note that a chunk of a key is sent: earlier attempts do not count any more."""
-        ending = self._endings.get(key)
+    def forget_ended(self, content: ContentKey) -> None:
+        """Note that a chunk of a content is sent: earlier attempts do not count any more."""
+        self._over.pop(content[0])
+        ending = self._endings.get(content)
         if ending is not None and ending.reason:
-            self._endings.pop(key)
+            self._endings.pop(content)
 
-    def meet(self, key: TransferKey, peer: PeerAddress) -> None:
+    def meet(self, content: ContentKey, peer: PeerAddress) -> None:
         """Note that a peer asks for what is held: both sides are in the same attempt."""
-        ending = self._endings.get(key)
+        ending = self._endings.get(content)
         if ending is not None:
-            _put(ending.left, peer, (ending.num_ended, False), MAX_PEERS)
+            put_newest(ending.left, peer, (ending.num_ended, False), MAX_PEERS)
 
     def end(
-        self, key: TransferKey, reason: str, *, is_served: bool = False, generation: int = 0
+        self, content: ContentKey, reason: str, *, is_served: bool = False, generation: int = 0
     ) -> Ending:
-        """Note that a key will not come from here, or not again, in attempts up to this one; once
-        for each attempt."""
-        ending = self._endings.get(key) or Ending()
+        """Note that a content will not come from here, or not again, in attempts up to this one;
+        once for each attempt."""
+        ending = self._endings.get(content) or Ending()
         if not generation or generation > ending.generation:
             ending.num_ended += generation > 0 or not ending.reason
             ending.reason, ending.is_served = reason or "it was given up", is_served
             ending.generation = max(ending.generation, generation)
-        self._endings.put(key, ending)
+            if not is_served:
+                self._over.put(content[0], None)
+        self._endings.put(content, ending)
+        return ending
+
+    def end_key(self, key: TransferKey, reason: str, *, is_served: bool) -> Ending:
+        """Note that nothing of a key will come from here, or not again, whoever asks for it."""
+        ending = Ending(reason, is_served, num_ended=1)
+        self._final.put(key, ending)
         return ending
 
     def depart(
@@ -105,48 +120,49 @@ class Endings:
     ) -> None:
         """Note that a rank of the peer, one of `readers`, wants no more of a content: it has
         released it, or it `has_pulled` its part."""
-        ending = self._endings.get(content[0]) or Ending()
-        departed = ending.departed.get(content[1]) or Departed(readers)
+        ending = self._endings.get(content) or Ending()
+        departed = ending.departed = ending.departed or Departed(readers)
         departed.readers = readers
         departed.ranks[rank] = peer
-        _put(ending.departed, content[1], departed, MAX_BINDINGS)
         num_left, _ = ending.left.get(peer, (0, False))
-        _put(ending.left, peer, (num_left + 1, has_pulled), MAX_PEERS)
-        self._endings.put(content[0], ending)
+        put_newest(ending.left, peer, (num_left + 1, has_pulled), MAX_PEERS)
+        self._endings.put(content, ending)
 
     def expect(
         self, content: ContentKey, rank: int, peer: PeerAddress, *, renews: bool = False
     ) -> Ending | None:
-        """Return why a rank that asks for a key, or `renews` it, will not get it from here; None if
-        it may.
+        """Return why a rank that asks for a content, or `renews` it, will not get it from here;
+        None if it may.
 
-        If the peer has ended as many attempts as have ended here, this is the next one, and the key
-        may come again. But who has pulled its part goes on renewing, as long as others pull theirs.
+        If the peer has ended as many attempts as have ended here, this is the next one, and it may
+        come again. But who has pulled its part goes on renewing, as long as others pull theirs.
         """
-        ending = self._endings.get(content[0])
+        ending = self._final.get(content[0])
+        if ending is not None:
+            return ending
+        ending = self._endings.get(content)
         if ending is None:
             return None
         if not ending.reason:
-            departed = ending.departed.get(content[1])
-            if departed is not None:
-                departed.ranks.pop(rank, None)
+            if ending.departed is not None:
+                ending.departed.ranks.pop(rank, None)
             return None
         if not ending.has_left(peer):
             return ending
         if not (renews and ending.left[peer][1]):
             ending.reopen()
+            self._over.pop(content[0])
         return None
 
-    def is_served(self, key: TransferKey) -> bool:
-        """Whether every reader of a key has got it or has released it."""
-        ending = self._endings.get(key)
+    def is_over(self, key: TransferKey) -> bool:
+        """Whether a content of a key was given up here, and none has begun since."""
+        return key in self._over
+
+    def is_final(self, key: TransferKey) -> bool:
+        """Whether nothing of a key will come from here, or not again, whoever asks for it."""
+        return key in self._final
+
+    def is_served(self, content: ContentKey) -> bool:
+        """Whether every reader of a content has got it or has released it."""
+        ending = self._final.get(content[0]) or self._endings.get(content)
         return ending is not None and ending.is_served
-
-
-def _put(entries: dict[K, V], key: K, value: V, limit: int) -> None:
-    """Store a value as the newest; beyond the limit, forget the oldest. A BoundedMap for each key
-    would take half as much memory again."""
-    entries.pop(key, None)
-    entries[key] = value
-    if len(entries) > limit:
-        del entries[next(iter(entries))]

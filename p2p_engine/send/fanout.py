@@ -19,7 +19,7 @@ from p2p_engine.peers.link import InstanceAddress
 from p2p_engine.peers.locator import Locator
 from p2p_engine.send.sender import Sender
 from p2p_engine.transfer import Transfer, TransferGroup
-from p2p_engine.wire.messages import MAX_LAYERS, CacheSpec, TransferKey
+from p2p_engine.wire.messages import MAX_LAYERS, CacheSpec, ContentKey, TransferKey
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,13 @@ class Fanout:
             self._sender.mark_ready(member, moments, num_layers)
 
     def abandon(
-        self, key: TransferKey, instance: InstanceAddress, reason: str, generation: int = 0
+        self, content: ContentKey, instance: InstanceAddress, reason: str, generation: int = 0
     ) -> None:
-        """Tell each rank that needs some of this key that it will not be completed."""
+        """Tell each rank that needs some of this content that it will not be completed."""
 
         def tell(answer: CacheSpec | P2pError) -> None:
-            for rank in takers(self._spec, key, answer):
-                self._sender.abandon(key, instance.rank(rank), reason, generation)
+            for rank in takers(self._spec, content[0], answer):
+                self._sender.abandon(content, instance.rank(rank), reason, generation)
 
         self._locator.ask(instance, tell)
 

@@ -1,13 +1,17 @@
 """Holds: sources that wait, under a lease, for a peer to pull them (GET), and peers that wait for a
 source. sender.py serves a pull as a shipment. If the caller needs its memory, the source is copied
-into the pool and served from there. The engine's lock guards everything here."""
+into the pool and served from there. The engine's lock guards everything here.
+
+A stash is a hold that is copied at once, and of which a peer may pull a beginning. Nobody is owed
+it: the oldest stashes make room for newer ones and for other holds' spills. It is made once, so
+after its end a WANT for anything of its key is refused at once."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -19,6 +23,7 @@ from p2p_engine.health import Counters
 from p2p_engine.memory.arena import BUFFER, POOL, LandingArena, Space
 from p2p_engine.memory.jobs import Copier, Job, Moment, after
 from p2p_engine.memory.layout import Int64s, Source, ask, ask_regions, pair
+from p2p_engine.memory.paged import Beginning, PagedSource
 from p2p_engine.memory.plan import takers
 from p2p_engine.memory.ready_layers import ReadyLayers
 from p2p_engine.peers.link import PeerAddress
@@ -30,8 +35,10 @@ from p2p_engine.send.unheld_wants import PendingWant, UnheldWants
 from p2p_engine.transfer import Transfer, lane_of, note_stage
 from p2p_engine.wire.messages import CacheSpec, ContentKey, Manifest, TransferKey
 
+OTHERS_SECONDS = 1.0  # that a WANT waits while its key is held for other contents only
 UNNAMED_ROUNDS = 16  # in a lease, at most
 UNNAMED_LEASES = 5  # RENEW without names keeps a hold for so many leases, counted from its start
+STASH_SHARE = 2  # stashes take one part in so many of the pool
 
 
 @dataclass(eq=False)
@@ -48,6 +55,8 @@ class Hold:
     latest_end: float
     after: tuple[Moment, ...] = ()  # moments after which the source is valid
     generation: int = 0  # of the attempt to send its key
+    is_stash: bool = False
+    beginnings: Mapping[bytes, Beginning] = field(default_factory=dict)  # by binding; of a stash
     readers: frozenset[int] | None = None
     served: dict[int, PeerAddress] = field(default_factory=dict)  # by rank
     pulled: set[PeerAddress] = field(default_factory=set)
@@ -67,6 +76,19 @@ class Hold:
         """Whether all readers are served and no shipment reads it."""
         is_served = self.readers is not None and self.readers <= self.served.keys()
         return is_served and not self.shipments
+
+    @property
+    def contents(self) -> list[ContentKey]:
+        """What a peer may ask for: the whole, or one of its beginnings."""
+        key, binding = self.content
+        return [(key, name) for name in {binding: None, **self.beginnings}]
+
+    def source_of(self, binding: bytes) -> Source:
+        """The source of the whole, or of the beginning with this binding."""
+        found = self.beginnings.get(binding)
+        if found is None or not isinstance(self.source, PagedSource):
+            return self.source
+        return self.source.beginning(found)
 
 
 class Holds:
@@ -93,7 +115,8 @@ class Holds:
         self._counters = counters
         self._clock = clock
         self._spec = spec
-        self._holds: dict[ContentKey, Hold] = {}
+        self._holds: dict[ContentKey, Hold] = {}  # a stash under each of its contents
+        self._stashes: dict[Hold, None] = {}  # oldest first
         self._of_key: Index[TransferKey, Hold] = Index()
         self._by_transfer: dict[Transfer, Hold] = {}
         self._unheld = UnheldWants()
@@ -117,28 +140,88 @@ class Holds:
         Raises:
             TransferError: the key is held already.
         """
-        content = (key, binding)
-        if content in self._holds:
-            raise TransferError(f"{key} is held already")
-        transfer = Transfer(key, source.manifest.nbytes, self._changed, self._cancel_transfer)
-        now = self._clock()
+        hold = self._new((key, binding), source, lease, moments)
+        hold.generation = generation
+        self._add(hold)
+        self._begin(hold)
+        return hold.transfer
+
+    def stash(
+        self,
+        key: TransferKey,
+        source: PagedSource,
+        binding: bytes,
+        lease: float,
+        beginnings: Mapping[bytes, Beginning],
+        moments: tuple[Moment, ...] = (),
+    ) -> Transfer:
+        """Copy a source into the pool and hold it there; older stashes make room. A peer may pull
+        the whole or one of the beginnings. The transfer is released when the copy has ended; it
+        ends at once if there is no room, or if it is larger than the stashes' share of the pool.
+        Never blocks.
+
+        Raises:
+            TransferError: the key is held already.
+            P2pError: the source failed.
+        """
+        hold = self._new((key, binding), source, lease, moments)
+        hold.is_stash, hold.beginnings = True, beginnings
+        self._add(hold)
+        try:
+            has_room = self._make_room(source.manifest.nbytes) and self._copy(hold, (POOL,))
+        except P2pError as error:
+            self._end(hold, error, str(error))
+            raise
+        self._stashes[hold] = None
+        if has_room:
+            self._begin(hold)
+        else:
+            self._end(hold, TransferCancelled("there is no room for it"), "it found no room")
+        return hold.transfer
+
+    def _new(
+        self, content: ContentKey, source: Source, lease: float, moments: tuple[Moment, ...]
+    ) -> Hold:
+        key, nbytes, now = content[0], source.manifest.nbytes, self._clock()
+        transfer = Transfer(key, nbytes, self._changed, self._cancel_transfer)
         latest_end = now + max(lease, self._config.max_renewal_seconds)
-        self._holds[content] = hold = Hold(
-            content, source, transfer, now, now + lease, lease, latest_end, moments, generation
-        )
+        return Hold(content, source, transfer, now, now + lease, lease, latest_end, moments)
+
+    def _add(self, hold: Hold) -> None:
+        key = hold.content[0]
+        if not self._holds.keys().isdisjoint(hold.contents):
+            raise TransferError(f"{key} is held already")
+        self._holds.update(dict.fromkeys(hold.contents, hold))
         self._of_key.add(key, hold)
-        self._by_transfer[transfer] = hold
+        self._by_transfer[hold.transfer] = hold
         self._timers.set(hold, hold.lease_ends_at)
-        departed = self._endings.begin(content)
-        self._renewed.pop(content)
-        for peer, want in self._unheld.take(content):
-            self._serve(hold, peer, want)
+
+    def _begin(self, hold: Hold) -> None:
+        """Serve who has asked for it already."""
+        departed = self._endings.begin(hold.content)
+        for content in hold.contents:
+            self._renewed.pop(content)
+            for peer, want in self._unheld.take(content):
+                self._serve(hold, peer, want)
         if departed is not None:
             hold.readers = departed.readers
             hold.served |= departed.ranks
         if hold.is_over:
             self._end(hold, None, "the peer released it before it was held")
-        return transfer
+
+    def _make_room(self, nbytes: int) -> bool:
+        """End the oldest stashes until so many bytes more are within their share of the pool;
+        returns whether they are."""
+        room = self._config.pool_bytes // STASH_SHARE - nbytes
+        taken = sum(hold.source.manifest.nbytes for hold in self._stashes)
+        while room >= 0 and taken > room and (oldest := self._oldest_stash()) is not None:
+            taken -= oldest.source.manifest.nbytes
+            self._end(oldest, TransferCancelled("a newer one needs its room"), "it made room")
+        return taken <= room
+
+    def _oldest_stash(self) -> Hold | None:
+        """The oldest stash whose memory is free as soon as it ends."""
+        return next((hold for hold in self._stashes if hold.is_waiting), None)
 
     def spill(self, transfer: Transfer) -> bool:
         """Start to copy a held source into the pool; when the copy ends, the transfer is released.
@@ -149,16 +232,26 @@ class Holds:
         Raises:
             P2pError: the source failed, or the copy was refused.
         """
-        hold, arena = self._held_as(transfer), self._placement.arena
-        if hold is None or not hold.is_waiting or hold.spaces or arena is None:
+        hold = self._held_as(transfer)
+        if hold is None or not hold.is_waiting or hold.spaces:
             return False
-        manifest = hold.source.manifest
-        if not manifest.nbytes:
-            return False  # there are no bytes
+        # One of the two may be on a GPU.
+        return self._copy(hold, (POOL, BUFFER))
+
+    def _copy(self, hold: Hold, places: Iterable[str]) -> bool:
+        """Start to copy a source into one of these places; stashes make room for it."""
+        manifest, arena = hold.source.manifest, self._placement.arena
+        if not manifest.nbytes or arena is None:
+            return False  # there are no bytes, or there is no room
         whole = (manifest.first_block, manifest.num_blocks)
         regions = ask_regions(lambda: hold.source.regions(*whole), manifest.nbytes)
         most = min(max(1, self._config.chunk_bytes // manifest.block_bytes), manifest.num_blocks)
-        spaces = self._reserve(manifest, most)
+        spaces = self._reserve(manifest, most, places)
+        freed = 0
+        while not spaces and freed < manifest.nbytes and (oldest := self._oldest_stash()):
+            freed += oldest.source.manifest.nbytes
+            self._end(oldest, TransferCancelled("a spill needs its room"), "it made room")
+            spaces = self._reserve(manifest, most, places)
         if not spaces:
             return False
         starts = _starts_in(arena, spaces, manifest, most)
@@ -168,7 +261,7 @@ class Holds:
             hold.copying = ask(
                 lambda: self._copier.copy(
                     *pair(regions, spilled.regions(*whole)),
-                    lane=lane_of(transfer.key),
+                    lane=lane_of(hold.content[0]),
                     tag=lambda job: self._copied(hold, spilled, job),
                     keep=(hold.source, arena),
                     **after(hold.after),
@@ -179,20 +272,20 @@ class Holds:
             raise
         return True
 
-    def _reserve(self, manifest: Manifest, most: int) -> list[Space]:
-        """Reserve room for the whole manifest in one place, for at most `most` blocks per space; []
-        if there is not enough."""
+    def _reserve(self, manifest: Manifest, most: int, places: Iterable[str]) -> list[Space]:
+        """Reserve room for the whole manifest in one of these places, for at most `most` blocks per
+        space; [] if there is not enough."""
         counts = range(manifest.num_blocks, 0, -most)
         sizes = [min(most, count) * manifest.block_bytes for count in counts]
-        # One of the two may be on a GPU.
-        return self._placement.spare(sizes, POOL) or self._placement.spare(sizes, BUFFER)
+        found = (self._placement.spare(sizes, place) for place in places)
+        return next(filter(None, found), [])
 
-    def let_go(self, key: TransferKey, reason: str, generation: int = 0) -> None:
-        """Refuse this key to every peer that wants it, now or later, in this attempt: it will not
+    def let_go(self, content: ContentKey, reason: str, generation: int = 0) -> None:
+        """Refuse a content to every peer that wants it, now or later, in this attempt: it will not
         be held."""
-        ending = self._endings.end(key, reason, generation=generation)
+        ending = self._endings.end(content, reason, generation=generation)
         if ending.reason:
-            self._unheld.refuse_key(key, ending)
+            self._unheld.refuse_all(content, ending)
 
     def on_want(
         self,
@@ -205,23 +298,41 @@ class Holds:
     ) -> None:
         """Offer the content if it is held, or on its way to the engine of the epoch `pushed_to`. If
         it may be held soon, remember the WANT; a push needs none. If it will not come from here,
-        call `refuse` with the reason. What the rank has released already refuses it nothing."""
+        call `refuse` with the reason. What the rank has released already refuses it nothing.
+
+        While the key is held for other contents only, or another one was given up, a WANT is
+        refused soon, but not at once: a router may send several prompts under one id.
+        """
         note_stage(content[0], "WANT heard")
         hold = self._holds.get(content)
         ending = self._endings.expect(content, _rank_of(spec), peer)
-        want = PendingWant(spec, self._clock() + self._config.transfer_timeout_seconds, refuse)
+        deadline = self._clock() + self._config.transfer_timeout_seconds
+        want = PendingWant(spec, deadline, refuse, binding=content[1])
         if hold is not None:
-            self._endings.meet(content[0], peer)
+            self._endings.meet(content, peer)
             self._serve(hold, peer, want)
         elif ending is not None:
             self._renewed.pop(content)
             refuse(ending)
         elif pushed_to is not None and self._sender.offer_now(pushed_to, content):
             return
-        elif any(_rank_of(spec) not in item.served for item in self._of_key.get(content[0])):
-            refuse(Ending("held for another content: the prompts differ"))
-        elif pushed_to is None:
-            self._unheld.put(content, peer, want)
+        else:
+            self._want_later(content, peer, want, is_pushed=pushed_to is not None)
+
+    def _want_later(
+        self, content: ContentKey, peer: PeerAddress, want: PendingWant, *, is_pushed: bool
+    ) -> None:
+        """Remember a WANT for what is not held."""
+        held, reason = self._of_key.get(content[0]), ""
+        if any(_rank_of(want.spec) not in item.served for item in held):
+            reason = "held for another content: the prompts differ"
+        elif is_pushed:
+            return
+        elif self._endings.is_over(content[0]):
+            reason = "another content was given up: the prompts differ"
+        if reason:
+            want = replace(want, deadline=self._clock() + OTHERS_SECONDS, reason=reason)
+        self._unheld.put(content, peer, want)
 
     def on_renew(
         self, content: ContentKey, peer: PeerAddress, spec: CacheSpec | None
@@ -233,7 +344,7 @@ class Holds:
         hold = self._holds.get(content)
         if hold is None:
             self._renewed.put(content, self._clock() + self._config.lease_seconds)
-            if self._endings.is_served(content[0]):
+            if self._endings.is_served(content):
                 return None
             return self._endings.expect(content, _rank_of(spec), peer, renews=True)
         self._renew(hold, hold.latest_end)
@@ -247,7 +358,7 @@ class Holds:
         if now < self._all_renewed_at + self._config.lease_seconds / UNNAMED_ROUNDS:
             return
         self._all_renewed_at = now
-        for hold in self._holds.values():
+        for hold in self._by_transfer.values():
             self._renew(hold, hold.held_at + UNNAMED_LEASES * hold.lease)
 
     def _renew(self, hold: Hold, latest_end: float) -> None:
@@ -271,7 +382,9 @@ class Holds:
             hold.pulled.discard(peer)
             self._served(hold, peer, spec, "the peer released it")
             return
-        if is_renewed and self._endings.is_served(content[0]):
+        if self._endings.is_final(content[0]):
+            return
+        if is_renewed and self._endings.is_served(content):
             self._endings.begin(content)  # this ends its next attempt
         # It may be held later: after a preemption, it is computed again.
         self._endings.depart(content, _rank_of(spec), peer, readers)
@@ -294,7 +407,7 @@ class Holds:
             self._timers.set(hold, hold.lease_ends_at)
         else:
             self._late[hold] = None
-            self._counters.expired += 1
+            self._counters.expired += not hold.is_stash
             error = TransferTimeout(f"nobody wanted {hold.content[0]} during its lease")
             self._end(hold, error, "its lease has ended")
 
@@ -306,14 +419,14 @@ class Holds:
 
     def close(self, error: P2pError) -> None:
         """End everything. The mover must have stopped, and the sender must be closed."""
-        for hold in list(self._holds.values()):
+        for hold in list(self._by_transfer.values()):
             self._end(hold, error, "the engine was closed")
         while self._ending:
             self._finish(self._ending.pop())
 
     def num_open(self) -> int:
         """Return how many sources are held."""
-        return len(self._holds)
+        return len(self._by_transfer)
 
     def _copied(self, hold: Hold, spilled: Source, job: Job) -> None:
         hold.copying = None
@@ -327,6 +440,9 @@ class Holds:
             hold.transfer.release()
         else:
             self._placement.take_back(hold.spaces)
+            if hold.is_stash:
+                self._end(hold, TransferCancelled("its copy has failed"), "its copy has failed")
+                return
         for peer, want in list(hold.wants.items()):
             self._serve(hold, peer, want)
 
@@ -335,12 +451,11 @@ class Holds:
         hold.wants.setdefault(peer, want)
         hold.served.pop(_rank_of(want.spec), None)  # a repeated WANT after RELEASE or a pull
         if hold.copying is None and peer not in hold.shipments:
-            key, binding = hold.content
             shipment = self._sender.send(
-                key,
+                hold.content[0],
                 peer,
-                hold.source,
-                binding,
+                hold.source_of(want.binding),
+                want.binding,
                 self._config.transfer_timeout_seconds,
                 ready_layers=ReadyLayers.whole(hold.after),
                 on_end=lambda shipment: self._pulled(hold, peer, want.spec, shipment),
@@ -378,24 +493,30 @@ class Holds:
         return frozenset(takers(self._spec, content[0], spec))
 
     def _end(self, hold: Hold, error: P2pError | None, reason: str) -> None:
-        """Forget a hold, and refuse later WANTs and RENEWs of its key."""
-        self._endings.end(
-            hold.content[0], reason, is_served=error is None, generation=hold.generation
-        )
-        self._depart(hold)
+        """Forget a hold, and refuse later WANTs and RENEWs of what it has."""
+        is_served = error is None
+        if hold.is_stash:
+            ending = self._endings.end_key(hold.content[0], reason, is_served=is_served)
+            for content in hold.contents:
+                self._unheld.refuse_all(content, ending)
+        else:
+            self._endings.end(hold.content, reason, is_served=is_served, generation=hold.generation)
+            self._depart(hold)
         self._stop(hold, error, reason)
 
     def _depart(self, hold: Hold) -> None:
         """Note which ranks of the peer will not ask for a hold again."""
+        readers = hold.readers or frozenset()
         for rank, peer in hold.served.items():
-            self._endings.depart(
-                hold.content, rank, peer, hold.readers or frozenset(),
-                has_pulled=peer in hold.pulled,
-            )  # fmt: skip
+            has_pulled = peer in hold.pulled
+            self._endings.depart(hold.content, rank, peer, readers, has_pulled=has_pulled)
 
     def _stop(self, hold: Hold, error: P2pError | None, reason: str) -> None:
         """End the transfer as soon as nothing reads its source or writes its spaces."""
-        del self._holds[hold.content], self._by_transfer[hold.transfer]
+        for content in hold.contents:
+            del self._holds[content]
+        del self._by_transfer[hold.transfer]
+        self._stashes.pop(hold, None)
         self._of_key.discard(hold.content[0], hold)
         self._timers.cancel(hold)
         self._late.pop(hold, None)
@@ -425,14 +546,18 @@ class Holds:
     def _cancel_transfer(self, transfer: Transfer, reason: str) -> None:
         with self._changed:
             hold = self._held_as(transfer)
-            if hold is not None:
-                # A withdrawn key is not gone: after a preemption it is held again, unless `let_go`
-                # is called.
-                for peer, want in hold.wants.items():
-                    self._unheld.put(hold.content, peer, want)
-                self._depart(hold)
-                error = as_withdrawn(transfer, reason)
-                self._stop(hold, error, str(error))
+            if hold is None:
+                return
+            error = as_withdrawn(transfer, reason)
+            if hold.is_stash:
+                self._end(hold, error, str(error))
+                return
+            # A withdrawn key is not gone: after a preemption it is held again, unless `let_go` is
+            # called.
+            for peer, want in hold.wants.items():
+                self._unheld.put(hold.content, peer, want)
+            self._depart(hold)
+            self._stop(hold, error, str(error))
 
 
 def _starts_in(arena: LandingArena, spaces: list[Space], manifest: Manifest, most: int) -> Int64s:

@@ -23,6 +23,7 @@ from p2p_engine.errors import (
     P2pError,
     PeerError,
     PeerLost,
+    PeerRestarted,
     RemoteProtocolError,
     TransferCancelled,
     TransferCorrupted,
@@ -145,11 +146,11 @@ class Sender(LinkListener):
                 self._write(chunk)
 
     def abandon(
-        self, key: TransferKey, peer: PeerAddress, reason: str, generation: int = 0
+        self, content: ContentKey, peer: PeerAddress, reason: str, generation: int = 0
     ) -> None:
-        """Tell the peer, until it has answered, that this key will not be completed in attempts up
-        to this generation."""
-        self._abandoned.add(key, peer, reason, generation)
+        """Tell the peer, until it has answered, that this content will not be completed in attempts
+        up to this generation."""
+        self._abandoned.add(content, peer, reason, generation)
 
     def stop(self, shipment: Shipment, error: P2pError) -> None:
         """End a shipment as soon as none of its chunks can be written any more."""
@@ -171,7 +172,7 @@ class Sender(LinkListener):
 
     def on_abandon_ok(self, link: Link, message: AbandonOk) -> None:
         """Stop repeating ABANDON: the peer has answered."""
-        self._abandoned.on_heard(link, message.key)
+        self._abandoned.on_heard(link, message.key, message.binding)
 
     def on_grant(self, link: Link, message: Grant) -> None:
         """Start to write as soon as the source is ready.
@@ -192,6 +193,7 @@ class Sender(LinkListener):
             return
         chunk.grant, chunk.state = message, ChunkState.GRANTED
         note_stage(chunk.key, "GRANT heard", chunk.seq)
+        self._observe_wait(chunk)
         self._write(chunk)
 
     def on_deny(self, link: Link, message: Deny) -> None:
@@ -300,11 +302,11 @@ class Sender(LinkListener):
                 self._end(chunk, chunk.ending, tell=True)
 
     def link_closed(self, link: Link) -> None:
-        """End the chunks that were on their way to a closed link."""
+        """End the chunks that were on their way to a closed link. If they may be for an engine that
+        has taken its peer's place, they go there, or it is told that they will not come."""
         self._abandoned.link_closed(link)
-        for_each(
-            self._on_link(link), lambda chunk: self._end_when_read(chunk, _as_lost(link, chunk))
-        )
+        shipments = list(dict.fromkeys(chunk.shipment for chunk in self._on_link(link)))
+        for_each(shipments, lambda shipment: self._lose_link(shipment, link))
 
     def tick(self, now: float) -> None:
         """Repeat unanswered messages, and end what is overdue."""
@@ -371,6 +373,7 @@ class Sender(LinkListener):
         if not shipment.is_cut and not self._cut(chunk):
             return
         chunk.state = ChunkState.OFFERED
+        chunk.offered_at = chunk.offered_at or self._clock()
         note_stage(chunk.key, "OFFER said", chunk.seq)
         self._schedule(chunk, self._config.retry_seconds)
         self._links.send(
@@ -382,6 +385,11 @@ class Sender(LinkListener):
     def _open_more(self, shipment: Shipment) -> None:
         while shipment.may_open:
             self._open(shipment, shipment.next_range())
+
+    def _observe_wait(self, chunk: Chunk) -> None:
+        transport, mode = chunk.link.transport, "pull" if chunk.shipment.is_held else "push"
+        label = f"{mode} {transport.name if transport is not None else 'none'}"
+        self._counters.observed.append(("grant_seconds", label, self._clock() - chunk.offered_at))
 
     def _cut(self, chunk: Chunk) -> bool:
         """Cut a shipment for its peer, and limit the chunk to the first blocks. Returns False if
@@ -471,6 +479,19 @@ class Sender(LinkListener):
         if not chunk.is_being_read:
             self._end(chunk, chunk.ending, tell=True)
 
+    def _lose_link(self, shipment: Shipment, link: Link) -> None:
+        chunks = list(shipment.chunks.values())
+        if shipment.ending is not None or not shipment.may_be_for_successor:
+            for chunk in chunks:
+                self._end_when_read(chunk, _as_lost(link, chunk))
+        elif isinstance(link.error, PeerRestarted):
+            for chunk in chunks:
+                self._forget(chunk)
+            shipment.begin_again(self._links.get(link.target, data=True))
+            self._open(shipment, shipment.manifest)
+        else:  # nobody is known to be there, and the source may be wanted back
+            self._give_up(chunks[0], _as_lost(link, chunks[0]))
+
     def _try_again(self, chunk: Chunk, error: P2pError) -> None:
         """Offer a chunk again after its channel broke, or end it and tell the peer at once."""
         may = isinstance(error, TransportError) and chunk.attempt + 1 < MAX_ATTEMPTS
@@ -486,8 +507,8 @@ class Sender(LinkListener):
         shipment = chunk.shipment
         shipment.is_given_up = True
         if not shipment.is_held:  # a held source can be asked for again
-            self._endings.end(chunk.key, str(error), generation=shipment.generation)
-        self.abandon(chunk.key, chunk.link.target, str(error), shipment.generation)
+            self._endings.end(shipment.content, str(error), generation=shipment.generation)
+        self.abandon(shipment.content, chunk.link.target, str(error), shipment.generation)
         self._end_when_read(chunk, error)
 
     def _end(self, chunk: Chunk, error: P2pError | None, *, tell: bool = False) -> None:
@@ -495,12 +516,8 @@ class Sender(LinkListener):
             return
         if tell and chunk.link.ready and chunk.state is not ChunkState.QUEUED:
             self._links.send(chunk.link, Cancelled, chunk.seq, chunk.attempt)
-        chunk.state, chunk.job = ChunkState.ENDED, None
+        self._forget(chunk)
         shipment = chunk.shipment
-        del self._chunks[chunk.seq], shipment.chunks[chunk.seq]
-        self._by_link.discard(chunk.link, chunk)
-        self._timers.cancel(chunk)
-        self._late.pop(chunk, None)
         if error is None:
             shipment.num_arrived += chunk.manifest.num_pages
             self._open_more(shipment)
@@ -508,6 +525,13 @@ class Sender(LinkListener):
             self.stop(shipment, error)
         if not shipment.chunks:
             self._end_shipment(shipment)
+
+    def _forget(self, chunk: Chunk) -> None:
+        chunk.state, chunk.job = ChunkState.ENDED, None
+        del self._chunks[chunk.seq], chunk.shipment.chunks[chunk.seq]
+        self._by_link.discard(chunk.link, chunk)
+        self._timers.cancel(chunk)
+        self._late.pop(chunk, None)
 
     def _end_shipment(self, shipment: Shipment) -> None:
         """End a shipment without open chunks. It may be called more than once for the last

@@ -17,7 +17,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from p2p_engine.errors import P2pError
+from p2p_engine.errors import P2pError, PeerLost
 from p2p_engine.memory.arena import SHARE_OF_LANDING, WINDOW
 from p2p_engine.memory.jobs import Job, Moment
 from p2p_engine.memory.layout import Source, ask
@@ -73,6 +73,21 @@ class Shipment:
     def __post_init__(self) -> None:
         """Take the source's own geometry; `cut` replaces it."""
         self.manifest = self.source.manifest
+        self._whole = self.source
+        self._heard_at = self.link.heard_at
+
+    @property
+    def may_be_for_successor(self) -> bool:
+        """Whether the peer was lost without a word since this began. Then it may be for an engine
+        that had taken the peer's place before. Who pulled it was heard, and has ended."""
+        was_silent = self.link.heard_at == self._heard_at
+        return was_silent and isinstance(self.link.error, PeerLost) and not self.is_held
+
+    def begin_again(self, link: Link) -> None:
+        """Go over another link. Nothing of it may have been granted, and no chunk may be open."""
+        self.link, self._heard_at = link, link.heard_at
+        self.source, self.manifest = self._whole, self._whole.manifest
+        self.is_cut, self.first_layer, self.ranges, self.num_taken = False, 0, [], 0
 
     def cut(self, chunk_bytes: int) -> None:
         """Reduce the source to the peer's part, in chunks of at most so many bytes, or of one
@@ -172,6 +187,7 @@ class Chunk:
     checksum: int = 0  # of the written bytes, if either side wants one
     ending: P2pError | None = None
     resend_at: float = 0.0
+    offered_at: float = 0.0  # for the first time
 
     @property
     def layers(self) -> slice:

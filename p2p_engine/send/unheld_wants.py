@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from p2p_engine.bounded import Index
@@ -11,7 +11,7 @@ from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.send.endings import Ending
-from p2p_engine.wire.messages import CacheSpec, ContentKey, TransferKey
+from p2p_engine.wire.messages import CacheSpec, ContentKey
 
 MAX_UNHELD_WANTS = 4096
 WantName: TypeAlias = tuple[ContentKey, PeerAddress]
@@ -24,6 +24,8 @@ class PendingWant:
     spec: CacheSpec | None
     deadline: float
     refuse: Callable[[Ending], None]
+    reason: str = "it was never held here"  # to refuse it at the deadline
+    binding: bytes = b""
 
 
 class UnheldWants:
@@ -31,7 +33,7 @@ class UnheldWants:
 
     def __init__(self) -> None:
         self._unheld: dict[WantName, PendingWant] = {}
-        self._of_key: Index[TransferKey, WantName] = Index()
+        self._of_content: Index[ContentKey, WantName] = Index()
         self._timers: Timers[WantName] = Timers()
 
     def __len__(self) -> int:
@@ -45,11 +47,11 @@ class UnheldWants:
         name = (content, peer)
         known = self._unheld.get(name)
         if known is not None:
-            want = PendingWant(want.spec, known.deadline, want.refuse)
+            want = replace(want, deadline=known.deadline)
         elif len(self._unheld) >= MAX_UNHELD_WANTS:
             return
         self._unheld[name] = want
-        self._of_key.add(content[0], name)
+        self._of_content.add(content, name)
         self._timers.set(name, want.deadline)
 
     def discard(self, content: ContentKey, peer: PeerAddress) -> None:
@@ -58,18 +60,17 @@ class UnheldWants:
 
     def take(self, content: ContentKey) -> list[tuple[PeerAddress, PendingWant]]:
         """Remove and return the WANTs of a content, with their peers."""
-        names = [name for name in self._of_key.get(content[0]) if name[0] == content]
+        names = self._of_content.get(content)
         return [(name[1], want) for name in names if (want := self._pop(name)) is not None]
 
-    def refuse_key(self, key: TransferKey, ending: Ending) -> None:
-        """Refuse a key to all peers that want it in the attempt that has ended, with any
-        binding."""
-        names = [name for name in self._of_key.get(key) if not ending.has_left(name[1])]
+    def refuse_all(self, content: ContentKey, ending: Ending) -> None:
+        """Refuse a content to all peers that want it in the attempt that has ended."""
+        names = [name for name in self._of_content.get(content) if not ending.has_left(name[1])]
         for_each(names, lambda name: self._refuse(name, ending))
 
     def tick(self, now: float) -> None:
         """Refuse the WANTs that are past their deadlines."""
-        self._timers.look(now, lambda name: self._refuse(name, Ending("it was never held here")))
+        self._timers.look(now, lambda name: self._refuse(name, Ending(self._unheld[name].reason)))
 
     def due_at(self) -> float:
         """Return when the next tick has something to do."""
@@ -83,6 +84,6 @@ class UnheldWants:
     def _pop(self, name: WantName) -> PendingWant | None:
         want = self._unheld.pop(name, None)
         if want is not None:
-            self._of_key.discard(name[0][0], name)
+            self._of_content.discard(name[0], name)
             self._timers.cancel(name)
         return want

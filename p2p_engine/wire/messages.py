@@ -11,17 +11,20 @@ import msgspec
 
 from p2p_engine.errors import LocalProtocolError, RemoteProtocolError
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
+OLDEST_VERSION = 7  # that an engine of this version speaks, too
 MAX_FRAME_BYTES = 1 << 16
 MAX_LAYERS = 1 << 10
 MAX_REASON = 500  # characters of a reason; fewer than a Text holds
 MAX_RANKS = 1 << 10
 MAX_GROUPS = 1 << 6
+MAX_MARKS = 1 << 6  # at which a stash can be cut
 MAX_RENEWED = 1 << 10  # contents in one RENEW; fewer if their names are long
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=64)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 Offset = Annotated[int, msgspec.Meta(ge=-(1 << 48), le=1 << 48)]
 U32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
@@ -312,6 +315,20 @@ class Location(Message, tag="LOCATION"):
     spec: CacheSpec | None
 
 
+class Recall(Message, tag="RECALL"):
+    """To an instance's directory: which beginnings of this key's KV are stashed there?"""
+
+    key: TransferKey
+
+
+class Stashed(Message, tag="STASHED"):
+    """The directory's answer: the lengths of the beginnings, in tokens, with the binding of each;
+    none if nothing is stashed."""
+
+    key: TransferKey
+    marks: Annotated[list[tuple[Count, Blob]], msgspec.Meta(max_length=MAX_MARKS)]
+
+
 class Offer(Message, tag="OFFER"):
     """Please reserve a region for this chunk. Repeated until answered.
 
@@ -390,18 +407,20 @@ class Cancelled(Message, tag="CANCELLED"):
 
 
 class Abandon(Message, tag="ABANDON"):
-    """The sender will not complete this key, in attempts up to this `generation` (see OFFER).
-    Repeated until ABANDON_OK comes."""
+    """The sender will not complete this content, in attempts up to this `generation` (see OFFER).
+    Repeated until ABANDON_OK comes. Older engines do not say the binding."""
 
     key: TransferKey
     reason: Text
     generation: U64 = 0
+    binding: Blob | None = None
 
 
 class AbandonOk(Message, tag="ABANDON_OK"):
-    """Answer to ABANDON: noted."""
+    """Answer to ABANDON: noted. Older engines do not say the binding."""
 
     key: TransferKey
+    binding: Blob | None = None
 
 
 class Want(Message, tag="WANT"):
@@ -427,12 +446,13 @@ class Renew(Message, tag="RENEW"):
 
 
 class Gone(Message, tag="GONE"):
-    """Answer to WANT and RENEW: this key will not come from here, or not again, in attempts up to
-    this `generation` (see OFFER)."""
+    """Answer to WANT and RENEW: this content will not come from here, or not again, in attempts up
+    to this `generation` (see OFFER). Older engines do not say the binding."""
 
     key: TransferKey
     reason: Text
     generation: U64 = 0
+    binding: Blob | None = None
 
 
 class Release(Message, tag="RELEASE"):
@@ -443,9 +463,9 @@ class Release(Message, tag="RELEASE"):
 
 
 AnyMessage: TypeAlias = (
-    Hello | Welcome | Refuse | Greet | Ping | Pong | Bye | Lookup | Location | Offer | Grant | Deny
-    | Done | Commit | Fail | Cancel | Cancelled | Abandon | AbandonOk | Want | Renew | Gone
-    | Release
+    Hello | Welcome | Refuse | Greet | Ping | Pong | Bye | Lookup | Location | Recall | Stashed
+    | Offer | Grant | Deny | Done | Commit | Fail | Cancel | Cancelled | Abandon | AbandonOk | Want
+    | Renew | Gone | Release
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -484,9 +504,25 @@ def check_fits(message: AnyMessage) -> None:
         raise LocalProtocolError(f"the wire cannot carry this {kind}: {why}") from error
 
 
+def understand_each_other(one: int | None, other: int | None) -> bool:
+    """Whether engines of these protocol versions work together: each speaks its own version and the
+    one before. None stands for the old wire."""
+    if one is None or other is None:
+        return one is other
+    return one == other or (abs(one - other) == 1 and min(one, other) >= OLDEST_VERSION)
+
+
 def shorten(reason: str) -> str:
     """Shorten a reason to what a message can carry, and replace what UTF-8 cannot encode."""
     return reason[:MAX_REASON].encode(errors="replace").decode()
+
+
+class Publisher(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where vLLM's scheduler publishes its KV events: ports of the host of `zmq_address`."""
+
+    port: Port
+    replay_port: Port | None = None  # None: what was missed cannot be had again
+    topic: Text = ""
 
 
 class Heartbeat(msgspec.Struct, omit_defaults=True):
@@ -509,6 +545,9 @@ class Heartbeat(msgspec.Struct, omit_defaults=True):
     relayed: bool = False  # by another proxy
     kv_bytes_per_token: Count = 0  # over all ranks; 0: unknown
     dp_rank: Count | None = None  # one of several data-parallel ranks behind one HTTP address
+    events: Publisher | None = None
+    # It keeps the KV of prompts it has seen, and asks for what prefill holds back of the next one.
+    has_prefix_cache: bool = False
 
 
 _heartbeat_decoder = msgspec.msgpack.Decoder(Heartbeat)

@@ -34,6 +34,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_kv_cache_groups,
     get_request_block_hasher,
     init_none_hash,
+    resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -43,6 +44,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     SparseCacheRole,
@@ -68,6 +70,8 @@ INDEXERS = range(DRAFT + 1, DRAFT + 1 + NUM_LAYERS)  # what chooses the tokens t
 LAYER_NAMES += [f"layers.{index}.indexer.k_cache" for index in range(NUM_LAYERS)]
 KEY_WIDTH = 4  # numbers in the slot of an indexer's token
 WINDOW = 40
+STATE = -1  # the layer keeps no slot for each token, but one number that follows from all of them
+STATE_NUMBERS = 4
 # What the layers look back at: vLLM makes a group of each of the three, or one.
 MODELS = {
     "full": (0, 0, 0),
@@ -75,6 +79,9 @@ MODELS = {
     "sparse": (0, 0, 0),  # latents and indexers, for which vLLM has one table
     "mixed": (WINDOW, 0, WINDOW),
     "windows": (WINDOW, WINDOW, WINDOW),
+    "states": (STATE, 0, STATE),
+    "states and windows": (STATE, 0, WINDOW),
+    "states only": (STATE, STATE, STATE),
 }
 
 Tables = list[list[int]]  # a request's blocks, by group
@@ -124,7 +131,7 @@ class RankDouble:
     ) -> None:
         parallel = config.parallel_config
         stage, tp_rank = divmod(rank, parallel.tensor_parallel_size)
-        self.rank, self.windows = rank, MODELS[attention]
+        self.rank, self.windows = rank, (*MODELS[attention], 0)
         self.block_size = config.cache_config.block_size
         stages = parallel.pipeline_parallel_size
         self.layers = _layers_of_stage(attention, *get_pp_indices(NUM_LAYERS, stage, stages))
@@ -146,12 +153,17 @@ class RankDouble:
         sizes = {"L": max(map(len, kept)), "B": num_blocks, "H": len(self.heads),
                  "N": self.block_size, "C": SLOT_WIDTH}  # fmt: skip
         self.cache = _allocate(layout, sizes)
-        caches = {name: self.cache[place] for names in kept for place, name in enumerate(names)}
+        caches = {
+            name: self._view(name, self.cache[place])
+            for names in kept
+            for place, name in enumerate(names)
+        }
         keys = [name for names in groups for name in names if _is_indexer(name)]
         caches |= zip(
             keys, _allocate(layout, {**sizes, "L": len(keys), "C": KEY_WIDTH}), strict=True
         )
         self.pages = {LAYER_NAMES.index(name): cache.numpy() for name, cache in caches.items()}
+        self._state_size = state_block_size(config)
         self.device = DeviceDouble(caches) if is_on_device else None
         told = _with_draft(config, draft)
         self.connector = P2pNcclConnector(told, KVConnectorRole.WORKER, cache_config)
@@ -159,6 +171,27 @@ class RankDouble:
             self.connector.register_kv_caches(self.device.handles if self.device else caches)
         if self.device is not None:
             self.connector.set_host_xfer_buffer_ops(self.device.copy_blocks)
+
+    def _view(self, name: str, cache: torch.Tensor) -> torch.Tensor:
+        """A layer's view, as vLLM gives it to a connector: of a state, bytes at a page's start."""
+        if self.windows[LAYER_NAMES.index(name)] != STATE:
+            return cache
+        pages = cache.reshape(len(cache), -1)
+        assert pages.data_ptr() == cache.data_ptr(), "not a view: choose another layout"
+        return pages[:, None, None, :STATE_NUMBERS].view(torch.int8)
+
+    def advance(self, tables: Tables, layer: int, values: np.ndarray[Any, Any], first: int) -> None:
+        """Read the state before the position `first`, and leave the one behind the last position.
+
+        Raises:
+            WrongKV: it is not what the tokens before demand.
+        """
+        table, marks = tables[self.group_of[layer]], self.mark(values, layer)[:, :1]
+        states = self.pages[layer].view(np.int64)[:, 0, 0]
+        before = states[table[(first - 1) // self._state_size]]
+        if first and (before != marks[first - 1]).any():
+            raise WrongKV(f"rank {self.rank} layer {layer}: not the state of {first} tokens")
+        states[table[(len(values) - 1) // self._state_size]] = marks[-1]
 
     def write(
         self,
@@ -175,6 +208,13 @@ class RankDouble:
                 self.mark(values, layer)[..., None]
             )  # fmt: skip
 
+    def compute(self, tables: Tables, layer: int, values: np.ndarray[Any, Any], first: int) -> None:
+        """Compute the positions from `first` on in one layer."""
+        if layer not in INDEXERS and self.windows[layer] == STATE:
+            self.advance(tables, layer, values, first)
+        else:
+            self.write(tables, first, values[first:], [layer])
+
     def mark(self, values: np.ndarray[Any, Any], layer: int) -> np.ndarray[Any, Any]:
         """Make the values of each head and layer differ: [tokens, heads]."""
         marks: np.ndarray[Any, Any] = values[:, None] * 100 + self.heads * 10 + layer
@@ -188,6 +228,8 @@ class RankDouble:
         """
         for layer in self.layers:
             window = 0 if layer in INDEXERS else self.windows[layer]
+            if window == STATE:
+                continue  # read when it advanced
             start = max(0, first + 1 - window) if window else 0
             wrong = self.wrong_positions(tables, values, layer, start, len(values))
             if wrong:
@@ -307,6 +349,9 @@ class InstanceDouble:
             ahead = {"num_prefill_lookahead_tokens": num_modules}
             self.config.__class__ = type("LookingAhead", (VllmConfig,), ahead)
         self.config.cache_config.num_gpu_blocks = num_blocks
+        if STATE in MODELS[attention]:
+            self.config.cache_config.mamba_cache_mode = _state_mode(self.config)  # type: ignore[assignment]
+            self.config.cache_config.mamba_block_size = state_block_size(self.config)
         self.ranks = [
             RankDouble(
                 self.config, attention, num_blocks, rank, is_on_device=is_on_device, draft=draft
@@ -320,12 +365,15 @@ class InstanceDouble:
             [make_cache_config(self.config, attention, num_blocks, first_stage)]
         )
         scheduler_class = AsyncScheduler if is_async else Scheduler
+        sizes = resolve_kv_cache_block_sizes(cache_config, self.config)
+        scheduler_block_size, self._hash_block_size = sizes
         self.scheduler = scheduler_class(
             vllm_config=self.config,
             kv_cache_config=cache_config,
             log_stats=True,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=block_size,
+            block_size=scheduler_block_size,
+            hash_block_size=self._hash_block_size,
         )
         self.scheduler.num_spec_tokens = num_speculative_tokens
         self.scheduler.num_lookahead_tokens = num_speculative_tokens
@@ -358,6 +406,12 @@ class InstanceDouble:
         # Called with each layer's number when it is computed, before its hook.
         self.during_forward: Callable[[int], object] = lambda layer: None
 
+    def thrown_away(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """What prefill must answer: with states, it computes all but a prompt's last token."""
+        if STATE in self.ranks[0].windows and len(prompt) > 1:
+            return continuation(prompt[:-1], 1)
+        return continuation(prompt, 1 if STATE in self.ranks[0].windows else num_tokens)
+
     @property
     def connector(self) -> P2pNcclConnector:
         """The scheduler's half."""
@@ -385,15 +439,16 @@ class InstanceDouble:
         max_tokens: int = 4,
         params: dict[str, Any] | None = None,
         cache_salt: str | None = None,
+        **more: Any,
     ) -> Request:
-        """Add a request, as the engine core does."""
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        """Add a request, as the engine core does; `more` says how it is sampled."""
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **more)
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
             sampling_params=sampling,
             pooling_params=None,
-            block_hasher=get_request_block_hasher(self.block_size, sha256),
+            block_hasher=get_request_block_hasher(self._hash_block_size, sha256),
             cache_salt=cache_salt,
         )
         request.kv_transfer_params = params
@@ -491,6 +546,7 @@ class InstanceDouble:
             report.finished_sending, report.finished_recving = finished
         report.invalid_block_ids = connector.get_block_ids_with_load_errors()
         report.kv_connector_stats = connector.get_kv_connector_stats()
+        report.kv_connector_worker_meta = connector.build_connector_worker_meta()
         if is_drafting:
             for name, first, values in self._work:
                 tables = self._cached[name].tables
@@ -544,7 +600,7 @@ class InstanceDouble:
         for rank in self.ranks:
             for layer in rank.layers:
                 for name, first, _ in work:
-                    rank.write(self._cached[name].tables, first, values[name][first:], [layer])
+                    rank.compute(self._cached[name].tables, layer, values[name], first)
                 if work:
                     self.during_forward(layer)
                     self._tell(rank, layer)
@@ -556,15 +612,15 @@ class InstanceDouble:
         return sampled
 
     def _tell(self, rank: RankDouble, layer: int) -> None:
-        """Call the hook behind a layer; an indexer's cache has none."""
-        if self.has_hooks and layer not in INDEXERS:
+        """Call the hook behind a layer; an indexer's cache and a state have none."""
+        if self.has_hooks and layer not in INDEXERS and rank.windows[layer] != STATE:
             cache = torch.empty(0)
             rank.connector.save_kv_layer(LAYER_NAMES[layer], cache, None)
 
     def _fill_placeholders(self, name: str, end: int, num_tokens: int) -> None:
         """Compute what nobody has proposed: behind the known tokens lies rubbish, then."""
         self.num_placeholders[name] += num_tokens
-        for rank in self.ranks:
+        for rank in self.ranks if num_tokens else ():
             rank.write(self._cached[name].tables, end, np.full(num_tokens, -1))
 
     def _prepare_input(self, name: str, end: int) -> np.ndarray[Any, Any]:
@@ -602,6 +658,16 @@ class InstanceDouble:
         return [token]
 
 
+def _state_mode(config: VllmConfig) -> str:
+    return "align" if config.cache_config.enable_prefix_caching else "none"
+
+
+def state_block_size(config: VllmConfig) -> int:
+    """The tokens of a state's block, as vLLM's models choose them."""
+    is_aligned = _state_mode(config) == "align"
+    return config.cache_config.block_size if is_aligned else config.model_config.max_model_len
+
+
 @contextmanager
 def parallel_rank(tp_rank: int, stage: int) -> Iterator[None]:
     """Let vLLM say that this process is a certain rank."""
@@ -628,6 +694,12 @@ def make_cache_config(
             specs[name] = MLAAttentionSpec(
                 num_kv_heads=1, max_tp_shards=1, head_size=SLOT_WIDTH, **common
             )
+        elif window == STATE:
+            specs[name] = MambaSpec(
+                shapes=((STATE_NUMBERS,),), dtypes=(torch.int64,),
+                block_size=state_block_size(config), mamba_cache_mode=_state_mode(config),
+                page_size_padded=2 * num_heads * config.cache_config.block_size * SLOT_WIDTH * 4,
+            )  # fmt: skip
         elif window:
             specs[name] = SlidingWindowSpec(
                 num_kv_heads=num_heads, head_size=SLOT_WIDTH // 2, sliding_window=window,

@@ -77,11 +77,16 @@ class Pair:
         index: int = 0,
         child: int = 0,
         swapped: bool = False,
+        earlier: str | None = None,
+        more: dict[str, Any] | None = None,
+        present: int = 0,
     ) -> str:
         """Ask both; "prefill first" and "decode first" hold the other leg back for some steps.
 
         `by` what they know what to do: the proxy's "id", or "params"; "nameless" if these do not
-        tell decode who sends.
+        tell decode who sends. With the transfer id of an `earlier` turn, prefill is told where its
+        KV is stashed; `more` goes to both as parameters. Prefill is told that the KV of so many
+        tokens is `present` on decode, and decode what prefill has answered, if it was asked first.
         """
         prefill, decode = (self.d, self.p) if swapped else (self.p, self.d)
         transfer_id = transfer_id or new_transfer_id()
@@ -90,13 +95,29 @@ class Pair:
         number = len(self.decode_ids)
         names = [f"{child}_cmpl-{external_id}-{index}-{number:07x}{leg}" for leg in "ab"]
         params = [_params(transfer_id, leg, prefill, decode, by) for leg in ("prefill", "decode")]
+        if earlier is not None and params[0] is not None:
+            host, _, port = decode.address.rpartition(":")
+            stashed = {"stashed_as": earlier, "stashed_host": host, "stashed_port": int(port)}
+            params[0] |= stashed
+        for given in params:
+            if given is not None:
+                given.update(more or {})
+        if present and params[0] is not None:
+            params[0]["remote_has_tokens"] = present
         self.prefill_ids.append(names[0])
         self.decode_ids.append(names[1])
         self._expected[names[1]] = (decode, continuation(prompt, max_tokens))
-        self._thrown_away[names[0]] = (prefill, continuation(prompt, prefill_tokens))
+        self._thrown_away[names[0]] = (prefill, prefill.thrown_away(prompt, prefill_tokens))
+
+        def ask_decode() -> None:
+            if present and params[1] is not None:
+                answered = prefill.params.get(names[0]) or {}
+                params[1]["remote_held_tokens"] = answered["remote_held_tokens"]
+            decode.add(names[1], prompt, max_tokens=max_tokens, params=params[1])
+
         legs = [
             lambda: prefill.add(names[0], prompt, max_tokens=prefill_tokens, params=params[0]),
-            lambda: decode.add(names[1], prompt, max_tokens=max_tokens, params=params[1]),
+            ask_decode,
         ]
         if order == "decode first":
             legs.reverse()
@@ -160,6 +181,14 @@ class Pair:
         assert self.p.num_preemptions > 0
         assert self.d.num_preemptions > 0
         self.check_at_rest()
+
+    def ask_in_orders(self, lengths: Sequence[int], orders: Sequence[str] = ORDERS) -> None:
+        """Ask prompts of these lengths in every order; each is right, and D computes one token."""
+        for seed, order in enumerate(orders):
+            for length in lengths:
+                self.ask(prompt_of(length, seed), order=order)
+            self.run(timeout=40)
+        self.check_answers(num_computed=1)
 
     def check_answers(self, num_computed: int | None = None) -> None:
         """Every token is right, and D has computed just so many of each prompt."""

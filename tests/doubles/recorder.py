@@ -91,7 +91,9 @@ class RecordingInstance:
         """Return the next request; None at the end, or at a fault."""
         try:
             head = await reader.readuntil(b"\r\n\r\n")
-        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError) as error:
+        except ConnectionError:  # a leg that ended before its answer had gone
+            return None
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             partial = getattr(error, "partial", b"a head without an end")
             self.faults += [partial] if partial else []
             return None

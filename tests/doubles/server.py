@@ -16,13 +16,14 @@ from functools import cached_property
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
+import msgspec
 import zmq
 import zmq.asyncio
 from aiohttp import web
 from multidict import CIMultiDict
 
 from p2p_engine.simulate.answers import completion, events
-from p2p_engine.wire.messages import PROTOCOL_VERSION
+from p2p_engine.wire.messages import PROTOCOL_VERSION, Publisher
 
 PREFILL, DECODE, BOTH = "P", "D", "PD"
 INTERVAL_SECONDS = 3.0
@@ -36,6 +37,7 @@ class Behaviour:
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes | None = None  # instead of a completion
     pieces: list[bytes] | None = None  # instead of an event for each token
+    reads: asyncio.Event | None = None  # waited for before the body is read
     hold: asyncio.Event | None = None  # waited for before the answer begins
     hold_after: tuple[int, asyncio.Event] | None = None  # waited for after so many pieces
     hang: bool = False  # no answer ever
@@ -90,9 +92,14 @@ class ServerDouble:
         self.epoch = epoch
         self.model = model
         self.kv_bytes_per_token = 0
+        self.has_prefix_cache = True
+        self.events: Publisher | None = None  # where it says that it publishes KV events
+        # What `/tokenize` makes of a request, instead of an echo.
+        self.tokenizer: Callable[[dict[str, Any]], list[int]] | None = None
         self.behaviour = Behaviour()
         self.health_status = 200
         self.health_count = 0
+        self.num_begun = 0  # requests whose heads have come
         self.received: list[Received] = []
         # KV that has arrived and nobody has asked for, by transfer id; and where ours is sent.
         self.kv: set[str] = set()
@@ -208,8 +215,11 @@ class ServerDouble:
             "send_type": "PUT_ASYNC",
             "interval": INTERVAL_SECONDS,
             "kv_bytes_per_token": self.kv_bytes_per_token,
+            "has_prefix_cache": self.has_prefix_cache,
             "a key of the future": {"x": [1, 2]},
         }
+        if self.events is not None:
+            extra["events"] = msgspec.to_builtins(self.events)
         beats = []
         for rank, kind in itertools.product(range(self.dp_size), self.kind):
             old = {"http_address": self.http_address, "zmq_address": self.rank_address(rank)}
@@ -226,6 +236,9 @@ class ServerDouble:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
+        self.num_begun += 1
+        if self.behaviour.reads is not None:
+            await self.behaviour.reads.wait()
         received = Received(request.path, CIMultiDict(request.headers), await request.read())
         self.received.append(received)
         try:
@@ -256,6 +269,9 @@ class ServerDouble:
                 content_type="application/json",
             )  # fmt: skip
         self._move_kv(received.json.get("kv_transfer_params") or {})
+        if received.path == "/tokenize" and self.tokenizer is not None:
+            tokens = self.tokenizer(received.json)
+            return web.json_response({"count": len(tokens), "tokens": tokens, "token_strs": None})
         if "completions" not in received.path:
             return web.json_response({"path": received.path, "asked": received.json})
         if received.json.get("stream"):

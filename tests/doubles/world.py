@@ -36,7 +36,7 @@ from p2p_engine.receive.store import Store
 from p2p_engine.send.endings import Endings
 from p2p_engine.send.sender import Sender
 from p2p_engine.transfer import Transfer
-from p2p_engine.transports.base import Arrival, Order, Transport
+from p2p_engine.transports.base import Arrival, Order, PlainTransport, Transport
 from p2p_engine.wire.messages import (
     Abandon,
     AbandonOk,
@@ -194,7 +194,7 @@ class WorldChannel:
 
 
 @dataclass(eq=False)
-class WorldTransport:
+class WorldTransport(PlainTransport):
     """The receiving half."""
 
     world: World
@@ -565,9 +565,10 @@ class World:
             self.store.on_cancelled(epoch, message.seq, message.attempt)
         elif isinstance(message, Abandon):
             with contextlib.suppress(RemoteProtocolError):  # of a sender that was restarted since
-                if not self.store.is_over(message.key, epoch, message.generation):
-                    self.store.on_abandon(message.key, epoch, PeerLost("abandoned"))
-            self._reply(epoch, AbandonOk, (message.key,))
+                key, binding = message.key, message.binding
+                if not self.store.is_over(key, epoch, message.generation, binding):
+                    self.store.on_abandon(key, binding, epoch, PeerLost("abandoned"))
+            self._reply(epoch, AbandonOk, (message.key, message.binding))
 
     def _to_sender(self, link: Link, message: AnyMessage) -> None:
         if isinstance(message, Renew):

@@ -41,4 +41,5 @@ HOOKS: dict[str, tuple[str, bool]] = {
     "start_load_kv": ("start_loads", True),
     "wait_for_save": ("finish_step", False),
     "get_transfer_results": ("take_results", False),
+    "build_connector_worker_meta": ("take_ended_stashes", False),
 }

@@ -29,11 +29,7 @@ def pair_settings() -> dict[str, Any]:
 
 def ask_all(pair: Pair, orders: Sequence[str] = ORDERS) -> None:
     """Prompts of every length, in every order, and what must hold of them afterwards."""
-    for seed, order in enumerate(orders):
-        for length in LENGTHS:
-            pair.ask(prompt_of(length, seed), order=order)
-        pair.run(timeout=40)
-    pair.check_answers(num_computed=1)
+    pair.ask_in_orders(LENGTHS, orders)
     pair.check_at_rest()
 
 

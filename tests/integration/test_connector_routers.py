@@ -144,6 +144,29 @@ def test_choices_that_prefill_was_not_asked_for_are_computed(
     pair.check_at_rest()
 
 
+@pytest.mark.parametrize("kind", ["cmpl-{}-0", "generate-tokens-{}"])
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_prompts_that_share_a_request_id_are_all_loaded(
+    make_pair: MakePair, kind: str, send_type: str
+) -> None:
+    """A router, or its client, may ask for each prompt of a request by itself, with one id. Prefill
+    and decode have not met before."""
+    pair, prompts = make_pair(send_type=send_type), [prompt_of(100, seed) for seed in range(4)]
+    router = LlmdSidecar(*_served(pair))
+    stem = f"{kind.format(router.request_id)}-0000000"
+    answers = [
+        _ask_prefill(pair, router, f"{stem}{number}", prompt)
+        for number, prompt in enumerate(prompts)
+    ]
+    for number, (prompt, answered) in enumerate(zip(prompts, answers, strict=True), 4):
+        params = _sent(router.decode_body({}, {"kv_transfer_params": answered}))
+        pair.d.add(f"{stem}{number}", prompt, params=params)
+        pair.expect(f"{stem}{number}", prompt)
+    pair.run()
+    pair.check_answers(num_computed=1)
+    pair.check_at_rest()
+
+
 @pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
 def test_each_choice_that_prefill_was_asked_for_is_loaded(
     make_pair: MakePair, send_type: str

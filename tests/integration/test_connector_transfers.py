@@ -46,7 +46,7 @@ def test_every_length_arrives_whole(
     pair.check_at_rest()
 
 
-@pytest.mark.parametrize("transports", ["shm", "tcp"])
+@pytest.mark.parametrize("transports", ["shm", "nixl", "tcp"])
 def test_two_ranks_move_each_their_own(make_pair: MakePair, transports: str) -> None:
     pair = make_pair(tp_size=2, transports=transports, num_blocks=200)
     for length, order in itertools.product(LENGTHS, ORDERS):

@@ -60,7 +60,7 @@ def test_eight_times_buffer_and_pool(
         assert_idle(sender, receiver)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@marks.every_host_transport
 def test_the_receiver_says_how_large_a_chunk_may_be(transport: str, rng: SeededRandom) -> None:
     """Sender and receiver have unequal memory, and unequal settings."""
     source, target = paged().fill(rng), paged()
@@ -85,7 +85,7 @@ def test_a_block_that_never_fits_is_refused_by_name(rng: SeededRandom) -> None:
         assert_idle(sender, receiver)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@marks.every_host_transport
 def test_a_few_chunks_are_open_at_a_time(transport: str, rng: SeededRandom) -> None:
     """However long the prompt: also before its bytes are computed."""
     source = paged().fill(rng)
@@ -105,7 +105,7 @@ def test_a_few_chunks_are_open_at_a_time(transport: str, rng: SeededRandom) -> N
         assert_idle(sender, receiver)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@marks.every_host_transport
 @pytest.mark.parametrize("pull", [True, False])
 def test_data_connections_that_break_cost_the_open_chunks(
     transport: str, pull: bool, rng: SeededRandom
@@ -141,7 +141,7 @@ def _break_channels(engine: P2pNcclEngine) -> int:
     return len(links)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@marks.every_host_transport
 def test_what_has_come_of_a_broken_shipment_is_not_missing(
     transport: str, rng: SeededRandom
 ) -> None:

@@ -97,7 +97,7 @@ TICK_PARTS, CALLBACKS = breakable()
 
 def test_what_can_be_broken_was_found() -> None:
     assert {"arrivals", "store", "sender", "links", "sessions", "watchdog"} <= set(TICK_PARTS)
-    assert {"pulls.link_ready", "store.session_lost", "store.fail_key"} <= set(CALLBACKS)
+    assert {"pulls.link_ready", "store.session_lost", "store.fail_content"} <= set(CALLBACKS)
     assert {"store._scattered", "store._received", "sender._job_ended"} <= set(CALLBACKS)
     assert "store._replies._reply" in CALLBACKS
 
@@ -208,7 +208,7 @@ def test_part_of_the_tick_that_fails_stops_no_other(
         eventually(lambda: is_empty(engine))
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "nixl", "tcp"])
 @pytest.mark.parametrize("path", CALLBACKS)
 def test_callback_that_fails_once_costs_its_own_transfers(path: str, transport: str) -> None:
     with engines(3, transport, **SHORT) as (peer, other, engine):
@@ -265,7 +265,7 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "nixl", "tcp"])
 @pytest.mark.parametrize("first", ["receiver", "sender"])
 @pytest.mark.parametrize("regions", NONSENSE.values(), ids=NONSENSE)
 def test_sink_whose_regions_are_nonsense_ends_its_own_receive(
@@ -292,7 +292,7 @@ def test_sink_whose_regions_are_nonsense_ends_its_own_receive(
         eventually(lambda: is_empty(engine))
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "nixl", "tcp"])
 @pytest.mark.parametrize("name", [*methods_of(Source), *NONSENSE])
 @pytest.mark.parametrize("is_held", [False, True], ids=["sent", "held"])
 def test_source_that_fails_ends_its_own_transfer(name: str, is_held: bool, transport: str) -> None:
@@ -322,7 +322,7 @@ def test_source_that_fails_ends_its_own_transfer(name: str, is_held: bool, trans
         eventually(lambda: is_empty(engine))
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "nixl", "tcp"])
 @pytest.mark.parametrize("name", [name for name in methods_of(Channel) if name != "close"])
 def test_channel_that_fails_costs_what_went_over_it(name: str, transport: str) -> None:
     with engines(3, transport, **SHORT) as (peer, other, engine):

@@ -37,7 +37,7 @@ def every_layer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shipment, "MIN_BYTES_BY_LAYER", LAYER_BYTES)
 
 
-@pytest.fixture(params=["shm", "tcp", *GPU_TRANSPORTS])
+@pytest.fixture(params=["shm", "nixl", "tcp", *GPU_TRANSPORTS])
 def duo(request: pytest.FixtureRequest) -> Iterator[list[P2pNcclEngine]]:
     with engines(2, request.param, chunk_bytes=10 * PAGE_BYTES) as made:
         yield made
@@ -214,7 +214,7 @@ def test_a_layer_leaves_behind_its_own_kernels(transport: str, rng: SeededRandom
         cuda.destroy_stream(stream)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "nixl", "tcp"])
 def test_all_layers_of_few_bytes_leave_together(
     transport: str, rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
 ) -> None:

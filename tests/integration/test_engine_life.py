@@ -335,7 +335,7 @@ def test_who_was_not_heard_for_long_greets_again(
         for number in range(2):
             with there._parts.changed:
                 for epoch in list(there._parts.sessions._sessions):
-                    there._parts.sessions._lose(epoch, "it is silent")
+                    there._parts.sessions._lose(epoch, PeerLost("it is silent"))
             key, tensor, sink = TransferKey(f"{number}"), random_tensor(rng, MIB), TensorSink()
             if pull:
                 sent = sender.hold(key, TensorSource(tensor))

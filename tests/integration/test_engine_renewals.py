@@ -462,8 +462,7 @@ def test_what_has_landed_lives_for_a_round_after_a_long_step() -> None:
 def test_a_peer_that_renews_all_again_and_again_costs_one_look() -> None:
     with engines(2, lease_seconds=600, send_type=SendMode.GET) as (holder, receiver):
         meet(receiver, holder)
-        hold(holder)
-        (held,) = holder._parts.holds._holds.values()
+        held = holder._parts.holds._by_transfer[hold(holder)]
         first, holder._parts.holds._all_renewed_at = held.lease_ends_at, -1e9
         holder._parts.holds.on_renew_all()
         second = held.lease_ends_at

@@ -63,7 +63,9 @@ class PrefillSide:
             return  # all of it has arrived: the request has ended well
         if self.transfer is not None:
             self.transfer.cancel("the request was aborted")
-        self.engine.abandon(KEY, self.peer, "the request was aborted", generation=self.generation)
+        self.engine.abandon(
+            KEY, self.peer, "the request was aborted", binding=BINDING, generation=self.generation
+        )
 
 
 @dataclass
@@ -132,7 +134,9 @@ def test_a_second_attempt_arrives_whatever_the_first_one_did(
             for side in in_order(prefill, decode, aborts_first):
                 side.abort()
                 wait(sender, receiver)
-            eventually(lambda: not receiver._parts.expectations.awaited, what="RELEASE is sent")
+            eventually(
+                lambda: not receiver._parts.expectations.num_awaited(), what="RELEASE is sent"
+            )
             hear_all(sender, receiver)
             for side in in_order(prefill, decode, begins_first):
                 side.begin("computed" if side is prefill else "asked")
@@ -165,7 +169,7 @@ def test_what_ended_before_the_peer_was_met_does_not_end_what_is_asked_for_now()
     with engines(2, lease_seconds=60, retry_seconds=5) as (sender, receiver):
         with sender._parts.changed:  # it does not answer HELLO yet
             ask(receiver, sender).cancel("its request was aborted")
-            eventually(lambda: not receiver._parts.expectations.awaited, what="RELEASE waits")
+            eventually(lambda: not receiver._parts.expectations.num_awaited(), what="RELEASE waits")
             transfer = ask(receiver, sender)
         hear_all(receiver, sender)
         held = hold(sender, 1)
@@ -220,7 +224,7 @@ def test_a_second_attempt_may_begin_on_decode_before_the_first_has_ended_on_pref
         decode.begin("asked")
         hear_all(sender, receiver)
         decode.abort()
-        eventually(lambda: not receiver._parts.expectations.awaited, what="RELEASE is sent")
+        eventually(lambda: not receiver._parts.expectations.num_awaited(), what="RELEASE is sent")
         decode.begin("asked")
         hear_all(sender, receiver)
         prefill.abort()

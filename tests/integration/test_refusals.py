@@ -17,7 +17,7 @@ from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.cli.ports import PortPlan
 from p2p_engine.errors import ConfigError, PeerRefused
 from p2p_engine.memory.plan import obstacles
-from p2p_engine.peers import links as peers
+from p2p_engine.peers import sessions
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import InstanceAddress, PeerAddress
 from p2p_engine.wire.messages import PROTOCOL_VERSION, CacheSpec, PageShape, Plane
@@ -76,7 +76,7 @@ UNLIKE: dict[str, tuple[Specs, object, object]] = {
     "rows of a token that differ": (
         changed(shape=FUSED, page_bytes=[]), [(1, 4), (1, 4)], [(1, 8)],
     ),
-    "ranks that differ, where nothing is known of a block's inside": (
+    "ranks that differ, beside states, or where nothing is known of a block's inside": (
         (changed(shape=None)[1], changed(shape=None, tp_size=2)[1]), 1, 2,
     ),
     "heads that the ranks there cannot share": (changed(tp_size=3), 3, 2),
@@ -138,7 +138,8 @@ def test_a_peer_that_describes_the_impossible_is_refused_at_its_hello(what: str)
 
 
 def test_another_protocol_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "PROTOCOL_VERSION", 99)  # who dials says so
+    for name in ("PROTOCOL_VERSION", "OLDEST_VERSION"):  # of who is dialled
+        monkeypatch.setattr(sessions, name, 99)
     with P2pNcclEngine(settings("shm")) as receiver, P2pNcclEngine(settings("shm")) as sender:
         sent = sender.send(
             TransferKey("h"), PeerAddress(receiver.zmq_address), HERE.source(np.arange(2), 0, 8)
@@ -174,9 +175,12 @@ def with_groups(*specs: Any) -> Callable[[], object]:
 def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
     """What provokes a row of the table, and what its error must name."""
     import torch
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import KVQuantMode, MambaSpec
 
+    from p2p_engine.connector.cache_spec import read_caches
     from p2p_engine.connector.host_buffer import make_host_buffer
+    from p2p_engine.connector.layer_group import LayerGroup
     from p2p_engine.connector.spec_fields import check_fields
     from tests.rigs import host_buffers
     from tests.rigs import vllm_caches as caches
@@ -187,6 +191,13 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
     def small_buffer() -> None:
         made = host_buffers.buffer_config("cpu", 25)
         make_host_buffer(made, host_buffers.handles(), 12, 3 * host_buffers.BLOCK_BYTES)
+
+    def stateful_buffer() -> None:
+        layers = host_buffers.handles()
+        group = LayerGroup(0, tuple(layers), state, is_state=True, is_whole=True)
+        config = host_buffers.buffer_config("cpu", 25)
+        config.speculative_config = None
+        read_caches(config, [group], layers, 12, 0, 100 * host_buffers.BLOCK_BYTES)
 
     def before_0_30() -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -200,7 +211,9 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
         [view, *_] = caches.caches_of("LBHNC")[1].values()
         caches.read_all({"odd0": view}, ["odd0"], pp_size=2)
 
-    mamba = MambaSpec(shapes=((2, 2),), dtypes=(torch.float32,), block_size=16)
+    state = MambaSpec(shapes=((2, 2),), dtypes=(torch.float32,), block_size=16)
+    speculative = dataclasses.replace(state, num_speculative_blocks=3)
+    other = dataclasses.replace(state, mamba_type=MambaAttentionBackendEnum.GDN_ATTN)
     scaled = dataclasses.replace(caches.SPEC, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
     elsewhere = {"layers.0": torch.empty((caches.BLOCKS, 1, 1, 1), device="meta")}
     several = dataclasses.replace(caches.MLA, tokens_per_state=4)
@@ -211,10 +224,16 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
         "rows of several tokens, caches of DeepSeek-V4, blocks that are not vLLM's": (
             with_groups(several), ["MLAAttentionSpec.tokens_per_state=4", 1],
         ),
-        "Mamba": (with_groups(caches.SPEC, mamba), []),
+        "states beside speculation, in the mode `all`, or equal on all ranks": (
+            with_groups(caches.SPEC, speculative), ["MambaSpec.num_speculative_blocks=3", 0],
+        ),
+        "a state of another kind than Mamba2": (
+            with_groups(caches.SPEC, other), ["GDN_ATTN"],
+        ),
+        "states and a host buffer": (stateful_buffer, []),
         "attention that looks back in chunks": (with_groups(caches.CHUNKED), []),
         "a model that keeps no KV cache": (with_groups(), []),
-        "several groups, or a window, in vLLM 0.29": (before_0_30, []),
+        "several groups, a window, or a state, in vLLM 0.29": (before_0_30, []),
         "a layer whose group is not known": (in_no_group, ["layers.2"]),
         "pipeline stages of layers that do not say where they are": (placeless, ["odd0"]),
         "scales of their own beside the values": (with_groups(scaled), ["INT8_PER_TOKEN_HEAD"]),

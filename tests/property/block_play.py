@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -42,19 +43,31 @@ from p2p_engine.connector.orders import SendStep
 from tests.doubles.vllm_config import make_config
 
 NULL_BLOCK = 0
+STATE = -1  # in the place of a window: layers that keep a state
+LONGEST = 4096
 init_none_hash(sha256)
 
 SEND = {"do_remote_decode": True, "remote_host": "d", "remote_port": 2}
 
 
-def make_cache(groups: Sequence[tuple[int, int]], num_blocks: int) -> KVCacheConfig:
-    """A cache with these groups: (block size, window or 0) of each."""
+def make_cache(
+    groups: Sequence[tuple[int, int]], num_blocks: int, *, has_prefix_cache: bool = True
+) -> KVCacheConfig:
+    """A cache with these groups: (block size, window or 0 or STATE) of each."""
     specs: list[KVCacheSpec] = []
     for block_size, window in groups:
         common: Any = {
             "block_size": block_size, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32,
         }  # fmt: skip
-        if window:
+        if window == STATE:
+            specs.append(MambaSpec(
+                shapes=((8,),), dtypes=(torch.float32,),
+                block_size=block_size if has_prefix_cache else LONGEST,
+                mamba_cache_mode="align" if has_prefix_cache else "none",
+                num_prefill_checkpoint_blocks=int(has_prefix_cache),  # as Mamba2 asks for them
+                prefill_checkpoint_alignment=1 if has_prefix_cache else None,
+            ))  # fmt: skip
+        elif window:
             specs.append(SlidingWindowSpec(sliding_window=window, **common))
         else:
             specs.append(FullAttentionSpec(**common))
@@ -105,6 +118,8 @@ class Watch:
         self._reading: dict[str, set[int]] = {}
         self._handed: set[int] = set()
         self._withdrawn: set[str] = set()
+        self._has_state = any(group.is_state for group in groups)
+        self._complete: set[str] = set()  # of which all is read
         self._wrap()
 
     def _wrap(self) -> None:
@@ -121,8 +136,13 @@ class Watch:
         """What a worker does before anything of a step runs."""
         for name in metadata.preempted:
             self._withdrawn.add(name)
-            self._reading.pop(name, None)
+            self.forget(name)
         self.check()
+
+    def compute(self, names: Iterable[str]) -> None:
+        """A step computes tokens of these requests: a state that is read would be overwritten."""
+        torn = self._complete.intersection(names) if self._has_state else ()
+        assert not torn, f"{torn} go on, and their states are being read"
 
     def start(self, steps: Sequence[SendStep]) -> None:
         """Read what these steps complete; GET holds a prompt only when it is whole."""
@@ -132,17 +152,20 @@ class Watch:
             if self._mode is SendMode.GET and not is_last:
                 continue
             for group, table in zip(self._groups, step.tables, strict=True):
-                end = len(table) if is_last else step.num_computed_tokens // group.block_size
+                end = len(table) if is_last else group.num_full_blocks(step.num_computed_tokens)
                 wanted = table[group.first_block(num_tokens) : end].tolist()
                 if NULL_BLOCK in wanted and name in self._withdrawn:
                     break  # the worker fails it: it resumes behind its prompt's window
                 self._reading.setdefault(name, set()).update(wanted)
+            if is_last:
+                self._complete.add(name)
         self._handed.clear()  # to whom vLLM has given them before may fill them in this step
         self.check()
 
     def forget(self, name: str) -> None:
         """The worker reads nothing of it any more."""
         self._reading.pop(name, None)
+        self._complete.discard(name)
 
     def check(self) -> None:
         """No block that is read is free, nobody's, or by now somebody else's."""
@@ -184,15 +207,17 @@ class Play:
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
-        sizes = [block_size for block_size, _ in self.groups]
+        cache = make_cache(self.groups, self.num_blocks, has_prefix_cache=self.has_prefix_cache)
+        sizes = [group.kv_cache_spec.block_size for group in cache.kv_cache_groups]
         config = make_config(
             self.model, "kv_producer", 20001, max_tokens_per_step=self.max_tokens_per_step,
-            tp_size=self.tp_size, is_async=self.depth > 1, max_model_len=4096,
-            has_prefix_cache=self.has_prefix_cache, block_size=max(sizes),
+            tp_size=self.tp_size, is_async=self.depth > 1, max_model_len=LONGEST,
+            has_prefix_cache=self.has_prefix_cache, block_size=self.groups[0][0],
             settings={"host": "127.0.0.1", "send_type": self.mode.value},
         )  # fmt: skip
         config.cache_config.num_gpu_blocks = self.num_blocks
-        cache = make_cache(self.groups, self.num_blocks)
+        if STATE in dict(self.groups).values() and self.has_prefix_cache:
+            config.cache_config.mamba_cache_mode = "align"
         self.hash_block_size = min(sizes)
         settings: dict[str, Any] = {
             "vllm_config": config, "kv_cache_config": cache, "log_stats": False,
@@ -240,6 +265,7 @@ class Play:
         metadata = output.kv_connector_metadata
         assert isinstance(metadata, P2pConnectorMetadata)
         self.watch.withdraw(metadata)
+        self.watch.compute(output.num_scheduled_tokens)
         self.watch.start(metadata.sends)
         for item in metadata.ended_sends:
             if item.is_held:

@@ -23,7 +23,7 @@ from p2p_engine.connector.intent import ThisInstance
 from p2p_engine.connector.scheduler import SchedulerHalf
 from tests import marks
 from tests.doubles.vllm_config import write_model_config
-from tests.property.block_play import Play, Watch, make_cache, make_manager, make_request
+from tests.property.block_play import STATE, Play, Watch, make_cache, make_manager, make_request
 
 pytestmark = [
     *marks.simulated_vllm,
@@ -144,6 +144,8 @@ GROUPS = {
     "full and windows": [(16, 0), (16, 40), (16, 100)],
     "groups of unlike blocks": [(32, 0), (16, 40)],
     "no window": [(16, 0)],
+    "full and states": [(16, 0), (16, STATE)],
+    "windows and states": [(16, 0), (16, 40), (16, STATE)],
 }
 
 

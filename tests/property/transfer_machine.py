@@ -103,7 +103,7 @@ class TransferMachine(RuleBasedStateMachine):
         elif kind == "leave":
             self.world.store.leave((key, binding), is_pulled=True)
         elif kind == "abandon":
-            self.world.sender.abandon(key, PEER, "it will never be complete")
+            self.world.sender.abandon((key, binding), PEER, "it will never be complete")
         else:
             self.world.store.drop_landed()
 

@@ -102,3 +102,23 @@ def test_nothing_is_published_after_close(arena: Arena, words: CompletionWords[s
     words.close()
     words.close()
     assert words.take_published() == []
+
+
+def test_word_is_published_for_a_sender_only_while_it_is_awaited(
+    arena: Arena, words: CompletionWords[str]
+) -> None:
+    """A notification may come late, when its word has been lent again."""
+    slot = words.take("a", 7)
+    assert slot is not None
+    offset = words.offset(slot)
+    for wrong in ((offset, 8), (offset + 4, 7), (offset + 8, 7), (0, 7), (1 << 60, 7)):
+        words.publish(*wrong)
+    assert words.take_published() == []
+    words.publish(offset, 7)
+    assert words.take_published() == ["a"]
+    words.give_back(slot)
+    words.publish(offset, 7)
+    assert words.take("b", 9) == slot
+    words.publish(offset, 9)
+    words.publish(offset, 7)
+    assert words.take_published() == ["b"]

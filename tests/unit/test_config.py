@@ -27,6 +27,7 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("mem_pool_size_gb", 0.5, 0.5),
     ("chunk_bytes", "4e6", 4 * 10**6),
     ("transports", "shm,tcp", ("shm", "tcp")),
+    ("transports", "shm,nixl,tcp", ("shm", "nixl", "tcp")),
     ("transports", " tcp , shm ", ("tcp", "shm")),
     ("transports", ["tcp"], ("tcp",)),
     ("nccl_num_channels", "16", 16),
@@ -48,6 +49,7 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("transfer_timeout_seconds", 60, 60.0),
     ("lease_seconds", "0.5", 0.5),
     ("max_renewal_seconds", "600", 600.0),
+    ("stash_seconds", "600", 600.0),
     ("peer_timeout_seconds", 10, 10.0),
     ("retry_seconds", "1", 1.0),
     ("proxy_port", None, 0),
@@ -87,6 +89,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("transports", ""),
     ("transports", "rdma"),
     ("transports", "shm,shm"),
+    ("transports", "nixl,shm"),
     ("transports", []),
     ("transports", 5),
     ("transports", [["shm"]]),
@@ -102,6 +105,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("transfer_timeout_seconds", 0),
     ("lease_seconds", 1e9),
     ("max_renewal_seconds", 0),
+    ("stash_seconds", -1),
     ("retry_seconds", "soon"),
 ]
 

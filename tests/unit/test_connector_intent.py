@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2p_engine.config import SendMode
-from p2p_engine.connector.intent import Direction, Intent, InvalidParams, ThisInstance, read_intent
+from p2p_engine.connector.intent import (
+    Direction,
+    Earlier,
+    Intent,
+    InvalidParams,
+    Stashes,
+    ThisInstance,
+    read_intent,
+)
 from p2p_engine.wire.messages import TransferKey
 from p2p_engine.wire.request_ids import ProxyId
 
@@ -95,7 +103,7 @@ def test_flags_decide_whatever_the_role(role: str) -> None:
     sent = read_intent(PLAIN, prefill_params(transfer_id="name", **at(D)), instance(role))
     assert sent == Intent(Direction.SEND, key, D, SendMode.PUT_ASYNC)
     loaded = read_intent(PLAIN, decode_params(transfer_id="name", **at(D)), instance(role))
-    assert loaded == Intent(Direction.LOAD, key, D, SendMode.PUT_ASYNC)
+    assert loaded == Intent(Direction.LOAD, key, D, SendMode.PUT_ASYNC, stashes=Stashes.AND_SAYS_SO)
 
 
 def test_flags_without_names_take_them_from_the_proxys_id() -> None:
@@ -106,7 +114,7 @@ def test_flags_without_names_take_them_from_the_proxys_id() -> None:
     assert sent == Intent(Direction.SEND, KEY, D, SendMode.PUT_ASYNC)
     decode = instance("kv_consumer", D, is_registered=True)
     loaded = read_intent(BY_ID, decode_params(), decode)
-    assert loaded == Intent(Direction.LOAD, KEY, P, SendMode.PUT_ASYNC)
+    assert loaded == Intent(Direction.LOAD, KEY, P, SendMode.PUT_ASYNC, stashes=Stashes.AND_SAYS_SO)
 
 
 def test_beside_flags_an_id_of_a_client_is_a_name_and_nothing_else() -> None:
@@ -127,7 +135,9 @@ def test_what_a_producer_answered_is_fetched() -> None:
     """NixlConnector's responses name no transfer, only the request."""
     params = decode_params(remote_request_id="prefill-1", remote_block_ids=[0, 1], **at(D))
     fetched = read_intent("id-1", params, instance("kv_consumer"))
-    assert fetched == Intent(Direction.LOAD, TransferKey("prefill-1"), D, SendMode.GET)
+    assert fetched == Intent(
+        Direction.LOAD, TransferKey("prefill-1"), D, SendMode.GET, stashes=Stashes.AND_SAYS_SO
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,6 +215,10 @@ def test_ipv6_hosts_stand_in_brackets(host: str) -> None:
         (decode_params(transfer_id="x", is_only_choice=1, **at(D)), "is_only_choice"),
         (decode_params(transfer_id="x", is_unsalted="no", **at(D)), "is_unsalted"),
         (decode_params(remote_request_id=["x"], **at(D)), "remote_request_id"),
+        (decode_params(transfer_id="x", remote_held_tokens=-1, **at(D)), "remote_held_tokens"),
+        (prefill_params(remote_has_tokens=1e9, **at(D)), "remote_has_tokens"),
+        (prefill_params(remote_has_tokens=1 << 33, **at(D)), "remote_has_tokens"),
+        (prefill_params(remote_has_tokens=True, **at(D)), "remote_has_tokens"),
         ("a text", "str"),
         ([1], "list"),
     ],
@@ -218,12 +232,66 @@ def test_malformed_parameters_are_named(params: Any, what: str) -> None:
 NAMES = ["do_remote_prefill", "do_remote_decode", "transfer_id", "remote_host", "remote_port",
          "remote_handshake_port", "remote_dp_rank", "remote_hosts", "remote_bootstrap_addr",
          "remote_block_ids", "transfer_mode", "remote_request_id", "send_type", "is_only_choice",
-         "is_unsalted"]  # fmt: skip
+         "is_unsalted", "stash", "stashed_as", "stashed_host", "stashed_port",
+         "remote_has_tokens", "remote_held_tokens"]  # fmt: skip
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
     max_leaves=4,
 )
+
+
+def test_what_is_held_is_that_of_the_first_prompt_and_pushed() -> None:
+    for prompt, number in ((PLAIN, 70), (PLAIN.replace("-0-", "-1-"), 0)):
+        sent = read_intent(prompt, prefill_params(remote_has_tokens=70, **at(D)), instance())
+        loaded = decode_params(transfer_id="x", remote_held_tokens=70, **at(D))
+        told = read_intent(prompt, loaded, instance())
+        assert sent is not None
+        assert told is not None
+        assert (sent.held_tokens, told.held_tokens) == (number, number)
+    for more in ({}, {"send_type": "GET", **at(D)}):
+        held = read_intent(PLAIN, prefill_params(remote_has_tokens=70, **more), instance())
+        assert held is not None
+        assert held.held_tokens == 0
+
+
+STASHED = {"stashed_as": "t", "stashed_host": "d", "stashed_port": 7}
+OF_NIXL = {"remote_block_ids": [[1]], "remote_request_id": "t", "remote_host": "d",
+           "remote_port": 7}  # fmt: skip
+STASH_KEY = TransferKey("t/stash", prompt_index=0)
+
+
+@pytest.mark.parametrize("params", [STASHED, OF_NIXL], ids=["our proxy", "NixlConnector's"])
+def test_an_earlier_turn_is_recalled_from_who_has_it(params: dict[str, Any]) -> None:
+    intent = read_intent(PLAIN, prefill_params(**params), instance())
+    assert intent is not None
+    assert intent.earlier == Earlier(STASH_KEY, "d:7")
+    if params is OF_NIXL:
+        assert (intent.peer, intent.send_type) == (None, SendMode.GET)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {**STASHED, "stashed_as": 3}, {**STASHED, "stashed_host": None},
+     {**STASHED, "stashed_port": 0}, {**STASHED, "stashed_as": "x" * 300},
+     {"stashed_as": "t", "stashed_host": "10.0.1.2", "stashed_port": 21001},
+     {**OF_NIXL, "remote_request_id": None}],
+    ids=str,
+)  # fmt: skip
+def test_what_is_malformed_or_our_own_is_not_recalled(params: dict[str, Any]) -> None:
+    intent = read_intent(PLAIN, prefill_params(transfer_id="now", **params), instance())
+    assert intent is not None
+    assert (intent.direction, intent.earlier) == (Direction.SEND, None)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [({}, Stashes.AND_SAYS_SO), ({"stash": True}, Stashes.QUIETLY), ({"stash": False}, Stashes.NO)],
+)
+def test_the_router_says_whether_decode_stashes(params: dict[str, Any], expected: Stashes) -> None:
+    intent = read_intent(PLAIN, decode_params(transfer_id="t", **at(D), **params), instance())
+    assert intent is not None
+    assert intent.stashes is expected
 
 
 @settings(deadline=None)

@@ -195,6 +195,7 @@ def test_a_complete_prompt_is_held_and_answered(half: SchedulerHalf, status: Req
         "send_type": "PUT_ASYNC",
         "is_only_choice": True,
         "is_unsalted": True,
+        "remote_held_tokens": 0,
     }
     (ended,) = half.build_metadata(make_output()).ended_sends
     assert (ended.party.request_id, ended.failure, ended.is_held) == ("r", None, True)
@@ -410,12 +411,12 @@ def test_pooling_and_streamed_prompts_are_computed_locally(half: SchedulerHalf) 
 
 
 def test_the_binding_covers_all_that_decides_the_kv(half: SchedulerHalf) -> None:
-    lora = LoRARequest("adapter", 1, "/adapter")
+    loras = [LoRARequest("adapter", 1, path) for path in ("/adapter", "/newer")]
     variants = [
         make_request(LOAD),
         make_request(LOAD, num_tokens=41),
         make_request(LOAD, cache_salt="salt"),
-        make_request(LOAD, lora_request=lora),
+        *(make_request(LOAD, lora_request=lora) for lora in loras),
         make_request(LOAD, mm_features=[_feature("image", 3)]),
         make_request(LOAD, mm_features=[_feature("image", 4)]),
         make_request(LOAD, mm_features=[_feature("other", 3)]),

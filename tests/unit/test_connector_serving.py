@@ -27,7 +27,9 @@ from vllm.v1.engine import core
 from p2p_engine.cli.tiny_model import ensure_tiny_model
 from p2p_engine.config import EngineConfig
 from p2p_engine.connector import serving
+from p2p_engine.connector.publisher import find_publisher
 from p2p_engine.connector.support import num_local_ranks
+from p2p_engine.wire.messages import Publisher
 from tests.doubles import supervisor
 from tests.support import records_of
 
@@ -41,6 +43,10 @@ TRANSFER = json.dumps({"kv_connector": "P2pNcclConnector", "kv_role": "kv_both"}
 LOCAL = "--data-parallel-size-local=2"
 MASTER = "--data-parallel-address=10.0.0.9"
 START = "--data-parallel-start-rank=2"
+EVENTS = "--kv-events-config=" + json.dumps({
+    "enable_kv_cache_events": True, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557",
+    "topic": "kv",
+})  # fmt: skip
 NODES = ("--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.9")
 
 
@@ -209,6 +215,53 @@ def test_a_supervised_rank_is_registered_at_the_port_that_vllm_gives_it(
         assert server.address() == f"10.0.0.7:{8000 + local_rank}"
         assert server.rank is None
         assert num_local_ranks(parallel) == 4  # at most
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "publisher"),
+    [
+        pytest.param((), (0, 0), None, id="no events"),
+        pytest.param((EVENTS,), (0, 0), Publisher(5557, 6557, "kv"), id="one rank"),
+        pytest.param(("-dp=2", EVENTS), (1, 1), Publisher(5558, 6558, "kv"), id="second rank"),
+        pytest.param(
+            ("-dp=4", LOCAL, MASTER, START, "--data-parallel-hybrid-lb", EVENTS), (3, 1),
+            Publisher(5560, 6560, "kv"), id="on another host",
+        ),
+    ],
+)  # fmt: skip
+def test_where_a_rank_publishes_its_events(
+    start: Start, arguments: tuple[str, ...], ranks: tuple[int, int], publisher: Publisher | None
+) -> None:
+    config = start("dense", arguments, ranks)
+    assert find_publisher(config) == publisher
+
+
+@pytest.mark.parametrize(
+    ("changed", "publisher"),
+    [
+        ({}, Publisher(5557)),
+        ({"endpoint": "tcp://[::]:5557"}, Publisher(5557)),
+        ({"replay_endpoint": "tcp://127.0.0.1:6557"}, Publisher(5557, 6557)),
+        ({"replay_endpoint": "ipc:///tmp/x"}, Publisher(5557)),
+        ({"enable_kv_cache_events": False}, None),
+        ({"publisher": "null"}, None),
+        ({"endpoint": "tcp://collector:5557"}, None),  # vLLM dials it
+        ({"endpoint": "tcp://*:0"}, None),  # nobody tells the port
+        ({"endpoint": "tcp://*:99999"}, None),
+        ({"endpoint": "ipc://*"}, None),
+        ({"topic": "x" * 600}, None),
+    ],
+)
+def test_events_that_nobody_can_subscribe_to(
+    changed: dict[str, Any], publisher: Publisher | None
+) -> None:
+    settings = {"endpoint": "tcp://*:5557", "replay_endpoint": None, "topic": ""}
+    on = {"enable_kv_cache_events": True, "publisher": "zmq"}
+    config = SimpleNamespace(
+        kv_events_config=SimpleNamespace(**settings | on | changed),
+        parallel_config=SimpleNamespace(data_parallel_index=0),
+    )
+    assert find_publisher(config) == publisher  # type: ignore[arg-type]
 
 
 def neighbour_of_a_free_port() -> socket.socket:

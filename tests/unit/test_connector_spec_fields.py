@@ -15,7 +15,10 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm.v1 import kv_cache_interface
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.registry import (
+    AttentionBackendEnum,
+    MambaAttentionBackendEnum,
+)
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
@@ -23,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     KVCacheTensor,
     KVQuantMode,
+    MambaSpec,
     SlidingWindowSpec,
     SparseCacheRole,
     UniformTypeKVCacheSpecs,
@@ -30,7 +34,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from p2p_engine.connector import page_shape
+from p2p_engine.connector import page_shape, states
 from p2p_engine.connector.cache_spec import read_cache
 from p2p_engine.connector.groups import SUPPORTED, attention_groups
 from p2p_engine.connector.layer_group import LayerGroup
@@ -56,9 +60,15 @@ INDEXER = replace(MLA, dtype=torch.uint8, head_size=DEPTH + 4, cache_role=Sparse
 B12X = replace(FULL, num_head_slots=2, state_content_bytes=HEADS * DEPTH * 2)
 
 
-def views_of(spec: AttentionSpec, layout: str = "LBHNC", kernel: int | None = None) -> Any:
+STATE = MambaSpec(
+    shapes=((3, 8), (2, 4, 4)), dtypes=(torch.bfloat16, torch.float32), block_size=TOKENS,
+    page_size_padded=512,
+)  # fmt: skip
+
+
+def views_of(spec: KVCacheSpec, layout: str = "LBHNC", kernel: int | None = None) -> Any:
     """A layer's view, as vLLM itself makes it."""
-    page = spec.page_size_bytes
+    page = int(spec.page_size_bytes)
     placed = KVCacheTensor(
         size=page * BLOCKS, layers=["layers.0"], layer_stride=page * BLOCKS, block_stride=page
     )
@@ -68,7 +78,7 @@ def views_of(spec: AttentionSpec, layout: str = "LBHNC", kernel: int | None = No
 
 
 def described(
-    spec: AttentionSpec,
+    spec: AttentionSpec | MambaSpec,
     backend: str = "",
     *,
     layout: str = "LBHNC",
@@ -83,7 +93,9 @@ def described(
         layer["attn_backend"] = SimpleNamespace(get_name=lambda: backend)
     config.compilation_config.static_forward_context = {"layers.0": SimpleNamespace(**layer)}
     [group] = attention_groups(config_of(spec)) if kernel is None else [None]
-    group = LayerGroup(0, ("layers.0",), spec, group.window if group else 0)
+    group = LayerGroup(
+        0, ("layers.0",), spec, group.window if group else 0, is_state=isinstance(spec, MambaSpec)
+    )
     views = {"layers.0": views_of(spec, layout, kernel)}
     cache = read_cache(config, group, views, BLOCKS, 0)
     assert cache.spec is not None
@@ -140,6 +152,11 @@ def test_a_field_of_a_group_that_is_not_known_is_refused_by_name(
         (replace(MLA, model_version="deepseek_v4"), "MLAAttentionSpec.model_version='deepseek_v4'"),
         (replace(FULL, kv_quant_mode=KVQuantMode.NVFP4), "quantised as NVFP4"),
         (replace(FULL, kv_quant_mode=KVQuantMode.TURBOQUANT_K8V4), "as TURBOQUANT_K8V4"),
+        (replace(STATE, num_speculative_blocks=3), "MambaSpec.num_speculative_blocks=3"),
+        (replace(STATE, mamba_cache_mode="all"), "MambaSpec.mamba_cache_mode='all'"),
+        (replace(STATE, tp_replicated=True), "MambaSpec.tp_replicated=True"),
+        (replace(STATE, num_heads=2), "MambaSpec.num_heads=2"),
+        (replace(STATE, mamba_type=MambaAttentionBackendEnum.GDN_ATTN), "state of kind GDN_ATTN"),
     ],
 )
 def test_a_value_that_cannot_be_transferred_is_refused_by_name(spec: Any, named: str) -> None:
@@ -172,7 +189,7 @@ def test_a_group_that_is_not_vllms_blocks_is_refused_by_name(change: dict[str, A
 
 
 # What a peer compares. `num_kv_heads` and `max_tp_shards` need more than one rank: see below.
-CHANGED: dict[str, tuple[AttentionSpec, Any]] = {
+CHANGED: dict[str, tuple[AttentionSpec | MambaSpec, Any]] = {
     "head_size": (FULL, 2 * DEPTH),
     "head_size_v": (FULL, 2 * DEPTH),
     "dtype": (FULL, torch.float16),
@@ -182,6 +199,8 @@ CHANGED: dict[str, tuple[AttentionSpec, Any]] = {
     "cache_role": (replace(INDEXER, cache_role=SparseCacheRole.SPARSE), SparseCacheRole.INDEXER),
     "state_content_bytes": (MLA, 656),
     "num_head_slots": (replace(B12X, num_head_slots=None, state_content_bytes=None), 2),
+    "shapes": (STATE, ((8, 3), (2, 4, 4))),
+    "dtypes": (STATE, (torch.float16, torch.float32)),
 }
 
 
@@ -206,7 +225,7 @@ def test_caches_of_another_dtype_refuse_each_other(name: str) -> None:
     assert reason.startswith("packing: 'cpu fp8_e4m3' here")
 
 
-UNCHANGED: dict[str, tuple[AttentionSpec, Any]] = {
+UNCHANGED: dict[str, tuple[AttentionSpec | MambaSpec, Any]] = {
     "page_size_padded": (FULL, FULL.page_size_bytes + 512),
     "block_stride_alignment": (FULL, 512),
     "attention_chunk_size": (FULL, 64),
@@ -214,6 +233,9 @@ UNCHANGED: dict[str, tuple[AttentionSpec, Any]] = {
     "non_causal_multi_token_decode": (MLA, True),
     "is_index_group_leader": (MLA, True),
     "dcp_sharded": (FULL, False),
+    "num_prefill_checkpoint_blocks": (STATE, 1),
+    "prefill_checkpoint_alignment": (STATE, 16),
+    "mamba_cache_mode": (STATE, "align"),
 }
 
 
@@ -223,6 +245,34 @@ def test_what_is_not_told_changes_nothing_that_is(name: str) -> None:
     other = replace(spec, **{name: value})
     assert obstacles(described(spec), described(other)) == []
     assert described(spec).shape == described(other).shape
+
+
+def test_a_states_bytes_are_all_that_its_layer_keeps() -> None:
+    """Convolution and recurrence lie side by side at a page's start; padding does not move."""
+    one, other = described(STATE), described(replace(STATE, block_size=4 * TOKENS))
+    assert one.page_bytes == [3 * 8 * 2 + 2 * 4 * 4 * 4]
+    assert obstacles(one, other) == []  # how far apart vLLM may cache states is its own affair
+    assert "3x8:bfloat16 2x4x4:float32" in one.packing
+
+
+def test_a_state_in_another_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the shapes do not show it."""
+    square = replace(STATE, shapes=((8, 8), (2, 4, 4)))
+    monkeypatch.setattr(states, "get_conv_state_layout", lambda: "DS")
+    one = described(square)
+    monkeypatch.setattr(states, "get_conv_state_layout", lambda: "SD")
+    assert obstacles(one, described(square))
+
+
+def test_a_states_share_of_a_rank_is_refused_elsewhere() -> None:
+    half = replace(STATE, shapes=((3, 4), (1, 4, 4)))
+    [reason] = obstacles(described(STATE), described(half, tp_size=2))
+    assert reason.startswith("packing: 'cpu state mamba2")
+
+
+def test_beside_states_blocks_move_only_as_they_are() -> None:
+    assert {group.is_whole for group in attention_groups(config_of(FULL, STATE))} == {True}
+    assert {group.is_whole for group in attention_groups(config_of(FULL, WINDOW))} == {False}
 
 
 # Layouts that were, or might be, taken for one

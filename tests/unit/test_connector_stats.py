@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.registry import REGISTRY
 
+from p2p_engine import TransferKey
 from p2p_engine.config import EngineConfig
 from p2p_engine.connector.connector import P2pNcclConnector
-from p2p_engine.connector.stats import COUNTERS, GAUGES, P2pConnectorStats, StatsReporter
+from p2p_engine.connector.stats import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    P2pConnectorStats,
+    StatsReporter,
+)
 from p2p_engine.engine import P2pNcclEngine
+from p2p_engine.memory.layout import TensorSink
+from tests.rigs.engines import engines
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -85,11 +96,16 @@ def test_vllm_can_make_them_again_from_their_payload() -> None:
     assert empty.is_empty()
 
 
-def test_prometheus_has_each_value_under_its_labels() -> None:
+@pytest.fixture(scope="module")
+def metrics() -> Any:
+    """Made once: prometheus_client has one registry."""
     types: Any = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
     config: Any = type("Config", (), {"kv_transfer_config": None})
     labels: list[str] = ["model_name", "engine"]
-    metrics = P2pNcclConnector.build_prom_metrics(config, types, labels, {0: ["m", "0"]})
+    return P2pNcclConnector.build_prom_metrics(config, types, labels, {0: ["m", "0"]})
+
+
+def test_prometheus_has_each_value_under_its_labels(metrics: Any) -> None:
     reporters = [StatsReporter(0), StatsReporter(1)]
     for live in (7, 0):
         for rank, reporter in enumerate(reporters):
@@ -104,3 +120,31 @@ def test_prometheus_has_each_value_under_its_labels() -> None:
     assert value("p2p_transfers_total", outcome="sent ok") == 6
     assert [value("p2p_live_bytes", rank=rank, place="buffer") for rank in "01"] == [0, 1]
     assert value("p2p_links", rank="0") == 2
+
+
+def test_prometheus_has_histograms_by_mode_and_transport(metrics: Any) -> None:
+    observed = [("receive_seconds", "pull tcp", seconds) for seconds in (0.5, 0.003)]
+    made = StatsReporter(0).report(snapshot(), observed)
+    assert made is not None
+    received = P2pConnectorStats(data=json.loads(json.dumps(made.data)))
+    metrics.observe(received.aggregate(made).data, 0)
+    labels = {"model_name": "m", "engine": "0", "mode": "pull", "transport": "tcp"}
+    name = "vllm:p2p_receive_seconds"
+    assert REGISTRY.get_sample_value(f"{name}_count", labels) == 4
+    assert REGISTRY.get_sample_value(f"{name}_bucket", {**labels, "le": "0.004"}) == 2
+
+
+def test_an_engine_measures_what_the_histograms_show() -> None:
+    key, tensor = TransferKey("request"), torch.ones(1000)
+    with engines(2, "tcp") as (sender, receiver):
+        waiting = receiver.receive(key, TensorSink())
+        sender.send_tensor(key, tensor, receiver.zmq_address)
+        waiting.wait(9)
+        observed = {name: (label, value) for name, label, value in receiver.take_observed()}
+        assert observed.keys() == {"receive_seconds", "receive_bytes"}
+        assert observed["receive_bytes"] == ("push tcp", 4000)
+        assert receiver.take_observed() == []
+        [(name, label, seconds)] = sender.take_observed()
+        assert (name, label) == ("grant_seconds", "push tcp")
+        assert 0 < seconds < 9
+        assert {shown for shown, _, _ in HISTOGRAMS.values()} == {name, *observed}

@@ -126,6 +126,7 @@ class EngineDouble:
         peer: InstanceAddress | None,
         reason: str,
         *,
+        binding: bytes,
         generation: int,
         is_sent_again: bool,
     ) -> None:
@@ -134,7 +135,8 @@ class EngineDouble:
 
     def receive(self, key: TransferKey, sink: PagedSink, **settings: Any) -> Transfer:
         transfer = self._transfer(key)
-        self.received[f"{key.transfer_id}{key.group or ''}"] = sink, transfer, settings
+        name = f"{key.transfer_id}/{key.group}" if key.group else key.transfer_id
+        self.received[name] = sink, transfer, settings
         return transfer
 
     def discard(self, key: TransferKey, **settings: Any) -> None:
@@ -421,7 +423,9 @@ def load(name: str = "r", first_block: int = 0, num_tokens: int = 100) -> Load:
 def test_a_load_is_reported_once_when_it_is_done(engine: EngineDouble, worker: WorkerHalf) -> None:
     assert run(worker, loads=[load(first_block=2)]).finished_recving == set()
     _, transfer, settings = engine.received["t-r"]
-    assert settings == {"binding": b"r", "peer": InstanceAddress("h:1"), "pull": False}
+    assert settings == {
+        "binding": b"r", "peer": InstanceAddress("h:1"), "pull": False, "has_held": False
+    }  # fmt: skip
     release(transfer)
     assert run(worker).finished_recving == set()
     end(transfer)
@@ -594,21 +598,21 @@ def test_a_request_has_been_loaded_when_each_group_has(
     engine: EngineDouble, two_groups: WorkerHalf
 ) -> None:
     run(two_groups, loads=[load_both()])
-    end(engine.received["t-r1"][1])
+    end(engine.received["t-r/1"][1])
     assert run(two_groups).finished_recving == set()
     end(engine.received["t-r"][1])
     results = run(two_groups)
     assert (results.finished_recving, results.failed_recving) == ({"r"}, set())
 
 
-@pytest.mark.parametrize("failing", ["t-r", "t-r1"])
+@pytest.mark.parametrize("failing", ["t-r", "t-r/1"])
 def test_what_fails_in_one_group_is_cancelled_in_the_others_and_fails(
     engine: EngineDouble, two_groups: WorkerHalf, failing: str
 ) -> None:
     """It is reported when nothing is written any more, and no blocks are named: those before a
     lost one may lie behind the window."""
     run(two_groups, loads=[load_both()])
-    [other] = {"t-r", "t-r1"} - {failing}
+    [other] = {"t-r", "t-r/1"} - {failing}
     end(engine.received[failing][1], PeerLost("gone"))
     assert run(two_groups).finished_recving == set()
     transfer = engine.received[other][1]
@@ -658,7 +662,7 @@ def test_a_drafts_blocks_leave_when_it_has_computed_them(
 
 def test_what_is_lost_of_a_draft_fails_nothing(engine: EngineDouble, drafting: WorkerHalf) -> None:
     run(drafting, loads=[Load(party(), (BlockRange(0, blocks(30, 7)),))])
-    end(engine.received["t-r1"][1], PeerLost("gone"))
+    end(engine.received["t-r/1"][1], PeerLost("gone"))
     assert not engine.cancelled
     assert run(drafting).finished_recving == set()
     end(engine.received["t-r"][1])

@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
+import msgspec
 import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -15,9 +16,17 @@ from p2p_engine.config import EngineConfig
 from p2p_engine.control import resolver
 from p2p_engine.control.resolver import Answer
 from p2p_engine.errors import ConfigError, PeerUnreachable
-from p2p_engine.peers.directory import Directory, RankAddress
+from p2p_engine.peers.directory import HEARTBEAT_SECONDS, Directory, RankAddress
 from p2p_engine.wire.addresses import split_address
-from p2p_engine.wire.messages import PROTOCOL_VERSION, Location, Lookup, Ping, decode, encode
+from p2p_engine.wire.messages import (
+    PROTOCOL_VERSION,
+    Location,
+    Lookup,
+    Ping,
+    Publisher,
+    decode,
+    encode,
+)
 from tests.support import eventually
 
 RANKS = [RankAddress(0, "10.0.0.1:1", 5), RankAddress(1, "10.0.0.2:2", 6)]
@@ -91,7 +100,8 @@ def test_noise_is_counted_and_survived() -> None:
 @pytest.mark.parametrize("role", ["P", "D", "PD"])
 def test_heartbeats_and_leave(role: str, proxy: RegistrationPort) -> None:
     config = EngineConfig(proxy_ip="127.0.0.1", proxy_port=proxy.port, http_port=8000)
-    directory = Directory(config, RANKS, kv_port=0, role=role, model="m", tp_size=2)
+    events = Publisher(5557, 6557, "kv") if role == "P" else None
+    directory = Directory(config, RANKS, kv_port=0, role=role, model="m", tp_size=2, events=events)
     beats = [proxy.hear() for _ in role]
     assert [beat["type"] for beat in beats] == list(role)
     for beat in beats:
@@ -99,6 +109,7 @@ def test_heartbeats_and_leave(role: str, proxy: RegistrationPort) -> None:
         assert beat["zmq_address"] == directory.address
         assert (beat["protocol"], beat["model"], beat["tp_size"]) == (PROTOCOL_VERSION, "m", 2)
         assert "leaving" not in beat
+        assert beat.get("events") == (msgspec.to_builtins(events) if events else None)
     directory.close()
     directory.close()
     left: set[str] = set()
@@ -142,3 +153,14 @@ def test_port_that_is_taken_is_named() -> None:
         _, port = split_address(directory.address)
         with pytest.raises(ConfigError, match=str(port)):
             Directory(EngineConfig(), RANKS, kv_port=port, role="D")
+
+
+def test_heartbeats_of_those_that_start_together_drift_apart() -> None:
+    """Each comes in time, and no two at the same moment."""
+    due, now = [], 1e9  # so far ahead that their own threads do not look
+    for _ in range(4):
+        with Directory(EngineConfig(), RANKS, kv_port=0, role="PD") as directory:
+            directory.on_tick(now)
+            due.append(directory.due_at(now) - now)
+    assert len(set(due)) == len(due)
+    assert all(0.8 * HEARTBEAT_SECONDS <= seconds <= HEARTBEAT_SECONDS for seconds in due)

@@ -16,7 +16,13 @@ from p2p_engine.peers.closing_channels import CLOSE_SECONDS
 from p2p_engine.peers.link import Link, LinkState, PeerAddress
 from p2p_engine.peers.links import REST_SECONDS, Links
 from p2p_engine.peers.listeners import LinkListener
-from p2p_engine.transports.base import Channel, Connected, Endpoint, Transport
+from p2p_engine.transports.base import (
+    Channel,
+    Connected,
+    ConnectionInterrupted,
+    Endpoint,
+    Transport,
+)
 from p2p_engine.wire.messages import (
     AnyMessage,
     Bye,
@@ -208,6 +214,20 @@ def test_no_transport_works(scene: LinksScene) -> None:
     assert isinstance(scene.lost_for, PeerRefused)
     assert "it rains" in str(scene.lost_for)
     assert link.ready
+
+
+def test_connection_that_was_interrupted_may_be_tried_again(scene: LinksScene) -> None:
+    """The peer had let us in: a sender hears of a broken connection, not of a refusal."""
+    link = scene.welcomed()
+    shm, tcp = scene.transports
+    shm.dialled[0][1](TransportError("another host"))
+    tcp.dialled[0][1](ConnectionInterrupted("a fence"))
+    assert isinstance(scene.lost_for, TransportError)
+    scene.links.get(PEER, data=True)
+    scene.pass_time(1.0)
+    scene.invite()
+    scene.connect(1)
+    assert link.channel is not None
 
 
 def test_data_connection_that_is_never_answered(scene: LinksScene) -> None:

@@ -62,7 +62,7 @@ class RenewalsWorld:
     def __init__(self) -> None:
         self.now = 1000.0
         self.links = LinksDouble()
-        self.failed: list[tuple[TransferKey, P2pError]] = []
+        self.failed: list[tuple[ContentKey, P2pError]] = []
         self.here: set[ContentKey] = set()
         self.discarded: list[ContentKey] = []
         self.expectations = Expectations()
@@ -71,9 +71,9 @@ class RenewalsWorld:
             cast("Any", self), self.expectations,
         )  # fmt: skip
 
-    def fail_key(self, key: TransferKey, error: P2pError, said_by: int = 0) -> None:
+    def fail_content(self, content: ContentKey, error: P2pError, said_by: int = 0) -> None:
         """Stand in for the store."""
-        self.failed.append((key, error))
+        self.failed.append((content, error))
 
     def dropped(self, content: ContentKey) -> None:
         """Stand in for the store."""
@@ -179,11 +179,11 @@ def test_what_a_peer_does_not_have_fails_once_and_is_remembered(world: RenewalsW
     world.renewals.keep(content(1), PEER)
     world.advance(1)
     error = TransferRejected("it was aborted")
-    world.renewals.on_gone(OTHER, content(1)[0], 9, error)
+    world.renewals.on_gone(OTHER, *content(1), 9, error)
     assert not world.failed
-    world.renewals.on_gone(PEER, content(1)[0], 9, error)
-    world.renewals.on_gone(PEER, content(1)[0], 9, error)
-    assert world.failed == [(content(1)[0], error)]
+    world.renewals.on_gone(PEER, *content(1), 9, error)
+    world.renewals.on_gone(PEER, *content(1), 9, error)
+    assert world.failed == [(content(1), error)]
     assert world.advance(50) == []
     assert world.expectations.is_kept(content(1))  # so that its tombstone stands
 
@@ -202,7 +202,7 @@ def test_a_restarted_peer_has_lost_what_its_last_start_had(world: RenewalsWorld)
     link = world.links.get(PEER, data=False)
     link.epoch = 6
     world.renewals.link_ready(link)
-    assert [key for key, error in world.failed if isinstance(error, PeerLost)] == [content(1)[0]]
+    assert [name for name, error in world.failed if isinstance(error, PeerLost)] == [content(1)]
     assert world.advance(0.125) == [[content(2), content(3)]]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import pytest
@@ -227,6 +227,34 @@ def test_quarantine_ends_only_when_the_sender_is_proven_gone(shm: World) -> None
     shm.store.tick(shm.now)
     assert shm.landings() == []
     assert sum(shm.store.live_bytes().values()) == 0
+
+
+def test_memory_is_freed_only_when_the_transport_confirms_what_the_sender_says(
+    shm: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a write that failed, bytes may still be on their way after the sender has called it
+    ended."""
+    asked: list[Callable[[], None]] = []
+    monkeypatch.setattr(shm.transport, "confirm", lambda epoch, confirmed: asked.append(confirmed))
+    shm.send(KEY, b"", *ALL, ready=False)
+    converse(shm)
+    assert [item.state for item in shm.landings()] == [LandingState.GRANTED]
+    shm.sendings[0].transfer.cancel()
+    converse(shm, 4)
+    assert asked
+    assert len(shm.landings()) == 1
+    for confirmed in asked * 2:
+        confirmed()
+    assert shm.landings() == []
+
+
+def test_word_that_was_lost_with_the_connection_is_said_at_once(shm: World) -> None:
+    shm.send(KEY, b"", *ALL, ready=False)
+    converse(shm)
+    (landing,) = shm.landings()
+    shm.transport.connected.clear()
+    shm.store.on_done(landing.id[0], landing.id[1], landing.attempt, 0)
+    assert shm.landings() == []
 
 
 def test_cancelled_is_said_only_after_the_last_byte(shm: World) -> None:
@@ -471,13 +499,13 @@ def test_other_content_under_the_same_name_is_named(world: World, sender_first: 
 
 def test_abandoned_key_ends_its_receive(world: World) -> None:
     world.receive(KEY, b"", 0)
-    world.sender.abandon(KEY, PEER, "preempted")
+    world.sender.abandon((KEY, b""), PEER, "preempted")
     converse(world)
     assert isinstance(world.receivings[0].transfer.error, PeerLost)
 
 
 def test_abandoned_key_ends_a_later_receive(world: World) -> None:
-    world.sender.abandon(KEY, PEER, "preempted")
+    world.sender.abandon((KEY, b""), PEER, "preempted")
     converse(world)
     with pytest.raises(TransferRejected):
         world.receive(KEY, b"", 0)

@@ -2,6 +2,7 @@
 
 deepseek: what a token leaves in the cache is one latent vector for all heads, the same on each rank
 gemma:    two layers of three look back no farther than a window, and have block tables of their own
+granite:  attention in one layer of three; Mamba2 in the others, which keep a state
 eagle:    no model, but a draft for the tiny Llama; what it proposes is hardly ever right
 """
 
@@ -78,6 +79,29 @@ def _gemma(transformers: Any) -> Any:
     return transformers.Gemma3ForCausalLM(config)
 
 
+COMMON: dict[str, Any] = {
+    "vocab_size": TinyModel.vocab_size, "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "max_position_embeddings": 4096, "tie_word_embeddings": False, "initializer_range": 0.15,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+
+
+def _granite(transformers: Any) -> Any:
+    config = transformers.GraniteMoeHybridConfig(
+        **COMMON,
+        layer_types=["mamba", "mamba", "attention"] * 2,
+        shared_intermediate_size=512,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        mamba_n_heads=8,
+        mamba_d_head=64,
+        mamba_d_state=32,
+        mamba_n_groups=1,
+    )
+    return transformers.GraniteMoeHybridForCausalLM(config)
+
+
 def _eagle(transformers: Any) -> Any:
     config = transformers.LlamaConfig(
         vocab_size=TinyModel.vocab_size,
@@ -114,8 +138,9 @@ def _save_eagle(model: Any, folder: Path) -> None:
 def _make(name: str, tiny: Path, folder: Path) -> None:
     torch, transformers = import_module("torch"), import_module("transformers")
     torch.manual_seed(0)
-    made = {"deepseek": _deepseek, "gemma": _gemma, "eagle": _eagle}[name](transformers)
-    model = made.to(torch.bfloat16)
+    makers = _deepseek, _gemma, _granite, _eagle
+    [make] = [item for item in makers if item.__name__ == f"_{name}"]
+    model = make(transformers).to(torch.bfloat16)
     if name == "eagle":
         folder.mkdir(parents=True, exist_ok=True)
         _save_eagle(model, folder)

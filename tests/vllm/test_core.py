@@ -127,6 +127,22 @@ def test_both_legs_may_be_sent_at_once(servers: SideBySide) -> None:
     _assert_nothing_left(servers)
 
 
+def test_prompts_under_one_id_of_a_client_are_all_transferred(servers: SideBySide) -> None:
+    """Some in one list, and some in requests of their own at the same time."""
+    [question, *_] = mixed_questions(str(ensure_tiny_model()), SEED + 7)
+    texts = [f"tell me of {number} ships and of the sea" for number in range(6)]
+    lists = [_with(question, prompt=each) for each in (texts[:3], texts[3:], *texts)]
+    before = prompt_tokens(servers.decode)
+    with ThreadPoolExecutor(len(lists)) as pool:
+        headers = {"X-Request-Id": "mine"}
+        asked = [pool.submit(ask, servers.proxy_url, each, headers) for each in lists]
+        answers = [each.result() for each in asked]
+    assert [len(answer) for answer in answers] == [3, 3, *6 * [1]]
+    assert answers == ask_all(servers.single.url, lists, concurrency=4)
+    assert (prompt_tokens(servers.decode) - before)["local_compute"] == 0
+    _assert_nothing_left(servers)
+
+
 def test_a_seed_gives_the_same_samples(servers: SideBySide) -> None:
     [question, *_] = mixed_questions(str(ensure_tiny_model()), SEED + 6)[2:]
     sampled = _with(question, temperature=1.0, seed=SEED, n=2)

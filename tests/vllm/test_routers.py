@@ -47,6 +47,14 @@ from tests.vllm.load import ENVIRONMENT, check_nothing_held
 from tests.vllm.observing import by_label, prompt_tokens
 
 SECONDS = 120.0
+# They register with nobody who would answer: a request's id names instances only for those that do.
+SETTINGS = {
+    "lease_seconds": 10,
+    "transfer_timeout_seconds": 30,
+    "proxy_ip": "127.0.0.1",
+    "proxy_port": 9,
+    "http_port": 1,
+}
 PULL, PUSH = "pull", "push"
 TRANSFERRED: dict[type[LlmdSidecar], str] = {
     LlmdSidecar: PULL,
@@ -88,7 +96,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindRouters]
     fleet = Fleet(
         ensure_tiny_model(),
         vllm_args=VLLM_ARGS,
-        transfer_config={EXTRA: {"lease_seconds": 10, "transfer_timeout_seconds": 30}},
+        transfer_config={EXTRA: SETTINGS},
         env=ENVIRONMENT,
         log_dir=tmp_path_factory.mktemp("logs"),
     )

@@ -1,0 +1,194 @@
+"""A stash: KV that is copied at once, and of which a peer may pull a beginning."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2p_engine import P2pNcclEngine, TransferKey
+from p2p_engine.errors import TransferCancelled, TransferRejected
+from p2p_engine.memory.paged import Beginning
+from p2p_engine.peers.link import PeerAddress
+from p2p_engine.transfer import Transfer
+from tests import marks
+from tests.rigs.engines import MIB, PagedMemory, assert_idle, engines, is_idle, settings
+from tests.support import SeededRandom, eventually
+
+KEY = TransferKey("request-1")
+NUM_BLOCKS = 8  # of 8 KiB, over both layers
+BEGINNINGS = {b"three": Beginning(3, 24), b"five": Beginning(5, 40)}
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def stash(
+    engine: P2pNcclEngine, memory: PagedMemory, ids: list[int], key: TransferKey = KEY
+) -> Transfer:
+    return engine.stash(
+        key, memory.source(ids), binding=b"all", beginnings=BEGINNINGS, lease=100.0
+    )  # fmt: skip
+
+
+@marks.every_transport
+@pytest.mark.parametrize(
+    ("binding", "num_blocks", "num_tokens"), [(b"all", 8, 64), (b"five", 5, 40), (b"three", 3, 24)]
+)
+def test_a_beginning_arrives_though_the_blocks_are_overwritten(
+    transport: str, binding: bytes, num_blocks: int, num_tokens: int, rng: SeededRandom
+) -> None:
+    theirs, ours = PagedMemory(16).fill(rng), PagedMemory(16)
+    sources, places = rng.sample(range(16), NUM_BLOCKS), rng.sample(range(16), num_blocks - 1)
+    expected = theirs.data[:, sources[1:num_blocks]].copy()
+    with engines(2, transport) as (sender, receiver):
+        stashed = stash(sender, theirs, sources)
+        assert stashed.wait_released(10)
+        assert not stashed.done
+        theirs.data[:] = 0
+        sink, peer = ours.sink(places, 1, num_tokens), PeerAddress(sender.zmq_address)
+        receiver.receive(KEY, sink, binding=binding, peer=peer, pull=True).wait(10)
+        stashed.wait(10)
+        assert (ours.data[:, places] == expected).all()
+        assert receiver.stats()["landed_bytes_by_place"] != {}
+        assert sender.stats()["sent_bytes"] == (num_blocks - 1) * 2 * 4096  # the rest is there
+        assert_idle(sender, receiver)
+
+
+def test_who_asks_during_the_copy_is_served_after_it(rng: SeededRandom) -> None:
+    theirs, ours = PagedMemory(16).fill(rng), PagedMemory(16)
+    with engines(2, "shm") as (sender, receiver):
+        peer = PeerAddress(sender.zmq_address)
+        sink = ours.sink([1, 2, 3], 0, 24)
+        waiting = receiver.receive(KEY, sink, binding=b"three", peer=peer, pull=True)
+        eventually(lambda: len(sender._parts.holds._unheld) == 1)
+        stash(sender, theirs, list(range(NUM_BLOCKS)))
+        waiting.wait(10)
+        assert (ours.data[:, 1:4] == theirs.data[:, :3]).all()
+        assert_idle(sender, receiver)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_another_prompt_gets_nothing(is_there: bool, rng: SeededRandom) -> None:
+    """Neither from a stash, nor from one that has ended."""
+    theirs, ours = PagedMemory(16).fill(rng), PagedMemory(16)
+    with engines(2, "shm") as (sender, receiver):
+        stashed = stash(sender, theirs, list(range(NUM_BLOCKS)))
+        if not is_there:
+            stashed.cancel("reset")
+        sink, peer = ours.sink([1, 2, 3], 0, 24), PeerAddress(sender.zmq_address)
+        loading = receiver.receive(KEY, sink, binding=b"other", peer=peer, pull=True)
+        with pytest.raises(TransferRejected):
+            loading.wait(10)
+        assert not ours.data.any()
+        stashed.cancel("the test is over")
+        assert_idle(sender, receiver)
+
+
+def test_what_is_released_makes_room_at_once(rng: SeededRandom) -> None:
+    theirs = PagedMemory(16).fill(rng)
+    with engines(2, "shm") as (sender, receiver):
+        stashed = stash(sender, theirs, list(range(NUM_BLOCKS)))
+        peer = PeerAddress(sender.zmq_address)
+        receiver.discard(KEY, binding=b"five", peer=peer, pull=True)
+        stashed.wait(10)
+        assert_idle(sender, receiver)
+
+
+def test_the_oldest_make_room_within_their_share_of_the_pool(rng: SeededRandom) -> None:
+    theirs = PagedMemory(16).fill(rng)
+    keys = [TransferKey(f"{number}") for number in range(6)]
+    pool_bytes = 4 * NUM_BLOCKS * 8192  # of which two stashes may take half
+    with P2pNcclEngine(settings("shm", mem_pool_size_gb=pool_bytes / (1 << 30))) as engine:
+        stashed = []
+        for key in keys:
+            stashed.append(stash(engine, theirs, list(range(NUM_BLOCKS)), key))
+            assert stashed[-1].wait_released(10)
+        assert [item.done for item in stashed] == [True] * 4 + [False] * 2
+        assert isinstance(stashed[0].error, TransferCancelled)
+        assert engine.stats()["live_bytes_by_place"]["pool"] == pool_bytes // 2
+        held = engine.hold(KEY, theirs.source(list(range(16))), binding=b"owed")
+        assert engine.spill(held)
+        held.cancel("the test is over")
+        for item in stashed:
+            item.cancel("the test is over")
+        eventually(lambda: is_idle(engine))
+
+
+def test_one_larger_than_their_share_of_the_pool_takes_no_room(rng: SeededRandom) -> None:
+    theirs = PagedMemory(16).fill(rng)
+    pool_bytes = NUM_BLOCKS * 8192  # of which stashes may take half
+    with P2pNcclEngine(settings("shm", mem_pool_size_gb=pool_bytes / (1 << 30))) as engine:
+        small = stash(engine, theirs, [0, 1, 2], TransferKey("small"))
+        assert small.wait_released(10)
+        large = stash(engine, theirs, list(range(5)))
+        with pytest.raises(TransferCancelled, match="no room"):
+            large.wait(1)
+        assert not small.done
+        small.cancel("the test is over")
+        eventually(lambda: is_idle(engine))
+
+
+@pytest.mark.parametrize("end", ["pulled", "released", "cancelled"])
+@pytest.mark.parametrize("binding", [b"all", b"five", b"three"])
+def test_after_its_end_who_asks_is_refused_at_once(
+    end: str, binding: bytes, rng: SeededRandom
+) -> None:
+    """It comes once only: nobody waits for another attempt, not even who had a part of it."""
+    theirs, ours = PagedMemory(16).fill(rng), PagedMemory(16)
+    with engines(2, "shm") as (sender, receiver):
+        peer = PeerAddress(sender.zmq_address)
+        stashed = stash(sender, theirs, list(range(NUM_BLOCKS)))
+        if end == "pulled":
+            sink = ours.sink([1, 2, 3], 0, 24)
+            receiver.receive(KEY, sink, binding=b"three", peer=peer, pull=True).wait(10)
+        elif end == "released":
+            receiver.discard(KEY, binding=b"three", peer=peer, pull=True)
+        else:
+            stashed.cancel("reset")
+        eventually(lambda: stashed.done)
+        num_blocks = {b"all": 8, b"five": 5, b"three": 3}[binding]
+        for _ in range(2):
+            sink = ours.sink(list(range(num_blocks)), 0, 8 * num_blocks)
+            again = receiver.receive(KEY, sink, binding=binding, peer=peer, pull=True)
+            with pytest.raises(TransferRejected):
+                again.wait(5)
+            assert not sender._parts.holds._unheld
+        assert_idle(sender, receiver)
+
+
+def test_who_asked_before_it_found_no_room_is_refused(rng: SeededRandom) -> None:
+    theirs, ours = PagedMemory(16).fill(rng), PagedMemory(16)
+    with engines(2, "shm", mem_pool_size_gb=0, kv_buffer_size=MIB) as (sender, receiver):
+        peer = PeerAddress(sender.zmq_address)
+        sink = ours.sink([1, 2, 3], 0, 24)
+        waiting = receiver.receive(KEY, sink, binding=b"three", peer=peer, pull=True)
+        eventually(lambda: len(sender._parts.holds._unheld) == 1)
+        stash(sender, theirs, list(range(NUM_BLOCKS)))
+        with pytest.raises(TransferRejected, match="no room"):
+            waiting.wait(5)
+        assert_idle(sender, receiver)
+
+
+def test_without_room_it_ends_at_once(rng: SeededRandom) -> None:
+    theirs = PagedMemory(16).fill(rng)
+    with P2pNcclEngine(settings("shm", mem_pool_size_gb=0, kv_buffer_size=MIB)) as engine:
+        stashed = stash(engine, theirs, list(range(NUM_BLOCKS)))
+        assert stashed.done
+        assert stashed.released
+        with pytest.raises(TransferCancelled, match="no room"):
+            stashed.wait(1)
+        assert is_idle(engine)
+
+
+@pytest.mark.parametrize("end", ["lease", "close"])
+def test_its_memory_is_given_back_at_each_end(end: str, rng: SeededRandom) -> None:
+    theirs = PagedMemory(16).fill(rng)
+    with P2pNcclEngine(settings("shm")) as engine:
+        lease = 0.1 if end == "lease" else 100.0
+        stashed = engine.stash(
+            KEY, theirs.source([1, 2, 3]), binding=b"", beginnings={}, lease=lease
+        )
+        if end == "lease":
+            eventually(lambda: stashed.done)
+            assert engine.stats()["expired_leases"] == 0  # nobody was late
+        else:
+            engine.close()
+            assert stashed.done
+        eventually(lambda: is_idle(engine))

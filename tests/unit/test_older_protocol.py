@@ -1,0 +1,75 @@
+"""What engines of protocol version 7 said, as it was recorded, is still understood, and they can
+read what is said now."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+
+from p2p_engine.wire.messages import (
+    OLDEST_VERSION,
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Gone,
+    TransferKey,
+    decode,
+    decode_heartbeat,
+    encode,
+    understand_each_other,
+)
+
+FRAMES = {
+    name: bytes.fromhex(text)
+    for name, text in json.loads(
+        Path(__file__).with_name("frames_of_version_7.json").read_text()
+    ).items()
+}
+# What each has said since then behind what it said in version 7.
+ADDED = {"Gone": [None], "Abandon": [None], "AbandonOk": [None]}
+# Between directories only: who does not know them drops them, and nobody waits for long.
+NEW = {"Recall", "Stashed"}
+
+
+def test_the_record_has_every_message() -> None:
+    known = {kind.__name__ for kind in get_args(AnyMessage)}
+    assert set(FRAMES) == (known - NEW) | {"Heartbeat"}
+
+
+@pytest.mark.parametrize("name", sorted(FRAMES.keys() - {"Heartbeat"}))
+def test_what_version_7_said_is_said_in_the_same_way(name: str) -> None:
+    """All fields of the record differ from their defaults."""
+    message = decode(FRAMES[name])
+    assert type(message).__name__ == name
+    now, then = msgspec.msgpack.decode(encode(message)), msgspec.msgpack.decode(FRAMES[name])
+    assert now == [*then, *ADDED.get(name, [])]
+
+
+def test_a_heartbeat_of_version_7_registers() -> None:
+    beat = decode_heartbeat(FRAMES["Heartbeat"])
+    assert (beat.type, beat.protocol, beat.kv_bytes_per_token) == ("P", 7, 100)
+
+
+def test_version_7_reads_a_message_with_more_fields() -> None:
+    """Its messages were these structs, and did not mind what is behind their fields."""
+
+    class OldGone(msgspec.Struct, array_like=True, tag_field="type", tag="GONE"):
+        source_epoch: int
+        destination_epoch: int
+        key: TransferKey
+        reason: str
+        generation: int = 0
+
+    frame = encode(Gone(1, 2, TransferKey("r"), "why", 3, b"binding"))
+    assert msgspec.msgpack.decode(frame, type=OldGone).generation == 3
+
+
+def test_a_version_and_the_one_before_work_together() -> None:
+    versions = (None, OLDEST_VERSION - 1, OLDEST_VERSION, PROTOCOL_VERSION, PROTOCOL_VERSION + 1)
+    together = {pair for pair in product(versions, versions) if understand_each_other(*pair)}
+    neighbours = {(7, 8), (8, 7), (8, 9), (9, 8)}
+    assert together == {(one, one) for one in versions} | neighbours
