@@ -1,4 +1,5 @@
-"""Admin: adds, drains and removes instances for a holder of the admin key."""
+"""Admin: adds, drains and removes instances, and changes their roles, for a holder of the admin
+key."""
 
 from __future__ import annotations
 
@@ -144,21 +145,50 @@ class Admin:
             ProxyError: 400, the body is invalid; 404, an instance is not registered.
         """
         asked = _decode(body, _Removal)
-        found = {address: self._registry.find(address) for address in asked.addresses()}
-        unknown = [address for address, instance in found.items() if instance is None]
-        if unknown:
-            raise ProxyError(404, "unknown_instance", f"{', '.join(unknown)} is not registered")
+        removed = self._find(asked)
         seconds = asked.timeout_seconds
         if seconds is None:
             seconds = self._drain_timeout_seconds
-        now, removed = self._clock(), [i for i in found.values() if i is not None]
+        now = self._clock()
         for instance in removed:
             instance.drains_until = now + (seconds if asked.drain else 0.0)
             name = instance.identity.name
             logger.info("instance removed http=%s by=%s drain=%s", name, sender, asked.drain)
-        answer = self._answer(f"Removing {', '.join(found)}.", removed)
+        answer = self._answer(f"Removing {', '.join(asked.addresses())}.", removed)
         self._registry.sweep(now)
         return answer
+
+    def change(self, body: bytes, sender: str) -> dict[str, Any]:
+        """Change the roles of instances, among those that they announce. A role that one did not
+        have begins when its requests in the roles that it loses have ended.
+
+        Raises:
+            ProxyError: 400, the body is invalid; 404, an instance is not registered; 409, one of
+                them was not started for this role.
+        """
+        asked = _decode(body, _Named)
+        roles = _ROLES.get(asked.type)
+        if roles is None:
+            raise ProxyError(400, "invalid_request", f"`type` is none of {', '.join(_ROLES)}")
+        changed, now = self._find(asked), self._clock()
+        for instance in changed:
+            missing = [role.label for role in roles if not instance.has_role(role, now)]
+            if missing:
+                message = f"{instance.identity.name} does not announce {' and '.join(missing)}"
+                raise ProxyError(409, "role_not_announced", message)
+        for instance in changed:
+            instance.assign(roles)
+            name = instance.identity.name
+            logger.info("role changed http=%s to=%s by=%s", name, asked.type, sender)
+        self._registry.on_room()
+        return self._answer(f"Changing {', '.join(asked.addresses())} to {asked.type}.", changed)
+
+    def _find(self, asked: _Named) -> list[Instance]:
+        found = {address: self._registry.find(address) for address in asked.addresses()}
+        unknown = [address for address, instance in found.items() if instance is None]
+        if unknown:
+            raise ProxyError(404, "unknown_instance", f"{', '.join(unknown)} is not registered")
+        return [instance for instance in found.values() if instance is not None]
 
     def _add(self, address: str, roles: list[Role], asked: _Addition) -> Instance:
         instance, is_new = self._registry.add(
@@ -170,7 +200,10 @@ class Admin:
 
     def _answer(self, message: str, instances: list[Instance]) -> dict[str, Any]:
         now = self._clock()
-        shown = [{"instance": i.identity.name, "state": i.state(now)} for i in instances]
+        shown = [
+            {"instance": i.identity.name, "state": i.state(now), "roles": i.labels(now)}
+            for i in instances
+        ]
         return {"message": message, "instances": shown}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import select
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from p2p_engine.bounded import RateLimitedWarnings
@@ -150,8 +151,9 @@ class Discovery:
             now = loop.time()
             at = now + TICK_SECONDS
             try:
-                for tick in (self._names.tick, self._reach.tick, self._sockets.tick):
-                    tick(now)
+                with ExitStack() as ticks:  # one that raises holds up no other
+                    for part in (self._sockets, self._reach, self._names):
+                        ticks.callback(part.tick, now)
                 if self._is_resting:
                     at = max(at, min(self._names.due_at(), now + REST_SECONDS))
                     self._sockets.watch_intakes()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
+from p2p_engine.wire.messages import Publisher, understand_each_other
 from proxy.fleet.breaker import Breaker
 
 if TYPE_CHECKING:
@@ -66,6 +67,19 @@ class Identity:
         address."""
         return self.http_address if self.dp_rank is None else f"{self.http_address}#{self.dp_rank}"
 
+    def understands(self, other: Identity) -> bool:
+        """Tell whether KV can go between engines of their protocol versions."""
+        return understand_each_other(self.protocol, other.protocol)
+
+
+@dataclass(frozen=True)
+class LeftRoles:
+    """The roles that an admin left to an instance. Those that it had are `kept`; the others begin
+    when its legs of all roles that it lost have ended."""
+
+    roles: frozenset[Role]
+    kept: frozenset[Role]
+
 
 @dataclass(eq=False)
 class Instance:
@@ -80,6 +94,8 @@ class Instance:
     lifetime: float = math.inf
     # When its drain ends; it gets no new legs, and legs that outlast the drain are not waited for.
     drains_until: float | None = None
+    # None: it takes all the roles that it announces.
+    left_roles: LeftRoles | None = None
     # Starts at the limit: a new instance is not ready until a probe succeeds.
     missed_probes: int = PATIENCE
     in_flight: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
@@ -94,6 +110,9 @@ class Instance:
     # used as a decode instance, by the name of the prefill instance.
     kv_bytes_per_token: int = 0
     kv_bytes_from: Counter[str] = field(default_factory=Counter)
+    # Where it publishes its KV events, if it does.
+    events: Publisher | None = None
+    has_prefix_cache: bool = False
     # Earlier incarnations of its name, newest first. If one sends a heartbeat while this one is
     # alive, it is refused.
     replaced: tuple[Identity, ...] = ()
@@ -127,6 +146,24 @@ class Instance:
         """Tell whether it announced this role and has not expired."""
         return now < self.expires.get(role, now)
 
+    def takes(self, role: Role) -> bool:
+        """Tell whether an admin has left it this role, and it has ended what it did in others."""
+        given = self.left_roles
+        if given is None or role in given.kept:
+            return True
+        if role not in given.roles:
+            return False
+        return not any(num for lost, num in self.in_flight.items() if lost not in given.roles)
+
+    def labels(self, now: float) -> list[str]:
+        """Return the names of the roles in which it gets legs."""
+        return [role.label for role in Role if self.has_role(role, now) and self.takes(role)]
+
+    def assign(self, roles: list[Role]) -> None:
+        """Leave it these roles only: from now on it gets no new legs of others."""
+        kept = frozenset(role for role in roles if self.takes(role))
+        self.left_roles = LeftRoles(frozenset(roles), kept)
+
     def is_alive(self, now: float) -> bool:
         """Tell whether any of its roles has not expired."""
         return any(self.has_role(role, now) for role in Role)
@@ -134,10 +171,12 @@ class Instance:
     def is_routable(self, role: Role, now: float) -> bool:
         """Tell whether a leg of this role may be sent to it.
 
-        It must be alive, ready and not draining, and its breaker must allow the leg.
+        It must be alive, ready and not draining, it must take the role, and its breaker must allow
+        the leg.
         """
         return (
             now < self.expires.get(role, now)
+            and (self.left_roles is None or self.takes(role))
             and self.missed_probes < PATIENCE
             and self.drains_until is None
             and self.breakers[role].allows(now)

@@ -14,14 +14,17 @@ def read_lines(setting: str, path: str) -> list[str]:
     """Return the lines of a file of keys.
 
     Raises:
-        ConfigError: it cannot be read, or others can.
+        ConfigError: it cannot be read, others can, or it is too large.
     """
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
-            text = file.read(MAX_FILE_BYTES).decode()
+            content = file.read(MAX_FILE_BYTES + 1)
+        text = content.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{setting} {path!r} cannot be read: {error}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{setting} {path!r} is larger than {MAX_FILE_BYTES} bytes")
     # A secret that a container gets may be of a group; its owner is then somebody else.
     is_ours = status.st_uid == os.geteuid()
     if status.st_mode & (stat.S_IRWXO | (stat.S_IRWXG if is_ours else 0)):

@@ -88,6 +88,9 @@ class Readiness:
             instance.record_silence()
         except ClientError:
             instance.record_unreachable()
+        except Exception:
+            logger.exception("probe failed: internal error of the proxy")
+            instance.record_unreachable()
         else:
             instance.record_answer(status)
 

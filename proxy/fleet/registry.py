@@ -73,6 +73,8 @@ class Registry:
             instance.expires[role] = now if beat.leaving else now + lifetime
         instance.last_beat = now
         instance.kv_bytes_per_token = beat.kv_bytes_per_token
+        instance.events = beat.events
+        instance.has_prefix_cache = beat.has_prefix_cache
         return instance, is_new
 
     def add(

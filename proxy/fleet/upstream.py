@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from proxy.fleet.instances import Instance, Role
     from proxy.http.deadlines import Deadlines
     from proxy.http.memory import Parts
+    from proxy.http.silence import Silence
 
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Upstream:
         deadlines: Deadlines,
         refusal: Callable[[str, str, int], str] = lambda host, ip, port: "",
         max_connections: int = 1 << 20,
+        silence: Silence | None = None,
     ) -> None:
         """`resends` counts, by role, the requests that were sent again over a new connection;
         `refusal` says why an address may not be dialled."""
@@ -59,17 +61,29 @@ class Upstream:
         self._max_connections = max_connections
         self._deadlines = deadlines
         self._refusal = refusal
+        self._silence = silence
         self._pool: Pool | None = None
 
     def open(self) -> None:
         """Create the connection pool."""
-        self._pool = Pool(KEEPALIVE_SECONDS, self._deadlines, self._refusal)
+        self._pool = Pool(KEEPALIVE_SECONDS, self._deadlines, self._refusal, self._silence)
         self._pool.max_open = self._max_connections
 
     async def close(self) -> None:
         """Close every connection, idle or not; idempotent."""
         if self._pool is not None:
             await self._pool.close()
+
+    async def addresses(self, address: str) -> tuple[str, ...]:
+        """Return the IP addresses of a "host:port" of an instance; waits for at most 5 s.
+
+        Raises:
+            ClientError: it does not resolve, or may not be dialled.
+        """
+        try:
+            return await self._opened().addresses(address)
+        except OSError as error:
+            raise Unreachable(str(error)) from error
 
     async def get(
         self,
@@ -142,21 +156,21 @@ class Upstream:
         on_sent: Callable[[], None],
     ) -> Response:
         clock = asyncio.get_running_loop().time
-        started = clock()
         while True:
             address = instance.identity.http_address
             connection = await self._opened().connect(address, limits.connect)
-            response = connection.ask(request, limits)
-            on_sent()
+            response = connection.ask(request, limits, on_sent)
+            asked = clock()
             try:
                 await response.head()
                 return response
             except Broken:
                 # The server may have closed any pooled connection before our request reached it.
                 # Then the instance has not seen the request and another connection may carry it. If
-                # a new connection breaks, or a pooled one breaks later, the instance may have seen
-                # it.
-                if not connection.is_reused or clock() - started >= RACE_SECONDS:
+                # a new connection breaks, or a pooled one breaks later or with half of an answer,
+                # the instance may have seen it.
+                was_closed = connection.is_reused and not response.has_begun
+                if not was_closed or clock() - asked >= RACE_SECONDS:
                     raise
                 self._resends.labels(role.label).inc()
             except BaseException:

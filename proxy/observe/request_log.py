@@ -80,9 +80,9 @@ class RequestRecord:
         refused = "decode_refused" if self.instance is None else "instance_refused"
         self.outcome = "ok" if self.status < 400 else refused
 
-    def abandoned(self) -> None:
-        """Record that the client left, unless an outcome is known already."""
-        self.outcome = self.outcome or "client_left"
+    def cut(self, outcome: str) -> None:
+        """Record why the request was cut, unless an outcome is known already."""
+        self.outcome = self.outcome or outcome
 
     def end(self) -> None:
         """Record the end of the request."""

@@ -16,6 +16,9 @@ KV_PARAMS = "kv_transfer_params"
 _TRANSFERS = {KV_PARAMS, "ec_transfer_params"}
 _NOT_FOR_CLIENTS = {*_TRANSFERS, "request_id"}
 _XARGS = "vllm_xargs"
+# With the last one, vLLM would announce blocks again that it has announced: they would count twice
+# among those that an instance holds.
+_NOT_IN_XARGS = {*_TRANSFERS, "kv_cache_report_mode"}
 # A request has few fields that may be large. All others together, and the names, are small: a body
 # of millions of fields would take seconds.
 MAY_BE_LARGE = (
@@ -73,5 +76,5 @@ def _without_transfers(arguments: msgspec.Raw) -> msgspec.Raw:
         return arguments
     except BAD_JSON as error:
         raise BodyRefused(400, "invalid_json", f"{_XARGS} is not valid JSON: {error}") from error
-    kept = {k: v for k, v in fields.items() if k not in _TRANSFERS}
+    kept = {k: v for k, v in fields.items() if k not in _NOT_IN_XARGS}
     return msgspec.Raw(msgspec.json.encode(kept))

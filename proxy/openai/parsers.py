@@ -56,14 +56,13 @@ class Parsers:
         self._queued.add(job)
         job.add_done_callback(self._forget)
         limit = self._deadlines.add(SECONDS, job.cancel)
+        job.add_done_callback(lambda _: limit.cancel())
         try:
             await asyncio.wait([job])
         except asyncio.CancelledError:  # a parser that has begun goes on: to start one costs more
             if job in self._queued:
                 job.cancel()
             raise
-        finally:
-            limit.cancel()
         return _request(body, _result(job))
 
     async def close(self) -> None:

@@ -60,6 +60,9 @@ class Prefilled:
     prompt_tokens: int = 0
 
 
+UNREAD = Prefilled({}, None)  # of an answer that is too long
+
+
 class _PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
@@ -160,13 +163,22 @@ def request_id(proxy_id: ProxyId) -> str:
     return str(proxy_id) if is_whole else proxy_id.transfer_id
 
 
-def prefill_params(proxy_id: ProxyId) -> Params:
+def prefill_params(proxy_id: ProxyId, last: ProxyId | None = None, num_present: int = 0) -> Params:
     """Return the parameters that name the decode instance as the destination of the KV.
 
     If its KV address is unknown, they are None: prefill holds the KV and answers with its own
-    address.
+    address. If the session's last turn is known, they name it and the instance that has its KV, and
+    say of how many tokens decode should have the KV (`num_present`).
     """
     host, port = _split(proxy_id.decode)
+    earlier: Params = {}
+    if last is not None:
+        stashed_host, stashed_port = _split(last.decode)
+        earlier = {
+            "stashed_as": last.transfer_id,
+            "stashed_host": stashed_host,
+            "stashed_port": stashed_port,
+        }
     return {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -176,12 +188,14 @@ def prefill_params(proxy_id: ProxyId) -> Params:
         "remote_request_id": None,
         "remote_block_ids": None,
         "remote_engine_id": None,
+        **({"remote_has_tokens": num_present} if num_present else {}),
+        **earlier,
     }
 
 
-def decode_params(proxy_id: ProxyId, answered: Answered) -> Params:
+def decode_params(proxy_id: ProxyId, answered: Answered, *, keeps: bool = False) -> Params:
     """Return the parameters that name the source of the KV; those of prefill's answer take
-    precedence."""
+    precedence. They say whether decode `keeps` the KV for the session's next turn."""
     host, port = _split(proxy_id.prefill)
     ours = {
         "do_remote_prefill": True,
@@ -190,7 +204,7 @@ def decode_params(proxy_id: ProxyId, answered: Answered) -> Params:
         "remote_host": host,
         "remote_port": port,
     }
-    return {**ours, **answered}
+    return {**ours, **answered, "stash": keeps and bool(proxy_id.decode)}
 
 
 def read_prefill(answer: bytes) -> Prefilled:

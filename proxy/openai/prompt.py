@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import msgspec
 
+from proxy.fleet.held_blocks import Sighting
 from proxy.http.memory import Span
 from proxy.openai import payload
 from proxy.openai.fields import BAD_JSON
@@ -45,11 +46,15 @@ class Prompt:
     num_output_tokens: int = EXPECTED_OUTPUT_TOKENS
     # It asks about the prompt itself, so the instance that decodes must compute the prompt.
     needs_whole_prompt: bool = False
+    salt: str = ""
+    # What is known of its blocks; None: nothing.
+    sighting: Sighting | None = None
 
     @property
     def num_tokens(self) -> int:
-        """The estimated number of prompt tokens; at least 1."""
-        return max(1, len(self.text) // BYTES_PER_TOKEN)
+        """The number of prompt tokens, estimated where it is not known; at least 1."""
+        known = self.sighting.num_tokens if self.sighting is not None else 0
+        return known or max(1, len(self.text) // BYTES_PER_TOKEN)
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:
@@ -81,6 +86,7 @@ def read_prompt(fields: Fields, session: str = "") -> Prompt:
         context=tuple([_compared(fields[n]) if n in fields else b"" for n in _CONTEXT]),
         num_output_tokens=_num_output_tokens(fields),
         needs_whole_prompt=_needs_whole_prompt(fields),
+        salt=_value(fields, "cache_salt", str, ""),
     )
 
 

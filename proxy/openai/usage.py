@@ -1,4 +1,5 @@
-"""Usage: decode reports the whole prompt as cached; prefill's count is the true one."""
+"""Usage: how many tokens were cached and answered. Decode reports the whole prompt as cached;
+prefill's count is the true one."""
 
 from __future__ import annotations
 
@@ -9,6 +10,21 @@ _KEY = b'"cached_tokens":'
 _NUMBER = re.compile(rb'("cached_tokens": ?)\d+(?!\d)')
 # The key, and a number that may continue in the next piece.
 _OPEN_END = re.compile(rb'"cached_tokens": ?\d*\Z')
+
+_ANSWERED = re.compile(rb'"completion_tokens": ?(\d{1,9})(?!\d)')
+# Events of a stream that bring no token: the role, the usage, and the end.
+_OTHER_EVENTS = 3
+
+
+def tokens_in_answer(body: bytes) -> int:
+    """Return how many tokens a whole answer says that it has; 0 if it does not say."""
+    found = _ANSWERED.search(body, max(0, body.rfind(b'"usage"')))
+    return int(found[1]) if found is not None else 0
+
+
+def tokens_in_stream(num_events: int) -> int:
+    """Return how many tokens so many events have brought at least."""
+    return max(0, num_events - _OTHER_EVENTS)
 
 
 class CachedTokens:

@@ -16,7 +16,9 @@ from proxy.request.relay import Relay
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from proxy.config import ProxyConfig
     from proxy.fleet.instances import Instance, Leg, Role
+    from proxy.fleet.last_turns import LastTurn
     from proxy.http.asgi import Answer, ProxyRequest
     from proxy.http.memory import Parts
     from proxy.observe.request_log import RequestRecord
@@ -89,13 +91,20 @@ class Attempt:
             raise
         return response
 
-    def relay(self, leg: Leg, response: Response, cached_tokens: int | None = None) -> Answer:
-        """Return the answer for the client; 2xx and 3xx close the leg's breaker."""
+    def relay(
+        self,
+        leg: Leg,
+        response: Response,
+        cached_tokens: int | None = None,
+        turn: LastTurn | None = None,
+    ) -> Answer:
+        """Return the answer for the client; 2xx and 3xx close the leg's breaker. The `turn` is told
+        how many tokens the answer has."""
         if response.status < 400:
             leg.breaker.recover()
             self.asked = payload.NOTHING  # free the prompt: it may be large, and the stream long
             self.request.free_body()
-        relay = Relay(self.services, self.request, self.record, leg, response, cached_tokens)
+        relay = Relay(self.services, self.request, self.record, leg, response, cached_tokens, turn)
         return relay.answer()
 
     def judge(self, leg: Leg, failure: LegFailed) -> None:
@@ -117,11 +126,12 @@ class Attempt:
         headers = {name: theirs[name] for name in (*FORWARDED_HEADERS, *more) if name in theirs}
         passed = theirs.get("via", "")[-MAX_VIA_CHARS:]
         via = f"{passed}, 1.1 {self.services.name}".removeprefix(", ")
-        return {"content-type": "application/json", **headers, "via": via, REQUEST_ID: request_id}
+        made = {"content-type": "application/json", **_trace(self.transfer_id, self.config)}
+        return {**made, **headers, "via": via, REQUEST_ID: request_id}
 
     def limits(self, *, silence: float | None = None, total: float | None = None) -> Limits:
-        """Return the timeouts of a leg, in seconds."""
-        return Limits(self.config.connect_timeout_seconds, silence, total)
+        """Return the limits of a leg, in seconds."""
+        return Limits(self.config.connect_timeout_seconds, silence, total, self.request.origin)
 
     def _first_byte_timeout(self) -> float:
         """Return the timeout of the first byte; only a stream sends it before the generation
@@ -132,6 +142,14 @@ class Attempt:
             if self.asked.is_stream
             else config.response_timeout_seconds
         )
+
+
+def _trace(transfer_id: str, config: ProxyConfig) -> dict[str, str]:
+    """Return the header that joins the spans of both legs in a trace with the transfer's id, for
+    the share of transfers that are traced."""
+    if int(transfer_id[:8], 16) >= config.trace_share * (1 << 32):
+        return {}
+    return {"traceparent": f"00-{transfer_id}-{transfer_id[16:]}-01"}
 
 
 class Errand(Attempt):

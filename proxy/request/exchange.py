@@ -13,6 +13,7 @@ from p2p_engine.wire.request_ids import ProxyId
 from proxy.config import CONCURRENT
 from proxy.errors import LegFailed
 from proxy.fleet.instances import Role
+from proxy.fleet.last_turns import LastTurn
 from proxy.fleet.upstream import leg_failed
 from proxy.http.client import ClientError, Response
 from proxy.openai import payload
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from proxy.http.asgi import Answer, ProxyRequest
     from proxy.http.memory import Parts
     from proxy.observe.request_log import RequestRecord
+    from proxy.openai.prompt import Prompt
     from proxy.request.services import Services
     from proxy.routing.router import InstancePair
 
@@ -42,9 +44,11 @@ class Exchange(Attempt):
         record: RequestRecord,
         asked: payload.ClientRequest,
         pair: InstancePair,
+        prompt: Prompt,
     ) -> None:
         super().__init__(services, request, record, asked)
         self._pair = pair
+        self._prompt = prompt
         # The KV that prefill has sent to decode, and whether decode was asked to use it.
         self._kv: tuple[ProxyId, payload.Prefilled] | None = None
         self._is_claimed = False
@@ -81,11 +85,14 @@ class Exchange(Attempt):
 
     async def _prefill(self, proxy_id: ProxyId) -> payload.Prefilled:
         """Run the prefill leg and return the relevant part of its answer."""
-        params = None if self._pair.is_old_wire else payload.prefill_params(proxy_id)
+        params = None if self._pair.is_old_wire else self._prefill_params(proxy_id)
         body = payload.prefill_body(self.asked.fields, params)
         leg = self._prefill_leg
         try:
-            prefilled = check_prefill(*await self._post_prefill(leg.instance, body, proxy_id))
+            response, answer = await self._post_prefill(leg.instance, body, proxy_id)
+            if answer is None and response.status == HTTPStatus.OK and proxy_id.prefill:
+                self._kv = proxy_id, payload.UNREAD  # its name alone is enough to release it
+            prefilled = check_prefill(response, answer)
         except LegFailed as failure:
             self.fail(leg, failure)
             raise
@@ -94,6 +101,22 @@ class Exchange(Attempt):
         leg.breaker.succeed()
         self._kv = proxy_id, prefilled
         return prefilled
+
+    def _prefill_params(self, proxy_id: ProxyId) -> payload.Params:
+        last = self.services.last_turns.find(self._prompt.session, self._prompt.model)
+        # What prefill then holds back, decode learns from prefill's answer.
+        is_told = self.config.dispatch != CONCURRENT
+        may_have = is_told and self._pair.decode.has_prefix_cache
+        num_present = self._num_present(proxy_id, last) if may_have else 0
+        return payload.prefill_params(proxy_id, last.transfer if last else None, num_present)
+
+    def _num_present(self, proxy_id: ProxyId, last: LastTurn | None) -> int:
+        """Of how many of the prompt's first tokens decode should have the KV: by its blocks where
+        it tells of them, else by the session's last turn."""
+        decode, sighting = self._pair.decode, self._prompt.sighting
+        if sighting is not None and decode in sighting.held and decode not in sighting.partial:
+            return sighting.held[decode]
+        return last.num_tokens if last and last.transfer.decode == proxy_id.decode else 0
 
     async def _post_prefill(
         self, instance: Instance, body: Parts, proxy_id: ProxyId
@@ -115,11 +138,17 @@ class Exchange(Attempt):
 
     async def _decode(self, proxy_id: ProxyId, answered: payload.Answered) -> Response:
         """Send the decode leg of a pair."""
-        params = None if self._pair.is_old_wire else payload.decode_params(proxy_id, answered)
-        body = payload.decode_body(self.asked, params)
+        body = payload.decode_body(self.asked, self._decode_params(proxy_id, answered))
         return await self.send(
             self._decode_leg, body, payload.request_id(proxy_id), on_sent=self._claim
         )
+
+    def _decode_params(
+        self, proxy_id: ProxyId, answered: payload.Answered
+    ) -> payload.Params | None:
+        if self._pair.is_old_wire:
+            return None
+        return payload.decode_params(proxy_id, answered, keeps=bool(self._prompt.session))
 
     async def _decode_alone(self) -> Response:
         """Send a decode leg that computes the prompt itself; its request id names no other
@@ -146,11 +175,17 @@ class Exchange(Attempt):
     def _answer(self, response: Response) -> Answer:
         self._is_claimed = response.status < 400
         cached_tokens = self._kv[1].cached_tokens if self._kv else None
+        turn: LastTurn | None = None
         if self._is_claimed and self._kv is not None and self._pair.prefill is not None:
             # Each continuation of a prompt is a separate transfer.
-            num_tokens = self._kv[1].prompt_tokens * payload.num_choices(self.asked.fields)
+            (proxy_id, prefilled), prompt = self._kv, self._prompt
+            num_choices = payload.num_choices(self.asked.fields)
+            num_tokens = prefilled.prompt_tokens * num_choices
             self._pair.decode.count_kv(self._pair.prefill, num_tokens)
-        return self.relay(self._decode_leg, response, cached_tokens)
+            turn = LastTurn(proxy_id, prefilled.prompt_tokens)
+            self.services.last_turns.put(prompt.session, prompt.model, turn)
+            turn = turn if num_choices == 1 else None  # the next turn goes on with one of them
+        return self.relay(self._decode_leg, response, cached_tokens, turn)
 
     def _release_unclaimed(self) -> None:
         """Make decode release KV that it was never asked to use."""

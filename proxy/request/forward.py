@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from proxy.errors import RETRY_AFTER_SECONDS, LegFailed, ProxyError
+from proxy.http.asgi import LEFT
 from proxy.http.memory import BodyRefused
+from proxy.http.turns import Turns
 from proxy.openai import payload
 from proxy.openai.parsers import Parsers
 from proxy.openai.prompt import read_prompt
 from proxy.request.attempt import REQUEST_ID, Attempt, Errand
 from proxy.request.exchange import Exchange
+from proxy.request.tokens import PromptTokens
 from proxy.routing.router import Busy, NoInstance
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from proxy.fleet.held_blocks import HeldBlocks
     from proxy.fleet.instances import Instance, Leg
     from proxy.http.asgi import Answer, ProxyRequest
     from proxy.observe.metrics import Metrics
@@ -30,6 +35,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_ECHO_CHARS = 256
+# Each round of the loop has so many turns for requests that begin, and so much of one counts each:
+# what it wakes takes as long again later.
+TURNS_TO_START = 4
+START_TURN = 0.5
 SESSION_ID = "X-Session-Id"
 COMPLETION_PATHS = ("/v1/completions", "/v1/chat/completions")
 # Paths that any one instance can answer alone.
@@ -47,6 +56,7 @@ class Forwarder:
         admission: Admission,
         metrics: Metrics,
         log: RequestLog,
+        held: HeldBlocks,
     ) -> None:
         self._services = services
         self._clients = clients
@@ -54,7 +64,10 @@ class Forwarder:
         self._admission = admission
         self._metrics = metrics
         self._log = log
+        self._held = held
+        self._tokens = PromptTokens(services, router, held)
         self._parsers = Parsers(services.deadlines)
+        self._starts = Turns(TURNS_TO_START, least=START_TURN)
 
     async def close(self) -> None:
         """End the processes that parse; idempotent."""
@@ -74,6 +87,12 @@ class Forwarder:
             failure = ProxyError(500, "internal_error", "the proxy failed")
             record.failed(failure)
             answer = failure.answer_to_client()
+        except asyncio.CancelledError:
+            if request.is_abandoned:
+                raise
+            stopped = ProxyError(503, "proxy_stopped", "the proxy is being stopped")
+            record.failed(stopped)
+            answer = stopped.answer_to_client()
         told_id = record.client_id or record.transfer_id or "-"
         answer.headers.append((REQUEST_ID.encode(), told_id.encode()))
         return answer
@@ -86,12 +105,13 @@ class Forwarder:
         return record
 
     def _end(self, request: ProxyRequest, record: RequestRecord) -> None:
-        if request.is_abandoned:
-            record.abandoned()
+        if request.is_cut:
+            record.cut(LEFT if request.is_abandoned else "proxy_stopped")
         self._log.end(record)
         self._metrics.count_request(record)
 
     async def _answer(self, request: ProxyRequest, record: RequestRecord) -> Answer:
+        await self._starts.take(request.origin)
         given = request.headers.pop("authorization", "")
         if (client := self._clients.find(given)) is not None:
             record.client = client.name  # also if a limit refuses the request
@@ -102,6 +122,8 @@ class Forwarder:
             raise ProxyError(508, "loop", "the request came back: an instance is a proxy")
         asked = await self._read(request)
         prompt = read_prompt(asked.fields, request.headers.get(SESSION_ID.lower(), ""))
+        if request.path in COMPLETION_PATHS:
+            prompt.sighting = await self._tokens.sight(request, asked.fields, prompt)
         failed: list[Instance] = []
 
         def start() -> Attempt:
@@ -109,7 +131,9 @@ class Forwarder:
                 place = self._router.choose_any(prompt.model, failed)
                 return Errand(self._services, request, record, asked, place)
             pair = self._router.choose(prompt, failed)
-            return Exchange(self._services, request, record, asked, pair)
+            if prompt.sighting is not None:
+                self._held.promise(prompt.sighting, pair.prefill or pair.decode)
+            return Exchange(self._services, request, record, asked, pair, prompt)
 
         try:
             line = self._router.line_of(prompt.model)

@@ -11,12 +11,13 @@ from proxy.fleet.upstream import leg_failed
 from proxy.http.asgi import Answer, AnswerCut
 from proxy.http.client import ClientError, Response
 from proxy.openai.answers import EVENT_STREAM, passed_headers
-from proxy.openai.usage import CachedTokens
+from proxy.openai.usage import CachedTokens, tokens_in_answer, tokens_in_stream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from proxy.fleet.instances import Leg
+    from proxy.fleet.last_turns import LastTurn
     from proxy.http.asgi import ProxyRequest
     from proxy.observe.request_log import RequestRecord
     from proxy.request.services import Services
@@ -36,6 +37,7 @@ class Relay:
         leg: Leg,
         response: Response,
         cached_tokens: int | None = None,
+        turn: LastTurn | None = None,
     ) -> None:
         self._config = services.config
         self._deadlines = services.deadlines
@@ -43,6 +45,8 @@ class Relay:
         self._handler = request.handler
         self._leg = leg
         self._response = response
+        self._turn = turn
+        self._num_events = 0
         self._is_stream = response.content_type == EVENT_STREAM
         is_plain = not response.header(b"content-encoding")
         self._usage = None if cached_tokens is None or not is_plain else CachedTokens(cached_tokens)
@@ -62,7 +66,7 @@ class Relay:
         if self._usage is not None:
             body = self._usage.feed(body) + self._usage.finish()
         self._record.sent(len(body))
-        self._end()
+        self._end(tokens_in_answer(body) if self._turn is not None else 0)
         return body
 
     async def _pieces(self) -> AsyncGenerator[bytes, None]:
@@ -71,7 +75,9 @@ class Relay:
                 if self._is_stream and not self._record.bytes_sent:
                     self._response.silence = self._config.gap_timeout_seconds
                 self._record.sent(len(piece))
-                self._leg.instance.num_events += piece.count(b"\n\n") if self._is_stream else 0
+                num_events = piece.count(b"\n\n") if self._is_stream else 0
+                self._num_events += num_events
+                self._leg.instance.num_events += num_events
                 stalled = self._deadlines.add(
                     self._config.client_timeout_seconds, self._client_stalled
                 )
@@ -83,11 +89,13 @@ class Relay:
             self._leg.breaker.fail(self._record.clock())
             yield self._cut(leg_failed(self._leg.instance, self._leg.role, error))
         else:
-            self._end()
+            self._end(tokens_in_stream(self._num_events))
 
-    def _end(self) -> None:
+    def _end(self, num_tokens: int) -> None:
         if self._response.status < 400:
             self._leg.breaker.succeed()
+        if self._turn is not None:
+            self._turn.answered(num_tokens)
         self._record.answered()
 
     async def _next(self) -> bytes:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 
 from proxy.config import ProxyConfig
+from proxy.fleet.last_turns import LastTurns
 from proxy.fleet.registry import Registry
 from proxy.fleet.upstream import Upstream
 from proxy.http.deadlines import Deadlines
@@ -21,5 +22,6 @@ class Services:
     upstream: Upstream
     releases: Releases
     deadlines: Deadlines
+    last_turns: LastTurns = field(default_factory=LastTurns)
     # What this proxy calls itself in the header `Via`, by which it knows its own requests.
     name: str = field(default_factory=lambda: f"p2p-proxy-{os.urandom(8).hex()}")

@@ -12,13 +12,24 @@ from typing import TYPE_CHECKING
 from proxy.fleet.instances import Instance
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from proxy.openai.prompt import Prompt
     from proxy.routing.prefix_tree import PrefixTree
 
 # An instance with more than this many times the average load is skipped by session affinity.
 SESSION_OVERLOAD = 2.0
+
+
+def num_new_tokens(prompt: Prompt, instance: Instance, guessed: Mapping[Instance, int]) -> int:
+    """Return the tokens of a prompt that an instance has to compute: by its blocks where it tells
+    of them, else by the number of text blocks that it is guessed to hold. If it tells of some of
+    its blocks only, it holds what either says."""
+    sighting, guess = prompt.sighting, prompt.num_new_tokens(guessed.get(instance, 0))
+    if sighting is None or instance not in sighting.held:
+        return guess
+    known = max(0, prompt.num_tokens - sighting.held[instance])
+    return min(known, guess) if instance in sighting.partial else known
 
 
 class Policy:
@@ -81,7 +92,7 @@ class PrefixAware(Policy):
     def choose(self, candidates: Sequence[Instance], prompt: Prompt) -> Instance:
         """Return the candidate with the fewest tokens in flight and left to compute, in sum."""
         held = self.tree.match(prompt.blocks)
-        return min(candidates, key=lambda i: i.load + prompt.num_new_tokens(held.get(i, 0)))
+        return min(candidates, key=lambda i: i.load + num_new_tokens(prompt, i, held))
 
 
 class SessionAffinity(Policy):

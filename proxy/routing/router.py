@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from p2p_engine.errors import ConfigError, P2pError
 from proxy.fleet.instances import Instance, Role
 from proxy.fleet.registry import Registry
-from proxy.routing.policies import POLICIES
+from proxy.routing.policies import POLICIES, num_new_tokens
 from proxy.routing.prefix_tree import PrefixTree
 
 if TYPE_CHECKING:
@@ -108,9 +108,12 @@ class Router:
             return self._together(self._choose(Role.PREFILL, partners, prompt), decode, prompt)
         if _with_partner(decodes, prefills) or self._need_no_prefill(decodes, prompt):
             raise Busy("every instance that could serve the request is at its limit")
-        error = _no_instance(prefills, decodes)
-        error.breaker_seconds = _breaker_seconds(candidates, error.missing, now)
-        raise error
+        raise _no_instance(candidates, prefills, decodes, now)
+
+    @property
+    def weighs_prefixes(self) -> bool:
+        """Whether it matters who holds how much of a prompt."""
+        return self._keeps_tree
 
     @property
     def num_prefix_blocks(self) -> int:
@@ -130,6 +133,10 @@ class Router:
         if not able:
             raise NoInstance("no instance is ready", list(Role))
         return min(able, key=lambda place: (place[0].load, place[0].last_turn))
+
+    def is_announced(self, model: str | None) -> bool:
+        """Tell whether an instance announces this model: then it is no adapter's name."""
+        return self._registry.announces(model)
 
     def line_of(self, model: str | None) -> str | None:
         """Return the model in whose line a request waits: None if no instance announces it."""
@@ -168,14 +175,14 @@ class Router:
             return []
         held = self._tree.match(prompt.blocks)
         limit = self._bypass_tokens
-        return [d for d in decodes if prompt.num_new_tokens(held.get(d, 0)) < limit]
+        return [d for d in decodes if num_new_tokens(prompt, d, held) < limit]
 
     def _together(self, prefill: Instance, decode: Instance, prompt: Prompt) -> InstancePair:
         held = self._tree.match(prompt.blocks) if self._keeps_tree else {}
-        num_new_tokens = max(1, prompt.num_new_tokens(held.get(prefill, 0)))
+        num_new = max(1, num_new_tokens(prompt, prefill, held))
         self._remember(prompt, prefill, decode)
         num_tokens = prompt.num_tokens + prompt.num_output_tokens
-        return InstancePair(prefill, decode, num_new_tokens, num_tokens)
+        return InstancePair(prefill, decode, num_new, num_tokens)
 
     def _alone(self, decode: Instance, prompt: Prompt) -> InstancePair:
         self._remember(prompt, decode)
@@ -194,14 +201,15 @@ def _with_partner(decodes: list[Instance], prefills: list[Instance]) -> list[Ins
 
 
 def are_partners(prefill: Instance, decode: Instance) -> bool:
-    """Tell whether KV can go from one to the other: same protocol and model, not the same instance.
+    """Tell whether KV can go from one to the other: they understand each other, have the same model
+    and are not the same instance.
 
     An instance that was added by hand without a model matches any model.
     """
     ours, theirs = prefill.identity, decode.identity
     return (
         prefill is not decode
-        and ours.protocol == theirs.protocol
+        and ours.understands(theirs)
         and (ours.model == theirs.model or not (ours.model and theirs.model))
     )
 
@@ -211,17 +219,21 @@ def _breaker_seconds(instances: list[Instance], roles: list[Role], now: float) -
     return min(filter(None, waits), default=0.0)
 
 
-def _no_instance(prefills: list[Instance], decodes: list[Instance]) -> NoInstance:
-    candidates = ((Role.PREFILL, prefills), (Role.DECODE, decodes))
-    missing = [role for role, instances in candidates if not instances]
+def _no_instance(
+    candidates: list[Instance], prefills: list[Instance], decodes: list[Instance], now: float
+) -> NoInstance:
+    """Return the error that names what is missing, and when its breakers close."""
+    able = ((Role.PREFILL, prefills), (Role.DECODE, decodes))
+    missing = [role for role, instances in able if not instances]
     if missing:
         names = " and no ".join(role.label for role in missing)
-        return NoInstance(f"no {names} instance is ready", missing)
-    if len({*prefills, *decodes}) == 1:
-        return NoInstance(
-            "only one instance is ready, so no decode instance is left for it", [Role.DECODE]
-        )
-    return NoInstance(
-        "no ready prefill and decode instance match in protocol and model",
-        list(Role),
-    )
+        message = f"no {names} instance is ready"
+    elif len({*prefills, *decodes}) == 1:
+        missing = [Role.DECODE]
+        message = "only one instance is ready, so no decode instance is left for it"
+    else:
+        missing = list(Role)
+        message = "no ready prefill and decode instance match in protocol and model"
+    error = NoInstance(message, missing)
+    error.breaker_seconds = _breaker_seconds(candidates, missing, now)
+    return error

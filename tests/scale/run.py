@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
+from benchmarks.process_tree import usage
 from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.members import Member, fetch_text
 from p2p_engine.cli.simulate import SimulatedFleet
@@ -29,7 +30,7 @@ from tests.scale.load import Outcomes, StreamLoad
 RATE = 300.0
 PAUSE_SECONDS = (1.0, 3.0)
 SPARE = 1  # so many less than at the start, or more, of each role
-READY_SECONDS = 120.0
+READY_SECONDS = 600.0  # on a machine that others use as well
 DRAIN_SECONDS = 30.0
 # What was sent to an instance that is gone, or was never asked for, ends by these.
 LEASES = {"lease_seconds": 15, "transfer_timeout_seconds": 15, "peer_timeout_seconds": 5}
@@ -152,6 +153,16 @@ def leftovers(fleet: SimulatedFleet) -> list[str]:
     return found
 
 
+def usage_of(fleet: SimulatedFleet) -> dict[str, harness.Row]:
+    """What each process of the fleet uses now, by its name."""
+    found = {}
+    for member in fleet.members:
+        resident, threads, descriptors = usage(member.process.pid)
+        mib = round(resident / (1 << 20), 1)
+        found[member.name] = {"mib": mib, "threads": threads, "descriptors": descriptors}
+    return found
+
+
 async def run(
     fleet: SimulatedFleet, size: int, rate: float, seconds: float, seed: int, at_least: int = 0
 ) -> tuple[StreamLoad, Events]:
@@ -208,17 +219,19 @@ def main() -> int:
     harness.progress(f"seed {chosen.seed}, logs in {chosen.log_dir}")
     with new_fleet(chosen.log_dir) as fleet:
         start(fleet, chosen.size)
+        before = usage_of(fleet)
         load, events = asyncio.run(
             run(fleet, chosen.size, chosen.rate, chosen.seconds, chosen.seed)
         )
         settle(fleet)
+        after = usage_of(fleet)
     outcomes = load.outcomes
     row = {"requests": outcomes.num_requests, "ok": outcomes.num_ok}
     wrong = unexplained(outcomes, events)
     row |= {"cut_by_a_kill": len(outcomes.failures) - len(wrong), "failed": len(wrong)}
     del chosen.log_dir
-    harness.record([{**row, **events.count()}], chosen, {"events": events.done,
-                   "failures": outcomes.failures})  # fmt: skip
+    details = {"events": events.done, "failures": outcomes.failures, "usage": [before, after]}
+    harness.record([{**row, **events.count()}], chosen, details)
     return int(bool(wrong))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from proxy.fleet.held_blocks import Sighting
 from proxy.fleet.instances import Instance, Role
 from proxy.openai import payload
 from proxy.openai.prompt import BLOCK_BYTES, Prompt, read_prompt
@@ -46,6 +47,57 @@ def test_least_loaded_counts_tokens_and_not_requests() -> None:
     for _ in range(3):
         fleet.registry.take_leg(decodes[1], Role.DECODE, 100)
     assert fleet.choose()[1] is decodes[1]
+
+
+def seen(num_tokens: int, held: dict[Instance, int], words: bytes = b"") -> Prompt:
+    """A prompt of so many tokens, of which instances are known to hold some."""
+    return Prompt(text=words, sighting=Sighting(1, num_tokens, held))
+
+
+def test_prefix_aware_goes_by_real_blocks_where_they_are_known() -> None:
+    fleet = RoutingFleet(prefill_policy="prefix_aware")
+    first, second, untold = (fleet.add("P") for _ in range(3))
+    fleet.add("D")
+    words = text("once upon a time", 10)  # 640 tokens by the guess
+    for _ in range(3):
+        assert fleet.pair(Prompt(text=words)).prefill is first  # whom the guess knows from now on
+    pair = fleet.pair(seen(600, {first: 0, second: 320}, words))
+    assert pair.prefill is second
+    assert (pair.prefill_tokens, pair.decode_tokens) == (280, 600 + 256)
+    # Evicted everywhere: the guess for the one without events stays, and there is none.
+    assert fleet.pair(seen(600, {first: 16, second: 0, untold: 0}, words)).prefill is first
+    fleet.registry.take_leg(first, Role.PREFILL, 1000)
+    assert fleet.pair(seen(600, {first: 600, second: 0}, text("new", 9))).prefill in (
+        second,
+        untold,
+    )
+
+
+def test_an_instance_that_tells_of_some_blocks_only_is_guessed_as_well() -> None:
+    fleet = RoutingFleet(prefill_policy="prefix_aware")
+    first, second = (fleet.add("P") for _ in range(2))
+    fleet.add("D")
+    words = text("once upon a time", 10)
+    assert fleet.pair(Prompt(text=words)).prefill is first
+    held = {first: 0, second: 160}
+    assert fleet.pair(seen(640, held, words)).prefill is second
+    fleet = RoutingFleet(prefill_policy="prefix_aware")
+    first, second = (fleet.add("P") for _ in range(2))
+    fleet.add("D")
+    assert fleet.pair(Prompt(text=words)).prefill is first
+    prompt = Prompt(text=words, sighting=Sighting(1, 640, {first: 0, second: 160}, {first}))
+    assert fleet.pair(prompt).prefill is first
+
+
+def test_decode_computes_alone_what_it_really_holds() -> None:
+    fleet = RoutingFleet(bypass_tokens=100)
+    prefill, decode = fleet.add("P"), fleet.add("D")
+    words = text("a conversation", 10)
+    assert fleet.pair(seen(600, {decode: 480}, words)).prefill is prefill
+    assert fleet.pair(seen(600, {decode: 512}, words)).prefill is None
+    # The guess says that decode holds it all by now.
+    assert fleet.pair(Prompt(text=words)).prefill is None
+    assert fleet.pair(seen(600, {decode: 0}, words)).prefill is prefill
 
 
 def test_round_robin_takes_turns_whatever_the_load() -> None:

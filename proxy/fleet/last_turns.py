@@ -1,0 +1,49 @@
+"""LastTurns: where the last turn of each session has left its KV, and of how many tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from p2p_engine.bounded import BoundedMap
+from p2p_engine.wire.request_ids import ProxyId
+
+MAX_SESSIONS = 1 << 14
+
+
+@dataclass
+class LastTurn:
+    """A turn: its transfer, and of how many tokens decode should have the KV."""
+
+    transfer: ProxyId
+    num_tokens: int
+
+    def answered(self, num_tokens: int) -> None:
+        """Note that decode has given so many tokens; it has not computed the last one's KV."""
+        self.num_tokens += max(0, num_tokens - 1)
+
+
+class LastTurns:
+    """The last transfer of each session; the sessions that were not heard of for longest are
+    forgotten. What is remembered is a hint: instances compare what they are asked for."""
+
+    def __init__(self) -> None:
+        self._turns: BoundedMap[bytes, LastTurn] = BoundedMap(MAX_SESSIONS)
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def find(self, session: str, model: str | None) -> LastTurn | None:
+        """Return the last turn of a session, if it has one."""
+        return self._turns.get(_name(session, model)) if session else None
+
+    def put(self, session: str, model: str | None, turn: LastTurn) -> None:
+        """Remember a turn whose KV stays with the instance that decodes."""
+        if session and turn.transfer.decode:
+            self._turns.put(_name(session, model), turn)
+
+
+def _name(session: str, model: str | None) -> bytes:
+    """A session's name takes the same room whatever its client calls it."""
+    text = f"{model}\0{session}".encode(errors="replace")
+    return hashlib.blake2b(text, digest_size=16).digest()
