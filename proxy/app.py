@@ -17,21 +17,22 @@ from proxy.addresses import AllowList, parse_static
 from proxy.errors import ProxyError, says_enough
 from proxy.fleet.admin import Admin
 from proxy.fleet.discovery import Discovery
+from proxy.fleet.held_blocks import HeldBlocks
 from proxy.fleet.instances import Role
 from proxy.fleet.key_files import read_key
 from proxy.fleet.readiness import Readiness
 from proxy.fleet.registry import Registry
 from proxy.fleet.upstream import Upstream
 from proxy.http.asgi import Answer, QuartConnection, serve_directly
+from proxy.http.certificate import Certificate
 from proxy.http.deadlines import Deadlines
 from proxy.http.descriptors import Shares, raised_limit
 from proxy.http.door import DoorServer
 from proxy.http.house import ClientHouse, Rules
 from proxy.http.memory import BodyMemory
-from proxy.http.origins import origin_of
-from proxy.http.sharing import Pace, Shared
+from proxy.http.origins import address_of_client, origin_of
+from proxy.http.sharing import Shared
 from proxy.http.stall import StallWatch
-from proxy.http.tls import Certificate
 from proxy.http.turns import Turns
 from proxy.observe.metrics import Metrics
 from proxy.observe.outlet import Outlet
@@ -47,19 +48,26 @@ from proxy.routing.router import Router
 from proxy.status import Status
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable
+    from collections.abc import AsyncGenerator, Callable
 
     import uvicorn
-    from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, HTTPScope, Scope
+    from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, Scope
 
     from proxy.config import ProxyConfig
+    from proxy.fleet.instances import Instance
     from proxy.http.asgi import ProxyRequest
 
 DIRECT_PATHS = (*COMPLETION_PATHS, *ERRAND_PATHS)
-# How many requests of other paths begin in each tick.
-PACE = 4
+# Of requests for other paths, so many begin in each so many seconds; completions wait for none.
+PAGES_AT_ONCE = 4
+PAGES_SECONDS = 0.01
 _JSON = (b"content-type", b"application/json")
 _METRICS = (b"content-type", CONTENT_TYPE_LATEST.encode())
+_EVENTS = [
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 HEALTH = "/health"  # load balancers ask for it: it waits for nobody
 STDERR = 2
 # Admin requests are small, and no other route that Quart serves has a body.
@@ -80,8 +88,7 @@ class ProxyApp(Quart):
         self._serve = proxy.complete
         self._memory = proxy.memory
         self._pages = proxy.pages
-        self._pace = Pace(PACE)
-        self._starts = Turns()
+        self._pages_starts = Turns(PAGES_AT_ONCE, seconds=PAGES_SECONDS)
 
     def log_exception(self, exception_info: Any) -> None:
         """Log an exception that nobody expected; the server says the others, in one line."""
@@ -92,20 +99,20 @@ class ProxyApp(Quart):
         self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
     ) -> None:
         """Serve one ASGI event; POSTs to `DIRECT_PATHS` go straight to the forwarder."""
-        is_direct = scope["type"] == "http" and scope["path"] in DIRECT_PATHS
-        if is_direct and cast("HTTPScope", scope)["method"] == "POST":
-            http = cast("HTTPScope", scope)
-            await self._starts.take(origin_of(_address_of(scope))[0])
-            await serve_directly(self._serve, http, receive, send, self._memory)
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
             return
-        if scope["type"] == "http":
-            if scope["path"] != HEALTH:
-                await self._pace.turn()
-            page = self._pages.get(scope["path"])
-            if page is not None and scope["method"] == "GET":
-                await page().send_to(send)
-                return
-        await super().__call__(scope, receive, send)
+        if scope["path"] in DIRECT_PATHS and scope["method"] == "POST":
+            await serve_directly(self._serve, scope, receive, send, self._memory)
+            return
+        if scope["path"] != HEALTH:
+            origin, _ = origin_of(address_of_client(scope))
+            await self._pages_starts.take(origin)
+        page = self._pages.get(scope["path"])
+        if page is not None and scope["method"] in ("GET", "HEAD"):
+            await page().send_to(send, is_head=scope["method"] == "HEAD")
+        else:
+            await super().__call__(scope, receive, send)
 
 
 def create_app(
@@ -125,20 +132,18 @@ def create_app(
     app.config["BODY_TIMEOUT"] = config.client_timeout_seconds
     app.config["MAX_CONTENT_LENGTH"] = MAX_ADMIN_BYTES
     app.while_serving(proxy.serving)
-    for path in DIRECT_PATHS:  # makes Quart answer 405 to other methods
+    # These make Quart answer 405 to other methods.
+    for path in DIRECT_PATHS:
         app.add_url_rule(path, view_func=proxy.refuse, methods=["POST"], endpoint=path)
+    for path in proxy.pages:
+        app.add_url_rule(path, view_func=proxy.refuse, methods=["GET"], endpoint=path)
     for path, view in {
         "/instances/add": proxy.add_instances,
         "/instances/remove": proxy.remove_instances,
+        "/instances/role": proxy.change_instances,
     }.items():
         app.add_url_rule(path, view_func=view, methods=["POST"])
-    for path, view in {
-        MODELS_PATH: proxy.models,
-        "/status/events": proxy.status_events,
-    }.items():
-        app.add_url_rule(path, view_func=view, methods=["GET"])
-    for path, page in proxy.pages.items():  # for HEAD
-        app.add_url_rule(path, view_func=_view(page), methods=["GET"], endpoint=path)
+    app.add_url_rule(MODELS_PATH, view_func=proxy.models, methods=["GET"])
     app.register_error_handler(ProxyError, proxy.explain)
     app.register_error_handler(HTTPException, proxy.explain_http)
     return app
@@ -181,11 +186,16 @@ class Proxy:
         self._clients = ClientKeys(config.client_keys_file, instance_key, clock)
         deadlines = Deadlines()
         self._upstream = Upstream(
-            self._metrics.resends, deadlines, allowed.refusal_to_dial, shares.upstream
+            self._metrics.resends,
+            deadlines,
+            allowed.refusal_to_dial,
+            shares.upstream,
+            self.house.silence,
         )
         self._readiness = Readiness(config, self._registry, self._upstream, clock)
+        self._held = HeldBlocks(self._registry, self._upstream)
         self._discovery = Discovery(
-            config, self._registry, self._metrics.heartbeats, self._readiness.watch, clock
+            config, self._registry, self._metrics.heartbeats, self._welcome, clock
         )
         self._admin = Admin(config, self._registry, self._readiness.watch, clock)
         # What reads a file, and reads it again when it is told to; each raises ConfigError.
@@ -209,6 +219,8 @@ class Proxy:
         watch("body_bytes", "Bytes of large bodies that are kept", lambda: self.memory.num_bytes)
         watch("queued", "Requests that wait for room", lambda: self._admission.num_queued)
         watch("running", "Requests in progress", lambda: self._admission.num_running)
+        watch("known_kv_blocks", "Blocks of instances that the proxy knows by their KV events",
+              lambda: self._held.num_blocks)  # fmt: skip
         watch("prefix_blocks", "Remembered blocks", lambda: self._router.num_prefix_blocks)
         self.outlet = Outlet(STDERR)  # for the command
         watch("dropped_log_lines", "Lines of the log that nobody read in time",
@@ -216,8 +228,9 @@ class Proxy:
         self._log = RequestLog(clock)
         services = Services(config, self._registry, self._upstream, self._releases, deadlines)
         self._forwarder = Forwarder(
-            services, self._clients, self._router, self._admission, self._metrics, self._log
-        )
+            services, self._clients, self._router, self._admission, self._metrics, self._log,
+            self._held,
+        )  # fmt: skip
         self._status = Status(self._registry, self._discovery, self._admission, self._log, clock)
         self._shown_metrics = Shared(self._metrics.render)
         self._shown_health = Shared(self._describe_health)
@@ -226,6 +239,7 @@ class Proxy:
         self.pages: dict[str, Callable[[], Answer]] = {
             HEALTH: self.health,
             "/status": lambda: Answer(200, [_JSON], self._shown_status.get()),
+            "/status/events": self.status_events,
             "/": lambda: Answer(200, self._status.headers, self._status.page),
             "/metrics": lambda: Answer(200, [_METRICS], self._shown_metrics.get()),
         }
@@ -244,6 +258,7 @@ class Proxy:
             parts.push_async_callback(self._upstream.close)
             parts.push_async_callback(self._releases.close)
             parts.push_async_callback(self._readiness.close)
+            parts.push_async_callback(self._held.close)
             parts.callback(self._discovery.close)
             self._discovery.start()
             parts.callback(self._stall_watch.close)
@@ -252,6 +267,12 @@ class Proxy:
             tidying = asyncio.ensure_future(self._router.tidy())
             parts.callback(tidying.cancel)
             yield
+
+    def _welcome(self, instance: Instance) -> None:
+        """Begin to probe an instance that registers, and to hear its events if they matter."""
+        self._readiness.watch(instance)
+        if self._router.weighs_prefixes:
+            self._held.watch(instance)
 
     def _add_static(self) -> None:
         config, role = self._config, Role
@@ -267,22 +288,28 @@ class Proxy:
 
     async def add_instances(self) -> Response:
         """Add instances, or resume draining ones; needs the admin key."""
-        sender = _address_of(request.scope)
+        sender = address_of_client(request.scope)
         self._admin.authorize(request.headers, sender)
         return _json(self._admin.add(cast("bytes", await request.get_data()), sender))
 
     async def remove_instances(self) -> Response:
         """Drain instances, then forget them; needs the admin key."""
-        sender = _address_of(request.scope)
+        sender = address_of_client(request.scope)
         self._admin.authorize(request.headers, sender)
         return _json(self._admin.remove(cast("bytes", await request.get_data()), sender))
+
+    async def change_instances(self) -> Response:
+        """Change the roles of instances; needs the admin key."""
+        sender = address_of_client(request.scope)
+        self._admin.authorize(request.headers, sender)
+        return _json(self._admin.change(cast("bytes", await request.get_data()), sender))
 
     async def complete(self, request: ProxyRequest) -> Answer:
         """Serve a completion, a chat completion or an errand."""
         return await self._forwarder.serve(request)
 
     async def refuse(self) -> Response:
-        """Hold the place of a direct path in Quart's routes; `ProxyApp` serves these requests."""
+        """Hold the place of a path in Quart's routes; `ProxyApp` serves these requests."""
         raise NotImplementedError
 
     async def models(self) -> Response:
@@ -304,14 +331,22 @@ class Proxy:
         ready = {role.label: sum(i.is_routable(role, now) for i in instances) for role in Role}
         return msgspec.json.encode({"status": "ok" if is_ok else "discovery stopped", **ready})
 
-    async def status_events(self) -> Response:
+    def status_events(self) -> Answer:
         """Stream the status and the latest requests, once a second."""
-        return self._status.events(self._event.get)
+        try:
+            return Answer(200, _EVENTS, self._status.events(self._event.get))
+        except ProxyError as error:
+            return self._explained(error)
+
+    def _explained(self, error: ProxyError) -> Answer:
+        self._metrics.count_refused(error.code)
+        return error.answer_to_client()
 
     async def explain(self, error: ProxyError) -> Response:
         """Answer an error of a route that Quart serves."""
-        self._metrics.count_refused(error.code)
-        return _response(error.answer_to_client())
+        answer = self._explained(error)
+        headers = {name.decode(): value.decode() for name, value in answer.headers}
+        return Response(cast("bytes", answer.body), answer.status, headers)
 
     async def explain_http(self, error: HTTPException) -> Response:
         """Answer an error of Quart."""
@@ -327,23 +362,5 @@ async def _turn_away(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendC
     await answer.send_to(send)
 
 
-def _address_of(scope: Any) -> str:
-    """Return the address of a client, as the socket has it: headers can say anything."""
-    host, _ = scope.get("client") or ("", 0)
-    return str(host)
-
-
 def _json(content: dict[str, Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, content_type="application/json")
-
-
-def _response(answer: Answer) -> Response:
-    headers = {name.decode(): value.decode() for name, value in answer.headers}
-    return Response(cast("bytes", answer.body), answer.status, headers)
-
-
-def _view(page: Callable[[], Answer]) -> Callable[[], Awaitable[Response]]:
-    async def view() -> Response:
-        return _response(page())
-
-    return view

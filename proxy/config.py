@@ -99,6 +99,8 @@ class ProxyConfig:
     response_timeout_seconds: float = 3600.0
     # How long requests in progress may continue after the proxy is told to stop.
     shutdown_timeout_seconds: float = 10.0
+    # The share of requests without a `traceparent` that get one, with the transfer's id as trace.
+    trace_share: float = 0.0
 
     def __post_init__(self) -> None:
         """Validate every value.
@@ -110,6 +112,8 @@ class ProxyConfig:
             value = getattr(self, field.name)
             if field.name.endswith("port"):
                 _require(field.name, value, 0 <= value <= 65535, "0 to 65535")
+            elif field.name.endswith("share"):
+                _require(field.name, value, 0 <= value <= 1, "0 to 1")
             elif field.name in MAY_BE_ZERO:
                 _require(field.name, value, value >= 0, "0 or more")
             elif isinstance(value, (int, float)):

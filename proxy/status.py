@@ -10,13 +10,12 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from quart import Response
 
 from proxy.errors import ProxyError
 from proxy.fleet.instances import Instance, Role
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, Callable
 
     from proxy.fleet.discovery import Discovery
     from proxy.fleet.registry import Registry
@@ -80,14 +79,17 @@ class Status:
         """Return a snapshot and the latest requests as a server-sent event."""
         return b"data: %b\n\n" % msgspec.json.encode(self._picture())
 
-    def events(self, event: Callable[[], bytes]) -> Response:
-        """Return a stream with an `event` every second, until the viewer leaves."""
+    def events(self, event: Callable[[], bytes]) -> AsyncGenerator[bytes, None]:
+        """Return a stream with an `event` every second, until the viewer leaves.
+
+        Raises:
+            ProxyError: there are too many viewers.
+        """
         if self._num_viewers >= MAX_VIEWERS:
             raise ProxyError(429, "too_many_viewers", f"at most {MAX_VIEWERS} viewers at a time")
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return Response(self._pictures(event), content_type="text/event-stream", headers=headers)
+        return self._pictures(event)
 
-    async def _pictures(self, event: Callable[[], bytes]) -> AsyncIterator[bytes]:
+    async def _pictures(self, event: Callable[[], bytes]) -> AsyncGenerator[bytes, None]:
         self._num_viewers += 1
         try:
             while True:
@@ -136,7 +138,7 @@ def _describe(instance: Instance, now: float) -> dict[str, Any]:
         "name": identity.name,
         "http_address": identity.http_address,
         "zmq_address": identity.zmq_address,
-        "roles": [role.label for role in Role if instance.has_role(role, now)],
+        "roles": instance.labels(now),
         "state": instance.state(now),
         "heartbeat_age_seconds": None if beat is None else round(now - beat, 3),
         "in_flight": {role.label: instance.in_flight[role] for role in Role},

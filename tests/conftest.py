@@ -19,6 +19,7 @@ from p2p_engine.config import GPU_TRANSPORTS
 from tests import marks
 from tests.doubles.gpu import GpuDouble
 from tests.processes import start_fork_server
+from tests.rigs.nixl import prepare_nixl
 from tests.support import SeededRandom, eventually, held_resources
 
 
@@ -38,9 +39,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     names = {mark.name for mark in item.iter_markers()}
     if names & {"vllm", "vllm_core"} and importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    parameters = [*item.callspec.params.values()] if hasattr(item, "callspec") else []
     if any(value.startswith(GPU_TRANSPORTS) for value in parameters if isinstance(value, str)):
         GpuDouble()
+    if "nixl" in parameters:
+        prepare_nixl()
 
 
 @pytest.fixture
@@ -100,6 +103,13 @@ def no_leaks() -> Iterator[None]:
         eventually(lambda: held_resources() <= before)
     except AssertionError:
         pytest.fail(f"not given back: {sorted(held_resources() - before)}")
+
+
+@pytest.fixture(params=["few connections", "a crowd"])
+def crowd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the proxy read each connection in turns, as it does in a crowd; and not."""
+    if request.param == "a crowd":
+        monkeypatch.setattr("proxy.http.reading.CROWD", -1)
 
 
 @pytest.fixture(scope="session")

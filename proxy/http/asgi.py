@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from quart.asgi import ASGIHTTPConnection
 
 from p2p_engine.errors import P2pError
-from proxy.http.memory import FREE_BYTES, BodyMemory, BodyRefused, Keep, Span
+from proxy.http.memory import FREE_BYTES, KEPT_AT_ONCE, BodyMemory, BodyRefused, Keep, Span
+from proxy.http.origins import address_of_client, origin_of
 
 if TYPE_CHECKING:
     from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, HTTPScope
@@ -26,10 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Requests that are still open after this time are watched for a client that disconnects.
-WATCH_SECONDS = 0.05
-
 Headers = list[tuple[bytes, bytes]]
+LEFT = "client_left"  # in the state of a request: nobody waits for its answer
 
 
 class AnswerCut(P2pError):
@@ -44,18 +43,20 @@ class Answer:
     headers: Headers
     body: bytes | AsyncGenerator[bytes, None] = b""
 
-    async def send_to(self, send: Any) -> None:
-        """Send the answer, no faster than the client takes it."""
+    async def send_to(self, send: Any, *, is_head: bool = False) -> None:
+        """Send the answer, no faster than the client takes it; its body only if it is no answer to
+        HEAD."""
         headers = self.headers
         if isinstance(self.body, bytes):
             headers = [*headers, (b"content-length", b"%d" % len(self.body))]
             await send({"type": "http.response.start", "status": self.status, "headers": headers})
-            await send({"type": "http.response.body", "body": self.body})
+            await send({"type": "http.response.body", "body": self.body})  # the server drops it
             return
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        async with aclosing(self.body):
-            async for piece in self.body:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        if not is_head:
+            async with aclosing(self.body):
+                async for piece in self.body:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -85,19 +86,21 @@ class ProxyRequest:
     """A request and its resources; `ends` is closed when its task is over."""
 
     __slots__ = (
-        "_is_late", "_memory", "_receive", "ends", "handler", "headers", "is_abandoned", "keep",
-        "path",
+        "_is_late", "_memory", "_receive", "_state", "ends", "handler", "headers", "is_cut", "keep",
+        "origin", "path",
     )  # fmt: skip
 
     def __init__(
         self, scope: HTTPScope, receive: Any, handler: asyncio.Task[Any], memory: BodyMemory
     ) -> None:
         self.path: str = scope["path"]
+        self.origin, _ = origin_of(address_of_client(scope))
         self.headers = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
         self.ends = Ends()
-        self.is_abandoned = False
+        self.is_cut = False  # it was cancelled
+        self._state = scope["state"]
         self.handler = handler
         self._receive = receive
         self._is_late = False
@@ -105,25 +108,27 @@ class ProxyRequest:
         self.keep: Keep | None = None  # the body, once it begins to come
         self.ends.callback(self.free_body)
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Tell whether the client has left; else, what is cancelled is cut by the server's stop."""
+        return LEFT in self._state
+
     async def body(self, max_bytes: int, timeout: float, deadlines: Deadlines) -> bytes | Span:
-        """Return the whole body. From then on, cancel the handler when the client disconnects."""
-        keep = self.keep = Keep.new(self._memory, max_bytes)
-        num_bytes, is_last = 0, False
+        """Return the whole body."""
+        keep = self.keep = Keep.new(self._memory, max_bytes, self.origin)
+        num_bytes, num_paid, is_last = 0, FREE_BYTES, False
         limit = deadlines.add(timeout, self._be_late)
         try:
             while not is_last:
-                if num_bytes > FREE_BYTES:
-                    await self._memory.turns.take()
                 message = await self._receive()
-                if message["type"] == "http.disconnect":
-                    raise asyncio.CancelledError("the client left")
-                num_bytes += len(message["body"])
-                is_last = not message["more_body"]
-                if num_bytes > max_bytes:
-                    raise BodyRefused(413, "bad_body", f"the body is larger than {max_bytes} bytes")
-                if not keep.add(message["body"]):
-                    text = "the proxy has no memory left for a body of this size"
-                    raise BodyRefused(503, "memory_full", text)
+                came, is_last = message["body"], not message["more_body"]
+                for start in range(0, len(came), KEPT_AT_ONCE):
+                    if num_bytes >= num_paid:
+                        await self._memory.turns.take(self.origin)
+                        num_paid = num_bytes + KEPT_AT_ONCE
+                    piece = came[start : start + KEPT_AT_ONCE]
+                    num_bytes += len(piece)
+                    self._keep_piece(keep, piece, num_bytes, max_bytes)
         except asyncio.CancelledError:
             if self._is_late:
                 message = f"the body did not come within {timeout:g} s"
@@ -131,8 +136,14 @@ class ProxyRequest:
             raise
         finally:
             limit.cancel()
-        self.ends.callback(deadlines.add(WATCH_SECONDS, self._begin_watch).cancel)
         return keep.content()
+
+    def _keep_piece(self, keep: Keep, piece: bytes, num_bytes: int, max_bytes: int) -> None:
+        if num_bytes > max_bytes:
+            raise BodyRefused(413, "bad_body", f"the body is larger than {max_bytes} bytes")
+        if not keep.add(piece):
+            text = "the proxy has no memory left for a body of this size"
+            raise BodyRefused(503, "memory_full", text)
 
     def free_body(self) -> None:
         """Note that the body is not needed any more; idempotent."""
@@ -141,14 +152,6 @@ class ProxyRequest:
 
     def _be_late(self) -> None:
         self._is_late = True
-        self.handler.cancel()
-
-    def _begin_watch(self) -> None:
-        self.ends.callback(asyncio.ensure_future(self._watch()).cancel)
-
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
         self.handler.cancel()
 
 
@@ -172,7 +175,7 @@ async def serve_directly(
     except AnswerCut:
         pass
     except asyncio.CancelledError:  # the client left, or shutdown timed out
-        request.is_abandoned = True
+        request.is_cut = True
     finally:
         request.ends.close()
 

@@ -1,48 +1,15 @@
-"""Caller: a client's connection before it is one of HTTP; Silence: all that have said nothing."""
+"""Caller: a client's connection before it is one of HTTP."""
 
 from __future__ import annotations
 
 import asyncio
-import select
 import socket
-from contextlib import suppress
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from proxy.http.silence import Silence
     from proxy.http.turns import Turns
-
-
-class Silence:
-    """Connections that have said nothing, behind one descriptor for the event loop.
-
-    So however many of them speak or end at once, the loop looks at a few in each round.
-    """
-
-    def __init__(self) -> None:
-        self._epoll = select.epoll()
-        self._callers: dict[int, Caller] = {}
-
-    def fileno(self) -> int:
-        """Return the descriptor that is readable when one has spoken or has ended."""
-        return self._epoll.fileno()
-
-    def add(self, caller: Caller) -> None:
-        """Wait for the first byte of one more."""
-        self._callers[caller.connection.fileno()] = caller
-        self._epoll.register(caller.connection, select.EPOLLIN)
-
-    def remove(self, caller: Caller) -> None:
-        """Wait for its first byte no longer; idempotent. Its connection is still open."""
-        if self._callers.pop(caller.connection.fileno(), None) is not None:
-            self._epoll.unregister(caller.connection)
-
-    def broken(self, most: int) -> list[Caller]:
-        """Return some that have spoken or have ended."""
-        return [self._callers[descriptor] for descriptor, _ in self._epoll.poll(0, most)]
-
-    def close(self) -> None:
-        """Wait for nobody; idempotent."""
-        self._epoll.close()
 
 
 class Caller:
@@ -60,21 +27,30 @@ class Caller:
         loop: asyncio.AbstractEventLoop,
         silence: Silence,
         turns: Turns,
+        heard: Callable[[Caller], object],
     ) -> None:
+        """`heard` is called when it has spoken or has ended."""
         self.connection = connection
         self.origin = origin
         self.loop = loop
-        self.app: Any = None
+        self.application: Any = None
         self.is_silent = True
         self.is_let_in = False  # a transport has the connection
+        # How to end it then; without TLS, the house ends it when it is told of the transport.
+        self.abort: Callable[[], None] = _nothing
         self.line: dict[Caller, float] = {}
         self._silence = silence
         self._turns = turns
+        self._heard = heard
 
     @property
     def has_spoken(self) -> bool:
         """Tell whether something came of which nobody has heard yet."""
         return self.is_silent and bool(self.look())
+
+    def hear(self) -> None:
+        """Note that something came, or that the connection has ended."""
+        self._heard(self)
 
     def look(self) -> bytes | None:
         """Return the first byte, empty if the connection has ended; None if nothing came yet."""
@@ -94,10 +70,13 @@ class Caller:
     def drop(self) -> None:
         """Close the connection."""
         if self.is_let_in:
-            with suppress(OSError):  # its transport closes it
-                self.connection.shutdown(socket.SHUT_RDWR)
+            self.abort()
         else:
             self.line.pop(self, None)
-            self._silence.remove(self)
+            self._silence.remove(self.connection.fileno(), self)
             self._turns.leave(self.origin, self)
             self.connection.close()
+
+
+def _nothing() -> None:
+    """Do nothing."""

@@ -19,10 +19,15 @@ from p2p_engine.control.resolver import Answer, Resolver
 from p2p_engine.errors import P2pError, PeerUnreachable
 from proxy.http.deadlines import Deadline, Deadlines
 from proxy.http.memory import Parts, Span
+from proxy.http.reading import Rest, Rests, Sluice
+from proxy.http.silence import Silence
 
 # Bytes of an answer that are buffered before the client stops reading from the instance.
 HIGH_WATER_BYTES = 64 << 10
 READ_BYTES = 64 << 10  # of an answer at once; an answer that nobody takes holds so much
+# After a read of no more than this, as tokens are, a connection needs no rest in a crowd: to read
+# it takes as long as a rest.
+SMALL_BYTES = 4 << 10
 MAX_HEADER_BYTES = 64 << 10
 MAX_INTERIM = 16  # 1xx answers before the answer
 _ENCODING = b"transfer-encoding"
@@ -61,11 +66,13 @@ class Broken(ClientError):
 @dataclass(frozen=True)
 class Limits:
     """Timeouts in seconds: to connect, for a silence of the instance, and from the request to the
-    last byte of the answer. None: no limit."""
+    last byte of the answer. None: no limit. In a crowd, the answer is read in turns of `origin`,
+    for which it is."""
 
     connect: float
     silence: float | None = None
     total: float | None = None
+    origin: str = ""
 
 
 class Response:
@@ -77,6 +84,7 @@ class Response:
         self.headers: list[tuple[bytes, bytes]] = []
         self.silence = limits.silence
         self.is_complete = False
+        self.has_begun = False  # some of it has come
         self._connection = connection
         self._loop = connection.loop
         self._pieces: list[bytes] = []
@@ -203,6 +211,7 @@ class Response:
     def _end(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
+            self._deadline = None  # no circle of references
         self._wake()
 
     def _wake(self) -> None:
@@ -211,7 +220,8 @@ class Response:
 
     async def _wait(self) -> None:
         if self._error is not None:
-            raise self._error
+            # Another one each time: an error has the frames that it passed, and ours has it.
+            raise type(self._error)(*self._error.args)
         self._waiter = self._loop.create_future()
         limit = None
         if self.silence is not None:
@@ -241,8 +251,8 @@ class _Connection(asyncio.BufferedProtocol):
         self.address = address
         self._transport: Any = None
         self._parser: Any = httptools.HttpResponseParser(self)
-        self._is_paused = False
         self._is_in_head = False
+        self._is_full = False
         self._num_dry_bytes = 0  # since the last head or piece of a body
         self._writing: asyncio.Task[None] | None = None
         self._can_write = asyncio.Event()
@@ -252,16 +262,27 @@ class _Connection(asyncio.BufferedProtocol):
         """Tell whether a request can be written."""
         return not self._transport.is_closing()
 
-    def ask(self, request: Parts, limits: Limits) -> Response:
-        """Write a request, or begin to write a large one, and return its answer."""
+    def ask(
+        self, request: Parts, limits: Limits, on_sent: Callable[[], None] = lambda: None
+    ) -> Response:
+        """Write a request, or begin to write a large one, and return its answer.
+
+        `on_sent` is called when the last of it is written.
+        """
         self.response = Response(self, limits)
+        if not self.is_open:
+            self.response.fail(Broken("the instance had closed the connection"))
+            return self.response
+        self._rest.origin = limits.origin
+        self._rest.begin()
         if any(isinstance(part, Span) for part in request):
-            self._writing = asyncio.ensure_future(self._write(request))
+            self._writing = asyncio.ensure_future(self._write(request, on_sent))
         else:
             self._transport.writelines(request)
+            on_sent()
         return self.response
 
-    async def _write(self, request: Parts) -> None:
+    async def _write(self, request: Parts, on_sent: Callable[[], None]) -> None:
         """Write a large request no faster than the instance takes it."""
         try:
             for part in request:
@@ -271,6 +292,8 @@ class _Connection(asyncio.BufferedProtocol):
                 async for piece in part.pieces():
                     await self._can_write.wait()
                     self._transport.write(piece)
+            if self.is_open:
+                on_sent()
         except Exception as error:  # noqa: BLE001  # whatever it is, the request is not whole
             self._break(Broken(f"the request could not be written: {error!r}"))
 
@@ -280,22 +303,31 @@ class _Connection(asyncio.BufferedProtocol):
 
     def pause(self) -> None:
         """Stop reading until `resume`."""
-        if not self._is_paused:
-            self._is_paused = True
-            self._transport.pause_reading()
+        if not self._is_full:
+            self._is_full = True
+            self._sluice.pause_reading()
 
     def resume(self) -> None:
         """Continue to read."""
-        if self._is_paused:
-            self._is_paused = False
-            if not self._transport.is_closing():
-                self._transport.resume_reading()
+        if self._is_full:
+            self._is_full = False
+            self._sluice.resume_reading()
 
     # Called by asyncio and by the HTTP parser.
 
     def connection_made(self, transport: Any) -> None:
         """Remember the transport."""
-        self._transport = transport
+        self._pool.add(self)
+        self._transport, sluice = transport, Sluice(transport)
+        self._sluice = sluice
+        self._rest = Rest(
+            self._pool.rests,
+            "",
+            transport,
+            sluice.pause_reading,
+            sluice.resume_reading,
+            lambda: True,  # the first to come is read first: none of them is new
+        )
         self._can_write.set()
 
     def pause_writing(self) -> None:
@@ -313,12 +345,15 @@ class _Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, num_bytes: int) -> None:
         """Parse the bytes that came."""
         self._parse(self._pool.buffer[:num_bytes])
+        if self.response is not None and num_bytes > SMALL_BYTES:
+            self._rest.begin(num_bytes)
 
     def _parse(self, data: memoryview) -> None:
         """Parse the bytes; abort the connection if no request is in progress."""
         if self.response is None:
             self.abort()
             return
+        self.response.has_begun = True
         self._num_dry_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -327,13 +362,14 @@ class _Connection(asyncio.BufferedProtocol):
         except Broken as error:
             self._break(error)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            cause = error.__context__
-            self._break(cause if isinstance(cause, Broken) else Broken(f"not HTTP: {error}"))
+            self._break(_cause(error) or Broken(f"not HTTP: {error}"))
 
     def connection_lost(self, error: Exception | None) -> None:
         """End the answer. An answer without framing headers is complete when the connection closes
         cleanly."""
         self._pool.forget(self)
+        self._rest.leave()
+        self._parser = None  # no circle of references
         if self._writing is not None:
             self._writing.cancel()
         response, self.response = self.response, None
@@ -407,6 +443,7 @@ class Pool:
         keepalive_seconds: float,
         deadlines: Deadlines,
         refusal: Callable[[str, str, int], str] = lambda host, ip, port: "",
+        silence: Silence | None = None,
     ) -> None:
         """`refusal` says why an address, to which a host resolves, may not be dialled, or ""."""
         self.loop = asyncio.get_running_loop()
@@ -420,6 +457,7 @@ class Pool:
         # For each address, in order of last use.
         self._idle: dict[str, dict[_Connection, None]] = {}
         self._open: set[_Connection] = set()
+        self.rests = Rests(silence or Silence(), lambda: len(self._open))
         self._names = Resolver(NAME_SECONDS, self.loop.call_soon_threadsafe, self.loop.time)
 
     async def connect(self, address: str, timeout: float) -> _Connection:
@@ -463,7 +501,8 @@ class Pool:
             if isinstance(error, OSError) and error.errno in _SHORTAGES:
                 raise NoRoom(repr(error)) from error
             raise Unreachable(repr(error)) from error
-        self._open.add(connection)
+        finally:
+            del making  # its error has this frame: no circle of references
         return connection
 
     def _make_room(self) -> None:
@@ -477,13 +516,24 @@ class Pool:
         self.forget(oldest)
         oldest.abort()
 
-    async def _make(self, address: str) -> _Connection:
+    async def addresses(self, address: str) -> tuple[str, ...]:
+        """Return the IP addresses of a "host:port"; waits for at most NAME_SECONDS.
+
+        Raises:
+            OSError: it does not resolve, or may not be dialled.
+        """
         host, _, port = address.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
         found = await self._resolve(host)
         for ip in found:
             if refusal := self._refusal(host, ip, int(port)):
                 raise OSError(refusal)
+        if not found:
+            raise OSError(f"{host!r} has no address")
+        return found
+
+    async def _make(self, address: str) -> _Connection:
+        found, port = await self.addresses(address), address.rpartition(":")[2]
         for ip in found:
             try:
                 made = await self.loop.create_connection(
@@ -494,7 +544,7 @@ class Pool:
                     raise
             else:
                 return made[1]
-        raise OSError(f"{host!r} has no address")
+        raise AssertionError("an address resolved to nothing")
 
     async def _resolve(self, host: str) -> tuple[str, ...]:
         """Return a host's addresses.
@@ -525,6 +575,10 @@ class Pool:
             del kept[oldest]
             oldest.abort()
 
+    def add(self, connection: _Connection) -> None:
+        """Count a connection until it is forgotten."""
+        self._open.add(connection)
+
     def forget(self, connection: _Connection) -> None:
         """Remove a connection that has ended."""
         self._open.discard(connection)
@@ -542,6 +596,11 @@ class Pool:
 
     def _is_old(self, connection: _Connection) -> bool:
         return self.loop.time() - connection.idle_since > self._keepalive_seconds
+
+
+def _cause(error: BaseException) -> Broken | None:
+    """Return what one of our calls raised within the parser."""
+    return error.__context__ if isinstance(error.__context__, Broken) else None
 
 
 def _abandon(making: asyncio.Future[_Connection]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from operator import attrgetter
 
 from proxy.http.stall import ABSENCE_SECONDS
 
@@ -17,31 +18,17 @@ AT_ONCE = 4
 class Deadline:
     """One timeout; `cancel` it when the operation is over."""
 
-    __slots__ = ("_call", "_deadlines", "_due", "_seconds")
+    __slots__ = ("_line", "call", "due")
 
-    def __init__(
-        self, deadlines: Deadlines, now: float, seconds: float, call: Callable[[], object]
-    ) -> None:
-        self._deadlines = deadlines
-        self._seconds = seconds
-        self._due = now + seconds
-        self._call = call
+    def __init__(self, line: dict[Deadline, None], due: float, call: Callable[[], object]) -> None:
+        self._line = line
+        self.due = due
+        self.call = call
+        line[self] = None
 
     def cancel(self) -> None:
         """Remove the timeout; idempotent."""
-        self._deadlines.pending.pop(self, None)
-
-    def excuse(self, absence: float, now: float) -> None:
-        """Extend the timeout by an absence that ends now, up to its full length from now."""
-        self._due = min(self._due + absence, now + self._seconds)
-
-    def check(self, now: float) -> bool:
-        """Call the callback if the timeout has expired; return whether it has."""
-        if now < self._due:
-            return False
-        self.cancel()
-        self._call()
-        return True
+        self._line.pop(self, None)
 
 
 class Deadlines:
@@ -49,10 +36,13 @@ class Deadlines:
 
     Time during which the process did not run does not count, because input may have arrived and
     must be read first. Of several such absences in a row, only the first is excused.
+
+    Timeouts of one length stand in one line, the first to expire in front; there are few lengths.
+    So a tick looks at those that expire, however many there are.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.pending: dict[Deadline, None] = {}
+        self._lines: dict[float, dict[Deadline, None]] = {}  # by length
         self._clock = clock
         self._ticked_at = 0.0
         self._was_here = True  # at the last tick
@@ -63,24 +53,44 @@ class Deadlines:
         """Call `call` after `seconds`, up to TICK_SECONDS late, unless it is cancelled."""
         loop = self._loop = self._loop or asyncio.get_running_loop()
         now = self._clock()
-        deadline = Deadline(self, now, seconds, call)
-        self.pending[deadline] = None
+        deadline = Deadline(self._lines.setdefault(seconds, {}), now + seconds, call)
         if not self._is_ticking:
             self._is_ticking, self._ticked_at = True, now
             loop.call_later(TICK_SECONDS, self._tick)
         return deadline
+
+    @property
+    def pending(self) -> list[Deadline]:
+        """All that are neither over nor cancelled."""
+        return [deadline for line in self._lines.values() for deadline in line]
 
     def _tick(self) -> None:
         assert self._loop is not None
         now = self._clock()
         absence, self._ticked_at = now - self._ticked_at, now
         is_here, num_expired = absence <= ABSENCE_SECONDS, 0
-        for deadline in list(self.pending):
-            if self._was_here and not is_here:
-                deadline.excuse(absence, now)
-            if num_expired < AT_ONCE:
-                num_expired += deadline.check(now)
+        if self._was_here and not is_here:
+            self._excuse(absence, now)
         self._was_here = is_here
-        self._is_ticking = bool(self.pending)
-        if self._is_ticking:
-            self._loop.call_later(TICK_SECONDS if num_expired < AT_ONCE else 0, self._tick)
+        try:
+            while num_expired < AT_ONCE and (deadline := self._expired(now)) is not None:
+                num_expired += 1
+                deadline.cancel()
+                deadline.call()
+        finally:
+            self._lines = {seconds: line for seconds, line in self._lines.items() if line}
+            self._is_ticking = bool(self._lines)
+            if self._is_ticking:
+                self._loop.call_later(TICK_SECONDS if num_expired < AT_ONCE else 0, self._tick)
+
+    def _excuse(self, absence: float, now: float) -> None:
+        """Extend each timeout by an absence that ends now, up to its full length from now."""
+        for seconds, line in self._lines.items():
+            for deadline in line:
+                deadline.due = min(deadline.due + absence, now + seconds)
+
+    def _expired(self, now: float) -> Deadline | None:
+        """Return the timeout that has been over for the longest."""
+        first = (next(iter(line)) for line in self._lines.values() if line)
+        earliest = min(first, key=attrgetter("due"), default=None)
+        return earliest if earliest is not None and now >= earliest.due else None

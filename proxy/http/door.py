@@ -15,17 +15,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 
-from proxy.http.caller import Caller, Silence
+from proxy.http.caller import Caller
 from proxy.http.origins import origin_of
 from proxy.http.turns import Turns
 
 if TYPE_CHECKING:
-    from proxy.http.house import ClientHouse, Guest
-    from proxy.http.tls import Certificate
+    from proxy.http.certificate import Certificate
+    from proxy.http.house import ClientHouse
+    from proxy.http.tls import TlsGuest
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 64  # connections that are accepted, or looked at, before other work has its turn
+AT_ONCE = 4  # connections that are accepted before other work has its turn; each takes 0.1 ms
+ENDS_AT_ONCE = 32  # connections that waited for too long: to close one takes some 0.1 ms
 LOOK_SECONDS = 0.1  # between looks for who has waited for too long
 PAUSE_SECONDS = 1.0  # after the system gave no descriptor
 # Asked of the kernel, which takes twice as much for what a client has not taken. It would else let
@@ -54,7 +56,6 @@ class ClientDoor:
         self._options = options
         self._certificate = certificate
         self._loop = asyncio.get_running_loop()
-        self._silence = Silence()
         # By how long each may wait: until when, the earliest first.
         self._silent: dict[float, dict[Caller, float]] = {}
         self._spoken: dict[Caller, float] = {}
@@ -67,8 +68,7 @@ class ClientDoor:
             listener.setblocking(False)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)
             self._listen(listener)
-        self._loop.add_reader(self._silence.fileno(), self._hear_some)
-        self._looking = self._loop.call_later(LOOK_SECONDS, self._look)
+        self._looking: asyncio.Handle = self._loop.call_later(LOOK_SECONDS, self._look)
 
     def close(self) -> None:
         """Accept nobody else, and close what is not let in; idempotent."""
@@ -82,8 +82,6 @@ class ClientDoor:
         for line in (*self._silent.values(), self._spoken):
             for caller in list(line):
                 self._forget(caller)
-        self._loop.remove_reader(self._silence.fileno())
-        self._silence.close()
         for task in self._entering:
             task.cancel()
 
@@ -107,24 +105,21 @@ class ClientDoor:
                 return
             connection.setblocking(False)
             origin, _ = origin_of(str(address[0]) if address else "")
-            self._greet(Caller(connection, origin, self._loop, self._silence, self._turns))
+            silence, turns = self._house.silence, self._turns
+            self._greet(Caller(connection, origin, self._loop, silence, turns, self._hear))
 
     def _greet(self, caller: Caller) -> None:
-        self._silence.add(caller)
+        self._house.silence.add(caller.connection.fileno(), caller)
         seconds = self._house.enter(caller)
         # It may be that there is no room even to tell it so.
         if caller.connection.fileno() >= 0:
             caller.wait_in(self._silent.setdefault(seconds, {}), seconds)
 
-    def _hear_some(self) -> None:
-        for caller in self._silence.broken(AT_ONCE):
-            self._hear(caller)
-
     def _hear(self, caller: Caller) -> None:
         if not caller.look():
             self._forget(caller)
             return
-        self._silence.remove(caller)
+        self._house.silence.remove(caller.connection.fileno(), caller)
         caller.is_silent = False
         if self._certificate is None:
             self._house.note_spoken(caller)
@@ -132,40 +127,58 @@ class ClientDoor:
         self._turns.ask(caller.origin, caller, partial(self._let_in, caller))
 
     def _let_in(self, caller: Caller) -> None:
-        self._spoken.pop(caller)
-        caller.is_let_in = True
-        task = self._loop.create_task(self._connect(caller))
+        until = self._spoken.pop(caller)
+        task = self._loop.create_task(self._connect(caller, until))
         self._entering.add(task)
         task.add_done_callback(self._entering.discard)
 
-    async def _connect(self, caller: Caller) -> None:
-        context, seconds = None, None
-        if self._certificate is not None:
-            context, seconds = self._certificate.context, self._house.rules.head_seconds
+    async def _connect(self, caller: Caller, until: float) -> None:
         try:
-            await self._loop.connect_accepted_socket(
-                partial(self._open, caller), caller.connection,
-                ssl=context, ssl_handshake_timeout=seconds,
-            )  # fmt: skip
+            if caller.connection.fileno() < 0:  # dropped, since its turn came
+                return
+            _, protocol = await self._loop.connect_accepted_socket(
+                partial(self._open, caller, until), caller.connection
+            )
+            if self._certificate is not None:
+                await cast("TlsGuest", protocol).complete()
         except OSError as error:
             logger.debug("no connection of HTTP: %s", error)
         finally:
             self._house.leave(caller)
 
-    def _open(self, caller: Caller) -> Guest:
-        return self._house.open_door(caller=caller, **self._options)
+    def _open(self, caller: Caller, until: float) -> asyncio.BaseProtocol:
+        caller.is_let_in = True
+        guest = self._house.open_door(caller=caller, **self._options)
+        if self._certificate is None:
+            return guest
+        from proxy.http.tls import TlsGuest  # not for Python 3.10, which has no certificate either
+
+        seconds = max(LOOK_SECONDS, until - self._loop.time())
+        context = self._certificate.context
+        tls = TlsGuest(context, guest, seconds, self._turns, caller.origin)
+        caller.abort = tls.abort
+        return tls
 
     def _look(self) -> None:
-        now = self._loop.time()
+        for _ in range(ENDS_AT_ONCE):
+            if not self._end_one(self._loop.time()):
+                self._looking = self._loop.call_later(LOOK_SECONDS, self._look)
+                return
+        self._looking = self._loop.call_soon(self._look)
+
+    def _end_one(self, now: float) -> bool:
+        """Close one that has waited for too long; return whether there was one."""
         for silent in self._silent.values():
-            while (caller := _late(silent, now)) is not None:
+            if (caller := _late(silent, now)) is not None:
                 if caller.look():  # it came while the process did not run
                     self._hear(caller)
                 else:
                     self._house.close(caller, "idle")
-        while (caller := _late(self._spoken, now)) is not None:
+                return True
+        if (caller := _late(self._spoken, now)) is not None:
             self._house.close(caller, "slow")
-        self._looking = self._loop.call_later(LOOK_SECONDS, self._look)
+            return True
+        return False
 
     def _forget(self, caller: Caller) -> None:
         self._house.leave(caller)
@@ -191,6 +204,7 @@ class DoorServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen as uvicorn does, then take its place at the sockets."""
         await super().startup(sockets)
+        self._house.silence.open()
         options = {
             "config": self.config,
             "server_state": self.server_state,
@@ -198,3 +212,8 @@ class DoorServer(uvicorn.Server):
         }
         doors = [ClientDoor(self._house, each, options, self._certificate) for each in self.servers]
         self.servers = cast("list[asyncio.base_events.Server]", doors)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop as uvicorn does."""
+        await super().shutdown(sockets)
+        self._house.silence.close()

@@ -25,6 +25,10 @@ FREE_BYTES = 64 << 10
 # A body that is larger goes into the file. Moving or freeing one piece takes some 0.1 ms.
 LARGE_BYTES = 256 << 10
 PIECE_BYTES = 256 << 10
+# A body is kept in such pieces as it comes: for what is larger, the system looks for new pages for
+# some milliseconds.
+KEPT_AT_ONCE = 64 << 10
+CRUMB_BYTES = 4 << 10  # a piece that is smaller waits for the next
 _FREED_AT_ONCE = 1 << 20
 
 
@@ -73,12 +77,13 @@ class BodyMemory:
 class _Body:
     """One body, for all who keep it: in pieces, or in the file if it is large."""
 
-    def __init__(self, memory: BodyMemory, max_bytes: int) -> None:
+    def __init__(self, memory: BodyMemory, max_bytes: int, origin: str) -> None:
         self.memory = memory
+        self.origin = origin
         self.num_keeps = 0
         self.start = -1  # in the file, if it is there
         self._max_bytes = max_bytes
-        self._pieces: list[bytes] = []
+        self._pieces: list[bytes | bytearray] = []
         self._num_bytes = 0
         self._num_written = 0
         self._num_counted = 0
@@ -89,8 +94,16 @@ class _Body:
         if more > self.memory.max_bytes - self.memory.num_bytes:
             return False
         self._count(more)
-        self._pieces.append(piece)
+        self._append(piece)
         return self._num_bytes <= LARGE_BYTES or self._write()
+
+    def _append(self, piece: bytes) -> None:
+        """Keep a piece. Crumbs are joined: each of its own would take 40 bytes more."""
+        last = self._pieces[-1] if self._pieces else b""
+        if isinstance(last, bytearray) and len(last) + len(piece) <= KEPT_AT_ONCE:
+            last += piece
+        else:
+            self._pieces.append(bytearray(piece) if len(piece) < CRUMB_BYTES else piece)
 
     def _write(self) -> bool:
         if self.start < 0:
@@ -110,7 +123,7 @@ class _Body:
     def content(self) -> bytes | Span:
         if self.start >= 0:
             return Span(self, 0, self._num_bytes)
-        return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        return b"".join(self._pieces)
 
     def read(self, start: int, end: int) -> bytes:
         if not self.num_keeps:
@@ -151,9 +164,9 @@ class Keep:
         body.num_keeps += 1
 
     @classmethod
-    def new(cls, memory: BodyMemory, max_bytes: int) -> Keep:
-        """Keep a body of which nothing has come."""
-        return cls(_Body(memory, max_bytes))
+    def new(cls, memory: BodyMemory, max_bytes: int, origin: str = "") -> Keep:
+        """Keep a body of which nothing has come; those of one origin wait for one another."""
+        return cls(_Body(memory, max_bytes, origin))
 
     def add(self, piece: bytes) -> bool:
         """Keep a piece of the body that has come; return whether there is room for it.
@@ -206,7 +219,7 @@ class Span:
     async def pieces(self) -> AsyncIterator[bytes]:
         """Return its bytes in pieces, one in each turn."""
         for start in range(0, len(self), PIECE_BYTES):
-            await self._body.memory.turns.take()
+            await self._body.memory.turns.take(self._body.origin)
             yield self.read(start, start + PIECE_BYTES)
 
     def keep(self) -> Keep:

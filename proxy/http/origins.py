@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from functools import lru_cache
+from typing import Any
 
 
 @lru_cache(4096)
@@ -19,3 +20,9 @@ def origin_of(host: str) -> tuple[str, bool]:
             return str(ipaddress.ip_network((ip, 64), strict=False)), ip.is_loopback
         ip = ip.ipv4_mapped
     return str(ip), ip.is_loopback
+
+
+def address_of_client(scope: Any) -> str:
+    """Return the address of a request's client, as the socket has it: headers can say anything."""
+    host, _ = scope.get("client") or ("", 0)
+    return str(host)

@@ -7,19 +7,21 @@ of a body is taken for another request.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import struct
+from contextlib import suppress
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import httptools
 import msgspec
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-if TYPE_CHECKING:
-    import asyncio
+from proxy.http.asgi import LEFT
+from proxy.http.reading import Sluice
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,10 @@ MAX_PIPELINED = 16  # requests that wait on one connection until the one before 
 # the connection were closed at once, the client's kernel might drop the answer.
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 4 << 20
+# While requests wait for the answer before theirs, little is read: so often, the kernel is asked
+# whether the client has left.
+LEFT_SECONDS = 1.0
+_LEFT_STATES = (7, 8)  # of TCP: CLOSE after a reset, CLOSE_WAIT after an end
 
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a reset
 CODE = "bad_http"  # of its errors, as of a ProxyError
@@ -53,7 +59,9 @@ class StrictConnection(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.parser = httptools.HttpRequestParser(self)  # without uvicorn's leniency
-        self._running: RequestResponseCycle | None = None
+        self.application = self.app
+        self.app = self._serve
+        self._running: _Cycle | None = None
         self._exit: _Exit | None = None
         self._is_in_head = False
         self._is_upgrade = False  # this head asks for another protocol, and is parsed again
@@ -61,6 +69,7 @@ class StrictConnection(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._num_open_bytes = 0  # of a header that the parser has not reported yet
         self._num_dropped_bytes = 0
+        self._looking: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin."""
@@ -82,10 +91,7 @@ class StrictConnection(HttpToolsProtocol):
                 self._num_open_bytes += len(data)
                 self._check_size()
         except httptools.HttpParserError as error:
-            cause = error.__context__
-            self._refuse(
-                cause if isinstance(cause, _Refused) else _Refused(400, "syntax", "not HTTP/1.1")
-            )
+            self._refuse(_cause(error) or _Refused(400, "syntax", "not HTTP/1.1"))
         except _Refused as refused:
             self._refuse(refused)
 
@@ -154,7 +160,9 @@ class StrictConnection(HttpToolsProtocol):
         if version == "1.0":
             self.cycle.waiting_for_100_continue = False
         if is_first:
-            self._running = self.cycle
+            self._running = cast("_Cycle", self.cycle)
+        else:
+            self._look_again()
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of the body."""
@@ -165,12 +173,14 @@ class StrictConnection(HttpToolsProtocol):
         """End the body."""
         if not self._is_upgrade:
             super().on_message_complete()
+            if self.cycle is self._running:
+                self.flow.resume_reading()  # nothing more is asked for, but its client may leave
 
     # Called by cycles.
 
     def on_response_complete(self) -> None:
         """Begin with the next request that waits, if there may be one."""
-        following = self.pipeline[-1][0] if self.pipeline else None
+        following = cast("_Cycle", self.pipeline[-1][0]) if self.pipeline else None
         if self._is_over:
             self.server_state.total_requests += 1
             return
@@ -183,7 +193,7 @@ class StrictConnection(HttpToolsProtocol):
         An answer that ends with the connection is reset, so that it does not look complete.
         """
         running = self._running
-        if isinstance(running, _Cycle) and running.is_cut:
+        if running is not None and running.is_cut:
             own = self.transport.get_extra_info("socket")
             own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             self.transport.abort()
@@ -191,19 +201,49 @@ class StrictConnection(HttpToolsProtocol):
             self._linger()
         else:
             self._is_over = True
-            self.transport.close()
+            self.end()
+
+    def end(self) -> None:
+        """Close the connection when all is sent; idempotent."""
+        self.transport.close()
+
+    def abandon(self) -> None:
+        """End the request in progress, for whose answer nobody waits; idempotent."""
+        running = self._running
+        if running is None or running.response_complete or running.disconnected:
+            return
+        running.disconnected = True
+        running.scope["state"][LEFT] = True
+        running.message_event.set()
+        if running.task is not None:
+            running.task.cancel()
+
+    async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
+        """Run the application for the request in progress, unless its client has left."""
+        if self._running is None or self._running.disconnected:
+            return
+        self._running.task = asyncio.current_task()
+        with suppress(asyncio.CancelledError):
+            await self.application(scope, receive, send)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the request in progress, also if others wait behind it."""
-        running, self._running = self._running, None
-        if running is not None and not running.response_complete:
-            running.disconnected = True
-            running.message_event.set()
+        """End the request in progress, also if others wait behind it."""
+        self.abandon()
+        self._running = None
         self.pipeline.clear()
         self._unset_keepalive_if_required()
+        if self._looking is not None:
+            self._looking.cancel()
         super().connection_lost(exc)
+        self.dissolve()
+
+    def dissolve(self) -> None:
+        """Let go of all that refers to this connection, which has ended: the proxy seldom looks for
+        circles of references."""
         if self._exit is not None:
-            self._exit.connection = None  # no circle of references
+            self._exit.connection = None
+        self.app = self.application
+        self.parser = cast("httptools.HttpRequestParser", None)
 
     def _check_head(self, version: str) -> None:
         """Refuse what two servers may read in two ways, and what is not served here."""
@@ -242,6 +282,22 @@ class StrictConnection(HttpToolsProtocol):
 
     # The end.
 
+    def _look_again(self) -> None:
+        if self._looking is None:
+            self._looking = self.loop.call_later(LEFT_SECONDS, self._look)
+
+    def _look(self) -> None:
+        """End the connection if the client has left behind bytes that are not read."""
+        self._looking = None
+        running = self._running
+        if self.transport.is_closing() or running is None or running.response_complete:
+            return
+        own = self.transport.get_extra_info("socket")
+        if own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _LEFT_STATES:
+            self.transport.abort()
+        else:
+            self._look_again()
+
     def count_refused(self, reason: str) -> None:
         """Take note that a request is not clear."""
 
@@ -259,8 +315,7 @@ class StrictConnection(HttpToolsProtocol):
                 running.keep_alive = False
                 self.flow.resume_reading()
                 return
-            running.disconnected = True  # its own body is what is not clear
-            running.message_event.set()
+            self.abandon()  # its own body is what is not clear
             if running.response_started:
                 self.transport.abort()
                 return
@@ -276,42 +331,24 @@ class StrictConnection(HttpToolsProtocol):
             self.transport.write_eof()
         self.flow.resume_reading()
         self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        self.timeout_keep_alive_task = self.loop.call_later(LINGER_SECONDS, self.end)
 
     def _drop(self, data: bytes | memoryview) -> None:
         self._num_dropped_bytes += len(data)
         if self._num_dropped_bytes > LINGER_BYTES:
             running = self._running
             if running is None or running.response_complete or running.disconnected:
-                self.transport.close()
+                self.end()
             else:
                 self.flow.pause_reading()
-
-
-class Sluice:
-    """Reads from a transport while nobody has paused it. Each pause is ended by who began it."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._num_pauses = 0
-
-    def pause_reading(self) -> None:
-        """Read no more."""
-        self._num_pauses += 1
-        if self._num_pauses == 1 and not self._transport.is_closing():
-            self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        """Read on, if nobody else has paused."""
-        self._num_pauses -= 1
-        if self._num_pauses == 0 and not self._transport.is_closing():
-            self._transport.resume_reading()
+                self._look_again()
 
 
 class _Cycle(RequestResponseCycle):
     """One request and its answer."""
 
     ends_with_connection = False
+    task: asyncio.Task[None] | None = None  # in which the application runs
 
     @property
     def is_cut(self) -> bool:
@@ -346,6 +383,11 @@ class _Exit:
         """End the connection."""
         if self.connection is not None:
             self.connection.finish()
+
+
+def _cause(error: BaseException) -> _Refused | None:
+    """Return what one of our calls raised within the parser."""
+    return error.__context__ if isinstance(error.__context__, _Refused) else None
 
 
 def _has_unknown_length(message: Any) -> bool:

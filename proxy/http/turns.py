@@ -12,7 +12,7 @@ from typing import TypeAlias
 TURN_SECONDS = 0.0005  # of a core's time
 # Where others may not wait for long rounds, either: so many have their turn in each second.
 LEAST_PER_SECOND = 500
-MOST_AT_ONCE = 32
+MOST_AT_ONCE = 8
 
 Work: TypeAlias = Callable[[], object]
 
@@ -26,11 +26,12 @@ class Turns:
     more than there is, all would otherwise wait for the longest. Who goes on is behind them.
     """
 
-    def __init__(self, num_turns: int = 1, *, least: float = 1) -> None:
+    def __init__(self, num_turns: int = 1, *, least: float = 1, seconds: float = 0) -> None:
         """A turn counts as many as the time that it took, and as `least` at
-        least: what a turn wakes may take its time later."""
+        least: what a turn wakes may take its time later. A round takes `seconds` at least."""
         self._num_turns = num_turns
         self._least = least
+        self._seconds = seconds
         self._num_left: float = num_turns  # in this round
         self._began = 0.0
         self._is_running = False
@@ -81,20 +82,28 @@ class Turns:
             self._is_running = True
             loop = asyncio.get_running_loop()
             self._began = loop.time()
+            self._give_soon(loop)
+
+    def _give_soon(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._seconds:
+            loop.call_later(self._seconds, self._give)
+        else:
             loop.call_soon(self._give)
 
     def _give(self) -> None:
         loop, before = asyncio.get_running_loop(), self._began
         self._began = loop.time()
-        more = int((self._began - before) * LEAST_PER_SECOND)
-        self._num_left = self._num_turns + min(MOST_AT_ONCE, more)
+        # Where a round has room for several anyway, more would make the next round as long.
+        share = LEAST_PER_SECOND if self._least >= 1 else 0
+        more = int((self._began - before - self._seconds) * share)
+        self._num_left = self._num_turns + min(MOST_AT_ONCE, max(0, more))
         try:
             while self._lines and self._num_left > 0:
                 self._do(self._next())
         finally:
             self._is_running = bool(self._lines) or self._num_left < self._num_turns
             if self._is_running:
-                loop.call_soon(self._give)
+                self._give_soon(loop)
 
     def _next(self) -> Work:
         origin = next(iter(self._lines))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
+from collections import Counter
 
 from tests.attack.play import Assault
-from tests.attack.stage import AttackStage
+from tests.attack.stage import HOST, AttackStage
 from tests.processes import Child
+from tests.rigs.certificates import client_hello
 from tests.rigs.proxies import COMPLETIONS, STREAMED
 
 HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
@@ -19,7 +22,9 @@ SHORT = dict.fromkeys(
     ("idle_timeout_seconds", "head_timeout_seconds", "client_timeout_seconds"), LIMIT_SECONDS
 )
 STAY_SECONDS = 5.0
+LET_IN_SECONDS = 1.0  # for as many as fit into the house; less than SENDING_SECONDS there
 FEW = 1024
+REFUSED = (b"HTTP/1.1 503 Service Unavailable", b"closed")
 
 
 def idle(stage: AttackStage) -> str:
@@ -54,12 +59,19 @@ def more_than_descriptors(stage: AttackStage) -> str:
 
 def full_house(stage: AttackStage) -> str:
     """More connections than there is room for, each with a request that is not complete."""
-    crowd = stage.strangers()
-    crowd.ask("open", FEW, HEAD + b"Content-Length: 100\r\n\r\n{")
-    newcomers = stage.strangers()
-    newcomers.ask("open", 10, REQUEST)
-    heard = newcomers.ask("hear", 10.0)
-    assert set(heard) <= {b"HTTP/1.1 503 Service Unavailable", b"closed"}, heard
+    crowd, heard = stage.strangers(), Counter[bytes]()
+
+    def is_full() -> bool:
+        crowd.ask("open", FEW, HEAD + b"Content-Length: 100\r\n\r\n{")
+        time.sleep(LET_IN_SECONDS)  # who is not in yet would make room
+        newcomers = stage.strangers()
+        newcomers.ask("open", 10, REQUEST)
+        heard.update(newcomers.ask("hear", 10.0))
+        return any(line in heard for line in REFUSED)
+
+    stage.wait_until(is_full, "newcomers are refused")
+    # A neighbour that leaves, or has no request at that moment, makes room for one.
+    assert set(heard) <= {*REFUSED, b"HTTP/1.1 200 OK"}, heard
     return f"{FEW} tried, newcomers heard {_said(heard)}"
 
 
@@ -88,6 +100,33 @@ def slow_bodies(stage: AttackStage) -> str:
     heard = crowd.ask("hear", 10.0)
     assert set(heard) == {b"HTTP/1.1 408 Request Timeout"}, heard
     return f"{count} heard {_said(heard)}"
+
+
+def crumbs(stage: AttackStage) -> str:
+    """Bodies come in chunks of one byte; one of the same address asks for little beside them."""
+    crowd, count = stage.strangers(), stage.count(3000)
+    crowd.ask("open", count, HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+    kept, waited = http.client.HTTPConnection(HOST, stage.port, timeout=30), 0.0
+    ends = time.monotonic() + STAY_SECONDS * stage.scale
+    while time.monotonic() < ends:
+        crowd.ask("say", b"1\r\nx\r\n")
+        began = time.monotonic()
+        kept.request("GET", "/health")
+        assert kept.getresponse().read()
+        waited = max(waited, time.monotonic() - began)
+    kept.close()
+    return f"{count} sent them, /health of the same address took {1000 * waited:.0f} ms at most"
+
+
+def hellos(stage: AttackStage) -> str:
+    """Clients that are in already begin their TLS handshakes at the same moment."""
+    crowd, count, words = stage.strangers(), stage.count(1000), client_hello()
+    crowd.ask("open", count, words[:1])
+    crowd.ask("say", words[1:])
+    heard = crowd.ask("hear", 10.0)
+    answered = sum(count for line, count in heard.items() if line.startswith(b"\x16"))
+    assert answered == count, f"{answered} of {count} were answered"
+    return f"{count} said hello, all answered"
 
 
 def unread(stage: AttackStage) -> str:
@@ -150,6 +189,8 @@ ASSAULTS = (
     Assault("idle and half-sent connections that stay", late, SHORT),
     Assault("1,000 bodies a byte at a time", slow_bodies, SHORT),
     Assault("1,000 streams that nobody reads", unread, SHORT),
+    Assault("3,000 bodies in chunks of one byte", crumbs),
+    Assault("1,000 TLS hellos at once", hellos, by_tls=True),
     Assault("200 endless heads", endless_head),
     Assault("requests sent far ahead", ahead),
     Assault("a full house", full_house, spares_others=False, num_descriptors=FEW),

@@ -63,7 +63,7 @@ class Neighbours:
         kept, fresh = (
             aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
-                    limit=0, force_close=is_closed, local_addr=(ADDRESS, 0)
+                    limit=0, force_close=is_closed, local_addr=(ADDRESS, 0), ssl=False
                 ),
                 timeout=timeout,
             )

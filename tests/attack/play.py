@@ -33,6 +33,7 @@ class Assault:
     spares_others: bool = True
     spares_instances: bool = True
     num_descriptors: int = 0
+    by_tls: bool = False  # the proxy has a certificate
 
 
 def play(attack: Assault, stage: AttackStage, rate: float, seconds: float) -> Row:

@@ -16,7 +16,7 @@ from benchmarks import harness
 from benchmarks.harness import Row
 from tests.attack import crowds, desync, faults, loads
 from tests.attack.play import Assault, has_failed, play
-from tests.attack.stage import AttackStage
+from tests.attack.stage import AttackStage, keep_a_core_free
 
 ASSAULTS: tuple[Assault, ...] = (
     *crowds.ASSAULTS,
@@ -33,7 +33,8 @@ def rows(
     for number, attack in enumerate(attacks):
         harness.progress(attack.name)
         log = log_dir / f"{number}.log"
-        with AttackStage(log, scale, attack.settings, attack.num_descriptors) as stage:
+        needs = attack.settings, attack.num_descriptors, attack.by_tls
+        with AttackStage(log, scale, *needs) as stage:
             row = play(attack, stage, rate, seconds)
             harness.progress(f"  {row}")
             yield row
@@ -51,6 +52,7 @@ def main() -> int:
     options.add_argument("--log-dir", type=Path, default=Path(tempfile.mkdtemp(prefix="attack-")))
     chosen = options.parse_args()
     harness.progress(f"logs in {chosen.log_dir}")
+    keep_a_core_free()
     attacks = [attack for attack in ASSAULTS if chosen.name in attack.name]
     played = list(
         rows(attacks, chosen.log_dir, scale=chosen.scale, rate=chosen.rate, seconds=chosen.seconds)

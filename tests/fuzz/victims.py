@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import secrets
 import socket
@@ -28,6 +29,7 @@ from tests.support import eventually
 
 CHECK_BYTES = 1 << 20
 CHECK_SECONDS = 30.0
+START_TRIES = 3  # a port that was free may be somebody's when the proxy binds it
 
 
 class Victim:
@@ -130,6 +132,17 @@ class ProxyVictim(Victim):
         self._loop, self._doubles = LoopThread(), [ServerDouble("P"), ServerDouble("D")]
         for double in self._doubles:
             self._loop.run(double.__aenter__())
+        for _ in range(START_TRIES):
+            self._start(key_file)
+            eventually(
+                lambda: self._process.poll() is not None or self._is_ready(), 60, "it is ready"
+            )
+            if self._process.poll() is None:
+                return
+        raise AssertionError("the proxy does not start")
+
+    def _start(self, key_file: str) -> None:
+        """Start the proxy; it ends if somebody else took a port meanwhile."""
         self._port, registration = _free_ports(2)
         self.addresses = {
             "registration": f"127.0.0.1:{registration}",
@@ -142,7 +155,6 @@ class ProxyVictim(Victim):
         command += [f"--decode={self._doubles[1].http_address}", f"--key-file={key_file}"]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         self.pid = self._process.pid
-        eventually(self._is_ready, 60, "the proxy is ready")
 
     def check(self) -> None:
         """Send a request, and look for errors in the log."""
@@ -161,7 +173,7 @@ class ProxyVictim(Victim):
     def _is_ready(self) -> bool:
         try:
             health = json.loads(self._ask("/health")[1])
-        except (OSError, ValueError):
+        except (OSError, ValueError, http.client.HTTPException):
             return False
         return bool(health["prefill"] and health["decode"])
 

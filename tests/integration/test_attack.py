@@ -18,7 +18,7 @@ def by_stage() -> list[list[Assault]]:
     """Group the attacks that one proxy can bear, one after the other."""
     stages: dict[str, list[Assault]] = {}
     for attack in ASSAULTS:
-        key = f"{sorted(attack.settings.items())} {attack.num_descriptors}"
+        key = f"{sorted(attack.settings.items())} {attack.num_descriptors} {attack.by_tls}"
         stages.setdefault(key, []).append(attack)
     return list(stages.values())
 
@@ -26,6 +26,7 @@ def by_stage() -> list[list[Assault]]:
 @pytest.mark.parametrize("attacks", by_stage(), ids=lambda attacks: attacks[0].name)
 def test_attacks_cost_others_nothing(attacks: list[Assault], tmp_path: Path) -> None:
     first = attacks[0]
-    with AttackStage(tmp_path / "log", 0.02, first.settings, first.num_descriptors) as stage:
+    needs = first.settings, first.num_descriptors, first.by_tls
+    with AttackStage(tmp_path / "log", 0.02, *needs) as stage:
         rows = [play(attack, stage, rate=20.0, seconds=0.5) for attack in attacks]
     assert [row for row in rows if has_failed(row)] == []

@@ -6,11 +6,15 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import re
 import shutil
 import signal
-import ssl
+import socket
+import subprocess
 import sys
+from asyncio.sslproto import SSLProtocol
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,16 +22,17 @@ import pytest
 
 from p2p_engine.errors import ConfigError
 from proxy import ProxyConfig, create_app
+from proxy.http import certificate, turns
+from proxy.http.tls import TlsGuest
 from tests.doubles.recorder import RecordingInstance
-from tests.rigs.certificates import made_certificate
-from tests.rigs.proxies import running_proxy, serving, until
+from tests.rigs.certificates import careless_context, client_hello, made_certificate, needs_openssl
+from tests.rigs.proxies import running_proxy, serving, serving_by_tls, until
 from tests.rigs.recorded import recorded
 
 if TYPE_CHECKING:
     from proxy.app import ProxyApp
 
 KEY, INSTANCE_KEY = "a-key-of-alice-0001", "the-instances-key"
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not there")
 
 
 @pytest.fixture
@@ -117,8 +122,7 @@ async def test_two_proxies_that_take_each_other_for_instances(free_ports: list[i
 
 async def shown_certificate(port: int) -> bytes:
     """Connect by TLS; return the certificate that the proxy shows."""
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context = careless_context()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
     writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     assert (await reader.read(-1)).startswith(b"HTTP/1.1 200 OK")
@@ -187,6 +191,36 @@ async def test_handshakes_are_connections_with_a_limit_of_time(tmp_path: Path) -
         assert await shown_certificate(port)
 
 
+@needs_openssl
+async def test_a_handshake_that_makes_room_frees_its_descriptor_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting, ask = list[TlsGuest](), turns.Turns.ask
+
+    def asked(self: turns.Turns, origin: str, who: Any, work: Any, **options: Any) -> None:
+        if isinstance(who, TlsGuest):  # and its turn never comes
+            waiting.append(who)
+        else:
+            ask(self, origin, who, work, **options)
+
+    monkeypatch.setattr(turns.Turns, "ask", asked)
+    limits = dict.fromkeys(("idle_timeout_seconds", "head_timeout_seconds"), 100.0)
+    crowd = list[socket.socket]()
+    async with serving_by_tls(tmp_path, max_connections=4, **limits) as port:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(30):
+            crowd.append(socket.create_connection(("127.0.0.1", port)))
+            crowd[-1].sendall(client_hello())
+            await until(lambda: len(waiting) == len(crowd), "it waits for its turn")
+
+        def num_kept() -> int:
+            return len(os.listdir("/proc/self/fd")) - before - len(crowd)
+
+        await until(lambda: num_kept() <= 4, "the others are closed")
+        for connection in crowd:
+            connection.close()
+
+
 async def ended(reader: asyncio.StreamReader) -> bool:
     """Wait for the end of a connection on which nothing is said."""
     with contextlib.suppress(ConnectionResetError):  # what it said may not have been read
@@ -203,6 +237,20 @@ async def said(lines: asyncio.StreamReader, pattern: str) -> str:
 
 
 @needs_openssl
+def test_a_python_without_the_tls_that_is_needed_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certificate, "OLDEST_PYTHON", (99,))
+    with pytest.raises(ConfigError, match="server in front"):
+        certificate.Certificate(*made_certificate(tmp_path, "one").values())
+
+
+def test_without_a_certificate_nothing_needs_that_tls() -> None:
+    code = "import proxy.main, sys; sys.exit('proxy.http.tls' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@needs_openssl
 def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     one, two = (made_certificate(tmp_path, name) for name in ("one", "two"))
     wrong: tuple[dict[str, Any], ...] = (
@@ -213,3 +261,55 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     for settings in wrong:
         with pytest.raises(ConfigError, match="tls_"):
             create_app(ProxyConfig(**settings))
+
+
+@needs_openssl
+async def test_of_many_who_say_hello_at_once_one_is_heard_in_each_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_begun, heard, num_rounds = 0, list[int](), 0
+    do_handshake = SSLProtocol._do_handshake  # type: ignore[attr-defined]
+
+    def counted(self: Any) -> None:
+        nonlocal num_begun
+        if self._incoming.pending > 1:
+            heard.append(num_rounds)
+        num_begun += not self._incoming.pending
+        do_handshake(self)
+
+    def count() -> None:
+        nonlocal num_rounds
+        num_rounds += 1
+        loop.call_soon(count)
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(SSLProtocol, "_do_handshake", counted)
+    monkeypatch.setattr(turns, "LEAST_PER_SECOND", 0)
+    async with serving_by_tls(tmp_path) as port:
+        crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(50)]
+        words = client_hello()
+        for connection in crowd:
+            connection.sendall(words[:1])
+        await until(lambda: num_begun == len(crowd), "all are let in")
+        loop.call_soon(count)
+        for connection in crowd:
+            connection.sendall(words[1:])
+        await until(lambda: len(heard) == len(crowd), "all are heard")
+        assert max(Counter(heard).values()) <= 2
+        for connection in crowd:
+            connection.setblocking(False)
+            assert await asyncio.wait_for(loop.sock_recv(connection, 1), 20) == b"\x16"
+            connection.close()
+
+
+@needs_openssl
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=["no", "half a", "a whole"])
+async def test_a_handshake_that_stands_still_ends(share: float, tmp_path: Path) -> None:
+    limits = dict.fromkeys(("idle_timeout_seconds", "head_timeout_seconds"), 0.3)
+    async with serving_by_tls(tmp_path, **limits) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        words = client_hello()
+        writer.write(words[: round(share * len(words))])
+        answer = await asyncio.wait_for(reader.read(-1), 20)
+        assert bool(answer) == (share == 1.0)
+        writer.close()

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -399,8 +400,35 @@ async def test_deadlines_act_once_and_only_if_they_are_not_cancelled() -> None:
     await until(lambda: acted, "one has acted")
     await asyncio.sleep(3 * TICK_SECONDS)
     assert acted == ["kept"]
-    assert set(deadlines.pending) == {late}
+    assert deadlines.pending == [late]
     kept.cancel()
     late.cancel()
     deadlines.add(0.0, lambda: acted.append("again"))
     await until(lambda: acted == ["kept", "again"], "the timer runs again")
+
+
+@pytest.mark.parametrize("is_polite", [True, False])
+async def test_a_connection_that_ended_before_its_request_fails_it_and_is_forgotten(
+    is_polite: bool,
+) -> None:
+    def end(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if is_polite:
+            writer.close()
+        else:
+            writer.transport.abort()
+
+    pool = Pool(3.0, Deadlines())
+    async with await asyncio.start_server(end, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        for _ in range(20):
+            connection = await pool.connect_anew(f"{host}:{port}", 20)
+            await until(partial(_has_ended, connection), "it has ended")
+            response = connection.ask((b"GET / HTTP/1.1\r\n\r\n",), Limits(20, total=20))
+            with pytest.raises(Broken, match="had closed"):
+                await response.head()
+        await until(lambda: not pool._open, "all are forgotten")
+    await pool.close()
+
+
+def _has_ended(connection: Any) -> bool:
+    return not connection.is_open

@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from p2p_engine.simulate.answers import events
+from proxy.app import ProxyApp
+from proxy.http.turns import Turns
+from proxy.request.forward import Forwarder
 from tests.doubles.server import Behaviour, ServerDouble
-from tests.rigs.proxies import ASKED, STREAMED, RunningProxy, fleet, until
+from tests.rigs.proxies import (
+    ASKED,
+    COMPLETIONS,
+    STREAMED,
+    RunningProxy,
+    fleet,
+    running_proxy,
+    until,
+)
+
+pytestmark = pytest.mark.usefixtures("crowd")
 
 if TYPE_CHECKING:
     from tests.support import SeededRandom
 
+HOUR = 3600.0
+POSTED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
 ABANDONED = 'p2p_proxy_requests_total{outcome="client_left",route="/v1/completions",status="%d"}'
 
 
@@ -55,6 +72,26 @@ async def test_leaving_while_decode_has_said_nothing(asked: dict[str, object]) -
         assert await proxy.in_flight(prefill) == {"prefill": 0, "decode": 0}
         await abandon(answer)
         await until_left(decode)
+        await assert_abandoned(proxy)
+
+
+async def post(proxy: RunningProxy, body: io.BytesIO) -> bytes:
+    """Send a completion whose body is large."""
+    async with proxy.client.post(proxy.url + COMPLETIONS, data=body) as response:
+        return await response.read()
+
+
+async def test_leaving_while_a_large_body_is_written_to_decode_releases_the_kv() -> None:
+    asked = json.dumps({**ASKED, "prompt": "x" * (12 << 20)})  # more than the kernel takes
+    async with fleet() as (proxy, _, [decode]):
+        decode.behaviour = Behaviour(reads=asyncio.Event())
+        sent = io.BytesIO(asked.encode())
+        answer = asyncio.ensure_future(post(proxy, sent))
+        await until(lambda: decode.num_begun, "decode is being asked")
+        assert len(decode.kv) == 1
+        decode.behaviour = Behaviour()
+        await abandon(answer)
+        await until(lambda: not decode.kv, "the KV is released")
         await assert_abandoned(proxy)
 
 
@@ -142,3 +179,31 @@ def test_a_proxy_that_was_stopped_leaves_nothing_behind(no_leaks: None) -> None:
             assert (await proxy.ask(STREAMED))[0] == 200
 
     asyncio.run(serve_and_stop())
+
+
+@pytest.mark.parametrize(
+    ("owner", "turns", "asked"),
+    [(ProxyApp, "_pages_starts", b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n"),
+     (Forwarder, "_starts", POSTED)],
+    ids=["page", "completion"],
+)  # fmt: skip
+async def test_who_leaves_while_it_waits_for_its_turn_frees_its_place(
+    owner: type, turns: str, asked: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line, make = Turns(1, seconds=HOUR), owner.__init__  # type: ignore[misc]
+
+    def made(self: Any, *arguments: Any) -> None:
+        make(self, *arguments)
+        setattr(self, turns, line)
+
+    monkeypatch.setattr(owner, "__init__", made)
+    async with running_proxy() as proxy:
+        before = len(asyncio.all_tasks())
+        crowd = [socket.create_connection(("127.0.0.1", proxy.port)) for _ in range(20)]
+        for connection in crowd:
+            connection.sendall(asked)
+        await until(lambda: len(asyncio.all_tasks()) >= before + 19, "they wait")
+        for connection in crowd:
+            connection.close()
+        await until(lambda: len(asyncio.all_tasks()) <= before, "nobody waits")
+        assert line._lines == {}

@@ -8,6 +8,8 @@ import json
 import os
 import re
 import signal
+import socket
+import struct
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -125,10 +127,47 @@ async def test_streams_that_do_not_end_do_not_keep_it_from_stopping() -> None:
             running.process.terminate()
             assert await running.ended() == 0
         await until(lambda: decode.received[0].ended == "left", "decode was told")
-        assert re.search(r'"status":200,"outcome":"client_left".*"bytes":[1-9]', running.printed)
+        assert re.search(r'"status":200,"outcome":"proxy_stopped".*"bytes":[1-9]', running.printed)
         assert "Traceback" not in running.printed
         assert "never retrieved" not in running.printed
         assert "destroyed" not in running.printed
+
+
+async def test_who_has_no_answer_when_it_stops_is_told_so() -> None:
+    async with served() as (running, proxy, (_, decode)):
+        decode.behaviour = Behaviour(hang=True)
+        asked = asyncio.ensure_future(proxy.ask(STREAMED))
+        await until(lambda: decode.received, "decode runs")
+        running.process.terminate()
+        status, body, headers = await asked
+        assert (status, b"proxy_stopped" in body, "Retry-After" in headers) == (503, True, True)
+        assert await running.ended() == 0
+        assert re.search(r'"status":503,"outcome":"proxy_stopped"', running.printed)
+        assert "client_left" not in running.printed
+        assert "ASGI callable" not in running.printed
+        assert "Traceback" not in running.printed
+
+
+@pytest.mark.parametrize("is_reset", [False, True], ids=["end", "reset"])
+@pytest.mark.parametrize("size", [2, 100_000], ids=["small", "large"])
+async def test_a_client_that_leaves_behind_a_second_request_is_noticed_under_uvloop(
+    size: int, *, is_reset: bool
+) -> None:
+    """The second one comes later: until the first is answered, it is not read."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    async with served() as (_, proxy, (_, decode)):
+        decode.behaviour = Behaviour(hang=True)
+        with socket.create_connection(("127.0.0.1", proxy.port)) as client:
+            client.sendall(head % 2 + b"{}")
+            await until(lambda: decode.received, "the first is in progress")
+            client.setblocking(False)
+            client.send(head % size + b"{" * size)
+            await asyncio.sleep(0.1)  # the proxy has seen its head
+            if is_reset:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        await until(lambda: decode.received[0].ended == "left", "decode was told")
+        await proxy.until_idle()
+        assert len(decode.received) == 1
 
 
 async def test_a_log_that_nobody_reads_keeps_nobody_waiting(free_port: int) -> None:

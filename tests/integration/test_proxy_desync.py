@@ -9,6 +9,8 @@ from tests.hostile.requests import FIRST, SECOND, SMUGGLED
 from tests.rigs.desync import ask, wrong_outcomes
 from tests.rigs.recorded import recorded
 
+pytestmark = pytest.mark.usefixtures("crowd")
+
 GROUPS = {
     name: getattr(requests, name)
     for name in (

@@ -14,6 +14,7 @@ import pytest
 from p2p_engine.simulate.answers import events
 from tests.doubles.server import Behaviour
 from tests.rigs.proxies import ASKED, STREAMED, fleet, until
+from tests.rigs.recorded import recorded
 
 REFUSAL = b'{"error": {"message": "no", "code": 4}}'
 # What prefill does, and what the client then sees: its status and our code, or prefill's own body.
@@ -262,3 +263,16 @@ async def outcomes(metrics: object) -> set[str]:
     samples: dict[str, float] = await metrics  # type: ignore[misc]
     names = [name for name in samples if name.startswith("p2p_proxy_requests_total{")]
     return {name.split('outcome="')[1].split('"')[0] for name in names}
+
+
+async def test_a_request_whose_answer_has_begun_is_not_sent_again() -> None:
+    async with recorded() as (proxy, prefill, decode):
+        assert (await proxy.ask())[0] == 200
+        for instance, role in ((decode, "decode"), (prefill, "prefill")):
+            asked, instance.closes = instance.answer, True
+            before = len(instance.received)
+            instance.answer = lambda _: b"HTTP/1.1 2"
+            status, body, _ = await proxy.ask()
+            assert (status, json.loads(body)["error"]["code"]) == (502, f"{role}_failed")
+            assert len(instance.received) == before + 1
+            instance.answer, instance.closes = asked, False

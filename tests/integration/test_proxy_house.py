@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 
 from p2p_engine.errors import ConfigError
-from proxy.http import house, turns
+from proxy.config import ProxyConfig
+from proxy.http import door, house, strict, turns
 from proxy.http.caller import Caller
 from proxy.http.descriptors import Shares
 from tests.doubles.server import Behaviour
 from tests.rigs.proxies import ASKED as ASKED_JSON
-from tests.rigs.proxies import RunningProxy, fleet, running_proxy, until
+from tests.rigs.proxies import RunningProxy, fleet, running_proxy, serving, until
+from tests.rigs.rounds import rounds_of
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 STREAM = b'{"stream": true}'
@@ -56,6 +58,14 @@ class BareClient:
                 return True
         return False
 
+    async def all(self) -> int:
+        """Read until nothing comes for a while; return how many bytes came."""
+        num_bytes = 0
+        with contextlib.suppress(asyncio.TimeoutError):
+            while data := await asyncio.wait_for(self._reader.read(1 << 16), 0.5):
+                num_bytes += len(data)
+        return num_bytes
+
     async def ended(self) -> None:
         """Wait until the proxy closes the connection."""
         with contextlib.suppress(OSError):
@@ -87,6 +97,15 @@ async def client(
 async def closed(proxy: RunningProxy, limit: str) -> float:
     name = f'p2p_proxy_closed_connections_total{{limit="{limit}"}}'
     return (await proxy.metrics()).get(name, 0.0)
+
+
+async def until_closed(proxy: RunningProxy, limit: str, count: int) -> None:
+    """Wait until so many connections were closed by a limit."""
+
+    async def are_closed() -> bool:
+        return await closed(proxy, limit) >= count
+
+    await until(are_closed, f"{count} are closed")
 
 
 async def test_a_connection_without_a_request_is_closed() -> None:
@@ -122,6 +141,25 @@ async def test_a_body_that_was_answered_already_does_not_keep_its_connection() -
 
         async def is_left() -> bool:
             await slow.say(b"x")
+            return (await proxy.metrics())["p2p_proxy_connections"] == 1
+
+        await until(is_left, "it is closed")
+
+
+async def test_who_was_refused_stays_no_longer_because_it_speaks_in_a_crowd(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is no time left to parse what it says."""
+    async with running_proxy() as proxy, client(proxy, b"GARBAGE\r\n\r\n") as refused:
+        assert await refused.status() == 400
+        with monkeypatch.context() as crowded:
+            crowded.setattr(turns.Turns, "do_now", lambda *_: False)
+            parsed = asyncio.Event()
+            crowded.setattr(house.Guest, "_fall_behind", lambda *_, **__: parsed.set())
+            await refused.say(b"x")
+            await asyncio.wait_for(parsed.wait(), 20)
+
+        async def is_left() -> bool:
             return (await proxy.metrics())["p2p_proxy_connections"] == 1
 
         await until(is_left, "it is closed")
@@ -165,15 +203,107 @@ async def test_in_a_full_house_newcomers_are_told_so_and_nobody_else_suffers() -
         assert await closed(proxy, "full") == house.MAX_TURNED_AWAY + 1
 
 
-async def test_a_request_that_comes_slowly_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("before", [b"", HEALTH], ids=["first", "behind another"])
+async def test_a_request_that_comes_slowly_makes_room(
+    before: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(house, "SENDING_SECONDS", 0.0)
     async with fleet(max_connections=2) as (proxy, _, _):
-        begun = HEAD + b"Content-Length: 100\r\n\r\n{"
+        begun = before + HEAD + b"Content-Length: 100\r\n\r\n{"
         async with client(proxy, begun) as slow, client(proxy, begun):
             async with client(proxy, ASKED) as third:
                 assert await third.status() == 200
             await slow.ended()
         await proxy.until_idle()
+
+
+async def test_who_speaks_again_and_again_makes_room_before_who_came_later(crowd: None) -> None:
+    async with running_proxy(max_connections=5) as proxy, contextlib.AsyncExitStack() as clients:
+
+        async def come(count: int, said: bytes) -> list[BareClient]:
+            return [await clients.enter_async_context(client(proxy, said)) for _ in range(count)]
+
+        talkers = await come(2, b"GET")
+        assert await closed(proxy, "room") == 0  # they are let in meanwhile
+        later = await come(2, b"")
+        for _ in range(20):
+            for talker in talkers:
+                await talker.say(b"x")
+            assert await closed(proxy, "room") == 0  # they are read meanwhile
+        for newcomer in await come(2, HEALTH):
+            assert await newcomer.status() == 200
+        for each in later:
+            await each.say(HEALTH)
+            assert await each.status() == 200
+
+
+async def test_who_has_said_what_waits_to_be_parsed_makes_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read_on = house.Guest._read_on
+
+    def read_but_for_one(self: house.Guest) -> None:
+        if b"marked" not in bytes(self._unread):
+            read_on(self)
+
+    monkeypatch.setattr(house.Guest, "_read_on", read_but_for_one)
+    async with (
+        running_proxy(max_connections=2) as proxy,
+        client(proxy, HEALTH) as kept,
+        client(proxy, HEALTH) as silent,
+    ):
+        assert (await kept.status(), await silent.status()) == (200, 200)
+        await kept.say(b"GET /marked")
+        async with client(proxy, HEALTH) as newcomer:
+            assert await newcomer.status() == 200
+        await silent.ended()
+
+
+async def test_an_answer_that_is_taken_is_not_cut_off_by_the_idle_limit() -> None:
+    """A part of it lies with the proxy, whose client reads nothing for longer than that."""
+    async with fleet(idle_timeout_seconds=0.2) as (proxy, _, [decode]):
+        for num_before, num_kib in enumerate(range(20, 200, 20)):
+            decode.behaviour = Behaviour(body=b"x" * (num_kib << 10))
+            async with client(proxy, ASKED, buffer=4096) as slow:
+                await until_closed(proxy, "idle", num_before + 1)
+                assert await slow.all() > num_kib << 10
+
+
+LONG_ANSWER = Behaviour(body=b'{"choices": [{}], "usage": {}, "x": "%b"}' % (b"x" * 2_000_000))
+
+
+@pytest.mark.parametrize("num_ahead", [1, 2])
+async def test_who_takes_no_answer_makes_room(
+    num_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(house, "SENDING_SECONDS", 0.0)
+    async with fleet(max_connections=2) as (proxy, _, [decode]):
+        decode.behaviour = LONG_ANSWER
+        async with (
+            client(proxy, ASKED * num_ahead, buffer=4096) as deaf,
+            client(proxy, ASKED * num_ahead, buffer=4096) as other,
+        ):
+            for each in (deaf, other):
+                assert await each.status() == 200
+
+            async def is_served() -> bool:
+                async with client(proxy, HEALTH) as third:
+                    return await third.status() == 200
+
+            await until(is_served, "one makes room")
+
+
+async def test_who_takes_its_answer_makes_no_room() -> None:
+    """Not at once, although nothing else is to be done for it."""
+    async with fleet(max_connections=1) as (proxy, _, [decode]):
+        decode.behaviour = LONG_ANSWER
+        async with client(proxy, ASKED, buffer=4096) as slow:
+            assert await slow.status() == 200
+            await until(lambda: decode.received[0].ended == "answered", "the answer is there")
+            for _ in range(3):
+                async with client(proxy, HEALTH) as newcomer:
+                    assert await newcomer.status() == 503
+            assert await slow.all() > 1_000_000
 
 
 async def test_lines_that_are_no_head_are_bounded() -> None:
@@ -214,6 +344,77 @@ async def test_who_reads_no_answer_holds_no_request_for_ever() -> None:
         await proxy.until_idle()
 
 
+@pytest.mark.parametrize("ends_by", ["a bad request", "its last answer"])
+async def test_who_takes_a_part_of_the_end_does_not_stay_for_ever(
+    ends_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much is left, also if that is too little for its writer to be told to wait."""
+    monkeypatch.setattr(strict, "LINGER_SECONDS", 0.05)
+    answers = [b"x" * (num_kib << 10) for num_kib in range(20, 600, 20)]
+    asked = b"%bContent-Length: 2\r\n\r\n{}" % HEAD
+    if ends_by == "its last answer":
+        asked = asked.replace(b"Host: x", b"Host: x\r\nConnection: close")
+    async with (
+        fleet(client_timeout_seconds=0.2) as (proxy, _, [decode]),
+        contextlib.AsyncExitStack() as clients,
+    ):
+        for answer in answers:
+            decode.behaviour = Behaviour(body=answer)
+            deaf = await clients.enter_async_context(client(proxy, asked, buffer=4096))
+            assert await deaf.status() == 200
+            await proxy.until_idle()
+            if ends_by == "a bad request":
+                await deaf.say(b"bad\r\n\r\n")
+
+        async def are_gone() -> bool:
+            return (await proxy.metrics())["p2p_proxy_connections"] <= 1
+
+        await until(are_gone, "nobody is left")
+
+
+async def test_who_waits_for_a_turn_at_a_stop_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = asyncio.Event()
+
+    async def take(self: turns.Turns, origin: str = "") -> None:
+        waiting.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(turns.Turns, "take", take)
+    config = ProxyConfig(
+        host="127.0.0.1", port=0, registration_host="127.0.0.1", registration_port=0,
+        shutdown_timeout_seconds=1.0,
+    )  # fmt: skip
+    async with contextlib.AsyncExitStack() as stack:
+        async with serving(config) as server:
+            port = server.servers[0].sockets[0].getsockname()[1]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            stack.callback(writer.close)
+            writer.write(ASKED)
+            await asyncio.wait_for(waiting.wait(), 20)
+        answer = await asyncio.wait_for(reader.read(), 20)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"proxy_stopped" in answer
+
+
+async def test_a_connection_does_not_stay_for_ever_after_its_client_has_said_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its transport waits until the client has taken what is written."""
+    guests = list[house.Guest]()
+    open_door = house.ClientHouse.open_door
+
+    def opened(self: house.ClientHouse, **options: Any) -> house.Guest:
+        guests.append(open_door(self, **options))
+        return guests[-1]
+
+    async with running_proxy(client_timeout_seconds=0.2) as proxy:
+        monkeypatch.setattr(house.ClientHouse, "open_door", opened)
+        async with client(proxy, HEALTH) as deaf:
+            assert await deaf.status() == 200
+            guests[0].eof_received()
+            await until(lambda: closed(proxy, "stalled"), "it is closed")
+
+
 async def test_little_is_read_of_a_stream_that_nobody_takes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -249,27 +450,15 @@ def test_too_few_descriptors_are_refused_by_name() -> None:
 async def test_who_has_spoken_is_let_in_one_in_each_round_and_the_newest_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    let_in: list[int] = []
-    open_door, num_rounds = house.ClientHouse.open_door, 0
-
-    def opened(self: house.ClientHouse, **options: Any) -> house.Guest:
-        let_in.append(num_rounds)
-        return open_door(self, **options)
-
-    def count() -> None:
-        nonlocal num_rounds
-        num_rounds += 1
-        loop.call_soon(count)
-
-    loop = asyncio.get_running_loop()
     monkeypatch.setattr(turns, "LEAST_PER_SECOND", 0)
-    async with running_proxy(max_connections=500) as proxy:
-        monkeypatch.setattr(house.ClientHouse, "open_door", opened)
+    async with (
+        running_proxy(max_connections=500) as proxy,
+        rounds_of(monkeypatch, house.ClientHouse, "open_door") as let_in,
+    ):
         address = ("127.0.0.1", int(proxy.url.rpartition(":")[2]))
         crowd = [socket.create_connection(address) for _ in range(200)]
         for connection in crowd:
             connection.sendall(HEAD)
-        loop.call_soon(count)
         await until(lambda: len(let_in) == len(crowd), "all are let in")
         assert max(Counter(let_in).values()) <= 2
         for connection in crowd:
@@ -300,6 +489,21 @@ async def test_a_crowd_at_the_door_delays_nobody_from_elsewhere(
             connection.close()
 
 
+async def test_those_that_were_silent_for_too_long_are_closed_a_few_in_each_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with (
+        running_proxy(idle_timeout_seconds=0.5) as proxy,
+        rounds_of(monkeypatch, house.ClientHouse, "close") as closed_in,
+    ):
+        monkeypatch.setattr(door, "LOOK_SECONDS", 2.0)
+        crowd = [socket.create_connection(("127.0.0.1", proxy.port)) for _ in range(200)]
+        await until(lambda: len(closed_in) >= len(crowd), "all are closed")
+        assert max(Counter(closed_in).values()) <= 2 * door.ENDS_AT_ONCE
+        for connection in crowd:
+            connection.close()
+
+
 async def test_who_leaves_before_being_let_in_leaves_nothing_behind() -> None:
     async with running_proxy() as proxy:
         address = ("127.0.0.1", int(proxy.url.rpartition(":")[2]))
@@ -320,26 +524,14 @@ async def test_who_leaves_before_being_let_in_leaves_nothing_behind() -> None:
 async def test_tiny_chunks_of_many_bytes_hold_nobody_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pieces, num_rounds = list[int](), 0
-    on_body = house.Guest.on_body
-
-    def counted(self: house.Guest, body: bytes) -> None:
-        pieces.append(num_rounds)
-        on_body(self, body)
-
-    def count() -> None:
-        nonlocal num_rounds
-        num_rounds += 1
-        loop.call_soon(count)
-
-    loop = asyncio.get_running_loop()
     for module in (house, turns):
         monkeypatch.setattr(module, "TURN_SECONDS", 1e-9)
-    monkeypatch.setattr(house.Guest, "on_body", counted)
     content = json.dumps({**ASKED_JSON, "prompt": "x" * 20_000}).encode()
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in content) + b"0\r\n\r\n"
-    async with fleet() as (proxy, [prefill], _):
-        loop.call_soon(count)
+    async with (
+        fleet() as (proxy, [prefill], _),
+        rounds_of(monkeypatch, house.Guest, "on_body") as pieces,
+    ):
         async with client(proxy, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunks) as one:
             assert await one.status() == 200
         assert len(pieces) == len(content)
@@ -347,24 +539,51 @@ async def test_tiny_chunks_of_many_bytes_hold_nobody_for_long(
         assert prefill.received[0].json["prompt"] == "x" * 20_000
 
 
+async def test_who_sends_bodies_in_crumbs_is_not_before_a_request_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All are of one address, and in each round one of them has its turn."""
+    num_turns, crowd_size = 0, 40
+    read_on = house.Guest._read_on
+
+    def counted(self: house.Guest) -> None:
+        nonlocal num_turns
+        num_turns += 1
+        read_on(self)
+
+    async def crumble(one: BareClient) -> None:
+        while True:
+            await one.say(b"1\r\nx\r\n")
+            await asyncio.sleep(0)
+
+    async with running_proxy() as proxy, contextlib.AsyncExitStack() as clients:
+        kept = await clients.enter_async_context(client(proxy, HEALTH))
+        assert await kept.status() == 200
+        monkeypatch.setattr(house.Guest, "_read_on", counted)
+        monkeypatch.setattr(turns, "TURN_SECONDS", 1e-9)
+        monkeypatch.setattr(turns, "LEAST_PER_SECOND", 0)
+        begun = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+        crowd = [await clients.enter_async_context(client(proxy, begun)) for _ in range(crowd_size)]
+        crumblers = [asyncio.ensure_future(crumble(one)) for one in crowd]
+        try:
+            await until(lambda: num_turns > 3 * crowd_size, "they are at it")
+            for _ in range(5):
+                before = num_turns
+                await kept.say(HEALTH)
+                assert await kept.line(b"HTTP/1.1 200 OK")
+                assert num_turns - before < crowd_size
+        finally:
+            for each in crumblers:
+                each.cancel()
+
+
 async def test_a_crowd_that_is_inside_is_parsed_for_a_while_in_each_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    parsed, num_rounds = list[int](), 0
-    on_headers_complete = house.Guest.on_headers_complete
-
-    def counted(self: house.Guest) -> None:
-        parsed.append(num_rounds)
-        on_headers_complete(self)
-
-    def count() -> None:
-        nonlocal num_rounds
-        num_rounds += 1
-        loop.call_soon(count)
-
-    loop = asyncio.get_running_loop()
-    monkeypatch.setattr(house.Guest, "on_headers_complete", counted)
-    async with running_proxy() as proxy:
+    async with (
+        running_proxy() as proxy,
+        rounds_of(monkeypatch, house.Guest, "on_headers_complete") as parsed,
+    ):
         crowd = [socket.create_connection(("127.0.0.1", proxy.port)) for _ in range(100)]
         for connection in crowd:
             connection.sendall(HEALTH)
@@ -372,7 +591,6 @@ async def test_a_crowd_that_is_inside_is_parsed_for_a_while_in_each_round(
         monkeypatch.setattr(turns, "TURN_SECONDS", 1e-9)
         monkeypatch.setattr(turns, "LEAST_PER_SECOND", 0)
         parsed.clear()
-        loop.call_soon(count)
         for connection in crowd:
             connection.sendall(HEALTH)
         await until_answered(crowd)

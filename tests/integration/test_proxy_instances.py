@@ -118,9 +118,66 @@ async def test_an_instance_is_added_and_removed(form: str, key_file: str) -> Non
         assert (await proxy.ask())[0] == 200
         status, answer = await order(proxy, "remove", {key: address})
         assert status == 200
-        assert answer["instances"] == [{"instance": new.http_address, "state": "drained"}]
+        [shown] = answer["instances"]
+        assert (shown["instance"], shown["state"]) == (new.http_address, "drained")
         assert new.http_address not in await proxy.states()
         assert (await proxy.ask())[0] == 503
+
+
+async def test_an_instance_changes_its_role_when_what_it_does_has_ended(key_file: str) -> None:
+    """A role that it keeps goes on meanwhile, and no request fails."""
+    release = asyncio.Event()
+    async with silent(*["PD"] * 3) as doubles:
+        one, other, third = doubles
+        listed = ",".join(f"{double.http_address}@{double.zmq_address}" for double in doubles)
+        async with running_proxy(admin_key_file=key_file, both=listed) as proxy:
+            await proxy.until_ready(*doubles)
+
+            async def change(double: ServerDouble, to: str) -> list[str]:
+                status, answer = await order(
+                    proxy, "role", {"instance": double.http_address, "type": to}
+                )
+                assert status == 200
+                roles: list[str] = answer["instances"][0]["roles"]
+                return roles
+
+            for double, role in ((one, "prefill"), (other, "decode"), (third, "prefill")):
+                assert await change(double, role) == [role]
+            other.behaviour = Behaviour(hold_after=(1, release))
+            async with proxy.post(STREAMED) as response:
+                first = await response.content.readany()
+                assert len(other.received) == 1
+                assert await change(other, "prefill") == []
+                assert await change(third, "decode") == ["decode"]
+                assert (await proxy.ask())[0] == 200
+                assert len(other.received) == 1
+                release.set()
+                assert first + await response.read() == b"".join(events(STREAMED))
+            await proxy.until_idle()
+            assert await change(other, "prefill") == ["prefill"]
+            assert await change(one, "decode") == ["decode"]
+            other.behaviour = Behaviour()
+            for _ in range(4):
+                assert (await proxy.ask())[0] == 200
+            assert len(other.received) == 5  # every prompt
+            assert await change(one, "both") == ["prefill", "decode"]
+
+
+async def test_a_role_that_an_instance_was_not_started_for_is_refused(key_file: str) -> None:
+    async with fleet(1, 1, admin_key_file=key_file) as (proxy, [prefill], _):
+        name = prefill.http_address
+        for body, expected in (
+            ({"instance": name, "type": "decode"}, (409, "role_not_announced")),
+            ({"instance": name, "type": "both"}, (409, "role_not_announced")),
+            ({"instance": name, "type": "drums"}, (400, "invalid_request")),
+            ({"instance": "127.0.0.1:1", "type": "both"}, (404, "unknown_instance")),
+        ):
+            status, answer = await order(proxy, "role", body)
+            assert (status, answer["error"]["code"]) == expected
+        status, _ = await order(proxy, "role", {"instance": name, "type": "prefill"})
+        assert status == 200
+        assert (await proxy.ask())[0] == 200
+        assert (await order(proxy, "role", {}, headers={}))[0] == 401
 
 
 async def test_draining_lets_what_runs_end_and_begins_nothing(key_file: str) -> None:

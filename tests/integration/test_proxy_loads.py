@@ -197,6 +197,30 @@ async def test_a_parser_that_is_late_is_replaced(
         await until_forgotten(proxy)
 
 
+async def test_a_parser_that_hangs_is_replaced_also_if_its_client_has_left(
+    started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parsers, "NUM_PARSERS", 1)
+    monkeypatch.setattr(parsers, "SECONDS", 30.0)  # this machine may be busy
+    async with fleet() as (proxy, _, _):
+        assert (await proxy.ask(LARGE))[0] == 200
+        monkeypatch.setattr(parsers, "SECONDS", 1.0)
+        os.kill(started[0], signal.SIGSTOP)
+        leaving = asyncio.ensure_future(proxy.ask(LARGE))
+
+        async def has_come() -> bool:
+            status = await proxy.status()
+            return status["requests_in_flight"] == 1  # type: ignore[no-any-return]
+
+        await until(has_come, "it has come")
+        leaving.cancel()
+        await proxy.until_idle()
+        monkeypatch.setattr(parsers, "SECONDS", 30.0)
+        assert (await proxy.ask(LARGE))[0] == 200
+        assert len(started) == 2
+        await until_forgotten(proxy)
+
+
 async def test_too_many_bodies_that_wait_for_a_parser_are_refused(
     started: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -69,6 +70,25 @@ def usage(cached_tokens: int | None, completion_tokens: int = 5) -> dict[str, An
 
 def compact(content: Any) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+async def test_both_legs_are_in_one_trace_that_has_the_transfers_id(share: float) -> None:
+    async with fleet(trace_share=share) as (proxy, [prefill], [decode]):
+        for _ in range(40):
+            assert (await proxy.ask())[0] == 200
+        num_traced = 0
+        for one, other in zip(prefill.received, decode.received, strict=True):
+            trace = one.headers.get("traceparent")
+            assert other.headers.get("traceparent") == trace
+            if trace is not None:
+                num_traced += 1
+                transfer_id = one.headers["X-Request-Id"][-32:]
+                assert re.fullmatch(f"00-{transfer_id}-[0-9a-f]{{16}}-01", trace)
+        assert num_traced == 40 * share or (share == 0.5 and 0 < num_traced < 40)
+        theirs = f"00-{'a' * 32}-{'b' * 16}-01"
+        assert (await proxy.ask(headers={"traceparent": theirs}))[0] == 200
+        assert {d.received[-1].headers["traceparent"] for d in (prefill, decode)} == {theirs}
 
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])

@@ -41,6 +41,7 @@ from p2p_engine.wire.request_ids import ProxyId
 from proxy.fleet.instances import Role
 from proxy.fleet.upstream import Upstream
 from proxy.observe import request_log
+from proxy.openai import payload
 from proxy.openai.prompt import BLOCK_BYTES, Prompt
 from proxy.routing.prefix_tree import PrefixTree
 from tests.doubles.server import Behaviour, ServerDouble
@@ -324,3 +325,17 @@ async def test_15_a_proxy_can_die_and_come_back() -> None:
                 await double.beat_once()
             await again.until_ready(prefill, decode)
             assert (await again.ask())[0] == 200
+
+
+async def test_kv_of_a_prefill_whose_answer_is_too_long_is_let_go_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with fleet(max_retries=0) as (proxy, _, [decode]):
+        monkeypatch.setattr(payload, "MAX_PREFILL_BYTES", 10)
+        status, body, _ = await proxy.ask()
+        assert (status, json.loads(body)["error"]["code"]) == (502, "prefill_bad_answer")
+        await until(lambda: decode.received, "decode is asked to let go of it")
+        await until(lambda: not decode.kv, "the KV is let go of")
+        assert decode.received[0].json["max_tokens"] == 1
+        metrics = await proxy.metrics()
+        assert metrics['p2p_proxy_releases_total{result="done"}'] == 1

@@ -11,6 +11,7 @@ import pytest
 
 from p2p_engine.simulate.answers import completion, events
 from p2p_engine.wire.messages import PROTOCOL_VERSION
+from proxy.fleet.upstream import Upstream
 from tests.doubles.server import Behaviour, ServerDouble
 from tests.rigs.proxies import ASKED, STREAMED, RunningProxy, fleet, until
 
@@ -20,6 +21,25 @@ ID_LENGTH = 32
 def transfer_ids(double: ServerDouble) -> list[str]:
     """Return the transfer id of each request that an instance got."""
     return [received.headers["X-Request-Id"][-ID_LENGTH:] for received in double.received]
+
+
+async def test_a_probe_that_raises_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_raised, get = 0, Upstream.get
+
+    async def raising(self: Upstream, *arguments: Any, **options: Any) -> tuple[int, bytes]:
+        nonlocal num_raised
+        if num_raised < 4:
+            num_raised += 1
+            raise RuntimeError("nobody expected this")
+        return await get(self, *arguments, **options)
+
+    monkeypatch.setattr(Upstream, "get", raising)
+    async with fleet() as (proxy, _, _):
+        assert (await proxy.ask(ASKED))[0] == 200
+    assert num_raised == 4
+    assert "nobody expected this" in caplog.text
 
 
 @pytest.mark.parametrize("dispatch", ["sequential", "concurrent"])
@@ -275,7 +295,8 @@ async def test_an_answer_of_prefill_that_is_too_long_opens_no_breaker() -> None:
         for _ in range(6):
             status, body, _ = await proxy.ask()
             assert (status, json.loads(body)["error"]["code"]) == (502, "prefill_bad_answer")
-        assert decode.received == []
+        await until(lambda: len(decode.received) == 6, "decode takes the KV for nobody")
+        assert {each.json["max_tokens"] for each in decode.received} == {1}
         prefill.behaviour = Behaviour()
         assert (await proxy.ask())[0] == 200
 

@@ -8,11 +8,13 @@ import re
 from base64 import b64encode
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
 
+from proxy.app import create_app
+from proxy.config import ProxyConfig
 from proxy.status import MAX_VIEWERS
 from tests.doubles.server import Behaviour, ServerDouble
 from tests.rigs.proxies import STREAMED, RunningProxy, fleet, running_proxy, until
@@ -137,3 +139,32 @@ async def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     declared = set(re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE))
     asked = set(re.findall(r"p2p_proxy_\w+", DASHBOARD.read_text()))
     assert {name.removesuffix("_bucket") for name in asked} <= declared
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+async def test_no_page_reads_the_body_of_a_request(method: str) -> None:
+    """What is not asked for waits in the server, which holds 64 KiB of it at the most."""
+    app = create_app(ProxyConfig(registration_host="127.0.0.1"))
+    assert "/status/events" in app._pages
+    for path in app._pages:
+        sent = list[dict[str, Any]]()
+
+        async def receive() -> Any:
+            raise AssertionError("the body is read")
+
+        async def send(message: Any, sent: list[dict[str, Any]] = sent) -> None:
+            sent.append(message)
+
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "headers": [],
+            "client": None,
+        }
+        serving = asyncio.ensure_future(app(cast("Any", scope), receive, send))
+        await until(lambda sent=sent: len(sent) >= 2, "it answers")  # type: ignore[misc]
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        assert sent[0]["status"] in (200, 500)  # discovery does not run
+        assert not serving.cancelled() or (method, path) == ("GET", "/status/events")

@@ -17,6 +17,8 @@ from tests.doubles.server import Behaviour, ServerDouble
 from tests.rigs.proxies import ASKED, CHAT, COMPLETIONS, STREAMED, fleet, until
 from tests.support import SeededRandom
 
+pytestmark = pytest.mark.usefixtures("crowd")
+
 CHAT_ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "n": 2}
 PROXY_ID = re.compile(r"___prefill_addr_(.+)___decode_addr_(.+)_([0-9a-f]{32})")
 
@@ -70,7 +72,8 @@ async def test_each_leg_is_told_what_it_must_know() -> None:
             },
         }
         answered = prefill.answer_params(first.json)
-        assert second.json == {**asked, "kv_transfer_params": answered}
+    told = {**(answered or {}), "stash": False}  # it is of no session
+    assert second.json == {**asked, "kv_transfer_params": told}
 
 
 async def test_a_client_cannot_direct_the_transfer() -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
@@ -17,6 +18,7 @@ from p2p_engine.wire.messages import PROTOCOL_VERSION
 from proxy.config import ProxyConfig
 from proxy.main import make_server
 from tests.doubles.server import DECODE, PREFILL, ServerDouble
+from tests.rigs.certificates import made_certificate
 
 T = TypeVar("T")
 COMPLETIONS = "/v1/completions"
@@ -150,6 +152,16 @@ async def serving(config: ProxyConfig) -> AsyncIterator[uvicorn.Server]:
     finally:
         server.should_exit = True
         await asyncio.wait_for(task, 10)
+
+
+@asynccontextmanager
+async def serving_by_tls(folder: Path, **settings: Any) -> AsyncIterator[int]:
+    """Run a proxy with a certificate; return its port."""
+    local = {"host": "127.0.0.1", "port": 0, "registration_host": "127.0.0.1"}
+    certificate = made_certificate(folder, "one")
+    config = ProxyConfig(**{**local, "registration_port": 0, **certificate, **settings})
+    async with serving(config) as server:
+        yield server.servers[0].sockets[0].getsockname()[1]
 
 
 @asynccontextmanager

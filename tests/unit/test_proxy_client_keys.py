@@ -145,3 +145,9 @@ def test_a_clients_key_of_this_proxy_stays_here(
 ) -> None:
     path = written(tmp_path / "keys", f"alice {ALICE}") if has_file else ""
     assert ClientKeys(path, instance_key, lambda: 0.0).passed_on("Bearer theirs") == passed_on
+
+
+def test_a_file_that_is_too_large_is_refused_and_not_cut(tmp_path: Path) -> None:
+    lines = "".join(f"client{number} {ALICE}{number:06}\n" for number in range(40_000))
+    with pytest.raises(ConfigError, match=r"client_keys_file '.*' is larger than 1048576 bytes"):
+        clients(tmp_path / "keys", lines)

@@ -36,6 +36,7 @@ def test_the_defaults_are_the_ports_that_people_know() -> None:
         ("prefill_policy", "the nicest"),
         ("decode_policy", ""),
         ("bypass_tokens", -1),
+        ("trace_share", 1.5),
         ("peers", "10.0.0.1"),
     ],
 )

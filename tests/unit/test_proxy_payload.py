@@ -92,6 +92,7 @@ def test_prefill_is_asked_for_one_token(asked: dict[str, Any]) -> None:
         b'{"a": 1, "vllm_xargs": {"kv_transfer_params": "evil"}}',
         b'{"a": 1, "vllm_xargs": {"b": 2, "ec_transfer_params": ["evil"]}}',
         b'{"a": 1, "vllm_xargs": {"kv_transfer_params": 1, "kv\\u005ftransfer_params": "evil"}}',
+        b'{"a": 1, "vllm_xargs": {"kv_cache_report_mode": "evil", "b": 2}}',
         b'{"vllm_xargs": {"kv_transfer_params": "evil"}, "a": 1, "vllm\\u005fxargs": {"b": 2}}',
         b'{"vllm_xargs": {"b": 2}, "a": 1, "vllm_xargs": {"\\u006bv_transfer_params": "evil"}}',
     ],

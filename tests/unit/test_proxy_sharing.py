@@ -5,13 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import tracemalloc
 from collections import Counter
 from functools import partial
+from typing import Any, cast
 
 import pytest
 
-from proxy.http.memory import FREE_BYTES, PIECE_BYTES, BodyMemory, Keep, Span
-from proxy.http.sharing import BURST_SECONDS, MAX_SHARE, Pace, Shared
+from proxy.http.asgi import ProxyRequest
+from proxy.http.deadlines import Deadlines
+from proxy.http.memory import (
+    FREE_BYTES,
+    KEPT_AT_ONCE,
+    PIECE_BYTES,
+    BodyMemory,
+    Keep,
+    Span,
+)
+from proxy.http.sharing import BURST_SECONDS, MAX_SHARE, Shared
 from proxy.http.turns import MOST_AT_ONCE, TURN_SECONDS, Turns
 from tests.doubles.clock import Clock
 from tests.rigs.proxies import until
@@ -38,11 +49,11 @@ def test_few_readers_get_fresh_content_and_many_get_what_is_there() -> None:
     assert spent <= BURST_SECONDS + (clock.now - began) * MAX_SHARE + 0.01
 
 
-async def test_a_few_begin_in_each_tick_and_the_others_in_order() -> None:
-    pace, began = Pace(2), []
+async def test_a_few_begin_in_each_so_many_seconds_and_the_others_in_order() -> None:
+    slow, began = Turns(2, seconds=0.01), list[int]()
 
     async def begin(number: int) -> None:
-        await pace.turn()
+        await slow.take()
         began.append(number)
 
     tasks = [asyncio.ensure_future(begin(number)) for number in range(7)]
@@ -99,6 +110,49 @@ async def test_a_large_body_lies_in_a_file_and_is_read_in_pieces() -> None:
     await until(lambda: not memory.num_bytes, "all pages are given back")
     assert os.fstat(memory.file).st_blocks == 0
     memory.close()
+    memory.close()
+
+
+async def test_crumbs_take_little_more_than_their_bytes() -> None:
+    memory = BodyMemory(1 << 30)
+    keep = Keep.new(memory, 1 << 20)
+    tracemalloc.start()
+    try:
+        for _ in range(FREE_BYTES):
+            assert keep.add(b"x")
+        assert tracemalloc.get_traced_memory()[0] < 2 * FREE_BYTES
+    finally:
+        tracemalloc.stop()
+    assert keep.content() == b"x" * FREE_BYTES
+    keep.free()
+
+
+async def test_bodies_of_a_crowd_delay_one_from_elsewhere_by_a_turn_each() -> None:
+    memory, deadlines = BodyMemory(1 << 30), Deadlines()
+    body, num_turns = random.Random(1).randbytes(20 * KEPT_AT_ONCE), 0
+
+    async def crowd() -> None:
+        nonlocal num_turns
+        while True:
+            await memory.turns.take("crowd")
+            num_turns += 1
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    tasks = [asyncio.ensure_future(crowd()) for _ in range(200)]
+    scope = {"path": "/", "headers": [], "state": {}, "client": ("192.0.2.1", 1)}
+    handler = asyncio.current_task()
+    assert handler is not None
+    request = ProxyRequest(cast("Any", scope), receive, handler, memory)
+    await asyncio.sleep(0)
+    before = num_turns
+    assert len(await request.body(len(body), 60.0, deadlines)) == len(body)
+    assert num_turns - before < 4 * 20
+    for task in tasks:
+        task.cancel()
+    request.ends.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
     memory.close()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+import pytest
+
 from proxy.http.deadlines import AT_ONCE, Deadlines
 from proxy.http.stall import StallWatch
 from tests.doubles.clock import Clock
@@ -75,7 +77,7 @@ async def test_a_deadline_is_not_put_off_by_an_absence_that_it_did_not_see() -> 
     clock.now += 0.2
     await until(lambda: deadlines._ticked_at == clock.now, "it has ticked")
     assert passed == ["short"]
-    next(iter(deadlines.pending)).cancel()
+    deadlines.pending[0].cancel()
 
 
 async def test_a_deadline_does_not_pass_while_nobody_was_there() -> None:
@@ -118,4 +120,58 @@ async def test_a_few_deadlines_pass_before_other_work_has_its_turn() -> None:
     look()
     steps = [later - before for before, later in itertools.pairwise(in_each_round)]
     assert max(steps) <= 2 * AT_ONCE
-    assert deadlines.pending == {}
+    assert deadlines.pending == []
+
+
+class Looked(float):
+    """A time that counts how often it is compared."""
+
+    count = 0
+
+    def __add__(self, other: float) -> Looked:
+        return Looked(float(self) + other)
+
+    def __lt__(self, other: float) -> bool:
+        Looked.count += 1
+        return float(self) < float(other)
+
+    def __ge__(self, other: float) -> bool:
+        Looked.count += 1
+        return float(self) >= float(other)
+
+
+async def test_a_tick_looks_at_no_deadline_that_waits_behind_another() -> None:
+    clock, passed = Clock(), 0
+
+    def expire() -> None:
+        nonlocal passed
+        passed += 1
+
+    deadlines = Deadlines(lambda: Looked(clock.now))
+    for seconds in (100.0, 200.0):
+        for _ in range(1000):
+            deadlines.add(seconds, expire)
+    for _ in range(3):
+        deadlines.add(0.5, expire)
+    clock.now += 0.6
+    Looked.count = 0
+    await until(lambda: passed == 3, "the short ones have passed")
+    assert Looked.count < 30
+    for deadline in deadlines.pending:
+        deadline.cancel()
+    assert deadlines.pending == []
+
+
+async def test_a_deadline_that_raises_stops_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    passed = list[str]()
+
+    def fail() -> None:
+        raise ValueError("of a test")
+
+    deadlines = Deadlines()
+    deadlines.add(0.0, fail)
+    deadlines.add(0.01, lambda: passed.append("other"))
+    await until(lambda: passed, "the other has passed")
+    assert "of a test" in caplog.text
