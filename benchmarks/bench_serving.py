@@ -223,7 +223,7 @@ async def note_idle(stage: Stage, both: ServingPair, going: StagePlay) -> None:
 
 async def note_beside(name: str, way: Way, both: ServingPair, going: StagePlay) -> None:
     """The gaps between the tokens of another answer, which D gives while prompts are loaded."""
-    other = Stream(0.0)
+    other = Stream()
     prompt = going.prompt(200, "other", name)
     task = asyncio.create_task(both.decode.stream(prompt, OTHER_TOKENS, into=other))
     try:

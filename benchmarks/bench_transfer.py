@@ -4,6 +4,9 @@ The timed part, for each contender:
   shm, tcp   engine.send() of a chunk whose bytes are ready, until COMMIT: they lie in the
              receiver's arena, as after a one-sided WRITE
   nixl       transfer() until DONE of a WRITE whose descriptors are prepared
+  nixl tcp   the same with UCX_TLS=tcp, as between two hosts without RDMA
+  raw socket memory that lies in one piece through one plain TCP socket, until its last byte is
+             in the receiver's memory: what one stream can reach
   limit      torch.index_select of the same blocks into shared memory, one core, one process
   copy_now   our own native copy of the same blocks into the same shared memory
 Every round writes new words into every block, and every round of a transfer is verified byte for
@@ -12,9 +15,12 @@ byte by the receiver. "cold" is the first transfer of two engines that have just
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -23,6 +29,7 @@ from benchmarks.harness import Row, alternate, arguments, progress, ratio, recor
 from benchmarks.memory import HostCache, address_of, ordinary_memory, random_memory, scattered
 from benchmarks.nixl_peer import NixlInitiator, NixlTarget, installed
 from benchmarks.processes import Remote
+from benchmarks.raw_socket import RawReceiver, RawSender
 from mempool import Arena, copy_now
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.memory.paged import PagedSink, PagedSource
@@ -30,6 +37,7 @@ from p2p_engine.peers.link import PeerAddress
 from tests.processes import ChildError
 
 TRANSPORTS = ("shm", "tcp")
+UCX_TRANSPORTS = {"nixl": None, "nixl tcp": "tcp"}  # by contender; None: what UCX chooses
 SECONDS = 60.0
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -39,14 +47,27 @@ def make_engine(transport: str) -> P2pNcclEngine:
     return P2pNcclEngine(EngineConfig(transports=(transport,)))
 
 
+@contextlib.contextmanager
+def awake(remotes: Sequence[Remote]) -> Iterator[None]:
+    """Let NIXL's processes run for now. They poll also while nothing moves, so they are stopped
+    while others are measured."""
+    for remote in remotes:
+        os.kill(remote.pid, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        for remote in remotes:
+            os.kill(remote.pid, signal.SIGSTOP)
+
+
 class TransferReceiver:
     """The receiving process: an engine for each transport."""
 
-    def __init__(self, total_bytes: int, seed: int) -> None:
+    def __init__(self, total_bytes: int, seed: int, transports: Sequence[str] = TRANSPORTS) -> None:
         torch.set_num_threads(1)
         self._memory = ordinary_memory(total_bytes)
         self._source = random_memory(2 * total_bytes, seed)
-        self._engines = {name: make_engine(name) for name in TRANSPORTS}
+        self._engines = {name: make_engine(name) for name in transports}
 
     def address(self, transport: str) -> str:
         """Where to dial."""
@@ -83,39 +104,49 @@ def round_key(number: int) -> TransferKey:
 class TransferBench:
     """The sending process, which is also where the limits are measured."""
 
-    def __init__(self, total_bytes: int, seed: int) -> None:
+    def __init__(self, total_bytes: int, seed: int, transports: Sequence[str] = TRANSPORTS) -> None:
         torch.set_num_threads(1)
         self.total_bytes, self.seed = total_bytes, seed
         self.numbers = itertools.count(1)
         self.memory = random_memory(2 * total_bytes, seed)
-        self.receiver = Remote(TransferReceiver, total_bytes, seed)
-        self.engines = {name: make_engine(name) for name in TRANSPORTS}
+        self.receiver = Remote(TransferReceiver, total_bytes, seed, transports)
+        self.engines = {name: make_engine(name) for name in transports}
         self.shared = Arena(total_bytes)
-        self.nixl_pair = self._start_nixl()
+        self.raw_receiver = Remote(RawReceiver, total_bytes)
+        self.raw_sender = RawSender(self.raw_receiver.ask("port"), total_bytes)
+        found = {name: self._start_nixl(name) for name in UCX_TRANSPORTS}
+        self.nixl_pairs = {name: pair for name, pair in found.items() if pair}
 
-    def _start_nixl(self) -> list[Remote]:
+    def _start_nixl(self, name: str) -> list[Remote]:
         if not installed():
-            progress("without NIXL: it is not installed")
+            progress(f"without {name}: it is not installed")
             return []
         started = []
+        chosen = UCX_TRANSPORTS[name]
+        environment = {key: value for key, value in os.environ.items() if key != "UCX_TLS"}
+        if chosen is not None:
+            environment["UCX_TLS"] = chosen
+        most = self.total_bytes, self.seed
         try:
-            started.append(Remote(NixlTarget, self.total_bytes, self.seed))
+            started.append(Remote(NixlTarget, *most, environment=environment))
             endpoint = started[0].ask("endpoint")
-            started.append(Remote(NixlInitiator, self.total_bytes, self.seed, *endpoint))
+            started.append(Remote(NixlInitiator, *most, *endpoint, environment=environment))
         except ChildError as error:
-            progress(f"without NIXL: {error}")
+            progress(f"without {name}: {error}")
             for remote in started:
                 remote.close()
             return []
-        return started
+        with awake(started):
+            return started
 
     def use(self, block_bytes: int) -> None:
         """Cut the memory into blocks of this size and choose half of them."""
         self.cache = HostCache(self.memory, 1, block_bytes)
         out_of = self.cache.paged.num_blocks
         self.block_bytes, self.block_ids = block_bytes, scattered(out_of // 2, out_of, self.seed)
-        if self.nixl_pair:
-            self.nixl_pair[1].ask("prepare", block_bytes, self.seed)
+        for pair in self.nixl_pairs.values():
+            with awake(pair):
+                pair[1].ask("prepare", block_bytes, self.seed)
 
     def send(self, transport: str, address: str) -> float:
         """One round of ours; returns the seconds from send to COMMIT."""
@@ -130,12 +161,20 @@ class TransferBench:
         self._check(transport, self.receiver.ask("verify", *place))
         return seconds
 
-    def nixl(self) -> float:
+    def nixl(self, name: str) -> float:
         """One round of NIXL's; returns the seconds of one WRITE."""
         number = next(self.numbers)
-        target, initiator = self.nixl_pair
-        seconds: float = initiator.ask("write", number)
-        self._check("nixl", target.ask("verify", self.block_bytes, self.seed, number))
+        target, initiator = self.nixl_pairs[name]
+        with awake(self.nixl_pairs[name]):
+            seconds: float = initiator.ask("write", number)
+            self._check(name, target.ask("verify", self.block_bytes, self.seed, number))
+        return seconds
+
+    def raw(self) -> float:
+        """One round of a plain socket; returns the seconds until its last byte has arrived."""
+        total = self.raw_sender.stamp(next(self.numbers))
+        seconds = self.raw_sender.send()
+        self._check("raw socket", self.raw_receiver.ask("verify", total))
         return seconds
 
     def limit(self) -> float:
@@ -171,7 +210,11 @@ class TransferBench:
         """End the processes and engines."""
         for engine in self.engines.values():
             engine.close()
-        for remote in [self.receiver, *reversed(self.nixl_pair)]:
+        self.raw_sender.close()
+        nixl = [remote for pair in self.nixl_pairs.values() for remote in reversed(pair)]
+        for remote in nixl:
+            os.kill(remote.pid, signal.SIGCONT)
+        for remote in [self.receiver, self.raw_receiver, *nixl]:
             remote.close()
 
     def _check(self, name: str, verified: bool) -> None:
@@ -182,11 +225,13 @@ class TransferBench:
 def contenders(bench: TransferBench) -> dict[str, Callable[[], float]]:
     """Return the contenders, in the order of a round."""
     runs: dict[str, Callable[[], float]] = {"limit": bench.limit, "copy_now": bench.native_limit}
-    for name in TRANSPORTS:
+    for name in bench.engines:
         address = bench.receiver.ask("address", name)
-        runs[name] = lambda n=name, a=address: bench.send(n, a)  # type: ignore[misc]
-    if bench.nixl_pair:
-        runs["nixl"] = bench.nixl
+        shown = f"our {name}" if name in UCX_TRANSPORTS else name
+        runs[shown] = lambda n=name, a=address: bench.send(n, a)  # type: ignore[misc]
+    runs["raw socket"] = bench.raw
+    for name in bench.nixl_pairs:
+        runs[name] = lambda n=name: bench.nixl(n)  # type: ignore[misc]
     return runs
 
 
@@ -198,8 +243,9 @@ def rows_of(bench: TransferBench, case: str, seconds: dict[str, list[float]]) ->
         row = {"case": case, "contender": name, **spread(rates, "gb_per_s_", 2)}
         row["of_limit"] = ratio(seconds["limit"], samples)
         row["of_copy_now"] = ratio(seconds["copy_now"], samples)
-        if "nixl" in seconds:
-            row["over_nixl"] = ratio(seconds["nixl"], samples)
+        for peer in ("raw socket", *UCX_TRANSPORTS):
+            if peer in seconds:
+                row[f"over_{peer.replace(' ', '_')}"] = ratio(seconds[peer], samples)
         rows.append(row)
     return rows
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+PAGE_BYTES = 4096
+
 
 def descendants(pid: int) -> list[int]:
     """Return a process and all that it and its threads have started, parents before children."""
@@ -14,6 +16,17 @@ def descendants(pid: int) -> list[int]:
             for task in Path(f"/proc/{each}/task").iterdir():
                 found += map(int, (task / "children").read_text().split())
     return found
+
+
+def usage(pid: int) -> tuple[int, int, int]:
+    """Return the resident bytes, the threads and the descriptors of a process.
+
+    Raises:
+        OSError: it has ended.
+    """
+    folder = Path(f"/proc/{pid}")
+    resident = int((folder / "statm").read_text().split()[1]) * PAGE_BYTES
+    return resident, len(list((folder / "task").iterdir())), len(list((folder / "fd").iterdir()))
 
 
 def cpu_seconds(pid: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tests.processes import Child
@@ -14,11 +14,16 @@ class Remote(Child):
     PATIENCE = 120.0
     CLOSE_SECONDS = 10.0
 
-    def __init__(self, factory: Callable[..., Any], *arguments: object) -> None:
-        """Start the process and wait until the object is made.
+    def __init__(
+        self,
+        factory: Callable[..., Any],
+        *arguments: object,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the process, in another environment if one is given, and wait until it is made.
 
         Raises:
             ChildError: making it failed, and how.
         """
-        super().__init__(factory, *arguments, method="spawn")
+        super().__init__(factory, *arguments, environment=environment, method="spawn")
         self.wait_until_made()

@@ -23,9 +23,13 @@ ANSWER_SECONDS = 120.0
 class Stream:
     """An answer that comes token by token: when each event came, and the tokens so far."""
 
-    asked_at: float
+    asked_at: float = 0.0
     events_at: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Note that the question is asked now."""
+        self.asked_at = time.perf_counter()
 
     @property
     def first(self) -> float:
@@ -79,8 +83,8 @@ class ServingClient:
         Raises:
             RuntimeError: an error status.
         """
-        async with self._post(_body(prompt, 1, params)) as answer:
-            await _check(answer)
+        async with self._post(question(prompt, 1, params)) as answer:
+            await check_answer(answer)
             return dict((await answer.json()).get("kv_transfer_params") or {})
 
     async def stream(
@@ -95,20 +99,23 @@ class ServingClient:
         Raises:
             RuntimeError: an error status, or an error in the stream.
         """
-        found = into or Stream(0.0)
-        found.asked_at = time.perf_counter()
-        async with self._post(_body(prompt, num_tokens, params) | {"stream": True}) as answer:
-            await _check(answer)
+        found = into or Stream()
+        found.begin()
+        async with self._post(question(prompt, num_tokens, params) | {"stream": True}) as answer:
+            await check_answer(answer)
             async for line in answer.content:
                 if line.startswith(b"data: {"):
-                    _take(found, json.loads(line[6:]))
+                    take_event(found, json.loads(line[6:]))
         return found
 
     def _post(self, body: dict[str, Any]) -> Any:
         return self._session.post("http://server/v1/completions", json=body)
 
 
-def _body(prompt: list[int], num_tokens: int, params: dict[str, Any] | None) -> dict[str, Any]:
+def question(
+    prompt: list[int], num_tokens: int, params: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the body of a completion request of so many tokens."""
     body = {
         "model": "m", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0,
         "ignore_eos": True, "return_token_ids": True,
@@ -116,12 +123,22 @@ def _body(prompt: list[int], num_tokens: int, params: dict[str, Any] | None) -> 
     return body if params is None else {**body, "kv_transfer_params": params}
 
 
-async def _check(answer: aiohttp.ClientResponse) -> None:
+async def check_answer(answer: aiohttp.ClientResponse) -> None:
+    """Check the status of an answer.
+
+    Raises:
+        RuntimeError: an error status.
+    """
     if answer.status != 200:
         raise RuntimeError(f"{answer.status}: {(await answer.text())[:300]}")
 
 
-def _take(stream: Stream, event: dict[str, Any]) -> None:
+def take_event(stream: Stream, event: dict[str, Any]) -> None:
+    """Add an event to the answer that it belongs to.
+
+    Raises:
+        RuntimeError: the event is an error.
+    """
     if "error" in event:
         raise RuntimeError(str(event["error"])[:300])
     tokens = [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
