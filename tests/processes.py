@@ -135,7 +135,9 @@ class Child:
         """Send SIGKILL and reap; returns the monotonic time at which it was sent. Idempotent."""
         moment = time.monotonic()
         if not self.has_ended():
-            self.signal(signal.SIGKILL)
+            # The fork server collects its children: one may be gone before we hear of it.
+            with contextlib.suppress(ProcessLookupError):
+                self.signal(signal.SIGKILL)
             self._reap(30)
         return moment
 

@@ -30,7 +30,7 @@ from mempool import Arena
 from p2p_engine import EngineConfig, P2pNcclEngine, SendMode, TransferKey
 from p2p_engine.control import auth, dialler
 from p2p_engine.control.plane import ControlPlane
-from p2p_engine.errors import P2pError, RemoteProtocolError
+from p2p_engine.errors import P2pError, PeerLost, RemoteProtocolError
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers import links
 from p2p_engine.peers.directory import Directory, RankAddress
@@ -196,7 +196,7 @@ class ChaosEngine:
         def lose_all() -> None:
             with self.engine._parts.changed:
                 for epoch in list(sessions._sessions):
-                    sessions._lose(epoch, "the round says so")
+                    sessions._lose(epoch, PeerLost("the round says so"))
 
         self.engine._parts.control.call_soon(lose_all)
 

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import machine
+from benchmarks.process_tree import usage
 from p2p_engine import SendMode
 from p2p_engine.bounded import MAX_ENTRIES
 from tests.chaos.crowd import UNRESOLVABLE, Crowd
@@ -38,7 +39,6 @@ from tests.support import eventually
 
 SAMPLE_SECONDS = 5.0
 SIZES = [1, 4096, 100_000, 1_000_000, 2_000_000]
-PAGE_BYTES = 4096
 BATCH = 128
 MEET_SECONDS = 5.0  # between two rounds of dialling those that never answer
 LINK_SECONDS = 300.0
@@ -47,9 +47,7 @@ LINK_SECONDS = 300.0
 def sample(process: ChaosChild) -> tuple[int, int, int]:
     """Resident bytes, threads, descriptors, of a process that has nothing under way."""
     process.ask("trim")
-    folder = Path(f"/proc/{process.pid}")
-    resident = int((folder / "statm").read_text().split()[1]) * PAGE_BYTES
-    return resident, len(list((folder / "task").iterdir())), len(list((folder / "fd").iterdir()))
+    return usage(process.pid)
 
 
 class Soak:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from p2p_engine.cli.drain import run_drain
 from p2p_engine.wire.addresses import join_address
 from proxy import ProxyConfig
 from tests.doubles.server import DECODE, PREFILL, Behaviour, ServerDouble
-from tests.rigs.certificates import made_certificate
+from tests.rigs.certificates import made_certificate, needs_openssl
 from tests.rigs.proxies import STREAMED, fleet, running_proxy, serving
 
 KEY = "open sesame"
@@ -89,7 +88,7 @@ async def test_ranks_are_drained_together_or_alone(admin_key: str, rank: str) ->
         assert states[f"{decode.http_address}#0"] == ("ready" if rank else "drained")
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not there")
+@needs_openssl
 async def test_a_proxy_with_tls_is_asked_by_tls(
     admin_key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

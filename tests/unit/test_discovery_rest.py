@@ -90,3 +90,21 @@ async def test_ticks_go_on_after_one_that_raised(
     monkeypatch.setattr(port._names, "tick", tick)
     await until(lambda: len(ticks) > 1, "another tick")
     assert [str(each) for each in raised] == ["of a test"]
+
+
+async def test_a_tick_that_raises_holds_up_no_other(
+    port: Discovery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(now: float) -> None:
+        raise ValueError("of a test")
+
+    ticked = list[str]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: None)
+    assert port._names is not None
+    assert port._reach is not None
+    assert port._sockets is not None
+    monkeypatch.setattr(port._names, "tick", fail)
+    for name, part in (("reach", port._reach), ("sockets", port._sockets)):
+        monkeypatch.setattr(part, "tick", lambda now, name=name: ticked.append(name))
+    await until(lambda: len(ticked) >= 4, "the others tick")
+    assert ticked[:4] == ["reach", "sockets"] * 2

@@ -7,10 +7,12 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.processes import Child, ChildError, together
+from tests.support import eventually
 
 WAYS = {"the fork server": None, "a new interpreter": ()}
 
@@ -101,6 +103,16 @@ def test_a_child_is_killed_whatever_it_does(child: Child) -> None:
     assert child.has_ended()
     with pytest.raises(ChildError, match=f"did not end well: -{signal.SIGKILL.value}"):
         child.end()
+
+
+def test_a_child_that_is_gone_before_we_hear_of_it_is_killed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Child(Counter, 1) as child:
+        child.tell("leave", 3)
+        eventually(lambda: not Path(f"/proc/{child.pid}").exists())
+        monkeypatch.setattr(child, "has_ended", lambda: False)
+        child.kill()
 
 
 def test_an_object_that_cannot_be_made_is_told() -> None:

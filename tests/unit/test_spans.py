@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,9 +78,10 @@ class ManyChunks:
     def __init__(self, num: int) -> None:
         content = (TransferKey("long prompt"), b"")
         unused: Any = None
+        shm: Any = SimpleNamespace(name="shm")
         self.receive = Receive(content, unused, unused, 0.0)
         self.landings = [
-            Landing((1, index), 0, content, Manifest(2 * index, 1, [8]), unused, 1, 0.0)
+            Landing((1, index), 0, content, Manifest(2 * index, 1, [8]), shm, 1, 0.0)
             for index in range(num)
         ]
         for landing in self.landings:
