@@ -15,7 +15,7 @@ export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.venv/pycache
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-c tsan asan attack chaos soak restarts stalls backlog model scale fuzz fuzz-c bench bench-check test-vllm test-ray test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage docs wheels deploy check-deploy clean
+.PHONY: help setup nixl demo test test-c tsan asan attack chaos soak restarts changes stalls backlog model scale fuzz fuzz-c bench bench-check test-vllm test-ray test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage docs wheels deploy check-deploy clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ demo: setup  ## real vLLM, one prefill and one decode instance, token for token 
 test: setup test-c tsan asan  ## everything that needs no GPU; about 17 minutes on two cores
 	$(PYTEST) tests/unit tests/property tests/contract tests/integration tests/vllm \
 		-m "not vllm" --durations=20 --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0
+
+nixl: setup  ## install NIXL, so that the tests of its transport are not skipped
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 
 scale: setup  ## stand-ins come and go at random under load for DURATION= seconds (600)
 	$(BIN)/python -m tests.scale.run $(if $(DURATION),--seconds $(DURATION))
@@ -50,6 +53,9 @@ soak: setup  ## two processes under load for DURATION= seconds (1200), beside LI
 
 restarts: setup  ## real vLLM instances restart under load: TURNS= restarts (20), from FIRST= (0) on
 	$(BIN)/python -m tests.vllm.restarts $(if $(TURNS),--turns $(TURNS)) $(if $(FIRST),--first $(FIRST))
+
+changes: setup  ## a fleet of real vLLM changes under load, beside the protocol's version before; records what it saw
+	P2P_CHANGES_OUTPUT=benchmarks/results/changes.jsonl $(PYTEST) tests/vllm/test_changes.py
 
 stalls: setup  ## real vLLM's first loads on busy cores, TURNS= times (50) beside BUSY= processes (16), ANSWERS= each (24)
 	$(BIN)/python -m tests.vllm.stalls $(if $(TURNS),--turns $(TURNS)) $(if $(BUSY),--busy $(BUSY)) \
