@@ -37,7 +37,7 @@ from proxy.http.turns import Turns
 from proxy.observe.metrics import Metrics
 from proxy.observe.outlet import Outlet
 from proxy.observe.request_log import RequestLog
-from proxy.request.forward import COMPLETION_PATHS, ERRAND_PATHS, Forwarder
+from proxy.request.forward import LOOKUP_PATHS, PATHS, Forwarder, explained, lookup_refused
 from proxy.request.models import PATH as MODELS_PATH
 from proxy.request.models import list_models
 from proxy.request.release import Releases
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from proxy.fleet.instances import Instance
     from proxy.http.asgi import ProxyRequest
 
-DIRECT_PATHS = (*COMPLETION_PATHS, *ERRAND_PATHS)
 # Of requests for other paths, so many begin in each so many seconds; completions wait for none.
 PAGES_AT_ONCE = 4
 PAGES_SECONDS = 0.01
@@ -98,11 +97,11 @@ class ProxyApp(Quart):
     async def __call__(
         self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
     ) -> None:
-        """Serve one ASGI event; POSTs to `DIRECT_PATHS` go straight to the forwarder."""
+        """Serve one ASGI event; POSTs to `PATHS` go straight to the forwarder."""
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
-        if scope["path"] in DIRECT_PATHS and scope["method"] == "POST":
+        if scope["path"] in PATHS and scope["method"] == "POST":
             await serve_directly(self._serve, scope, receive, send, self._memory)
             return
         if scope["path"] != HEALTH:
@@ -133,7 +132,7 @@ def create_app(
     app.config["MAX_CONTENT_LENGTH"] = MAX_ADMIN_BYTES
     app.while_serving(proxy.serving)
     # These make Quart answer 405 to other methods.
-    for path in DIRECT_PATHS:
+    for path in PATHS:
         app.add_url_rule(path, view_func=proxy.refuse, methods=["POST"], endpoint=path)
     for path in proxy.pages:
         app.add_url_rule(path, view_func=proxy.refuse, methods=["GET"], endpoint=path)
@@ -143,6 +142,8 @@ def create_app(
         "/instances/role": proxy.change_instances,
     }.items():
         app.add_url_rule(path, view_func=view, methods=["POST"])
+    for path, method in LOOKUP_PATHS.items():
+        app.add_url_rule(path, path, proxy.refuse_lookup, methods=[method])
     app.add_url_rule(MODELS_PATH, view_func=proxy.models, methods=["GET"])
     app.register_error_handler(ProxyError, proxy.explain)
     app.register_error_handler(HTTPException, proxy.explain_http)
@@ -312,6 +313,10 @@ class Proxy:
         """Hold the place of a path in Quart's routes; `ProxyApp` serves these requests."""
         raise NotImplementedError
 
+    async def refuse_lookup(self, response_id: str) -> Response:
+        """Refuse to look a response up."""
+        raise lookup_refused(response_id)
+
     async def models(self) -> Response:
         """List the models of all ready decode instances."""
         given = request.headers.get("Authorization", "")
@@ -338,13 +343,13 @@ class Proxy:
         except ProxyError as error:
             return self._explained(error)
 
-    def _explained(self, error: ProxyError) -> Answer:
+    def _explained(self, error: ProxyError, path: str = "") -> Answer:
         self._metrics.count_refused(error.code)
-        return error.answer_to_client()
+        return explained(error, path)
 
     async def explain(self, error: ProxyError) -> Response:
         """Answer an error of a route that Quart serves."""
-        answer = self._explained(error)
+        answer = self._explained(error, request.path)
         headers = {name.decode(): value.decode() for name, value in answer.headers}
         return Response(cast("bytes", answer.body), answer.status, headers)
 

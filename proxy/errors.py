@@ -1,4 +1,4 @@
-"""Errors that a client sees, in the format of OpenAI's API."""
+"""Errors that a client sees, in the format of OpenAI's API or of Anthropic's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from p2p_engine.errors import P2pError
 from proxy.http.asgi import Answer
 
 RETRY_AFTER_SECONDS = 3
+# Anthropic's names for what it has a name of its own for.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+    504: "timeout_error",
+}  # fmt: skip
 
 
 def says_enough(error: object) -> bool:
@@ -41,15 +47,20 @@ class ProxyError(P2pError):
         self.retry_after = retry_after
         self.details = details
 
-    def answer_to_client(self) -> Answer:
+    def answer_to_client(self, *, is_anthropic: bool = False) -> Answer:
         """Build the HTTP answer; 429 and 503 carry `Retry-After`."""
         headers = [(b"content-type", b"application/json")]
         if self.status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
             headers.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_after))))
-        return Answer(self.status, headers, msgspec.json.encode(self.body()))
+        body = self.body(is_anthropic=is_anthropic)
+        return Answer(self.status, headers, msgspec.json.encode(body))
 
-    def body(self) -> dict[str, Any]:
+    def body(self, *, is_anthropic: bool = False) -> dict[str, Any]:
         """Return the answer's JSON object."""
+        if is_anthropic:
+            other = "invalid_request_error" if self.status < 500 else "api_error"
+            said = {"type": _ANTHROPIC_TYPES.get(self.status, other), "message": str(self)}
+            return {"type": "error", "error": {**said, "code": self.code, **self.details}}
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": str(self), "type": kind, "param": None, "code": self.code}
         return {"error": {**error, **self.details}}
@@ -78,9 +89,9 @@ class LegFailed(ProxyError):
         self.answered = answered
         self.answer = answer
 
-    def answer_to_client(self) -> Answer:
+    def answer_to_client(self, *, is_anthropic: bool = False) -> Answer:
         """Return the instance's own answer if there is one to pass on, else one of ours."""
-        return self.answer or super().answer_to_client()
+        return self.answer or super().answer_to_client(is_anthropic=is_anthropic)
 
 
 class Refused(ProxyError):
@@ -91,6 +102,6 @@ class Refused(ProxyError):
         super().__init__(status, f"{role}_refused", f"the {role} instance answered {status}")
         self.answer = answer
 
-    def answer_to_client(self) -> Answer:
+    def answer_to_client(self, *, is_anthropic: bool = False) -> Answer:
         """Return the instance's answer."""
         return self.answer

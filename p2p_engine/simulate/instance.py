@@ -100,8 +100,8 @@ class StandIn:
 
     def _routes(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.router.add_post("/v1/completions", self._complete)
-        app.router.add_post("/v1/chat/completions", self._complete)
+        for path in answers.PATHS:
+            app.router.add_post(path, self._complete)
         for path in ("/tokenize", "/detokenize", "/v1/embeddings"):
             app.router.add_post(path, self._echo)
         app.router.add_get("/v1/models", self._models)
@@ -197,10 +197,11 @@ class StandIn:
         usage = _usage(asked, prompts)
         with self._decoding():
             if asked.get("stream"):
-                return await self._stream(request, answers.events(asked, usage))
+                return await self._stream(request, answers.stream(request.path, asked, usage))
             for _ in range(answers.num_tokens(asked) - 1):
                 await self._cost.step()
-        content = answers.completion(asked, self._params_for_decode(intent), usage)
+        params = self._params_for_decode(intent)
+        content = answers.answer(request.path, asked, params, usage)
         return web.json_response(content)
 
     async def _stream(self, request: web.Request, events: list[bytes]) -> web.StreamResponse:

@@ -40,13 +40,14 @@ class SimulatedPrompt:
 
 
 def read_prompts(asked: Mapping[str, Any]) -> list[SimulatedPrompt]:
-    """Return the prompts of a completion or a chat: texts, token ids, or several of either.
+    """Return the prompts of a request: texts, token ids, or several of either; or a conversation.
 
     Raises:
         ValueError: there is none, or it has another type.
     """
-    if "messages" in asked:
-        return [SimulatedPrompt(json.dumps(asked["messages"]).encode())]
+    for name in ("messages", "input"):
+        if name in asked:
+            return [SimulatedPrompt(json.dumps(asked[name]).encode())]
     given = asked.get("prompt")
     if isinstance(given, list) and given and not isinstance(given[0], int):
         return [_read_prompt(one) for one in given]

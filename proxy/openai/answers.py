@@ -3,7 +3,6 @@ fault."""
 
 from __future__ import annotations
 
-import re
 from http import HTTPStatus
 
 import msgspec
@@ -13,6 +12,7 @@ from proxy.fleet.instances import GATEWAY_ERRORS, Role
 from proxy.http.asgi import Answer, Headers
 from proxy.http.client import ClientError, Response
 from proxy.openai import payload
+from proxy.openai.apis import Api
 from proxy.openai.fields import BAD_JSON
 
 _ERROR = HTTPStatus.INTERNAL_SERVER_ERROR
@@ -35,10 +35,8 @@ _NOT_FOR_BROWSERS = [
     (b"content-security-policy", b"sandbox; default-src 'none'"),
 ]
 
-# vLLM answers 200 with this reason if it aborts a request at shutdown. The pattern cannot match
-# inside a text, because quotes are escaped there.
-_ABORTED = re.compile(rb'"finish_reason": ?"abort"')
-# An aborted answer is shorter than this. Other answers deliver this much at once.
+# vLLM answers 200 if it aborts a request at shutdown. Such an answer is shorter than this. Other
+# answers deliver this much at once.
 _MAX_ABORTED_BYTES = 4096
 
 
@@ -51,7 +49,7 @@ class _ErrorAnswer(msgspec.Struct):
     message: str = ""
 
 
-def check_prefill(response: Response, answer: bytes | None) -> payload.Prefilled:
+def check_prefill(response: Response, answer: bytes | None, api: Api) -> payload.Prefilled:
     """Return the relevant part of a prefill instance's answer; `answer` is None if it is too long.
 
     Raises:
@@ -74,16 +72,16 @@ def check_prefill(response: Response, answer: bytes | None) -> payload.Prefilled
         raise LegFailed(
             HTTPStatus.BAD_GATEWAY, "prefill_bad_answer", message, can_retry=True, answered=_ERROR
         )
-    if _ABORTED.search(answer):
+    if api.aborted.search(answer):
         raise _aborted(Role.PREFILL.label)
     try:
-        return payload.read_prefill(answer)
+        return payload.read_prefill(answer, api)
     except ValueError as error:
         message = f"the prefill instance answered {error}"
         raise LegFailed(HTTPStatus.BAD_GATEWAY, "prefill_bad_answer", message) from error
 
 
-async def check_answer(response: Response, role: str, max_bytes: int) -> None:
+async def check_answer(response: Response, role: str, max_bytes: int, api: Api) -> None:
     """Accept all answers but 5xx; waits until an answer without an error has begun.
 
     A 5xx goes to the client unchanged if no other instance can answer.
@@ -96,7 +94,8 @@ async def check_answer(response: Response, role: str, max_bytes: int) -> None:
     status = response.status
     if status == HTTPStatus.OK:
         is_stream = response.content_type == EVENT_STREAM
-        if _ABORTED.search(await response.ahead(1 if is_stream else _MAX_ABORTED_BYTES)):
+        begun = await response.ahead(1 if is_stream else _MAX_ABORTED_BYTES)
+        if api.aborted.search(begun) and not (is_stream and api.has_events):
             raise _aborted(role)
     if status < 500:
         return

@@ -22,9 +22,9 @@ _NOT_IN_XARGS = {*_TRANSFERS, "kv_cache_report_mode"}
 # A request has few fields that may be large. All others together, and the names, are small: a body
 # of millions of fields would take seconds.
 MAY_BE_LARGE = (
-    "chat_template", "chat_template_kwargs", "documents", "input", "logit_bias", "messages",
-    "mm_processor_kwargs", "prompt", "prompt_embeds", "response_format", "structured_outputs",
-    "tokens", "tools",
+    "chat_template", "chat_template_kwargs", "documents", "input", "instructions", "logit_bias",
+    "messages", "mm_processor_kwargs", "output_config", "previous_input_messages", "prompt",
+    "prompt_embeds", "response_format", "structured_outputs", "system", "text", "tokens", "tools",
 )  # fmt: skip
 MAX_SMALL_BYTES = 256 << 10
 

@@ -23,7 +23,10 @@ from proxy.openai.fields import split
 # A value that is larger is not sent, but said where it lies.
 SPAN_BYTES = 16 << 10
 # These are compared with those of small bodies. In a small body they may be as large as it is.
-COMPARED = ("tools", "chat_template", "chat_template_kwargs")
+COMPARED = (
+    "tools", "chat_template", "chat_template_kwargs", "system", "instructions",
+    "previous_input_messages",
+)  # fmt: skip
 COMPARED_BYTES = 256 << 10
 REQUEST = struct.Struct("<QQ")
 LENGTH = struct.Struct("<I")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
 from proxy.http.memory import Parts, Span
+from proxy.openai.apis import COMPLETIONS, Api, type_of
 from proxy.openai.fields import BAD_JSON, KV_PARAMS, split
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ _NOT_FOR_PREFILL = (
     "min_tokens", "stream_options",
     "logprobs", "top_logprobs", "logprob_token_ids", "return_token_ids", "return_token_offsets",
     "return_tokens_as_token_ids", "return_prompt_text", "return_mm_kwargs",
+    "include", "enable_response_messages",
 )  # fmt: skip
 # Of a prefill instance's answer: one token for each choice, and what it says of its KV.
 MAX_PREFILL_BYTES = 4 << 20
@@ -53,14 +56,18 @@ NOTHING = ClientRequest((), {})
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prefill instance's answer: its parameters for decode, and its token counts."""
+    """A prefill instance's answer: its parameters for decode, and its token counts.
+
+    `counts` are those that are true of the whole answer, by their names in `usage`; they are empty
+    if it does not say how much was cached.
+    """
 
     params: Answered
-    cached_tokens: int | None
+    counts: Mapping[str, int]
     prompt_tokens: int = 0
 
 
-UNREAD = Prefilled({}, None)  # of an answer that is too long
+UNREAD = Prefilled({}, {})  # of an answer that is too long
 
 
 class _PromptDetails(msgspec.Struct):
@@ -68,14 +75,23 @@ class _PromptDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    """What the APIs call the tokens of the prompt and those that were cached. Anthropic's
+    `input_tokens` are the others."""
+
     prompt_tokens: int = 0
     prompt_tokens_details: _PromptDetails | None = None
+    input_tokens: int = 0
+    input_tokens_details: _PromptDetails | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
 
 
 class _PrefillAnswer(msgspec.Struct):
     """The parts stay raw, so that no number of them costs the event loop much."""
 
-    choices: msgspec.Raw
+    choices: msgspec.Raw = msgspec.Raw(b"null")
+    content: msgspec.Raw = msgspec.Raw(b"null")
+    output: msgspec.Raw = msgspec.Raw(b"null")
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
     usage: msgspec.Raw = msgspec.Raw(b"null")
 
@@ -113,19 +129,21 @@ def model_of(fields: Fields) -> str | None:
         return None
 
 
-def num_choices(fields: Fields) -> int:
+def num_choices(fields: Fields, api: Api = COMPLETIONS) -> int:
     """Return the number of continuations of each prompt."""
-    given = small(fields, "n", b"1")
+    given = small(fields, "n", b"1") if api.has_choices else b"1"
     return int(given) if given.isdigit() and len(given) <= MAX_DIGITS else 1
 
 
-def prefill_body(fields: Fields, params: Params | None) -> Parts:
+def prefill_body(fields: Fields, params: Params | None, api: Api = COMPLETIONS) -> Parts:
     """Return the prefill body: one token, no stream, and nothing that only decode's answer needs.
     `n` stays: each choice is a separate transfer."""
     kept: dict[str, Any] = {k: v for k, v in fields.items() if k not in _NOT_FOR_PREFILL}
-    kept |= {"max_tokens": _ONE, "stream": _FALSE}
+    kept |= {api.limit: _ONE, "stream": _FALSE}
     if "max_completion_tokens" in kept:
         kept["max_completion_tokens"] = _ONE
+    if "thinking" in kept and type_of(fields, "thinking") == "enabled":
+        del kept["thinking"]  # a limit of tokens, which must be below that of the answer
     if params is not None:
         kept[KV_PARAMS] = params
     return joined(kept)
@@ -147,11 +165,25 @@ def joined(fields: dict[str, Any]) -> Parts:
 
 def decode_body(asked: ClientRequest, params: Params | None) -> Parts:
     """Return the client's body with our parameters spliced in before the last brace."""
-    if params is None:
-        return asked.body
+    return asked.body if params is None else _with(asked, {KV_PARAMS: params})
+
+
+def prepared(asked: ClientRequest, api: Api) -> ClientRequest:
+    """Return a request that also says what its API must say.
+
+    Raises:
+        ProxyError: 400, it wants what the proxy cannot do with several instances.
+    """
+    api.check(asked.fields)
+    more = {name: value for name, value in api.said.items() if name not in asked.fields}
+    return ClientRequest(_with(asked, more), {**asked.fields, **more}) if more else asked
+
+
+def _with(asked: ClientRequest, more: Mapping[str, Any]) -> Parts:
+    """Return a body with more fields before its last brace."""
     *firsts, last = asked.body
     comma = b"," if asked.fields else b""
-    ours = b'%b"%b":%b}' % (comma, KV_PARAMS.encode(), msgspec.json.encode(params))
+    ours = comma + msgspec.json.encode(more)[1:]
     if isinstance(last, Span):
         return (*firsts, last.part(0, len(last) - 1), ours)
     return (*firsts, b"".join((memoryview(last)[:-1], ours)))
@@ -207,7 +239,7 @@ def decode_params(proxy_id: ProxyId, answered: Answered, *, keeps: bool = False)
     return {**ours, **answered, "stash": keeps and bool(proxy_id.decode)}
 
 
-def read_prefill(answer: bytes) -> Prefilled:
+def read_prefill(answer: bytes, api: Api = COMPLETIONS) -> Prefilled:
     """Read a prefill instance's answer; its parameters may be missing.
 
     Raises:
@@ -215,18 +247,35 @@ def read_prefill(answer: bytes) -> Prefilled:
     """
     try:
         said = _answer_decoder.decode(answer)
-        if not _is_filled_list(said.choices):
-            raise msgspec.ValidationError("no choices")
+        if not _is_list(getattr(said, api.generated), may_be_empty=api.may_be_empty):
+            raise msgspec.ValidationError(f"no {api.generated}")
         params = _params_decoder.decode(_bounded(said.kv_transfer_params)) or {}
         usage = _usage_decoder.decode(_bounded(said.usage)) or _Usage()
     except BAD_JSON as error:
         raise ValueError(f"{len(answer)} bytes that are no completion: {error}") from error
-    details = usage.prompt_tokens_details
-    return Prefilled(params, details.cached_tokens if details else None, usage.prompt_tokens)
+    return Prefilled(params, *_read_usage(usage, api))
 
 
-def _is_filled_list(value: msgspec.Raw) -> bool:
-    return bytes(memoryview(value)[:1]) == b"[" and bytes(value)[1:].lstrip()[:1] != b"]"
+def _read_usage(usage: _Usage, api: Api) -> tuple[Mapping[str, int], int]:
+    """Return the counts that are true of the whole answer, and the tokens of the prompt."""
+    if api.is_anthropic:
+        cached = {
+            "cache_read_input_tokens": usage.cache_read_input_tokens,
+            "cache_creation_input_tokens": usage.cache_creation_input_tokens,
+        }
+        known = {name: number for name, number in cached.items() if number is not None}
+        counts = {"input_tokens": usage.input_tokens, **known}
+        return counts if known else {}, sum(counts.values())
+    details: _PromptDetails | None = getattr(usage, f"{api.prompt_tokens}_details")
+    num_prompt: int = getattr(usage, api.prompt_tokens)
+    if details is None or details.cached_tokens is None:
+        return {}, num_prompt
+    return {"cached_tokens": details.cached_tokens}, num_prompt
+
+
+def _is_list(value: msgspec.Raw, *, may_be_empty: bool) -> bool:
+    is_list = bytes(memoryview(value)[:1]) == b"["
+    return is_list and (may_be_empty or bytes(value)[1:].lstrip()[:1] != b"]")
 
 
 def _bounded(value: msgspec.Raw) -> msgspec.Raw:

@@ -11,12 +11,13 @@ import msgspec
 from proxy.fleet.held_blocks import Sighting
 from proxy.http.memory import Span
 from proxy.openai import payload
+from proxy.openai.apis import COMPLETIONS, Api
 from proxy.openai.fields import BAD_JSON
 
 if TYPE_CHECKING:
     from proxy.openai.payload import Fields
 
-Value = TypeVar("Value", int, str)
+Value = TypeVar("Value")
 # Prompts may be large, and are not copied.
 Text: TypeAlias = bytes | memoryview | Span
 
@@ -28,9 +29,13 @@ MAX_BLOCKS = 8192
 TOKENS_PER_BLOCK = BLOCK_BYTES // BYTES_PER_TOKEN
 # Estimated output tokens if the request sets no limit; also the maximum, as limits are seldom met.
 EXPECTED_OUTPUT_TOKENS = 256
-_TEXTS = ("prompt", "messages", "input")
+_TEXTS = ("prompt", "messages", "input")  # of what has no API of its own
 # Fields that change the prompt's KV: equal texts share KV only if these are equal, too.
-_CONTEXT = ("model", "tools", "chat_template", "chat_template_kwargs", "cache_salt")
+_CONTEXT = (
+    "model", "tools", "chat_template", "chat_template_kwargs", "cache_salt", "system",
+    "instructions", "previous_input_messages",
+)  # fmt: skip
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _ABOUT_THE_PROMPT = {"prompt_logprobs", "echo", "use_beam_search"}
 _NOTHING = (b"", b"null", b"false")
 
@@ -73,19 +78,24 @@ class Prompt:
         return max(0, self.num_tokens - held)
 
 
-def read_prompt(fields: Fields, session: str = "") -> Prompt:
+class _Metadata(msgspec.Struct):
+    user_id: str = ""
+
+
+def read_prompt(fields: Fields, session: str = "", api: Api = COMPLETIONS) -> Prompt:
     """Read a request; a value of a wrong type counts as missing.
 
-    `session` is the client's session id; without one, the field `user` is used.
+    `session` is the client's session id; without one, the field `user` is used, or Anthropic's
+    `metadata.user_id`.
     """
-    texts = (_text(fields[name]) for name in _TEXTS if name in fields)
+    texts = (_text(fields[name]) for name in (api.prompt, *_TEXTS) if name in fields)
     return Prompt(
         model=payload.model_of(fields),
-        session=session or _value(fields, "user", str, ""),
+        session=session or _user(fields, api),
         text=next(texts, b""),
         context=tuple([_compared(fields[n]) if n in fields else b"" for n in _CONTEXT]),
         num_output_tokens=_num_output_tokens(fields),
-        needs_whole_prompt=_needs_whole_prompt(fields),
+        needs_whole_prompt=_needs_whole_prompt(fields) or api.computes_alone(fields),
         salt=_value(fields, "cache_salt", str, ""),
     )
 
@@ -99,8 +109,14 @@ def _compared(value: payload.Value) -> bytes | memoryview:
 
 
 def _num_output_tokens(fields: Fields) -> int:
-    asked = _value(fields, "max_tokens", int, 0) or _value(fields, "max_completion_tokens", int, 0)
+    asked = next(filter(None, (_value(fields, name, int, 0) for name in _LIMITS)), 0)
     return min(max(asked, 0) or EXPECTED_OUTPUT_TOKENS, EXPECTED_OUTPUT_TOKENS)
+
+
+def _user(fields: Fields, api: Api) -> str:
+    if api.is_anthropic:
+        return _value(fields, "metadata", _Metadata, _Metadata()).user_id
+    return _value(fields, "user", str, "")
 
 
 def _needs_whole_prompt(fields: Fields) -> bool:

@@ -11,10 +11,11 @@ from proxy.http.asgi import Ends
 from proxy.http.client import ClientError, Limits, Response
 from proxy.openai import payload
 from proxy.openai.answers import check_answer
+from proxy.openai.apis import api_of
 from proxy.request.relay import Relay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from proxy.config import ProxyConfig
     from proxy.fleet.instances import Instance, Leg, Role
@@ -45,6 +46,7 @@ class Attempt:
         self.request = request
         self.record = record
         self.asked = asked
+        self.api = api_of(request.path)
         self.transfer_id = new_transfer_id()
         self.failed: Instance | None = None
         self.doubted: Leg | None = None  # it failed, and that may be due to the request
@@ -83,7 +85,7 @@ class Attempt:
             )
             self.ends.callback(response.close)
             try:
-                await check_answer(response, leg.role.label, self.config.max_body_bytes)
+                await check_answer(response, leg.role.label, self.config.max_body_bytes, self.api)
             except ClientError as error:
                 raise leg_failed(leg.instance, leg.role, error) from error
         except LegFailed as failure:
@@ -95,7 +97,7 @@ class Attempt:
         self,
         leg: Leg,
         response: Response,
-        cached_tokens: int | None = None,
+        counts: Mapping[str, int] | None = None,
         turn: LastTurn | None = None,
     ) -> Answer:
         """Return the answer for the client; 2xx and 3xx close the leg's breaker. The `turn` is told
@@ -104,7 +106,7 @@ class Attempt:
             leg.breaker.recover()
             self.asked = payload.NOTHING  # free the prompt: it may be large, and the stream long
             self.request.free_body()
-        relay = Relay(self.services, self.request, self.record, leg, response, cached_tokens, turn)
+        relay = Relay(self.services, self.request, self.record, leg, response, counts, turn)
         return relay.answer()
 
     def judge(self, leg: Leg, failure: LegFailed) -> None:

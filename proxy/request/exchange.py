@@ -86,13 +86,13 @@ class Exchange(Attempt):
     async def _prefill(self, proxy_id: ProxyId) -> payload.Prefilled:
         """Run the prefill leg and return the relevant part of its answer."""
         params = None if self._pair.is_old_wire else self._prefill_params(proxy_id)
-        body = payload.prefill_body(self.asked.fields, params)
+        body = payload.prefill_body(self.asked.fields, params, self.api)
         leg = self._prefill_leg
         try:
             response, answer = await self._post_prefill(leg.instance, body, proxy_id)
             if answer is None and response.status == HTTPStatus.OK and proxy_id.prefill:
                 self._kv = proxy_id, payload.UNREAD  # its name alone is enough to release it
-            prefilled = check_prefill(response, answer)
+            prefilled = check_prefill(response, answer, self.api)
         except LegFailed as failure:
             self.fail(leg, failure)
             raise
@@ -174,18 +174,18 @@ class Exchange(Attempt):
 
     def _answer(self, response: Response) -> Answer:
         self._is_claimed = response.status < 400
-        cached_tokens = self._kv[1].cached_tokens if self._kv else None
+        counts = self._kv[1].counts if self._kv else None
         turn: LastTurn | None = None
         if self._is_claimed and self._kv is not None and self._pair.prefill is not None:
             # Each continuation of a prompt is a separate transfer.
             (proxy_id, prefilled), prompt = self._kv, self._prompt
-            num_choices = payload.num_choices(self.asked.fields)
+            num_choices = payload.num_choices(self.asked.fields, self.api)
             num_tokens = prefilled.prompt_tokens * num_choices
             self._pair.decode.count_kv(self._pair.prefill, num_tokens)
             turn = LastTurn(proxy_id, prefilled.prompt_tokens)
             self.services.last_turns.put(prompt.session, prompt.model, turn)
             turn = turn if num_choices == 1 else None  # the next turn goes on with one of them
-        return self.relay(self._decode_leg, response, cached_tokens, turn)
+        return self.relay(self._decode_leg, response, counts, turn)
 
     def _release_unclaimed(self) -> None:
         """Make decode release KV that it was never asked to use."""
@@ -194,7 +194,8 @@ class Exchange(Attempt):
             return
         proxy_id, prefilled = self._kv
         params = payload.decode_params(proxy_id, prefilled.params)
-        body = payload.prefill_body(self.asked.fields, None if self._pair.is_old_wire else params)
+        told = None if self._pair.is_old_wire else params
+        body = payload.prefill_body(self.asked.fields, told, self.api)
         headers = self.headers(payload.request_id(proxy_id))
         assert self.request.keep is not None
         keep = self.request.keep.again()

@@ -12,6 +12,14 @@ from proxy.http.asgi import LEFT
 from proxy.http.memory import BodyRefused
 from proxy.http.turns import Turns
 from proxy.openai import payload
+from proxy.openai.apis import (
+    APIS,
+    MESSAGES_PATH,
+    RESPONSES_PATH,
+    api_of,
+    is_anthropic,
+    state_refused,
+)
 from proxy.openai.parsers import Parsers
 from proxy.openai.prompt import read_prompt
 from proxy.request.attempt import REQUEST_ID, Attempt, Errand
@@ -40,9 +48,14 @@ MAX_ECHO_CHARS = 256
 TURNS_TO_START = 4
 START_TURN = 0.5
 SESSION_ID = "X-Session-Id"
-COMPLETION_PATHS = ("/v1/completions", "/v1/chat/completions")
 # Paths that any one instance can answer alone.
-ERRAND_PATHS = ("/tokenize", "/detokenize", "/v1/embeddings")
+ERRAND_PATHS = ("/tokenize", "/detokenize", "/v1/embeddings", f"{MESSAGES_PATH}/count_tokens")
+PATHS = (*APIS, *ERRAND_PATHS)
+# Where a response would be looked up, and how.
+LOOKUP_PATHS = {
+    f"{RESPONSES_PATH}/<response_id>": "GET",
+    f"{RESPONSES_PATH}/<response_id>/cancel": "POST",
+}
 
 
 class Forwarder:
@@ -81,18 +94,18 @@ class Forwarder:
             answer = await self._answer(request, record)
         except ProxyError as error:
             record.failed(error)
-            answer = error.answer_to_client()
+            answer = explained(error, request.path)
         except Exception:
             logger.exception("a request failed: internal error of the proxy")
             failure = ProxyError(500, "internal_error", "the proxy failed")
             record.failed(failure)
-            answer = failure.answer_to_client()
+            answer = explained(failure, request.path)
         except asyncio.CancelledError:
             if request.is_abandoned:
                 raise
             stopped = ProxyError(503, "proxy_stopped", "the proxy is being stopped")
             record.failed(stopped)
-            answer = stopped.answer_to_client()
+            answer = explained(stopped, request.path)
         told_id = record.client_id or record.transfer_id or "-"
         answer.headers.append((REQUEST_ID.encode(), told_id.encode()))
         return answer
@@ -120,9 +133,10 @@ class Forwarder:
             request.headers["authorization"] = passed_on
         if self._services.name in request.headers.get("via", ""):
             raise ProxyError(508, "loop", "the request came back: an instance is a proxy")
-        asked = await self._read(request)
-        prompt = read_prompt(asked.fields, request.headers.get(SESSION_ID.lower(), ""))
-        if request.path in COMPLETION_PATHS:
+        api = api_of(request.path)
+        asked = payload.prepared(await self._read(request), api)
+        prompt = read_prompt(asked.fields, request.headers.get(SESSION_ID.lower(), ""), api)
+        if request.path in APIS and api.is_tokenized:
             prompt.sighting = await self._tokens.sight(request, asked.fields, prompt)
         failed: list[Instance] = []
 
@@ -188,3 +202,13 @@ class Forwarder:
             return await self._parsers.parse(body)
         except BodyRefused as error:
             raise ProxyError(error.status, error.code, str(error)) from error
+
+
+def explained(error: ProxyError, path: str) -> Answer:
+    """Return the answer that tells a client of an error, in the form of the path's API."""
+    return error.answer_to_client(is_anthropic=is_anthropic(path))
+
+
+def lookup_refused(response_id: str) -> ProxyError:
+    """Return the error of who looks a response up."""
+    return state_refused(f"the response {response_id!r} is not kept, nor can it be cancelled")

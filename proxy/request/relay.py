@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from proxy.errors import LegFailed, ProxyError
 from proxy.fleet.upstream import leg_failed
 from proxy.http.asgi import Answer, AnswerCut
 from proxy.http.client import ClientError, Response
 from proxy.openai.answers import EVENT_STREAM, passed_headers
-from proxy.openai.usage import CachedTokens, tokens_in_answer, tokens_in_stream
+from proxy.openai.apis import api_of
+from proxy.openai.usage import (
+    CachedTokens,
+    CountsAtEnd,
+    num_events,
+    tokens_in_answer,
+    tokens_in_stream,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Mapping
 
     from proxy.fleet.instances import Leg
     from proxy.fleet.last_turns import LastTurn
@@ -36,7 +41,7 @@ class Relay:
         record: RequestRecord,
         leg: Leg,
         response: Response,
-        cached_tokens: int | None = None,
+        counts: Mapping[str, int] | None = None,
         turn: LastTurn | None = None,
     ) -> None:
         self._config = services.config
@@ -49,7 +54,9 @@ class Relay:
         self._num_events = 0
         self._is_stream = response.content_type == EVENT_STREAM
         is_plain = not response.header(b"content-encoding")
-        self._usage = None if cached_tokens is None or not is_plain else CachedTokens(cached_tokens)
+        self._api = api_of(request.path)
+        replacer = CountsAtEnd if self._api.has_events and not self._is_stream else CachedTokens
+        self._usage = replacer(counts) if counts and is_plain else None
 
     def answer(self) -> Answer:
         """Return the answer for the client; its bytes are read while they are sent."""
@@ -75,9 +82,7 @@ class Relay:
                 if self._is_stream and not self._record.bytes_sent:
                     self._response.silence = self._config.gap_timeout_seconds
                 self._record.sent(len(piece))
-                num_events = piece.count(b"\n\n") if self._is_stream else 0
-                self._num_events += num_events
-                self._leg.instance.num_events += num_events
+                self._count(piece)
                 stalled = self._deadlines.add(
                     self._config.client_timeout_seconds, self._client_stalled
                 )
@@ -90,6 +95,12 @@ class Relay:
             yield self._cut(leg_failed(self._leg.instance, self._leg.role, error))
         else:
             self._end(tokens_in_stream(self._num_events))
+
+    def _count(self, piece: bytes) -> None:
+        if self._is_stream:
+            number = num_events(piece, are_named=self._api.has_events)
+            self._num_events += number
+            self._leg.instance.num_events += number
 
     def _end(self, num_tokens: int) -> None:
         if self._response.status < 400:
@@ -117,7 +128,7 @@ class Relay:
         if not self._is_stream or not is_plain:
             raise AnswerCut(str(failure))
         # The empty line first ends an event that may have been cut off.
-        return b"\n\ndata: %b\n\n" % msgspec.json.encode(failure.body())
+        return b"\n\n" + self._api.event_of(failure)
 
     def _client_stalled(self) -> None:
         message = "the client stopped reading its answer"

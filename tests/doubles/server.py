@@ -22,7 +22,7 @@ import zmq.asyncio
 from aiohttp import web
 from multidict import CIMultiDict
 
-from p2p_engine.simulate.answers import completion, events
+from p2p_engine.simulate.answers import MESSAGES, PATHS, RESPONSES, answer, stream
 from p2p_engine.wire.messages import PROTOCOL_VERSION, Publisher
 
 PREFILL, DECODE, BOTH = "P", "D", "PD"
@@ -125,9 +125,8 @@ class ServerDouble:
     async def start(self, port: int = 0) -> None:
         """Listen; `http_address` is valid afterwards."""
         app = web.Application(client_max_size=1 << 28)
-        app.router.add_post("/v1/completions", self._complete)
-        app.router.add_post("/v1/chat/completions", self._complete)
-        for path in ("/tokenize", "/detokenize", "/v1/embeddings"):
+        errands = ("/tokenize", "/detokenize", "/v1/embeddings", f"{MESSAGES}/count_tokens")
+        for path in (*PATHS, *errands):
             app.router.add_post(path, self._complete)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
@@ -268,16 +267,18 @@ class ServerDouble:
                 body=how.body or b"", status=how.status, headers=how.headers,
                 content_type="application/json",
             )  # fmt: skip
+        if refusal := _refusal(received):
+            return web.json_response(refusal, status=400)
         self._move_kv(received.json.get("kv_transfer_params") or {})
         if received.path == "/tokenize" and self.tokenizer is not None:
             tokens = self.tokenizer(received.json)
             return web.json_response({"count": len(tokens), "tokens": tokens, "token_strs": None})
-        if "completions" not in received.path:
+        if received.path not in PATHS:
             return web.json_response({"path": received.path, "asked": received.json})
         if received.json.get("stream"):
             return await self._stream(request, received, how)
         params = self.answer_params(received.json, received.rank)
-        body = json.dumps(completion(received.json, params)).encode()
+        body = json.dumps(answer(received.path, received.json, params)).encode()
         return web.Response(body=body, headers=how.headers, content_type="application/json")
 
     def _move_kv(self, params: dict[str, Any]) -> None:
@@ -304,7 +305,9 @@ class ServerDouble:
         response = web.StreamResponse(headers=how.headers)
         response.content_type = "text/event-stream"
         await response.prepare(request)
-        pieces = events(received.json) if how.pieces is None else how.pieces
+        pieces = how.pieces
+        if pieces is None:
+            pieces = stream(received.path, received.json)
         for count, piece in enumerate([*pieces, b""]):
             if how.hold_after is not None and how.hold_after[0] == count:
                 await how.hold_after[1].wait()
@@ -335,6 +338,26 @@ class ServerDouble:
             "remote_engine_id": f"engine-{self.epoch}",
             "tp_size": 1,
         }
+
+
+def _refusal(received: Received) -> dict[str, Any] | None:
+    """Return vLLM's answer to what it does not take from a client of the newer APIs; the rest of
+    what it checks is not looked at."""
+    asked = received.json
+    params = asked.get("kv_transfer_params") or {}
+    if received.path == MESSAGES:
+        limit = asked.get("max_tokens")
+        budget = (asked.get("thinking") or {}).get("budget_tokens", 0)
+        if not isinstance(limit, int) or limit <= 0:
+            return {"error": {"type": "BadRequestError", "message": "max_tokens"}}
+        if budget >= limit and not params.get("do_remote_decode"):
+            return {"error": {"type": "BadRequestError", "message": "thinking.budget_tokens"}}
+        if limit == 1 and (asked.get("tool_choice") or {}).get("type") == "tool":
+            error = {"type": "BadRequestError", "message": "Expecting value"}
+            return {"type": "error", "error": error}
+    if received.path == RESPONSES and (asked.get("background") or "input" not in asked):
+        return {"error": {"type": "invalid_request_error", "message": "background, or no input"}}
+    return None
 
 
 async def _break(request: web.Request) -> web.StreamResponse:

@@ -23,6 +23,8 @@ from tests.rigs.certificates import made_certificate
 T = TypeVar("T")
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
 ASKED = {"model": "tiny", "prompt": "once upon", "max_tokens": 8}
 STREAMED = {**ASKED, "stream": True, "stream_options": {"include_usage": True}}
 

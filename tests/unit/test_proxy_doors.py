@@ -24,10 +24,23 @@ SHUT = {"kv_transfer_params", "ec_transfer_params", "request_id", "vllm_xargs"}
 
 
 def completion_models() -> list[Any]:
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
-    return [ChatCompletionRequest, CompletionRequest]
+    return [ChatCompletionRequest, CompletionRequest, AnthropicMessagesRequest, ResponsesRequest]
+
+
+def as_engine_gets_it(model: Any, sent: dict[str, Any]) -> Any:
+    """What vLLM makes of a request before it samples."""
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+    other = "prompt" if "input" in model.model_fields else "input"
+    request = model.model_validate({k: v for k, v in sent.items() if k != other})
+    if not hasattr(request, "to_sampling_params"):
+        return AnthropicServingMessages.to_chat_completion_request(request)
+    return request
 
 
 def errand_models() -> list[Any]:
@@ -55,7 +68,8 @@ def test_every_suspect_field_is_known() -> None:
 
 def test_nothing_of_a_client_reaches_what_the_engine_reads() -> None:
     asked: dict[str, Any] = {
-        "model": "tiny", "prompt": "x", "messages": [{"role": "user", "content": "x"}],
+        "model": "tiny", "prompt": "x", "input": "x", "max_tokens": 8,
+        "messages": [{"role": "user", "content": "x"}],
         "kv_transfer_params": {"remote_host": MARK},
         "ec_transfer_params": {"remote_host": MARK},
         "request_id": MARK,
@@ -68,8 +82,8 @@ def test_nothing_of_a_client_reaches_what_the_engine_reads() -> None:
     assert isinstance(body, bytes)
     sent = json.loads(body)
     for model in completion_models():
-        request = model.model_validate(sent)
-        arguments = request.to_sampling_params(max_tokens=1, default_sampling_params={}).extra_args
+        request = as_engine_gets_it(model, sent)
+        arguments = request.to_sampling_params(1, default_sampling_params={}).extra_args
         assert arguments == {"kept": 1}
         assert request.kv_transfer_params is request.ec_transfer_params is None
         assert request.request_id != MARK
