@@ -11,7 +11,7 @@ from p2p_engine.wire.request_ids import ProxyId
 from proxy.fleet import last_turns
 from proxy.fleet.last_turns import LastTurn, LastTurns
 from tests.doubles.server import Behaviour, ServerDouble
-from tests.rigs.proxies import ASKED, STREAMED, RunningProxy, fleet
+from tests.rigs.proxies import ASKED, STREAMED, RunningProxy, fleet, until
 
 
 def params_of(instance: ServerDouble) -> dict[str, Any]:
@@ -127,9 +127,13 @@ async def test_who_has_no_prefix_cache_should_have_nothing() -> None:
         prefill.behaviour = Behaviour(body=completion(1))
         decode.has_prefix_cache = False
         await decode.beat_once()
-        for _ in range(2):
+
+        async def has_nothing() -> bool:
             await ask(proxy, "a")
-            assert "remote_has_tokens" not in params_of(prefill)
+            return "remote_has_tokens" not in params_of(prefill)
+
+        await until(has_nothing, "the heartbeat has come")
+        assert await has_nothing()
 
 
 async def test_another_decode_instance_should_have_nothing() -> None:
