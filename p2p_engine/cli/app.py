@@ -23,6 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # its tables cut the names of options
 )
 MAX_GPU_GIB = 1 << 20
+MAX_PORT = 65535
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -42,6 +43,13 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise typer.BadParameter("not a JSON object")
     return value
+
+
+def _words(option: str, text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(f"{option} {text}: {error}") from error
 
 
 def _number(value: float) -> float:
@@ -87,9 +95,13 @@ def launch(
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of each.")] = 1,
     send_type: Annotated[str, typer.Option(help="PUT_ASYNC, PUT or GET.")] = "PUT_ASYNC",
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The proxy's HTTP port.")] = 10001,
-    registration_port: Annotated[int, typer.Option(help="Where instances register.")] = 30001,
-    join: Annotated[str, typer.Option(help="HOST:PORT of a proxy to join instead.")] = "",
+    port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="The proxy's HTTP port.")] = 10001,
+    registration_port: Annotated[
+        int, typer.Option(min=0, max=MAX_PORT, help="Where instances register.")
+    ] = 30001,
+    join: Annotated[
+        str, typer.Option(help="HOST:REGISTRATION_PORT (30001) of a proxy to join instead.")
+    ] = "",
     key_file: Annotated[str, typer.Option(help="The fleet's key, made by keygen.")] = "",
     log_dir: Annotated[Path | None, typer.Option(help="Default: a new temporary one.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds until all must be ready.")] = 1800.0,
@@ -123,9 +135,9 @@ def launch(
             timeout_seconds=timeout,
             transfer_config=kv_transfer_config or {},
             vllm_args=tuple(vllm_args or ()),
-            prefill_args=tuple(shlex.split(prefill_args)),
-            decode_args=tuple(shlex.split(decode_args)),
-            proxy_args=tuple(shlex.split(proxy_args)),
+            prefill_args=_words("--prefill-args", prefill_args),
+            decode_args=_words("--decode-args", decode_args),
+            proxy_args=_words("--proxy-args", proxy_args),
         )
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
@@ -140,9 +152,13 @@ def simulate(
     model: Annotated[str, typer.Option(help="The model name that they serve.")] = "simulated",
     send_type: Annotated[str, typer.Option(help="PUT_ASYNC, PUT or GET.")] = "PUT_ASYNC",
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The proxy's HTTP port.")] = 10001,
-    registration_port: Annotated[int, typer.Option(help="Where instances register.")] = 30001,
-    join: Annotated[str, typer.Option(help="HOST:PORT of a proxy to join instead.")] = "",
+    port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="The proxy's HTTP port.")] = 10001,
+    registration_port: Annotated[
+        int, typer.Option(min=0, max=MAX_PORT, help="Where instances register.")
+    ] = 30001,
+    join: Annotated[
+        str, typer.Option(help="HOST:REGISTRATION_PORT (30001) of a proxy to join instead.")
+    ] = "",
     key_file: Annotated[str, typer.Option(help="The fleet's key, made by keygen.")] = "",
     log_dir: Annotated[Path | None, typer.Option(help="Default: a new temporary one.")] = None,
     proxy_args: Annotated[str, typer.Option(help="Arguments of the proxy: policies, ...")] = "",
@@ -171,7 +187,7 @@ def simulate(
             log_dir=log_dir,
             timeout_seconds=120.0,
             vllm_args=tuple(arguments or ()),
-            proxy_args=tuple(shlex.split(proxy_args)),
+            proxy_args=_words("--proxy-args", proxy_args),
         )
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error

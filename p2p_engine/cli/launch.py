@@ -33,6 +33,7 @@ from p2p_engine.transfer_config import (
     our_config,
     with_role,
 )
+from p2p_engine.wire.addresses import split_address
 
 # vLLM options that the launcher sets for each instance, and how to set them instead.
 _OURS = {
@@ -78,7 +79,8 @@ class LaunchOptions:
     proxy_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Validate the options, because vLLM would report errors only minutes later.
+        """Validate the options, because vLLM would report errors only minutes later, and make the
+        folder of the logs.
 
         Raises:
             ConfigError: names the option and the alternative.
@@ -87,6 +89,16 @@ class LaunchOptions:
             raise ConfigError("nothing to launch: --prefill, --decode and --both are all 0")
         if self.join and self.proxy_args:
             raise ConfigError("--proxy-args: the proxy that --join names has its own")
+        if self.join:
+            try:
+                split_address(self.join)
+            except ValueError as error:
+                raise ConfigError(f"--join: {error}") from error
+        if self.log_dir is not None:
+            try:
+                self.log_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"--log-dir {self.log_dir}: {error.strerror}") from error
         if self.host in _ANY_ADDRESS or ":" in self.host:
             raise ConfigError(f"--host {self.host}: give the one IPv4 address that peers dial")
         for argument in (*self.vllm_args, *self.prefill_args, *self.decode_args):

@@ -206,7 +206,7 @@ class Discovery:
             logger.debug("heartbeat refused: %s", error)
             return "malformed"
         except RegistryFull as error:
-            logger.debug("heartbeat refused: %s", error)
+            self._warnings.warn("%r refused: %s", beat.http_address, error)
             return "registry_full"
         if is_new:
             self._greet(instance)

@@ -289,11 +289,12 @@ async def test_incarnations_that_follow_fast_are_watched_one_at_a_time() -> None
         assert len(watches) == 1
 
 
-async def test_the_number_of_instances_is_bounded() -> None:
+async def test_the_number_of_instances_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     async with running_proxy(max_instances=10) as proxy:
         beats = [{**GOOD, "http_address": f"127.0.0.1:{port}"} for port in range(1, 31)]
         await send(proxy.registration_address, *([msgpack.packb(beat)] for beat in beats))
         await until_refused(proxy, "registry_full", 20)
+        assert "'127.0.0.1:11' refused: " in caplog.text
         assert len((await proxy.status())["instances"]) == 10
 
 
