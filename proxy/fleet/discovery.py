@@ -206,7 +206,7 @@ class Discovery:
             logger.debug("heartbeat refused: %s", error)
             return "malformed"
         except RegistryFull as error:
-            self._warnings.warn("%r refused: %s", beat.http_address, error)
+            self._warnings.warn("heartbeat refused: %s", error)
             return "registry_full"
         if is_new:
             self._greet(instance)

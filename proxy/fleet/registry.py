@@ -189,7 +189,10 @@ class Registry:
             self.sweep(now)
             others = len(self._by_name) - (identity.name in self._by_name)
         if others >= self._max_instances:
-            raise RegistryFull(f"{others} instances are registered; at most {self._max_instances}")
+            raise RegistryFull(
+                f"{identity.http_address}: {others} instances are registered; "
+                f"at most {self._max_instances}"
+            )
         breakers = {role: Breaker(self._breaker_failures, self._breaker_seconds) for role in Role}
         instance = self._by_name[identity.name] = Instance(identity, breakers=breakers)
         return instance
