@@ -81,6 +81,13 @@ GpuMemory = Annotated[
 GpuMemoryUtilization = Annotated[
     float, typer.Option(min=0.01, max=1, callback=_number, help="vLLM's setting.")
 ]
+ProxyPort = Annotated[int, typer.Option(min=0, max=MAX_PORT, help="The proxy's HTTP port.")]
+RegistrationPort = Annotated[
+    int, typer.Option(min=0, max=MAX_PORT, help="Where instances register.")
+]
+Join = Annotated[
+    str, typer.Option(help="HOST:REGISTRATION_PORT (30001) of a proxy to join instead.")
+]
 KvCacheMemoryBytes = Annotated[
     int, typer.Option(min=0, help="vLLM's setting; 0: not set, as in vLLM.")
 ]
@@ -95,13 +102,9 @@ def launch(
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of each.")] = 1,
     send_type: Annotated[str, typer.Option(help="PUT_ASYNC, PUT or GET.")] = "PUT_ASYNC",
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="The proxy's HTTP port.")] = 10001,
-    registration_port: Annotated[
-        int, typer.Option(min=0, max=MAX_PORT, help="Where instances register.")
-    ] = 30001,
-    join: Annotated[
-        str, typer.Option(help="HOST:REGISTRATION_PORT (30001) of a proxy to join instead.")
-    ] = "",
+    port: ProxyPort = 10001,
+    registration_port: RegistrationPort = 30001,
+    join: Join = "",
     key_file: Annotated[str, typer.Option(help="The fleet's key, made by keygen.")] = "",
     log_dir: Annotated[Path | None, typer.Option(help="Default: a new temporary one.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds until all must be ready.")] = 1800.0,
@@ -152,13 +155,9 @@ def simulate(
     model: Annotated[str, typer.Option(help="The model name that they serve.")] = "simulated",
     send_type: Annotated[str, typer.Option(help="PUT_ASYNC, PUT or GET.")] = "PUT_ASYNC",
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="The proxy's HTTP port.")] = 10001,
-    registration_port: Annotated[
-        int, typer.Option(min=0, max=MAX_PORT, help="Where instances register.")
-    ] = 30001,
-    join: Annotated[
-        str, typer.Option(help="HOST:REGISTRATION_PORT (30001) of a proxy to join instead.")
-    ] = "",
+    port: ProxyPort = 10001,
+    registration_port: RegistrationPort = 30001,
+    join: Join = "",
     key_file: Annotated[str, typer.Option(help="The fleet's key, made by keygen.")] = "",
     log_dir: Annotated[Path | None, typer.Option(help="Default: a new temporary one.")] = None,
     proxy_args: Annotated[str, typer.Option(help="Arguments of the proxy: policies, ...")] = "",
