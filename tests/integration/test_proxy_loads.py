@@ -14,8 +14,9 @@ import pytest
 
 from proxy.config import DISPATCHES
 from proxy.http.deadlines import Deadlines
-from proxy.http.memory import FREE_BYTES, LARGE_BYTES, BodyMemory, Keep
+from proxy.http.memory import FREE_BYTES, LARGE_BYTES, BodyMemory, Keep, Span
 from proxy.openai import parsers
+from proxy.openai.parser import Parsed
 from proxy.routing.router import Router
 from tests.doubles.server import Behaviour
 from tests.rigs.proxies import ASKED, COMPLETIONS, RunningProxy, fleet, until
@@ -128,6 +129,19 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return pids
 
 
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[Span]:
+    """The bodies that were given to a parser, the latest last."""
+    bodies, ask = list[Span](), parsers._ask
+
+    async def noting(parser: Process, body: Span) -> Parsed:
+        bodies.append(body)
+        return await ask(parser, body)
+
+    monkeypatch.setattr(parsers, "_ask", noting)
+    return bodies
+
+
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 async def test_a_large_body_reaches_both_instances_as_it_was_written(dispatch: str) -> None:
     async with fleet(dispatch=dispatch) as (proxy, [prefill], [decode]):
@@ -198,7 +212,7 @@ async def test_a_parser_that_is_late_is_replaced(
 
 
 async def test_a_parser_that_hangs_is_replaced_also_if_its_client_has_left(
-    started: list[int], monkeypatch: pytest.MonkeyPatch
+    started: list[int], begun: list[Span], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parsers, "NUM_PARSERS", 1)
     monkeypatch.setattr(parsers, "SECONDS", 30.0)  # this machine may be busy
@@ -207,12 +221,7 @@ async def test_a_parser_that_hangs_is_replaced_also_if_its_client_has_left(
         monkeypatch.setattr(parsers, "SECONDS", 1.0)
         os.kill(started[0], signal.SIGSTOP)
         leaving = asyncio.ensure_future(proxy.ask(LARGE))
-
-        async def has_come() -> bool:
-            status = await proxy.status()
-            return status["requests_in_flight"] == 1  # type: ignore[no-any-return]
-
-        await until(has_come, "it has come")
+        await until(lambda: len(begun) == 2, "the parser has it")
         leaving.cancel()
         await proxy.until_idle()
         monkeypatch.setattr(parsers, "SECONDS", 30.0)
@@ -237,7 +246,7 @@ async def test_too_many_bodies_that_wait_for_a_parser_are_refused(
 
 
 async def test_who_leaves_while_a_body_is_parsed_leaves_nothing_behind(
-    started: list[int], monkeypatch: pytest.MonkeyPatch
+    started: list[int], begun: list[Span], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parsers, "NUM_PARSERS", 1)
     async with fleet() as (proxy, _, [decode]):
@@ -247,9 +256,9 @@ async def test_who_leaves_while_a_body_is_parsed_leaves_nothing_behind(
 
         async def have_come() -> bool:
             status = await proxy.status()
-            return status["requests_in_flight"] == 4  # type: ignore[no-any-return]
+            return status["requests_in_flight"] == 4 and len(begun) == 2
 
-        await until(have_come, "all have come")
+        await until(have_come, "all have come, and a parser has one")
         for each in leaving:
             each.cancel()
         await proxy.until_idle()
