@@ -219,7 +219,9 @@ class Dispatch(PlaneListener):
             PeerAddress(session.address),
             session.spec,
             partial(self._gone, want, content),
-            pushed_to=want.source_epoch if want.is_pushed else None,
+            epoch=want.source_epoch,
+            is_pushed=want.is_pushed,
+            is_promised=want.is_promised,
         )
 
     def _gone(self, asked: Renew | Want, content: ContentKey, ending: Ending) -> None:

@@ -312,6 +312,7 @@ class P2pNcclEngine:
         peer: PeerAddress | InstanceAddress | None = None,
         pull: bool = False,
         has_held: bool = False,
+        is_promised: bool = False,
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Transfer:
@@ -324,6 +325,9 @@ class P2pNcclEngine:
 
         A peer may push a part of a key and hold the rest (`has_held`). With `pull`, it is asked for
         the rest; without, the sink wants none of it, and the peer is told when the key is in place.
+
+        If the peer has said that it holds what is to be pulled (`is_promised`, or `has_held`), and
+        it does not, the transfer fails within some seconds.
 
         Raises:
             EngineClosed: the engine is closed.
@@ -345,7 +349,9 @@ class P2pNcclEngine:
                 is_named=peer is not None, is_pulled=pull,
             )  # fmt: skip
             if peer is not None and not transfer.done:
-                self._parts.pulls.add(transfer, peer, binding, pull=pull, has_held=has_held)
+                self._parts.pulls.add(
+                    transfer, peer, binding, pull=pull, has_held=has_held, is_promised=is_promised
+                )
             elif peer is not None and has_held:
                 self._parts.pulls.release((key, binding), peer)
             return transfer

@@ -84,7 +84,8 @@ class EarlierTurns:
         if not shared:
             return None
         return Party(
-            request.request_id, earlier.key, earlier.peer, ours[shared], SendMode.GET, shared
+            request.request_id, earlier.key, earlier.peer, ours[shared], SendMode.GET, shared,
+            is_recalled=True,
         )  # fmt: skip
 
     def forget(self, request_id: str) -> None:

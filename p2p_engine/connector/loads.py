@@ -149,6 +149,7 @@ class Loads:
                 peer=self._peer(party),
                 pull=party.send_type is SendMode.GET or lacks_held,
                 has_held=party.held_tokens > 0,
+                is_promised=party.is_recalled,
             )
         except P2pError as error:
             loading.failure = error

@@ -33,6 +33,7 @@ class Party:
     send_type: SendMode
     num_tokens: int  # of the prompt
     held_tokens: int = 0  # of its first ones the KV is pushed only if it is asked for
+    is_recalled: bool = False  # its peer has said that it has stashed it
 
     @property
     def content(self) -> ContentKey:

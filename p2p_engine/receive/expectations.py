@@ -32,7 +32,7 @@ class Expected:
 
     So is `idle`: ranks there that hold the same KV, or groups that this rank lacks, and that nobody
     here pulls. `has_held`: the peer pushes a part of it and holds the rest, which is to `pull` or
-    not wanted.
+    not wanted. `is_promised`: the peer has said that it holds what is pulled.
     """
 
     transfer: Transfer
@@ -40,6 +40,7 @@ class Expected:
     binding: bytes
     pull: bool
     has_held: bool = False
+    is_promised: bool = False
     asked: list[AskedRank] = field(default_factory=list)
     idle: list[tuple[TransferKey, PeerAddress]] = field(default_factory=list)
 

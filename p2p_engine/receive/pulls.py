@@ -67,11 +67,12 @@ class Pulls(LinkListener):
         *,
         pull: bool,
         has_held: bool = False,
+        is_promised: bool = False,
     ) -> None:
         """Watch the peer until the transfer has ended. With `pull`, ask it for the key at once.
         Without, ask only if nothing has come for `retry_seconds`: the peer may hold KV that we
         expect it to push. If it `has_held` what nobody pulls, it is told at the end."""
-        item = Expected(transfer, peer, binding, pull, has_held)
+        item = Expected(transfer, peer, binding, pull, has_held, is_promised or has_held)
         self._let_go_later.pop(item.content, None)
         previous = self._expectations.awaited(item.content)
         if previous is not None:  # its RELEASE would end the new pull too
@@ -307,7 +308,7 @@ class Pulls(LinkListener):
         asked.resend_at = now + self._pause(asked)
         asked.num_wants += 1
         note_stage(item.transfer.key, "WANT said")
-        self._links.send(asked.link, Want, *item.content, not item.pull)
+        self._links.send(asked.link, Want, *item.content, not item.pull, item.is_promised)
 
     def _offered_until(self, item: Expected, asked: AskedRank) -> float:
         if item.pull and item.has_held:

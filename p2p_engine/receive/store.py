@@ -804,7 +804,7 @@ class Store(SessionListener):
     def _overdue(self, receive: Receive) -> P2pError:
         key = receive.content[0]
         if receive.mismatched:
-            text = f"{key}: the peer's content is another one (prompt, LoRA, salt or model)"
+            text = f"{key}: the peer's content is another one (prompt, media, LoRA, salt or model)"
             return TransferRejected(text)
         return TransferTimeout(f"{key}: KV did not arrive by its deadline")
 

@@ -36,6 +36,7 @@ from p2p_engine.transfer import Transfer, lane_of, note_stage
 from p2p_engine.wire.messages import CacheSpec, ContentKey, Manifest, TransferKey
 
 OTHERS_SECONDS = 1.0  # that a WANT waits while its key is held for other contents only
+PROMISED_SECONDS = 1.0  # that one waits for what was said to be here, and is not
 UNNAMED_ROUNDS = 16  # in a lease, at most
 UNNAMED_LEASES = 5  # RENEW without names keeps a hold for so many leases, counted from its start
 STASH_SHARE = 2  # stashes take one part in so many of the pool
@@ -294,14 +295,18 @@ class Holds:
         spec: CacheSpec | None,
         refuse: Callable[[Ending], None],
         *,
-        pushed_to: int | None = None,
+        epoch: int = 0,
+        is_pushed: bool = False,
+        is_promised: bool = False,
     ) -> None:
-        """Offer the content if it is held, or on its way to the engine of the epoch `pushed_to`. If
-        it may be held soon, remember the WANT; a push needs none. If it will not come from here,
-        call `refuse` with the reason. What the rank has released already refuses it nothing.
+        """Offer the content if it is held, or on its way to the engine of the `epoch` that asks. If
+        it may be held soon, remember the WANT; what `is_pushed` needs none. If it will not come
+        from here, call `refuse` with the reason. What the rank has released already refuses it
+        nothing.
 
         While the key is held for other contents only, or another one was given up, a WANT is
-        refused soon, but not at once: a router may send several prompts under one id.
+        refused soon, but not at once: a router may send several prompts under one id. So is one for
+        what this instance has promised: it was restarted since, or a stash is about to be made.
         """
         note_stage(content[0], "WANT heard")
         hold = self._holds.get(content)
@@ -314,13 +319,17 @@ class Holds:
         elif ending is not None:
             self._renewed.pop(content)
             refuse(ending)
-        elif pushed_to is not None and self._sender.offer_now(pushed_to, content):
-            return
-        else:
-            self._want_later(content, peer, want, is_pushed=pushed_to is not None)
+        elif not self._sender.offer_now(epoch, content):
+            self._want_later(content, peer, want, is_pushed=is_pushed, is_promised=is_promised)
 
     def _want_later(
-        self, content: ContentKey, peer: PeerAddress, want: PendingWant, *, is_pushed: bool
+        self,
+        content: ContentKey,
+        peer: PeerAddress,
+        want: PendingWant,
+        *,
+        is_pushed: bool,
+        is_promised: bool,
     ) -> None:
         """Remember a WANT for what is not held."""
         held, reason = self._of_key.get(content[0]), ""
@@ -332,6 +341,9 @@ class Holds:
             reason = "another content was given up: the prompts differ"
         if reason:
             want = replace(want, deadline=self._clock() + OTHERS_SECONDS, reason=reason)
+        elif is_promised:
+            reason = "it is not held here any more"
+            want = replace(want, deadline=self._clock() + PROMISED_SECONDS, reason=reason)
         self._unheld.put(content, peer, want)
 
     def on_renew(

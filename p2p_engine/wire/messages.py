@@ -427,12 +427,14 @@ class Want(Message, tag="WANT"):
     """Offer me this key now. Repeated until OFFER or GONE comes.
 
     With GET, the holder remembers a key that it does not know yet. If the key `is_pushed`, it need
-    not: the push comes by itself.
+    not: the push comes by itself. If the holder's instance has said that it has it (`is_promised`),
+    and it does not, it will not have it later.
     """
 
     key: TransferKey
     binding: Blob
     is_pushed: bool = False
+    is_promised: bool = False  # older engines do not say it
 
 
 class Renew(Message, tag="RENEW"):

@@ -166,6 +166,35 @@ def test_who_asked_before_it_found_no_room_is_refused(rng: SeededRandom) -> None
         assert_idle(sender, receiver)
 
 
+@pytest.mark.parametrize("has_held", [False, True], ids=["stashed", "held back"])
+def test_who_asks_for_what_an_earlier_start_has_promised_is_refused_soon(has_held: bool) -> None:
+    """The engine is new at its address, and nobody has noticed."""
+    ours = PagedMemory(16)
+    with engines(2, "shm") as (successor, receiver):
+        loading = receiver.receive(
+            KEY, ours.sink([1, 2, 3], 0, 24), binding=b"three",
+            peer=PeerAddress(successor.zmq_address), pull=True,
+            has_held=has_held, is_promised=not has_held,
+        )  # fmt: skip
+        with pytest.raises(TransferRejected, match="not held here any more"):
+            loading.wait(10)  # a transfer has 20 s
+        assert_idle(successor, receiver)
+
+
+def test_a_promise_that_is_kept_late_is_kept(rng: SeededRandom) -> None:
+    """A stash is noted before it is made."""
+    theirs, ours = PagedMemory(16).fill(rng), PagedMemory(16)
+    with engines(2, "shm") as (sender, receiver):
+        waiting = receiver.receive(
+            KEY, ours.sink([1, 2, 3], 0, 24), binding=b"three",
+            peer=PeerAddress(sender.zmq_address), pull=True, is_promised=True,
+        )  # fmt: skip
+        eventually(lambda: len(sender._parts.holds._unheld) == 1)
+        stash(sender, theirs, list(range(NUM_BLOCKS)))
+        waiting.wait(10)
+        assert_idle(sender, receiver)
+
+
 def test_without_room_it_ends_at_once(rng: SeededRandom) -> None:
     theirs = PagedMemory(16).fill(rng)
     with P2pNcclEngine(settings("shm", mem_pool_size_gb=0, kv_buffer_size=MIB)) as engine:

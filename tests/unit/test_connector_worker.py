@@ -424,7 +424,8 @@ def test_a_load_is_reported_once_when_it_is_done(engine: EngineDouble, worker: W
     assert run(worker, loads=[load(first_block=2)]).finished_recving == set()
     _, transfer, settings = engine.received["t-r"]
     assert settings == {
-        "binding": b"r", "peer": InstanceAddress("h:1"), "pull": False, "has_held": False
+        "binding": b"r", "peer": InstanceAddress("h:1"), "pull": False, "has_held": False,
+        "is_promised": False,
     }  # fmt: skip
     release(transfer)
     assert run(worker).finished_recving == set()

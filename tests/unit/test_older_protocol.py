@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -30,7 +30,12 @@ FRAMES = {
     ).items()
 }
 # What each has said since then behind what it said in version 7.
-ADDED = {"Gone": [None], "Abandon": [None], "AbandonOk": [None]}
+ADDED: dict[str, list[Any]] = {
+    "Gone": [None],
+    "Abandon": [None],
+    "AbandonOk": [None],
+    "Want": [False],
+}
 # Between directories only: who does not know them drops them, and nobody waits for long.
 NEW = {"Recall", "Stashed"}
 
