@@ -20,7 +20,8 @@ from pathlib import Path
 from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.parent import ChaosChild
 from tests.chaos.round import Round, RoundResult
-from tests.chaos.steps import STEPS, Step
+from tests.chaos.steps import STEPS, TURNS, Step
+from tests.chaos.turn_round import TurnRound
 from tests.processes import start_fork_server
 
 TRANSPORTS = ("shm", "tcp")
@@ -32,7 +33,7 @@ def plan(seed: int) -> Iterator[tuple[str, Fault, Step]]:
     everything = [
         (transport, fault, step)
         for transport, fault, step in itertools.product(TRANSPORTS, FAULTS, STEPS)
-        if transport in fault.transports
+        if transport in fault.transports and (step.work in TURNS or not fault.is_of_turns)
     ]
     while True:
         source.shuffle(everything)
@@ -48,7 +49,11 @@ class Campaign:
         self._seed = seed
         self._end = end
         self._at_least = at_least
-        self._rounds = ((n, item) for n, item in enumerate(plan(seed)) if only in item[1].name)
+        self._rounds = (
+            (number, item)
+            for number, item in enumerate(plan(seed))
+            if only in f"{item[1].name} at {item[2]}"
+        )
         for _ in range(first):
             next(self._rounds)
         self._lock = threading.Lock()
@@ -65,7 +70,8 @@ class Campaign:
                 if transport not in survivors:
                     survivors[transport] = ChaosChild(transport)
                 survivor = survivors[transport]
-                result = Round(number, transport, fault, step, survivor, self._seed).run()
+                kind = TurnRound if step.work in TURNS else Round
+                result = kind(number, transport, fault, step, survivor, self._seed).run()
                 if result.violations:  # what it left must not be the next round's fault
                     survivors.pop(transport).close()
                 self._note(result)
@@ -124,7 +130,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=4, help="rounds side by side")
     parser.add_argument("--record", type=Path)
-    parser.add_argument("--only", default="", help="faults whose name has this in it")
+    parser.add_argument(
+        "--only", default="", help="rounds that have this in 'FAULT at ROLE: EVENT (PLAY)'"
+    )
     options = parser.parse_args()
     results = run(options.seconds, options.seed, options.jobs, options.record, options.only)
     broken = [result for result in results if result.violations]

@@ -82,23 +82,47 @@ class JumpingClock:
 
 @dataclasses.dataclass
 class Open:
-    """A transfer that this process has begun, and what its end was."""
+    """A transfer that this process has begun, and what its end was. `is_right` is asked of what was
+    received, and told whether all of it should be there; `reuse` puts something else into what was
+    sent, as soon as it may."""
 
     name: str
-    nbytes: int
     transfer: Transfer
-    sink: TensorSink | None = None
+    is_right: Callable[[bool], bool] = lambda is_whole: True
+    reuse: Callable[[], None] | None = None
     ended_at: float = 0.0
+
+    def look(self) -> bool:
+        """Note what has become of it; whether it has ended."""
+        if self.reuse is not None and self.transfer.released:
+            self.reuse()
+            self.reuse = None
+        self.ended_at = self.ended_at or REAL_CLOCK() * self.transfer.done
+        return self.transfer.done
 
     def outcome(self) -> tuple[str, str, bool, float]:
         """Name, error's class or "ok", whether its bytes are right, and when it ended."""
         error = self.transfer.error
         word = "stuck" if not self.transfer.done else type(error).__name__ if error else "ok"
-        right = True
-        if word == "ok" and self.sink is not None:
-            tensor = self.sink.tensor
-            right = tensor is not None and torch.equal(tensor, pattern(self.name, self.nbytes))
-        return self.name, word, right, self.ended_at
+        return self.name, word, self.is_right(word == "ok"), self.ended_at
+
+
+def tensor_check(sink: TensorSink, name: str, nbytes: int) -> Callable[[bool], bool]:
+    """What asks whether a received tensor is that of the name."""
+
+    def is_right(is_whole: bool) -> bool:
+        tensor = sink.tensor
+        return not is_whole or (tensor is not None and torch.equal(tensor, pattern(name, nbytes)))
+
+    return is_right
+
+
+def ends_of(items: list[Open], seconds: float) -> list[tuple[str, str, bool, float]]:
+    """Wait until all have ended, or for so many seconds; how each did."""
+    deadline, waiting = REAL_CLOCK() + seconds, items
+    while (waiting := [item for item in waiting if not item.look()]) and REAL_CLOCK() < deadline:
+        time.sleep(0.001)
+    return [item.outcome() for item in items]
 
 
 class ChaosEngine:
@@ -118,7 +142,8 @@ class ChaosEngine:
         ranks = [RankAddress(0, self.engine.zmq_address, self.engine.epoch)]
         self.directory = Directory(config, ranks, kv_port=0, role="D")
         self._open: list[Open] = []
-        self._kept: list[str] = []
+        self._kept: list[tuple[TransferKey, bytes]] = []
+        self._direct: set[int] = set()
         self._spaces: list[Any] = []
         self._data_address = ""
         self._lay_out(self.engine)
@@ -129,29 +154,31 @@ class ChaosEngine:
 
     def _lay_out_control(self, control: ControlPlane) -> None:
         reach = self._trap.reach
-        control.send = _after(control.send, lambda _, frame, *__: reach(f"say {_kind(frame)}"))  # type: ignore[method-assign]
+        control.send = after(control.send, lambda _, frame, *__: reach(f"say {_kind(frame)}"))  # type: ignore[method-assign]
         listener = control.listener
-        listener.on_frame = _before(listener.on_frame, lambda _, f: reach(f"hear {_kind(f)}"))  # type: ignore[method-assign]
+        listener.on_frame = before(listener.on_frame, lambda _, f: reach(f"hear {_kind(f)}"))  # type: ignore[method-assign]
 
     def _lay_out(self, engine: P2pNcclEngine) -> None:
         reach = self._trap.reach
         self._lay_out_control(engine._parts.control)
         sender = engine._parts.sender
-        sender.channel_ready = _before(sender.channel_ready, lambda _: reach("connect"))  # type: ignore[method-assign]
+        sender.channel_ready = before(sender.channel_ready, lambda _: reach("connect"))  # type: ignore[method-assign]
         answers, store = engine._parts.store._replies, engine._parts.store
-        answers.conclude = _after(answers.conclude, lambda *a: a[2] is None and reach("land"))  # type: ignore[method-assign]
-        store._scatter = _after(store._scatter, lambda *_: reach("scatter"))  # type: ignore[method-assign]
+        answers.conclude = after(answers.conclude, lambda *a: a[2] is None and reach("land"))  # type: ignore[method-assign]
+        store._scatter = after(store._scatter, lambda *_: reach("scatter"))  # type: ignore[method-assign]
 
     def _lay_out_transports(self) -> None:
         for kind in (ArenaChannel, TcpChannel):
-            kind.write = _after(kind.write, lambda *_, **__: self._trap.reach("write"))  # type: ignore[method-assign]
+            kind.write = after(kind.write, lambda *_, **__: self._trap.reach("write"))  # type: ignore[method-assign]
         tcp = self.engine._parts.transports.get("tcp")
         if isinstance(tcp, TcpTransport):
             honest = tcp.invite
 
             def invite(source_epoch: int) -> dict[str, str]:
                 endpoint = honest(source_epoch) or {}
-                return {**endpoint, "address": self._data_address or endpoint["address"]}
+                if source_epoch in self._direct or not self._data_address:
+                    return endpoint
+                return {**endpoint, "address": self._data_address}
 
             tcp.invite = invite  # type: ignore[method-assign]
 
@@ -164,6 +191,14 @@ class ChaosEngine:
         """Be known by other addresses: those of relays."""
         self.engine._parts.control.sockets.address, self._data_address = control, data
         self.directory._addresses[0] = control
+
+    def epoch(self) -> int:
+        """By which peers know this start of the engine."""
+        return self.engine.epoch
+
+    def spare(self, epoch: int) -> None:
+        """Let this peer's data come without a relay."""
+        self._direct.add(epoch)
 
     def trap(self, event: str) -> None:
         """Stand still at this event, once."""
@@ -245,7 +280,7 @@ class ChaosEngine:
                 address, _, rank = peer.partition("/")
                 target = PeerAddress(address, int(rank) if rank else None)
                 transfer = self.acting.send(key, target, source, ready=ready)
-            self._open.append(Open(name, nbytes, transfer))
+            self._open.append(Open(name, transfer))
             if mode == SendMode.PUT and ready:
                 with contextlib.suppress(P2pError):
                     transfer.wait(self.engine.config.transfer_timeout_seconds)
@@ -258,7 +293,18 @@ class ChaosEngine:
                 transfer = self.acting.receive(
                     TransferKey(name), sink, peer=PeerAddress(peer), pull=mode == SendMode.GET
                 )
-                self._open.append(Open(name, nbytes, transfer, sink))
+                self._open.append(Open(name, transfer, tensor_check(sink, name, nbytes)))
+
+    def exchange(self, given: list[str], taken: list[str], nbytes: int, peer: str) -> list[Any]:
+        """Send some to a peer that sends others to here; how each receive has ended."""
+        there, received = PeerAddress(peer), []
+        for name in given:
+            self.engine.send(TransferKey(name), there, TensorSource(pattern(name, nbytes)))
+        for name in taken:
+            sink = TensorSink()
+            transfer = self.engine.receive(TransferKey(name), sink, peer=there)
+            received.append(Open(name, transfer, tensor_check(sink, name, nbytes)))
+        return ends_of(received, 2 * self.engine.config.transfer_timeout_seconds)
 
     def meet(self, names: list[str], addresses: list[str], seconds: float) -> None:
         """Have a link to each address: something is awaited from there that never comes."""
@@ -275,7 +321,7 @@ class ChaosEngine:
         """Say that these will be received."""
         for name in names:
             self.engine.keep(TransferKey(name), peer=PeerAddress(peer))
-            self._kept.append(name)
+            self._kept.append((TransferKey(name), b""))
 
     def mark_ready(self) -> None:
         """Let everything that waits move."""
@@ -307,28 +353,22 @@ class ChaosEngine:
 
     def finish(self, seconds: float) -> list[tuple[str, str, bool, float]]:
         """Wait until all have ended; how each did."""
-        deadline = REAL_CLOCK() + seconds
-        waiting = list(self._open)
-        while waiting and REAL_CLOCK() < deadline:
-            for item in [item for item in waiting if item.transfer.done]:
-                item.ended_at = REAL_CLOCK()
-                waiting.remove(item)
-            time.sleep(0.001)
-        outcomes = [item.outcome() for item in self._open]
+        outcomes = ends_of(self._open, seconds)
         self._open.clear()
         while self._kept:
-            self.engine.drop(TransferKey(self._kept.pop()))
+            key, binding = self._kept.pop()
+            self.engine.drop(key, binding=binding)
         self.leave()
         return outcomes
 
     def leftovers(self, seconds: float) -> list[str]:
-        """Wait until nothing is open, reserved or held any more; what is, after so many seconds."""
-        deadline = REAL_CLOCK() + seconds
-        while left := self._left():
-            if REAL_CLOCK() > deadline:
-                break
-            time.sleep(0.01)
-        return left
+        """Wait until nothing is open, reserved or held any more, and nobody is known; what is,
+        after so many seconds."""
+        return _outlasting(self._left, seconds)
+
+    def held(self, seconds: float) -> list[str]:
+        """The same, while peers may be known."""
+        return _outlasting(self._held, seconds)
 
     def close(self) -> None:
         """End the directory and the engine; idempotent."""
@@ -337,13 +377,26 @@ class ChaosEngine:
 
     def _left(self) -> list[str]:
         stats = self.engine.stats()
+        known = {"sessions": 0, "links": {}, "unclosed_channels": 0}
+        wrong = [f"{key}={stats[key]}" for key, value in known.items() if stats[key] != value]
+        wrong += self._held()
+        return wrong or sorted(map(_described, held_resources() - self._before))
+
+    def _held(self) -> list[str]:
+        stats, num_parked = self.engine.stats(), len(self.engine._parts.holds._unheld)
         wanted = {
             "open_transfers": 0, "live_bytes": 0, "quarantined_bytes": 0, "control_errors": 0,
-            "overdue_waits": 0, "sessions": 0, "links": {}, "unclosed_channels": 0, "healthy": True,
-            "corrupted_chunks": 0, "kept": 0,
+            "overdue_waits": 0, "healthy": True, "corrupted_chunks": 0, "kept": 0,
         }  # fmt: skip
         wrong = [f"{key}={stats[key]}" for key, value in wanted.items() if stats[key] != value]
-        return wrong or sorted(map(_described, held_resources() - self._before))
+        return wrong + [f"parked WANTs={num_parked}"] * (num_parked > 0)
+
+
+def _outlasting(look: Callable[[], list[str]], seconds: float) -> list[str]:
+    deadline = REAL_CLOCK() + seconds
+    while (found := look()) and REAL_CLOCK() < deadline:
+        time.sleep(0.01)
+    return found
 
 
 def _threads_are_named() -> bool:
@@ -371,7 +424,7 @@ def _kind(frame: bytes) -> str:
         return "NOISE"
 
 
-def _after(call: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
+def after(call: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
     def both(*arguments: Any, **named: Any) -> Any:
         result = call(*arguments, **named)
         then(*arguments, **named)
@@ -380,7 +433,7 @@ def _after(call: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., 
     return both
 
 
-def _before(call: Callable[..., Any], first: Callable[..., Any]) -> Callable[..., Any]:
+def before(call: Callable[..., Any], first: Callable[..., Any]) -> Callable[..., Any]:
     def both(*arguments: Any, **named: Any) -> Any:
         first(*arguments, **named)
         return call(*arguments, **named)

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.chaos.parent import ChaosChild
+from tests.chaos.parent import ChaosChild, settings
 from tests.rigs.relay import FaultyRelay
 
 
 @dataclass
 class FaultScene:
-    """Who a fault can be laid on."""
+    """Who a fault can be laid on: the victim stands at its step, and the survivor is its peer."""
 
     victim: ChaosChild
     survivor: ChaosChild
@@ -39,10 +39,24 @@ class Fault:
     restarts: bool = False
     transports: tuple[str, ...] = ("shm", "tcp")
     lasts: float = 0.0  # seconds before it is lifted; 0: after the round's transfers have ended
+    is_of_turns: bool = False  # it is laid in turns of a session only
+    kills_both: bool = False
+    replaces: bool = False  # the victim, at once
 
 
 def _kill(scene: FaultScene) -> None:
     scene.victim.kill()
+
+
+def _replace(scene: FaultScene) -> None:
+    """The survivor has not noticed yet when somebody else is there."""
+    scene.victim.kill()
+    scene.victim = scene.victim.successor()
+
+
+def _kill_both(scene: FaultScene) -> None:
+    scene.victim.kill()
+    scene.survivor.kill()
 
 
 def _stop(scene: FaultScene) -> None:
@@ -103,12 +117,20 @@ def _pause(scene: FaultScene) -> None:
     scene.victim.let_go()
 
 
+def _outlast(scene: FaultScene) -> None:
+    time.sleep(settings("shm").lease_seconds + 0.2)
+    scene.victim.let_go()
+
+
 FAULTS = [
     Fault("kill", _kill, kills=True),
     Fault("restart", _kill, kills=True, restarts=True),
+    Fault("replace", _replace, replaces=True),
+    Fault("kill both", _kill_both, kills=True, restarts=True, is_of_turns=True, kills_both=True),
     Fault("stop", _stop, _continue, lasts=0.2),
     Fault("long stop", _stop, _continue, lasts=1.2),
     Fault("slow thread", _pause),
+    Fault("lease ends", _outlast, is_of_turns=True),
     Fault("trickle", _relays("trickle"), _pass, needs_relays=True),
     Fault("partition", _relays("hold"), _pass, needs_relays=True),
     Fault("short partition", _relays("hold"), _pass, needs_relays=True, lasts=0.3),

@@ -6,7 +6,7 @@ import contextlib
 import multiprocessing
 
 from p2p_engine import EngineConfig
-from tests.chaos.child import ChaosEngine
+from tests.chaos.turns import TurnsEngine
 from tests.processes import Child
 
 
@@ -33,8 +33,9 @@ class ChaosChild(Child):
 
     def __init__(self, transport: str, port: int = 0, config: EngineConfig | None = None) -> None:
         """Start it; `config` replaces the campaign's settings."""
+        self.transport = transport
         self.trap, theirs = multiprocessing.get_context("forkserver").Pipe()
-        super().__init__(ChaosEngine, config or settings(transport, port), theirs)
+        super().__init__(TurnsEngine, config or settings(transport, port), theirs)
         theirs.close()
         self.is_killed = False  # by us: whoever ends otherwise breaks a promise
         try:
@@ -43,6 +44,11 @@ class ChaosChild(Child):
             self.close()
             raise
         self.control, self.data = addresses
+
+    def successor(self, *, is_elsewhere: bool = False) -> ChaosChild:
+        """Close it, and start another one at its address, or at any."""
+        self.close()
+        return ChaosChild(self.transport, 0 if is_elsewhere else int(self.control.split(":")[-1]))
 
     def let_go(self) -> None:
         """Open the trap."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from benchmarks.harness import machine
-from tests.chaos.steps import STEPS
+from tests.chaos.steps import STEPS, TURNS
 
 Line: TypeAlias = dict[str, Any]
 
@@ -49,9 +49,30 @@ def by_step(lines: Sequence[Line]) -> list[Line]:
     hits = Counter(line["step"] for line in lines if line["hit"])
     kinds = {(line["step"], line["fault"]) for line in lines if line["hit"]}
     each = Counter(step for step, _ in kinds)
+    played = {line["step"] for line in lines}
     return [
         {"step": str(step), "rounds at it": hits[str(step)], "kinds of fault": each[str(step)]}
         for step in STEPS
+        if str(step) in played
+    ]
+
+
+def by_work(lines: Sequence[Line]) -> list[Line]:
+    """One row for each play of a turn."""
+    groups: dict[str, list[Line]] = defaultdict(list)
+    for line in lines:
+        groups[line.get("work", "")].append(line)
+    return [
+        {
+            "turn": work,
+            "rounds": len(groups[work]),
+            "at their step": sum(line["hit"] for line in groups[work]),
+            "broken promises": sum(bool(line["violations"]) for line in groups[work]),
+            "ends": dict(sum((Counter(line["outcomes"]) for line in groups[work]), Counter())),
+            "others served": sum(line["others"] for line in groups[work]),
+        }
+        for work in TURNS
+        if work in groups
     ]
 
 
@@ -92,12 +113,14 @@ def main() -> None:
     options = parser.parse_args()
     lines = [json.loads(text) for path in options.records for text in path.read_text().splitlines()]
     total, faults, steps = totals(lines), by_fault(lines), by_step(lines)
+    turns = by_work(lines)
     show([{"figure": key, "value": value} for key, value in total.items()])
-    show(faults)
-    show(steps)
+    for rows in filter(None, (turns, faults, steps)):
+        show(rows)
     if options.output is not None:
         with options.output.open("a") as file:
-            figures = {"machine": machine(), "totals": total, "faults": faults, "steps": steps}
+            figures = {"machine": machine(), "totals": total, "faults": faults, "turns": turns,
+                       "steps": steps}  # fmt: skip
             file.write(json.dumps(figures) + "\n")
 
 

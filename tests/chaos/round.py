@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -45,9 +46,11 @@ class RoundResult:
     mode: str
     fault: str
     step: str
+    work: str
     nbytes: int
     hit: bool = False
     outcomes: dict[str, int] = field(default_factory=dict)
+    others: int = 0  # transfers of bystanders that had to go on, and did
     moved_bytes: int = 0
     detect_seconds: float | None = None
     recover_seconds: float | None = None
@@ -75,7 +78,9 @@ class Round:
         if step.work in SHORT:
             mode = SendMode.PUT_ASYNC
         size = self._random.choice(SIZES)
-        self.result = RoundResult(number, transport, mode.value, fault.name, str(step), size)
+        self.result = RoundResult(
+            number, transport, mode.value, fault.name, str(step), step.work, size
+        )
         self._fault, self._step, self._survivor, self._seed = fault, step, survivor, seed
         self._mode = mode.value
         self._names = [f"{seed}-{number}-{i}" for i in range(3)]
@@ -83,19 +88,20 @@ class Round:
     def run(self) -> RoundResult:
         """Play it; every broken promise is in the result."""
         start = time.monotonic()
-        victim = ChaosChild(self.result.transport)
-        scene = FaultScene(victim, self._survivor, self._random)
+        scene = FaultScene(ChaosChild(self.result.transport), self._survivor, self._random)
         try:
             self._play(scene)
         except ChildError as error:
             self.result.violations.append(str(error))
         finally:
-            scene.victim.close()
-            victim.close()
-            for relay in scene.relays:
-                relay.close()
+            self._end_all(scene)
         self.result.wall_seconds = time.monotonic() - start
         return self.result
+
+    def _end_all(self, scene: FaultScene) -> None:
+        scene.victim.close()
+        for relay in scene.relays:
+            relay.close()
 
     # Who is who
 
@@ -121,19 +127,20 @@ class Round:
     def _play(self, scene: FaultScene) -> None:
         if self._fault.needs_relays:
             self._divert(scene)
-        scene.victim.ask("trap", self._step.event)
+        self._owed: Counter[ChaosChild] = Counter()
         self._begin(scene)
         self.result.hit = scene.victim.trap.poll(REACH_SECONDS)
         laid_at = time.monotonic()
         self._fault.lay(scene)
+        self._go_on_after(scene)
         self._live_through(scene, laid_at)
         self._recover(scene, laid_at)
         self._rest(scene)
 
     def _begin(self, scene: FaultScene) -> None:
+        scene.victim.ask("trap", self._step.event)
         sender, receiver = self._roles(scene)
         work, nbytes = self._step.work, self.result.nbytes
-        self._owed = {id(sender): 0, id(receiver): 0}
         if work == FULL:
             receiver.ask("fill")
         here, there = self._meeting(scene)
@@ -167,10 +174,13 @@ class Round:
         elif work == FORGET:
             self._tell(receiver, "forget")
 
+    def _go_on_after(self, scene: FaultScene) -> None:
+        """What others do when the fault is laid."""
+
     def _tell(self, process: ChaosChild, command: str, *arguments: Any) -> None:
         """Start a command, whose answer is taken when everybody sees the end."""
         process.tell(command, *arguments)
-        self._owed[id(process)] += 1
+        self._owed[process] += 1
 
     def _is_senders(self) -> bool:
         """Whether the message of this step is the sender's to say."""
@@ -206,8 +216,7 @@ class Round:
         for process in (scene.survivor, scene.victim):
             if process.is_killed:
                 continue
-            for _ in range(self._owed[id(process)]):
-                process.answer()
+            self._take_answers(process)
             if process is receiver and self._step.work == FULL:
                 process.ask("drain")
             if process is sender and self._step.work in (ABORT, FORGET):
@@ -220,6 +229,10 @@ class Round:
                 self._judge(process, process is receiver, process.answer(), laid_at)
         if not self._fault.lasts:
             self._fault.lift(scene)
+
+    def _take_answers(self, process: ChaosChild) -> list[Any]:
+        """Wait for the answers to all that a process was told."""
+        return [process.answer() for _ in range(self._owed.pop(process, 0))]
 
     def _judge(
         self, process: ChaosChild, receives: bool, outcomes: list[Any], laid_at: float
@@ -240,9 +253,7 @@ class Round:
     def _recover(self, scene: FaultScene, laid_at: float) -> None:
         """A new transfer between the two succeeds; a killed victim has a successor."""
         if self._fault.kills:
-            port = int(scene.victim.control.rpartition(":")[2]) if self._fault.restarts else 0
-            scene.victim.close()
-            scene.victim = ChaosChild(self.result.transport, port)
+            scene.victim = scene.victim.successor(is_elsewhere=not self._fault.restarts)
         sender, receiver = self._roles(scene)
         words: tuple[Any, ...] = ()
         for attempt in range(100):
@@ -264,7 +275,7 @@ class Round:
         if scene.relays:
             scene.survivor.ask("divert", scene.survivor.control, "")
         scene.victim.ask("close")
-        left = scene.survivor.ask("leftovers", REST_SECONDS)
+        left = self._survivor.ask("leftovers", REST_SECONDS)
         self.result.violations += [f"left on the survivor: {item}" for item in left]
         scene.victim.kill()
         with contextlib.suppress(ChildError):

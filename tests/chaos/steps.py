@@ -16,18 +16,33 @@ LEAVE = "leave"  # the engine of who says BYE is closed, with transfers open
 FORGET = "forget"  # the receiver forgets the sender, as after a long silence
 SHORT = (ABORT, ABANDON, FULL, LOOKUP, REFUSED, LEAVE, FORGET)  # of which PUT_ASYNC is enough
 SENDER, RECEIVER = "sender", "receiver"
+# Turns of a session. The sender promises KV, and the receiver claims it. Prefill has pushed a
+# prompt and has kept its beginning back:
+CLAIM = "claim"  # decode lacks some of that
+SPARE = "spare"  # decode has all of it, or more
+PRESS = "press"  # decode lacks some, and prefill needs its blocks: it pushes all after all
+# Decode has stashed a request's KV and noted it in its directory, which prefill asks:
+RECALL = "recall"  # prefill loads all of it, or a beginning
+NEEDLESS = "needless"  # prefill needs nothing of it
+EVICT = "evict"  # it is gone when prefill comes for it, and the directory does not know
+TWICE = "twice"  # two requests claim it, and another instance
+STASHED = (RECALL, NEEDLESS, EVICT, TWICE)
+TURNS = (CLAIM, SPARE, PRESS, *STASHED)
 
 
 @dataclass(frozen=True)
 class Step:
-    """`work` is what the round does so that the step is reached."""
+    """`work` is what the round does so that the step is reached. In a turn, the step comes after
+    the promise, when it is claimed, unless it `is_promise`."""
 
     role: str
     event: str
     work: str = TRANSFER
+    is_promise: bool = False
 
     def __str__(self) -> str:
-        return f"{self.role}: {self.event}"
+        turn = f" ({self.work}{', promise' if self.is_promise else ''})"
+        return f"{self.role}: {self.event}{turn if self.work in TURNS else ''}"
 
 
 STEPS = [
@@ -55,4 +70,31 @@ STEPS = [
     Step(SENDER, "say BYE", LEAVE), Step(RECEIVER, "hear BYE", LEAVE),
     Step(RECEIVER, "say BYE", LEAVE), Step(SENDER, "hear BYE", LEAVE),
     Step(RECEIVER, "say GREET", FORGET), Step(SENDER, "hear GREET", FORGET),
+    Step(SENDER, "say OFFER", CLAIM, True), Step(RECEIVER, "land", CLAIM, True),
+    Step(SENDER, "hold", CLAIM, True),
+    Step(RECEIVER, "say WANT", CLAIM), Step(SENDER, "hear WANT", CLAIM),
+    Step(RECEIVER, "say RENEW", CLAIM), Step(SENDER, "hear RENEW", CLAIM),
+    Step(SENDER, "say OFFER", CLAIM), Step(RECEIVER, "hear OFFER", CLAIM),
+    Step(RECEIVER, "say GRANT", CLAIM), Step(SENDER, "hear GRANT", CLAIM),
+    Step(SENDER, "write", CLAIM), Step(RECEIVER, "land", CLAIM), Step(RECEIVER, "scatter", CLAIM),
+    Step(SENDER, "say DONE", CLAIM), Step(RECEIVER, "hear DONE", CLAIM),
+    Step(RECEIVER, "say COMMIT", CLAIM), Step(SENDER, "hear COMMIT", CLAIM),
+    Step(RECEIVER, "say RELEASE", SPARE), Step(SENDER, "hear RELEASE", SPARE),
+    Step(SENDER, "withdraw", PRESS), Step(SENDER, "say OFFER", PRESS),
+    Step(RECEIVER, "hear OFFER", PRESS), Step(SENDER, "write", PRESS),
+    Step(SENDER, "stash", RECALL, True), Step(SENDER, "copied", RECALL, True),
+    Step(RECEIVER, "say RECALL", RECALL), Step(SENDER, "hear RECALL", RECALL),
+    Step(SENDER, "say STASHED", RECALL), Step(RECEIVER, "hear STASHED", RECALL),
+    Step(RECEIVER, "say RENEW", RECALL), Step(SENDER, "hear RENEW", RECALL),
+    Step(RECEIVER, "say WANT", RECALL), Step(SENDER, "hear WANT", RECALL),
+    Step(SENDER, "say OFFER", RECALL), Step(RECEIVER, "hear OFFER", RECALL),
+    Step(RECEIVER, "say GRANT", RECALL), Step(SENDER, "hear GRANT", RECALL),
+    Step(SENDER, "write", RECALL), Step(RECEIVER, "land", RECALL),
+    Step(RECEIVER, "scatter", RECALL),
+    Step(SENDER, "say DONE", RECALL), Step(RECEIVER, "hear DONE", RECALL),
+    Step(RECEIVER, "say COMMIT", RECALL), Step(SENDER, "hear COMMIT", RECALL),
+    Step(RECEIVER, "say RELEASE", NEEDLESS), Step(SENDER, "hear RELEASE", NEEDLESS),
+    Step(SENDER, "say GONE", EVICT), Step(RECEIVER, "hear GONE", EVICT),
+    Step(SENDER, "hear WANT", TWICE), Step(SENDER, "write", TWICE),
+    Step(RECEIVER, "land", TWICE), Step(SENDER, "hear COMMIT", TWICE),
 ]  # fmt: skip

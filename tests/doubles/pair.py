@@ -183,12 +183,15 @@ class Pair:
         self.check_at_rest()
 
     def ask_in_orders(self, lengths: Sequence[int], orders: Sequence[str] = ORDERS) -> None:
-        """Ask prompts of these lengths in every order; each is right, and D computes one token."""
+        """Ask prompts of these lengths in every order; each is right, D computes one token, and
+        nothing is left of any."""
         for seed, order in enumerate(orders):
             for length in lengths:
                 self.ask(prompt_of(length, seed), order=order)
             self.run(timeout=40)
         self.check_answers(num_computed=1)
+        self.check_finished()
+        self.check_at_rest()
 
     def check_answers(self, num_computed: int | None = None) -> None:
         """Every token is right, and D has computed just so many of each prompt."""

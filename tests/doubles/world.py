@@ -214,7 +214,9 @@ class WorldTransport(PlainTransport):
         if source_epoch not in self.connected:
             raise TransportError("expect: the sender is not connected")
         tag = cast("Any", arrival.tag)
-        job = WorldJob("expect", self.world, STORE_EPOCH, arrival.seq, regions, regions, tag)
+        job = WorldJob(
+            "expect", self.world, self.world.store_epoch, arrival.seq, regions, regions, tag
+        )
         job.channel = self.world.channels[source_epoch]
         job.checked = arrival.checked and self.checks
         self.world.jobs.append(job)
@@ -236,13 +238,14 @@ class WorldMover:
     ) -> WorldJob:
         """Start a job that the test will move."""
         source, destination = Regions(sources, lengths), Regions(destinations, lengths)
-        job = WorldJob("scatter", self.world, STORE_EPOCH, 0, source, destination, tag)
+        job = WorldJob("scatter", self.world, self.world.store_epoch, 0, source, destination, tag)
         self.world.jobs.append(job)
         return job
 
     def check(self, sources: Any, lengths: Any, *, lane: int, tag: Any, keep: Any) -> WorldJob:
         """Start a job that only looks."""
-        job = WorldJob("check", self.world, STORE_EPOCH, 0, Regions(sources, lengths), None, tag)
+        epoch, regions = self.world.store_epoch, Regions(sources, lengths)
+        job = WorldJob("check", self.world, epoch, 0, regions, None, tag)
         job.checked = True
         self.world.jobs.append(job)
         return job
@@ -259,7 +262,9 @@ class WorldLinks:
     def get(self, target: PeerAddress, *, data: bool) -> Link:
         """Return the link, dialling when there is none; the test lets it connect."""
         if self.link is None:
-            self.link = Link(target, target.address, LinkState.GREETING, 1e9, epoch=STORE_EPOCH)
+            self.link = Link(
+                target, target.address, LinkState.GREETING, 1e9, epoch=self.world.store_epoch
+            )
             self.link.largest_landing = self.world.largest_landing
         return self.link
 
@@ -290,7 +295,8 @@ class Sending:
 
 @dataclass(eq=False)
 class Receiving:
-    """A receive, the memory that it fills, and what that memory was when it ended."""
+    """A receive, the memory that it fills, and what that memory was when it ended. It wants blocks
+    up to `end_block`, or (0) all."""
 
     transfer: Transfer
     memory: Bytes
@@ -299,18 +305,23 @@ class Receiving:
     sink: PagedSink
     first_block: int
     at_end: Bytes | None = None
+    end_block: int = 0
+
+    @property
+    def wanted(self) -> range:
+        """The blocks that it wants."""
+        return range(self.first_block, self.end_block or len(self.memory))
 
     def is_right(self) -> bool:
         """Whether every wanted block holds its content, and nothing else was touched."""
         expected = np.full_like(self.memory, CANARY)
-        for block in range(self.first_block, len(self.memory)):
+        for block in self.wanted:
             expected[block] = right_block(self.key, self.binding, block)
         return bool((self.memory == expected).all())
 
     def landed_blocks_are_right(self) -> bool:
         """Whether every block that the sink does not call missing holds its content."""
-        wanted = range(self.first_block, len(self.memory))
-        landed = set(wanted) - set(self.sink.missing_blocks().tolist())
+        landed = set(self.wanted) - set(self.sink.missing_blocks().tolist())
         return all(
             (self.memory[block] == right_block(self.key, self.binding, block)).all()
             for block in landed
@@ -349,20 +360,13 @@ class World:
         self.num_corrupted = 0
         self.unclosed: list[WorldChannel] = []
         self.sessions: set[int] = set()
-        self.expectations = Expectations()  # of the receiver's caller
         self.channels: dict[int, WorldChannel] = {}
         self.sendings: list[Sending] = []
         self.receivings: list[Receiving] = []
         self.transport = WorldTransport(self, receiver_writes)
-        self.arena = WorldMemory(config.kv_buffer_size, config.pool_bytes)
-        self.counters = Counters()
-        mover = cast("Mover", WorldMover(self))
-        places = Placement(config, self.arena, mover, lambda: self.now)
-        self.store = Store(
-            config, self.lock, places, mover, self.counters,
-            reply=self._reply, clock=lambda: self.now, expectations=self.expectations,
-        )  # fmt: skip
-        self.epoch = 100
+        self.arenas: list[WorldMemory] = []
+        self.epoch, self.store_epoch = 100, STORE_EPOCH
+        self.start_receiver()
         self.start_sender()
 
     def kept(self) -> list[ContentKey]:
@@ -371,13 +375,27 @@ class World:
 
     # Processes and links
 
+    def start_receiver(self) -> None:
+        """Start a receiving process; a sender may still have the memory of the one before."""
+        config = self.config
+        self.arena = WorldMemory(config.kv_buffer_size, config.pool_bytes)
+        self.arenas.append(self.arena)
+        self.counters = Counters()
+        self.expectations = Expectations()  # of the receiver's caller
+        mover = cast("Mover", WorldMover(self))
+        places = Placement(config, self.arena, mover, lambda: self.now)
+        self.store = Store(
+            config, self.lock, places, mover, self.counters,
+            reply=self._reply, clock=lambda: self.now, expectations=self.expectations,
+        )  # fmt: skip
+
     def start_sender(self) -> None:
         """Start a new sending process; what the old one had in flight stays there."""
         self.epoch += 1
-        self.sent = Counters()
+        self.sent, self.endings = Counters(), Endings()
         self.links = WorldLinks(self, self.epoch)
         self.sender = Sender(
-            self.config, self.lock, cast("Links", self.links), Endings(), self.sent,
+            self.config, self.lock, cast("Links", self.links), self.endings, self.sent,
             lambda: self.now,
         )  # fmt: skip
         self.answers = answers_to(self.sender)
@@ -412,7 +430,7 @@ class World:
     def ping(self) -> None:
         """Let the sender's link ask whether it is known; links do, if nothing else is said."""
         if self.links.link is not None:
-            self._to_store(Ping(self.epoch, STORE_EPOCH))
+            self._to_store(Ping(self.epoch, self.store_epoch))
 
     def close_link(self, error: P2pError) -> None:
         """End the sender's link as Links does: the channel is joined first."""
@@ -497,9 +515,17 @@ class World:
         ended, self.ended = self.ended, []
         for job in ended:
             self.jobs.remove(job)
-            if job.epoch in (STORE_EPOCH, self.epoch):
+            if job.epoch in (self.store_epoch, self.epoch):
                 job.tag(job)
         self._note_ends()
+
+    def work(self) -> None:
+        """Let everything that moves come to its end, and its owners hear of it."""
+        for job in list(self.jobs):
+            self.move(job, 1 << 20)
+        for epoch in list(self.channels):
+            self.move_stream(epoch)
+        self.drain()
 
     def _copy(self, job: WorldJob, limit: int) -> None:
         assert job.destinations is not None
@@ -556,7 +582,7 @@ class World:
     def _to_store(self, message: AnyMessage) -> None:
         epoch = message.source_epoch
         if epoch not in self.sessions:
-            self.post("sender", Greet(STORE_EPOCH, epoch))
+            self.post("sender", Greet(self.store_epoch, epoch))
         elif isinstance(message, Offer):
             self.store.on_offer(epoch, message, cast("Transport", self.transport))
         elif isinstance(message, Done):
@@ -572,9 +598,9 @@ class World:
 
     def _to_sender(self, link: Link, message: AnyMessage) -> None:
         if isinstance(message, Renew):
-            self.sender.on_renew(STORE_EPOCH, set(message.contents))
+            self.sender.on_renew(self.store_epoch, set(message.contents))
         elif isinstance(message, Want):
-            self.sender.offer_now(STORE_EPOCH, (message.key, message.binding))
+            self.sender.offer_now(self.store_epoch, (message.key, message.binding))
         elif isinstance(message, Greet):
             link.state = LinkState.GREETING
         elif type(message) in self.answers:
@@ -582,7 +608,7 @@ class World:
 
     def _reply(self, epoch: int, kind: type[Message], fields: tuple[Any, ...]) -> None:
         if epoch in self.sessions:
-            self.post("sender", kind(STORE_EPOCH, epoch, *fields))
+            self.post("sender", kind(self.store_epoch, epoch, *fields))
 
     # The callers
 
@@ -595,6 +621,7 @@ class World:
         *,
         ready: bool,
         is_held: bool = False,
+        generation: int = 0,
     ) -> None:
         """Send blocks [first, first + num) of a content; a held source outlives its writing."""
         memory = np.full((self.num_blocks, sum(PAGES)), GARBAGE, np.uint8)
@@ -606,7 +633,7 @@ class World:
             key, PEER, source, binding, self.config.transfer_timeout_seconds,
             ready_layers=ReadyLayers.whole() if ready else ReadyLayers(),
             on_end=lambda shipment: sending.ended_with.append(repr(shipment.transfer.error)),
-            is_held=is_held,
+            is_held=is_held, generation=generation,
         )  # fmt: skip
         sending.is_held, sending.transfer = is_held, shipment.transfer
         self.sendings.append(sending)
@@ -646,11 +673,11 @@ class World:
 
     def renew(self) -> None:
         """Let the receiver tell the sender what is kept."""
-        self.post("sender", Renew(STORE_EPOCH, self.epoch, sorted(self.kept(), key=repr)))
+        self.post("sender", Renew(self.store_epoch, self.epoch, sorted(self.kept(), key=repr)))
 
     def want(self, content: ContentKey) -> None:
         """Let the receiver ask the sender for what should be pushed."""
-        self.post("sender", Want(STORE_EPOCH, self.epoch, *content, True))
+        self.post("sender", Want(self.store_epoch, self.epoch, *content, True))
 
     def advance(self, seconds: float) -> None:
         """Let time pass and both control threads turn.
@@ -683,11 +710,7 @@ class World:
         for _ in range(400):
             self.ping()
             self.connect()
-            for job in list(self.jobs):
-                self.move(job, 1 << 20)
-            for epoch in list(self.channels):
-                self.move_stream(epoch)
-            self.drain()
+            self.work()
             while self.network:
                 self.deliver_all()
             if self.is_quiet():
@@ -717,7 +740,8 @@ class World:
 
     def close(self) -> None:
         """Give the memory back."""
-        self.arena.close()
+        for arena in self.arenas:
+            arena.close()
 
     def _fill(self, sending: Sending) -> None:
         for block in range(self.num_blocks):

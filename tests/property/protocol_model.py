@@ -1,11 +1,9 @@
-"""Every state that transfers between two engines can reach, within bounds, explored one by one.
+"""Every state that transfers between two engines can reach, within bounds.
 
-The real sender and the real store, in tests/doubles/world.py. In each state every move is
-tried: any message on its way may be delivered next, be lost or be doubled, bytes may move, the data
-connection may break, time may pass, the receiver may cancel, the sender may be restarted. How often
-the bad things happen is bounded. Each state that is new is checked for all promises, and for a way
-to the end of everything from there. Breadth first, so that the first failure has the shortest
-story; a state is reached by playing its moves again.
+The real sender and the real store, in tests/doubles/world.py: any message on its way may be
+delivered next, be lost or be doubled, bytes may move, the data connection may break, time may pass,
+the receiver may cancel, the sender may be restarted. How often the bad things happen is bounded.
+`turn_model.py` has the turns of a session.
 """
 
 from __future__ import annotations
@@ -14,21 +12,20 @@ import argparse
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, TypeAlias
 
 from p2p_engine.errors import TransferError, TransportError
-from p2p_engine.wire.messages import Grant, decode
-from tests.doubles.world import MAX_BLOCKS, Receiving, Sending, World
+from tests.doubles.world import MAX_BLOCKS, World
+from tests.property.explore import Move, Path, Playable, explore
+from tests.property.state_names import parts_of
 from tests.property.transfer_machine import (
     KEYS,
     TransferMachine,
     WhenReceiverWrites,
     WhenSenderWrites,
 )
+from tests.property.turn_model import all_turns
 
-Move: TypeAlias = tuple[str, int]
 CHUNK = (2, MAX_BLOCKS - 2)  # small enough for several to have room
 FAULTS = ("lose", "double", "break", "cancel", "restart")
 SAID_ONCE = ("renew", "want")  # by the receiver, for the first key
@@ -44,15 +41,46 @@ class Bounds:
     num_renewals: int = 0  # 1: the receiver may renew, and ask for, what is pushed
 
 
-def begin(machine: TransferMachine, bounds: Bounds) -> None:
-    """Both callers have said what they want."""
-    world = machine.world
+@dataclasses.dataclass(frozen=True)
+class TransferModel:
+    """The play of these transfers."""
+
+    kind: type[TransferMachine]
+    bounds: Bounds
+    bounded = BOUNDED
+
+    def __str__(self) -> str:
+        return self.kind.__name__
+
+    def machine(self) -> TransferMachine:
+        """Make its world."""
+        return self.kind()
+
+    def begin(self, world: World) -> None:
+        """Both callers have said what they want."""
+        begin(world, self.bounds)
+
+    def moves(self, world: World, path: Path) -> list[Move]:
+        """What can happen next."""
+        return moves_of(world, path, self.bounds)
+
+    def make(self, world: World, move: Move) -> None:
+        """Let it happen."""
+        make(world, move, self.bounds)
+
+    def name(self, world: World) -> str:
+        """What tells one state from another."""
+        return name_of(world)
+
+
+def begin(world: World, bounds: Bounds) -> None:
+    """Both callers say what they want."""
     for key in KEYS[: bounds.num_keys]:
         world.send(key, b"", *CHUNK, ready=True)
         world.receive(key, b"", CHUNK[0])
 
 
-def moves_of(world: World, path: tuple[Move, ...], bounds: Bounds) -> list[Move]:
+def moves_of(world: World, path: Path, bounds: Bounds) -> list[Move]:
     """What can happen next."""
     used = Counter(name for name, _ in path)
     link = world.links.link
@@ -79,13 +107,13 @@ def moves_of(world: World, path: tuple[Move, ...], bounds: Bounds) -> list[Move]
     return moves
 
 
-def make(machine: TransferMachine, move: Move, bounds: Bounds) -> None:
+def make(world: World, move: Move, bounds: Bounds) -> None:
     """Let it happen."""
-    world, (name, index) = machine.world, move
+    name, index = move
     if name == "connect":
         world.connect()
     elif name == "work":
-        work(world)
+        world.work()
     elif name == "deliver":
         world.deliver(index)
     elif name == "double":
@@ -113,16 +141,6 @@ def make(machine: TransferMachine, move: Move, bounds: Bounds) -> None:
                 continue  # it waits for the first one still, or was refused
 
 
-def work(world: World) -> None:
-    """Everything that moves comes to its end, and its owners hear of it."""
-    for job in list(world.jobs):
-        world.move(job, 1 << 20)
-    for epoch in list(world.channels):
-        world.move_stream(epoch)
-    world.drain()
-    world.store.poll()
-
-
 def name_of(world: World) -> str:
     """What tells one state from another; two that differ only in which key is which are one.
 
@@ -130,46 +148,6 @@ def name_of(world: World) -> str:
     """
     parts = parts_of(world)
     return min(repr(sorted(parts)), repr(sorted(map(_mirrored, parts))))
-
-
-def parts_of(world: World) -> list[str]:
-    """Everything in a state, with sequence numbers as "#1" and "#2"."""
-    chunks = [
-        ("chunk", f"#{c.seq}", c.state.name, c.attempt, repr(c.shipment.ready_layers),
-         round(c.resend_at - world.now, 3), repr(c.ending))
-        for c in world.sender._chunks.values()
-    ]  # fmt: skip
-    landings = [
-        ("landing", i.id[0], f"#{i.id[1]}", i.state.name, i.attempt, i.receive is not None,
-         i.done_heard, i.place)
-        for i in world.landings()
-    ]  # fmt: skip
-    jobs = [
-        ("job", place, j.kind, j.epoch, f"#{j.seq}", j.state, j.moved, j.cancel_asked)
-        for place, j in enumerate(world.jobs)
-    ]
-    streams = [
-        ("stream", epoch, place, f"#{seq}", end)
-        for epoch, channel in world.channels.items()
-        for place, (seq, _, end) in enumerate(channel.stream)
-    ]
-    callers: list[Sending | Receiving] = [*world.sendings, *world.receivings]
-    ends = [
-        ("end", type(item).__name__, str(item.key), item.transfer.released, item.transfer.done,
-         repr(item.transfer.error))
-        for item in callers
-    ]  # fmt: skip
-    link = world.links.link
-    rest = (
-        "rest", world.now, world.epoch, sorted(world.sessions),
-        link is not None and (link.state.name, link.channel is not None),
-        len(world.breaking), sorted(world.transport.connected),
-    )  # fmt: skip
-    kept = [("kept", str(key), world.store.is_left((key, b))) for key, b in world.kept()]
-    abandoned = [("abandoned", str(key)) for key in world.sender._abandoned]
-    network = [("message", _message(to, frame)) for to, frame in world.network]
-    everything = [*chunks, *landings, *jobs, *streams, *ends, *kept, *abandoned, *network, rest]
-    return [repr(part) for part in everything]
 
 
 _KEYS_AND_NUMBERS = re.compile(r"(request-|#|\bseq=)([12])\b")
@@ -180,79 +158,6 @@ def _mirrored(part: str) -> str:
     return _KEYS_AND_NUMBERS.sub(lambda found: found[1] + "21"[int(found[2]) - 1], part)
 
 
-def _message(to: str, frame: bytes) -> str:
-    message = decode(frame)
-    if isinstance(message, Grant):  # its trailer is random
-        return f"{to} {message.destination_epoch} #{message.seq} {message.attempt} {message.offset}"
-    return f"{to} {message!r}"
-
-
-class Seen:
-    """The states that are known, and what had been spent of the bounds when they were reached."""
-
-    def __init__(self) -> None:
-        self._spent: dict[str, list[frozenset[str]]] = {}
-        self.num_states = 0
-
-    def add(self, name: str, spent: frozenset[str]) -> bool:
-        """Note a state; False: from one like it at least as much can happen, and that is known."""
-        known = self._spent.setdefault(name, [])
-        if any(other <= spent for other in known):
-            return False
-        known.append(spent)
-        self.num_states += 1
-        return True
-
-
-def explore(
-    kind: type[TransferMachine],
-    bounds: Bounds,
-    limit: int,
-    report: Callable[[str], None] = lambda _: None,
-) -> int:
-    """Visit every state; returns how many there are. `report` hears how far it has come.
-
-    Raises:
-        AssertionError: a promise is broken, a state has no way to the end, or there are more states
-            than `limit`.
-    """
-    seen = Seen()
-    frontier: list[tuple[Move, ...]] = [()]
-    while frontier:
-        following: list[tuple[Move, ...]] = []
-        for path in frontier:
-            moves = visit(kind, path, bounds, seen)
-            following += [(*path, move) for move in moves]
-            assert seen.num_states <= limit, f"more than {limit} states"
-        frontier = following
-        report(f"{kind.__name__}: {seen.num_states} states, {len(frontier)} to try next")
-    return seen.num_states
-
-
-def visit(
-    kind: type[TransferMachine], path: tuple[Move, ...], bounds: Bounds, seen: Seen
-) -> list[Move]:
-    """Play a path; returns what can follow, nothing when its state is known."""
-    machine: Any = kind()
-    try:
-        begin(machine, bounds)
-        for move in path:
-            make(machine, move, bounds)
-        spent = frozenset(name for name, _ in path if name in BOUNDED)
-        if not seen.add(name_of(machine.world), spent):
-            return []
-        machine.check_promises()
-        moves = moves_of(machine.world, path, bounds)
-        machine.world.settle()
-        machine.check_promises()
-        assert sum(machine.world.store.live_bytes().values()) == 0
-        return moves
-    except AssertionError as error:
-        raise AssertionError(f"after {path}: {error}") from error
-    finally:
-        machine.world.close()
-
-
 def main() -> None:
     """Explore as far as is asked."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -260,16 +165,17 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=1)
     parser.add_argument("--renewals", type=int, default=0)
     parser.add_argument("--limit", type=int, default=1_000_000)
+    parser.add_argument("--turns", action="store_true", help="turns of a session, not transfers")
     options = parser.parse_args()
-    bounds, kinds = (
-        Bounds(options.keys, options.faults, options.renewals),
-        (WhenSenderWrites, WhenReceiverWrites),
-    )
+    bounds = Bounds(options.keys, options.faults, options.renewals)
+    kinds = (WhenSenderWrites, WhenReceiverWrites)
+    plays: list[Playable] = [TransferModel(kind, bounds) for kind in kinds]
+    if options.turns:
+        plays = [*all_turns(options.faults)]
     with ProcessPoolExecutor(len(kinds)) as pool:
-        runs = [pool.submit(explore, kind, bounds, options.limit, say) for kind in kinds]
-        for kind, run in zip(kinds, runs, strict=True):
-            states = run.result()
-            say(f"{kind.__name__}: {states} states, all promises hold in each")
+        runs = [pool.submit(explore, play, options.limit, say) for play in plays]
+        for play, run in zip(plays, runs, strict=True):
+            say(f"{play}: {run.result()} states, all promises hold in each")
 
 
 def say(text: str) -> None:

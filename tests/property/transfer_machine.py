@@ -229,7 +229,7 @@ class TransferMachine(RuleBasedStateMachine):
                     is_free = (
                         sending.transfer.done if sending.is_held else sending.transfer.released
                     )
-                    assert not (is_free and _reads(job, sending.memory))
+                    assert not (is_free and reads(job, sending.memory))
 
     @invariant()
     def few_chunks_of_a_send_are_open(self) -> None:
@@ -328,7 +328,8 @@ def _touches(job: WorldJob, receiving: Receiving) -> bool:
     return bool(inside.any())
 
 
-def _reads(job: WorldJob, memory: Any) -> bool:
+def reads(job: WorldJob, memory: Any) -> bool:
+    """Whether a job reads some of this memory."""
     low = memory.ctypes.data
     return bool(
         ((job.addresses.addresses >= low) & (job.addresses.addresses < low + memory.nbytes)).any()
