@@ -14,6 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from p2p_engine.errors import ConfigError
 
 OLDEST, NEWEST = (0, 29), (0, 33)
+# Before, vLLM (#51562) begins a prompt of one token of a gated delta net with what its state's
+# block held before, and prefill's prompts are cut by one. 0.31 was not looked at.
+DELTA_NETS = (0, 32)
 
 # 0.30 added failures by request; 0.29 reports invalid blocks only.
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
@@ -26,16 +29,32 @@ def check_version() -> bool:
     Raises:
         ConfigError: it is older than the supported releases.
     """
-    match = re.match(r"(\d+)\.(\d+)", vllm.__version__)
-    if match is None:  # built from a checkout: trust whoever did it
+    version = _release()
+    if version is None:
         return False
-    version = int(match[1]), int(match[2])
     if (0, 1) <= version < OLDEST:
         raise ConfigError(
             f"vLLM {vllm.__version__} is not supported; supported: "
             f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
         )
     return OLDEST <= version <= NEWEST
+
+
+def check_delta_nets() -> None:
+    """Check that this vLLM computes gated delta nets right where prefill's prompts are cut.
+
+    Raises:
+        ConfigError: it is too old.
+    """
+    version = _release()
+    if version is not None and (0, 1) <= version < DELTA_NETS:
+        raise ConfigError("a state of kind GDN_ATTN needs vLLM 0.32 or newer")
+
+
+def _release() -> tuple[int, int] | None:
+    """Return this vLLM's release; None if it was built from a checkout: trust whoever did it."""
+    match = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    return (int(match[1]), int(match[2])) if match is not None else None
 
 
 def num_lookahead_tokens(vllm_config: Any) -> int:

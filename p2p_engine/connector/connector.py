@@ -40,6 +40,7 @@ from p2p_engine.connector.support import (
     check_stash,
     check_supported,
     directory_port,
+    identifies_media,
     num_local_ranks,
     read_config,
 )
@@ -140,6 +141,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
             stash_seconds=config.stash_seconds,
             has_host_buffer=is_host_buffer_asked_for(vllm_config)
             and current_platform.device_type != "cpu",
+            identifies_media=identifies_media(vllm_config),
         )
 
     # Of the class

@@ -102,6 +102,7 @@ class SchedulerHalf:
         num_lookahead_tokens: int = 0,
         stash_seconds: float = 0.0,
         has_host_buffer: bool = False,
+        identifies_media: bool = True,
     ) -> None:
         """`num_lookahead_tokens`: how far a draft's layers read ahead of what they compute."""
         self._instance = instance
@@ -112,6 +113,7 @@ class SchedulerHalf:
         self._tp_size, self._pp_size = tp_size, pp_size
         self._num_lookahead_tokens = num_lookahead_tokens
         self._has_host_buffer = has_host_buffer
+        self._identifies_media = identifies_media
         self._sending: dict[str, _Sending] = {}
         self._sent: Counter[ContentKey] = Counter()  # by how many of them
         self._loading: dict[str, _Loading] = {}
@@ -439,12 +441,15 @@ class SchedulerHalf:
         is_last_computed = self._has_window or self._has_state
         return num_prompt_tokens - 1 if is_last_computed else num_prompt_tokens
 
-    @staticmethod
-    def _refuse_unsupported(request: Request) -> None:
+    def _refuse_unsupported(self, request: Request) -> None:
         if request.pooling_params is not None or request.prompt_token_ids is None:
             raise InvalidParams("only prompts of tokens are transferred")
         if request.prompt_embeds is not None or request.resumable:
             raise InvalidParams("neither prompt embeddings nor streamed prompts are transferred")
+        if request.mm_features and not self._identifies_media:
+            raise InvalidParams(
+                "media have no identifiers: prefix caching and the cache of media are off"
+            )
 
 
 def _wanted(

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from p2p_engine.connector import compat
 from p2p_engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,7 +58,10 @@ ONLY: Mapping[str, tuple[object, ...]] = {
     "num_heads": (1,),
     "tp_replicated": (False,),
 }
-STATES = ("MAMBA2",)  # kinds of state that real vLLM has shown
+# Kinds of state that are transferred, and the number of parts of each. ReplaySSM adds rings to a
+# state, and its place in them is kept elsewhere. Linear attention is not among them: vLLM begins a
+# prompt of one token with what its block held before, and prefill's prompts are cut by one.
+STATES: Mapping[str, int] = {"MAMBA1": 2, "MAMBA2": 2, "GDN_ATTN": 2, "SHORT_CONV": 1}
 PLAIN_QUANTISATION = ("NONE", "FP8_PER_TENSOR")  # no scales beside the values
 
 
@@ -80,11 +84,7 @@ def check_fields(item: KVCacheSpec | KVCacheGroupSpec) -> None:
                 f"supported: {', '.join(map(repr, ONLY[field.name]))}"
             )
     _check_quantisation(item)
-    kind = getattr(getattr(item, "mamba_type", None), "name", STATES[0])
-    if kind not in STATES:
-        raise ConfigError(
-            f"a state of kind {kind} is not supported; supported: {', '.join(STATES)}"
-        )
+    _check_state(item)
 
 
 def kind_of(spec: KVCacheSpec) -> tuple[Any, ...]:
@@ -103,4 +103,22 @@ def _check_quantisation(item: object) -> None:
         raise ConfigError(
             f"a KV cache that is quantised as {quantisation} has scales of its own, which are "
             f"not transferred; supported: {', '.join(PLAIN_QUANTISATION)}"
+        )
+
+
+def _check_state(item: object) -> None:
+    told = getattr(item, "mamba_type", None)
+    if told is None:
+        return
+    kind = str(getattr(told, "name", told)).upper()
+    if kind not in STATES:
+        raise ConfigError(
+            f"a state of kind {kind} is not supported; supported: {', '.join(STATES)}"
+        )
+    if kind == "GDN_ATTN":
+        compat.check_delta_nets()
+    if (num_parts := len(getattr(item, "shapes", ()))) != STATES[kind]:
+        raise ConfigError(
+            f"a state of kind {kind} with {num_parts} parts is not supported; "
+            f"supported: {STATES[kind]}"
         )

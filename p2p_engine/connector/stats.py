@@ -75,7 +75,8 @@ def _values(table: dict[str, tuple[str, str, str]], snapshot: dict[str, Any]) ->
     for metric, (key, label, _) in table.items():
         value = snapshot.get(key, {} if label else 0)
         if not label:
-            value = {"": sum(value.values()) if isinstance(value, dict) else value}
+            # Links are counted by state, and others are still being dialled.
+            value = {"": value.get("ready", 0) if isinstance(value, dict) else value}
         values[metric] = dict(value)
     return values
 

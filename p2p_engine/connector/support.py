@@ -61,6 +61,17 @@ def check_stash(vllm_config: VllmConfig, keeps_last_only: bool) -> None:
             raise ConfigError(f"stash_seconds {obstacle}")
 
 
+def identifies_media(vllm_config: VllmConfig) -> bool:
+    """Tell whether equal media have equal identifiers on every instance, and others have others.
+
+    If vLLM caches neither prefixes nor what it makes of media, it does not hash them, but counts
+    them.
+    """
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    is_cached = media is None or media.mm_processor_cache_gb > 0
+    return bool(is_cached or vllm_config.cache_config.enable_prefix_caching)
+
+
 def directory_port(transfer: KVTransferConfig, parallel: ParallelConfig) -> int:
     """Return the port of this rank's directory: each data-parallel rank has one; 0 is any.
 

@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.utils import get_pp_indices
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     get_kv_cache_groups,
@@ -82,7 +83,19 @@ MODELS = {
     "states": (STATE, 0, STATE),
     "states and windows": (STATE, 0, WINDOW),
     "states only": (STATE, STATE, STATE),
+    "states of Mamba1": (STATE, 0, STATE),
+    "states of delta nets": (STATE, 0, STATE),
+    "states of short convolutions": (STATE, 0, STATE),
+    "states of delta nets and latents": (STATE, 0, STATE),
 }
+# vLLM's name for what makes a state, and the number of its parts; all others are Mamba2's.
+KINDS_OF_STATE = {
+    "states of Mamba1": ("MAMBA1", 2),
+    "states of delta nets": ("GDN_ATTN", 2),
+    "states of short convolutions": ("SHORT_CONV", 1),
+    "states of delta nets and latents": ("GDN_ATTN", 2),
+}
+LATENTS = ("latent", "sparse", "states of delta nets and latents")
 
 Tables = list[list[int]]  # a request's blocks, by group
 
@@ -138,7 +151,7 @@ class RankDouble:
         num_heads = max(1, NUM_HEADS // parallel.tensor_parallel_size)
         first_head = tp_rank * NUM_HEADS // parallel.tensor_parallel_size
         self.heads = np.arange(first_head, first_head + num_heads)
-        if attention in ("latent", "sparse"):
+        if attention in LATENTS:
             self.heads = np.arange(1)
         own = [*self.layers, *([DRAFT] if draft else [])]
         cache_config = make_cache_config(config, attention, num_blocks, own)
@@ -685,21 +698,25 @@ def make_cache_config(
 ) -> KVCacheConfig:
     """The groups that vLLM makes of the whole model's layers, with those of one stage."""
     num_heads = max(1, NUM_HEADS // config.parallel_config.tensor_parallel_size)
+    if attention in LATENTS:
+        num_heads = 1
+    kind, num_parts = KINDS_OF_STATE.get(attention, ("MAMBA2", 2))
     common: dict[str, Any] = {"block_size": config.cache_config.block_size, "dtype": torch.int64}
     num_retained = max(0, compat.num_lookahead_tokens(config) - 1)  # as vLLM's get_kv_cache_configs
     specs: dict[str, KVCacheSpec] = {}
     windows = [*MODELS[attention], *([0] if DRAFT in layers else [])]
     for name, window in zip(LAYER_NAMES, windows, strict=False):
-        if attention in ("latent", "sparse"):
-            specs[name] = MLAAttentionSpec(
-                num_kv_heads=1, max_tp_shards=1, head_size=SLOT_WIDTH, **common
-            )
-        elif window == STATE:
+        if window == STATE:
             specs[name] = MambaSpec(
-                shapes=((STATE_NUMBERS,),), dtypes=(torch.int64,),
+                shapes=((STATE_NUMBERS // num_parts,),) * num_parts,
+                dtypes=(torch.int64,) * num_parts, mamba_type=MambaAttentionBackendEnum[kind],
                 block_size=state_block_size(config), mamba_cache_mode=_state_mode(config),
                 page_size_padded=2 * num_heads * config.cache_config.block_size * SLOT_WIDTH * 4,
             )  # fmt: skip
+        elif attention in LATENTS:
+            specs[name] = MLAAttentionSpec(
+                num_kv_heads=1, max_tp_shards=1, head_size=SLOT_WIDTH, **common
+            )
         elif window:
             specs[name] = SlidingWindowSpec(
                 num_kv_heads=num_heads, head_size=SLOT_WIDTH // 2, sliding_window=window,

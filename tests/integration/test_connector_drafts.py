@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from tests import marks
 from tests.doubles.instance import NUM_LAYERS
-from tests.doubles.pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
+from tests.doubles.pair import ORDERS, SEND_TYPES, MakePair, prompt_of
 
 pytestmark = marks.simulated_vllm
 
@@ -32,23 +32,13 @@ def pair_settings() -> dict[str, Any]:
     return {"num_blocks": 200, "transfer_timeout_seconds": 300}
 
 
-def ask_all(pair: Pair) -> None:
-    """Prompts of every length, in every order, and what must hold of them afterwards."""
-    for seed, order in enumerate(ORDERS):
-        for length in LENGTHS:
-            pair.ask(prompt_of(length, seed), order=order)
-        pair.run(timeout=40)
-    pair.check_answers(num_computed=1)
-    pair.check_at_rest()
-
-
 @pytest.mark.parametrize("send_type", SEND_TYPES)
 @pytest.mark.parametrize("sides", SIDES)
 def test_the_same_draft_is_transferred(make_pair: MakePair, sides: str, send_type: str) -> None:
     """Decode speculates as if it had computed the prompt itself."""
     prefill, decode = SIDES[sides]
     pair = make_pair(prefill, decode, draft="eagle", send_type=send_type)
-    ask_all(pair)
+    pair.ask_in_orders(LENGTHS)
     wrong = pair.d.wrong_draft_positions
     assert wrong
     assert not any(wrong.values())
@@ -65,7 +55,7 @@ def test_a_draft_that_only_one_side_has_is_not_waited_for(
     pair = make_pair(
         {**prefill, "draft": drafts[0]}, {**decode, "draft": drafts[1]}, send_type=send_type
     )
-    ask_all(pair)
+    pair.ask_in_orders(LENGTHS)
     assert any(pair.d.wrong_draft_positions.values()) == bool(drafts[1])
 
 
@@ -110,7 +100,7 @@ def test_a_draft_that_is_lost_fails_nothing(make_pair: MakePair, policy: str) ->
 @pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
 def test_drafts_by_way_of_host_memory(make_pair: MakePair, send_type: str) -> None:
     pair = make_pair({}, {}, draft="eagle", send_type=send_type, is_on_device=True)
-    ask_all(pair)
+    pair.ask_in_orders(LENGTHS)
     assert not any(pair.d.wrong_draft_positions.values())
 
 
@@ -144,7 +134,7 @@ def test_preemption_with_drafts(make_pair: MakePair, drafts: tuple[str, str]) ->
 def test_windows_beside_a_draft(make_pair: MakePair) -> None:
     """The draft looks at everything, and has a table of its own."""
     pair = make_pair({}, {}, draft="eagle", attention="windows")
-    ask_all(pair)
+    pair.ask_in_orders(LENGTHS)
     assert pair.d.ranks[0].group_of[: NUM_LAYERS + 1] == [0, 1, 2, 3]
     assert not any(pair.d.wrong_draft_positions.values())
 

@@ -3,7 +3,6 @@ groups of layers, pipeline stages. vLLM makes the groups; our whole connector mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from tests import marks
 from tests.doubles.instance import WINDOW
-from tests.doubles.pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
+from tests.doubles.pair import SEND_TYPES, MakePair, Pair, prompt_of
 
 pytestmark = marks.simulated_vllm
 
@@ -27,16 +26,10 @@ def pair_settings() -> dict[str, Any]:
     return {"num_blocks": 200}
 
 
-def ask_all(pair: Pair, orders: Sequence[str] = ORDERS) -> None:
-    """Prompts of every length, in every order, and what must hold of them afterwards."""
-    pair.ask_in_orders(LENGTHS, orders)
-    pair.check_at_rest()
-
-
 @pytest.mark.parametrize("attention", ["mixed", "windows"])
 @pytest.mark.parametrize("send_type", SEND_TYPES)
 def test_windows(make_pair: MakePair, attention: str, send_type: str) -> None:
-    ask_all(make_pair(attention=attention, send_type=send_type))
+    make_pair(attention=attention, send_type=send_type).ask_in_orders(LENGTHS)
 
 
 @pytest.mark.parametrize("transports", ["shm", "tcp"])
@@ -49,7 +42,9 @@ def test_windows_of_unlike_instances(
     sides = {"tp_size": 4}, {"layout": "LBNHC"}  # 4 ranks have 2 heads: replicas
     settings = {"attention": "mixed", "transports": transports, "send_type": send_type}
     for prefill, decode in (sides, sides[::-1]):
-        ask_all(make_pair(prefill, decode, is_async=is_async, **settings), ["together"])
+        make_pair(prefill, decode, is_async=is_async, **settings).ask_in_orders(
+            LENGTHS, ["together"]
+        )
 
 
 @pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
@@ -73,7 +68,7 @@ def test_what_prefill_finds_in_its_cache_is_sent_too(
 @pytest.mark.parametrize("attention", ["mixed", "windows"])
 def test_windows_by_way_of_host_memory(make_pair: MakePair, attention: str, send_type: str) -> None:
     """Each group has a host buffer of its own."""
-    ask_all(make_pair(attention=attention, send_type=send_type, is_on_device=True))
+    make_pair(attention=attention, send_type=send_type, is_on_device=True).ask_in_orders(LENGTHS)
 
 
 @pytest.mark.parametrize("more", [8, 24, 40, 60])
@@ -202,7 +197,7 @@ def test_latent_attention_is_sent_once_to_each_rank(
     assert pair.landed_bytes() == sizes[1] * prompt_bytes
     num_served = [len(range(rank, sizes[1], sizes[0])) for rank in range(sizes[0])]
     assert pair.sent_bytes() == [count * prompt_bytes for count in num_served]
-    ask_all(pair)
+    pair.ask_in_orders(LENGTHS)
 
 
 # Pipeline stages
@@ -214,7 +209,9 @@ STAGES = [(1, 2), (2, 1), (2, 2), (2, 3), (3, 2), (1, 3)]  # cuts of three layer
 @pytest.mark.parametrize("send_type", SEND_TYPES)
 @pytest.mark.parametrize("stages", STAGES, ids=str)
 def test_pipeline_stages(make_pair: MakePair, stages: tuple[int, int], send_type: str) -> None:
-    ask_all(make_pair({"pp_size": stages[0]}, {"pp_size": stages[1]}, send_type=send_type))
+    make_pair({"pp_size": stages[0]}, {"pp_size": stages[1]}, send_type=send_type).ask_in_orders(
+        LENGTHS
+    )
 
 
 @pytest.mark.parametrize("attention", ["mixed", "latent"])
@@ -229,7 +226,7 @@ def test_stages_ranks_and_groups_at_once(
             pair = make_pair(
                 prefill, decode, attention=attention, transports=transports, send_type=send_type
             )
-            ask_all(pair, ["together"])
+            pair.ask_in_orders(LENGTHS, ["together"])
 
 
 def test_preemption_with_stages(make_pair: MakePair) -> None:

@@ -3,7 +3,6 @@ after the wrong number of tokens is found at once. vLLM makes the groups and the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from vllm.v1.request import RequestStatus
 from p2p_engine.connector.states import end_before_last_token
 from tests import marks
 from tests.doubles.instance import BLOCK_SIZE, continuation
-from tests.doubles.pair import ORDERS, SEND_TYPES, MakePair, Pair, prompt_of
+from tests.doubles.pair import SEND_TYPES, MakePair, prompt_of
 from tests.property.block_play import make_request
 
 pytestmark = marks.simulated_vllm
@@ -23,18 +22,16 @@ pytestmark = marks.simulated_vllm
 # Around a block of 16, around a step of 64 tokens, and of several steps.
 LENGTHS = (1, 2, 3, 15, 16, 17, 18, 31, 32, 33, 34, 63, 64, 65, 66, 129, 300)
 MODELS = ("states", "states and windows", "states only")
+# vLLM lays them out as Mamba2's. Kimi Linear has the last: delta nets (KDA) beside latents.
+OTHER_KINDS = (
+    "states of Mamba1", "states of short convolutions", "states of delta nets",
+    "states of delta nets and latents",
+)  # fmt: skip
 
 
 @pytest.fixture
 def pair_settings() -> dict[str, Any]:
     return {"num_blocks": 200}
-
-
-def ask_all(pair: Pair, orders: Sequence[str] = ORDERS) -> None:
-    """Prompts of every length, in every order, and what must hold of them afterwards."""
-    pair.ask_in_orders(LENGTHS, orders)
-    pair.check_finished()
-    pair.check_at_rest()
 
 
 @pytest.mark.parametrize(
@@ -45,7 +42,15 @@ def ask_all(pair: Pair, orders: Sequence[str] = ORDERS) -> None:
 def test_states(
     make_pair: MakePair, attention: str, send_type: str, has_prefix_cache: bool
 ) -> None:
-    ask_all(make_pair(attention=attention, send_type=send_type, has_prefix_cache=has_prefix_cache))
+    make_pair(
+        attention=attention, send_type=send_type, has_prefix_cache=has_prefix_cache
+    ).ask_in_orders(LENGTHS)
+
+
+@pytest.mark.parametrize("has_prefix_cache", [True, False])
+@pytest.mark.parametrize("attention", OTHER_KINDS)
+def test_other_kinds_of_states(make_pair: MakePair, attention: str, has_prefix_cache: bool) -> None:
+    make_pair(attention=attention, has_prefix_cache=has_prefix_cache).ask_in_orders(LENGTHS)
 
 
 @pytest.mark.parametrize("transports", ["shm", "tcp"])
@@ -54,10 +59,8 @@ def test_states_of_steps_that_run_ahead(
     make_pair: MakePair, transports: str, send_type: str
 ) -> None:
     """vLLM's asynchronous scheduler must not go on from the prompt's end on prefill."""
-    ask_all(
-        make_pair(attention="states", send_type=send_type, is_async=True, transports=transports),
-        ["together", "prefill first"],
-    )
+    pair = make_pair(attention="states", send_type=send_type, is_async=True, transports=transports)
+    pair.ask_in_orders(LENGTHS, ["together", "prefill first"])
 
 
 @pytest.mark.parametrize("has_prefix_cache", [(True, False), (False, True)])
@@ -67,12 +70,14 @@ def test_only_one_side_caches_states(
 ) -> None:
     """Then their blocks of states are not of one size, which is nobody's business but vLLM's."""
     prefill, decode = ({"has_prefix_cache": flag} for flag in has_prefix_cache)
-    ask_all(make_pair(prefill, decode, attention="states", send_type=send_type), ["together"])
+    make_pair(prefill, decode, attention="states", send_type=send_type).ask_in_orders(
+        LENGTHS, ["together"]
+    )
 
 
 @pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"pp_size": 3}])
 def test_states_of_several_ranks(make_pair: MakePair, sizes: dict[str, int]) -> None:
-    ask_all(make_pair(attention="states", **sizes), ["together"])
+    make_pair(attention="states", **sizes).ask_in_orders(LENGTHS, ["together"])
 
 
 @pytest.mark.parametrize(
@@ -125,7 +130,7 @@ def test_preempted_requests(
 
 def test_layer_by_layer(make_pair: MakePair) -> None:
     """Of states vLLM does not tell while the forward runs."""
-    ask_all(make_pair(attention="states", layerwise=True), ["together"])
+    make_pair(attention="states", layerwise=True).ask_in_orders(LENGTHS, ["together"])
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

@@ -39,10 +39,14 @@ def make_group(number: int = 0, window: int = 0) -> LayerGroup:
     return LayerGroup(number, (f"layers.{number}",), spec, window, table=number)
 
 
+def make_half(**more: Any) -> SchedulerHalf:
+    instance = ThisInstance("kv_both", "[::1]:1", SendMode.PUT_ASYNC, has_random_ids=True)
+    return SchedulerHalf(instance, "model", [make_group()], tp_size=2, **more)
+
+
 @pytest.fixture
 def half() -> SchedulerHalf:
-    instance = ThisInstance("kv_both", "[::1]:1", SendMode.PUT_ASYNC, has_random_ids=True)
-    return SchedulerHalf(instance, "model", [make_group()], tp_size=2)
+    return make_half()
 
 
 def make_request(params: Any, num_tokens: int = 40, request_id: str = "r", **more: Any) -> Request:
@@ -408,6 +412,23 @@ def test_pooling_and_streamed_prompts_are_computed_locally(half: SchedulerHalf) 
         request.kv_transfer_params = dict(LOAD)
         half.on_new_request(request)
         assert half.num_loadable_tokens(request, 0) == 0
+
+
+def test_media_that_have_no_identifiers_are_computed_locally(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They are counted instead: different ones have one name, and equal ones have two."""
+    counting = make_half(identifies_media=False)
+    for params in (SEND, LOAD):
+        caplog.clear()
+        request = make_request(params, mm_features=[_feature("renderer0-mm-1-image-0", 3)])
+        counting.on_new_request(request)
+        assert counting.num_loadable_tokens(request, 0) == 0
+        assert "media have no identifiers" in caplog.text
+        assert finish(counting, request, RequestStatus.FINISHED_STOPPED) == (False, None)
+    text = make_request(LOAD)
+    counting.on_new_request(text)
+    assert counting.num_loadable_tokens(text, 0) == 40
 
 
 def test_the_binding_covers_all_that_decides_the_kv(half: SchedulerHalf) -> None:

@@ -19,11 +19,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.config.kv_events import KVEventsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers import dp_supervisor
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import core
 
+from p2p_engine.cli.commands import InstancePlan, MemberRole, events_config
 from p2p_engine.cli.tiny_model import ensure_tiny_model
 from p2p_engine.config import EngineConfig
 from p2p_engine.connector import serving
@@ -234,6 +236,17 @@ def test_where_a_rank_publishes_its_events(
 ) -> None:
     config = start("dense", arguments, ranks)
     assert find_publisher(config) == publisher
+
+
+def test_the_events_of_a_fleet_are_found() -> None:
+    plan = InstancePlan(
+        "p", MemberRole.PREFILL, "tiny", "10.0.0.7", 1, events_port=5557, replay_port=6557
+    )
+    config = SimpleNamespace(
+        kv_events_config=KVEventsConfig(**events_config(plan)),
+        parallel_config=SimpleNamespace(data_parallel_index=1),
+    )
+    assert find_publisher(config) == Publisher(5558, 6558)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

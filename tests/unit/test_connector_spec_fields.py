@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import re
 from dataclasses import replace
@@ -14,11 +15,11 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shapes
 from vllm.v1 import kv_cache_interface
-from vllm.v1.attention.backends.registry import (
-    AttentionBackendEnum,
-    MambaAttentionBackendEnum,
-)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
@@ -156,7 +157,11 @@ def test_a_field_of_a_group_that_is_not_known_is_refused_by_name(
         (replace(STATE, mamba_cache_mode="all"), "MambaSpec.mamba_cache_mode='all'"),
         (replace(STATE, tp_replicated=True), "MambaSpec.tp_replicated=True"),
         (replace(STATE, num_heads=2), "MambaSpec.num_heads=2"),
-        (replace(STATE, mamba_type=MambaAttentionBackendEnum.GDN_ATTN), "state of kind GDN_ATTN"),
+        (replace(STATE, mamba_type=Kind.LINEAR), "a state of kind LINEAR is not supported"),
+        (replace(STATE, mamba_type=Kind.GDN_ATTN, num_speculative_blocks=3), "_blocks=3"),
+        (replace(STATE, mamba_type=Kind.SHORT_CONV), "a state of kind SHORT_CONV with 2 parts"),
+        # As vLLM's ReplaySSM extends it.
+        (replace(STATE, shapes=STATE.shapes * 2, dtypes=STATE.dtypes * 2), "MAMBA2 with 4 parts"),
     ],
 )
 def test_a_value_that_cannot_be_transferred_is_refused_by_name(spec: Any, named: str) -> None:
@@ -253,6 +258,49 @@ def test_a_states_bytes_are_all_that_its_layer_keeps() -> None:
     assert one.page_bytes == [3 * 8 * 2 + 2 * 4 * 4 * 4]
     assert obstacles(one, other) == []  # how far apart vLLM may cache states is its own affair
     assert "3x8:bfloat16 2x4x4:float32" in one.packing
+
+
+# What vLLM's layers keep: of heads, of their sizes, and of four tokens of a convolution.
+KEPT = {
+    "Mamba1": (Kind.MAMBA1, Shapes.mamba1_state_shape(1, 32, 4, 4)),
+    "Mamba2": (Kind.MAMBA2, Shapes.mamba2_state_shape(1, 32, 1, 4, 8, 8, 4)),
+    "GDN": (Kind.GDN_ATTN, Shapes.gated_delta_net_state_shape(1, 2, 4, 8, 8, 4)),
+    "KDA": (Kind.GDN_ATTN, Shapes.kda_state_shape(1, 4, 8)),
+    "short convolutions": (Kind.SHORT_CONV, Shapes.short_conv_state_shape(1, 32, 4)),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_state_is_read_where_its_layer_keeps_it(name: str) -> None:
+    """As vLLM's layers unpack a page: nothing of a state lies elsewhere."""
+    kind, shapes = KEPT[name]
+    dtypes = (torch.bfloat16, torch.float32)[: len(shapes)]
+    spec = replace(STATE, shapes=shapes, dtypes=dtypes, mamba_type=kind, page_size_padded=4096)
+    [group] = attention_groups(config_of(spec))
+    view, layer = views_of(spec), SimpleNamespace()
+    layer.get_state_shape, layer.get_state_dtype = lambda: shapes, lambda: dtypes
+    MambaBase.bind_kv_cache(layer, view)  # type: ignore[arg-type]
+    for part in layer.kv_cache:
+        part[3] = torch.randn(part[3].shape)
+    group = replace(group, layer_names=("layers.0",))
+    cache = read_cache(vllm_config(num_layers=1), group, {"layers.0": view}, BLOCKS, 0)
+    address = int(cache.layer_addresses[0] + 3 * cache.block_strides[0])
+    parts = [part[3].contiguous().view(torch.uint8).numpy().tobytes() for part in layer.kv_cache]
+    assert ctypes.string_at(address, int(cache.page_bytes[0])) == b"".join(parts)
+
+
+@pytest.mark.parametrize("release", ["0.30.0", "0.31.2rc1"])
+def test_delta_nets_of_an_older_vllm_are_refused(
+    release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins a cut prompt of one token with another request's state."""
+    kind, shapes = KEPT["GDN"]
+    spec = replace(STATE, shapes=shapes, mamba_type=kind)
+    check_fields(spec)
+    monkeypatch.setattr("vllm.__version__", release)
+    with pytest.raises(ConfigError, match=r"GDN_ATTN needs vLLM 0\.32"):
+        check_fields(spec)
+    check_fields(STATE)
 
 
 def test_a_state_in_another_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from p2p_engine.connector import P2pNcclConnector, compat, register
 from p2p_engine.connector.support import (
     check_supported,
     directory_port,
+    identifies_media,
     num_local_ranks,
     read_config,
 )
@@ -238,3 +239,25 @@ def test_how_far_a_draft_reads_ahead_is_known_of_every_release(
     config: SimpleNamespace, num_tokens: int
 ) -> None:
     assert compat.num_lookahead_tokens(config) == num_tokens
+
+
+@pytest.mark.parametrize("caches_prefixes", [False, True])
+@pytest.mark.parametrize("cache_gb", [0, 4])
+def test_media_have_identifiers_unless_vllm_counts_them(
+    cache_gb: float, caches_prefixes: bool
+) -> None:
+    """What vLLM's own renderer names an image that has no name: None if it will hash it."""
+    from vllm.renderers.base import BaseRenderer
+
+    media = SimpleNamespace(mm_processor_cache_gb=cache_gb)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=media),
+        cache_config=SimpleNamespace(enable_prefix_caching=caches_prefixes),
+    )
+    renderer = SimpleNamespace(
+        config=config, model_config=config.model_config, _validate_mm_uuids=Mock()
+    )
+    images = SimpleNamespace(get_all_counts=lambda: {"image": 1})
+    process: Any = BaseRenderer._process_mm_uuids
+    named = process(renderer, {}, images, {}, "renderer0-mm-7")
+    assert bool(named) is not identifies_media(config)  # type: ignore[arg-type]

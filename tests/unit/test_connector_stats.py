@@ -68,7 +68,7 @@ def test_only_changes_are_reported() -> None:
     assert report(reporter, sent=150, ok=1).data["counters"] == {"p2p_sent_bytes": {"": 50}}
     gauges = report(reporter, sent=150, ok=1, live=7).data["gauges"]["0"]
     assert gauges["p2p_live_bytes"] == {"buffer": 7}
-    assert gauges["p2p_links"] == {"": 2}
+    assert gauges["p2p_links"] == {"": 1}
 
 
 def test_ranks_and_intervals_add_up() -> None:
@@ -119,7 +119,7 @@ def test_prometheus_has_each_value_under_its_labels(metrics: Any) -> None:
     assert value("p2p_sent_bytes_total") == 200
     assert value("p2p_transfers_total", outcome="sent ok") == 6
     assert [value("p2p_live_bytes", rank=rank, place="buffer") for rank in "01"] == [0, 1]
-    assert value("p2p_links", rank="0") == 2
+    assert value("p2p_links", rank="0") == 1
 
 
 def test_prometheus_has_histograms_by_mode_and_transport(metrics: Any) -> None:

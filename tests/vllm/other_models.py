@@ -3,6 +3,10 @@
 deepseek: what a token leaves in the cache is one latent vector for all heads, the same on each rank
 gemma:    two layers of three look back no farther than a window, and have block tables of their own
 granite:  attention in one layer of three; Mamba2 in the others, which keep a state
+lfm:      the same with short convolutions, whose state is what they look back at
+qwen:     the same with gated delta nets (GDN), which vLLM's CPU backend has in bfloat16 only
+ocr:      takes images; how many tokens one has, and their places (rope in three dimensions), depend
+          on its size
 eagle:    no model, but a draft for the tiny Llama; what it proposes is hardly ever right
 """
 
@@ -15,9 +19,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from p2p_engine.cli.tiny_model import TinyModel, ensure_tiny_model
+from p2p_engine.cli.tiny_model import HEAD_DIM, TinyModel, ensure_tiny_model
 
 WINDOW = 96  # three blocks of 32
+PATCH = 14  # pixels; an image has one token for each square of two by two
+IMAGE = "<|IMAGE_PLACEHOLDER|>"
+IMAGE_TOKENS = ("<|IMAGE_START|>", IMAGE, "<|IMAGE_END|>")
+_IMAGE_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: "
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}"
+    + "".join(IMAGE_TOKENS)
+    + "{% endif %}{% endfor %}{% endif %}\n{% endfor %}assistant:"
+)
 
 
 def ensure_model(name: str) -> Path:
@@ -102,6 +116,66 @@ def _granite(transformers: Any) -> Any:
     return transformers.GraniteMoeHybridForCausalLM(config)
 
 
+def _ocr(transformers: Any) -> Any:
+    first = TinyModel.vocab_size  # behind the tiny tokenizer's own
+    text = {
+        **COMMON, "vocab_size": first + 32, "head_dim": HEAD_DIM, "num_key_value_heads": 2,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0,
+            "mrope_section": [HEAD_DIM // 4, HEAD_DIM // 8, HEAD_DIM // 8],
+        },
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "patch_size": PATCH, "image_size": 8 * PATCH,
+    }  # fmt: skip
+    config = transformers.PaddleOCRVLConfig(
+        text_config=text,
+        vision_config=vision,
+        vision_start_token_id=first,
+        image_token_id=first + 1,
+        vision_end_token_id=first + 2,
+        video_token_id=first + 3,
+        tie_word_embeddings=False,
+    )
+    return transformers.PaddleOCRVLForConditionalGeneration(config)
+
+
+def _lfm(transformers: Any) -> Any:
+    config = transformers.Lfm2Config(
+        **COMMON,
+        layer_types=["conv", "conv", "full_attention"] * 2,
+        conv_L_cache=4,
+        block_auto_adjust_ff_dim=False,
+        conv_dim=COMMON["hidden_size"],  # this and the next two as published, for vLLM
+        block_dim=COMMON["hidden_size"],
+        block_ff_dim=COMMON["intermediate_size"],
+    )
+    return transformers.Lfm2ForCausalLM(config)
+
+
+def _qwen(transformers: Any) -> Any:
+    config = transformers.Qwen3NextConfig(
+        **COMMON,
+        layer_types=["linear_attention", "linear_attention", "full_attention"] * 2,
+        mlp_only_layers=list(range(COMMON["num_hidden_layers"] - 1)),  # vLLM wants one with experts
+        num_experts=4,
+        num_experts_per_tok=1,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+    )
+    model = transformers.Qwen3NextForCausalLM(config)
+    for name, weight in model.named_parameters():
+        if name.endswith("A_log"):  # as made, a state forgets nearly all with each token
+            weight.data.uniform_(-7, -3)
+    return model
+
+
 def _eagle(transformers: Any) -> Any:
     config = transformers.LlamaConfig(
         vocab_size=TinyModel.vocab_size,
@@ -135,10 +209,23 @@ def _save_eagle(model: Any, folder: Path) -> None:
     safetensors.save_file(weights, folder / "model.safetensors")
 
 
+def _add_processor(transformers: Any, folder: Path) -> None:
+    """Save what makes patches of images, and a tokenizer that knows their tokens."""
+    kinds = "vision_start_token", "image_token", "vision_end_token"
+    names = dict(zip(kinds, IMAGE_TOKENS, strict=True))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, extra_special_tokens=names)
+    tokenizer.chat_template = _IMAGE_TEMPLATE
+    images = transformers.PaddleOCRVLImageProcessorPil(
+        patch_size=PATCH,
+        size={"shortest_edge": (4 * PATCH) ** 2, "longest_edge": (32 * PATCH) ** 2},
+    )
+    transformers.PaddleOCRVLProcessor(images, tokenizer).save_pretrained(folder)
+
+
 def _make(name: str, tiny: Path, folder: Path) -> None:
     torch, transformers = import_module("torch"), import_module("transformers")
     torch.manual_seed(0)
-    makers = _deepseek, _gemma, _granite, _eagle
+    makers = _deepseek, _gemma, _granite, _lfm, _qwen, _ocr, _eagle
     [make] = [item for item in makers if item.__name__ == f"_{name}"]
     model = make(transformers).to(torch.bfloat16)
     if name == "eagle":
@@ -148,6 +235,8 @@ def _make(name: str, tiny: Path, folder: Path) -> None:
         model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tiny / file, folder / file)
+    if name == "ocr":
+        _add_processor(transformers, folder)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,17 +16,16 @@ from p2p_engine.cli.fleet import Fleet
 from p2p_engine.cli.tiny_model import ensure_tiny_model
 from tests import marks
 from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
+from tests.vllm.doors import MESSAGES, RESPONSES, post, said
 from tests.vllm.load import ENVIRONMENT
 from tests.vllm.observing import prompt_tokens
 
 pytestmark = [marks.vllm, pytest.mark.timeout(1800)]
 
-SECONDS = 120.0
 ARGS = (
     "--served-model-name=tiny", "--no-enable-prefix-caching", "--enable-prompt-tokens-details",
     "--enable-auto-tool-choice", "--tool-call-parser=hermes",
 )  # fmt: skip
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 TEXT = "Once upon a time there was a small engine that moved what others had computed. " * 5
 TURNS = [
     {"role": "user", "content": "Who are you?"},
@@ -72,41 +70,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         fleet.start(MemberRole.DECODE)
         fleet.wait_ready(timeout=BOOT_SECONDS)
         yield fleet
-
-
-def post(url: str, asked: dict[str, Any]) -> str:
-    request = urllib.request.Request(
-        url,
-        data=json.dumps({"model": "tiny", "temperature": 0, **asked}).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with direct.open(request, timeout=SECONDS) as response:
-        text: str = response.read().decode()
-    return text
-
-
-def said(text: str, *, is_stream: bool) -> tuple[str, dict[str, Any]]:
-    """The text of an answer, and its usage; both must be there."""
-    if not is_stream:
-        answer = json.loads(text)
-        parts = [part for item in answer.get("output", [answer]) for part in item["content"]]
-        return "".join(part["text"] for part in parts), counts(answer["usage"])
-    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    assert not [event for event in events if event["type"] == "error"]
-    deltas = [event["delta"] for event in events if event["type"].endswith("_text.delta")]
-    deltas += [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
-    ends = [event.get("response", event) for event in events]
-    return "".join(deltas), counts([end["usage"] for end in ends if end.get("usage")][-1])
-
-
-def counts(usage: dict[str, Any]) -> dict[str, Any]:
-    """What was read, cached and answered."""
-    details = usage.get("input_tokens_details", usage)
-    cached = details.get("cached_tokens", details.get("cache_read_input_tokens"))
-    return {
-        "read": usage["input_tokens"], "cached": cached, "answered": usage["output_tokens"],
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])

@@ -3,9 +3,7 @@ that has evicted it."""
 
 from __future__ import annotations
 
-import json
 import random
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +17,7 @@ from tests import marks
 from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
 from tests.compat.workload import BLOCK, Question, ask
 from tests.support import eventually
+from tests.vllm.events import events_config
 from tests.vllm.load import ENVIRONMENT
 from tests.vllm.observing import by_label, prompt_tokens
 
@@ -28,18 +27,6 @@ NUM_BLOCKS = 64  # of the first instance's cache
 MAX_LENGTH = (NUM_BLOCKS - 1) * BLOCK
 LENGTH = 20 * BLOCK
 CHAT_LENGTH = 8 * BLOCK  # at least, whatever the tokenizer makes of it
-
-
-def events_config() -> str:
-    """Let vLLM publish its events at two free ports."""
-    with socket.socket() as one, socket.socket() as other:
-        for each in (one, other):
-            each.bind(("127.0.0.1", 0))
-        ports = [each.getsockname()[1] for each in (one, other)]
-    return json.dumps({
-        "enable_kv_cache_events": True, "endpoint": f"tcp://*:{ports[0]}",
-        "replay_endpoint": f"tcp://*:{ports[1]}",
-    })  # fmt: skip
 
 
 @pytest.fixture(scope="module")
