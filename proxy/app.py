@@ -34,10 +34,19 @@ from proxy.http.origins import address_of_client, origin_of
 from proxy.http.sharing import Shared
 from proxy.http.stall import StallWatch
 from proxy.http.turns import Turns
+from proxy.observe.collector import make_traces
 from proxy.observe.metrics import Metrics
 from proxy.observe.outlet import Outlet
 from proxy.observe.request_log import RequestLog
-from proxy.request.forward import LOOKUP_PATHS, PATHS, Forwarder, explained, lookup_refused
+from proxy.request.forward import (
+    CLOSED_PATHS,
+    LOOKUP_PATHS,
+    PATHS,
+    Forwarder,
+    door_refused,
+    explained,
+    lookup_refused,
+)
 from proxy.request.models import PATH as MODELS_PATH
 from proxy.request.models import list_models
 from proxy.request.release import Releases
@@ -144,6 +153,8 @@ def create_app(
         app.add_url_rule(path, view_func=view, methods=["POST"])
     for path, method in LOOKUP_PATHS.items():
         app.add_url_rule(path, path, proxy.refuse_lookup, methods=[method])
+    for path in CLOSED_PATHS:
+        app.add_url_rule(path, path, proxy.refuse_door, methods=["POST"])
     app.add_url_rule(MODELS_PATH, view_func=proxy.models, methods=["GET"])
     app.register_error_handler(ProxyError, proxy.explain)
     app.register_error_handler(HTTPException, proxy.explain_http)
@@ -227,7 +238,12 @@ class Proxy:
         watch("dropped_log_lines", "Lines of the log that nobody read in time",
               lambda: self.outlet.num_dropped)  # fmt: skip
         self._log = RequestLog(clock)
-        services = Services(config, self._registry, self._upstream, self._releases, deadlines)
+        scheme = "http" if self.certificate is None else "https"
+        self._traces = make_traces(config.otlp_traces_endpoint, config.trace_share, scheme)
+        watch("lost_spans", "Spans that no collector took", lambda: self._traces.num_lost)
+        services = Services(
+            config, self._registry, self._upstream, self._releases, deadlines, self._traces
+        )
         self._forwarder = Forwarder(
             services, self._clients, self._router, self._admission, self._metrics, self._log,
             self._held,
@@ -254,6 +270,7 @@ class Proxy:
         async with AsyncExitStack() as parts:
             self._upstream.open()
             parts.callback(self._log.flush)
+            parts.push_async_callback(self._traces.close)
             parts.callback(self.memory.close)
             parts.push_async_callback(self._forwarder.close)
             parts.push_async_callback(self._upstream.close)
@@ -316,6 +333,10 @@ class Proxy:
     async def refuse_lookup(self, response_id: str) -> Response:
         """Refuse to look a response up."""
         raise lookup_refused(response_id)
+
+    async def refuse_door(self) -> Response:
+        """Refuse what vLLM takes at a path that the proxy does not serve."""
+        raise door_refused(request.path)
 
     async def models(self) -> Response:
         """List the models of all ready decode instances."""

@@ -6,6 +6,7 @@ The router validates the names of routing policies, because it knows them.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from urllib.parse import urlsplit
 
 from p2p_engine.errors import ConfigError
 from proxy.addresses import is_address, parse_static
@@ -99,7 +100,10 @@ class ProxyConfig:
     response_timeout_seconds: float = 3600.0
     # How long requests in progress may continue after the proxy is told to stop.
     shutdown_timeout_seconds: float = 10.0
-    # The share of requests without a `traceparent` that get one, with the transfer's id as trace.
+    # URL at which a collector of OpenTelemetry takes spans; empty: as the OTEL_* variables say.
+    otlp_traces_endpoint: str = ""
+    # The share of requests without a `traceparent` that get one. If spans are sent, 0 leaves it to
+    # OTEL_TRACES_SAMPLER; else the trace has the transfer's id.
     trace_share: float = 0.0
 
     def __post_init__(self) -> None:
@@ -125,6 +129,8 @@ class ProxyConfig:
         if bool(self.tls_cert) != bool(self.tls_key):
             key = "tls_key" if self.tls_cert else "tls_cert"
             raise ConfigError(f"{key} is ''; allowed: a file, as tls_cert and tls_key go together")
+        url = self.otlp_traces_endpoint
+        _require("otlp_traces_endpoint", url, _is_url(url) or not url, "http[s]://HOST[:PORT]/PATH")
         _require("dispatch", self.dispatch, self.dispatch in DISPATCHES, ", ".join(DISPATCHES))
 
     @property
@@ -137,6 +143,14 @@ class ProxyConfig:
     def peer_addresses(self) -> list[str]:
         """The registration addresses of the other proxies."""
         return [peer.strip() for peer in self.peers.split(",") if peer.strip()]
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _require(key: str, value: object, is_met: bool, allowed: str) -> None:

@@ -6,6 +6,7 @@ import argparse
 import gc
 import logging
 import signal
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -79,6 +80,8 @@ HELP = {
     "gap_timeout_seconds": "how long a stream may be silent after its first byte",
     "response_timeout_seconds": "how long an answer that is not a stream may take in all",
     "shutdown_timeout_seconds": "how long requests in progress may take once the proxy is stopped",
+    "otlp_traces_endpoint": "URL at which a collector of OpenTelemetry takes spans, such as "
+    "http://HOST:4318/v1/traces; empty: as the OTEL_* variables say, else none are sent",
     "trace_share": "share of requests for which both instances' spans join one trace (0 to 1)",
 }
 
@@ -95,7 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     access.propagate = False
     access.addHandler(logging.StreamHandler())
     try:
-        server = make_server(ProxyConfig(**options))
+        config = ProxyConfig(**options)
+        check_listeners(config)
+        server = make_server(config)
     except ConfigError as error:
         parser.error(str(error))
     signal.signal(signal.SIGHUP, lambda *_: reload(cast("ProxyApp", server.config.app)))
@@ -123,6 +128,28 @@ def reload(app: ProxyApp) -> None:
             logger.error("not read again: %s", error)
     if not num_failed:
         logger.info("keys and certificate read again")
+
+
+def check_listeners(config: ProxyConfig) -> None:
+    """Check that the proxy can listen where it is told to: uvicorn would begin to serve, and stop.
+    May block in the resolver.
+
+    Raises:
+        ConfigError: names the setting, the address and what is wrong with it.
+    """
+    for key, host, port in (
+        ("host", config.host, config.port),
+        ("registration_host", config.registration_host, config.registration_port),
+    ):
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, kind, protocol, _, address in found:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(address)
+        except OSError as error:
+            text = f"{key}: cannot listen on {host}:{port}: {error.strerror}"
+            raise ConfigError(text) from error
 
 
 def _look_for_garbage_seldom() -> None:

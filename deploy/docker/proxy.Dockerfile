@@ -3,7 +3,7 @@
 FROM docker.io/library/python:3.12 AS build
 COPY . /source
 RUN python -m venv /opt/p2p-engine && \
-    /opt/p2p-engine/bin/pip install --no-cache-dir "/source[proxy]"
+    /opt/p2p-engine/bin/pip install --no-cache-dir "/source[proxy,traces]"
 
 FROM docker.io/library/python:3.12-slim
 COPY --from=build /opt/p2p-engine /opt/p2p-engine

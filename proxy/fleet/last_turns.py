@@ -11,12 +11,24 @@ from p2p_engine.wire.request_ids import ProxyId
 MAX_SESSIONS = 1 << 14
 
 
+@dataclass(frozen=True)
+class TurnText:
+    """The text of a prompt without its closing bracket or quote, with which a later turn begins:
+    its length, and a hash of both its ends and of what else decides its KV. Only this process can
+    compare it."""
+
+    length: int
+    ends: int
+
+
 @dataclass
 class LastTurn:
-    """A turn: its transfer, and of how many tokens decode should have the KV."""
+    """A turn: its transfer, of how many tokens decode should have the KV, and how a prompt begins
+    that goes on with it."""
 
     transfer: ProxyId
     num_tokens: int
+    beginning: TurnText
 
     def answered(self, num_tokens: int) -> None:
         """Note that decode has given so many tokens; it has not computed the last one's KV."""

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from proxy.observe.traces import UNTRACED, RequestTrace
+
 if TYPE_CHECKING:
     from proxy.errors import ProxyError
     from proxy.fleet.instances import Instance
@@ -48,6 +50,7 @@ class RequestRecord:
     first_byte_seconds: float | None = None
     total_seconds: float = 0.0
     bytes_sent: int = 0
+    trace: RequestTrace = UNTRACED
 
     def chose(self, prefill: Instance | None, decode: Instance, transfer_id: str) -> None:
         """Record the chosen instances and the transfer id."""
@@ -96,6 +99,7 @@ class RequestRecord:
             "status": self.status,
             "outcome": self.outcome,
             "transfer_id": self.transfer_id,
+            "trace_id": self.trace.trace_id,
             "client_id": self.client_id,
             "client": self.client,
             "prefill": self.prefill,

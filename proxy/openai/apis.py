@@ -109,6 +109,23 @@ APIS = {
     ),
 }  # fmt: skip
 
+# Where vLLM takes transfers, too, and the proxy takes no requests; and what a client does instead.
+_MAKES_NO_TOKENS = "nothing is generated there; ask an instance"
+CLOSED = {
+    "/inference/v1/generate": "send the token ids to /v1/completions, as `prompt`",
+    "/v1/chat/completions/batch": "send each conversation to /v1/chat/completions",
+    "/cohere/v2/chat": "send the conversation to /v1/chat/completions",
+    "/invocations": "send the request to the path of its API",
+    **{
+        f"{path}/{way}": _MAKES_NO_TOKENS
+        for way, paths in {
+            "render": (*APIS, "/cohere/v2/chat"),
+            "derender": ("/v1/completions", "/v1/chat/completions"),
+        }.items()
+        for path in paths
+    },
+}
+
 
 def api_of(path: str) -> Api:
     """Return the API of a path; of paths that one instance answers alone, that of completions."""

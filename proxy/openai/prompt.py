@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 import msgspec
 
 from proxy.fleet.held_blocks import Sighting
+from proxy.fleet.last_turns import TurnText
 from proxy.http.memory import Span
 from proxy.openai import payload
 from proxy.openai.apis import COMPLETIONS, Api
@@ -27,6 +28,8 @@ BLOCK_BYTES = 256
 # Blocks of one prompt that routing compares: its first 2 MiB. More would hold up other requests.
 MAX_BLOCKS = 8192
 TOKENS_PER_BLOCK = BLOCK_BYTES // BYTES_PER_TOKEN
+# Of two turns of a session, so much of the shared text is compared at each of its ends.
+COMPARED_BYTES = 64 << 10
 # Estimated output tokens if the request sets no limit; also the maximum, as limits are seldom met.
 EXPECTED_OUTPUT_TOKENS = 256
 _TEXTS = ("prompt", "messages", "input")  # of what has no API of its own
@@ -66,10 +69,29 @@ class Prompt:
         """One hash for the context, then one for each whole block of the text, up to
         `MAX_BLOCKS`."""
         most = MAX_BLOCKS * BLOCK_BYTES
-        text = self.text.read(0, most) if isinstance(self.text, Span) else self.text[:most]
+        text = self._read(0, most)
         ends = range(BLOCK_BYTES, len(text) + 1, BLOCK_BYTES)
         hashes = (hash(bytes(text[end - BLOCK_BYTES : end])) for end in ends)
         return (hash(tuple(map(bytes, self.context))), *hashes)
+
+    def beginning(self) -> TurnText:
+        """Return what a prompt that goes on with this one begins with."""
+        num_bytes = len(self.text)
+        last = bytes(self._read(max(0, num_bytes - COMPARED_BYTES), num_bytes))
+        return self._beginning(num_bytes - len(last) + len(last[:-1].rstrip()))
+
+    def goes_on_with(self, earlier: TurnText) -> bool:
+        """Tell whether this prompt seems to go on with an earlier one, or repeats it."""
+        return earlier.length <= len(self.text) and self._beginning(earlier.length) == earlier
+
+    def _beginning(self, length: int) -> TurnText:
+        first = self._read(0, min(length, COMPARED_BYTES))
+        last = self._read(max(0, length - COMPARED_BYTES), length)
+        return TurnText(length, hash((*map(bytes, self.context), bytes(first), bytes(last))))
+
+    def _read(self, start: int, end: int) -> bytes | memoryview:
+        text = self.text
+        return text.read(start, end) if isinstance(text, Span) else text[start:end]
 
     def num_new_tokens(self, num_held_blocks: int) -> int:
         """Return the estimated tokens left to compute for a holder of the first

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from p2p_engine.wire.request_ids import new_transfer_id
-from proxy.errors import LegFailed
+from proxy.errors import LegFailed, ProxyError
 from proxy.fleet.upstream import leg_failed
 from proxy.http.asgi import Ends
 from proxy.http.client import ClientError, Limits, Response
@@ -17,18 +17,18 @@ from proxy.request.relay import Relay
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from proxy.config import ProxyConfig
     from proxy.fleet.instances import Instance, Leg, Role
     from proxy.fleet.last_turns import LastTurn
     from proxy.http.asgi import Answer, ProxyRequest
     from proxy.http.memory import Parts
     from proxy.observe.request_log import RequestRecord
+    from proxy.observe.traces import Context, LegTrace
     from proxy.request.services import Services
 
 REQUEST_ID = "X-Request-Id"
 MAX_VIA_CHARS = 512  # of the proxies that a request has passed
 # Headers of the client that go to the instances. Its request id does not: ours carries addresses.
-FORWARDED_HEADERS = ("authorization", "content-type", "traceparent", "tracestate", "user-agent")
+FORWARDED_HEADERS = ("authorization", "content-type", "user-agent")
 
 
 class Attempt:
@@ -78,18 +78,22 @@ class Attempt:
             ProxyError: the instance found a fault in the request.
         """
         limits = self.limits(silence=self._first_byte_timeout())
-        headers = self.headers(request_id, "accept", "accept-encoding")
+        trace = self.trace(leg)
+        headers = self.headers(request_id, trace.context, "accept", "accept-encoding")
         try:
             response = await self.services.upstream.post(
                 leg.instance, leg.role, self.request.path, body, headers, limits, on_sent
             )
+            trace.status = response.status
             self.ends.callback(response.close)
             try:
                 await check_answer(response, leg.role.label, self.config.max_body_bytes, self.api)
             except ClientError as error:
                 raise leg_failed(leg.instance, leg.role, error) from error
-        except LegFailed as failure:
-            self.judge(leg, failure)
+        except ProxyError as error:
+            trace.end(error.code)
+            if isinstance(error, LegFailed):
+                self.judge(leg, error)
             raise
         return response
 
@@ -121,15 +125,29 @@ class Attempt:
             self.doubted = leg
         self.failed = leg.instance
 
-    def headers(self, request_id: str, *more: str) -> dict[str, str]:
-        """Return the headers of a leg: the forwarded ones, and those of the client named in
-        `more`."""
+    def trace(self, leg: Leg) -> LegTrace:
+        """Begin a leg's place in the request's trace, which ends with the attempt at the latest."""
+        trace = self.record.trace.leg(self.name_of(leg), leg.instance, self.transfer_id)
+        self.ends.callback(self._end_trace, trace)
+        return trace
+
+    def name_of(self, leg: Leg) -> str:
+        """Return the name of a leg in traces."""
+        return leg.role.label
+
+    def _end_trace(self, trace: LegTrace) -> None:
+        outcome = self.record.outcome or "cancelled"
+        trace.end("" if outcome == "ok" else outcome)
+
+    def headers(self, request_id: str, context: Context, *more: str) -> dict[str, str]:
+        """Return the headers of a leg: the forwarded ones, those of its trace, and those of the
+        client named in `more`."""
         theirs = self.request.headers
         headers = {name: theirs[name] for name in (*FORWARDED_HEADERS, *more) if name in theirs}
         passed = theirs.get("via", "")[-MAX_VIA_CHARS:]
         via = f"{passed}, 1.1 {self.services.name}".removeprefix(", ")
-        made = {"content-type": "application/json", **_trace(self.transfer_id, self.config)}
-        return {**made, **headers, "via": via, REQUEST_ID: request_id}
+        made = {"content-type": "application/json"}
+        return {**made, **headers, **context, "via": via, REQUEST_ID: request_id}
 
     def limits(self, *, silence: float | None = None, total: float | None = None) -> Limits:
         """Return the limits of a leg, in seconds."""
@@ -144,14 +162,6 @@ class Attempt:
             if self.asked.is_stream
             else config.response_timeout_seconds
         )
-
-
-def _trace(transfer_id: str, config: ProxyConfig) -> dict[str, str]:
-    """Return the header that joins the spans of both legs in a trace with the transfer's id, for
-    the share of transfers that are traced."""
-    if int(transfer_id[:8], 16) >= config.trace_share * (1 << 32):
-        return {}
-    return {"traceparent": f"00-{transfer_id}-{transfer_id[16:]}-01"}
 
 
 class Errand(Attempt):
@@ -169,6 +179,10 @@ class Errand(Attempt):
         instance, role = place
         self._leg = self.take_leg(instance, role, 1)
         record.chose_one(instance, self.transfer_id)
+
+    def name_of(self, leg: Leg) -> str:
+        """Return the name of a leg that is neither prefill nor decode."""
+        return "errand"
 
     async def run(self) -> Answer:
         """Send the client's body to the instance and return its answer."""

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from p2p_engine.wire.request_ids import ProxyId
 from proxy.config import CONCURRENT
-from proxy.errors import LegFailed
+from proxy.errors import LegFailed, ProxyError
 from proxy.fleet.instances import Role
 from proxy.fleet.last_turns import LastTurn
 from proxy.fleet.upstream import leg_failed
 from proxy.http.client import ClientError, Response
 from proxy.openai import payload
 from proxy.openai.answers import check_prefill, read
+from proxy.openai.prompt import Prompt
 from proxy.request.attempt import Attempt
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from proxy.http.asgi import Answer, ProxyRequest
     from proxy.http.memory import Parts
     from proxy.observe.request_log import RequestRecord
-    from proxy.openai.prompt import Prompt
+    from proxy.observe.traces import LegTrace
     from proxy.request.services import Services
     from proxy.routing.router import InstancePair
 
@@ -88,27 +89,38 @@ class Exchange(Attempt):
         params = None if self._pair.is_old_wire else self._prefill_params(proxy_id)
         body = payload.prefill_body(self.asked.fields, params, self.api)
         leg = self._prefill_leg
+        trace = self.trace(leg)
         try:
-            response, answer = await self._post_prefill(leg.instance, body, proxy_id)
+            response, answer = await self._post_prefill(leg.instance, body, proxy_id, trace)
             if answer is None and response.status == HTTPStatus.OK and proxy_id.prefill:
                 self._kv = proxy_id, payload.UNREAD  # its name alone is enough to release it
             prefilled = check_prefill(response, answer, self.api)
-        except LegFailed as failure:
-            self.fail(leg, failure)
+        except ProxyError as error:
+            trace.end(error.code)
+            if isinstance(error, LegFailed):
+                self.fail(leg, error)
             raise
         finally:
             leg.release()
+        trace.end()
         leg.breaker.succeed()
         self._kv = proxy_id, prefilled
         return prefilled
 
     def _prefill_params(self, proxy_id: ProxyId) -> payload.Params:
-        last = self.services.last_turns.find(self._prompt.session, self._prompt.model)
+        last = self._last_turn()
         # What prefill then holds back, decode learns from prefill's answer.
         is_told = self.config.dispatch != CONCURRENT
         may_have = is_told and self._pair.decode.has_prefix_cache
         num_present = self._num_present(proxy_id, last) if may_have else 0
         return payload.prefill_params(proxy_id, last.transfer if last else None, num_present)
+
+    def _last_turn(self) -> LastTurn | None:
+        """Return the session's last turn, if the prompt goes on with it: a client may hold several
+        chats under one name."""
+        prompt = self._prompt
+        last = self.services.last_turns.find(prompt.session, prompt.model)
+        return last if last is not None and prompt.goes_on_with(last.beginning) else None
 
     def _num_present(self, proxy_id: ProxyId, last: LastTurn | None) -> int:
         """Of how many of the prompt's first tokens decode should have the KV: by its blocks where
@@ -119,13 +131,14 @@ class Exchange(Attempt):
         return last.num_tokens if last and last.transfer.decode == proxy_id.decode else 0
 
     async def _post_prefill(
-        self, instance: Instance, body: Parts, proxy_id: ProxyId
+        self, instance: Instance, body: Parts, proxy_id: ProxyId, trace: LegTrace
     ) -> tuple[Response, bytes | None]:
         limits = self.limits(total=self.config.prefill_timeout_seconds)
-        headers = self.headers(payload.request_id(proxy_id))
+        headers = self.headers(payload.request_id(proxy_id), trace.context)
         response = await self.services.upstream.post(
             instance, Role.PREFILL, self.request.path, body, headers, limits
         )
+        trace.status = response.status
         try:
             most = min(self.config.max_body_bytes, payload.MAX_PREFILL_BYTES)
             answer = await read(response, most)
@@ -182,9 +195,12 @@ class Exchange(Attempt):
             num_choices = payload.num_choices(self.asked.fields, self.api)
             num_tokens = prefilled.prompt_tokens * num_choices
             self._pair.decode.count_kv(self._pair.prefill, num_tokens)
-            turn = LastTurn(proxy_id, prefilled.prompt_tokens)
-            self.services.last_turns.put(prompt.session, prompt.model, turn)
+            if prompt.session:
+                turn = LastTurn(proxy_id, prefilled.prompt_tokens, prompt.beginning())
+                self.services.last_turns.put(prompt.session, prompt.model, turn)
             turn = turn if num_choices == 1 else None  # the next turn goes on with one of them
+        if self._is_claimed:
+            self._prompt = Prompt()  # it has the text, and the stream may be long
         return self.relay(self._decode_leg, response, counts, turn)
 
     def _release_unclaimed(self) -> None:
@@ -196,7 +212,8 @@ class Exchange(Attempt):
         params = payload.decode_params(proxy_id, prefilled.params)
         told = None if self._pair.is_old_wire else params
         body = payload.prefill_body(self.asked.fields, told, self.api)
-        headers = self.headers(payload.request_id(proxy_id))
+        context = self.record.trace.context(self.transfer_id)
+        headers = self.headers(payload.request_id(proxy_id), context)
         assert self.request.keep is not None
         keep = self.request.keep.again()
         self.services.releases.begin(decode, self.request.path, body, headers, keep)

@@ -14,6 +14,7 @@ from proxy.http.turns import Turns
 from proxy.openai import payload
 from proxy.openai.apis import (
     APIS,
+    CLOSED,
     MESSAGES_PATH,
     RESPONSES_PATH,
     api_of,
@@ -51,6 +52,7 @@ SESSION_ID = "X-Session-Id"
 # Paths that any one instance can answer alone.
 ERRAND_PATHS = ("/tokenize", "/detokenize", "/v1/embeddings", f"{MESSAGES_PATH}/count_tokens")
 PATHS = (*APIS, *ERRAND_PATHS)
+CLOSED_PATHS = tuple(CLOSED)
 # Where a response would be looked up, and how.
 LOOKUP_PATHS = {
     f"{RESPONSES_PATH}/<response_id>": "GET",
@@ -114,6 +116,7 @@ class Forwarder:
         client_id = request.headers.get(REQUEST_ID.lower(), "")[:MAX_ECHO_CHARS]
         is_echoed = client_id.isascii() and client_id.isprintable()
         record = self._log.begin(request.path, client_id if is_echoed else "")
+        record.trace = self._services.traces.begin(request.path, request.headers)
         request.ends.callback(self._end, request, record)
         return record
 
@@ -121,6 +124,7 @@ class Forwarder:
         if request.is_cut:
             record.cut(LEFT if request.is_abandoned else "proxy_stopped")
         self._log.end(record)
+        record.trace.end(record)
         self._metrics.count_request(record)
 
     async def _answer(self, request: ProxyRequest, record: RequestRecord) -> Answer:
@@ -212,3 +216,8 @@ def explained(error: ProxyError, path: str) -> Answer:
 def lookup_refused(response_id: str) -> ProxyError:
     """Return the error of who looks a response up."""
     return state_refused(f"the response {response_id!r} is not kept, nor can it be cancelled")
+
+
+def door_refused(path: str) -> ProxyError:
+    """Return the error of a path that vLLM has and the proxy has not."""
+    return ProxyError(404, "not_served", f"{path} is not served here: {CLOSED[path]}")

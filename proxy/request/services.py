@@ -10,6 +10,7 @@ from proxy.fleet.last_turns import LastTurns
 from proxy.fleet.registry import Registry
 from proxy.fleet.upstream import Upstream
 from proxy.http.deadlines import Deadlines
+from proxy.observe.traces import Traces
 from proxy.request.release import Releases
 
 
@@ -22,6 +23,7 @@ class Services:
     upstream: Upstream
     releases: Releases
     deadlines: Deadlines
+    traces: Traces
     last_turns: LastTurns = field(default_factory=LastTurns)
     # What this proxy calls itself in the header `Via`, by which it knows its own requests.
     name: str = field(default_factory=lambda: f"p2p-proxy-{os.urandom(8).hex()}")

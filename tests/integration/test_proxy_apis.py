@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from p2p_engine.simulate.answers import answer, stream
+from proxy.openai.apis import CLOSED
 from tests.doubles.server import Behaviour
 from tests.rigs.proxies import MESSAGES, RESPONSES, RunningProxy, fleet, until
 
@@ -138,6 +139,16 @@ async def test_tools_that_an_instance_runs_are_refused(tool: Any) -> None:
     async with fleet() as (proxy, [prefill], [decode]):
         status, body, _ = await proxy.ask({**RESPONSE, "tools": [FUNCTION, tool]}, RESPONSES)
         assert (status, json.loads(body)["error"]["code"]) == (400, "builtin_tool")
+        assert not prefill.received + decode.received
+
+
+@pytest.mark.parametrize("path", sorted(CLOSED))
+async def test_a_door_that_is_closed_says_what_to_do_instead(path: str) -> None:
+    async with fleet() as (proxy, [prefill], [decode]):
+        status, body, _ = await proxy.ask({**MESSAGE, "kv_transfer_params": {}}, path)
+        error = json.loads(body)["error"]
+        assert (status, error["code"]) == (404, "not_served")
+        assert error["message"] == f"{path} is not served here: {CLOSED[path]}"
         assert not prefill.received + decode.received
 
 

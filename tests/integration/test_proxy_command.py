@@ -208,10 +208,19 @@ async def test_a_port_that_is_taken_ends_the_command() -> None:
             ("--port", "0", "--registration-port", registration),
         ):
             async with command(*options) as second:
-                assert await second.ended() != 0
-                (line,) = re.findall(".*[Aa]ddress (?:already )?in use.*", second.printed)
-                assert "ERROR" in line
-                assert "Traceback" not in second.printed
+                assert await second.ended() == 2
+                (line,) = second.printed.splitlines()
+                assert re.search("cannot listen on 127.0.0.1:[0-9]+: Address already in use", line)
+
+
+@pytest.mark.parametrize("option", ["--host", "--registration-host"])
+@pytest.mark.parametrize("host", ["192.0.2.9", "no.such.host.invalid"])
+async def test_a_host_that_is_not_here_is_told_in_one_line(option: str, host: str) -> None:
+    async with command("--port", "0", "--registration-port", "0", option, host) as running:
+        assert await running.ended() == 2
+        (line,) = running.printed.splitlines()
+        setting = option.strip("-").replace("-", "_")
+        assert re.search(f"{setting}: cannot listen on {host}:0: ", line)
 
 
 @pytest.mark.parametrize(

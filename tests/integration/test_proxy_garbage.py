@@ -16,6 +16,7 @@ import pytest
 import uvloop
 
 from proxy.http.tls import TlsGuest
+from tests.doubles.collector import CollectorDouble
 from tests.doubles.server import Behaviour, ServerDouble
 from tests.rigs.certificates import careless_context, client_hello, needs_openssl
 from tests.rigs.proxies import (
@@ -31,7 +32,7 @@ from tests.rigs.proxies import (
 ROUNDS = 30
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
-OWN = ("proxy", "uvicorn", "uvloop", "httptools")
+OWN = ("proxy", "uvicorn", "uvloop", "httptools", "opentelemetry.sdk.trace")
 
 
 async def come_and_go(proxy: RunningProxy) -> None:
@@ -141,10 +142,15 @@ def test_what_fails_leaves_no_circles() -> None:
     assert not run(play())
 
 
-def test_requests_and_connections_leave_no_circles() -> None:
+@pytest.mark.parametrize("are_spans_sent", [False, True], ids=["", "with spans"])
+def test_requests_and_connections_leave_no_circles(are_spans_sent: bool) -> None:
     async def play() -> Counter[str]:
-        async with fleet() as (proxy, _, _):
-            return await left_behind(lambda: come_and_go(proxy), proxy.until_idle)
+        with CollectorDouble() as collector:
+            url = collector.url if are_spans_sent else ""
+            async with fleet(otlp_traces_endpoint=url) as (proxy, _, _):
+                found = await left_behind(lambda: come_and_go(proxy), proxy.until_idle)
+            assert bool(collector.spans) == are_spans_sent
+            return found
 
     assert not run(play())
 

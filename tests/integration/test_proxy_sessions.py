@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 from p2p_engine.wire.request_ids import ProxyId
 from proxy.fleet import last_turns
 from proxy.fleet.last_turns import LastTurn, LastTurns
+from proxy.http.memory import BodyMemory, Keep, Span
+from proxy.openai.prompt import COMPARED_BYTES, Prompt
 from tests.doubles.server import Behaviour, ServerDouble
 from tests.rigs.proxies import ASKED, STREAMED, RunningProxy, fleet, until
 
@@ -60,14 +64,76 @@ async def test_a_turn_that_fails_is_not_named() -> None:
 
 def test_the_oldest_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(last_turns, "MAX_SESSIONS", 3)
-    turns, turn = LastTurns(), LastTurn(ProxyId("p:1", "d:1", "name"), 1)
+    beginning = Prompt().beginning()
+    turns, turn = LastTurns(), LastTurn(ProxyId("p:1", "d:1", "name"), 1, beginning)
     for number in range(9):
         turns.put(f"{number}" * 10_000, "m", turn)
-    turns.put("unknown", "m", LastTurn(ProxyId("p:1", "", "name"), 1))
+    turns.put("unknown", "m", LastTurn(ProxyId("p:1", "", "name"), 1, beginning))
     assert len(turns) == 3
     assert [bool(turns.find(f"{n}" * 10_000, "m")) for n in (0, 5, 6, 8)] == [0, 0, 1, 1]
     assert turns.find("8" * 10_000, "another") is None
     assert turns.find("", "m") is None
+
+
+def chat(*said: str, **style: Any) -> bytes:
+    messages = [{"role": "user", "content": text} for text in said]
+    return json.dumps(messages, **style).encode()
+
+
+@pytest.mark.parametrize("num_bytes", [1, 300, COMPARED_BYTES - 40, COMPARED_BYTES, 1 << 20])
+@pytest.mark.parametrize("style", [{}, {"indent": 2}, {"separators": (",", ":")}], ids=str)
+async def test_a_prompt_goes_on_with_another_or_does_not(
+    num_bytes: int, style: dict[str, Any]
+) -> None:
+    text = "x" * num_bytes
+    first = Prompt(text=chat("system", text, **style)).beginning()
+    for goes_on, said in (
+        (True, ("system", text)), (True, ("system", text, "and then")),
+        (False, ("system", text + "x")), (False, ("System", text, "and then")),
+        (False, (text,)), (False, ("system",)),
+    ):  # fmt: skip
+        body = chat(*said, **style)
+        assert Prompt(text=memoryview(body)).goes_on_with(first) is goes_on
+        keep = Keep.new(BodyMemory(1 << 24), 1 << 24, "")
+        assert keep.add(body.ljust(1 << 20))
+        span = keep.content()
+        assert isinstance(span, Span)
+        assert Prompt(text=span.part(0, len(body))).goes_on_with(first) is goes_on
+        keep.free()
+
+
+async def test_another_chat_of_the_same_user_is_not_its_next_turn() -> None:
+    """Decode has the KV of the chat before, so nothing of this one is to be kept back for it."""
+    async with fleet() as (proxy, [prefill], _):
+        prefill.behaviour = Behaviour(body=completion(1))
+        asked = {**ASKED, "user": "a"}
+        await ask(proxy, None, {**asked, "prompt": "the first chat"})
+        await ask(proxy, None, {**asked, "prompt": "another chat, longer than that"})
+        assert not {"stashed_as", "remote_has_tokens"} & params_of(prefill).keys()
+        await ask(proxy, None, {**asked, "prompt": "another chat, longer than that, goes on"})
+        assert {"stashed_as", "remote_has_tokens"} <= params_of(prefill).keys()
+        goes_on = {**asked, "prompt": "another chat, longer than that, goes on and on"}
+        await ask(proxy, None, {**goes_on, "cache_salt": "another"})
+        assert not {"stashed_as", "remote_has_tokens"} & params_of(prefill).keys()
+
+
+async def test_a_stream_keeps_no_prompt() -> None:
+    async with fleet() as (proxy, [prefill], [decode]):
+        prefill.behaviour = Behaviour(body=completion(1))
+        decode.behaviour = Behaviour(pieces=EVENTS, hang_after=1)
+        prompt = "a prompt that is long " * 1000
+        task = asyncio.ensure_future(proxy.ask({**STREAMED, "prompt": prompt}))
+        await until(lambda: bool(decode.received), "decode has been asked")
+
+        def texts() -> list[int]:
+            return [len(each.text) for each in gc.get_objects() if isinstance(each, Prompt)]
+
+        try:
+            await until(lambda: not any(size >= len(prompt) for size in texts()), "it is free")
+            assert not task.done()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 PROMPT_TOKENS = 100

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from proxy.openai import payload
+from proxy.openai.apis import APIS, CLOSED
 from proxy.request.attempt import FORWARDED_HEADERS
+from proxy.request.forward import ERRAND_PATHS
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -21,6 +23,52 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 SUSPECT = re.compile(r"transfer|remote|request_id|xargs|extra|engine|rank|host|port\b|connector")
 MARK = "evil"
 SHUT = {"kv_transfer_params", "ec_transfer_params", "request_id", "vllm_xargs"}
+
+
+# What vLLM does at its other doors has no prompt that could be prefilled elsewhere.
+WITHOUT_TRANSFERS = {
+    "/generative_scoring", "/v1/systemone", "/ping", "/inference/v1/abort_requests",
+    "/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/audio/transcriptions",
+    "/v1/audio/translations", "/v1/responses/{response_id}/cancel",
+    "/v1/decisions",  # since 0.33
+}  # fmt: skip
+ABSENT = {"/cohere/v2/chat", "/cohere/v2/chat/render"}  # without Cohere's own package
+
+
+def vllms_doors() -> dict[str, list[Any]]:
+    """All paths to which vLLM lets a client of a model that generates post, and the models of what
+    is posted."""
+    from argparse import Namespace
+
+    from fastapi import FastAPI
+    from fastapi.routing import APIRoute
+    from vllm.entrypoints.launchers.api_server.routers import register_api_routers
+    from vllm.tasks import FRONTEND_TASKS, GENERATION_TASKS
+
+    app, args = FastAPI(), Namespace(enable_scale_out=True, tokens_only=False)
+    app.state.args = args
+    register_api_routers(args, app, (*GENERATION_TASKS, *FRONTEND_TASKS))
+    return {
+        route.path: [route.body_field.field_info.annotation] if route.body_field else []
+        for route in app.routes
+        if isinstance(route, APIRoute) and "POST" in route.methods
+    }
+
+
+def takes_transfers(annotation: Any) -> bool:
+    fields = getattr(annotation, "model_fields", {})
+    return "kv_transfer_params" in fields or any(map(takes_transfers, get_args(annotation)))
+
+
+def test_every_door_that_takes_transfers_is_served_or_refused_by_name() -> None:
+    doors = vllms_doors()
+    taking = {path for path, models in doors.items() if any(map(takes_transfers, models))}
+    assert taking > set(APIS)
+    assert taking - set(APIS) < set(CLOSED)
+    assert set(CLOSED) - doors.keys() <= ABSENT
+    assert not taking & set(ERRAND_PATHS)
+    known = {*APIS, *CLOSED, *ERRAND_PATHS, *WITHOUT_TRANSFERS}
+    assert doors.keys() <= known
 
 
 def completion_models() -> list[Any]:

@@ -72,7 +72,8 @@ def test_each_logger_keeps_its_form(pipe: tuple[int, int]) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(form))
         logger.addHandler(handler)
-        logger.propagate = False
+        logger.propagate, logger.disabled = False, False
+        logger.setLevel(logging.INFO)  # an earlier test may have left the root without one
     outlet = Outlet(pipe[1])
     outlet.take_over(*loggers)
     for logger in loggers:

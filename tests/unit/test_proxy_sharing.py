@@ -181,7 +181,7 @@ async def test_who_comes_is_first_and_who_goes_on_is_last() -> None:
 
 async def test_a_turn_counts_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, turns, rounds = Clock(), Turns(10, least=0), list[int]()
-    monkeypatch.setattr("proxy.http.turns.time.thread_time", clock)
+    monkeypatch.setattr("proxy.http.turns.time.perf_counter", clock)
     monkeypatch.setattr("proxy.http.turns.LEAST_PER_SECOND", 0)
 
     def work() -> None:
