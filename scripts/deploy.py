@@ -27,7 +27,9 @@ KUBERNETES = ("1.30", "1.34")
 EVERYTHING = {
     "monitoring": {"enabled": True},
     "autoscaling": {"enabled": True},
+    "kvEvents": {"enabled": True},
     "hubSecret": "hub",
+    "proxy": {"environment": [{"name": "OTEL_SERVICE_NAME", "value": "front"}]},
     "instance": {
         "shareHost": True,
         "rdma": {"rdma/hca": 1},

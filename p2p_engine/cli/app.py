@@ -88,6 +88,14 @@ RegistrationPort = Annotated[
 Join = Annotated[
     str, typer.Option(help="HOST:REGISTRATION_PORT (30001) of a proxy to join instead.")
 ]
+KvEvents = Annotated[
+    bool,
+    typer.Option(
+        "--kv-events",
+        help="Tell the proxy by vLLM's KV events what each instance has cached. vLLM publishes the "
+        "tokens of prompts, without a key, to whoever reaches two ports of each on --host.",
+    ),
+]
 KvCacheMemoryBytes = Annotated[
     int, typer.Option(min=0, help="vLLM's setting; 0: not set, as in vLLM.")
 ]
@@ -109,6 +117,7 @@ def launch(
     log_dir: Annotated[Path | None, typer.Option(help="Default: a new temporary one.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds until all must be ready.")] = 1800.0,
     kv_transfer_config: TransferConfig = None,
+    kv_events: KvEvents = False,
     prefill_args: Annotated[str, typer.Option(help="vLLM arguments for prefill only.")] = "",
     decode_args: Annotated[str, typer.Option(help="vLLM arguments for decode only.")] = "",
     proxy_args: Annotated[str, typer.Option(help="Arguments of the proxy: policies, ...")] = "",
@@ -137,6 +146,7 @@ def launch(
             log_dir=log_dir,
             timeout_seconds=timeout,
             transfer_config=kv_transfer_config or {},
+            kv_events=kv_events,
             vllm_args=tuple(vllm_args or ()),
             prefill_args=_words("--prefill-args", prefill_args),
             decode_args=_words("--decode-args", decode_args),
@@ -234,7 +244,9 @@ def drain(
 
 @app.command()
 def top(
-    proxy: Annotated[str, typer.Option(help="HOST:PORT or https://HOST:PORT.")] = "127.0.0.1:10001",
+    proxy: Annotated[
+        str, typer.Option(help="HOST:PORT,... or https://HOST:PORT; the first that answers.")
+    ] = "127.0.0.1:10001",
     count: Annotated[int, typer.Option(min=0, help="How many pictures; 0: until Ctrl-C.")] = 0,
 ) -> None:
     """Show a proxy's instances, pairs and last requests, live in the terminal."""

@@ -50,6 +50,9 @@ class InstancePlan:
     key_file: str = ""
     vllm_args: tuple[str, ...] = ()
     dp_size: int = 1  # data-parallel ranks
+    # The first ports of its KV events and of their replay; 0: it publishes none.
+    events_port: int = 0
+    replay_port: int = 0
 
     @property
     def http_address(self) -> str:
@@ -62,9 +65,10 @@ class InstancePlan:
         return f"{self.host}:{self.kv_port}"
 
     @property
-    def kv_ports(self) -> range:
-        """The ports of the directories of all its data-parallel ranks."""
-        return range(self.kv_port, self.kv_port + self.dp_size)
+    def rank_ports(self) -> list[int]:
+        """The ports of all its data-parallel ranks: of their directories and KV events."""
+        firsts = [port for port in (self.kv_port, self.events_port, self.replay_port) if port]
+        return [port for first in firsts for port in range(first, first + self.dp_size)]
 
 
 def option_value(arguments: Sequence[str], *names: str) -> str | None:
@@ -106,6 +110,18 @@ def transfer_config(plan: InstancePlan) -> dict[str, Any]:
     }
 
 
+def events_config(plan: InstancePlan) -> dict[str, Any]:
+    """Return an instance's --kv-events-config, whose host is an IPv4 address. vLLM adds the number
+    of a data-parallel rank to both ports."""
+    return {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        # vLLM dials an endpoint that has neither "*" nor "::"; libzmq binds this one on the host.
+        "endpoint": f"tcp://[::ffff:{plan.host}]:{plan.events_port}",
+        "replay_endpoint": f"tcp://{plan.host}:{plan.replay_port}",
+    }
+
+
 def vllm_command(plan: InstancePlan, overrides: Mapping[str, Any]) -> list[str]:
     """Return the command of a vLLM instance; it runs the module, as the CPU wheel's script is
     broken."""
@@ -117,6 +133,8 @@ def vllm_command(plan: InstancePlan, overrides: Mapping[str, Any]) -> list[str]:
         config = merge_configs(transfer_config(plan), overrides)
         config = with_role(config, _KV_ROLES[plan.role])
         command += ["--kv-transfer-config", json.dumps(config)]
+    if plan.events_port:
+        command += ["--kv-events-config", json.dumps(events_config(plan))]
     return command
 
 

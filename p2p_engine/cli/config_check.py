@@ -43,7 +43,10 @@ KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
 def config_problems(config: TransferConfig) -> list[str]:
     """Return everything that vLLM or the connector would refuse, or would silently ignore."""
-    problems = [*_of_any(config), *(_of_multi(config) if is_multi(config) else _of_ours(config))]
+    if is_multi(config):
+        problems = [*_of_any(config), *_of_multi(config)]
+    else:
+        problems = [*_of_ours(config), *_of_any(config)]
     if not is_multi(config):
         return problems
     try:

@@ -11,7 +11,7 @@ from http.client import HTTPException
 import msgspec
 from rich.console import Console
 
-from p2p_engine.cli.proxies import KnownProxy, find_first_proxies, find_proxies
+from p2p_engine.cli.proxies import KnownProxy, find_first_proxies, find_proxies, words_of
 from p2p_engine.errors import ConfigError, P2pError
 from p2p_engine.wire.addresses import join_address, split_address
 
@@ -105,12 +105,12 @@ class _Drain:
             self._refused[proxy] = str(error)
             return str(error)
         except (OSError, HTTPException, msgspec.MsgspecError) as error:
-            return f"no answer: {type(error).__name__}: {error}"
+            return words_of(error)
 
     def _shown_by(self, proxy: KnownProxy) -> list[_Shown]:
         status, body = proxy.ask("/status", _ANSWER_SECONDS)
         if status != HTTPStatus.OK:
-            raise OSError(f"HTTP {status} at /status")
+            raise OSError(None, f"HTTP {status} at /status")
         known = msgspec.json.decode(body, type=_Status).instances
         return [item for item in known if self._instance in (item.name, item.http_address)]
 
@@ -123,7 +123,7 @@ class _Drain:
         if status in _REFUSALS:
             raise _OrderRefused(said)
         if status not in (HTTPStatus.OK, HTTPStatus.NOT_FOUND):
-            raise OSError(said)
+            raise OSError(None, said)
 
 
 def _outcome_of(ranks: list[_Shown]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,6 +25,9 @@ from p2p_engine.transfer_config import merge_configs
 FleetT = TypeVar("FleetT", bound="Fleet")
 
 _POLL_SECONDS = 0.25
+_HEARTBEAT_SECONDS = 3.0  # between two of an instance
+_REGISTERING = "registering with the proxy"
+_REGISTRATION = re.compile(r'"registration_address":"([^"]+)"')
 _KILL_SECONDS = 10.0
 
 
@@ -35,8 +39,8 @@ class Fleet:
     """Starts, watches and stops the processes. Not thread-safe; a context manager.
 
     `vllm_args`, `transfer_config` (merged into each instance's --kv-transfer-config) and `env`
-    apply to all instances; `start` adds to them. Cores or GPUs are divided among
-    `planned_instances`.
+    apply to all instances; `start` adds to them. With `kv_events` each publishes its KV events.
+    Cores or GPUs are divided among `planned_instances`.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Fleet:
         host: str = "127.0.0.1",
         vllm_args: Sequence[str] = (),
         transfer_config: Mapping[str, Any] | None = None,
+        kv_events: bool = False,
         env: Mapping[str, str] | None = None,
         log_dir: Path | None = None,
         planned_instances: int = 2,
@@ -67,6 +72,7 @@ class Fleet:
         self._host = host
         self._vllm_args = tuple(vllm_args)
         self._transfer_config = dict(transfer_config or {})
+        self._kv_events = kv_events
         self._env = dict(env or {})
         num_ranks = tp_size * commands.data_parallel_size(self._vllm_args)
         self._devices = find_devices(num_ranks, planned_instances, {**os.environ, **self._env})
@@ -144,7 +150,7 @@ class Fleet:
             self.check()
             for member in watched:
                 if not member.is_ready:
-                    member.look(registered=self._is_registered)
+                    member.look(unregistered=self._what_is_missing)
             if on_look is not None:
                 on_look(watched)
             late = [f"{member.name} ({member.stage})" for member in watched if not member.is_ready]
@@ -222,13 +228,15 @@ class Fleet:
     ) -> InstancePlan:
         arguments = (*self._vllm_args, *vllm_args)
         dp_size = commands.data_parallel_size(arguments)
+        before = predecessor or InstancePlan("", role, "", "", 0)
         return InstancePlan(
             name=name or self._new_name(role),
             role=role,
             model=self._model,
             host=self._host,
-            http_port=self._ports.take(predecessor.http_port if predecessor else 0),
-            kv_port=self._ports.take_range(dp_size, predecessor.kv_port if predecessor else 0),
+            http_port=self._ports.take(before.http_port),
+            kv_port=self._ports.take_range(dp_size, before.kv_port),
+            **self._events_ports(dp_size, before),
             registration_address=self.registration_address,
             tp_size=self._tp_size,
             send_type=self._send_type,
@@ -236,6 +244,14 @@ class Fleet:
             vllm_args=arguments,
             dp_size=dp_size,
         )
+
+    def _events_ports(self, dp_size: int, before: InstancePlan) -> dict[str, int]:
+        if not self._kv_events:
+            return {}
+        return {
+            "events_port": self._ports.take_range(dp_size, before.events_port),
+            "replay_port": self._ports.take_range(dp_size, before.replay_port),
+        }
 
     def _new_name(self, role: MemberRole) -> str:
         """Return a name that no process of this fleet has had, so that each keeps its own log."""
@@ -259,16 +275,32 @@ class Fleet:
     def _forget(self, member: Member) -> None:
         self.members.remove(member)
         self._ports.release(int(member.http_address.rpartition(":")[2]))
-        for port in member.plan.kv_ports if member.plan else ():
+        for port in member.plan.rank_ports if member.plan else ():
             self._ports.release(port)
 
-    def _is_registered(self, member: Member) -> bool:
-        if self.proxy is None or member.plan is None or member.plan.role is MemberRole.SINGLE:
-            return True
+    def _what_is_missing(self, member: Member) -> str:
+        """Say what is missing until a member that answers is registered; "" if nothing is."""
+        if member.plan is None or member.plan.role is MemberRole.SINGLE:
+            return ""
+        if member.refusal:
+            return f"not registered: {member.refusal}{self._likely_cause()}"
+        if self.proxy is None:  # of another fleet: the instance alone can tell, at its heartbeats
+            is_sure = time.monotonic() - (member.answers_since or 0.0) > _HEARTBEAT_SECONDS
+            return "" if is_sure or not self.registration_address else _REGISTERING
         status = json.loads(fetch_text(f"{self.proxy.url}/status") or '{"instances": []}')
         mine = [i for i in status["instances"] if i["http_address"] == member.http_address]
         is_complete = len(mine) >= member.plan.dp_size
-        return is_complete and all(item["state"] == "ready" for item in mine)
+        is_ready = is_complete and all(item["state"] == "ready" for item in mine)
+        return "" if is_ready else _REGISTERING
+
+    def _likely_cause(self) -> str:
+        """Say what answers HTTP where instances should register."""
+        status = fetch_text(f"http://{self.registration_address}/status")
+        if status is None:
+            return ""
+        known = _REGISTRATION.search(status)
+        rather = f", here {known[1]}" if known else ""
+        return f"; that port answers HTTP: name the proxy's registration port (30001{rather})"
 
     # The processes' commands; tests replace them by cheap ones.
     _instance_command = staticmethod(commands.vllm_command)

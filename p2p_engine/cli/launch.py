@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import itertools
 import json
 import os
@@ -73,6 +74,7 @@ class LaunchOptions:
     log_dir: Path | None = None
     timeout_seconds: float = 1800.0
     transfer_config: Mapping[str, Any] = field(default_factory=dict)
+    kv_events: bool = False
     vllm_args: tuple[str, ...] = ()
     prefill_args: tuple[str, ...] = ()
     decode_args: tuple[str, ...] = ()
@@ -101,6 +103,8 @@ class LaunchOptions:
                 raise ConfigError(f"--log-dir {self.log_dir}: {error.strerror}") from error
         if self.host in _ANY_ADDRESS or ":" in self.host:
             raise ConfigError(f"--host {self.host}: give the one IPv4 address that peers dial")
+        if self.kv_events and not _is_ipv4(self.host):
+            raise ConfigError(f"--kv-events: --host {self.host} is no IPv4 address")
         for argument in (*self.vllm_args, *self.prefill_args, *self.decode_args):
             name = argument.partition("=")[0].replace("_", "-")
             if name in _SEVERAL_COMMANDS:
@@ -110,6 +114,8 @@ class LaunchOptions:
                 )
             if name in _OURS:
                 raise ConfigError(f"{name} among the vLLM arguments: use {_OURS[name]}")
+            if name == "--kv-events-config" and self.kv_events:
+                raise ConfigError(f"{name} among the vLLM arguments: --kv-events sets it")
         data_parallel_size((*self.vllm_args, *self.prefill_args, *self.decode_args))
         read_key_file(self.key_file)
         self._check_transfer_config()
@@ -139,6 +145,14 @@ class LaunchOptions:
         return names.get("--served-model-name", self.model)
 
 
+def _is_ipv4(host: str) -> bool:
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def run_launch(options: LaunchOptions, console: Console) -> int:
     """Launch, then block until a signal or the loss of a member; return the exit code."""
     fleet = Fleet(
@@ -148,6 +162,7 @@ def run_launch(options: LaunchOptions, console: Console) -> int:
         host=options.host,
         vllm_args=options.vllm_args,
         transfer_config=options.transfer_config,
+        kv_events=options.kv_events,
         log_dir=options.log_dir,
         planned_instances=len(options.roles()),
     )
@@ -230,5 +245,6 @@ def _join_command(fleet: Fleet, options: LaunchOptions) -> list[str]:
     command += ["--key-file", fleet.key_file] if fleet.key_file else []
     if options.transfer_config:
         command += ["--kv-transfer-config", json.dumps(options.transfer_config)]
+    command += ["--kv-events"] if options.kv_events else []
     arguments = [*options.vllm_args, *options.decode_args]
     return [*command, "--", *arguments] if arguments else command

@@ -44,6 +44,7 @@ class Member:
     slot: int | None = None
     stage: str = STARTING
     started_at: float = field(default_factory=time.monotonic)
+    answers_since: float | None = None
     ready_at: float | None = None
 
     def __post_init__(self) -> None:
@@ -65,14 +66,20 @@ class Member:
         """From its start to when it was ready, or until now."""
         return (self.ready_at or time.monotonic()) - self.started_at
 
-    def look(self, *, registered: Callable[[Member], bool]) -> None:
-        """Update the stage; a member is ready when it answers and the proxy knows it."""
+    @property
+    def refusal(self) -> str:
+        """Why a proxy does not take it, as far as its log says so; else ""."""
+        return self._stages.refusal
+
+    def look(self, *, unregistered: Callable[[Member], str]) -> None:
+        """Update the stage; a member is ready when it answers and nothing says that the proxy does
+        not know it."""
         self.stage = self._stages.update()
         if fetch_text(f"{self.url}/health") is None:
             return
-        self.stage = "registering with the proxy"
-        if registered(self):
-            self.stage = READY
+        self.answers_since = self.answers_since or time.monotonic()
+        self.stage = unregistered(self) or READY
+        if self.stage == READY:
             self.ready_at = time.monotonic()
 
 

@@ -21,6 +21,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 ELEMENT_BYTES = {
     "bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1,
 }  # fmt: skip
+AUTO = "auto"  # the dtype of the model
+DTYPES = ", ".join(ELEMENT_BYTES)
 # What transformers assumes where a family's config.json does not say it. `pattern`: one layer of so
 # many is full attention, the others look back at a window.
 _PLAIN: Mapping[str, Mapping[str, Any]] = {
@@ -139,7 +141,7 @@ def plain_model(num_layers: int, num_kv_heads: int, head_size: int, dtype: str) 
         ConfigError: the dtype is unknown.
     """
     if dtype not in ELEMENT_BYTES:
-        raise ConfigError(f"--kv-cache-dtype {dtype}: allowed without a model: {_dtypes()}")
+        raise ConfigError(f"--kv-cache-dtype {dtype}: allowed without a model: {DTYPES}")
     kind = _keys_and_values(num_layers, num_kv_heads, head_size, dtype)
     return ModelShape("a model", dtype, (kind,))
 
@@ -152,7 +154,7 @@ def _plain(text: Mapping[str, Any], family: str, dtype: str) -> tuple[LayerKind,
     # Of a llama without this key, each head has its own K and V; other families have a default.
     is_shared = family != "llama" or "num_key_value_heads" in text
     heads = _count(text, "num_key_value_heads") if is_shared else queries
-    size = text.get("head_dim") or _count(text, "hidden_size") // queries
+    size = _head_size(text, queries)
     types = _layer_types(text, family, total)
     window = _count(text, "sliding_window") if SLIDING in types else 0
     kinds = [
@@ -160,6 +162,15 @@ def _plain(text: Mapping[str, Any], family: str, dtype: str) -> tuple[LayerKind,
         for name in (FULL, SLIDING)
     ]
     return tuple(kind for kind in kinds if kind.num_layers)
+
+
+def _head_size(text: Mapping[str, Any], num_heads: int) -> int:
+    if text.get("head_dim") is not None:
+        return _count(text, "head_dim")
+    hidden = _count(text, "hidden_size")
+    if hidden < num_heads:
+        raise _refusal(f"hidden_size is {hidden}, and num_attention_heads {num_heads}")
+    return hidden // num_heads
 
 
 def _keys_and_values(
@@ -175,11 +186,14 @@ def _layer_types(text: Mapping[str, Any], family: str, total: int) -> Sequence[s
     """Return each layer's kind of attention, as in vLLM's implementation of the family."""
     types = text.get("layer_types")
     if types is not None:
-        if not isinstance(types, list) or len(types) != total or not {*types} <= {FULL, SLIDING}:
+        is_list = isinstance(types, list) and len(types) == total
+        if not is_list or not all(name in (FULL, SLIDING) for name in types):
             raise _refusal(f"layer_types is not {total} times {FULL} or {SLIDING}")
-        return types
+        return list(types)
     own = text.get("sliding_window_pattern") if family == "gemma3_text" else None
     if pattern := own or text.get("pattern"):
+        if not isinstance(pattern, int) or pattern < 1:
+            raise _refusal(f"sliding_window_pattern is {pattern!r}; allowed: a number above 0")
         return [SLIDING if (layer + 1) % pattern else FULL for layer in range(total)]
     if family.startswith("qwen") and not text.get("use_sliding_window"):
         return [FULL] * total
@@ -215,13 +229,13 @@ def _resolve_dtype(
     """Return the dtype of the cache; "auto" is the model's."""
     if dtype in ELEMENT_BYTES:
         return dtype
-    if dtype != "auto":
-        raise ConfigError(f"--kv-cache-dtype {dtype}: allowed: auto, {_dtypes()}")
+    if dtype != AUTO:
+        raise ConfigError(f"--kv-cache-dtype {dtype}: allowed: auto, {DTYPES}")
     found = next(
         (part[key] for part in (text, config) for key in ("dtype", "torch_dtype") if part.get(key)),
         None,
     )
-    remedy = f"give --kv-cache-dtype: {_dtypes()}"
+    remedy = f"give --kv-cache-dtype: {DTYPES}"
     if any(scheme.get(key) for key in ("kv_cache_scheme", "kv_cache_quant_algo")):
         raise ConfigError(f"the checkpoint quantises its KV cache; {remedy}")
     if found not in ("bfloat16", "float16"):  # vLLM chooses by the platform for all others
@@ -241,7 +255,3 @@ def _refusal(what: str) -> ConfigError:
         f"{what}. Where all layers keep K and V of each token, give --layers, --kv-heads, "
         "--head-size and --kv-cache-dtype instead of --model"
     )
-
-
-def _dtypes() -> str:
-    return ", ".join(ELEMENT_BYTES)

@@ -107,6 +107,24 @@ def find_first_proxies(names: str) -> list[KnownProxy]:
     return proxies
 
 
+def words_of(error: Exception) -> str:
+    """Say in words why a proxy did not answer as one; `error` is what `KnownProxy.ask` raises, or
+    what reading its answer does."""
+    match error:
+        case ssl.SSLError():
+            return f"no TLS with it: {error.reason or error}"
+        case TimeoutError():
+            return "no answer in time"
+        case http.client.RemoteDisconnected() | http.client.IncompleteRead():
+            return "it broke the connection"
+        case http.client.HTTPException():
+            return "its answer is not HTTP"
+        case OSError():
+            return error.strerror or str(error)
+        case _:
+            return "its answer is not what a proxy says"
+
+
 def _resolve(host: str, port: int) -> list[str]:
     try:
         items = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from p2p_engine.cli.config_check import config_problems
+from p2p_engine.config import EngineConfig
 from p2p_engine.errors import ConfigError
+from p2p_engine.sizing import MIB
 from p2p_engine.transfer_config import (
     CHILDREN,
     CONNECTOR,
@@ -113,8 +115,9 @@ def _rewrite_ours(config: dict[str, Any], result: Rewrite) -> dict[str, Any]:
     extra = dict(extra_of(config))
     config.pop(EXTRA, None)
     if "kv_buffer_size" in config:
-        extra.setdefault("kv_buffer_size", config.pop("kv_buffer_size"))
-        result.changes.append(f"kv_buffer_size: moved into {EXTRA}; vLLM refuses it since 0.32")
+        size = extra.setdefault("kv_buffer_size", config.pop("kv_buffer_size"))
+        moved = f"kv_buffer_size: moved into {EXTRA}; vLLM refuses it since 0.32"
+        result.changes.append(moved + _of_small_buffer(size))
     port = config.get("kv_port")
     if isinstance(port, str) and port.isdecimal():
         config["kv_port"] = int(port)
@@ -122,6 +125,17 @@ def _rewrite_ours(config: dict[str, Any], result: Rewrite) -> dict[str, Any]:
     if extra:
         config[EXTRA] = extra
     return config
+
+
+def _of_small_buffer(value: object) -> str:
+    """Say what becomes of KV if a buffer holds none of it."""
+    try:
+        size = EngineConfig.from_extra_config({"kv_buffer_size": value}).kv_buffer_size
+    except ConfigError:  # a variable of the shell, or a problem that is named as one
+        return ""
+    if size >= MIB:
+        return ""
+    return f". {value!r} is {size} bytes, in which nothing lands: KV goes to the pool instead"
 
 
 def _load(text: str) -> dict[str, Any]:

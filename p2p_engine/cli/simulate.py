@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import select
 import sys
@@ -25,6 +26,7 @@ _POLL_SECONDS = 0.25
 _READY_SECONDS = 60.0
 # Landing memory of each stand-in: enough for some hundred prompts of usual length.
 _SMALL = {EXTRA: {"kv_buffer_size": 64 << 20, "mem_pool_size_gb": 0.0625}}
+_ROLES = ("prefill", "decode", "both")
 _HELP = """add ROLE [COUNT]   one or more prefill, decode or both
 drain NAME         no new requests; `resume NAME` ends that
 stop NAME          ends its work, says goodbye and exits
@@ -62,10 +64,15 @@ class SimulatedFleet(Fleet):
         Raises:
             ValueError: there is none; the message lists the names.
         """
-        names = {member.name: member for member in self.instances}
-        if name not in names:
-            raise ValueError(f"{name!r} is none of {', '.join(names)}")
-        return names[name]
+        for member in self.instances:
+            if member.name == name:
+                return member
+        raise ValueError(f"{name!r} is not here: {self.names}")
+
+    @property
+    def names(self) -> str:
+        """The names of all stand-ins, for a message."""
+        return ", ".join(member.name for member in self.instances) or "there is none"
 
     def order(self, verb: str, member: Member) -> str:
         """Make the proxy `remove` (drain) or `add` (resume) an instance; return its message.
@@ -142,13 +149,15 @@ def _obey(fleet: SimulatedFleet, console: Console, words: list[str]) -> None:
     match words:
         case []:
             return
-        case ["add", role, *count] if len(count) < 2:
-            started = [fleet.start(MemberRole(role)) for _ in range(int(count[0]) if count else 1)]
+        case ["add", *what]:
+            started = [fleet.start(role) for role in _roles(what)]
             fleet.wait_ready(*started, timeout=_READY_SECONDS)
             _list(fleet, console)
         case [verb, name] if verb in named:
             named[verb](fleet.find(name))
             _say(console, f"done: {verb} {name}")
+        case [verb, *_] if verb in named:
+            raise ValueError(f"{verb} which? one of {fleet.names}")
         case ["list"]:
             _list(fleet, console)
         case ["quit"]:
@@ -157,6 +166,19 @@ def _obey(fleet: SimulatedFleet, console: Console, words: list[str]) -> None:
             _say(console, _HELP)
         case _:
             _say(console, f"unknown: {' '.join(words)}\n{_HELP}")
+
+
+def _roles(words: list[str]) -> list[MemberRole]:
+    """Return the role of each stand-in that is to be added, given as ROLE [COUNT].
+
+    Raises:
+        ValueError: it is not of that form.
+    """
+    role, count = (*words, "1")[:2] if words else ("", "1")
+    if role not in _ROLES or len(words) > 2 or not re.fullmatch("[1-9][0-9]?", count):
+        allowed = f"ROLE is {', '.join(_ROLES)}, and COUNT 1 to 99"
+        raise ValueError(f"add {' '.join(words)}: not add ROLE [COUNT]; {allowed}")
+    return [MemberRole(role)] * int(count)
 
 
 def _list(fleet: SimulatedFleet, console: Console) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from p2p_engine.cli.config_check import config_problems
-from p2p_engine.cli.model_shape import ModelShape, plain_model, read_model
+from p2p_engine.cli.model_shape import AUTO, DTYPES, ModelShape, plain_model, read_model
 from p2p_engine.cli.size import KV_ROLES
 from p2p_engine.config import EngineConfig, SendMode
 from p2p_engine.errors import ConfigError
@@ -29,9 +29,12 @@ def chosen_model(
             given = ", ".join(name for name, number in numbers.items() if number)
             raise ConfigError(f"--model and {given}: allowed: the one or the other")
         return read_model(path, dtype)
-    missing = ", ".join(name for name, number in numbers.items() if not number)
+    missing = [name for name, number in numbers.items() if not number]
+    if dtype == AUTO:
+        missing.append("--kv-cache-dtype")
     if missing:
-        raise ConfigError(f"{missing}: required without --model")
+        known = f", and not auto; allowed: {DTYPES}" if dtype == AUTO else ""
+        raise ConfigError(f"{', '.join(missing)}: required without --model{known}")
     return plain_model(num_layers, num_kv_heads, head_size, dtype)
 
 
@@ -43,8 +46,8 @@ def chosen_roles(config: TransferConfig | None) -> tuple[str, ...]:
     """
     if config is None:
         return KV_ROLES
-    for problem in config_problems(config):
-        raise ConfigError(f"--kv-transfer-config: {problem}")
+    if problems := config_problems(config):
+        raise ConfigError(f"--kv-transfer-config: {'; '.join(problems)}")
     return (str(our_config(config)["kv_role"]),)
 
 
@@ -54,8 +57,8 @@ def chosen_settings(
     """Return the settings from which sizes are computed.
 
     Raises:
-        ConfigError: they are impossible, or for another device, or the cache is moved by way of a
-            host buffer, whose size vLLM's cache decides.
+        ConfigError: they are impossible, or for another device, or say another send type, or the
+            cache is moved by way of a host buffer, whose size vLLM's cache decides.
     """
     if device not in DEVICES:
         raise ConfigError(f"--device {device}: allowed: {', '.join(DEVICES)}")
@@ -65,7 +68,11 @@ def chosen_settings(
             "kv_buffer_device is cpu: mem_pool_size_gb then holds host blocks, as many as vLLM's "
             "cache has if there is room; not computed here"
         )
-    settings = EngineConfig.from_extra_config(extra_of(ours), num_local_ranks=tp_size)
+    extra = extra_of(ours)
+    settings = EngineConfig.from_extra_config(extra, num_local_ranks=tp_size)
+    if send_type and "send_type" in extra and send_type is not settings.send_type:
+        told = f"--kv-transfer-config says {settings.send_type.value}"
+        raise ConfigError(f"--send-type {send_type.value}: {told}; give one of the two")
     settings = settings.on_device(DEVICES[device])
     settings.check_device()
     return dataclasses.replace(settings, send_type=send_type or settings.send_type)

@@ -1,7 +1,8 @@
-"""The stage of a starting instance, read from vLLM's log."""
+"""The stage of a starting instance, and why no proxy takes it, read from its log."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 STARTING = "starting"
@@ -17,6 +18,9 @@ _STAGES = (
     ("init engine", "starting the HTTP server"),
     ("Application startup complete", "waiting for the first answer"),
 )
+# What p2p_engine/peers/directory.py says of a proxy.
+_REFUSED = re.compile(r"not registered: (proxy .+)")
+_TAKEN_AFTER_ALL = "no longer refused: proxy "
 
 
 class StageReader:
@@ -29,10 +33,15 @@ class StageReader:
         self._partial = ""
         self._next = 0
         self.stage = STARTING
+        self.refusal = ""  # why a proxy does not take the instance
 
     def update(self) -> str:
         """Return the latest stage in the log; stages only advance."""
         for line in self._new_lines():
+            if refused := _REFUSED.search(line):
+                self.refusal = refused[1].strip()
+            elif _TAKEN_AFTER_ALL in line:
+                self.refusal = ""
             for number in range(self._next, len(_STAGES)):
                 if _STAGES[number][0] in line:
                     self.stage = _STAGES[number][1]

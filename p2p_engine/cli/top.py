@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from p2p_engine.cli.proxies import find_first_proxies
+from p2p_engine.cli.proxies import KnownProxy, find_first_proxies, words_of
 from p2p_engine.errors import P2pError
 
 _SILENT_SECONDS = 10.0  # the proxy says something every second
@@ -26,42 +26,74 @@ Picture = dict[str, Any]
 
 
 class TopEnded(P2pError):
-    """The proxy does not show its state, or shows no more of it; the message says why."""
+    """No proxy shows its state, or shows no more of it; each line of the message says why."""
 
 
-def run_top(name: str, num_pictures: int, console: Console) -> int:
-    """Show what a proxy says of itself, again every second, or so many times (0: without an end).
+def run_top(names: str, num_pictures: int, console: Console) -> int:
+    """Show what the first of some proxies that answers says of itself, again every second, or so
+    many times (0: without an end).
 
     In a terminal, each picture takes the place of the one before. Return 0. Blocks.
 
     Raises:
-        ConfigError: the name is no address, or means no proxy.
-        TopEnded: the proxy is not there, refuses, or has ended.
+        ConfigError: a name is no address, or none means a proxy.
+        TopEnded: no proxy is there and shows its state, or the one that did has ended.
+    """
+    failures: list[str] = []
+    for proxy in find_first_proxies(names):
+        try:
+            _show(proxy, num_pictures, console, failures)
+        except _NotShown as error:
+            failures.append(str(error))
+        else:
+            return 0
+    raise TopEnded("\n".join(failures))
+
+
+class _NotShown(P2pError):
+    """A proxy does not show its state."""
+
+
+def _show(proxy: KnownProxy, num_pictures: int, console: Console, failures: list[str]) -> None:
+    """Show one proxy, after what is to be said of those before it.
+
+    Raises:
+        _NotShown: it never showed anything.
+        TopEnded: it shows no more.
     """
     before: Picture | None = None
     live = Live(console=console, auto_refresh=False) if console.is_terminal else None
     with live or nullcontext():
-        for picture in islice(_pictures(name), num_pictures or None):
-            shown = render(picture, before)
+        for picture in islice(_pictures(proxy), num_pictures or None):
+            try:
+                shown = render(picture, before)
+            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+                raise _NotShown(f"proxy {proxy}: it is no proxy of this release") from error
+            if before is None:
+                for line in failures:
+                    console.print(line, markup=False, highlight=False, soft_wrap=True)
             before = picture
             if live is not None:
                 live.update(shown, refresh=True)
             else:
                 console.print(shown)
-    return 0
 
 
-def _pictures(name: str) -> Iterator[Picture]:
-    proxy = find_first_proxies(name)[0]
+def _pictures(proxy: KnownProxy) -> Iterator[Picture]:
+    has_shown = False
     try:
         with proxy.open("/status/events", _SILENT_SECONDS) as answer:
             if answer.status != HTTPStatus.OK:
-                raise TopEnded(f"proxy {proxy} answers HTTP {answer.status} at /status/events")
+                raise _NotShown(f"proxy {proxy}: HTTP {answer.status} at /status/events")
             while line := answer.readline(_MAX_LINE_BYTES):
                 if line.startswith(b"data: "):
                     yield json.loads(line.removeprefix(b"data: "))
+                    has_shown = True
     except (OSError, HTTPException, ValueError) as error:
-        raise TopEnded(f"proxy {proxy}: {type(error).__name__}: {error}") from error
+        kind = TopEnded if has_shown else _NotShown
+        raise kind(f"proxy {proxy}: {words_of(error)}") from error
+    if not has_shown:
+        raise _NotShown(f"proxy {proxy}: it shows nothing at /status/events")
     raise TopEnded(f"proxy {proxy} has ended")
 
 

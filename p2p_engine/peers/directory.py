@@ -39,6 +39,15 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 3.0  # as in the old connector
 # Each one comes earlier by up to this share, so that instances which start together drift apart.
 HEARTBEAT_JITTER = 0.2
+BEATS_UNTIL_TAKEN = 2  # that a proxy has not refused; it refuses one within less than two
+
+
+@dataclass
+class Refusal:
+    """Why a proxy refused us, and how many heartbeats were sent to it since."""
+
+    reason: str
+    num_beats: int
 
 
 @dataclass(frozen=True)
@@ -96,7 +105,7 @@ class Directory(PlaneListener):
         self._proxy_port = config.proxy_port
         self._proxies: dict[str, list[str]] = {host: [] for host in config.proxy_hosts}
         self._beat_at = 0.0
-        self._refusals: dict[str, str] = {}  # the last one of each proxy
+        self._refusals: dict[str, Refusal] = {}  # the last one of each proxy
         self._control = ControlPlane(
             config.host,
             range(kv_port, kv_port + 1),
@@ -219,17 +228,30 @@ class Directory(PlaneListener):
 
     def on_refused(self, address: str, reason: str) -> None:
         """Note that a proxy refuses us; the next heartbeat dials it again."""
-        is_known = self._refusals.get(address) == reason
-        level = logging.DEBUG if is_known else logging.ERROR
+        known = self._refusals.get(address)
+        level = logging.DEBUG if known and known.reason == reason else logging.ERROR
         logger.log(level, "not registered: proxy %s: %s", address, reason)
-        self._refusals[address] = reason
+        self._refusals[address] = Refusal(reason, num_beats=0)
+
+    def _note_taken(self, proxy: str) -> None:
+        """Say so if a proxy that refused us did not refuse the last heartbeat."""
+        refusal = self._refusals.get(proxy)
+        if refusal is None:
+            return
+        refusal.num_beats += 1
+        if refusal.num_beats > BEATS_UNTIL_TAKEN:
+            del self._refusals[proxy]
+            logger.warning("no longer refused: proxy %s", proxy)
 
     def _beat(self, host: str, answer: Answer) -> None:
         """Send heartbeats to every proxy behind a name; hang up on those that have left it."""
+        named = join_address(host, self._proxy_port)
         if isinstance(answer, PeerUnreachable):
-            self.on_refused(join_address(host, self._proxy_port), str(answer))
+            self.on_refused(named, str(answer))
         else:
             before, now = self._proxies[host], _of_one_family(answer)
+            if host not in now:
+                self._note_taken(named)
             self._proxies[host] = [join_address(item, self._proxy_port) for item in now]
             for gone in set(before).difference(*self._proxies.values()):
                 self._control.hang_up(gone)
@@ -242,6 +264,8 @@ class Directory(PlaneListener):
             heartbeat.http_address = http_address
             for proxy in proxies:
                 self._control.send(Route(proxy), encode_heartbeat(heartbeat))
+        for proxy in proxies:
+            self._note_taken(proxy)
 
 
 def _of_one_family(addresses: Sequence[str]) -> list[str]:

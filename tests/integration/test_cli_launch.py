@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from p2p_engine.cli.fleet import FleetInterrupted
 from p2p_engine.cli.members import fetch_text
 from p2p_engine.cli.ports import PortPlan
+from p2p_engine.cli.simulate import SimulatedFleet
 from tests.doubles.fleet import MEMBER_DOUBLE
 from tests.processes import is_alive, parent_of
 from tests.support import eventually
@@ -147,6 +149,27 @@ def test_a_second_signal_kills_what_is_left(start: Callable[..., Launch]) -> Non
     launch.wait_for("stopping all")
     launch.process.send_signal(signal.SIGTERM)
     assert launch.process.wait(18) == 0  # the grace period alone is longer
+
+
+def test_who_joins_at_the_http_port_of_a_proxy_is_not_ready_and_hears_why(tmp_path: Path) -> None:
+    with (
+        SimulatedFleet(log_dir=tmp_path / "a") as first,
+        SimulatedFleet(log_dir=tmp_path / "b") as second,
+    ):
+        first.wait_ready(first.start_proxy(), timeout=SECONDS)
+        assert first.proxy is not None
+        second.registration_address = first.proxy.http_address
+        member = second.start("decode")
+
+        def look(_: object) -> None:
+            second.interrupted = member.stage.startswith("not registered: ")
+
+        with pytest.raises(FleetInterrupted):
+            second.wait_ready(member, timeout=SECONDS, on_look=look)
+        assert f"proxy {first.proxy.http_address}: " in member.stage
+        right = f"name the proxy's registration port (30001, here {first.registration_address})"
+        assert f"that port answers HTTP: {right}" in member.stage
+        assert not member.is_ready
 
 
 def test_one_more_instance_joins_a_running_proxy(start: Callable[..., Launch]) -> None:

@@ -85,7 +85,42 @@ async def test_a_proxy_that_ends_is_named() -> None:
 
 
 def test_a_proxy_that_is_not_there_is_named(free_port: int) -> None:
-    with pytest.raises(TopEnded, match="ConnectionRefusedError"):
-        shown(f"127.0.0.1:{free_port}")
+    with pytest.raises(TopEnded) as caught:
+        shown(f"127.0.0.1:{free_port},127.0.0.2:{free_port}")
+    assert str(caught.value).splitlines() == [
+        f"proxy 127.0.0.{number}:{free_port}: Connection refused" for number in (1, 2)
+    ]
     with pytest.raises(ConfigError, match="nowhere"):
         shown("nowhere")
+
+
+async def test_the_first_proxy_that_answers_is_shown(free_port: int) -> None:
+    async with fleet(1, 1) as (proxy, _, _):
+        text = await asyncio.to_thread(shown, f"127.0.0.1:{free_port},127.0.0.1:{proxy.port}")
+    assert text.startswith(f"proxy 127.0.0.1:{free_port}: Connection refused\n2 of 2 instances")
+
+
+# What somebody else says, and what is said of it.
+OTHERS = {
+    b"": "it broke the connection",
+    b"no HTTP\r\n": "its answer is not HTTP",
+    b"HTTP/1.0 404 Not Found\r\n\r\n": "HTTP 404 at /status/events",
+    b"HTTP/1.0 200 OK\r\n\r\n": "it shows nothing at /status/events",
+    b"HTTP/1.0 200 OK\r\n\r\ndata: x\n\n": "its answer is not what a proxy says",
+    b"HTTP/1.0 200 OK\r\n\r\ndata: []\n\n": "it is no proxy of this release",
+    b'HTTP/1.0 200 OK\r\n\r\ndata: {"instances": [{}]}\n\n': "it is no proxy of this release",
+}
+
+
+@pytest.mark.parametrize("answer", OTHERS, ids=OTHERS.values())
+async def test_who_is_no_proxy_is_named_in_one_line(answer: bytes) -> None:
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(say, "127.0.0.1", 0) as server:
+        name = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(TopEnded) as caught:
+            await asyncio.to_thread(shown, name)
+    assert str(caught.value) == f"proxy {name}: {OTHERS[answer]}"

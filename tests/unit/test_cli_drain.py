@@ -105,7 +105,7 @@ def test_a_late_answer_is_no_answer(proxy: ProxyDouble, monkeypatch: pytest.Monk
     proxy.states, proxy.late_at = {ADDRESS: "draining"}, set(range(1000))
     code, said = drain(at(proxy), seconds=0.1)
     assert code == 1
-    assert said.startswith(f"{at(proxy)}: no answer: TimeoutError")
+    assert said.startswith(f"{at(proxy)}: no answer in time")
     proxy.states, proxy.late_at = {ADDRESS: "ready"}, {proxy.num_asked + 1, proxy.num_asked + 3}
     assert drain(at(proxy)) == (0, f"{at(proxy)}: drained\n")
     assert proxy.orders == [ADDRESS]
@@ -137,7 +137,7 @@ def test_a_proxy_that_refuses_connections_may_have_requests_in_progress(
     code, said = drain(f"{at(proxy)},127.0.0.1:{free_port}", seconds=0.1)
     assert code == 1
     assert f"{at(proxy)}: drained" in said
-    assert f"127.0.0.1:{free_port}: no answer: ConnectionRefusedError" in said
+    assert f"127.0.0.1:{free_port}: Connection refused" in said
 
 
 def test_the_names_are_looked_up_again(

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 
 from p2p_engine.cli import commands, devices
 from p2p_engine.cli.commands import InstancePlan, MemberRole, data_parallel_size
@@ -76,8 +77,9 @@ def test_a_row_of_ports_is_taken_whole_or_not_at_all() -> None:
 
 
 def test_each_data_parallel_rank_of_an_instance_has_a_port() -> None:
-    made = plan(kv_port=21001, dp_size=3)
-    assert list(made.kv_ports) == [21001, 21002, 21003]
+    made = plan(kv_port=21001, dp_size=2, events_port=22001, replay_port=23001)
+    assert made.rank_ports == [21001, 21002, 22001, 22002, 23001, 23002]
+    assert plan(kv_port=21001, dp_size=3).rank_ports == [21001, 21002, 21003]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +101,25 @@ def test_the_data_parallel_size_is_found_among_vllms_options(
 def test_a_data_parallel_size_that_cannot_be_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match="--data-parallel-size"):
         data_parallel_size(("--data-parallel-size", value))
+
+
+def test_kv_events_are_published_on_the_host_alone() -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as publisher, PortPlan(HOST) as ports:
+        made = plan(events_port=ports.take(), replay_port=1)
+        publisher.bind(commands.events_config(made)["endpoint"])
+        assert publisher.getsockopt_string(zmq.LAST_ENDPOINT) == f"tcp://{HOST}:{made.events_port}"
+    assert "--kv-events-config" in commands.vllm_command(made, {})
+    assert "--kv-events-config" not in commands.vllm_command(plan(), {})
+
+
+def test_instances_publish_at_ports_of_their_own(tmp_path: Path) -> None:
+    with Fleet("tiny", kv_events=True, log_dir=tmp_path) as fleet:
+        one, other = (fleet._plan(MemberRole.PREFILL, None, ("-dp", "2"), None) for _ in range(2))
+        assert len({*one.rank_ports, *other.rank_ports}) == 12
+        for port in one.rank_ports:
+            fleet._ports.release(port)
+        fleet._ports.release(one.http_port)
+        assert fleet._plan(MemberRole.PREFILL, None, ("-dp", "2"), one).rank_ports == one.rank_ports
 
 
 def test_a_port_that_somebody_listens_on_is_not_taken() -> None:
@@ -237,6 +258,18 @@ def test_stages_are_read_as_the_log_grows(tmp_path: Path) -> None:
     assert reader.update() == "warming up"  # never backwards
 
 
+def test_a_log_says_which_proxy_refuses_the_instance(tmp_path: Path) -> None:
+    log_path = tmp_path / "decode.log"
+    reader = StageReader(log_path)
+    log_path.write_text("ERROR [directory.py:1] not registered: proxy h:1: it asks for a key\n")
+    reader.update()
+    assert reader.refusal == "proxy h:1: it asks for a key"
+    with log_path.open("a") as log:
+        log.write("WARNING [directory.py:1] no longer refused: proxy h:1\n")
+    reader.update()
+    assert not reader.refusal
+
+
 def test_each_instance_has_the_arguments_of_its_role() -> None:
     options = LaunchOptions(
         "m", num_prefill=2, num_decode=1, prefill_args=("--a",), decode_args=("--b",)
@@ -252,6 +285,8 @@ def test_each_instance_has_the_arguments_of_its_role() -> None:
     ("change", "message"),
     [
         ({"num_prefill": 0, "num_decode": 0}, "nothing to launch"),
+        ({"kv_events": True, "host": "localhost"}, "no IPv4 address"),
+        ({"kv_events": True, "vllm_args": ("--kv-events-config", "{}")}, "--kv-events sets it"),
         ({"vllm_args": ("--headless",)}, "--headless among .* one command"),
         ({"decode_args": ("--data_parallel_rank=1",)}, "--data-parallel-rank among"),
         ({"vllm_args": ("--data-parallel-multi-port-external-lb",)}, "vllm serve"),

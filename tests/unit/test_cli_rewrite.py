@@ -59,7 +59,15 @@ def test_a_config_is_rewritten_and_each_change_said() -> None:
     assert json.loads(result.text) == NEW_CONFIG
     changed = [change.partition(":")[0] for change in result.changes]
     assert changed == ["kv_ip", "kv_parallel_size", "kv_rank", "kv_buffer_size", "kv_port"]
+    # As vLLM's own examples had it for prefill.
+    assert "'1e1' is 10 bytes, in which nothing lands" in result.changes[3]
     assert result.problems == []
+
+
+def test_a_buffer_in_which_kv_lands_needs_no_warning() -> None:
+    result = rewrite(json.dumps({**OLD_CONFIG, "kv_buffer_size": "8e9"}))
+    (said,) = [change for change in result.changes if change.startswith("kv_buffer_size")]
+    assert "bytes" not in said
 
 
 def test_a_new_config_is_left_alone() -> None:

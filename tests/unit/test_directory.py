@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -146,6 +148,26 @@ def test_a_name_stands_for_every_proxy_behind_it(
         directory.close()
         while not second.hear().get("leaving"):
             pass
+
+
+def test_it_says_so_when_a_proxy_that_refused_it_takes_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("p2p_engine.peers.directory.HEARTBEAT_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor() as pool:
+        port = other.getsockname()[1]
+        config = EngineConfig(proxy_ip="127.0.0.1", proxy_port=port, http_port=8000)
+        with Directory(config, RANKS, kv_port=0, role="D"):
+
+            def refuse() -> None:
+                while f"not registered: proxy 127.0.0.1:{port}: " not in caplog.text:
+                    other.accept()[0].close()
+
+            pool.submit(refuse).result(20)
+            other.close()
+            with closing(RegistrationPort(port=port)) as proxy:
+                assert proxy.hear()["http_address"] == "127.0.0.1:8000"
+                eventually(lambda: f"no longer refused: proxy 127.0.0.1:{port}" in caplog.text)
 
 
 def test_port_that_is_taken_is_named() -> None:

@@ -17,6 +17,11 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
       "kv_connector_extra_config" $extra | toJson -}}
 {{- end }}
 
+{{- define "p2p.eventsConfig" -}}
+{{- dict "enable_kv_cache_events" true "publisher" "zmq" "endpoint" (printf "tcp://*:%d" (int .role.eventsPort))
+      "replay_endpoint" (printf "tcp://*:%d" (add .role.eventsPort 500)) | toJson -}}
+{{- end }}
+
 {{/* One pod of an instance. `node` is "" where it is the only one, else "leader" or "worker". */}}
 {{- define "p2p.instancePod" -}}
 {{- $values := .root.Values -}}
@@ -61,6 +66,9 @@ spec:
         - --headless
         {{- end }}
         - '--kv-transfer-config={{ include "p2p.transferConfig" . }}'
+        {{- if $values.kvEvents.enabled }}
+        - '--kv-events-config={{ include "p2p.eventsConfig" . }}'
+        {{- end }}
         {{- range concat $values.instance.arguments .role.arguments }}
         - {{ . | quote }}
         {{- end }}
@@ -79,6 +87,10 @@ spec:
       ports:
         - {name: http, containerPort: {{ .role.port }}}
         - {name: kv, containerPort: {{ .role.kvPort }}}
+        {{- if $values.kvEvents.enabled }}
+        - {name: kv-events, containerPort: {{ .role.eventsPort }}}
+        - {name: kv-replay, containerPort: {{ add .role.eventsPort 500 }}}
+        {{- end }}
       {{- if ne .node "worker" }}
       startupProbe:
         httpGet: {path: /health, port: http}
