@@ -1,6 +1,6 @@
 """DeviceLanding: the landing memory of an engine whose caches are on a GPU.
 
-The receive buffer is device memory, allocated once. The pool is page-locked host memory, so a full
+The buffer is device memory, allocated once. The pool is page-locked host memory, so a full
 buffer costs no more device memory; it is page-locked in slices, as it is used. Completion words are
 always in host memory. For peers, an offset below DEVICE_OFFSET is in the host arena, any other in
 the buffer.

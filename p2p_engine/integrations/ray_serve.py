@@ -79,6 +79,7 @@ class RayServeBackend(BaseConnectorBackend):
         asked.kv_transfer_params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
+            "stash": False,  # Ray tells no prefill replica of a session's last turn
             **_named(request, _check_peer(peer)),
         }
         return asked

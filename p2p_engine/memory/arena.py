@@ -1,6 +1,6 @@
 """LandingArena: the memory where bytes land that cannot go to their final place yet.
 
-It has two budgets: the receive buffer is used first, the tensor memory pool when that is full.
+It has two budgets: the buffer is used first, the tensor memory pool when that is full.
 Invariant: live_bytes[place] is the sum of the sizes of the place's live spaces, at every moment.
 """
 

@@ -45,7 +45,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """Serve until a signal comes, then leave in good order."""
+    """Serve until a signal comes, or a fault, then leave in good order.
+
+    Raises:
+        Exception: the fault.
+    """
     transfer_config = our_config(options.kv_transfer_config)
     config = EngineConfig.from_extra_config(extra_of(transfer_config))
     instance = StandIn(
@@ -63,8 +67,13 @@ async def serve(options: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, told.set)
     await instance.start(options.host, options.port)
-    await told.wait()
+    ends = [asyncio.ensure_future(told.wait()), asyncio.ensure_future(instance.broken())]
+    done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for end in ends:
+        end.cancel()
     await instance.leave(options.shutdown_timeout)
+    for end in done:
+        end.result()
 
 
 if __name__ == "__main__":

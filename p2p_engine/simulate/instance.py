@@ -88,6 +88,14 @@ class StandIn:
         self._parts.callback(directory.close)
         self._directory = directory
 
+    async def broken(self) -> None:
+        """Wait for a fault that keeps it from moving KV.
+
+        Raises:
+            Exception: the fault.
+        """
+        await self._transfers.broken()
+
     async def leave(self, timeout: float) -> None:
         """Announce the end, serve the open requests for at most `timeout` seconds, and stop."""
         self._directory.close()

@@ -54,6 +54,7 @@ class Transfers:
         self._open: set[_Open] = set()
         self._has_open = asyncio.Event()
         self._steps = asyncio.ensure_future(self._step())
+        self._steps.add_done_callback(self._end_all)
         self.num_verified = 0
         self.num_wrong = 0
 
@@ -112,6 +113,9 @@ class Transfers:
         except asyncio.CancelledError:
             transfer.cancel("the client left")
             raise
+        if not transfer.done:
+            transfer.cancel("the engine is not polled")
+            raise P2pError(f"the engine of this stand-in is not polled any more: {key}")
         if transfer.error is not None:
             raise transfer.error
         if not np.array_equal(memory, self._model.compute(prompt)):
@@ -124,6 +128,14 @@ class Transfers:
         counts = {"verified": self.num_verified, "wrong": self.num_wrong, "open": len(self._open)}
         return {**counts, "engine": self._engine.stats()}
 
+    async def broken(self) -> None:
+        """Wait until the engine is not polled any more, which nothing but a fault or `close` ends.
+
+        Raises:
+            Exception: the fault.
+        """
+        await asyncio.shield(self._steps)
+
     async def close(self) -> None:
         """Stop polling; open transfers end when the engine is closed."""
         self._steps.cancel()
@@ -133,7 +145,14 @@ class Transfers:
         opened = _Open(transfer, memory, asyncio.get_running_loop().create_future())
         self._open.add(opened)
         self._has_open.set()
+        if self._steps.done():
+            self._end_all()
         return opened
+
+    def _end_all(self, *_: object) -> None:
+        """End every wait for a transfer: without polls, none would."""
+        while self._open:
+            self._open.pop().ended.set_result(None)
 
     async def _step(self) -> None:
         """Poll the engine while a transfer is open, as vLLM's worker does in its steps."""

@@ -1,9 +1,9 @@
 """CUDA IPC between two GPUs of one host, or two processes on one GPU. The sender copies straight
-into the peer's receive buffer, which it has mapped, or into the peer's pinned pool. No kernel waits
+into the peer's buffer, which it has mapped, or into the peer's pinned pool. No kernel waits
 for another.
 
 The handshake is that of `shm`: the peer's memory file holds its pool and all completion words. It
-proves that both are on one host and in one boot. Opening the handle of the receive buffer proves
+proves that both are on one host and in one boot. Opening the handle of the buffer proves
 that the devices can reach each other; if that fails, the next transport is tried. The end of the
 Unix socket does not prove that a sender has stopped: `cuda_ipc_departures.py` says what does.
 """
@@ -42,7 +42,7 @@ _PROCESS = secrets.token_hex(16)  # the process that made a handle cannot open i
 
 
 class Mapping:
-    """A peer's memory as this process reaches it: its arena and its receive buffer."""
+    """A peer's memory as this process reaches it: its arena and its buffer."""
 
     def __init__(
         self, device: Device, arena: Arena, handle: bytes, address: int, peer_device: int
@@ -228,7 +228,7 @@ class CudaIpcTransport(ShmTransport):
             }
 
     def close(self) -> None:
-        """Close as shm does. If a sender may still copy into the receive buffer, it is never freed.
+        """Close as shm does. If a sender may still copy into the buffer, it is never freed.
         Blocks for at most CLOSE_SECONDS."""
         landing = self._device_landing
         if landing is not None and not self.outlast_senders(CLOSE_SECONDS):
@@ -257,7 +257,7 @@ class CudaIpcTransport(ShmTransport):
         return self._departures.wait(max(0.0, deadline - time.monotonic())) and has_none
 
     def invite(self, source_epoch: int) -> Endpoint | None:
-        """Return shm's endpoint with the handle of the receive buffer."""
+        """Return shm's endpoint with the handle of the buffer."""
         endpoint = super().invite(source_epoch)
         return None if endpoint is None else {**endpoint, **self._extra}
 

@@ -87,7 +87,7 @@ def listen(
     family: socket.AddressFamily, address: tuple[str, int] | str, receive_buffer_bytes: int = 0
 ) -> socket.socket:
     """Return a listener on an address. If `receive_buffer_bytes` is set, accepted connections have
-    a receive buffer of that size.
+    a buffer of that size.
 
     Raises:
         OSError: the address cannot be bound.

@@ -307,11 +307,11 @@ class Guest(StrictConnection):
 
     def _read_on(self) -> None:
         """Parse for one turn."""
-        end, size = time.thread_time() + TURN_SECONDS, LEAST_SLICE_BYTES
+        end, size = time.perf_counter() + TURN_SECONDS, LEAST_SLICE_BYTES
         while self._unread and not self.transport.is_closing():
             data, self._unread = self._unread[:size], self._unread[size:]
             self._take(data)
-            if time.thread_time() > end:
+            if time.perf_counter() > end:
                 break
             size = min(2 * size, MOST_SLICE_BYTES)
         if self.transport.is_closing():

@@ -20,6 +20,7 @@ import pytest
 from p2p_engine.cli.ports import PortPlan
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.fleet_key import write_key_file
+from p2p_engine.engine import P2pNcclEngine
 from p2p_engine.simulate.answers import tokens
 from p2p_engine.simulate.cost import CostModel
 from p2p_engine.simulate.instance import StandIn
@@ -36,8 +37,15 @@ ASKED = {"model": "simulated", "prompt": "once upon a time " * 20, "max_tokens":
 class SimulatedPair:
     """A prefill and a decode stand-in behind a proxy, all in this event loop."""
 
-    def __init__(self, proxy: RunningProxy, http: dict[str, str], kv: dict[str, str]) -> None:
+    def __init__(
+        self,
+        proxy: RunningProxy,
+        http: dict[str, str],
+        kv: dict[str, str],
+        instances: dict[str, StandIn],
+    ) -> None:
         self.proxy = proxy
+        self.instances = instances
         self.http = http
         self.kv = kv
 
@@ -73,7 +81,7 @@ async def pair(send_type: str = "PUT_ASYNC", **settings: Any) -> AsyncIterator[S
         # Which is the first to end: one that still dials may be let in as an instance closes.
         proxy_ip, _, proxy_port = proxy.registration_address.rpartition(":")
         ports = parts.enter_context(PortPlan(HOST))
-        http, kv = {}, {}
+        http, kv, instances = {}, {}, {}
         for role in "PD":
             http_port, kv_port = ports.take(), ports.take()
             config = EngineConfig(
@@ -84,6 +92,7 @@ async def pair(send_type: str = "PUT_ASYNC", **settings: Any) -> AsyncIterator[S
             instance = StandIn(config, role, kv_port, MODEL, CostModel(0, 0, 0))
             await instance.start(HOST, http_port)
             parts.push_async_callback(instance.leave, 0)
+            instances[role] = instance
             http[role], kv[role] = f"{HOST}:{http_port}", f"{HOST}:{kv_port}"
 
         async def are_ready() -> bool:
@@ -91,7 +100,7 @@ async def pair(send_type: str = "PUT_ASYNC", **settings: Any) -> AsyncIterator[S
             return [states.get(address) for address in http.values()] == ["ready"] * 2
 
         await until(are_ready, "both are ready")
-        yield SimulatedPair(proxy, http, kv)
+        yield SimulatedPair(proxy, http, kv, instances)
 
 
 @pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
@@ -128,6 +137,23 @@ async def test_the_kv_of_another_prompt_is_noticed() -> None:
         assert json.loads(text)["error"]["message"].startswith("WrongKv")
         assert (await running.stats("D"))["wrong"] == 1
         await running.until_idle()
+
+
+async def test_no_request_waits_for_an_engine_that_nobody_polls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(self: P2pNcclEngine) -> None:
+        raise OSError("no step")
+
+    async with pair() as running:
+        monkeypatch.setattr(P2pNcclEngine, "poll", fail)
+        for _ in range(2):  # the second begins when there are no steps any more
+            request_id = str(ProxyId(running.kv["P"], running.kv["D"], new_transfer_id()))
+            status, text = await running.ask("D", ASKED, request_id)
+            assert status == 500
+            assert "not polled any more" in text
+        with pytest.raises(OSError, match="no step"):
+            await running.instances["D"].broken()
 
 
 async def test_a_client_that_leaves_ends_its_transfer() -> None:
@@ -183,6 +209,10 @@ async def test_the_command_obeys_and_stops(tmp_path: Path) -> None:
                 ("add decode", "decode-2 "),
                 ("drain decode-1", "done: drain"),
                 ("list now", "kill NAME"),
+                ("add foo", "add foo: not add ROLE [COUNT]; ROLE is prefill, decode, both"),
+                ("add decode all", "add decode all: not add ROLE"),
+                ("stop", "stop which? one of prefill-1, decode-1, decode-2"),
+                ("stop decode-9", "'decode-9' is not here: prefill-1, decode-1, decode-2"),
             ):
                 process.stdin.write(f"{order}\n".encode())
                 process.stdin.flush()

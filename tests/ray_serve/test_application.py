@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import shutil
 import socket
@@ -41,9 +40,6 @@ CONCURRENCY = 4
 MOST_LOST = 3 * CONCURRENCY
 
 pytestmark = [marks.slow, pytest.mark.timeout(3 * BOOT_SECONDS)]
-not_seen_yet = pytest.mark.skipif(
-    "P2P_RAY_ALL" not in os.environ, reason="nobody has seen it to its end; P2P_RAY_ALL=1 tries it"
-)
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -214,9 +210,7 @@ def check(cluster: Cluster, right: dict[int, tuple[int, ...]]) -> None:
         assert answer.num_loaded >= len(prompt) - 1
 
 
-@pytest.mark.parametrize(
-    "num", [pytest.param(1, id="1P1D"), pytest.param(2, id="2P2D", marks=not_seen_yet)]
-)
+@pytest.mark.parametrize("num", [1, 2], ids=["1P1D", "2P2D"])
 def test_kv_moves_and_tokens_are_right(
     cluster: Cluster, right: dict[int, tuple[int, ...]], num: int
 ) -> None:
@@ -224,7 +218,6 @@ def test_kv_moves_and_tokens_are_right(
     check(cluster, right)
 
 
-@not_seen_yet
 def test_a_replica_is_killed_and_one_is_added_under_load(
     cluster: Cluster, right: dict[int, tuple[int, ...]]
 ) -> None:

@@ -401,18 +401,27 @@ class NixlChannel:
 
     def _hear(self) -> None:
         """Answer the receiver's probes, and report the end of the connection."""
-        with contextlib.suppress(BlockingIOError):
+        said = heard(self._connection)
+        if said and not self.has_failed:
             try:
-                said = self._connection.recv(64)
-                if said and not self.has_failed:
-                    self._connection.sendall(INTACT * said.count(PROBE))
-                if said:
-                    return
+                self._connection.sendall(INTACT * said.count(PROBE))
             except BlockingIOError:
-                raise
+                return
             except OSError:
-                pass
+                said = b""
+        if said == b"":
             self._control.unwatch(self._connection.fileno())
             self._is_closed = True
             if self._broken is not None:
                 self._broken(TransportError("the receiver closed the connection"))
+
+
+def heard(connection: socket.socket) -> bytes | None:
+    """Return what the other end has said; b"" if it has ended, None if nothing came. Never
+    blocks."""
+    try:
+        return connection.recv(64)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""

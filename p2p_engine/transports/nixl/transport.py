@@ -49,6 +49,7 @@ from p2p_engine.transports.nixl.sending import (
     NixlChannel,
     NixlWriter,
     RemoteArena,
+    heard,
 )
 from p2p_engine.wire.addresses import family_of, join_address, split_address
 
@@ -296,13 +297,9 @@ class NixlTransport(SenderWrites):
 
     def _hear(self, epoch: int) -> None:
         """Take what a sender says, or its end."""
-        connection = self._senders[epoch]
-        try:
-            said = connection.recv(64)
-        except BlockingIOError:
+        said = heard(self._senders[epoch])
+        if said is None:
             return
-        except OSError:
-            said = b""
         if FAREWELL in said:
             self._parted.add(epoch)
         for _ in range(said.count(INTACT)):
