@@ -40,12 +40,19 @@ from benchmarks.serving_client import (
     by_handshake,
     one_after_the_other,
 )
-from benchmarks.serving_report import REFERENCE, lines_of, show_report
+from benchmarks.serving_report import (
+    REFERENCE,
+    add_stage_options,
+    chosen_stages,
+    lines_of,
+    show_report,
+)
 from benchmarks.vllm_servers import (
     BLOCK_TOKENS,
     BYTES_PER_TOKEN,
     MODEL,
     OneCoreServer,
+    nixl_environment,
     p2p_settings,
 )
 from mempool import Arena, copy_now
@@ -58,8 +65,6 @@ CONCURRENCY, NUM_TOGETHER, TOGETHER_TOKENS = 8, 16, 1000
 NUM_BESIDE, BESIDE_TOKENS, OTHER_TOKENS = 2, 3000, 4000
 QUIET_SECONDS = IDLE_SECONDS = 2.0
 FAILURES = (RuntimeError, TimeoutError, aiohttp.ClientError)
-# Before Python starts: nothing may pin the worker to the core that NixlConnector chooses.
-UNPINNED = "import os\nos.sched_setaffinity = lambda pid, cores: None\n"
 
 
 @dataclass(frozen=True)
@@ -116,14 +121,7 @@ def environment_of(stage: Stage, folder: Path, ports: PortPlan) -> dict[str, str
     """Return the variables of an instance."""
     if stage.connector is None or not stage.connector.startswith("Nixl"):
         return {}
-    found = {
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.take()),
-    }
-    if not stage.is_pinned:
-        (folder / "sitecustomize.py").write_text(UNPINNED)
-        found["PYTHONPATH"] = str(folder)
-    return found
+    return nixl_environment(folder, ports.take(), is_pinned=stage.is_pinned)
 
 
 @contextlib.contextmanager
@@ -330,16 +328,10 @@ def main() -> None:
     """Play the stages that are asked for, one after the other."""
     parser = arguments("serving", __doc__, repetitions=5)
     parser.add_argument("--tokens", type=int, nargs="+", default=[200, 1000, 3000])
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--resume", action="store_true", help="go on with the last run")
+    add_stage_options(parser, STAGES)
     options = parser.parse_args()
     ensure_tiny_model(MODEL)
-    lines = lines_of(options.output)
-    run = max((line["run"] for line in lines), default=0) + (not options.resume or not lines)
-    played = {line["stage"] for line in lines if line["run"] == run}
-    todo = [name for name in options.stages if name not in played]
-    if REFERENCE not in (*played, *todo):
-        parser.error(f"the stage {REFERENCE!r} comes first: the others are compared with it")
+    run, todo = chosen_stages(parser, options)
     if not nixl_peer.installed():
         progress("NIXL is not installed: its stages are left out")
         todo = [name for name in todo if not name.startswith("NIXL")]

@@ -83,9 +83,19 @@ class ServingClient:
         Raises:
             RuntimeError: an error status.
         """
-        async with self._post(question(prompt, 1, params)) as answer:
+        return dict((await self.whole(prompt, 1, params)).get("kv_transfer_params") or {})
+
+    async def whole(
+        self, prompt: list[int], num_tokens: int, params: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Decode so many tokens; returns the answer, in one piece.
+
+        Raises:
+            RuntimeError: an error status.
+        """
+        async with self._post(question(prompt, num_tokens, params)) as answer:
             await check_answer(answer)
-            return dict((await answer.json()).get("kv_transfer_params") or {})
+            return dict(await answer.json())
 
     async def stream(
         self,

@@ -28,6 +28,29 @@ def lines_of(path: Path, run: int | None = None) -> list[dict[str, Any]]:
     return [line for line in lines if run is None or line["run"] == run]
 
 
+def add_stage_options(parser: argparse.ArgumentParser, stages: Iterable[str]) -> None:
+    """Add the options by which stages are chosen."""
+    known = list(stages)
+    parser.add_argument("--stages", nargs="+", choices=known, default=known)
+    parser.add_argument("--resume", action="store_true", help="go on with the last run")
+
+
+def chosen_stages(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, *, again: bool = False
+) -> tuple[int, list[str]]:
+    """Return the number of a run and the stages to play in it: those that were not, or `again`.
+
+    The parser reports it if the stage that all are compared with is not among them.
+    """
+    lines = lines_of(options.output)
+    run = max((line["run"] for line in lines), default=0) + (not options.resume or not lines)
+    played = {line["stage"] for line in lines if line["run"] == run}
+    todo = [name for name in options.stages if again or name not in played]
+    if REFERENCE not in (*played, *todo):
+        parser.error(f"the stage {REFERENCE!r} comes first: the others are compared with it")
+    return run, todo
+
+
 def rows_of(lines: Iterable[Mapping[str, Any]], what: str) -> list[Row]:
     """Return all rows of one kind."""
     return [row for line in lines for row in line["rows"] if row["what"] == what]

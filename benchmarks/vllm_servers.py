@@ -22,6 +22,8 @@ MODEL = TinyModel(num_layers=16, num_heads=8, num_kv_heads=8)
 BYTES_PER_TOKEN = MODEL.kv_bytes_per_token(element_bytes=4)
 BLOCK_TOKENS = 32
 START_SECONDS, ANSWER_SECONDS, STOP_SECONDS = 600.0, 300.0, 30.0
+# Before Python starts: nothing may pin the worker to the core that NixlConnector chooses.
+UNPINNED = "import os\nos.sched_setaffinity = lambda pid, cores: None\n"
 
 
 class UnixConnection(http.client.HTTPConnection):
@@ -44,6 +46,18 @@ def p2p_settings(role: str, kv_port: int, **extra: Any) -> dict[str, Any]:
         "kv_connector": "P2pNcclConnector", "kv_role": role, "kv_port": kv_port,
         "kv_connector_extra_config": {"host": "127.0.0.1", **extra},
     }  # fmt: skip
+
+
+def nixl_environment(folder: Path, port: int, *, is_pinned: bool) -> dict[str, str]:
+    """Return the variables of an instance with NixlConnector. It pins its worker to the last core
+    of the machine; without `is_pinned` a file in `folder` keeps it from that."""
+    found = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)
+    }  # fmt: skip
+    if not is_pinned:
+        (folder / "sitecustomize.py").write_text(UNPINNED)
+        found["PYTHONPATH"] = str(folder)
+    return found
 
 
 class OneCoreServer:
