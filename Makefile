@@ -43,9 +43,9 @@ attack: setup  ## attacks on a real proxy, beside a healthy load; NAME= part of 
 	@scripts/get_fronts.sh "$(CURDIR)/build/fronts" || echo "nginx and HAProxy cannot be had; what needs them is skipped"
 	$(BIN)/python -m tests.attack.run $(if $(NAME),--name "$(NAME)") $(if $(SCALE),--scale $(SCALE))
 
-chaos: setup  ## the fault campaign: DURATION= seconds, SEED=, JOBS= rounds in parallel; continues where it stopped
+chaos: setup  ## the fault campaign: DURATION= seconds, SEED=, JOBS= rounds in parallel, ONLY= such ones; continues where it stopped
 	$(BIN)/python -m tests.chaos.campaign --seconds $(or $(DURATION),60) --seed $(or $(SEED),1) \
-		--jobs $(or $(JOBS),4) --record build/chaos.jsonl
+		--jobs $(or $(JOBS),4) $(if $(ONLY),--only "$(ONLY)") --record build/chaos$(if $(ONLY),-some).jsonl
 
 soak: setup  ## two processes under load for DURATION= seconds (1200), beside LINKS= peers (0); reports what each process uses
 	$(BIN)/python -m tests.chaos.soak $(if $(DURATION),--seconds $(DURATION)) $(if $(LINKS),--links $(LINKS)) \
@@ -64,9 +64,9 @@ stalls: setup  ## real vLLM's first loads on busy cores, TURNS= times (50) besid
 backlog: setup  ## real vLLM: requests queue on a decode instance for SECONDS= (300), and none may fail
 	$(if $(SECONDS),P2P_BACKLOG_SECONDS=$(SECONDS)) $(PYTEST) tests/vllm/test_backlog.py
 
-model: setup  ## every state of KEYS= transfers with FAULTS= faults (and RENEWALS=1), one by one (2 and 1: more than half an hour)
+model: setup  ## every state of KEYS= transfers, or (TURNS=1) of a session's turns, with FAULTS= faults (and RENEWALS=1): more than half an hour
 	$(BIN)/python -m tests.property.protocol_model --keys $(or $(KEYS),2) --faults $(or $(FAULTS),1) \
-		--renewals $(or $(RENEWALS),0)
+		--renewals $(or $(RENEWALS),0) $(if $(TURNS),--turns)
 
 tsan: setup  ## the C tests of everything with threads under ThreadSanitizer
 	P2P_SANITIZER=thread tests/c/run.sh test_arena test_channel test_crc32c test_lanes test_mover test_regions

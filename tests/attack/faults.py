@@ -64,7 +64,7 @@ def stopped_proxy(stage: AttackStage) -> str:
     """The proxy is stopped (SIGSTOP) again and again while requests come."""
     for _ in range(2):
         _pause(stage.proxy.process)
-        time.sleep(PAUSE_SECONDS / 3)
+        _wait_until_served(stage)
     return f"stopped twice for {PAUSE_SECONDS:g} s, every request answered"
 
 

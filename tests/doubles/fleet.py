@@ -29,8 +29,8 @@ class FleetDouble(Fleet):
     ) -> list[str]:
         return [*MEMBER_DOUBLE, "--port", str(port), "--status", '{"instances": []}']
 
-    def _is_registered(self, member: Member) -> bool:
-        return self.registers or super()._is_registered(member)
+    def _what_is_missing(self, member: Member) -> str:
+        return "" if self.registers else super()._what_is_missing(member)
 
 
 def grandchild_of(log_path: Path) -> int | None:

@@ -211,9 +211,9 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
         [view, *_] = caches.caches_of("LBHNC")[1].values()
         caches.read_all({"odd0": view}, ["odd0"], pp_size=2)
 
-    state = MambaSpec(shapes=((2, 2),), dtypes=(torch.float32,), block_size=16)
+    state = MambaSpec(shapes=((2, 2),) * 2, dtypes=(torch.float32,) * 2, block_size=16)
     speculative = dataclasses.replace(state, num_speculative_blocks=3)
-    other = dataclasses.replace(state, mamba_type=MambaAttentionBackendEnum.GDN_ATTN)
+    other = dataclasses.replace(state, mamba_type=MambaAttentionBackendEnum.LINEAR)
     scaled = dataclasses.replace(caches.SPEC, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
     elsewhere = {"layers.0": torch.empty((caches.BLOCKS, 1, 1, 1), device="meta")}
     several = dataclasses.replace(caches.MLA, tokens_per_state=4)
@@ -227,8 +227,8 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
         "states beside speculation, in the mode `all`, or equal on all ranks": (
             with_groups(caches.SPEC, speculative), ["MambaSpec.num_speculative_blocks=3", 0],
         ),
-        "a state of another kind than Mamba2": (
-            with_groups(caches.SPEC, other), ["GDN_ATTN"],
+        "a state of linear attention, or of a kind that is not known": (
+            with_groups(caches.SPEC, other), ["LINEAR"],
         ),
         "states and a host buffer": (stateful_buffer, []),
         "attention that looks back in chunks": (with_groups(caches.CHUNKED), []),
