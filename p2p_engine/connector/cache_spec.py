@@ -5,6 +5,7 @@ Strides are read from the tensors, never assumed. A cache that cannot be transfe
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -135,7 +136,7 @@ def read_spec(
     else:
         layer_cuts, numbers = (0, len(layers)), None
     described = CacheSpec(
-        model=model.model,
+        model=_name_of(model),
         revision=model.revision or "",
         layout=vllm_config.cache_config.get_resolved_kv_cache_layout().name,
         tp_size=parallel.tensor_parallel_size,
@@ -182,6 +183,25 @@ def _model_of(vllm_config: VllmConfig, group: LayerGroup) -> ModelConfig:
     if group.is_draft and speculation is not None and speculation.draft_model_config is not None:
         return speculation.draft_model_config
     return vllm_config.model_config
+
+
+def _name_of(model: ModelConfig) -> str:
+    """Return the model's name, with the settings that change what is computed of a prompt."""
+    media = getattr(model, "multimodal_config", None)
+    changes = {
+        "hf_overrides": getattr(model, "hf_overrides", None),
+        "mm_processor_kwargs": getattr(media, "mm_processor_kwargs", None),
+    }
+    told = [
+        f"{name}={json.dumps(value, sort_keys=True, default=_nameable)}"
+        for name, value in changes.items()
+        if value
+    ]
+    return " ".join([model.model, *told])
+
+
+def _nameable(value: object) -> str:
+    return str(getattr(value, "__qualname__", value))
 
 
 def _check_drafts(

@@ -63,7 +63,8 @@ def attention_groups(
         raise ConfigError(
             "several groups of layers, a sliding window, or a state, need vLLM 0.30 or newer"
         )
-    if any(group.is_state for group in groups):
+    # Where vLLM zeroes new blocks, it leaves those out that we fill: no part of one may stay stale.
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", any(item.is_state for item in groups)):
         groups = [replace(group, is_whole=True) for group in groups]
     try:
         drafts = _split(tables, is_draft, first_number=len(groups))

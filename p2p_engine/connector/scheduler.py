@@ -166,6 +166,8 @@ class SchedulerHalf:
         note_stage(party.key, f"request to {intent.direction.value} arrives")
         if intent.direction is Direction.LOAD:
             num_tokens = self._num_loaded(request.num_prompt_tokens)
+            if self._has_state and party.num_tokens == request.num_prompt_tokens:
+                num_tokens = 0  # the state has read the last token
             self._loading[request_id] = _Loading(party, num_tokens, intent)
             self._wanted.add(party)  # vLLM may not ask for it before a slot is free
         else:

@@ -30,9 +30,19 @@ def packing_of(spec: MambaSpec) -> str:
 
 
 def num_tokens_before_last(request: Request) -> int:
-    """Return how many tokens of a prompt are transferred; of a single one, it, and nobody loads
-    it."""
-    return max(1, int(request.num_prompt_tokens) - 1)
+    """Return how many tokens of a prompt are transferred: all but the last, or all, and then nobody
+    loads them.
+
+    A prompt of which one token would be left stays whole: vLLM's graphs of decode steps take it for
+    one, and go on from whatever state they ran with last. So does one that ends in a medium, whose
+    end some models look for.
+    """
+    num_tokens = int(request.num_prompt_tokens)
+    ends_in_medium = any(
+        item.mm_position.offset + item.mm_position.length >= num_tokens
+        for item in request.mm_features
+    )
+    return num_tokens if num_tokens <= 2 or ends_in_medium else num_tokens - 1
 
 
 def check_prefill(request: Request) -> None:

@@ -420,8 +420,9 @@ class InstanceDouble:
         self.during_forward: Callable[[int], object] = lambda layer: None
 
     def thrown_away(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """What prefill must answer: with states, it computes all but a prompt's last token."""
-        if STATE in self.ranks[0].windows and len(prompt) > 1:
+        """What prefill must answer: with states, it computes all but a prompt's last token, if more
+        than one is left."""
+        if STATE in self.ranks[0].windows and len(prompt) > 2:
             return continuation(prompt[:-1], 1)
         return continuation(prompt, 1 if STATE in self.ranks[0].windows else num_tokens)
 

@@ -14,13 +14,13 @@ from vllm.v1.request import RequestStatus
 from p2p_engine.connector.states import end_before_last_token
 from tests import marks
 from tests.doubles.instance import BLOCK_SIZE, continuation
-from tests.doubles.pair import SEND_TYPES, MakePair, prompt_of
+from tests.doubles.pair import ORDERS, SEND_TYPES, MakePair, prompt_of
 from tests.property.block_play import make_request
 
 pytestmark = marks.simulated_vllm
 
 # Around a block of 16, around a step of 64 tokens, and of several steps.
-LENGTHS = (1, 2, 3, 15, 16, 17, 18, 31, 32, 33, 34, 63, 64, 65, 66, 129, 300)
+LENGTHS = (1, 3, 15, 16, 17, 18, 31, 32, 33, 34, 63, 64, 65, 66, 129, 300)
 MODELS = ("states", "states and windows", "states only")
 # vLLM lays them out as Mamba2's. Kimi Linear has the last: delta nets (KDA) beside latents.
 OTHER_KINDS = (
@@ -51,6 +51,20 @@ def test_states(
 @pytest.mark.parametrize("attention", OTHER_KINDS)
 def test_other_kinds_of_states(make_pair: MakePair, attention: str, has_prefix_cache: bool) -> None:
     make_pair(attention=attention, has_prefix_cache=has_prefix_cache).ask_in_orders(LENGTHS)
+
+
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+def test_a_prompt_of_two_tokens_is_computed_where_it_is_decoded(
+    make_pair: MakePair, send_type: str
+) -> None:
+    """vLLM would take the one token that is left of it for a decode step."""
+    pair = make_pair(attention="states", send_type=send_type)
+    for order in ORDERS:
+        pair.ask(prompt_of(2), order=order)
+        pair.run()
+    pair.check_answers(num_computed=2)
+    pair.check_finished()
+    pair.check_at_rest()
 
 
 @pytest.mark.parametrize("transports", ["shm", "tcp"])

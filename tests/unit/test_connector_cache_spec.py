@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -219,6 +220,31 @@ def test_groups_of_attention_are_supported() -> None:
     assert found.spec is SPEC
     first, second = attention_groups(config_of(SPEC, WINDOW))
     assert (first.window, second.number, second.window) == (0, 1, 64)
+
+
+def test_blocks_that_vllm_zeroes_are_filled_whole() -> None:
+    """Caches of two precisions share blocks, and what one left there may be no number to the other.
+    vLLM leaves zeroing to who fills them."""
+    other = replace(SPEC, dtype=torch.float16)
+    assert all(group.is_whole for group in attention_groups(config_of(SPEC, other)))
+    assert not any(group.is_whole for group in attention_groups(config_of(SPEC, SPEC)))
+
+
+def test_settings_that_change_what_is_computed_are_compared() -> None:
+    _, views = caches_of("LBHNC")
+    names = set()
+    for changes in (
+        {}, {"hf_overrides": {"rope_theta": 5}}, {"hf_overrides": {"rope_theta": 6}},
+        {"hf_overrides": caches_of},
+        {"multimodal_config": SimpleNamespace(mm_processor_kwargs={"max_pixels": 9})},
+    ):  # fmt: skip
+        config = vllm_config()
+        vars(config.model_config).update(changes)
+        cache = read_cache(config, group_of(SPEC), views, BLOCKS, 0)
+        names.add(spec_of(cache).model)
+    assert len(names) == 5
+    assert "m" in names
+    assert 'm hf_overrides={"rope_theta": 5}' in names
 
 
 @pytest.mark.parametrize("specs", [(CHUNKED,), (SPEC, CHUNKED)])

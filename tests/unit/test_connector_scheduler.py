@@ -25,6 +25,7 @@ from p2p_engine.connector.intent import ThisInstance
 from p2p_engine.connector.layer_group import LayerGroup
 from p2p_engine.connector.metadata import P2pConnectorMetadata
 from p2p_engine.connector.scheduler import SchedulerHalf
+from p2p_engine.connector.states import num_tokens_before_last
 from p2p_engine.wire.messages import TransferKey
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -429,6 +430,15 @@ def test_media_that_have_no_identifiers_are_computed_locally(
     text = make_request(LOAD)
     counting.on_new_request(text)
     assert counting.num_loadable_tokens(text, 0) == 40
+
+
+def test_a_prompt_beside_states_is_cut_where_neither_vllm_nor_the_model_minds() -> None:
+    for num_tokens, media, expected in (
+        (1, [], 1), (2, [], 2), (3, [], 2), (40, [], 39),
+        (40, [_feature("image", 31)], 39), (40, [_feature("image", 32)], 40),
+    ):  # fmt: skip
+        request = make_request(SEND, num_tokens, mm_features=media)
+        assert num_tokens_before_last(request) == expected
 
 
 def test_the_binding_covers_all_that_decides_the_kv(half: SchedulerHalf) -> None:
