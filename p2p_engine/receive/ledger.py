@@ -198,6 +198,12 @@ class Receive:
         return self.source_lost if nothing_comes else None
 
     @property
+    def is_settling(self) -> bool:
+        """Whether nothing is written by a sender any more, and something waits for its place."""
+        arrived = (LandingState.LANDED, LandingState.SCATTERING)
+        return bool(self.landings) and all(item.state in arrived for item in self.landings)
+
+    @property
     def over(self) -> bool:
         """Whether the outcome is known and no byte can be written into its memory any more."""
         settled = self.complete or self.ending is not None

@@ -173,9 +173,12 @@ class Store(SessionListener):
 
     def fail_content(self, content: ContentKey, error: P2pError, said_by: int = 0) -> None:
         """Fail a content that its sender will not complete: its receive ends, and later ones are
-        refused. If the sender itself has `said` so, a later receive that names it asks again."""
+        refused. If the sender itself has `said` so, a later receive that names it asks again; and
+        what has arrived may be all of it: the sender forgets what was committed."""
         receive = self._ledger.receives.get(content)
-        if receive is not None:
+        if receive is not None and said_by and receive.is_settling:
+            receive.source_lost = error
+        elif receive is not None:
             self._stop_receive(receive, error)
         else:
             cause = Cause.ABANDONED if said_by else Cause.FAILED

@@ -41,6 +41,7 @@ class Ending:
     generation: int = 0  # of the last attempt that ended
     num_ended: int = 0
     departed: Departed | None = None
+    has_ended: bool = False  # an attempt here, whatever has begun since
     # How many attempts each peer has ended, and whether it pulled the last.
     left: dict[PeerAddress, tuple[int, bool]] = field(default_factory=dict)
 
@@ -80,7 +81,7 @@ class Endings:
         self._over.pop(content[0])
         ending = self._endings.get(content)
         if ending is not None and ending.reason:
-            self._endings.pop(content)
+            self._endings.put(content, Ending(has_ended=True))
 
     def meet(self, content: ContentKey, peer: PeerAddress) -> None:
         """Note that a peer asks for what is held: both sides are in the same attempt."""
@@ -97,6 +98,7 @@ class Endings:
         if not generation or generation > ending.generation:
             ending.num_ended += generation > 0 or not ending.reason
             ending.reason, ending.is_served = reason or "it was given up", is_served
+            ending.has_ended = True
             ending.generation = max(ending.generation, generation)
             if not is_served:
                 self._over.put(content[0], None)
@@ -105,7 +107,7 @@ class Endings:
 
     def end_key(self, key: TransferKey, reason: str, *, is_served: bool) -> Ending:
         """Note that nothing of a key will come from here, or not again, whoever asks for it."""
-        ending = Ending(reason, is_served, num_ended=1)
+        ending = Ending(reason, is_served, num_ended=1, has_ended=True)
         self._final.put(key, ending)
         return ending
 
@@ -153,6 +155,12 @@ class Endings:
             ending.reopen()
             self._over.pop(content[0])
         return None
+
+    def has_ended(self, content: ContentKey) -> bool:
+        """Whether an attempt to send a content has ended here, whatever has begun since; as far as
+        is remembered."""
+        ending = self._final.get(content[0]) or self._endings.get(content)
+        return ending is not None and ending.has_ended
 
     def is_over(self, key: TransferKey) -> bool:
         """Whether a content of a key was given up here, and none has begun since."""

@@ -115,6 +115,7 @@ class Holds:
         self._copier = copier
         self._counters = counters
         self._clock = clock
+        self._started_at = clock()
         self._spec = spec
         self._holds: dict[ContentKey, Hold] = {}  # a stash under each of its contents
         self._stashes: dict[Hold, None] = {}  # oldest first
@@ -199,14 +200,14 @@ class Holds:
 
     def _begin(self, hold: Hold) -> None:
         """Serve who has asked for it already."""
-        departed = self._endings.begin(hold.content)
         for content in hold.contents:
+            departed = self._endings.begin(content)
             self._renewed.pop(content)
             for peer, want in self._unheld.take(content):
                 self._serve(hold, peer, want)
-        if departed is not None:
-            hold.readers = departed.readers
-            hold.served |= departed.ranks
+            if departed is not None:
+                hold.readers = departed.readers
+                hold.served |= departed.ranks
         if hold.is_over:
             self._end(hold, None, "the peer released it before it was held")
 
@@ -306,7 +307,8 @@ class Holds:
 
         While the key is held for other contents only, or another one was given up, a WANT is
         refused soon, but not at once: a router may send several prompts under one id. So is one for
-        what this instance has promised: it was restarted since, or a stash is about to be made.
+        what this instance has promised, if it may have been restarted since: it has not run for as
+        long as a promise may be old, and knows nothing of the content.
         """
         note_stage(content[0], "WANT heard")
         hold = self._holds.get(content)
@@ -320,7 +322,14 @@ class Holds:
             self._renewed.pop(content)
             refuse(ending)
         elif not self._sender.offer_now(epoch, content):
-            self._want_later(content, peer, want, is_pushed=is_pushed, is_promised=is_promised)
+            is_lost = is_promised and self._is_young() and not self._endings.has_ended(content)
+            want = replace(want, comes=lambda: self._sender.offer_now(epoch, content))
+            self._want_later(content, peer, want, is_pushed=is_pushed, is_lost=is_lost)
+
+    def _is_young(self) -> bool:
+        """Whether an earlier start of this instance may have made promises that still count."""
+        longest = max(self._config.lease_seconds, self._config.stash_seconds)
+        return self._clock() < self._started_at + longest
 
     def _want_later(
         self,
@@ -329,9 +338,9 @@ class Holds:
         want: PendingWant,
         *,
         is_pushed: bool,
-        is_promised: bool,
+        is_lost: bool,
     ) -> None:
-        """Remember a WANT for what is not held."""
+        """Remember a WANT for what is not held; `is_lost`: and probably never will be."""
         held, reason = self._of_key.get(content[0]), ""
         if any(_rank_of(want.spec) not in item.served for item in held):
             reason = "held for another content: the prompts differ"
@@ -341,7 +350,7 @@ class Holds:
             reason = "another content was given up: the prompts differ"
         if reason:
             want = replace(want, deadline=self._clock() + OTHERS_SECONDS, reason=reason)
-        elif is_promised:
+        elif is_lost:
             reason = "it is not held here any more"
             want = replace(want, deadline=self._clock() + PROMISED_SECONDS, reason=reason)
         self._unheld.put(content, peer, want)

@@ -24,7 +24,8 @@ class PendingWant:
     spec: CacheSpec | None
     deadline: float
     refuse: Callable[[Ending], None]
-    reason: str = "it was never held here"  # to refuse it at the deadline
+    reason: str = "it was never held here"  # to refuse it at the deadline, unless
+    comes: Callable[[], bool] = lambda: False  # it is on its way then
     binding: bytes = b""
 
 
@@ -69,12 +70,17 @@ class UnheldWants:
         for_each(names, lambda name: self._refuse(name, ending))
 
     def tick(self, now: float) -> None:
-        """Refuse the WANTs that are past their deadlines."""
-        self._timers.look(now, lambda name: self._refuse(name, Ending(self._unheld[name].reason)))
+        """Refuse the WANTs that are past their deadlines, and forget those for what comes."""
+        self._timers.look(now, self._end)
 
     def due_at(self) -> float:
         """Return when the next tick has something to do."""
         return self._timers.due_at()
+
+    def _end(self, name: WantName) -> None:
+        want = self._pop(name)
+        if want is not None and not want.comes():
+            want.refuse(Ending(want.reason))
 
     def _refuse(self, name: WantName, ending: Ending) -> None:
         want = self._pop(name)

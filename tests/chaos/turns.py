@@ -202,13 +202,15 @@ class TurnsEngine(ChaosEngine):
         is_kept: bool,
         has_held: bool = False,
     ) -> None:
+        """Claim what the peer has promised."""
         if is_kept:
             self.engine.keep(key, binding=binding, peer=peer)
             self._kept.append((key, binding))
         with contextlib.suppress(P2pError):  # refused at once: it came and went, or comes already
             transfer = self.engine.receive(
-                key, place.sink, binding=binding, peer=peer, pull=pull, has_held=has_held
-            )
+                key, place.sink, binding=binding, peer=peer, pull=pull, has_held=has_held,
+                is_promised=True,
+            )  # fmt: skip
             self._open.append(Open(name, transfer, place.is_right))
 
 

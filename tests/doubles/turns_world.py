@@ -9,6 +9,7 @@ connection of each direction keeps the order of its messages (`lanes`).
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -121,6 +122,7 @@ class TurnsWorld(World):
         self.withdrawn: set[ContentKey] = set()
         self.is_disturbed = False  # a claim may end without success
         super().__init__(receiver_writes=receiver_writes, config=config)
+        self.holds._started_at = -math.inf  # it has run for longer than any promise lasts
 
     # Processes and links
 

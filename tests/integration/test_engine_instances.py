@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from p2p_engine.cli.ports import PortPlan
 from p2p_engine.errors import P2pError, PeerUnreachable, TransferError
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import InstanceAddress
+from p2p_engine.send import holds
 from tests import marks
 from tests.rigs.caches import Model, RankCache, Split
 from tests.rigs.engines import assert_idle, settings
@@ -189,6 +191,34 @@ def test_who_has_its_part_and_still_renews_does_not_ask_for_the_next_attempt(
     eventually(lambda: holder.is_renewed(KEY))
     with pytest.raises(TransferError, match="reset its caches"):
         slow.receive(KEY, decode.sinks()[1], peer=prefill.address, pull=True).wait(5)
+
+
+def test_who_has_given_its_part_of_a_promise_refuses_nothing_while_others_give_theirs(
+    stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver asks every rank again until all have given theirs."""
+    monkeypatch.setattr(holds, "PROMISED_SECONDS", 0.05)
+    prefill = EngineInstance(Split(2), stack, retry_seconds=0.1)
+    decode = EngineInstance(Split(1), stack, retry_seconds=0.1)
+    fill(prefill)
+    pushes = []
+    for rank, (engine, cache) in enumerate(zip(prefill.engines, prefill.caches, strict=True)):
+        engine.hold(KEY, cache.source(IDS[:4], 0, NUM_TOKENS), generation=1)
+        pushed = cache.source(IDS[4:], 4, NUM_TOKENS)
+        pushes.append(
+            engine.send(KEY, decode.address, pushed, ready=rank == 0, generation=1)
+        )  # fmt: skip
+    loading = decode.engines[0].receive(
+        KEY, decode.sinks()[0], peer=prefill.address, pull=True, has_held=True
+    )
+    unheld = prefill.engines[0]._parts.holds._unheld
+    eventually(lambda: len(unheld) == 1)
+    asked_at = time.monotonic()
+    eventually(lambda: time.monotonic() > asked_at + 0.5)
+    assert not loading.done
+    prefill.engines[1].mark_ready(pushes[1])
+    loading.wait(10)
+    check(decode)
 
 
 def test_replicas_that_nobody_reads_are_released(stack: contextlib.ExitStack) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.errors import TransferCancelled, TransferRejected
 from p2p_engine.memory.paged import Beginning
 from p2p_engine.peers.link import PeerAddress
+from p2p_engine.send import holds
 from p2p_engine.transfer import Transfer
 from tests import marks
 from tests.rigs.engines import MIB, PagedMemory, assert_idle, engines, is_idle, settings
@@ -24,6 +27,14 @@ def stash(
 ) -> Transfer:
     return engine.stash(
         key, memory.source(ids), binding=b"all", beginnings=BEGINNINGS, lease=100.0
+    )  # fmt: skip
+
+
+def ask_for_three(receiver: P2pNcclEngine, ours: PagedMemory, sender: P2pNcclEngine) -> Transfer:
+    """Claim a beginning of what the sender has promised."""
+    return receiver.receive(
+        KEY, ours.sink([1, 2, 3], 0, 24), binding=b"three",
+        peer=PeerAddress(sender.zmq_address), pull=True, is_promised=True,
     )  # fmt: skip
 
 
@@ -185,14 +196,68 @@ def test_a_promise_that_is_kept_late_is_kept(rng: SeededRandom) -> None:
     """A stash is noted before it is made."""
     theirs, ours = PagedMemory(16).fill(rng), PagedMemory(16)
     with engines(2, "shm") as (sender, receiver):
-        waiting = receiver.receive(
-            KEY, ours.sink([1, 2, 3], 0, 24), binding=b"three",
-            peer=PeerAddress(sender.zmq_address), pull=True, is_promised=True,
-        )  # fmt: skip
+        waiting = ask_for_three(receiver, ours, sender)
         eventually(lambda: len(sender._parts.holds._unheld) == 1)
         stash(sender, theirs, list(range(NUM_BLOCKS)))
         waiting.wait(10)
         assert_idle(sender, receiver)
+
+
+def test_who_has_run_for_longer_than_a_promise_lasts_refuses_none(
+    rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not restarted since, so the stash is about to be made, however long a step takes."""
+    monkeypatch.setattr(holds, "PROMISED_SECONDS", 0.05)
+    theirs, ours = PagedMemory(16).fill(rng), PagedMemory(16)
+    with engines(2, "shm", retry_seconds=0.1) as (sender, receiver):
+        sender._parts.holds._started_at -= 100.0
+        waiting = ask_for_three(receiver, ours, sender)
+        eventually(lambda: len(sender._parts.holds._unheld) == 1)
+        asked_at = time.monotonic()
+        eventually(lambda: time.monotonic() > asked_at + 0.5)
+        stash(sender, theirs, list(range(NUM_BLOCKS)))
+        waiting.wait(10)
+        assert_idle(sender, receiver)
+
+
+def test_nothing_is_kept_of_a_stash_that_its_reader_has_given_up_before(rng: SeededRandom) -> None:
+    theirs, ours = PagedMemory(16).fill(rng), PagedMemory(16)
+    with engines(2, "shm") as (sender, receiver):
+        waiting = ask_for_three(receiver, ours, sender)
+        eventually(lambda: len(sender._parts.holds._unheld) == 1)
+        waiting.cancel("its request ended")
+        eventually(lambda: waiting.done and not len(sender._parts.holds._unheld))
+        stashed = stash(sender, theirs, list(range(NUM_BLOCKS)))
+        eventually(lambda: stashed.done)
+        assert_idle(sender, receiver)
+
+
+def test_a_promise_that_is_pushed_after_all_is_kept(
+    rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The WANT comes after the hold's end and before the push, which takes longer than the WANT
+    waits."""
+    monkeypatch.setattr(holds, "PROMISED_SECONDS", 0.05)
+    theirs, ours = PagedMemory(16).fill(rng), PagedMemory(16)
+    with engines(2, "shm") as (sender, receiver):
+        peer, last = PeerAddress(receiver.zmq_address), theirs.source([4, 5, 6, 7], 4)
+        held = sender.hold(KEY, theirs.source([0, 1, 2, 3], 0), binding=b"x", generation=1)
+        pushed = sender.send(KEY, peer, last, binding=b"x", generation=1)
+        eventually(lambda: pushed.released)
+        held.cancel("vLLM needs its blocks")
+        waiting = receiver.receive(
+            KEY, ours.sink(list(range(8)), 0), binding=b"x",
+            peer=PeerAddress(sender.zmq_address), pull=True, has_held=True,
+        )  # fmt: skip
+        unheld = sender._parts.holds._unheld
+        eventually(lambda: len(unheld) == 1)
+        rest = sender.send(
+            KEY, peer, theirs.source([0, 1, 2, 3], 0), binding=b"x", generation=1, ready=False
+        )
+        eventually(lambda: len(unheld) == 0)
+        sender.mark_ready(rest)
+        waiting.wait(10)
+        assert (ours.data[:, :8] == theirs.data[:, :8]).all()
 
 
 def test_without_room_it_ends_at_once(rng: SeededRandom) -> None:

@@ -21,10 +21,11 @@ pytestmark = pytest.mark.timeout(400)
     [
         KeptBack(False, 0),
         KeptBack(True, 0, num_known=2),
+        Recalled(False, 0, is_slow=True),
         Recalled(False, 1, faults=("kill promiser",), shared=HALF),
         Recalled(True, 0, is_kept=True, is_second=True),
     ],
-    ids=["kept back", "spare", "recalled", "two answers"],
+    ids=["kept back", "spare", "recalled late", "recalled", "two answers"],
 )
 def test_every_state_keeps_the_promises_and_has_an_end(play: TurnModel) -> None:
     assert explore(play, limit=20_000) > 50
@@ -51,7 +52,8 @@ def _forget_promises(pulls: Any, item: Any, asked: Any, now: float) -> None:
 COPY, SAY_WANT = Holds._copy, Pulls._say_want
 MUTATIONS: list[tuple[TurnModel, type, str, Any]] = [
     (Recalled(False, 0, shared=HALF), Holds, "_copy", _copy_unseen),
-    (Recalled(False, 0), Pulls, "_say_want", _forget_promises),
+    (Recalled(False, 1, faults=("kill promiser",)), Pulls, "_say_want", _forget_promises),
+    (Recalled(False, 0, is_slow=True), Holds, "_is_young", lambda _: True),
     (KeptBack(False, 1, faults=DEATHS), Shipment, "may_be_for_successor", property(lambda _: True)),
     (KeptBack(False, 0), Pulls, "_offered_until", _trust_what_was_offered),
     (Recalled(False, 0), Holds, "_finish", lambda _, hold: hold.transfer.end(hold.error)),

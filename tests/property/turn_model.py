@@ -36,6 +36,7 @@ FAULTS = (
     "kill both",
 )  # fmt: skip
 DEATHS = ("lapse", "kill promiser", "kill claimer", "kill both")
+LONG_SECONDS = PROMISED_SECONDS + 0.1
 LAPSE_SECONDS = SETTINGS.lease_seconds + 0.1
 
 
@@ -82,8 +83,10 @@ class TurnMachine(TransferMachine):
         assert known == live or (known < live and self.world.sender.num_open())
 
     def nobody_waits_long_for_a_promise(self) -> None:
-        """Who asks for what was promised, and is neither held nor pushed, is refused soon."""
+        """Who asks a new process for what the one before has promised is refused soon."""
         world = self.world
+        if not world.holds._is_young():
+            return
         for (content, _), want in world.holds._unheld._unheld.items():
             is_soon = want.deadline <= world.now + PROMISED_SECONDS
             assert is_soon or content in world.withdrawn, f"{content} waits"
@@ -150,7 +153,7 @@ class TurnModel:
         elif name == "break":
             world.break_channel(TransportError("the data connection broke"))
         elif name in ("advance", "lapse"):
-            world.advance(0.6 if name == "advance" else LAPSE_SECONDS)
+            world.advance(LONG_SECONDS if name == "advance" else LAPSE_SECONDS)
         elif name == "withdraw":
             for receiving in world.receivings:
                 receiving.transfer.cancel("not wanted any more")
@@ -284,6 +287,9 @@ def all_turns(num_faults: int) -> Iterator[TurnModel]:
         yield from (KeptBack(*common, num_known=number) for number in range(MAX_BLOCKS))
         for shared, is_second in itertools.product((ALL, HALF), (False, True)):
             yield Recalled(*common, shared=shared, is_second=is_second)
+    for receiver_writes in (False, True):
+        yield KeptBack(receiver_writes, num_faults, is_slow=True)
+        yield Recalled(receiver_writes, num_faults, is_slow=True, shared=HALF)
 
 
 def _of_the_world(world: TurnsWorld) -> Iterator[str]:

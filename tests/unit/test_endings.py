@@ -152,3 +152,13 @@ def test_a_key_is_over_until_something_of_it_begins() -> None:
         assert endings.is_over(KEY)
         begin(OTHER)
         assert not endings.is_over(KEY)
+
+
+def test_what_has_ended_is_known_also_when_it_is_sent_again() -> None:
+    endings = Endings()
+    endings.depart(CONTENT, 0, PEERS[0], READERS)
+    assert not endings.has_ended(CONTENT)
+    endings.end(CONTENT, "it was pulled already", is_served=True)
+    endings.forget_ended(CONTENT)
+    assert endings.has_ended(CONTENT)
+    assert endings.expect(CONTENT, 0, PEERS[0]) is None
