@@ -171,6 +171,20 @@ def simulate(
     key_file: Annotated[str, typer.Option(help="The fleet's key, made by keygen.")] = "",
     log_dir: Annotated[Path | None, typer.Option(help="Default: a new temporary one.")] = None,
     proxy_args: Annotated[str, typer.Option(help="Arguments of the proxy: policies, ...")] = "",
+    autoscale: Annotated[
+        str,
+        typer.Option(
+            metavar="ROLE=MIN:MAX:TARGET,...",
+            help="Add and drain stand-ins as Kubernetes would, for TARGET requests in flight each.",
+        ),
+    ] = "",
+    autoscale_interval: Annotated[
+        float, typer.Option(min=0.1, callback=_number, help="Seconds between two looks.")
+    ] = 2.0,
+    autoscale_window: Annotated[
+        float,
+        typer.Option(min=0, callback=_number, help="Seconds that one more is not removed."),
+    ] = 30.0,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="-- COSTS")] = None,
 ) -> None:
     """Start a proxy and stand-ins for vLLM: servers and transfers are real, KV and tokens made up.
@@ -178,10 +192,15 @@ def simulate(
     Commands on standard input add, drain, stop and kill stand-ins; `help` lists the commands.
     Options after -- set the simulated costs: see `python -m p2p_engine.simulate --help`.
     """
+    from p2p_engine.cli.autoscale import AutoscaleOptions
     from p2p_engine.cli.launch import LaunchOptions
+    from p2p_engine.cli.replicas import read_ranges
     from p2p_engine.cli.simulate import run_simulate
 
+    if autoscale and (both or join):
+        raise typer.BadParameter("--autoscale: neither with --both nor with --join")
     try:
+        scaling = AutoscaleOptions(read_ranges(autoscale), autoscale_interval, autoscale_window)
         options = LaunchOptions(
             model=model,
             num_prefill=prefill,
@@ -200,7 +219,7 @@ def simulate(
         )
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
-    raise typer.Exit(run_simulate(options, _console()))
+    raise typer.Exit(run_simulate(options, scaling, _console()))
 
 
 @app.command()

@@ -9,6 +9,7 @@ import secrets
 import select
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from p2p_engine.cli import commands
+from p2p_engine.cli.autoscale import AutoscaleOptions, Autoscaler
 from p2p_engine.cli.commands import InstancePlan, MemberRole
 from p2p_engine.cli.fleet import Fleet, FleetInterrupted
 from p2p_engine.cli.launch import LaunchOptions, start_members, stopping_on_signals
@@ -93,8 +95,9 @@ class SimulatedFleet(Fleet):
         return [*command, "--kv-transfer-config", json.dumps(config)]
 
 
-def run_simulate(options: LaunchOptions, console: Console) -> int:
-    """Start the fleet, then run commands from standard input until a signal or `quit`.
+def run_simulate(options: LaunchOptions, autoscale: AutoscaleOptions, console: Console) -> int:
+    """Start the fleet, then run commands from standard input until a signal or `quit`, and scale
+    it meanwhile if that is asked for.
 
     Returns the exit code.
     """
@@ -112,7 +115,8 @@ def run_simulate(options: LaunchOptions, console: Console) -> int:
             if fleet.proxy is not None:
                 _say(console, f"status page: {fleet.proxy.url}/  admin key: {fleet.admin_key_file}")
             _say(console, "type `help` for commands; Ctrl-C stops all")
-            _obey_until_stopped(fleet, console)
+            drain, say = partial(fleet.order, "remove"), partial(_say, console)
+            _obey_until_stopped(fleet, console, Autoscaler(fleet, drain, autoscale, say))
         except FleetInterrupted:
             pass
         except (MemberLost, TimeoutError, OSError) as error:
@@ -122,12 +126,15 @@ def run_simulate(options: LaunchOptions, console: Console) -> int:
     return 0
 
 
-def _obey_until_stopped(fleet: SimulatedFleet, console: Console) -> None:
+def _obey_until_stopped(fleet: SimulatedFleet, console: Console, autoscaler: Autoscaler) -> None:
     lines = _Lines(sys.stdin.fileno())
     while not fleet.interrupted:
-        for line in lines.wait(_POLL_SECONDS):
+        acts: list[Callable[[], None]] = [
+            partial(_obey, fleet, console, line.split()) for line in lines.wait(_POLL_SECONDS)
+        ]
+        for act in (*acts, autoscaler.step):
             try:
-                _obey(fleet, console, line.split())
+                act()
             except (ValueError, OSError, TimeoutError) as error:
                 _say(console, getattr(error, "strerror", None) or str(error))
         try:

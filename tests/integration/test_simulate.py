@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,8 @@ from p2p_engine.simulate.instance import StandIn
 from p2p_engine.simulate.prompts import MadeUpModel, SimulatedPrompt, read_prompts
 from p2p_engine.wire.request_ids import ProxyId, new_transfer_id
 from tests.rigs.proxies import CHAT, COMPLETIONS, RunningProxy, running_proxy, until
-from tests.support import eventually
+from tests.scale.load import StreamLoad
+from tests.support import SeededRandom, eventually
 
 HOST = "127.0.0.1"
 MODEL = MadeUpModel("simulated", kv_bytes_per_token=64)
@@ -188,57 +191,107 @@ def test_what_is_no_prompt_is_refused(wrong: Any) -> None:
 
 @pytest.mark.timeout(600)
 async def test_the_command_obeys_and_stops(tmp_path: Path) -> None:
+    write_key_file(tmp_path / "fleet.key")
+    options = ("--key-file", str(tmp_path / "fleet.key"), "--", "--token-ms", "0")
+    async with simulated(tmp_path, *options) as running:
+        proxy, output = running.proxy, running.output
+        assert (await proxy.status())["authenticated"] is True
+        assert (await proxy.ask(ASKED))[0] == 200
+        for order, answer in (
+            ("add decode", "decode-2 "),
+            ("drain decode-1", "done: drain"),
+            ("list now", "kill NAME"),
+            ("add foo", "add foo: not add ROLE [COUNT]; ROLE is prefill, decode, both"),
+            ("add decode all", "add decode all: not add ROLE"),
+            ("stop", "stop which? one of prefill-1, decode-1, decode-2"),
+            ("stop decode-9", "'decode-9' is not here: prefill-1, decode-1, decode-2"),
+        ):
+            running.tell(order)
+            running.until_said(answer)
+        assert sorted((await proxy.states()).values()) == ["drained", "ready", "ready"]
+        assert (await proxy.ask(ASKED))[0] == 200
+        killed = int(re.findall(r"decode-1 .* (\d+) +\S$", output.read_text(), re.M)[-1])
+        os.kill(killed, signal.SIGKILL)
+        running.until_said("decode-1 was killed by SIGKILL")
+        assert (await proxy.ask(ASKED))[0] == 200
+
+
+@pytest.mark.timeout(600)
+async def test_a_fleet_follows_its_load_and_no_request_fails(
+    tmp_path: Path, rng: SeededRandom
+) -> None:
+    """One prefill instance computes ten prompts a second: twelve want two."""
+    limits = ("--autoscale", "prefill=1:2:1,decode=1:2:2", "--autoscale-interval", "0.5")
+    costs = ("--prefill-tokens-per-second", "5120", "--token-ms", "50")
+    options = (*limits, "--autoscale-window", "3", "--", *costs)
+    async with simulated(tmp_path, *options) as running:
+        load, is_over = StreamLoad(running.proxy.url, "simulated", 12.0, rng), asyncio.Event()
+        loading = asyncio.ensure_future(load.run(is_over))
+
+        async def are_ready() -> bool:
+            return list((await running.proxy.states()).values()) == ["ready"] * 4
+
+        await until(are_ready, "there is one more of each role", timeout=240)
+        load.rate = 1.0
+        for role in ("prefill", "decode"):
+            await asyncio.to_thread(running.until_said, f"stopped {role}-")
+        is_over.set()
+        await loading
+        assert load.outcomes.failures == []
+        assert load.outcomes.num_ok > 20
+        for role in ("prefill", "decode"):
+            acts = re.findall(rf"^(adds|drains) {role}-\d+:", running.output.read_text(), re.M)
+            sizes = itertools.accumulate((1 if act == "adds" else -1 for act in acts), initial=1)
+            assert set(sizes) == {1, 2}, acts
+    assert "was killed" not in running.output.read_text()
+
+
+@dataclass(frozen=True)
+class RunningCommand:
+    """`p2p-engine simulate` in a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+    proxy: RunningProxy
+
+    def tell(self, order: str) -> None:
+        """Give it a command."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{order}\n".encode())
+        self.process.stdin.flush()
+
+    def until_said(self, text: str) -> None:
+        """Wait until it has printed something."""
+        output = self.output
+        eventually(lambda: text in output.read_text(), 120, f"{text!r} in {output.read_text()}")
+
+
+@asynccontextmanager
+async def simulated(folder: Path, *options: str) -> AsyncIterator[RunningCommand]:
+    """Run the command with one stand-in of each role, and tell it to quit in the end."""
     with PortPlan(HOST) as ports:
         port, registration_port = ports.take(), ports.take()
     command = [sys.executable, "-c", "from p2p_engine.cli import main; main()", "simulate"]
-    command += ["--prefill", "1", "--decode", "1", "--log-dir", str(tmp_path)]
-    write_key_file(tmp_path / "fleet.key")
-    command += ["--key-file", str(tmp_path / "fleet.key")]
-    command += ["--port", str(port), "--registration-port", str(registration_port)]
-    command += ["--", "--token-ms", "0", "--kv-bytes-per-token", "64"]
-    output = tmp_path / "output"
-    process = start(command, output)
-    try:
-        assert process.stdin is not None
-        until_said(output, "type `help`")
-        async with aiohttp.ClientSession() as client:
-            proxy = RunningProxy(f"http://{HOST}:{port}", client)
-            assert (await proxy.status())["authenticated"] is True
-            assert (await proxy.ask(ASKED))[0] == 200
-            for order, answer in (
-                ("add decode", "decode-2 "),
-                ("drain decode-1", "done: drain"),
-                ("list now", "kill NAME"),
-                ("add foo", "add foo: not add ROLE [COUNT]; ROLE is prefill, decode, both"),
-                ("add decode all", "add decode all: not add ROLE"),
-                ("stop", "stop which? one of prefill-1, decode-1, decode-2"),
-                ("stop decode-9", "'decode-9' is not here: prefill-1, decode-1, decode-2"),
-            ):
-                process.stdin.write(f"{order}\n".encode())
-                process.stdin.flush()
-                until_said(output, answer)
-            assert sorted((await proxy.states()).values()) == ["drained", "ready", "ready"]
-            assert (await proxy.ask(ASKED))[0] == 200
-            killed = int(re.findall(r"decode-1 .* (\d+) +\S$", output.read_text(), re.M)[-1])
-            os.kill(killed, signal.SIGKILL)
-            until_said(output, "decode-1 was killed by SIGKILL")
-            assert (await proxy.ask(ASKED))[0] == 200
-        process.stdin.write(b"quit\n")
-        process.stdin.flush()
-        assert process.wait(120) == 0
-    finally:
-        process.kill()
-        process.wait(10)
-        assert process.stdin is not None
-        process.stdin.close()
+    command += ["--prefill", "1", "--decode", "1", "--log-dir", str(folder)]
+    command += ["--port", str(port), "--registration-port", str(registration_port), *options]
+    command += ["--kv-bytes-per-token", "64"]
+    output = folder / "output"
+    async with aiohttp.ClientSession() as client:
+        process = start(command, output)
+        running = RunningCommand(process, output, RunningProxy(f"http://{HOST}:{port}", client))
+        try:
+            running.until_said("type `help`")
+            yield running
+            running.tell("quit")
+            assert process.wait(120) == 0
+        finally:
+            process.kill()
+            process.wait(10)
+            assert process.stdin is not None
+            process.stdin.close()
 
 
 def start(command: list[str], output: Path) -> subprocess.Popen[bytes]:
     """Start the command; what it prints goes to a file."""
     with output.open("wb") as log:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
-
-
-def until_said(output: Path, text: str) -> None:
-    """Wait until the command has printed something."""
-    eventually(lambda: text in output.read_text(), 120, f"{text!r} in {output.read_text()}")

@@ -30,6 +30,8 @@ class Outcomes:
     early: Counter[str] = field(default_factory=Counter)
     # Of each failure: seconds since the start of the load, and in words.
     failures: list[tuple[float, str]] = field(default_factory=list)
+    # Of each stream: when it was asked for, since the start, and how long its first token took.
+    first_tokens: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def num_requests(self) -> int:
@@ -38,12 +40,15 @@ class Outcomes:
 
 
 class StreamLoad:
-    """Asks `rate` times a second; half of the answers are streams. Every byte is compared."""
+    """Asks `rate` times a second; half of the answers are streams. Every byte is compared.
+
+    The rate may be changed while it runs.
+    """
 
     def __init__(self, url: str, model: str, rate: float, rng: random.Random) -> None:
         self._url = url
         self._model = model
-        self._rate = rate
+        self.rate = rate
         self._rng = rng
         self.outcomes = Outcomes()
 
@@ -55,15 +60,20 @@ class StreamLoad:
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=60)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._client:
-            number = 0
+            number, due = 0, self._began
             while not until.is_set():
                 number += 1
                 assert len(running) < MAX_IN_FLIGHT, f"{len(running)} requests have no answer"
                 task = asyncio.ensure_future(self._ask(number))
                 running.add(task)
                 task.add_done_callback(running.discard)
-                await asyncio.sleep(max(0.0, self._began + number / self._rate - loop.time()))
+                due += self.pause()
+                await asyncio.sleep(max(0.0, due - loop.time()))
             await asyncio.gather(*running)
+
+    def pause(self) -> float:
+        """Return the seconds from one request to the next."""
+        return 1 / self.rate
 
     async def _ask(self, number: int) -> None:
         asked: dict[str, Any] = {
@@ -74,10 +84,15 @@ class StreamLoad:
         }
         received = bytearray()
         why = ""
+        clock = asyncio.get_running_loop().time
+        began = clock()
         try:
             async with self._client.post(self._url + PATH, json=asked) as response:
                 with suppress(aiohttp.ClientPayloadError):  # what came before it is judged below
                     async for piece in response.content.iter_any():
+                        if asked["stream"] and response.status == 200 and not received:
+                            took = clock() - began
+                            self.outcomes.first_tokens.append((began - self._began, took))
                         received += piece
                 why = "" if response.status == 200 else f"{response.status} {received[:200]!r}"
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
