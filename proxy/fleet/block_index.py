@@ -8,7 +8,7 @@ so a prompt is looked up once for all instances.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -19,6 +19,7 @@ MAX_BLOCKS = 1 << 21
 # computed the prompt; others with the same prefix arrive earlier.
 PROMISE_SECONDS = 10.0
 MAX_PROMISED = 1 << 19
+MAX_EVENT_BLOCKS = 1 << 12  # an event of more is taken for several
 # Of one prompt, whole blocks that are looked up, and the block sizes for which that is done.
 MAX_CHAIN = 1 << 14
 MAX_SIZES = 4
@@ -43,6 +44,11 @@ class BlockStored(msgspec.Struct, tag=True):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     locality: str | None = None
+
+    def has_all(self, num_blocks: int) -> bool:
+        """Tell whether it has the tokens and the extra keys of so many blocks."""
+        num_extras = len(self.extra_keys or ()) or num_blocks
+        return (len(self.token_ids), num_extras) == (self.block_size * num_blocks, num_blocks)
 
 
 class BlockRemoved(msgspec.Struct, tag=True):
@@ -76,26 +82,49 @@ _event_decoder: msgspec.msgpack.Decoder[CacheEvent] = msgspec.msgpack.Decoder(Ca
 _kind_decoder = msgspec.msgpack.Decoder(_EventKind)
 
 
-def read_events(payload: bytes) -> list[CacheEvent]:
-    """Return the events of a batch; kinds that are not known yet are left out.
+def read_events(payload: bytes) -> Iterator[CacheEvent]:
+    """Read the events of a batch one by one, none of more than `MAX_EVENT_BLOCKS` blocks; kinds
+    that are not known yet are left out.
 
     Raises:
         msgspec.MsgspecError: it is no batch, or an event of a known kind cannot be read.
     """
-    events = _batch_decoder.decode(payload).events
-    return [_event_decoder.decode(e) for e in events if _kind_decoder.decode(e).type in _KNOWN]
+    for event in _batch_decoder.decode(payload).events:
+        if _kind_decoder.decode(event).type in _KNOWN:
+            yield from _parts(_event_decoder.decode(event))
+
+
+def _parts(event: CacheEvent) -> Iterator[CacheEvent]:
+    """Cut an event of many blocks into events that mean the same."""
+    if isinstance(event, AllBlocksCleared) or len(event.block_hashes) <= MAX_EVENT_BLOCKS:
+        yield event
+        return
+    blocks = event.block_hashes
+    for first in range(0, len(blocks), MAX_EVENT_BLOCKS):
+        end = first + MAX_EVENT_BLOCKS
+        part = msgspec.structs.replace(event, block_hashes=blocks[first:end])
+        if isinstance(part, BlockStored):
+            if not part.has_all(len(blocks)):
+                return
+            size = part.block_size
+            part.token_ids = part.token_ids[first * size : end * size]
+            part.extra_keys = part.extra_keys and part.extra_keys[first:end]
+            part.parent_block_hash = blocks[first - 1] if first else part.parent_block_hash
+        yield part
 
 
 class _Holder:
     """What one instance holds. `keys` has our key of each block, by vLLM's name; `copies` how many
     more blocks have the same name: vLLM keeps equal ones that were computed at the same time.
-    `is_whole`: it holds nothing else."""
+    `is_whole`: it holds nothing else. `promised` has the keys of which it is promised that it will,
+    the newest first."""
 
     def __init__(self, bit: int, *, is_whole: bool) -> None:
         self.bit = bit
         self.is_whole = is_whole
         self.keys: dict[int, int] = {}
         self.copies: Counter[int] = Counter()
+        self.promised: list[set[int]] = [set(), set()]
         self.block_size = 0
         self.group: int | None = None
 
@@ -107,7 +136,7 @@ class BlockIndex:
         self._max_blocks = max_blocks
         self._holders: dict[int, _Holder] = {}
         self._bits: dict[int, int] = {}  # who holds a key
-        self._promised: list[dict[int, int]] = [{}, {}]  # the newest first
+        self._promised: list[dict[int, int]] = [{}, {}]  # to whom, as `_Holder.promised`
 
     def counts(self) -> dict[int, int]:
         """Return the number of blocks of each instance whose events are heard."""
@@ -183,12 +212,15 @@ class BlockIndex:
         newest = self._promised[0]
         for key in keys.get(_size_of(holder, keys), ()):
             newest[key] = newest.get(key, 0) | holder.bit
-        if len(newest) > MAX_PROMISED:
+            holder.promised[0].add(key)
+        if sum(len(item.promised[0]) for item in self._holders.values()) > MAX_PROMISED:
             self.age()
 
     def age(self) -> None:
         """Forget the older half of the promises; call it each `PROMISE_SECONDS`."""
         self._promised = [{}, self._promised[0]]
+        for item in self._holders.values():
+            item.promised = [set(), item.promised[0]]
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken; walks everything."""
@@ -199,6 +231,12 @@ class BlockIndex:
             assert item.copies.keys() <= item.keys.keys()
             assert len(item.keys) <= self._share
         assert bits == self._bits
+        for number, promised in enumerate(self._promised):
+            promised_bits: dict[int, int] = {}
+            for item in self._holders.values():
+                for key in item.promised[number]:
+                    promised_bits[key] = promised_bits.get(key, 0) | item.bit
+            assert promised_bits == promised
 
     @property
     def _share(self) -> int:
@@ -220,7 +258,7 @@ class BlockIndex:
         size, blocks = event.block_size, event.block_hashes
         extras, lora = event.extra_keys or [None] * len(blocks), event.lora_name or ""
         is_ours = (holder.block_size, holder.group) == (size, event.group_idx)
-        if not is_ours or len(event.token_ids) != size * len(blocks) or len(extras) != len(blocks):
+        if not is_ours or not event.has_all(len(blocks)):
             return
         parent: int | None = _ROOT
         if event.parent_block_hash is not None:
@@ -253,20 +291,25 @@ class BlockIndex:
         holder.copies.pop(block, None)
         key = holder.keys.pop(block, None)
         if key is not None:
-            left = self._bits.get(key, 0) & ~holder.bit
-            if left:
-                self._bits[key] = left
-            else:
-                self._bits.pop(key, None)
+            _unset(self._bits, key, holder.bit)
 
     def _clear(self, holder: _Holder) -> None:
         """Forget the blocks of an instance, and what was promised of it."""
         for block in list(holder.keys):
             self._remove(holder, block, is_whole=True)
-        for promised in self._promised:
-            for key in [key for key, bits in promised.items() if bits & holder.bit]:
-                promised[key] &= ~holder.bit
+        for promised, keys in zip(self._promised, holder.promised, strict=True):
+            for key in keys:
+                _unset(promised, key, holder.bit)
+            keys.clear()
         holder.block_size, holder.group = 0, None
+
+
+def _unset(bits: dict[int, int], key: int, bit: int) -> None:
+    left = bits.get(key, 0) & ~bit
+    if left:
+        bits[key] = left
+    else:
+        bits.pop(key, None)
 
 
 def _size_of(holder: _Holder, keys: dict[int, Keys]) -> int:

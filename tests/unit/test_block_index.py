@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -137,7 +138,7 @@ def test_unknown_kinds_and_fields_are_passed_over_and_broken_events_are_not() ->
         msgspec.msgpack.encode([1, [{"type": "BlockStored"}], 0]),
     ):  # fmt: skip
         with pytest.raises(msgspec.MsgspecError):
-            read_events(broken)
+            list(read_events(broken))
 
 
 def test_an_instance_that_leaves_takes_its_blocks_along() -> None:
@@ -178,6 +179,58 @@ def test_a_promise_is_believed_for_a_while() -> None:
     rig.index.promise(1, rig.index.keys_of(PROMPT, "", ""))
     rig.hear(AllBlocksCleared())
     assert rig.held() == {1: 0, 2: 0}
+
+
+def test_promises_to_others_outlive_a_clear() -> None:
+    rig = IndexRig(1, 2)
+    keys = rig.index.keys_of(PROMPT, "", "")
+    assert not keys
+    rig.hear(stored(count=1))
+    keys = rig.index.keys_of(PROMPT, "", "")
+    for _ in range(2):
+        for instance in (1, 2):
+            rig.index.promise(instance, keys)
+        rig.index.age()
+    rig.index.promise(1, keys)
+    rig.index.check()
+    rig.hear(AllBlocksCleared(), of=2)
+    assert rig.held() == {1: 6, 2: 0}
+    rig.hear(AllBlocksCleared(), AllBlocksCleared())
+    assert not any(rig.index._promised)
+
+
+def test_a_clear_costs_the_same_whatever_is_promised_of_others() -> None:
+    def seconds(num_tokens: int) -> float:
+        rig = IndexRig(1, 2)
+        rig.hear(stored(count=1))
+        rig.index.promise(1, rig.index.keys_of([*range(num_tokens)], "", ""))
+        began = time.thread_time()
+        rig.index.apply(2, [AllBlocksCleared()] * 200)
+        return time.thread_time() - began
+
+    few, many = (min(seconds(number) for _ in range(5)) for number in (20, 20_000))
+    assert many < 8 * few
+
+
+def test_an_event_of_many_blocks_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hear(*events: Any) -> IndexRig:
+        rig = IndexRig(1)
+        rig.hear(*events)
+        return rig
+
+    events = [stored(extra_keys=[["s"], None, None]), stored(first=1, count=2), removed(3, 3)]
+    odd = [stored(token_ids=PROMPT[:5]), stored(extra_keys=[]), stored(extra_keys=[None] * 2)]
+    whole = [hear(*events[:count]) for count in range(4)] + [hear(event) for event in odd]
+    monkeypatch.setattr(block_index, "MAX_EVENT_BLOCKS", 2)
+    parts = [hear(*events[:count]) for count in range(4)] + [hear(event) for event in odd]
+    assert [r.held() for r in parts] == [r.held() for r in whole]
+    assert [r.held(salt="s") for r in parts] == [r.held(salt="s") for r in whole]
+    assert [r.index.counts()[1] for r in whole] == [0, 3, 3, 2, 0, 3, 0]
+    payload = msgspec.msgpack.encode([1.5, [msgspec.to_builtins(e) for e in events], 0])
+    sizes = [
+        len(e.block_hashes) for e in read_events(payload) if not isinstance(e, AllBlocksCleared)
+    ]
+    assert sizes == [2, 1, 2, 2]
 
 
 def test_promises_and_look_ups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
