@@ -34,7 +34,9 @@ REPLAY_REST_SECONDS = 0.05
 MAX_REPLAYS = 64  # in a row; vLLM drops what a subscriber does not take in time
 COUNT_SECONDS = 1.0  # between two signs of life
 MAX_REASON = 300
-REST = 2.0  # after a batch, its publisher waits for so many times what the batch took
+SLICE_SECONDS = 0.01  # in which events are applied at once
+REST = 2.0  # after a slice, its publisher waits for so many times what that took
+LEAST_REST_SECONDS = 0.001  # after each message, also one that says nothing new
 MAX_RECENT_KEYS = 1 << 20  # of prompts that were looked up and may be promised
 _SEQ = struct.Struct(">q")
 _END = -1
@@ -104,7 +106,7 @@ class _Tokenized(msgspec.Struct):
 
 
 class Restarted(ZmtpError):
-    """The publisher counts from the start again."""
+    """The publisher counts anew."""
 
 
 class Follower:
@@ -151,13 +153,15 @@ class Follower:
                 await self._catch_up(watch.replay_port)
             while True:
                 number, payload = _read(await publisher.receive())
-                if number < last:
+                if number <= last:
                     raise Restarted(f"batch {number} after batch {last}")
                 last = number
                 if number > self._next and watch.replay_port is not None:
                     await self._catch_up(watch.replay_port)
                 if number >= self._next:
                     await self._take(number, payload)
+                else:  # it came by the replay, too
+                    await asyncio.sleep(LEAST_REST_SECONDS)
 
     async def _catch_up(self, port: int) -> None:
         """Ask for all batches from the next one on, until the publisher has no more of them."""
@@ -185,20 +189,26 @@ class Follower:
                 raise ZmtpError("no answer of a ROUTER")
             if number == _END:
                 return True
+            if number < self._next:
+                raise ZmtpError(f"batch {number} where {self._next} or a later one was asked for")
             if number > self._next and not is_first:
                 return False
-            if number >= self._next:
-                await self._take(number, payload)
+            await self._take(number, payload)
             is_first = False
 
     async def _take(self, number: int, payload: bytes) -> None:
-        """Apply a batch. If some before it are lost for good, all that was believed is."""
+        """Apply a batch, in slices. If some before it are lost for good, all that was believed
+        is."""
         instance, began = self._watch.instance, time.monotonic()
         if number > self._next:
             self._index.begin(instance, is_whole=False)
-        self._index.apply(instance, read_events(payload))
+        for event in read_events(payload):
+            self._index.apply(instance, [event])
+            if (took := time.monotonic() - began) > SLICE_SECONDS:
+                await asyncio.sleep(REST * took)
+                began = time.monotonic()
         self._next = number + 1
-        await asyncio.sleep(REST * (time.monotonic() - began))
+        await asyncio.sleep(max(LEAST_REST_SECONDS, REST * (time.monotonic() - began)))
 
 
 class Reader:

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from async_timeout import timeout
 
 MAX_MESSAGE_BYTES = 4 << 20  # the events of a step that caches 800,000 tokens at once
-MAX_PARTS = 5
+MAX_PARTS = 5  # a command counts as one
 CONNECT_SECONDS = 5.0  # to connect, and for the handshake
 MESSAGE_SECONDS = 10.0  # for a message, once its first byte has come
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
@@ -71,16 +71,15 @@ class ZmtpConnection:
     async def _message(self, flags: int) -> list[bytes]:
         parts: list[bytes] = []
         room = MAX_MESSAGE_BYTES
-        while True:
+        for _ in range(MAX_PARTS):
             body = await self._body(flags, room)
             room -= len(body)
             if not flags & _COMMAND:
                 parts.append(body)
             if not flags & (_MORE | _COMMAND):
                 return parts
-            if len(parts) == MAX_PARTS:
-                raise ZmtpError(f"a message of more than {MAX_PARTS} parts")
             flags = (await self._reader.readexactly(1))[0]
+        raise ZmtpError(f"a message of more than {MAX_PARTS} parts")
 
     async def _body(self, flags: int, room: int) -> bytes:
         form = struct.Struct(">Q" if flags & _LONG else ">B")
