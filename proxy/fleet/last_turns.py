@@ -45,17 +45,18 @@ class LastTurns:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def find(self, session: str, model: str | None) -> LastTurn | None:
-        """Return the last turn of a session, if it has one."""
-        return self._turns.get(_name(session, model)) if session else None
+    def find(self, client: str, session: str, model: str | None) -> LastTurn | None:
+        """Return the last turn of a client's session, if it has one."""
+        return self._turns.get(_name(client, session, model)) if session else None
 
-    def put(self, session: str, model: str | None, turn: LastTurn) -> None:
+    def put(self, client: str, session: str, model: str | None, turn: LastTurn) -> None:
         """Remember a turn whose KV stays with the instance that decodes."""
         if session and turn.transfer.decode:
-            self._turns.put(_name(session, model), turn)
+            self._turns.put(_name(client, session, model), turn)
 
 
-def _name(session: str, model: str | None) -> bytes:
-    """A session's name takes the same room whatever its client calls it."""
-    text = f"{model}\0{session}".encode(errors="replace")
+def _name(client: str, session: str, model: str | None) -> bytes:
+    """A session's name takes the same room whatever its client calls it. `client` is the name of
+    its key, or ""."""
+    text = f"{client}\0{model}\0{session}".encode(errors="replace")
     return hashlib.blake2b(text, digest_size=16).digest()

@@ -119,7 +119,7 @@ class Exchange(Attempt):
         """Return the session's last turn, if the prompt goes on with it: a client may hold several
         chats under one name."""
         prompt = self._prompt
-        last = self.services.last_turns.find(prompt.session, prompt.model)
+        last = self.services.last_turns.find(self.record.client, prompt.session, prompt.model)
         return last if last is not None and prompt.goes_on_with(last.beginning) else None
 
     def _num_present(self, proxy_id: ProxyId, last: LastTurn | None) -> int:
@@ -197,7 +197,8 @@ class Exchange(Attempt):
             self._pair.decode.count_kv(self._pair.prefill, num_tokens)
             if prompt.session:
                 turn = LastTurn(proxy_id, prefilled.prompt_tokens, prompt.beginning())
-                self.services.last_turns.put(prompt.session, prompt.model, turn)
+                client, turns = self.record.client, self.services.last_turns
+                turns.put(client, prompt.session, prompt.model, turn)
             turn = turn if num_choices == 1 else None  # the next turn goes on with one of them
         if self._is_claimed:
             self._prompt = Prompt()  # it has the text, and the stream may be long

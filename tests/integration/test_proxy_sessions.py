@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,12 +68,27 @@ def test_the_oldest_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     beginning = Prompt().beginning()
     turns, turn = LastTurns(), LastTurn(ProxyId("p:1", "d:1", "name"), 1, beginning)
     for number in range(9):
-        turns.put(f"{number}" * 10_000, "m", turn)
-    turns.put("unknown", "m", LastTurn(ProxyId("p:1", "", "name"), 1, beginning))
+        turns.put("", f"{number}" * 10_000, "m", turn)
+    turns.put("", "unknown", "m", LastTurn(ProxyId("p:1", "", "name"), 1, beginning))
     assert len(turns) == 3
-    assert [bool(turns.find(f"{n}" * 10_000, "m")) for n in (0, 5, 6, 8)] == [0, 0, 1, 1]
-    assert turns.find("8" * 10_000, "another") is None
-    assert turns.find("", "m") is None
+    assert [bool(turns.find("", f"{n}" * 10_000, "m")) for n in (0, 5, 6, 8)] == [0, 0, 1, 1]
+    assert turns.find("", "8" * 10_000, "another") is None
+    assert turns.find("", "", "m") is None
+    assert turns.find("alice", "8" * 10_000, "m") is None
+
+
+async def test_a_session_is_its_clients_own(tmp_path: Path) -> None:
+    keys = {name: name * 8 for name in ("alice", "bobby")}
+    path = tmp_path / "clients"
+    path.touch(mode=0o600)
+    path.write_text("".join(f"{name} {key}\n" for name, key in keys.items()))
+    async with fleet(client_keys_file=str(path)) as (proxy, [prefill], _):
+        names = dict[str, Any]()
+        for client in ("alice", "bobby", "alice", "bobby"):
+            headers = {"X-Session-Id": "a", "Authorization": f"Bearer {keys[client]}"}
+            assert (await proxy.ask(headers=headers))[0] == 200
+            assert params_of(prefill).get("stashed_as") == names.get(client)
+            names[client] = params_of(prefill)["transfer_id"]
 
 
 def chat(*said: str, **style: Any) -> bytes:
