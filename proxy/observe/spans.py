@@ -7,6 +7,7 @@ an instance lie within its leg's. Importing this module needs the extra `traces`
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import threading
@@ -20,7 +21,10 @@ from typing import TYPE_CHECKING
 from async_timeout import timeout
 from opentelemetry.context import Context as Within
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.environment_variables import OTEL_BSP_MAX_QUEUE_SIZE
+from opentelemetry.sdk.environment_variables import (
+    OTEL_BSP_MAX_EXPORT_BATCH_SIZE,
+    OTEL_BSP_MAX_QUEUE_SIZE,
+)
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
@@ -36,6 +40,8 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
+from p2p_engine.bounded import RateLimitedWarnings
+from proxy.observe.collector_session import CollectorSession
 from proxy.observe.traces import PARENT, STATE, Context, LegTrace, RequestEnd, RequestTrace, Traces
 
 if TYPE_CHECKING:
@@ -43,12 +49,19 @@ if TYPE_CHECKING:
 
     from proxy.fleet.instances import Instance
 
+logger = logging.getLogger(__name__)
+
 DISTRIBUTION = "p2p-kv-engine"
 SERVICE = "p2p-proxy"
 QUEUED_SPANS = 2048  # OpenTelemetry's own default
+BATCH_SPANS = 512
 CLOSE_SECONDS = 3.0  # at the proxy's end, for the spans that wait
 MAX_CHARS = 256  # of a value that a client chooses
 MAX_STATE_CHARS = 512
+# Names of who makes a session with credentials; then that one is used.
+PROVIDERS = tuple(
+    f"OTEL_PYTHON_EXPORTER_OTLP_HTTP_{signal}CREDENTIAL_PROVIDER" for signal in ("", "TRACES_")
+)
 _PARENT = re.compile(r"(?!ff)([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _CLIENTS_DOING = ("client_left", "client_stalled")
 
@@ -77,22 +90,28 @@ class SpanTraces(Traces):
         resource = Resource.create(named).merge(OTELResourceDetector().detect())
         sampler = ParentBasedTraceIdRatio(share) if share else None
         self._provider = TracerProvider(sampler, resource, shutdown_on_exit=False)
-        self._post = _Post(OTLPSpanExporter(endpoint or None))
+        session = None if any(map(os.environ.get, PROVIDERS)) else CollectorSession()
+        self._post = _Post(OTLPSpanExporter(endpoint or None, session=session), session)
         self._queue = _Queue(self._post)
         self._provider.add_span_processor(self._queue)
         self._tracer = self._provider.get_tracer("p2p_engine.proxy", version(DISTRIBUTION))
 
     @property
     def num_lost(self) -> int:  # type: ignore[override]
-        """How many spans no collector took."""
-        return self._queue.num_refused + self._post.num_failed
+        """How many spans no collector took; after the end, with those of which it is not known."""
+        queue, post = self._queue, self._post
+        return queue.num_refused + (post.num_failed if post.is_open else queue.num_left)
 
-    def begin(self, path: str, headers: Mapping[str, str]) -> RequestTrace:
-        """Begin the span of a request."""
-        return RequestSpan(self._tracer, self._scheme, path, headers)
+    def begin(self, path: str, headers: Mapping[str, str], waited: float = 0.0) -> RequestTrace:
+        """Begin the span of a request that came so many seconds ago."""
+        return RequestSpan(self._tracer, self._scheme, path, headers, waited)
 
     async def close(self) -> None:
-        """Send the spans that wait, for at most `CLOSE_SECONDS`; idempotent."""
+        """Send the spans that wait, for at most `CLOSE_SECONDS`, and log how many were lost in all;
+        idempotent."""
+        if not self._queue.is_open:
+            return
+        self._queue.is_open = False
         loop, is_over = asyncio.get_running_loop(), asyncio.Event()
 
         def finish() -> None:
@@ -105,15 +124,19 @@ class SpanTraces(Traces):
             async with timeout(CLOSE_SECONDS):
                 await is_over.wait()
         self._post.shutdown()  # wakes the thread if it waits for another try
+        if self.num_lost:
+            logger.warning("%d spans have not reached the collector", self.num_lost)
 
 
 class RequestSpan(RequestTrace):
     """The span of a request, and those of its legs."""
 
-    def __init__(self, tracer: Tracer, scheme: str, path: str, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, tracer: Tracer, scheme: str, path: str, headers: Mapping[str, str], waited: float
+    ) -> None:
         self._tracer = tracer
         self._path = path
-        self._began = time.time_ns()
+        self._began = time.time_ns() - int(waited * 1e9)
         parent = parent_of(headers.get(PARENT, ""))
         # A collector's state is passed on as it is; the SDK would log each that it does not like.
         state = headers.get(STATE, "") if parent else ""
@@ -159,18 +182,19 @@ class RequestSpan(RequestTrace):
         """End the span with what the record says; idempotent."""
         if not self._span.is_recording():
             return
+        now = time.time_ns()
         for name, seconds in (
             ("instances chosen", record.queue_seconds),
             ("first byte", record.first_byte_seconds),
         ):
             if seconds is not None:
-                self._span.add_event(name, timestamp=self._began + int(seconds * 1e9))
+                self._span.add_event(name, timestamp=min(now, self._began + int(seconds * 1e9)))
         self._span.set_attributes({"p2p.outcome": record.outcome, "p2p.tries": record.num_tries})
         if record.client:
             self._span.set_attribute("enduser.id", record.client)
         is_clients = 400 <= record.status < 500 or record.outcome in _CLIENTS_DOING
         error = "" if is_clients or record.outcome == "ok" else record.outcome
-        _end(self._span, record.status, error)
+        _end(self._span, record.status, error, now)
 
 
 class LegSpan(LegTrace):
@@ -185,33 +209,45 @@ class LegSpan(LegTrace):
     def end(self, error: str = "") -> None:
         """End the span; idempotent."""
         if self._span.is_recording():
-            _end(self._span, self.status, error)
+            _end(self._span, self.status, error, time.time_ns())
 
 
 class _Post(SpanExporter):
     """Counts the spans that it takes to the collector, and those of them that do not arrive."""
 
-    def __init__(self, exporter: SpanExporter) -> None:
+    def __init__(self, exporter: SpanExporter, session: CollectorSession | None) -> None:
         self._exporter = exporter
-        self._is_open = True
+        self._session = session
+        self._warnings = RateLimitedWarnings(logger)
+        self.is_open = True
         self.num_taken = 0
         self.num_failed = 0
+        self.num_arrived = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send spans; blocks for as long as `OTEL_EXPORTER_OTLP_TIMEOUT` says."""
         self.num_taken += len(spans)
-        result = SpanExportResult.FAILURE
+        num_lost = len(spans)
         try:
             result = self._exporter.export(spans)
+            if result is SpanExportResult.SUCCESS:
+                num_lost = self._num_rejected(len(spans))
         finally:
-            if result is SpanExportResult.FAILURE:
-                self.num_failed += len(spans)
+            self.num_failed += num_lost
+            self.num_arrived += len(spans) - num_lost
         return result
+
+    def _num_rejected(self, num_sent: int) -> int:
+        if self._session is None or self._session.num_rejected <= 0:
+            return 0
+        num_lost = min(num_sent, self._session.num_rejected)
+        self._warnings.warn("the collector rejects %d spans: %s", num_lost, self._session.reason)
+        return num_lost
 
     def shutdown(self) -> None:
         """Try nothing more; idempotent."""
-        if self._is_open:
-            self._is_open = False
+        if self.is_open:
+            self.is_open = False
             self._exporter.shutdown()
 
 
@@ -223,14 +259,23 @@ class _Queue(BatchSpanProcessor):
 
     def __init__(self, post: _Post) -> None:
         self._room = int(os.environ.get(OTEL_BSP_MAX_QUEUE_SIZE) or QUEUED_SPANS)
-        super().__init__(post, max_queue_size=self._room)
+        batch = int(os.environ.get(OTEL_BSP_MAX_EXPORT_BATCH_SIZE) or BATCH_SPANS)
+        super().__init__(post, self._room, max_export_batch_size=min(batch, self._room))
         self._post = post
         self._num_put = 0
+        self.is_open = True
         self.num_refused = 0
+
+    @property
+    def num_left(self) -> int:
+        """How many spans were put and have not arrived."""
+        return self._num_put - self._post.num_arrived
 
     def on_end(self, span: ReadableSpan) -> None:
         """Take a span that has ended; never blocks."""
-        if self._num_put - self._post.num_taken >= self._room:
+        if span.context is None or not span.context.trace_flags.sampled:
+            return
+        if not self.is_open or self._num_put - self._post.num_taken >= self._room:
             self.num_refused += 1
             return
         self._num_put += 1
@@ -253,10 +298,10 @@ def _headers(span: Span) -> Context:
     return {PARENT: f"00-{its.trace_id:032x}-{its.span_id:016x}-{its.trace_flags:02x}"}
 
 
-def _end(span: Span, status: int, error: str) -> None:
+def _end(span: Span, status: int, error: str, now: int) -> None:
     if status:
         span.set_attribute("http.response.status_code", status)
     if error:
         span.set_attribute("error.type", error)
         span.set_status(StatusCode.ERROR)
-    span.end()
+    span.end(now)

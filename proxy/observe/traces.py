@@ -75,8 +75,9 @@ class Traces:
         """`share`: of the requests without a trace, how many get one, from 0 to 1."""
         self._share = share
 
-    def begin(self, path: str, headers: Mapping[str, str]) -> RequestTrace:
-        """Begin a request; the names of the client's `headers` are in lower case."""
+    def begin(self, path: str, headers: Mapping[str, str], waited: float = 0.0) -> RequestTrace:
+        """Begin a request that came so many seconds ago; the names of the client's `headers` are in
+        lower case."""
         return RequestTrace({name: headers[name] for name in NAMES if name in headers}, self._share)
 
     async def close(self) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gzip
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedIOBase
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -17,6 +18,7 @@ from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 PATH = "/v1/traces"
+PROTOBUF = {"Content-Type": "application/x-protobuf"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class SeenSpan:
 class CollectorDouble:
     """Takes spans by HTTP on 127.0.0.1. `with CollectorDouble() as collector:` serves.
 
-    `status` is what it answers, `hold` what it waits for before it does.
+    `status` and `answer` are what it answers, `hold` what it waits for before it does; `play`
+    answers in its place.
     """
 
     def __init__(self) -> None:
@@ -52,6 +55,9 @@ class CollectorDouble:
         self.headers: list[dict[str, str]] = []
         self.num_asked = 0
         self.status = 200
+        self.answer: tuple[bytes, dict[str, str]] | None = None
+        self.play: Callable[[BufferedIOBase], None] | None = None
+        self.num_connections = 0
         self.hold = threading.Event()
         self.hold.set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -88,19 +94,29 @@ class CollectorDouble:
         class Taker(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
+            def setup(self) -> None:
+                collector.num_connections += 1
+                super().setup()
+
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 collector.num_asked += 1
                 collector.hold.wait()
+                if collector.play is not None:
+                    self.close_connection = True
+                    collector.play(self.wfile)
+                    return
                 if collector.status == 200:
                     assert self.path == PATH
                     if self.headers.get("Content-Encoding") == "gzip":
                         body = gzip.decompress(body)
                     collector.headers.append({k.lower(): v for k, v in self.headers.items()})
                     collector.spans += _spans(ExportTraceServiceRequest.FromString(body))
-                answer = ExportTraceServiceResponse().SerializeToString()
+                empty = ExportTraceServiceResponse().SerializeToString()
+                answer, headers = collector.answer or (empty, PROTOBUF)
                 self.send_response(collector.status)
-                self.send_header("Content-Type", "application/x-protobuf")
+                for name, value in headers.items():
+                    self.send_header(name, value)
                 self.send_header("Content-Length", str(len(answer)))
                 self.end_headers()
                 self.wfile.write(answer)

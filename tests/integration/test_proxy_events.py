@@ -194,7 +194,8 @@ async def test_reordered_batches_change_nothing() -> None:
 
 async def test_a_repeated_batch_ends_the_connection() -> None:
     async with PublisherDouble() as publisher:
-        async with following(Publisher(publisher.ports[0], None, "kv")) as rig:
+        place = Publisher(publisher.ports[0], None, "kv")
+        async with following(place) as rig:
             await publisher.subscribed()
             await publisher.publish(stored(ONE), number=0)
             await publisher.publish(stored(ONE), number=0)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from io import BufferedIOBase
+from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTracePartialSuccess,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.sdk.trace.sampling import Decision, StaticSampler
 from opentelemetry.semconv.attributes import (
     error_attributes,
     http_attributes,
@@ -25,8 +35,9 @@ from opentelemetry.semconv.attributes import (
 from p2p_engine.errors import ConfigError
 from proxy import ProxyConfig
 from proxy.observe import collector as collectors
-from proxy.observe.spans import parent_of
-from tests.doubles.collector import CollectorDouble, SeenSpan
+from proxy.observe.request_log import RequestRecord
+from proxy.observe.spans import SpanTraces, parent_of
+from tests.doubles.collector import PROTOBUF, CollectorDouble, SeenSpan
 from tests.doubles.server import Behaviour, ServerDouble
 from tests.rigs.proxies import ASKED, STREAMED, RunningProxy, fleet, running_proxy, until
 
@@ -318,7 +329,7 @@ async def test_the_standard_variables_turn_spans_off(
     [
         ("OTEL_BSP_MAX_QUEUE_SIZE", "many"),
         ("OTEL_BSP_MAX_QUEUE_SIZE", "9" * 20),
-        ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1000000"),
+        ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "0"),
         ("OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER", "nobody's"),
         ("OTEL_PYTHON_METER_PROVIDER", "nobody's"),
     ],
@@ -367,8 +378,7 @@ async def until_lost(proxy: RunningProxy, number: int) -> None:
 async def test_a_collector_that_hangs_holds_up_nobody_and_its_queue_is_bounded(
     collector: CollectorDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("OTEL_BSP_MAX_QUEUE_SIZE", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"):
-        monkeypatch.setenv(name, "6")
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "6")  # which bounds a batch, too
     collector.hold.clear()
     async with traced(collector) as (proxy, _, _):
         for _ in range(2):
@@ -391,6 +401,129 @@ async def test_a_refusal_of_the_collector_is_counted(collector: CollectorDouble)
         await until_lost(proxy, 3)
 
 
+REJECTED = ExportTraceServiceResponse(
+    partial_success=ExportTracePartialSuccess(rejected_spans=2, error_message="quota")
+).SerializeToString()
+EMPTY = ExportTraceServiceResponse().SerializeToString()
+# An answer, and how many of three spans it loses.
+ANSWERS: dict[str, tuple[int, bytes, dict[str, str], int]] = {
+    "another place": (302, b"", {"Location": "http://127.0.0.1:1/login"}, 3),
+    "nothing at all": (204, b"", {}, 3),
+    "no content": (200, b"", {}, 0),
+    "a page": (200, b"<html>Sign in</html>", {"Content-Type": "text/html"}, 3),
+    "a page that says it is none": (200, b"<html>Sign in</html>", PROTOBUF, 3),
+    "compressed": (200, gzip.compress(EMPTY), {**PROTOBUF, "Content-Encoding": "gzip"}, 3),
+    "a part": (200, REJECTED, PROTOBUF, 2),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_only_what_a_collector_says_to_have_taken_has_arrived(
+    collector: CollectorDouble, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector.status, *collector.answer, num_lost = ANSWERS[name]  # type: ignore[assignment]
+    async with traced(collector) as (proxy, _, _):
+        assert (await proxy.ask())[0] == 200
+        await until(lambda: collector.num_asked, "the spans have come")
+        if num_lost:
+            await until_lost(proxy, num_lost)
+    assert (f"{num_lost} spans have not reached the collector" in caplog.text) is bool(num_lost)
+    assert ("the collector rejects 2 spans: quota" in caplog.text) is (name == "a part")
+
+
+async def test_a_connection_to_the_collector_is_used_again(collector: CollectorDouble) -> None:
+    async with traced(collector) as (proxy, _, _):
+        for number in (1, 2, 3):
+            assert (await proxy.ask())[0] == 200
+            await until(lambda: len(collector.spans) == 3 * number, "the spans have come")  # noqa: B023
+    assert collector.num_connections == 1
+    assert collector.headers[0]["accept-encoding"] == "identity"
+
+
+async def test_an_endless_answer_is_not_read_to_its_end(collector: CollectorDouble) -> None:
+    cut = threading.Event()
+
+    def play(writer: BufferedIOBase) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/x-protobuf\r\n\r\n")
+        with suppress(OSError):
+            for _ in range(1 << 10):
+                writer.write(bytes(1 << 20))
+            return
+        cut.set()
+
+    collector.play = play
+    async with traced(collector) as (proxy, _, _):
+        assert (await proxy.ask())[0] == 200
+        await until_lost(proxy, 3)
+        await until(cut.is_set, "the collector cannot go on")
+
+
+@pytest.mark.parametrize("head", ["", "200 OK\r\n\r\n"], ids=["head", "body"])
+async def test_an_answer_that_drips_is_given_up(
+    collector: CollectorDouble, head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    is_over = threading.Event()
+
+    def play(writer: BufferedIOBase) -> None:
+        writer.write(f"HTTP/1.1 {head}".encode())
+        with suppress(OSError):
+            while not is_over.wait(0.05):
+                writer.write(b"2")
+
+    collector.play = play
+    async with traced(collector) as (proxy, _, _):
+        assert (await proxy.ask())[0] == 200
+        await until_lost(proxy, 3)
+        is_over.set()
+
+
+async def test_a_span_that_ends_after_all_is_counted_and_one_that_is_not_sampled_is_not(
+    collector: CollectorDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "2")
+    traces = SpanTraces(collector.url, 0, "http")
+    record = RequestRecord("/", "", time.monotonic, 0.0)
+    late = traces.begin("/v1/completions", {})
+    traces._provider.sampler = StaticSampler(Decision.RECORD_ONLY)
+    traces._tracer = traces._provider.get_tracer("not sampled")
+    for _ in range(5):
+        traces.begin("/v1/completions", {}).end(record)
+    lost = [traces.num_lost]
+    await traces.close()
+    late.end(record)
+    assert [*lost, traces.num_lost] == [0, 1]
+    assert not collector.num_asked
+
+
+async def test_a_span_begins_when_its_request_came_and_ends_with_its_last_event(
+    collector: CollectorDouble,
+) -> None:
+    traces = SpanTraces(collector.url, 0, "http")
+    now = time.time_ns()
+    record = RequestRecord("/", "", time.monotonic, 0.0, first_byte_seconds=1000.0)
+    traces.begin("/v1/completions", {}, 7.0).end(record)
+    await traces.close()
+    [span] = collector.spans
+    assert now - 8e9 < span.began < now - 5e9
+    assert span.events["first byte"] == span.ended
+
+
+async def test_a_stranger_has_no_span(collector: CollectorDouble, tmp_path: Path) -> None:
+    path = tmp_path / "clients"
+    path.touch(mode=0o600)
+    path.write_text(f"alice {'a' * 16} per_minute=1\n")
+    async with traced(collector, client_keys_file=str(path)) as (proxy, _, _):
+        theirs = {"traceparent": THEIRS}
+        assert (await proxy.ask(headers=theirs))[0] == 401
+        for status in (200, 429):
+            keyed = {"Authorization": f"Bearer {'a' * 16}", **theirs}
+            assert (await proxy.ask(headers=keyed))[0] == status
+        assert len(await until_roots(collector, 2)) == 2
+        assert [r["trace_id"] for r in await last_requests(proxy)].count(None) == 1
+        assert {span.attributes.get("enduser.id") for span in collector.named(OURS)} == {"alice"}
+
+
 async def test_what_waits_is_sent_when_the_proxy_stops(
     collector: CollectorDouble, monkeypatch: pytest.MonkeyPatch, no_leaks: None
 ) -> None:
@@ -401,13 +534,16 @@ async def test_what_waits_is_sent_when_the_proxy_stops(
     await seen(collector, OURS, "prefill", "decode")
 
 
-async def test_the_proxy_stops_though_its_collector_hangs(collector: CollectorDouble) -> None:
+async def test_the_proxy_stops_though_its_collector_hangs(
+    collector: CollectorDouble, caplog: pytest.LogCaptureFixture
+) -> None:
     collector.hold.clear()
     async with traced(collector) as (proxy, _, _):
         assert (await proxy.ask())[0] == 200
         await until(lambda: collector.num_asked, "the collector has the spans")
     # `running_proxy` gives it 10 s: less than the exporter's own limit and the wait for its thread.
     assert not collector.spans
+    assert "3 spans have not reached the collector" in caplog.text
     collector.hold.set()
 
 
