@@ -116,7 +116,6 @@ class Forwarder:
         client_id = request.headers.get(REQUEST_ID.lower(), "")[:MAX_ECHO_CHARS]
         is_echoed = client_id.isascii() and client_id.isprintable()
         record = self._log.begin(request.path, client_id if is_echoed else "")
-        record.trace = self._services.traces.begin(request.path, request.headers)
         request.ends.callback(self._end, request, record)
         return record
 
@@ -130,7 +129,11 @@ class Forwarder:
     async def _answer(self, request: ProxyRequest, record: RequestRecord) -> Answer:
         await self._starts.take(request.origin)
         given = request.headers.pop("authorization", "")
-        if (client := self._clients.find(given)) is not None:
+        client = self._clients.find(given)
+        # A stranger has no span, and decides of none.
+        waited = record.clock() - record.started
+        record.trace = self._services.traces.begin(request.path, request.headers, waited)
+        if client is not None:
             record.client = client.name  # also if a limit refuses the request
             self._clients.admit(client, request.ends)
         if passed_on := self._clients.passed_on(given):
