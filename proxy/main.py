@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -137,19 +137,27 @@ def check_listeners(config: ProxyConfig) -> None:
     Raises:
         ConfigError: names the setting, the address and what is wrong with it.
     """
-    for key, host, port in (
-        ("host", config.host, config.port),
-        ("registration_host", config.registration_host, config.registration_port),
-    ):
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            for family, kind, protocol, _, address in found:
-                with socket.socket(family, kind, protocol) as probe:
+    with ExitStack() as probes:
+        for key, host, port, is_dual in (
+            ("host", config.host, config.port, False),
+            ("registration_host", config.registration_host, config.registration_port, True),
+        ):
+            try:
+                found = socket.getaddrinfo(
+                    host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+                )
+                for family, kind, protocol, _, address in found:
+                    probe = probes.enter_context(socket.socket(family, kind, protocol))
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    if family == socket.AF_INET6:
+                        only = int(not is_dual or len(found) > 1)
+                        probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only)
                     probe.bind(address)
-        except OSError as error:
-            text = f"{key}: cannot listen on {host}:{port}: {error.strerror}"
-            raise ConfigError(text) from error
+                    if config.port == config.registration_port:
+                        probe.listen()  # else the other one could be bound, too
+            except (OSError, UnicodeError) as error:
+                reason = getattr(error, "strerror", None) or error
+                raise ConfigError(f"{key}: cannot listen on {host}:{port}: {reason}") from error
 
 
 def _look_for_garbage_seldom() -> None:

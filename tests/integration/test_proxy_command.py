@@ -19,7 +19,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from p2p_engine.errors import ConfigError
 from p2p_engine.simulate.answers import events
+from proxy.config import ProxyConfig
+from proxy.main import check_listeners
 from tests.doubles.server import Behaviour, ServerDouble
 from tests.rigs.proxies import STREAMED, RunningProxy, until
 
@@ -214,13 +217,47 @@ async def test_a_port_that_is_taken_ends_the_command() -> None:
 
 
 @pytest.mark.parametrize("option", ["--host", "--registration-host"])
-@pytest.mark.parametrize("host", ["192.0.2.9", "no.such.host.invalid"])
+@pytest.mark.parametrize(
+    "host", ["192.0.2.9", "no.such.host.invalid", "a..b", "x" * 64 + ".invalid"]
+)
 async def test_a_host_that_is_not_here_is_told_in_one_line(option: str, host: str) -> None:
     async with command("--port", "0", "--registration-port", "0", option, host) as running:
         assert await running.ended() == 2
         (line,) = running.printed.splitlines()
         setting = option.strip("-").replace("-", "_")
         assert re.search(f"{setting}: cannot listen on {host}:0: ", line)
+
+
+LOCAL: dict[str, Any] = {
+    "host": "127.0.0.1",
+    "port": 0,
+    "registration_host": "127.0.0.1",
+    "registration_port": 0,
+}
+
+
+@pytest.mark.parametrize("key", ["host", "registration_host"])
+def test_no_host_means_every_address(key: str) -> None:
+    check_listeners(ProxyConfig(**{**LOCAL, key: ""}))
+
+
+def test_a_port_of_the_other_family_is_free() -> None:
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        check_listeners(ProxyConfig(**{**LOCAL, "host": "::", "port": port}))
+        both = {"registration_host": "::", "registration_port": port}  # it listens for both
+        with pytest.raises(ConfigError, match=r"registration_host: cannot listen on :::"):
+            check_listeners(ProxyConfig(**{**LOCAL, **both}))
+
+
+@pytest.mark.parametrize("other", ["127.0.0.1", "0.0.0.0"])
+def test_one_port_cannot_be_both(other: str, free_port: int) -> None:
+    ports = {"port": free_port, "registration_port": free_port}
+    with pytest.raises(ConfigError, match=r"registration_host: cannot listen on .* in use"):
+        check_listeners(ProxyConfig(**{**LOCAL, **ports, "registration_host": other}))
+    check_listeners(ProxyConfig(**{**LOCAL, **ports, "registration_host": "127.0.0.2"}))
 
 
 @pytest.mark.parametrize(
