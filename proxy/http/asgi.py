@@ -98,6 +98,9 @@ class ProxyRequest:
         self.headers = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
+        if "tracestate" in self.headers:  # a list, which may come in several lines
+            lines = [value for name, value in scope["headers"] if name == b"tracestate"]
+            self.headers["tracestate"] = b",".join(lines).decode("latin-1")
         self.ends = Ends()
         self.is_cut = False  # it was cancelled
         self._state = scope["state"]

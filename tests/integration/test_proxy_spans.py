@@ -129,7 +129,8 @@ async def last_requests(proxy: RunningProxy) -> list[dict[str, Any]]:
 
 async def test_a_clients_trace_is_continued(collector: CollectorDouble) -> None:
     async with traced(collector) as (proxy, [prefill], decode):
-        theirs = {"traceparent": THEIRS, "tracestate": "vendor=1,other=2"}
+        lines = ("vendor=1", "other=2")
+        theirs = [("traceparent", THEIRS), *(("tracestate", line) for line in lines)]
         assert (await proxy.ask(headers=theirs))[0] == 200
         request, one, other = await seen(collector, OURS, "prefill", "decode")
         assert request.parent_id == "b" * 16
