@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from urllib.parse import urlsplit
 
 from p2p_engine.errors import ConfigError
 from p2p_engine.wire.request_ids import ProxyId, parse_proxy_id
@@ -25,6 +26,15 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 def is_address(text: str) -> bool:
     """Tell whether `text` is a `host:port` that a request id can carry and give back unchanged."""
     return parse_proxy_id(str(ProxyId(text, text, "0" * 32))) is not None
+
+
+def is_url(text: str) -> bool:
+    """Tell whether `text` is a URL of HTTP with a host."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 class AllowList:

@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException
 
-from proxy.addresses import AllowList, parse_static
+from proxy.addresses import AllowList, is_url, parse_static
 from proxy.errors import ProxyError, says_enough
 from proxy.fleet.admin import Admin
 from proxy.fleet.discovery import Discovery
@@ -239,7 +239,8 @@ class Proxy:
               lambda: self.outlet.num_dropped)  # fmt: skip
         self._log = RequestLog(clock)
         scheme = "http" if self.certificate is None else "https"
-        self._traces = make_traces(config.otlp_traces_endpoint, config.trace_share, scheme)
+        endpoint, share = config.otlp_traces_endpoint, config.trace_share
+        self._traces = make_traces(endpoint, share, scheme, is_url)
         watch("lost_spans", "Spans that no collector took", lambda: self._traces.num_lost)
         services = Services(
             config, self._registry, self._upstream, self._releases, deadlines, self._traces

@@ -6,10 +6,9 @@ The router validates the names of routing policies, because it knows them.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from urllib.parse import urlsplit
 
 from p2p_engine.errors import ConfigError
-from proxy.addresses import is_address, parse_static
+from proxy.addresses import is_address, is_url, parse_static
 
 SEQUENTIAL = "sequential"
 CONCURRENT = "concurrent"
@@ -130,7 +129,7 @@ class ProxyConfig:
             key = "tls_key" if self.tls_cert else "tls_cert"
             raise ConfigError(f"{key} is ''; allowed: a file, as tls_cert and tls_key go together")
         url = self.otlp_traces_endpoint
-        _require("otlp_traces_endpoint", url, _is_url(url) or not url, "http[s]://HOST[:PORT]/PATH")
+        _require("otlp_traces_endpoint", url, is_url(url) or not url, "http[s]://HOST[:PORT]/PATH")
         _require("dispatch", self.dispatch, self.dispatch in DISPATCHES, ", ".join(DISPATCHES))
 
     @property
@@ -143,14 +142,6 @@ class ProxyConfig:
     def peer_addresses(self) -> list[str]:
         """The registration addresses of the other proxies."""
         return [peer.strip() for peer in self.peers.split(",") if peer.strip()]
-
-
-def _is_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
 
 
 def _require(key: str, value: object, is_met: bool, allowed: str) -> None:

@@ -40,7 +40,6 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from p2p_engine.bounded import RateLimitedWarnings
 from proxy.observe.collector_session import CollectorSession
 from proxy.observe.traces import PARENT, STATE, Context, LegTrace, RequestEnd, RequestTrace, Traces
 
@@ -218,7 +217,6 @@ class _Post(SpanExporter):
     def __init__(self, exporter: SpanExporter, session: CollectorSession | None) -> None:
         self._exporter = exporter
         self._session = session
-        self._warnings = RateLimitedWarnings(logger)
         self.is_open = True
         self.num_taken = 0
         self.num_failed = 0
@@ -241,7 +239,7 @@ class _Post(SpanExporter):
         if self._session is None or self._session.num_rejected <= 0:
             return 0
         num_lost = min(num_sent, self._session.num_rejected)
-        self._warnings.warn("the collector rejects %d spans: %s", num_lost, self._session.reason)
+        logger.warning("the collector rejects %d spans: %s", num_lost, self._session.reason)
         return num_lost
 
     def shutdown(self) -> None:

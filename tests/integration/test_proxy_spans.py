@@ -285,6 +285,7 @@ async def test_the_standard_variables_are_honoured(
 ) -> None:
     for name, value in {
         "OTEL_EXPORTER_OTLP_ENDPOINT": collector.base,
+        "OTEL_TRACES_EXPORTER": "console, otlp",
         "OTEL_EXPORTER_OTLP_HEADERS": "x-tenant=seven",
         "OTEL_EXPORTER_OTLP_COMPRESSION": "gzip",
         "OTEL_SERVICE_NAME": "front door",
@@ -300,29 +301,34 @@ async def test_the_standard_variables_are_honoured(
     assert request.resource["deployment.environment.name"] == "test"
 
 
-OFF = {
-    "OTEL_SDK_DISABLED": "true",
-    "OTEL_TRACES_EXPORTER": "none",
-    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc",
-}
+# Values, and of those that somebody may have meant for instances only: what they are not.
+OFF = [
+    ("OTEL_SDK_DISABLED", "true", ""),
+    ("OTEL_TRACES_EXPORTER", "none", ""),
+    ("OTEL_TRACES_EXPORTER", "zipkin, console", "otlp"),
+    ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc", "http/protobuf"),
+    ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "collector:4318", "http[s]://HOST[:PORT]"),
+    ("OTEL_EXPORTER_OTLP_ENDPOINT", "grpc://collector", "http[s]://HOST[:PORT]"),
+]
 
 
-@pytest.mark.parametrize("name", OFF)
+@pytest.mark.parametrize(("name", "value", "allowed"), OFF)
 async def test_the_standard_variables_turn_spans_off(
     collector: CollectorDouble,
     name: str,
+    value: str,
+    allowed: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.base)
-    monkeypatch.setenv(name, OFF[name])
+    monkeypatch.setenv(name, value)
     async with fleet() as (proxy, [prefill], _):
         assert (await proxy.ask())[0] == 200
         assert "traceparent" not in prefill.received[0].headers
     assert not collector.num_asked
     told = [r.getMessage() for r in caplog.records if r.name == collectors.__name__]
-    is_grpc = OFF[name] == "grpc"  # which somebody may have meant for instances only
-    assert told == [f"no spans are sent: {name} is grpc, not http/protobuf"] * is_grpc
+    assert told == [f"no spans are sent: {name} is {value}, not {allowed}"] * bool(allowed)
 
 
 @pytest.mark.parametrize(
