@@ -165,6 +165,33 @@ def test_without_monitoring_only_pods_of_the_same_release_reach_instances() -> N
             assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "p2p"
 
 
+def test_proxies_reach_the_kv_events_of_every_data_parallel_rank() -> None:
+    helm_python = pytest.importorskip("helm_python")
+    with helm_python.Chart.load(DEPLOY / "helm") as chart:
+        values = {"kvEvents": {"enabled": True}}
+        files = chart.render(values, name="p2p", namespace="default")
+    manifests = [m for text in files.values() for m in yaml.safe_load_all(text) if m]
+    [policy] = [m for m in manifests if (m["kind"], m["metadata"]["name"]) == INSTANCES_POLICY]
+    ranges = [
+        (port["port"], port["endPort"])
+        for rule in policy["spec"]["ingress"]
+        for port in rule.get("ports", ())
+        if "endPort" in port
+    ]
+    published = []
+    for manifest in manifests:
+        for container in manifest["spec"].get("template", {}).get("spec", {}).get("containers", ()):
+            if text := option_value(container.get("args", []), "--kv-events-config"):
+                config = json.loads(text)
+                places = (config["endpoint"], config["replay_endpoint"])
+                published.append([int(place.rpartition(":")[2]) for place in places])
+    assert len(published) == 2
+    for first, replayed in published:
+        for rank in range(replayed - first):
+            for port in (first + rank, replayed + rank):
+                assert any(low <= port <= high for low, high in ranges)
+
+
 def test_series_of_two_proxies_that_speak_of_one_instance_stay_apart() -> None:
     jobs = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
     [job] = [job for job in jobs if job.get("honor_labels")]
