@@ -43,7 +43,7 @@ class CollectorSession(requests.Session):
 
     @property
     def num_rejected(self) -> int:
-        """How many spans the last answer did not take, and why."""
+        """How many spans the last answer did not take."""
         return self._adapter.num_rejected
 
     @property
