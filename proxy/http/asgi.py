@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 Headers = list[tuple[bytes, bytes]]
 LEFT = "client_left"  # in the state of a request: nobody waits for its answer
+# In the message of a head: the next one has the whole body. Our server writes both at once, for
+# each write is a packet that wakes the client.
+WHOLE = "proxy.whole"
 
 
 class AnswerCut(P2pError):
@@ -46,13 +49,13 @@ class Answer:
     async def send_to(self, send: Any, *, is_head: bool = False) -> None:
         """Send the answer, no faster than the client takes it; its body only if it is no answer to
         HEAD."""
-        headers = self.headers
+        head = {"type": "http.response.start", "status": self.status, "headers": self.headers}
         if isinstance(self.body, bytes):
-            headers = [*headers, (b"content-length", b"%d" % len(self.body))]
-            await send({"type": "http.response.start", "status": self.status, "headers": headers})
+            head["headers"] = [*self.headers, (b"content-length", b"%d" % len(self.body))]
+            await send({**head, WHOLE: True})
             await send({"type": "http.response.body", "body": self.body})  # the server drops it
             return
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send(head)
         if not is_head:
             async with aclosing(self.body):
                 async for piece in self.body:

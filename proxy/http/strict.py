@@ -18,9 +18,15 @@ from typing import Any, cast
 import httptools
 import msgspec
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    HEADER_RE,
+    HEADER_VALUE_RE,
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
-from proxy.http.asgi import LEFT
+from proxy.http.asgi import LEFT, WHOLE, Headers
 from proxy.http.reading import Sluice
 
 logger = logging.getLogger(__name__)
@@ -348,6 +354,7 @@ class _Cycle(RequestResponseCycle):
     """One request and its answer."""
 
     ends_with_connection = False
+    whole: Any = None  # the head of an answer whose body comes next
     task: asyncio.Task[None] | None = None  # in which the application runs
 
     @property
@@ -362,6 +369,12 @@ class _Cycle(RequestResponseCycle):
         whether the client still sends the rest. HTTP/1.0 has no chunks, so an answer whose length
         is not known ends with the connection.
         """
+        if self.whole is not None:
+            await self._send_whole(self.whole, message["body"])
+            return
+        if WHOLE in message:
+            self.whole = message
+            return
         if message["type"] == "http.response.start":
             self.keep_alive = self.keep_alive and not self.more_body
             if self.scope["http_version"] == "1.0" and _has_unknown_length(message):
@@ -369,6 +382,38 @@ class _Cycle(RequestResponseCycle):
         elif self.ends_with_connection:
             self.expected_content_length = len(message.get("body", b""))
         await super().send(message)
+
+    async def _send_whole(self, start: Any, body: bytes) -> None:
+        """Send a whole answer at once, as uvicorn would in two parts."""
+        self.whole = None
+        if self.flow.write_paused and not self.disconnected:
+            await self.flow.drain()
+        if self.disconnected:
+            return
+        self.keep_alive = self.keep_alive and not self.more_body
+        head = self._head(start["status"], start["headers"])
+        self.waiting_for_100_continue = False
+        self.response_started = self.response_complete = True
+        self.transport.write(head if self.scope["method"] == "HEAD" else head + body)
+        self.message_event.set()
+        if not self.keep_alive:
+            self.transport.close()
+        self.on_response()
+
+    def _head(self, status: int, headers: Headers) -> bytes:
+        """Return a head; an answer with a header `Connection` closes it."""
+        lines = [STATUS_LINE[status]]
+        for name, value in (*self.default_headers, *headers):
+            if HEADER_RE.search(name) or HEADER_VALUE_RE.search(value):
+                raise RuntimeError(f"{name!r} is no name of a header, or {value!r} no value")
+            lower = name.lower()
+            if lower == b"connection":
+                self.keep_alive = False
+            else:
+                lines.append(b"%b: %b\r\n" % (lower, value))
+        if not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        return b"".join((*lines, b"\r\n"))
 
 
 class _Exit:
