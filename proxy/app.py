@@ -64,7 +64,6 @@ if TYPE_CHECKING:
 
     from proxy.config import ProxyConfig
     from proxy.fleet.instances import Instance
-    from proxy.http.asgi import ProxyRequest
 
 # Of requests for other paths, so many begin in each so many seconds; completions wait for none.
 PAGES_AT_ONCE = 4
@@ -93,7 +92,7 @@ class ProxyApp(Quart):
         self.outlet = proxy.outlet
         self.certificate = proxy.certificate
         self.reloads = proxy.reloads
-        self._serve = proxy.complete
+        self._serve = proxy.forwarder.serve
         self._memory = proxy.memory
         self._pages = proxy.pages
         self._pages_starts = Turns(PAGES_AT_ONCE, seconds=PAGES_SECONDS)
@@ -245,7 +244,7 @@ class Proxy:
         services = Services(
             config, self._registry, self._upstream, self._releases, deadlines, self._traces
         )
-        self._forwarder = Forwarder(
+        self.forwarder = Forwarder(
             services, self._clients, self._router, self._admission, self._metrics, self._log,
             self._held,
         )  # fmt: skip
@@ -273,7 +272,7 @@ class Proxy:
             parts.callback(self._log.flush)
             parts.push_async_callback(self._traces.close)
             parts.callback(self.memory.close)
-            parts.push_async_callback(self._forwarder.close)
+            parts.push_async_callback(self.forwarder.close)
             parts.push_async_callback(self._upstream.close)
             parts.push_async_callback(self._releases.close)
             parts.push_async_callback(self._readiness.close)
@@ -322,10 +321,6 @@ class Proxy:
         sender = address_of_client(request.scope)
         self._admin.authorize(request.headers, sender)
         return _json(self._admin.change(cast("bytes", await request.get_data()), sender))
-
-    async def complete(self, request: ProxyRequest) -> Answer:
-        """Serve a completion, a chat completion or an errand."""
-        return await self._forwarder.serve(request)
 
     async def refuse(self) -> Response:
         """Hold the place of a path in Quart's routes; `ProxyApp` serves these requests."""

@@ -20,7 +20,7 @@ class Breaker:
 
     def allows(self, now: float) -> bool:
         """Tell whether a leg may start."""
-        return self.state(now) != "open" and not self._has_probe
+        return not self._has_probe and (self._opens_at is None or now >= self._opens_at)
 
     def state(self, now: float) -> str:
         """Return `closed`, `open` or `half_open`."""

@@ -6,6 +6,7 @@ import enum
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ class Role(enum.Enum):
     # request.
     __hash__ = object.__hash__
 
-    @property
+    @cached_property
     def label(self) -> str:
         """The role's name in answers, logs and metrics: `prefill` or `decode`."""
         return self.name.lower()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -155,12 +154,11 @@ class Upstream:
         limits: Limits,
         on_sent: Callable[[], None],
     ) -> Response:
-        clock = asyncio.get_running_loop().time
         while True:
             address = instance.identity.http_address
             connection = await self._opened().connect(address, limits.connect)
             response = connection.ask(request, limits, on_sent)
-            asked = clock()
+            asked = connection.loop.time()
             try:
                 await response.head()
                 return response
@@ -170,7 +168,7 @@ class Upstream:
                 # a new connection breaks, or a pooled one breaks later or with half of an answer,
                 # the instance may have seen it.
                 was_closed = connection.is_reused and not response.has_begun
-                if not was_closed or clock() - asked >= RACE_SECONDS:
+                if not was_closed or connection.loop.time() - asked >= RACE_SECONDS:
                     raise
                 self._resends.labels(role.label).inc()
             except BaseException:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import httptools
+import msgspec
 
 from p2p_engine.control.resolver import Answer, Resolver
 from p2p_engine.errors import P2pError, PeerUnreachable
@@ -31,7 +30,6 @@ SMALL_BYTES = 4 << 10
 MAX_HEADER_BYTES = 64 << 10
 MAX_INTERIM = 16  # 1xx answers before the answer
 _ENCODING = b"transfer-encoding"
-_LINE_ENDS = re.compile(r"[\r\n\0]")
 NAME_SECONDS = 4.5  # to resolve an instance's name
 # What this machine lacks, and not the instance: descriptors, memory, local ports.
 _SHORTAGES = (
@@ -63,8 +61,7 @@ class Broken(ClientError):
     """The connection ended before the answer was complete, or the bytes were not HTTP."""
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """Timeouts in seconds: to connect, for a silence of the instance, and from the request to the
     last byte of the answer. None: no limit. In a crowd, the answer is read in turns of `origin`,
     for which it is."""
@@ -143,7 +140,10 @@ class Response:
 
     def header(self, name: bytes) -> bytes:
         """Return the value of a header, empty if it is missing; `name` is in lower case."""
-        return next((value for key, value in self.headers if key.lower() == name), b"")
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return b""
 
     @property
     def content_type(self) -> bytes:
@@ -166,7 +166,7 @@ class Response:
         self._num_header_bytes += len(name) + len(value)
         if self._num_header_bytes > MAX_HEADER_BYTES:
             raise Broken(f"headers of more than {MAX_HEADER_BYTES} bytes")
-        self.headers.append((name, value))
+        self.headers.append((name.lower(), value))
 
     def on_headers(self, status: int, version: str) -> None:
         """Set the status; interim (1xx) answers are skipped.
@@ -182,7 +182,7 @@ class Response:
             return
         if version not in ("1.0", "1.1") or not 200 <= status < 600:
             raise Broken(f"an answer of HTTP/{version} with status {status}")
-        encodings = [v.strip().lower() for k, v in self.headers if k.lower() == _ENCODING]
+        encodings = [v.strip().lower() for k, v in self.headers if k == _ENCODING]
         if encodings and (encodings != [b"chunked"] or version != "1.1"):
             raise Broken(f"Transfer-Encoding {encodings} in HTTP/{version}")
         self.status = status
@@ -275,7 +275,7 @@ class _Connection(asyncio.BufferedProtocol):
             return self.response
         self._rest.origin = limits.origin
         self._rest.begin()
-        if any(isinstance(part, Span) for part in request):
+        if Span in map(type, request):
             self._writing = asyncio.ensure_future(self._write(request, on_sent))
         else:
             self._transport.writelines(request)
@@ -465,7 +465,7 @@ class Pool:
         kept = self._idle.get(address)
         while kept:
             connection, _ = kept.popitem()
-            if connection.is_open and not self._is_old(connection):
+            if connection.is_open and not self._is_old(connection, self.loop.time()):
                 connection.is_reused = True
                 return connection
             connection.abort()
@@ -568,10 +568,10 @@ class Pool:
 
     def keep(self, connection: _Connection) -> None:
         """Keep a connection for the next request; close those that were idle for too long."""
-        connection.idle_since = self.loop.time()
+        now = connection.idle_since = self.loop.time()
         kept = self._idle.setdefault(connection.address, {})
         kept[connection] = None
-        while self._is_old(oldest := next(iter(kept))):
+        while self._is_old(oldest := next(iter(kept)), now):
             del kept[oldest]
             oldest.abort()
 
@@ -594,8 +594,8 @@ class Pool:
             connection.abort()
         await asyncio.sleep(0)  # asyncio reports the ends in the loop's next turn
 
-    def _is_old(self, connection: _Connection) -> bool:
-        return self.loop.time() - connection.idle_since > self._keepalive_seconds
+    def _is_old(self, connection: _Connection, now: float) -> bool:
+        return now - connection.idle_since > self._keepalive_seconds
 
 
 def _cause(error: BaseException) -> Broken | None:
@@ -619,6 +619,7 @@ def request_bytes(
     length = sum(map(len, body))
     lines = [f"{method} {path} HTTP/1.1", f"Host: {address}", f"Content-Length: {length}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
-    if _LINE_ENDS.search("".join(lines)):
+    head, num_ends = "\r\n".join([*lines, "", ""]), len(lines) + 1
+    if head.count("\n") != num_ends or head.count("\r") != num_ends or "\0" in head:
         raise ValueError("a value with a line end or NUL in the head of a request")
-    return ("\r\n".join([*lines, "", ""]).encode("latin-1"), *body)
+    return (head.encode("latin-1"), *body)

@@ -83,6 +83,7 @@ class ClientHouse:
         self._sending: dict[Visitor, float] = {}
         self._stalled: dict[Visitor, float] = {}
         self._spoken: dict[Visitor, float] = {}
+        self._line_of: dict[Visitor, dict[Visitor, float]] = {}
 
     @property
     def num_guests(self) -> int:
@@ -97,7 +98,7 @@ class ClientHouse:
         """Give a guest the place of the caller that it was; return how long it may have no
         request."""
         was_let_in, was_turned_away = caller in self._guests, caller in self._turned_away
-        has_spoken = caller in self._spoken
+        has_spoken = self._line_of.get(caller) is self._spoken
         self.leave(caller)
         if was_let_in:
             self._guests.add(guest)
@@ -132,17 +133,19 @@ class ClientHouse:
 
     def note_spoken(self, guest: Visitor) -> None:
         """Note that somebody without a request has said something that is not read yet."""
-        if guest in self._strangers or guest in self._idle:
+        line = self._line_of.get(guest)
+        if line is self._strangers or line is self._idle:
             self._move(guest, self._spoken)
 
     def note_read(self, guest: Visitor) -> None:
         """Note that all is read that somebody without a request has said."""
-        if guest in self._spoken:
+        if self._line_of.get(guest) is self._spoken:
             self.note_idle(guest)
 
     def note_request(self, guest: Visitor) -> None:
         """Note that a request has begun to arrive."""
-        if any(guest in line for line in (self._strangers, self._idle, self._spoken)):
+        line = self._line_of.get(guest)
+        if line is self._strangers or line is self._idle or line is self._spoken:
             self.note_sending(guest)
 
     def note_sending(self, guest: Visitor) -> None:
@@ -151,7 +154,7 @@ class ClientHouse:
 
     def note_arrival(self, guest: Visitor) -> None:
         """Note that a request has arrived."""
-        self._sending.pop(guest, None)
+        self._leave_line(guest, self._sending)
 
     def note_stall(self, guest: Visitor) -> None:
         """Note that a client does not take its answer."""
@@ -159,7 +162,7 @@ class ClientHouse:
 
     def note_taken(self, guest: Visitor) -> None:
         """Note that a client has taken what it had let pile up."""
-        self._stalled.pop(guest, None)
+        self._leave_line(guest, self._stalled)
 
     def end(self, guest: Guest, reason: str) -> None:
         """Close a connection when its client has taken all that it was told."""
@@ -176,13 +179,18 @@ class ClientHouse:
         """Forget a connection; idempotent."""
         self._guests.discard(guest)
         self._turned_away.discard(guest)
-        self._move(guest, {})
+        self._leave_line(guest, self._line_of.get(guest))
 
     def _move(self, guest: Visitor, line: dict[Visitor, float]) -> None:
-        for each in (self._strangers, self._idle, self._sending, self._stalled, self._spoken):
-            each.pop(guest, None)
+        self._leave_line(guest, self._line_of.get(guest))
         if guest in self._guests:
             line[guest] = guest.loop.time()
+            self._line_of[guest] = line
+
+    def _leave_line(self, guest: Visitor, line: dict[Visitor, float] | None) -> None:
+        """Leave a line, if the visitor is in it."""
+        if line is not None and line.pop(guest, None) is not None:
+            del self._line_of[guest]
 
     def _make_room(self, now: float) -> None:
         guest = (

@@ -93,7 +93,8 @@ class _Body:
         more = max(0, self._num_bytes - FREE_BYTES) - self._num_counted
         if more > self.memory.max_bytes - self.memory.num_bytes:
             return False
-        self._count(more)
+        if more:
+            self._count(more)
         self._append(piece)
         return self._num_bytes <= LARGE_BYTES or self._write()
 

@@ -94,8 +94,7 @@ class StrictConnection(HttpToolsProtocol):
         try:
             self._parse(data)
             if was_in_head and self._is_in_head:
-                self._num_open_bytes += len(data)
-                self._check_size()
+                self._count_open(len(data))
         except httptools.HttpParserError as error:
             self._refuse(_cause(error) or _Refused(400, "syntax", "not HTTP/1.1"))
         except _Refused as refused:
@@ -228,7 +227,7 @@ class StrictConnection(HttpToolsProtocol):
         """Run the application for the request in progress, unless its client has left."""
         if self._running is None or self._running.disconnected:
             return
-        self._running.task = asyncio.current_task()
+        self._running.task = asyncio.current_task(self.loop)
         with suppress(asyncio.CancelledError):
             await self.application(scope, receive, send)
 
@@ -278,13 +277,17 @@ class StrictConnection(HttpToolsProtocol):
             raise _Refused(501, "encoding", "the only Transfer-Encoding is chunked")
 
     def _count_head(self, num_bytes: int) -> None:
-        self._num_head_bytes += num_bytes
+        """Count a part of the head that the parser has reported whole."""
         self._num_open_bytes = 0
-        self._check_size()
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            raise _too_large()
 
-    def _check_size(self) -> None:
+    def _count_open(self, num_bytes: int) -> None:
+        """Count what the parser has of a header that has not come whole."""
+        self._num_open_bytes += num_bytes
         if self._num_head_bytes + self._num_open_bytes > MAX_HEAD_BYTES:
-            raise _Refused(431, "head", f"the head is larger than {MAX_HEAD_BYTES} bytes")
+            raise _too_large()
 
     # The end.
 
@@ -433,6 +436,10 @@ class _Exit:
 def _cause(error: BaseException) -> _Refused | None:
     """Return what one of our calls raised within the parser."""
     return error.__context__ if isinstance(error.__context__, _Refused) else None
+
+
+def _too_large() -> _Refused:
+    return _Refused(431, "head", f"the head is larger than {MAX_HEAD_BYTES} bytes")
 
 
 def _has_unknown_length(message: Any) -> bool:

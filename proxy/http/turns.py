@@ -36,11 +36,14 @@ class Turns:
         self._num_left: float = num_turns  # in this round
         self._began = 0.0
         self._is_running = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._lines: dict[str, OrderedDict[Hashable, Work]] = {}
 
     async def take(self, origin: str = "") -> None:
         """Wait for one's turn, behind all others of that origin."""
-        if not self._lines and self.do_now(_nothing):
+        if not self._lines and self._num_left > 0:
+            self._num_left -= self._least  # its work begins when its turn is over
+            self._run()
             return
         mine = asyncio.get_running_loop().create_future()
         self.ask(origin, mine, partial(_wake, mine), goes_on=True)
@@ -81,7 +84,7 @@ class Turns:
     def _run(self) -> None:
         if not self._is_running:
             self._is_running = True
-            loop = asyncio.get_running_loop()
+            loop = self._loop = self._loop or asyncio.get_running_loop()
             self._began = loop.time()
             self._give_soon(loop)
 
@@ -92,7 +95,8 @@ class Turns:
             loop.call_soon(self._give)
 
     def _give(self) -> None:
-        loop, before = asyncio.get_running_loop(), self._began
+        assert self._loop is not None
+        loop, before = self._loop, self._began
         self._began = loop.time()
         # Where a round has room for several anyway, more would make the next round as long.
         share = LEAST_PER_SECOND if self._least >= 1 else 0
@@ -118,7 +122,3 @@ class Turns:
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():  # it may have been cancelled, and not have left yet
         waiter.set_result(None)
-
-
-def _nothing() -> None:
-    """Do nothing: the work begins when its turn is over."""

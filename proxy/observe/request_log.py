@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,6 +24,7 @@ logger = logging.getLogger("proxy.access")
 
 LOG_SECONDS = 0.1
 NUM_RECENT = 50
+_encoder = msgspec.json.Encoder()
 
 
 @dataclass(eq=False)
@@ -166,9 +168,16 @@ class RequestLog:
 
 
 def _line(when: float, record: RequestRecord) -> bytes:
-    now = datetime.fromtimestamp(when, timezone.utc).isoformat(timespec="milliseconds")
-    return msgspec.json.encode({"time": now, **record.describe()})
+    second, millisecond = divmod(int(when * 1000), 1000)
+    now = f"{_time(second)}.{millisecond:03d}+00:00"
+    return _encoder.encode({"time": now, **record.describe()})
+
+
+@lru_cache(1)
+def _time(second: int) -> str:
+    """Return a time without its zone; a batch of lines has few of them."""
+    return datetime.fromtimestamp(second, timezone.utc).replace(tzinfo=None).isoformat()
 
 
 def _milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1000, 1)
+    return None if seconds is None else int(seconds * 10_000 + 0.5) / 10

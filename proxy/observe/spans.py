@@ -200,6 +200,7 @@ class LegSpan(LegTrace):
     """The span of a leg."""
 
     __slots__ = ("_span",)
+    has_span = True
 
     def __init__(self, span: Span, context: Context) -> None:
         super().__init__(context)

@@ -33,6 +33,7 @@ class LegTrace:
     """A leg's place in a trace; `context` has the headers by which its instance is told."""
 
     __slots__ = ("context", "status")
+    has_span = False  # whose end matters
 
     def __init__(self, context: Context) -> None:
         self.context = context

@@ -140,11 +140,11 @@ def _as_answer(response: Response, body: bytes) -> Answer:
 def passed_headers(response: Response, *dropped: bytes) -> Headers:
     """Return the headers for the client, without those of `dropped`; names are in lower case."""
     hops = {token.strip().lower() for token in response.header(b"connection").split(b",")}
-    kept_back = {*KEPT_BACK_HEADERS, *hops, *dropped}
+    kept_back = hops.union(dropped)
     passed = [
         (name, value)
         for name, value in response.headers
-        if name.lower() not in kept_back and value.isascii()
+        if name not in KEPT_BACK_HEADERS and name not in kept_back and value.isascii()
     ]
     return passed + _NOT_FOR_BROWSERS
 

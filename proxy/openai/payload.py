@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -284,6 +285,7 @@ def _bounded(value: msgspec.Raw) -> msgspec.Raw:
     return value
 
 
+@lru_cache(1024)  # of few instances
 def _split(address: str) -> tuple[str, int] | tuple[None, None]:
     if not address:
         return None, None

@@ -104,6 +104,11 @@ class _Metadata(msgspec.Struct):
     user_id: str = ""
 
 
+_metadata = msgspec.json.Decoder(_Metadata)
+_number = msgspec.json.Decoder(int)
+_string = msgspec.json.Decoder(str)
+
+
 def read_prompt(fields: Fields, session: str = "", api: Api = COMPLETIONS) -> Prompt:
     """Read a request; a value of a wrong type counts as missing.
 
@@ -118,7 +123,7 @@ def read_prompt(fields: Fields, session: str = "", api: Api = COMPLETIONS) -> Pr
         context=tuple([_compared(fields[n]) if n in fields else b"" for n in _CONTEXT]),
         num_output_tokens=_num_output_tokens(fields),
         needs_whole_prompt=_needs_whole_prompt(fields) or api.computes_alone(fields),
-        salt=_value(fields, "cache_salt", str, ""),
+        salt=_value(fields, "cache_salt", _string, ""),
     )
 
 
@@ -131,14 +136,16 @@ def _compared(value: payload.Value) -> bytes | memoryview:
 
 
 def _num_output_tokens(fields: Fields) -> int:
-    asked = next(filter(None, (_value(fields, name, int, 0) for name in _LIMITS)), 0)
+    asked = 0
+    for name in _LIMITS:
+        asked = asked or _value(fields, name, _number, 0)
     return min(max(asked, 0) or EXPECTED_OUTPUT_TOKENS, EXPECTED_OUTPUT_TOKENS)
 
 
 def _user(fields: Fields, api: Api) -> str:
     if api.is_anthropic:
-        return _value(fields, "metadata", _Metadata, _Metadata()).user_id
-    return _value(fields, "user", str, "")
+        return _value(fields, "metadata", _metadata, _Metadata()).user_id
+    return _value(fields, "user", _string, "")
 
 
 def _needs_whole_prompt(fields: Fields) -> bool:
@@ -147,10 +154,12 @@ def _needs_whole_prompt(fields: Fields) -> bool:
     return any(payload.small(fields, name, b"?") not in _NOTHING for name in asked)
 
 
-def _value(fields: Fields, name: str, kind: type[Value], default: Value) -> Value:
+def _value(
+    fields: Fields, name: str, decoder: msgspec.json.Decoder[Value], default: Value
+) -> Value:
     if name not in fields:
         return default
     try:
-        return msgspec.json.decode(payload.small(fields, name), type=kind)
+        return decoder.decode(payload.small(fields, name))
     except BAD_JSON:
         return default

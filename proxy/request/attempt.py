@@ -128,7 +128,8 @@ class Attempt:
     def trace(self, leg: Leg) -> LegTrace:
         """Begin a leg's place in the request's trace, which ends with the attempt at the latest."""
         trace = self.record.trace.leg(self.name_of(leg), leg.instance, self.transfer_id)
-        self.ends.callback(self._end_trace, trace)
+        if trace.has_span:
+            self.ends.callback(self._end_trace, trace)
         return trace
 
     def name_of(self, leg: Leg) -> str:

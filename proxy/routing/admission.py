@@ -61,9 +61,10 @@ class Admission:
             ProxyError: 429, the queue is full or the wait timed out.
             NoInstance: no instance could serve the request.
         """
-        waiter = _Waiter(start, ends)
-        started = None if model in self._lines else self._try(waiter)
-        return await self._wait(model, waiter) if started is None else started
+        started = None if model in self._lines else self._try(start, ends)
+        if started is None:
+            started = await self._wait(model, _Waiter(start, ends))
+        return started
 
     def wake(self) -> None:
         """Let the first request of each queue try again; call this when there may be room."""
@@ -71,15 +72,15 @@ class Admission:
         for line in self._lines.values():
             line[0].turn.set()
 
-    def _try(self, waiter: _Waiter[Started]) -> Started | None:
+    def _try(self, start: Callable[[], Started], ends: Ends) -> Started | None:
         if self.num_running >= self._max_running:
             return None
         try:
-            started = waiter.start()
+            started = start()
         except Busy:
             return None
         self.num_running += 1
-        waiter.ends.callback(self._leave)
+        ends.callback(self._leave)
         return started
 
     def _leave(self) -> None:
@@ -110,7 +111,7 @@ class Admission:
             await waiter.turn.wait()
             waiter.turn.clear()
             if line.found_busy != self._num_wakes:
-                if (started := self._try(waiter)) is not None:
+                if (started := self._try(waiter.start, waiter.ends)) is not None:
                     return started
                 line.found_busy = self._num_wakes
             if waiter.is_late:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from p2p_engine.errors import ConfigError, P2pError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from proxy.openai.prompt import Prompt
 
 TIDY_SECONDS = 0.2
+_BY_LOAD = attrgetter("load", "last_turn")
 
 
 @dataclass(eq=False)
@@ -164,7 +166,7 @@ class Router:
         return able, [instance for instance in able if instance.in_flight[role] < self._max_legs]
 
     def _choose(self, role: Role, candidates: Sequence[Instance], prompt: Prompt) -> Instance:
-        in_order = sorted(candidates, key=lambda instance: (instance.load, instance.last_turn))
+        in_order = sorted(candidates, key=_BY_LOAD)
         return self._policies[role].choose(in_order, prompt)
 
     def _need_no_prefill(self, decodes: list[Instance], prompt: Prompt) -> list[Instance]:
