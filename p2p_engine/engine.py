@@ -436,6 +436,12 @@ class P2pNcclEngine:
         if not self._parts.control.alive and not self._closed:
             self._parts.dispatch.on_tick(time.monotonic())
 
+    def wait_for_change(self, timeout: float) -> None:
+        """Block until a transfer is released, denied or done, for at most `timeout` seconds. The
+        interpreter is free meanwhile."""
+        with self._parts.changed:
+            self._parts.changed.wait(timeout)
+
     def drop_landed(self) -> int:
         """Drop chunks that no receive has claimed, landed or on their way; returns the bytes that
         had landed."""

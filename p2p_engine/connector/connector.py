@@ -76,6 +76,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# How long a step that computes nothing waits for a transfer. vLLM makes such steps one after the
+# other while KV is awaited or held, and its worker spins in between, which takes the core of the
+# thread that moves KV. A new request waits for the end of such a step.
+LINGER_SECONDS = 0.002
+
 
 class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
     """Moves KV cache, point to point, between the vLLM instances that a proxy pairs."""
@@ -116,6 +121,8 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         self._reporter: StatsReporter | None = None
         self._invalid_block_ids: set[int] = set()
         self._handled: BaseException | None = None  # where the step began
+        # Data-parallel ranks step together, so one would hold up the others.
+        self._linger_seconds = LINGER_SECONDS if parallel.data_parallel_size == 1 else 0.0
         if role is KVConnectorRole.SCHEDULER:  # made after the workers, which have checked it
             self._groups = layer_groups(kv_cache_config)
             self._scheduler = self._make_scheduler_half()
@@ -426,7 +433,10 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _take_results(self) -> StepResults:
         self._look_for_failure()
-        results = self._worker.take_results() if self._worker is not None else StepResults()
+        metadata, results = self._connector_metadata, StepResults()
+        if self._worker is not None:
+            is_empty = isinstance(metadata, P2pConnectorMetadata) and not metadata.computes
+            results = self._worker.take_results(self._linger_seconds if is_empty else 0.0)
         self._invalid_block_ids |= results.invalid_block_ids
         return results
 

@@ -113,3 +113,4 @@ class StepOrders:
     kept: list[Party] = field(default_factory=list)  # KV that will be loaded, later
     dropped: list[Party] = field(default_factory=list)  # KV that is no longer kept
     is_reset: bool = False  # vLLM reset its caches: landed and held KV is out of date
+    computes: bool = False  # the step computes tokens

@@ -318,6 +318,7 @@ class SchedulerHalf:
         """Return the orders of one step: all changes since the last one, and the tokens it
         computes."""
         metadata, self._next = self._next, P2pConnectorMetadata()
+        metadata.computes = output.total_num_scheduled_tokens > 0
         self._wanted.take_orders(metadata)
         metadata.ended_sends = [
             dataclasses.replace(item, is_sent_again=item.party.content in self._sent)

@@ -119,11 +119,18 @@ class WorkerHalf:
         for sends in self._sends:
             sends.lose_step("the forward failed")
 
-    def take_results(self) -> StepResults:
+    def take_results(self, linger_seconds: float = 0.0) -> StepResults:
         """Return the requests that ended since the last step, in all groups; call it after the
-        step."""
+        step. If there are none, wait for a change for `linger_seconds`."""
         self.engine.step_ended()
         self.engine.poll()
+        results = self._results()
+        if linger_seconds and results == StepResults():
+            self.engine.wait_for_change(linger_seconds)
+            results = self._results()
+        return results
+
+    def _results(self) -> StepResults:
         results = StepResults()
         for sends in self._sends:
             results.finished_sending.update(self._sent.add(sends.take_released()))

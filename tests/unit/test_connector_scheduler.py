@@ -432,6 +432,13 @@ def test_media_that_have_no_identifiers_are_computed_locally(
     assert counting.num_loadable_tokens(text, 0) == 40
 
 
+def test_workers_are_told_whether_a_step_computes(half: SchedulerHalf) -> None:
+    output = make_output()
+    assert not half.build_metadata(output).computes
+    output.total_num_scheduled_tokens = 1
+    assert half.build_metadata(output).computes
+
+
 def test_a_prompt_beside_states_is_cut_where_neither_vllm_nor_the_model_minds() -> None:
     for num_tokens, media, expected in (
         (1, [], 1), (2, [], 2), (3, [], 2), (40, [], 39),

@@ -77,6 +77,8 @@ class EngineDouble:
     refusal: P2pError | None = None
     on_cancel: Callable[[Transfer], None] = lambda transfer: None
     num_dropped: int = 0
+    waits: list[float] = field(default_factory=list)
+    on_wait: Callable[[], None] = lambda: None
     is_in_step: bool = False
 
     def step_began(self) -> None:
@@ -147,6 +149,10 @@ class EngineDouble:
 
     def poll(self) -> None:
         pass
+
+    def wait_for_change(self, timeout: float) -> None:
+        self.waits.append(timeout)
+        self.on_wait()
 
 
 def end(transfer: Transfer, error: P2pError | None = None) -> None:
@@ -418,6 +424,27 @@ def load(name: str = "r", first_block: int = 0, num_tokens: int = 100) -> Load:
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     wanted = BlockRange(first_block, blocks(30 + first_block, num_blocks - first_block))
     return Load(party(name, num_tokens), (wanted,))
+
+
+def test_a_step_that_computes_nothing_waits_for_what_ends_meanwhile(
+    engine: EngineDouble, worker: WorkerHalf
+) -> None:
+    run(worker, loads=[load()])
+    _, transfer, _ = engine.received["t-r"]
+    assert worker.take_results(0.5).finished_recving == set()
+    engine.on_wait = lambda: end(transfer)
+    assert worker.take_results(0.5).finished_recving == {"r"}
+    assert engine.waits == [0.5, 0.5]
+
+
+def test_a_step_that_has_something_to_report_does_not_wait(
+    engine: EngineDouble, worker: WorkerHalf
+) -> None:
+    run(worker, loads=[load()])
+    end(engine.received["t-r"][1])
+    assert worker.take_results(0.5).finished_recving == {"r"}
+    assert worker.take_results().finished_recving == set()  # this one computes
+    assert not engine.waits
 
 
 def test_a_load_is_reported_once_when_it_is_done(engine: EngineDouble, worker: WorkerHalf) -> None:
