@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 import shlex
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -203,6 +204,27 @@ def test_every_rate_of_the_readme_is_in_the_record_that_it_names() -> None:
     spread = f"between {nixl['gb_per_s_min']:.1f} and {nixl['gb_per_s_max']:.1f}"
     assert f"at 1 MiB, NIXL's lie {spread}" in unwrapped("README.md")
     assert f"after a start reach {cold['gb_per_s_median']} GB/s" in unwrapped("README.md")
+
+
+def test_first_tokens_of_the_readme_are_recorded() -> None:
+    rows = [row for line in (3, 4, 5) for row in recorded("serving", line)]
+    columns = ("alone", "PUT_ASYNC", "GET", "NIXL pull, not pinned")
+    text = (ROOT / "README.md").read_text()
+    told = re.findall(r"^\| (\d*,?\d+) \|([\d, |]+)\|$", text, re.MULTILINE)
+    assert [tokens for tokens, _ in told] == ["200", "1,000", "3,000"]
+    for tokens, rest in told:
+        asked = [
+            row
+            for row in rows
+            if row["what"] == "request" and row["tokens"] == int(tokens.replace(",", ""))
+        ]
+        expected = [
+            statistics.median(r["first_ms"] for r in asked if r["who"] == who and r["round"])
+            for who in columns
+        ]
+        found = [float(number.replace(",", "")) for number in rest.split("|")]
+        assert found == pytest.approx(expected, abs=0.5)
+        assert all(row.get("same", True) for row in asked)
 
 
 def test_what_the_readme_says_of_the_proxys_cost_is_recorded() -> None:
