@@ -52,6 +52,23 @@ class DirectPair:
         return [self.prefill, self.decode]
 
 
+@dataclass(frozen=True)
+class DirectTrio(DirectPair):
+    """A pair, and one instance alone."""
+
+    single: Member
+
+    @property
+    def proxy_url(self) -> str:
+        """Where the proxy answers."""
+        assert self.fleet.proxy is not None
+        return self.fleet.proxy.url
+
+    def alone(self, question: Question) -> Answer:
+        """Ask the single instance."""
+        return ask(self.single.url, question)
+
+
 class TokensSince:
     """How many tokens of prompts a member has computed, found in its cache, or was sent, since this
     was made."""

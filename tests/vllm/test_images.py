@@ -10,7 +10,6 @@ import random
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,14 +22,14 @@ from p2p_engine.transfer_config import EXTRA
 from p2p_engine.wire.request_ids import new_transfer_id
 from tests import marks
 from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
-from tests.compat.workload import BLOCK, Answer, Question, ask
+from tests.compat.workload import BLOCK, Question, ask
 from tests.support import eventually
 from tests.vllm.doors import MESSAGES, RESPONSES, post, said
 from tests.vllm.events import events_config
 from tests.vllm.load import ENVIRONMENT, check_nothing_held, landed_bytes
 from tests.vllm.observing import by_label
 from tests.vllm.other_models import IMAGE, PATCH, ensure_model
-from tests.vllm.pair import SEND_TYPES, DirectPair, TokensSince, changed
+from tests.vllm.pair import SEND_TYPES, DirectTrio, TokensSince, changed
 
 pytestmark = [marks.vllm, marks.slow, pytest.mark.timeout(1800)]
 
@@ -117,23 +116,8 @@ def words(seed: str, num_numbers: int = 20) -> str:
     return " ".join(str(source.randrange(10**6)) for _ in range(num_numbers))
 
 
-@dataclass(frozen=True)
-class ImageTrio(DirectPair):
-    """A pair, and one instance alone."""
-
-    single: Member
-
-    @property
-    def proxy_url(self) -> str:
-        assert self.fleet.proxy is not None
-        return self.fleet.proxy.url
-
-    def alone(self, question: Question) -> Answer:
-        return ask(self.single.url, question)
-
-
 @pytest.fixture(scope="module")
-def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ImageTrio]:
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DirectTrio]:
     with Fleet(
         ensure_model("ocr"),
         vllm_args=ARGS,
@@ -150,7 +134,7 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ImageTrio]:
         )
         decode = fleet.start(MemberRole.DECODE, vllm_args=events[1])
         fleet.wait_ready(timeout=BOOT_SECONDS)
-        yield ImageTrio(fleet, prefill, decode, single)
+        yield DirectTrio(fleet, prefill, decode, single)
 
 
 def shapes(seed: str) -> list[tuple[Part, ...]]:
@@ -166,7 +150,7 @@ def shapes(seed: str) -> list[tuple[Part, ...]]:
 
 
 @pytest.mark.parametrize("send_type", SEND_TYPES)
-def test_every_token_comes_from_transferred_kv(trio: ImageTrio, send_type: str) -> None:
+def test_every_token_comes_from_transferred_kv(trio: DirectTrio, send_type: str) -> None:
     for parts in shapes(send_type):
         question = chat(*parts)
         by_prefill, by_decode = TokensSince(trio.prefill), TokensSince(trio.decode)
@@ -179,7 +163,7 @@ def test_every_token_comes_from_transferred_kv(trio: ImageTrio, send_type: str) 
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
-def test_each_api_takes_images(trio: ImageTrio, path: str, is_stream: bool) -> None:
+def test_each_api_takes_images(trio: DirectTrio, path: str, is_stream: bool) -> None:
     seed = f"{path} {is_stream}"
     text, picture = words(seed), Picture(seed, 6, 7)
     source = {"type": "base64", "media_type": "image/png", "data": picture.base64}
@@ -221,7 +205,7 @@ def chat_ids(text: str, *, is_stream: bool) -> list[int]:
     return ids
 
 
-def test_two_images_behind_one_text_share_nothing(trio: ImageTrio) -> None:
+def test_two_images_behind_one_text_share_nothing(trio: DirectTrio) -> None:
     """Both sides cache prefixes: only the text before the images may be found there."""
     before, after = words("before", 40), words("after", 40)
     questions = [chat(before, Picture(f"one of two {n}"), after) for n in range(2)]
@@ -240,14 +224,14 @@ def test_two_images_behind_one_text_share_nothing(trio: ImageTrio) -> None:
         assert min(second_time) >= num_tokens // BLOCK * BLOCK - 1
 
 
-def prompt_ids(trio: ImageTrio, question: Question) -> list[int]:
+def prompt_ids(trio: DirectTrio, question: Question) -> list[int]:
     """The tokens of a prompt, with those of its images."""
     body = {name: value for name, value in question.body.items() if name != "temperature"}
     ids: list[int] = json.loads(post(trio.single.url + CHAT, body))["prompt_token_ids"]
     return ids
 
 
-def test_the_tokens_of_an_image_without_it_are_another_prompt(trio: ImageTrio) -> None:
+def test_the_tokens_of_an_image_without_it_are_another_prompt(trio: DirectTrio) -> None:
     """Everybody holds the blocks of the image under the same tokens, the proxy knows of them by
     events, and one session has them: none is taken."""
     question = chat(words("tokens", 80), Picture("tokens", 12, 12), words("tokens 2"))
@@ -265,7 +249,7 @@ def test_the_tokens_of_an_image_without_it_are_another_prompt(trio: ImageTrio) -
 
 
 @pytest.mark.parametrize("send_type", SEND_TYPES)
-def test_kv_of_another_image_is_not_taken(trio: ImageTrio, send_type: str) -> None:
+def test_kv_of_another_image_is_not_taken(trio: DirectTrio, send_type: str) -> None:
     """Prefill is shown one image and decode another one, under one name: decode computes its
     own."""
     text = words(f"lie {send_type}")
@@ -282,7 +266,7 @@ def live_bytes(member: Member) -> int:
     return by_label(member, "vllm:p2p_live_bytes", "place").total()
 
 
-def test_turns_of_a_session(trio: ImageTrio) -> None:
+def test_turns_of_a_session(trio: DirectTrio) -> None:
     """What decode has is not pushed again. Prompts with media are not stashed, so nothing comes
     back to prefill."""
     messages: list[dict[str, Any]] = []
@@ -308,7 +292,7 @@ def test_turns_of_a_session(trio: ImageTrio) -> None:
 
 
 @pytest.mark.parametrize("send_type", SEND_TYPES)
-def test_a_prompt_that_ends_in_an_image(trio: ImageTrio, send_type: str) -> None:
+def test_a_prompt_that_ends_in_an_image(trio: DirectTrio, send_type: str) -> None:
     """Decode computes the last token itself: a part of the image."""
     parts = words(f"end {send_type}"), Picture(f"end {send_type}", 5, 7)
     question = changed(chat(*parts), chat_template=ENDS_IN_IMAGE)

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.fleet import Fleet
-from p2p_engine.cli.members import Member
 from p2p_engine.cli.tiny_model import ensure_tiny_model
 from p2p_engine.transfer_config import EXTRA
 from p2p_engine.wire.request_ids import new_transfer_id
 from tests import marks
 from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
-from tests.compat.workload import BLOCK, Answer, Question, ask
+from tests.compat.workload import BLOCK, Question, ask
 from tests.vllm.adapters import RANK, make_adapter
 from tests.vllm.load import ENVIRONMENT, check_nothing_held
-from tests.vllm.pair import SEND_TYPES, DirectPair, TokensSince
+from tests.vllm.pair import SEND_TYPES, DirectTrio, TokensSince
 
 pytestmark = [marks.vllm, marks.slow, pytest.mark.timeout(1800)]
 
@@ -37,23 +35,8 @@ SETTINGS = {
 }
 
 
-@dataclass(frozen=True)
-class AdapterTrio(DirectPair):
-    """A pair, and one instance alone."""
-
-    single: Member
-
-    @property
-    def proxy_url(self) -> str:
-        assert self.fleet.proxy is not None
-        return self.fleet.proxy.url
-
-    def alone(self, question: Question) -> Answer:
-        return ask(self.single.url, question)
-
-
 @pytest.fixture(scope="module")
-def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterTrio]:
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DirectTrio]:
     folder = tmp_path_factory.mktemp("adapters")
     adapters = [
         f"{name}={make_adapter(folder / name, seed)}" for seed, name in enumerate(MODELS[1:])
@@ -73,7 +56,7 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterTrio]:
         prefill = fleet.start(MemberRole.PREFILL, transfer_config={"kv_role": "kv_both"})
         decode = fleet.start(MemberRole.DECODE)
         fleet.wait_ready(timeout=BOOT_SECONDS)
-        yield AdapterTrio(fleet, prefill, decode, single)
+        yield DirectTrio(fleet, prefill, decode, single)
 
 
 def question(model: str, prompt: list[int], **more: Any) -> Question:
@@ -90,7 +73,7 @@ def prompt_of(seed: str, length: int = LENGTH) -> list[int]:
 
 
 @pytest.mark.parametrize("send_type", SEND_TYPES)
-def test_each_adapter_has_its_own_kv_of_one_prompt(trio: AdapterTrio, send_type: str) -> None:
+def test_each_adapter_has_its_own_kv_of_one_prompt(trio: DirectTrio, send_type: str) -> None:
     """Both sides cache prefixes. The first time, nothing of the others' is found there."""
     asked = [question(model, prompt_of(send_type)) for model in MODELS]
     expected = [trio.alone(each) for each in asked]
@@ -109,7 +92,7 @@ def test_each_adapter_has_its_own_kv_of_one_prompt(trio: AdapterTrio, send_type:
 
 
 @pytest.mark.parametrize("send_type", SEND_TYPES)
-def test_kv_of_another_adapter_is_not_taken(trio: AdapterTrio, send_type: str) -> None:
+def test_kv_of_another_adapter_is_not_taken(trio: DirectTrio, send_type: str) -> None:
     """Prefill is asked for one adapter and decode for another one, under one name: decode computes
     its own."""
     for one, other in ((ADA, BOB), (ADA, BASE), (BASE, ADA)):
@@ -123,7 +106,7 @@ def test_kv_of_another_adapter_is_not_taken(trio: AdapterTrio, send_type: str) -
         assert by_decode["local_compute"] == LENGTH
 
 
-def test_a_session_that_changes_its_adapter(trio: AdapterTrio) -> None:
+def test_a_session_that_changes_its_adapter(trio: DirectTrio) -> None:
     """What decode has kept of a turn, and what the proxy believes of it, is that adapter's."""
     session, prompt = {"X-Session-Id": "changes"}, prompt_of("changes")
     for model, is_followed in ((ADA, True), (BOB, False), (BASE, False), (BASE, True)):
