@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,6 +38,22 @@ def eventually(condition: Callable[[], T], timeout: float = 10.0, what: str = ""
             raise AssertionError(f"not within {timeout} s: {what or condition}")
         time.sleep(0.002)
     return value
+
+
+@contextlib.contextmanager
+def all_given_back(double: GpuDouble) -> Iterator[None]:
+    """Wait, at the end, until a GPU holds no more than at the beginning. An earlier test's streams
+    may have been on their way out then."""
+    before = double.held()
+
+    def is_given_back() -> bool:
+        if all(count <= before[name] for name, count in double.held().items()):
+            return True
+        gc.collect()  # events hang on errors and their frames
+        return False
+
+    yield
+    eventually(is_given_back, what=f"{double.held()} is more than {before}")
 
 
 class SeededRandom(random.Random):

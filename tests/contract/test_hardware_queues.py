@@ -20,7 +20,7 @@ from p2p_engine.transports.nccl.library import Nccl
 from tests.doubles.gpu import GpuDouble
 from tests.rigs.tensors import random_memory
 from tests.rigs.transports import TransportEnd, TransportPair, write
-from tests.support import SeededRandom, eventually
+from tests.support import SeededRandom, all_given_back, eventually
 
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 DEFAULT_QUEUES = 8
@@ -30,9 +30,8 @@ MANY_QUEUES = 32
 @pytest.fixture
 def double() -> Iterator[GpuDouble]:
     made = GpuDouble()
-    before = made.held()
-    yield made
-    eventually(lambda: made.held() == before, what=f"{made.held()} is not {before}")
+    with all_given_back(made):
+        yield made
 
 
 @pytest.fixture

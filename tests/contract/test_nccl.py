@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 import socket
 import struct
@@ -32,7 +31,7 @@ from p2p_engine.transports.nccl.wire import Frame, FrameKind, Wire
 from tests.doubles.gpu import GpuDouble
 from tests.rigs.tensors import random_memory
 from tests.rigs.transports import ARENA_BYTES, GrantedRegion, TransportEnd, TransportPair, write
-from tests.support import SeededRandom, eventually, held_resources
+from tests.support import SeededRandom, all_given_back, eventually, held_resources
 
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -40,15 +39,9 @@ HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 @pytest.fixture
 def double() -> Iterator[GpuDouble]:
     """Return the double; a test must give everything back, from one thread for each group."""
-    made = GpuDouble()
-    before, environment = made.held(), settings_of_process()
-
-    def is_as_before() -> bool:
-        gc.collect()  # events hang on errors and their frames
-        return made.held() == before
-
-    yield made
-    eventually(is_as_before, what=f"{made.held()} is not {before}")
+    made, environment = GpuDouble(), settings_of_process()
+    with all_given_back(made):
+        yield made
     assert settings_of_process() == environment
 
 

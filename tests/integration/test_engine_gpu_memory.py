@@ -14,7 +14,7 @@ from p2p_engine.sizing import device_memory
 from tests.doubles.gpu import GpuDouble
 from tests.rigs.engines import MIB, assert_idle, engines, settings
 from tests.rigs.tensors import random_tensor
-from tests.support import SeededRandom, eventually
+from tests.support import SeededRandom, all_given_back, eventually
 
 DOUBLE = GpuDouble()  # before any test looks at the threads that there are
 TAKEN_PERCENT = 92
@@ -23,9 +23,8 @@ pytestmark = pytest.mark.usefixtures("fork_server", "no_leaks")
 
 @pytest.fixture(autouse=True)
 def everything_is_given_back() -> Iterator[None]:
-    before = DOUBLE.held()
-    yield
-    eventually(lambda: DOUBLE.held() == before, what=f"{DOUBLE.held()} {before}")
+    with all_given_back(DOUBLE):
+        yield
 
 
 def left(nbytes: int) -> dict[str, int]:

@@ -19,7 +19,7 @@ from p2p_engine.gpu.pack import COMMANDS, ENGINE_BYTES, FEW, Pack, Way
 from p2p_engine.gpu.pack_kernel import TABLES_BYTES, TILE_BYTES, Table
 from p2p_engine.memory.layout import Int64s
 from tests.doubles.gpu import GpuDouble
-from tests.support import SeededRandom, eventually
+from tests.support import SeededRandom, all_given_back, eventually
 
 DOUBLE = GpuDouble()
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -103,16 +103,15 @@ class PackDouble:
 
 @pytest.fixture
 def double(request: pytest.FixtureRequest) -> Iterator[PackDouble]:
-    before = DOUBLE.held()
-    cuda = Cuda(DOUBLE.path)
-    cuda.use(0)
-    with DOUBLE.fault(compiler_fails=getattr(request, "param", 0)):
-        made = PackDouble(cuda, cuda.create_stream())
-    DOUBLE["kernels"] = 0
-    yield made
-    made.pack.close()
-    cuda.destroy_stream(made.stream)
-    eventually(lambda: DOUBLE.held() == before, what=f"{DOUBLE.held()} {before}")
+    with all_given_back(DOUBLE):
+        cuda = Cuda(DOUBLE.path)
+        cuda.use(0)
+        with DOUBLE.fault(compiler_fails=getattr(request, "param", 0)):
+            made = PackDouble(cuda, cuda.create_stream())
+        DOUBLE["kernels"] = 0
+        yield made
+        made.pack.close()
+        cuda.destroy_stream(made.stream)
 
 
 with_and_without = pytest.mark.parametrize(
@@ -248,13 +247,13 @@ def test_without_room_for_a_table_regions_are_copied_one_by_one(
 def test_what_the_kernel_lacks_is_given_back(
     faults: dict[str, int], rng: SeededRandom, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before, cuda = DOUBLE.held(), Cuda(DOUBLE.path)
-    cuda.use(0)
-    with DOUBLE.fault(**faults):
-        made = Pack(cuda, 0)
-    assert made.kernel is None
-    assert "no pack kernel, each region is a copy of its own" in caplog.text
-    eventually(lambda: DOUBLE.held() == before, what=f"{DOUBLE.held()} {before}")
+    with all_given_back(DOUBLE):
+        cuda = Cuda(DOUBLE.path)
+        cuda.use(0)
+        with DOUBLE.fault(**faults):
+            made = Pack(cuda, 0)
+        assert made.kernel is None
+        assert "no pack kernel, each region is a copy of its own" in caplog.text
     made.close()
 
 
