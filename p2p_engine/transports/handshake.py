@@ -114,7 +114,8 @@ class Door:
         tokens: Tokens,
         admitted: Callable[[socket.socket, int], None],
     ) -> None:
-        """`admitted(connection, epoch)` owns the connection from then on."""
+        """`admitted(connection, epoch)` owns the connection from then on. If it cannot take it
+        over, it raises OSError, and the connection ends."""
         self._control = control
         self._listener = listener
         self._tokens = tokens
@@ -185,7 +186,11 @@ class Door:
             return
         del self._pending[connection]
         self._control.unwatch(connection.fileno())
-        self._admitted(connection, epoch)
+        try:
+            self._admitted(connection, epoch)
+        except OSError as error:  # no descriptor, or no memory
+            logger.error("epoch %x cannot be let in: %s", epoch, str(error))
+            connection.close()
 
     def _drop(self, connection: socket.socket) -> None:
         self._pending.pop(connection, None)
@@ -231,14 +236,18 @@ class Dial:
         answered: Callable[[socket.socket, list[int]], None],
         failed: Callable[[TransportError], None],
     ) -> None:
-        """Start to connect; either `answered(connection, descriptors)` or `failed` is called,
-        once."""
+        """Start to connect; either `answered(connection, descriptors)` or `failed` is called, once.
+        If `answered` cannot take the connection over, it raises OSError, and `failed` is called."""
         self._dials = dials
         self._control = control
         self._preamble = preamble
         self._answered = answered
         self._failed = failed
-        self._connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            self._connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        except OSError as error:
+            failed(TransportError(f"socket: {error}"))
+            return
         self._connection.setblocking(False)
         try:
             with contextlib.suppress(BlockingIOError):
@@ -285,7 +294,10 @@ class Dial:
             return
         self._dials.discard(self)
         self._control.unwatch(self._connection.fileno())
-        self._answered(self._connection, descriptors)
+        try:
+            self._answered(self._connection, descriptors)
+        except OSError as error:  # no descriptor, or no memory
+            self._fail(f"take over: {error}")
 
     def _fail(self, reason: str) -> None:
         self.close()

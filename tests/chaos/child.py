@@ -17,6 +17,7 @@ import resource
 import socket
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -125,13 +126,31 @@ def ends_of(items: list[Open], seconds: float) -> list[tuple[str, str, bool, flo
     return [item.outcome() for item in items]
 
 
+class Raised(logging.Handler):
+    """Keeps the exceptions that are logged, each as one line of where it was raised."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note an exception."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            frames = traceback.extract_tb(error.__traceback__)[-6:]
+            places = (f"{Path(at.filename).name}:{at.lineno} {at.name}" for at in frames)
+            self.seen.append(f"{error!r} in {', '.join(places)}")
+
+
 class ChaosEngine:
     """The commands of a ChaosChild."""
 
     def __init__(self, config: EngineConfig, trap: Connection) -> None:
         os.setpgid(0, 0)  # the terminal's Ctrl-C is for the campaign
         torch.set_num_threads(1)
-        logging.disable(logging.ERROR)  # what is to be seen is in the record
+        logging.disable(logging.WARNING)  # what is to be seen is in the record
+        self._raised = Raised(logging.ERROR)
+        logging.getLogger().addHandler(self._raised)
         auth.SILENCE_SECONDS = 2
         dialler.IDLE_SECONDS = max(2.0, config.peer_timeout_seconds)
         links.REST_SECONDS = dialler.IDLE_SECONDS / 2  # no connection is closed between two PINGs
@@ -389,6 +408,7 @@ class ChaosEngine:
             "overdue_waits": 0, "healthy": True, "corrupted_chunks": 0, "kept": 0,
         }  # fmt: skip
         wrong = [f"{key}={stats[key]}" for key, value in wanted.items() if stats[key] != value]
+        wrong += self._raised.seen[-1:] if stats["control_errors"] else []
         return wrong + [f"parked WANTs={num_parked}"] * (num_parked > 0)
 
 

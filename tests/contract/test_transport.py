@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 
 import google_crc32c
 import numpy as np
@@ -21,6 +22,7 @@ from p2p_engine.transports.handshake import PREAMBLE
 from p2p_engine.wire.addresses import split_address
 from p2p_engine.wire.messages import Grant
 from tests.doubles.gpu import GpuDouble
+from tests.hostile.shortage import no_descriptor_left
 from tests.rigs.tensors import random_memory
 from tests.rigs.transports import MIB, NAMES, TRAILER, TransportPair, write
 from tests.support import SeededRandom, eventually
@@ -272,6 +274,30 @@ def test_bad_invitation_is_an_error_not_a_hang(pair: TransportPair, spoil: str) 
         endpoint = {**endpoint, "token": "00" * 16, "secret": "00" * 16}
     assert isinstance(pair.connect(endpoint), TransportError)
     pair.channel()
+
+
+@pytest.mark.parametrize("num_left", range(6))
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "nixl"])  # UCX dies of it
+def test_without_a_descriptor_a_dial_fails_and_the_next_one_succeeds(
+    name: str, num_left: int
+) -> None:
+    pair = TransportPair(name)
+    try:
+        outcome: Future[Channel | TransportError] = Future()
+        endpoint = pair.invitation()
+        with no_descriptor_left(but=num_left):
+            pair.sender.in_control(
+                lambda: pair.sender.transport.connect(endpoint, outcome.set_result)
+            )
+            with suppress(TimeoutError):
+                outcome.result(0.3)
+        found = outcome.result(10)
+        if not isinstance(found, TransportError):
+            pair.sender.in_control(found.close)
+        pair.channel()
+        assert (pair.sender.control.errors, pair.receiver.control.errors) == (0, 0)
+    finally:
+        pair.close()
 
 
 def test_invitation_is_good_for_one_connection(pair: TransportPair) -> None:
