@@ -438,7 +438,7 @@ class P2pNcclEngine:
 
     def wait_for_change(self, timeout: float) -> None:
         """Block until a transfer is released, denied or done, for at most `timeout` seconds. The
-        interpreter is free meanwhile."""
+        interpreter is free meanwhile. A change just before the call is not seen."""
         with self._parts.changed:
             self._parts.changed.wait(timeout)
 

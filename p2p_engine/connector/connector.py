@@ -44,7 +44,7 @@ from p2p_engine.connector.support import (
     num_local_ranks,
     read_config,
 )
-from p2p_engine.connector.worker import StepResults, WorkerHalf
+from p2p_engine.connector.worker import LINGER_SECONDS, StepResults, WorkerHalf
 from p2p_engine.engine import P2pNcclEngine
 from p2p_engine.errors import ConfigError
 from p2p_engine.peers.directory import Directory, RankAddress
@@ -75,11 +75,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-
-# How long a step that computes nothing waits for a transfer. vLLM makes such steps one after the
-# other while KV is awaited or held, and its worker spins in between, which takes the core of the
-# thread that moves KV. A new request waits for the end of such a step.
-LINGER_SECONDS = 0.002
 
 
 class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
@@ -121,8 +116,6 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         self._reporter: StatsReporter | None = None
         self._invalid_block_ids: set[int] = set()
         self._handled: BaseException | None = None  # where the step began
-        # Data-parallel ranks step together, so one would hold up the others.
-        self._linger_seconds = LINGER_SECONDS if parallel.data_parallel_size == 1 else 0.0
         if role is KVConnectorRole.SCHEDULER:  # made after the workers, which have checked it
             self._groups = layer_groups(kv_cache_config)
             self._scheduler = self._make_scheduler_half()
@@ -347,12 +340,16 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
             if risk := queue_risk(config, self._role_name, os.environ):
                 logger.warning("%s", risk)
         engine = P2pNcclEngine(config, spec=spec, receives=receives, spills=spills)
+        parallel = self._vllm_config.parallel_config
+        # Data-parallel ranks step together; with pipeline parallelism, another batch may compute.
+        is_alone = parallel.data_parallel_size == parallel.pipeline_parallel_size == 1
         self._worker = WorkerHalf(
             engine,
             spec,
             caches,
             can_fail_requests=compat.HAS_FAILED_REQUESTS,
             names_lost_blocks=can_name_lost_blocks(self._kv_cache_config, groups),
+            linger_seconds=LINGER_SECONDS if is_alone else 0.0,
         )
         self._reporter = StatsReporter(rank)
 
@@ -436,7 +433,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         metadata, results = self._connector_metadata, StepResults()
         if self._worker is not None:
             is_empty = isinstance(metadata, P2pConnectorMetadata) and not metadata.computes
-            results = self._worker.take_results(self._linger_seconds if is_empty else 0.0)
+            results = self._worker.take_results(is_empty=is_empty)
         self._invalid_block_ids |= results.invalid_block_ids
         return results
 

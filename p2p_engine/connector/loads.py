@@ -179,6 +179,11 @@ class Loads:
             except P2pError as error:
                 logger.info("not discarded: request=%s error=%s", party.request_id, named(error))
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether vLLM waits for a report from here."""
+        return bool(self._loading)
+
     def take_results(self) -> LoadResults:
         """Return the loads that ended, each exactly once."""
         results = LoadResults()

@@ -279,6 +279,11 @@ class Sends:
         else:
             sending.chunks.insert(0, _Chunk(kept_back.end_block, transfer))
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether vLLM waits for a report from here."""
+        return bool(self._held)
+
     def take_released(self) -> set[str]:
         """Return the held requests whose blocks are free now; each exactly once."""
         # Before 0.31, a step without a forward does not finish. A draft computes after the report.

@@ -60,6 +60,11 @@ class Stashing:
             if transfer is not None:
                 transfer.cancel(reason)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether vLLM waits for a report from here."""
+        return bool(self._copying)
+
     def take_released(self) -> list[str]:
         """Return the requests whose blocks are no longer read; each exactly once."""
         over = [name for name, item in self._copying.items() if item is None or item.released]

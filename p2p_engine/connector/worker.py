@@ -18,6 +18,11 @@ from p2p_engine.connector.sends import Sends
 from p2p_engine.connector.stashing import Stashing
 from p2p_engine.peers.directory import RankAddress
 
+# How long a step that computes nothing waits for a transfer. vLLM makes such steps one after the
+# other while KV is awaited or held, and its worker spins in between, which takes the core of the
+# thread that moves KV. A new request waits for the end of such a step.
+LINGER_SECONDS = 0.002
+
 if TYPE_CHECKING:
     from p2p_engine.connector.layer_group import GroupCache
     from p2p_engine.engine import P2pNcclEngine
@@ -45,8 +50,10 @@ class WorkerHalf:
         *,
         can_fail_requests: bool,
         names_lost_blocks: bool = True,
+        linger_seconds: float = 0.0,
     ) -> None:
-        """`Loads` explains the two flags."""
+        """`Loads` explains the two flags. A step that computes nothing waits for `linger_seconds`
+        for a transfer that vLLM waits for."""
         self.engine = engine
         self._spec = spec
         self._sends = [Sends(engine, cache) for cache in caches]
@@ -64,6 +71,8 @@ class WorkerHalf:
         self._sent = Tally(len(caches))
         self._loaded = Tally(len(caches))
         self._failed: set[str] = set()  # in a group, while others have not ended
+        self._linger_seconds = linger_seconds
+        self._was_empty = False  # the last step
 
     @property
     def location(self) -> RankAddress:
@@ -119,16 +128,26 @@ class WorkerHalf:
         for sends in self._sends:
             sends.lose_step("the forward failed")
 
-    def take_results(self, linger_seconds: float = 0.0) -> StepResults:
+    def take_results(self, *, is_empty: bool = False) -> StepResults:
         """Return the requests that ended since the last step, in all groups; call it after the
-        step. If there are none, wait for a change for `linger_seconds`."""
+        step. A step that `is_empty` may wait for one to end."""
         self.engine.step_ended()
         self.engine.poll()
         results = self._results()
-        if linger_seconds and results == StepResults():
-            self.engine.wait_for_change(linger_seconds)
+        # In vLLM's process, the tokens of a step wait for the return of the step behind it.
+        is_alone = is_empty and self._was_empty
+        self._was_empty = is_empty
+        if is_alone and self._linger_seconds and self._is_awaited and results == StepResults():
+            self.engine.wait_for_change(self._linger_seconds)
             results = self._results()
         return results
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether vLLM waits for the report of a transfer."""
+        parts: tuple[Loads | Sends | Stashing, ...]
+        parts = (*self._loads, *self._sends, *self._stashing)
+        return any(part.is_awaited for part in parts)
 
     def _results(self) -> StepResults:
         results = StepResults()

@@ -29,7 +29,7 @@ class HalfDouble:
         self.calls: list[tuple[str, bool]] = []
 
     def __getattr__(self, name: str) -> Any:
-        def call(*arguments: object) -> StepResults:
+        def call(*arguments: object, is_empty: bool = False) -> StepResults:
             assert arguments in ((), (ORDERS,))
             self.calls.append((name, bool(arguments)))
             return StepResults()

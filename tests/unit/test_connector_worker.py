@@ -22,7 +22,15 @@ from p2p_engine.connector import loads
 from p2p_engine.connector.groups import names_lost_blocks
 from p2p_engine.connector.host_buffer import InPlace
 from p2p_engine.connector.layer_group import GroupCache, LayerGroup
-from p2p_engine.connector.orders import BlockRange, EndedSend, Load, Party, SendStep, StepOrders
+from p2p_engine.connector.orders import (
+    BlockRange,
+    EndedSend,
+    Load,
+    Party,
+    SendStep,
+    Stash,
+    StepOrders,
+)
 from p2p_engine.connector.worker import WorkerHalf
 from p2p_engine.errors import (
     P2pError,
@@ -119,6 +127,12 @@ class EngineDouble:
         self.sent.append(Sent(key, None, source, binding, self._transfer(key), ready=True))
         return self.sent[-1].transfer
 
+    def stash(
+        self, key: TransferKey, source: PagedSource, *, binding: bytes, **settings: Any
+    ) -> Transfer:
+        self.sent.append(Sent(key, None, source, binding, self._transfer(key), ready=True))
+        return self.sent[-1].transfer
+
     def mark_ready(self, transfer: Transfer) -> None:
         next(item for item in self.sent if item.transfer is transfer).ready = True
 
@@ -189,6 +203,7 @@ def make_worker(
         caches,
         can_fail_requests=can_fail_requests,
         names_lost_blocks=names_lost_blocks(groups),
+        linger_seconds=0.5,
     )
 
 
@@ -431,19 +446,42 @@ def test_a_step_that_computes_nothing_waits_for_what_ends_meanwhile(
 ) -> None:
     run(worker, loads=[load()])
     _, transfer, _ = engine.received["t-r"]
-    assert worker.take_results(0.5).finished_recving == set()
+    for num_waits in (0, 1, 2):  # the tokens of the step before wait for the first one
+        assert worker.take_results(is_empty=True).finished_recving == set()
+        assert engine.waits == [0.5] * num_waits
     engine.on_wait = lambda: end(transfer)
-    assert worker.take_results(0.5).finished_recving == {"r"}
-    assert engine.waits == [0.5, 0.5]
+    assert worker.take_results(is_empty=True).finished_recving == {"r"}
+    assert worker.take_results(is_empty=True).finished_recving == set()  # nothing is awaited now
+    assert engine.waits == [0.5] * 3
+
+
+def test_what_is_held_or_stashed_is_awaited_as_well(
+    engine: EngineDouble, worker: WorkerHalf
+) -> None:
+    table = blocks(0, 7)
+    held = EndedSend(party("held", mode=SendMode.GET), None, is_held=True)
+    stash = Stash(party("stashed"), (table,), marks={}, seconds=9.0)
+    run(worker, sends=[step(held.party, table, 100)])
+    worker.take_results(is_empty=True)  # of a send whose request goes on, vLLM awaits nothing
+    for orders, name in (({"ended_sends": [held]}, "held"), ({"stashes": [stash]}, "stashed")):
+        run(worker, **orders)
+        worker.take_results(is_empty=True)
+        assert not engine.waits
+        worker.take_results(is_empty=True)
+        assert engine.waits.pop() == 0.5
+        end(engine.sent[-1].transfer)
+        assert worker.take_results(is_empty=True).finished_sending == {name}
 
 
 def test_a_step_that_has_something_to_report_does_not_wait(
     engine: EngineDouble, worker: WorkerHalf
 ) -> None:
-    run(worker, loads=[load()])
+    worker.take_results(is_empty=True)
+    run(worker, loads=[load(), load("other")])
     end(engine.received["t-r"][1])
-    assert worker.take_results(0.5).finished_recving == {"r"}
-    assert worker.take_results().finished_recving == set()  # this one computes
+    worker.take_results(is_empty=True)
+    end(engine.received["t-other"][1])
+    assert worker.take_results(is_empty=True).finished_recving == {"other"}
     assert not engine.waits
 
 
