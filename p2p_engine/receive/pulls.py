@@ -117,10 +117,11 @@ class Pulls(LinkListener):
         asked = [item for item in awaited if epoch in item.epochs]
         if awaited and not asked:  # if nothing is awaited, it has ended by now
             raise RemoteProtocolError(f"GONE of {key} from {epoch:x}, which was not asked for it")
-        for item in asked:
-            self._remove(item)
+        for item in asked:  # what has arrived may complete one; the tick after its end lets it go
             self._store.fail_content(item.content, error, said_by=epoch)
-            self._let_go(item)
+            if item.transfer.done:
+                self._remove(item)
+                self._let_go(item)
 
     def on_abandon(
         self,

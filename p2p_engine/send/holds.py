@@ -17,6 +17,7 @@ import numpy as np
 
 from p2p_engine.bounded import BoundedMap, Index
 from p2p_engine.config import EngineConfig
+from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
 from p2p_engine.errors import P2pError, TransferCancelled, TransferError, TransferTimeout
 from p2p_engine.health import Counters
@@ -64,7 +65,7 @@ class Hold:
     shipments: dict[PeerAddress, Shipment] = field(default_factory=dict)
     spaces: list[Space] = field(default_factory=list)  # its copy's place in the pool or the buffer
     copying: Job | None = None
-    wants: dict[PeerAddress, PendingWant] = field(default_factory=dict)  # being served
+    wants: dict[PeerAddress, PendingWant] = field(default_factory=dict)  # not served yet
     error: P2pError | None = None  # with which it ends
 
     @property
@@ -74,9 +75,9 @@ class Hold:
 
     @property
     def is_over(self) -> bool:
-        """Whether all readers are served and no shipment reads it."""
+        """Whether all readers are served, and nobody waits for it or for a beginning of it."""
         is_served = self.readers is not None and self.readers <= self.served.keys()
-        return is_served and not self.shipments
+        return is_served and not self.shipments and not self.wants
 
     @property
     def contents(self) -> list[ContentKey]:
@@ -203,11 +204,12 @@ class Holds:
         for content in hold.contents:
             departed = self._endings.begin(content)
             self._renewed.pop(content)
-            for peer, want in self._unheld.take(content):
-                self._serve(hold, peer, want)
             if departed is not None:
                 hold.readers = departed.readers
                 hold.served |= departed.ranks
+        for content in hold.contents:
+            for peer, want in self._unheld.take(content):
+                self._serve(hold, peer, want)
         if hold.is_over:
             self._end(hold, None, "the peer released it before it was held")
 
@@ -521,9 +523,13 @@ class Holds:
             for content in hold.contents:
                 self._unheld.refuse_all(content, ending)
         else:
-            self._endings.end(hold.content, reason, is_served=is_served, generation=hold.generation)
+            ending = self._endings.end(
+                hold.content, reason, is_served=is_served, generation=hold.generation
+            )
             self._depart(hold)
+        waiting = [want for peer, want in hold.wants.items() if peer not in hold.shipments]
         self._stop(hold, error, reason)
+        for_each(waiting, lambda want: want.refuse(ending))
 
     def _depart(self, hold: Hold) -> None:
         """Note which ranks of the peer will not ask for a hold again."""

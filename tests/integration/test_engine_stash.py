@@ -232,6 +232,63 @@ def test_nothing_is_kept_of_a_stash_that_its_reader_has_given_up_before(rng: See
         assert_idle(sender, receiver)
 
 
+def test_who_waits_for_one_beginning_gets_it_though_another_was_given_up(
+    rng: SeededRandom,
+) -> None:
+    theirs, ours = PagedMemory(16).fill(rng), PagedMemory(16)
+    with engines(2, "shm") as (sender, receiver):
+        unheld, peer = sender._parts.holds._unheld, PeerAddress(sender.zmq_address)
+        sink = ours.sink([4, 5, 6, 7, 8], 0, 40)
+        given_up = receiver.receive(KEY, sink, binding=b"five", peer=peer, pull=True)
+        eventually(lambda: len(unheld) == 1)
+        given_up.cancel("its request ended")
+        eventually(lambda: given_up.done and not len(unheld))
+        waiting = ask_for_three(receiver, ours, sender)
+        eventually(lambda: len(unheld) == 1)
+        stashed = stash(sender, theirs, list(range(NUM_BLOCKS)))
+        waiting.wait(10)
+        stashed.wait(10)
+        assert (ours.data[:, 1:4] == theirs.data[:, :3]).all()
+        assert_idle(sender, receiver)
+
+
+def test_who_waits_for_the_copy_is_served_though_another_peer_wants_no_more(
+    rng: SeededRandom,
+) -> None:
+    theirs, other = PagedMemory(16).fill(rng), PeerAddress("127.0.0.1:1")
+    with engines(2, "shm") as (sender, receiver):
+        holds, peer = sender._parts.holds, PeerAddress(receiver.zmq_address)
+        waiting = receiver.receive(KEY, PagedMemory(16).sink([1, 2, 3], 0, 24), binding=b"three")
+        with sender._parts.changed:  # nobody hears of the copy's end
+            stashed = stash(sender, theirs, list(range(NUM_BLOCKS)))
+            holds.on_want((KEY, b"three"), peer, None, lambda ending: pytest.fail(ending.reason))
+            holds.on_release((KEY, b"five"), other, None)
+        waiting.wait(10)
+        stashed.wait(10)
+        assert_idle(sender, receiver)
+
+
+@pytest.mark.parametrize("is_stash", [True, False], ids=["stash", "hold"])
+def test_who_waits_for_a_copy_that_ends_early_is_refused_at_once(
+    is_stash: bool, rng: SeededRandom
+) -> None:
+    theirs, peer = PagedMemory(16).fill(rng), PeerAddress("127.0.0.1:1")
+    refused: list[str] = []
+    with P2pNcclEngine(settings("shm")) as engine:
+        holds, content = engine._parts.holds, (KEY, b"all")
+        with engine._parts.changed:  # nobody hears of the copy's end
+            if is_stash:
+                held = stash(engine, theirs, list(range(NUM_BLOCKS)))
+            else:
+                held = engine.hold(KEY, theirs.source(list(range(8))), binding=b"all")
+                assert engine.spill(held)
+            holds.on_want(content, peer, None, lambda ending: refused.append(ending.reason))
+            assert not refused
+            holds.tick(engine._parts.holds._clock() + 1000)
+            assert refused == ["its lease has ended"]
+        eventually(lambda: is_idle(engine))
+
+
 def test_a_promise_that_is_pushed_after_all_is_kept(
     rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +315,29 @@ def test_a_promise_that_is_pushed_after_all_is_kept(
         sender.mark_ready(rest)
         waiting.wait(10)
         assert (ours.data[:, :8] == theirs.data[:, :8]).all()
+
+
+def test_who_hears_gone_while_it_settles_releases_the_rest_at_its_end(rng: SeededRandom) -> None:
+    """What has arrived may be all of it; here it is not, so the other ranks must hear."""
+    theirs, ours = PagedMemory(16).fill(rng), PagedMemory(16)
+    with engines(2, "shm") as (sender, receiver):
+        peer, source = PeerAddress(sender.zmq_address), theirs.source([4, 5, 6, 7], 4)
+        sender.hold(TransferKey("first"), theirs.source(list(range(8))))
+        sink = ours.sink(list(range(8)), 0)
+        receiver.receive(TransferKey("first"), sink, peer=peer, pull=True).wait(10)  # they have met
+        sender.send(KEY, PeerAddress(receiver.zmq_address), source, binding=b"x").wait(10)
+        sender._parts.holds._started_at -= 100.0
+        with receiver._parts.changed:  # nobody hears that the blocks are in place
+            loading = receiver.receive(
+                KEY, ours.sink(list(range(8)), 0), binding=b"x", peer=peer, pull=True, has_held=True
+            )
+            gone = TransferRejected("it is not held here any more")
+            receiver._parts.pulls.on_gone(KEY, b"x", sender.epoch, gone)
+            assert not loading.done
+        with pytest.raises(TransferRejected, match="not held here any more"):
+            loading.wait(10)
+        ended = sender._parts.endings._endings
+        eventually(lambda: (ending := ended.get((KEY, b"x"))) and ending.departed)
 
 
 def test_without_room_it_ends_at_once(rng: SeededRandom) -> None:
