@@ -8,7 +8,6 @@ import importlib.util
 import logging
 import os
 import random
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from p2p_engine.config import GPU_TRANSPORTS
-from tests import marks
+from tests import marks, ports
 from tests.doubles.gpu import GpuDouble
 from tests.processes import start_fork_server
 from tests.rigs.nixl import prepare_nixl
@@ -58,39 +57,13 @@ def rng() -> SeededRandom:
 @pytest.fixture
 def free_port() -> int:
     """Return a port of 127.0.0.1 on which nothing listens."""
-    return _free_port()
+    return ports.free_port()
 
 
 @pytest.fixture
 def free_ports() -> list[int]:
     """Return two of them."""
-    return [_free_port(), _free_port()]
-
-
-def _free_port() -> int:
-    """Return the next port of this process on which nothing listens.
-
-    Linux gives none of these to a connection, and each worker of a parallel run has its own, so
-    nobody takes one between here and the test.
-    """
-    for port in _PORTS:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no port is free")
-
-
-def _ports() -> Iterator[int]:
-    """Yield the ports of this worker, again and again, from a random one on."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
-    first = random.SystemRandom().randrange(PORTS_OF_A_WORKER)
-    while True:
-        for number in range(PORTS_OF_A_WORKER):
-            yield FIRST_PORT + worker * PORTS_OF_A_WORKER + (first + number) % PORTS_OF_A_WORKER
-
-
-FIRST_PORT, PORTS_OF_A_WORKER = 20_000, 3_000  # below 32,768, where Linux takes its own from
-_PORTS = _ports()
+    return [ports.free_port(), ports.free_port()]
 
 
 @pytest.fixture

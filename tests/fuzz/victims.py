@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.transports.shm import ShmTransport
 from p2p_engine.transports.tcp import TcpTransport
 from tests.doubles.server import ServerDouble
+from tests.ports import free_port
 from tests.processes import Child, start_fork_server
 from tests.rigs.engines import settings
 from tests.rigs.proxies import ASKED, LoopThread
@@ -143,7 +143,7 @@ class ProxyVictim(Victim):
 
     def _start(self, key_file: str) -> None:
         """Start the proxy; it ends if somebody else took a port meanwhile."""
-        self._port, registration = _free_ports(2)
+        self._port, registration = free_port(), free_port()
         self.addresses = {
             "registration": f"127.0.0.1:{registration}",
             "http": f"127.0.0.1:{self._port}",
@@ -200,11 +200,3 @@ class ProxyVictim(Victim):
             self._loop.run(double.__aexit__(None, None, None))
         self._loop.close()
         self._log.close()
-
-
-def _free_ports(count: int) -> list[int]:
-    with_ports = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(server.getsockname()[1]) for server in with_ports]
-    for server in with_ports:
-        server.close()
-    return ports

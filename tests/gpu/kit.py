@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -34,6 +33,7 @@ from tests.gpu.machine import Machine
 from tests.gpu.peer import Processes
 from tests.gpu.recorded import STEPS
 from tests.gpu.replay import replay
+from tests.ports import free_port
 
 MIB = 1 << 20
 LEAST_SECONDS = 20.0  # that must be left for another round
@@ -113,7 +113,7 @@ class Kit:
             "cuda_ipc", kv_buffer_size=4 * MIB, mem_pool_size_gb=0.01, retry_seconds=0.1
         )
         for order, mode, preempts in plays[: self.sizes.replays]:
-            replay(settings, order, mode, _free_ports(), preempts=preempts)
+            replay(settings, order, mode, [free_port(), free_port()], preempts=preempts)
         return {"replays": len(plays[: self.sizes.replays])}
 
     def kills(self, transport: str) -> Any:
@@ -261,14 +261,6 @@ def _alarm(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _free_ports() -> list[int]:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as one,
-        socket.create_server(("127.0.0.1", 0)) as two,
-    ):
-        return [one.getsockname()[1], two.getsockname()[1]]
 
 
 def main() -> None:

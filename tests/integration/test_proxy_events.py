@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -406,18 +405,11 @@ async def test_a_peer_that_is_no_publisher_costs_its_connection(
 # vLLM's own publisher
 
 
-def _free_ports() -> list[int]:
-    with socket.socket() as one, socket.socket() as other:
-        for each in (one, other):
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in (one, other)]
-
-
 @pytest.mark.filterwarnings("ignore")  # vLLM's own
 @pytest.mark.timeout(180)
-async def test_vllms_own_publisher_is_followed() -> None:
+async def test_vllms_own_publisher_is_followed(free_ports: list[int]) -> None:
     events = pytest.importorskip("vllm.distributed.kv_events")
-    ports = _free_ports()
+    ports = free_ports
     settings: dict[str, Any] = {
         "endpoint": f"tcp://*:{ports[0] - 1}",  # of rank 0: this is rank 1
         "replay_endpoint": f"tcp://*:{ports[1] - 1}",

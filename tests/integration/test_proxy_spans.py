@@ -431,7 +431,9 @@ async def test_only_what_a_collector_says_to_have_taken_has_arrived(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")  # all in one batch, as soon as it is full
+    monkeypatch.setenv(
+        "OTEL_BSP_SCHEDULE_DELAY", "60000"
+    )  # all in one batch, as soon as it is full
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "3")
     collector.status, *collector.answer, num_lost = ANSWERS[name]  # type: ignore[assignment]
     async with traced(collector) as (proxy, _, _):

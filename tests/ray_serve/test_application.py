@@ -6,7 +6,6 @@ import contextlib
 import json
 import random
 import shutil
-import socket
 import tempfile
 import threading
 import urllib.request
@@ -28,6 +27,7 @@ from p2p_engine.cli.tiny_model import ensure_tiny_model
 from p2p_engine.integrations.ray_serve import register
 from p2p_engine.transfer_config import CONNECTOR, EXTRA
 from tests import marks
+from tests.ports import free_port
 from tests.support import eventually
 
 HOST = "127.0.0.1"
@@ -174,9 +174,7 @@ def replicas(part: str) -> list[psutil.Process]:
 def cluster() -> Iterator[Cluster]:
     folder = tempfile.mkdtemp(prefix="ray")  # its sockets need a short name
     ray.init(num_cpus=32, include_dashboard=False, _temp_dir=folder)
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     serve.start(http_options={"host": HOST, "port": port, "request_timeout_s": ASK_SECONDS})
     register()
     try:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.ports import free_port
 from tests.support import eventually
 
 ID_PREFIX = "front-"
@@ -101,9 +102,7 @@ class Front:
 def running_front(front: str, proxy_port: int, folder: Path) -> Iterator[Front]:
     """Run a front before a proxy on 127.0.0.1."""
     template, more = FRONTS[front]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "front.conf"
     config.write_text(template.format(folder=folder, port=port, proxy=proxy_port, more=more))
