@@ -54,6 +54,12 @@ class Ending:
         self.reason, self.is_served, self.departed = "", False, None
 
 
+def want_again(served: dict[int, PeerAddress], rank: int, peer: PeerAddress) -> None:
+    """Take a rank that asks off those that want no more; all, if they are another instance's."""
+    if served.pop(rank, peer) != peer:
+        served.clear()
+
+
 class Endings:
     """The endings of all contents; the oldest are forgotten."""
 
@@ -147,7 +153,7 @@ class Endings:
             return None
         if not ending.reason:
             if ending.departed is not None:
-                ending.departed.ranks.pop(rank, None)
+                want_again(ending.departed.ranks, rank, peer)
             return None
         if not ending.has_left(peer):
             return ending

@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from p2p_engine.memory.plan import takers
 from p2p_engine.memory.ready_layers import ReadyLayers
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.receive.placement import Placement
-from p2p_engine.send.endings import Ending, Endings
+from p2p_engine.send.endings import Ending, Endings, want_again
 from p2p_engine.send.sender import Sender, as_withdrawn
 from p2p_engine.send.shipment import Shipment
 from p2p_engine.send.unheld_wants import PendingWant, UnheldWants
@@ -41,6 +42,7 @@ PROMISED_SECONDS = 1.0  # that one waits for what was said to be here, and is no
 UNNAMED_ROUNDS = 16  # in a lease, at most
 UNNAMED_LEASES = 5  # RENEW without names keeps a hold for so many leases, counted from its start
 STASH_SHARE = 2  # stashes take one part in so many of the pool
+Reader: TypeAlias = tuple[PeerAddress, bytes]  # a rank of a peer, and the binding of what it wants
 
 
 @dataclass(eq=False)
@@ -62,10 +64,10 @@ class Hold:
     readers: frozenset[int] | None = None
     served: dict[int, PeerAddress] = field(default_factory=dict)  # by rank
     pulled: set[PeerAddress] = field(default_factory=set)
-    shipments: dict[PeerAddress, Shipment] = field(default_factory=dict)
+    shipments: dict[Reader, Shipment] = field(default_factory=dict)
     spaces: list[Space] = field(default_factory=list)  # its copy's place in the pool or the buffer
     copying: Job | None = None
-    wants: dict[PeerAddress, PendingWant] = field(default_factory=dict)  # not served yet
+    wants: dict[Reader, PendingWant] = field(default_factory=dict)  # not served yet
     error: P2pError | None = None  # with which it ends
 
     @property
@@ -401,7 +403,7 @@ class Holds:
         hold, readers = self._holds.get(content), self._readers(content, spec)
         if hold is not None:
             hold.readers = readers
-            hold.wants.pop(peer, None)
+            hold.wants.pop((peer, content[1]), None)
             hold.pulled.discard(peer)
             self._served(hold, peer, spec, "the peer released it")
             return
@@ -466,14 +468,15 @@ class Holds:
             if hold.is_stash:
                 self._end(hold, TransferCancelled("its copy has failed"), "its copy has failed")
                 return
-        for peer, want in list(hold.wants.items()):
+        for (peer, _), want in list(hold.wants.items()):
             self._serve(hold, peer, want)
 
     def _serve(self, hold: Hold, peer: PeerAddress, want: PendingWant) -> None:
+        reader = (peer, want.binding)
         hold.readers = self._readers(hold.content, want.spec)
-        hold.wants.setdefault(peer, want)
-        hold.served.pop(_rank_of(want.spec), None)  # a repeated WANT after RELEASE or a pull
-        if hold.copying is None and peer not in hold.shipments:
+        hold.wants.setdefault(reader, want)
+        want_again(hold.served, _rank_of(want.spec), peer)
+        if hold.copying is None and reader not in hold.shipments:
             shipment = self._sender.send(
                 hold.content[0],
                 peer,
@@ -481,25 +484,25 @@ class Holds:
                 want.binding,
                 self._config.transfer_timeout_seconds,
                 ready_layers=ReadyLayers.whole(hold.after),
-                on_end=lambda shipment: self._pulled(hold, peer, want.spec, shipment),
+                on_end=lambda shipment: self._pulled(hold, reader, want.spec, shipment),
                 is_held=True,
                 generation=hold.generation,
             )
             if not shipment.transfer.done:
-                hold.shipments[peer] = shipment
+                hold.shipments[reader] = shipment
 
     def _pulled(
-        self, hold: Hold, peer: PeerAddress, spec: CacheSpec | None, shipment: Shipment
+        self, hold: Hold, reader: Reader, spec: CacheSpec | None, shipment: Shipment
     ) -> None:
-        hold.shipments.pop(peer, None)  # after a failure, its peer may ask again
-        want, error = hold.wants.pop(peer, None), shipment.transfer.error
+        hold.shipments.pop(reader, None)  # after a failure, its peer may ask again
+        want, error = hold.wants.pop(reader, None), shipment.transfer.error
         if want is not None and shipment.is_given_up:
             want.refuse(Ending(str(error), generation=hold.generation))
         if not hold.shipments and self._holds.get(hold.content) is hold:
             self._timers.set(hold, hold.lease_ends_at)
         if error is None:
-            hold.pulled.add(peer)
-            self._served(hold, peer, spec, "it was pulled already")
+            hold.pulled.add(reader[0])
+            self._served(hold, reader[0], spec, "it was pulled already")
         elif hold.is_over:
             self._end(hold, None, "the peer released it")  # while a shipment was open
 
@@ -527,7 +530,7 @@ class Holds:
                 hold.content, reason, is_served=is_served, generation=hold.generation
             )
             self._depart(hold)
-        waiting = [want for peer, want in hold.wants.items() if peer not in hold.shipments]
+        waiting = list(hold.wants.values())
         self._stop(hold, error, reason)
         for_each(waiting, lambda want: want.refuse(ending))
 
@@ -552,14 +555,14 @@ class Holds:
             self._ending.add(hold)
             hold.copying.cancel()
         elif hold.shipments:
-            for peer, shipment in list(hold.shipments.items()):
-                shipment.on_end = lambda _, peer=peer: self._stopped(hold, peer)
+            for reader, shipment in list(hold.shipments.items()):
+                shipment.on_end = lambda _, reader=reader: self._stopped(hold, reader)
                 self._sender.stop(shipment, error or TransferCancelled(reason))
         else:
             self._finish(hold)
 
-    def _stopped(self, hold: Hold, peer: PeerAddress) -> None:
-        hold.shipments.pop(peer, None)
+    def _stopped(self, hold: Hold, reader: Reader) -> None:
+        hold.shipments.pop(reader, None)
         if not hold.shipments:
             self._finish(hold)
 
@@ -581,7 +584,7 @@ class Holds:
                 return
             # A withdrawn key is not gone: after a preemption it is held again, unless `let_go` is
             # called.
-            for peer, want in hold.wants.items():
+            for (peer, _), want in hold.wants.items():
                 self._unheld.put(hold.content, peer, want)
             self._depart(hold)
             self._stop(hold, error, str(error))

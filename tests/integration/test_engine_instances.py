@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ import pytest
 from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.cli.ports import PortPlan
 from p2p_engine.errors import P2pError, PeerUnreachable, TransferError
+from p2p_engine.memory.paged import Beginning
 from p2p_engine.peers.directory import Directory, RankAddress
-from p2p_engine.peers.link import InstanceAddress
+from p2p_engine.peers.link import InstanceAddress, PeerAddress
 from p2p_engine.send import holds
 from tests import marks
 from tests.rigs.caches import Model, RankCache, Split
@@ -218,6 +220,34 @@ def test_who_has_given_its_part_of_a_promise_refuses_nothing_while_others_give_t
     assert not loading.done
     prefill.engines[1].mark_ready(pushes[1])
     loading.wait(10)
+    check(decode)
+
+
+@pytest.mark.parametrize("given_up", [b"", b"five"])
+def test_what_another_instance_gave_up_takes_nothing_from_this_one(
+    stack: contextlib.ExitStack, given_up: bytes
+) -> None:
+    """It asks rank after rank, before and after the stash is made."""
+    holder, decode = EngineInstance(Split(), stack), EngineInstance(Split(2), stack)
+    fill(holder)
+    parts, (source,) = holder.engines[0]._parts, holder.sources()
+    with parts.changed:
+        for rank, cache in enumerate(decode.caches):
+            stranger = PeerAddress(f"127.0.0.1:{rank + 1}")
+            parts.holds.on_release((KEY, given_up), stranger, cache.spec)
+    first, last = (
+        partial(engine.receive, KEY, sink, peer=holder.address, pull=True)
+        for engine, sink in zip(decode.engines, decode.sinks(), strict=True)
+    )
+    waiting = first()
+    eventually(lambda: len(parts.holds._unheld) == 1)
+    stashed = holder.engines[0].stash(
+        KEY, source, binding=b"", beginnings={b"five": Beginning(5, 40)}, lease=100.0
+    )
+    waiting.wait(10)
+    assert not stashed.done
+    last().wait(10)
+    stashed.wait(10)
     check(decode)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import pytest
@@ -9,9 +10,11 @@ import pytest
 from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.errors import TransferCancelled, TransferRejected
 from p2p_engine.memory.paged import Beginning
-from p2p_engine.peers.link import PeerAddress
+from p2p_engine.peers.link import Link, PeerAddress
 from p2p_engine.send import holds
+from p2p_engine.send.sender import Sender
 from p2p_engine.transfer import Transfer
+from p2p_engine.wire.messages import Grant
 from tests import marks
 from tests.rigs.engines import MIB, PagedMemory, assert_idle, engines, is_idle, settings
 from tests.support import SeededRandom, eventually
@@ -265,6 +268,55 @@ def test_who_waits_for_the_copy_is_served_though_another_peer_wants_no_more(
             holds.on_release((KEY, b"five"), other, None)
         waiting.wait(10)
         stashed.wait(10)
+        assert_idle(sender, receiver)
+
+
+@pytest.mark.parametrize("gives_up", [True, False])
+def test_one_peer_may_want_two_beginnings(gives_up: bool, rng: SeededRandom) -> None:
+    """A step may cancel the load of one and begin that of another."""
+    theirs, ours = PagedMemory(16).fill(rng), PagedMemory(16)
+    with engines(2, "shm") as (sender, receiver):
+        holds, peer = sender._parts.holds, PeerAddress(receiver.zmq_address)
+        sinks = {b"five": ours.sink([4, 5, 6, 7, 8], 0, 40), b"three": ours.sink([1, 2, 3], 0, 24)}
+        waiting = {name: receiver.receive(KEY, sinks[name], binding=name) for name in sinks}
+        with sender._parts.changed:  # nobody hears of the copy's end
+            stashed = stash(sender, theirs, list(range(NUM_BLOCKS)))
+            for name in sinks:
+                holds.on_want((KEY, name), peer, None, lambda ending: pytest.fail(ending.reason))
+            if gives_up:
+                holds.on_release((KEY, b"five"), peer, None)
+                waiting.pop(b"five").cancel("its request ended")
+        for transfer in waiting.values():
+            transfer.wait(10)
+        stashed.wait(10)
+        assert (ours.data[:, 1:4] == theirs.data[:, :3]).all()
+        assert gives_up or (ours.data[:, 4:9] == theirs.data[:, :5]).all()
+        assert_idle(sender, receiver)
+
+
+@marks.every_transport
+def test_who_pulls_a_stash_that_ends_is_refused_at_once(
+    transport: str, rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM has reset its caches; the deadline of a transfer is 20 s."""
+    theirs, ours = PagedMemory(16).fill(rng), PagedMemory(16)
+    honest, stashes = Sender.on_grant, list[Transfer]()
+
+    def reset_then(self: Sender, link: Link, message: Grant) -> None:
+        honest(self, link, message)
+        stashes.pop().cancel("vLLM has reset its caches")
+
+    monkeypatch.setattr(Sender, "on_grant", reset_then)
+    with engines(2, transport) as (sender, receiver):
+        stashes += [stash(sender, theirs, list(range(NUM_BLOCKS)))]
+        waiting = ask_for_three(receiver, ours, sender)
+        with contextlib.suppress(TransferRejected):
+            waiting.wait(10)
+        if waiting.error is None:  # all of it had left
+            assert (ours.data[:, 1:4] == theirs.data[:, :3]).all()
+        else:
+            assert "vLLM has reset its caches" in str(waiting.error)
+        assert not stashes
         assert_idle(sender, receiver)
 
 
