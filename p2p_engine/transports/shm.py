@@ -190,12 +190,13 @@ class ShmTransport(SenderWrites):
             connection.close()
             return
         try:
-            send_descriptor(connection, self._landing.arena.fileno())
+            self._control.watch(connection.fileno(), lambda: self._sender_ended(epoch))
+            send_descriptor(connection, self._landing.arena.fileno())  # last: it may write then
         except OSError:
+            self._control.unwatch(connection.fileno())
             connection.close()
             return
         self._senders[epoch] = connection
-        self._control.watch(connection.fileno(), lambda: self._sender_ended(epoch))
 
     def _sender_ended(self, epoch: int) -> None:
         connection = self._senders.get(epoch)

@@ -3,10 +3,11 @@ is touched. The receiving and the sending half run in one process, each with its
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 
@@ -295,6 +296,29 @@ def test_without_a_descriptor_a_dial_fails_and_the_next_one_succeeds(
         if not isinstance(found, TransportError):
             pair.sender.in_control(found.close)
         pair.channel()
+        assert (pair.sender.control.errors, pair.receiver.control.errors) == (0, 0)
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("name", ["shm", "nixl"])
+def test_a_connection_that_cannot_be_watched_ends_and_the_next_one_is_let_in(name: str) -> None:
+    """The kernel bounds what may be watched."""
+    pair, seen = TransportPair(name), list[int]()
+    honest = pair.receiver.control.watch
+
+    def watch(fd: int, callback: Callable[[], None], *, writable: bool = False) -> None:
+        seen.append(fd)
+        if len(seen) == 2:  # behind the door
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        honest(fd, callback, writable=writable)
+
+    try:
+        pair.receiver.control.watch = watch  # type: ignore[method-assign]
+        assert isinstance(pair.connect(), TransportError)
+        assert pair.receiver.transport.is_gone(pair.sender.epoch)
+        pair.channel()
+        assert not pair.receiver.transport.is_gone(pair.sender.epoch)
         assert (pair.sender.control.errors, pair.receiver.control.errors) == (0, 0)
     finally:
         pair.close()

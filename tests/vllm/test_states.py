@@ -82,10 +82,12 @@ class StatePair(DirectPair):
         The last one is the model's own, so that one instance computes it as decode does: alone,
         from the state before it. In bfloat16 a token may depend on what it is computed with.
         """
-        question = question_of(max(1, length - 1), 1000 * seed + length, model=self.model)
+        is_whole = length <= 2 and not after  # decode computes all of it
+        num_asked = length if is_whole else max(1, length - 1)
+        question = question_of(num_asked, 1000 * seed + length, model=self.model)
         prompt = [*after, *question.body["prompt"]]
         alone = {**question.body, "prompt": prompt, "cache_salt": f"alone {length} {seed}"}
-        if length == 1 and not after:
+        if is_whole:
             return Case(question, ask(self.prefill.url, Question(question.path, alone)))
         alone["max_tokens"] += 1
         [(last, *expected)] = ask(self.prefill.url, Question(question.path, alone)).values()

@@ -286,14 +286,15 @@ class NixlTransport(SenderWrites):
             numbers = INTRODUCTION.pack(arena.base, arena.nbytes, len(arena.metadata))
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
             end_by_silence(connection, self._silence_seconds)
-            connection.sendall(ACCEPTED + numbers + arena.metadata)
+            self._control.watch(connection.fileno(), lambda: self._hear(epoch))
+            connection.sendall(ACCEPTED + numbers + arena.metadata)  # last: it may write then
         except (OSError, TransportError) as error:
             logger.warning("nixl: sender %x is not introduced: %s", epoch, str(error))
+            self._control.unwatch(connection.fileno())
             connection.close()
             return
         self._senders[epoch] = connection
         self._asked[epoch] = collections.deque()
-        self._control.watch(connection.fileno(), lambda: self._hear(epoch))
 
     def _hear(self, epoch: int) -> None:
         """Take what a sender says, or its end."""
