@@ -15,7 +15,7 @@ export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.venv/pycache
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup nixl demo test test-c tsan asan attack chaos soak restarts changes stalls backlog model scale fuzz fuzz-c bench bench-check test-vllm test-ray test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage docs wheels deploy check-deploy clean
+.PHONY: help setup nixl demo test test-c tsan asan attack chaos soak restarts changes stalls backlog model scale fuzz fuzz-c bench bench-check plots test-vllm test-ray test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage docs wheels deploy check-deploy clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -88,6 +88,10 @@ bench: setup  ## one benchmark: NAME=transfer, and without NAME= a list; ROUNDS=
 bench-check: setup  ## are we slower? ratios of the quick benchmarks beside those in benchmarks/results
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --requirements pyproject.toml --extra bench
 	$(BIN)/python -m benchmarks.check
+
+plots: setup  ## the pictures of benchmarks/pages, from benchmarks/results
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --requirements pyproject.toml --extra bench
+	$(BIN)/python -m benchmarks.plots
 
 test-vllm: setup  ## every test with real vLLM; with VLLM=0.29.0, a comparison on that release
 	$(if $(VLLM),$(BIN)/python -m tests.compat.matrix $(VLLM),$(PYTEST) tests/vllm)

@@ -4,7 +4,7 @@ throughput and processor time; ours beside NixlConnector and beside one instance
 A stage brings up one pair, on one core each, and ends it before the next: NixlConnector's workers
 poll, and would take both cores from every other pair. All stages get the same prompts, and must
 say what one instance alone says. Each stage is written as soon as it ends; `--resume` plays those
-that the last run lacks. `python -m benchmarks.serving_report` makes the tables and the plot.
+that the last run lacks. `python -m benchmarks.serving_report` makes the tables.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""The tables and the plot of the last run of `make bench NAME=serving`, from its raw lines.
+"""The tables of the last run of `make bench NAME=serving`, from its raw lines.
 
-usage: python -m benchmarks.serving_report [--results FILE] [--plot FILE]
+usage: python -m benchmarks.serving_report [--results FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,6 @@ from benchmarks.harness import RESULTS, Row, show
 
 REFERENCE = "alone"
 COPY, CACHED = "copy", "cached"
-PLOT = Path(__file__).parents[1] / "docs" / "serving.svg"
 LEGS = ("prefill_ms", "decode_ms", "first_ms")
 
 
@@ -135,55 +133,13 @@ def show_report(lines: Sequence[Mapping[str, Any]]) -> None:
             show(_without(rows, "what"))
 
 
-def draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the time to the first token, by length and way, as stacked legs."""
-    plt: Any = importlib.import_module("matplotlib.pyplot")
-    rows = rows_of(lines, "request")
-    lengths, ways = lengths_of(rows), ways_of(rows)
-    plt.rcParams |= {"svg.hashsalt": "serving", "svg.fonttype": "none", "font.size": 9}
-    figure, axes = plt.subplots(1, len(lengths), figsize=(3.4 * len(lengths), 3.2), sharey=True)
-    for axis, tokens in zip(axes if len(lengths) > 1 else [axes], lengths, strict=True):
-        for place, who in enumerate(ways):
-            _bar(axis, place, rows, tokens, who)
-        axis.set_title(f"{tokens:,} tokens")
-        axis.set_xlabel("ms to the first token")
-        axis.set_yticks(range(len(ways)), ways)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes_of_first = axes[0] if len(lengths) > 1 else axes
-    axes_of_first.invert_yaxis()
-    names = {"prefill's leg": "C0", "decode's leg": "C1", "not divided": "C7"}
-    bars = [plt.Rectangle((0, 0), 1, 1, color=color) for color in names.values()]
-    figure.legend(bars, names, loc="lower center", ncols=3, frameon=False)
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-
-
-def _bar(axis: Any, place: int, rows: Sequence[Row], tokens: int, who: str) -> None:
-    """Draw one way: its legs, and from the least to the most as a line."""
-    first = values_of(rows, "first_ms", tokens=tokens, who=who)
-    if not first:
-        return
-    middle = statistics.median(first)
-    prefill = _median(values_of(rows, "prefill_ms", tokens=tokens, who=who), 1)
-    if prefill is None:
-        axis.barh(place, middle, color="C7")
-    else:
-        axis.barh(place, prefill, color="C0")
-        axis.barh(place, middle - prefill, left=prefill, color="C1")
-    axis.plot([min(first), max(first)], [place, place], color="black", linewidth=1)
-
-
 def main() -> None:
-    """Print and draw the last run."""
+    """Print the last run."""
     parser = argparse.ArgumentParser("python -m benchmarks.serving_report")
     parser.add_argument("--results", type=Path, default=RESULTS / "serving.jsonl")
-    parser.add_argument("--plot", type=Path, default=PLOT)
     options = parser.parse_args()
     lines = lines_of(options.results)
-    last = [line for line in lines if line["run"] == lines[-1]["run"]]
-    show_report(last)
-    draw(last, options.plot)
+    show_report([line for line in lines if line["run"] == lines[-1]["run"]])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ project = "p2p-kv-engine"
 version = release = version_of(project)
 
 extensions = ["myst_parser"]
-include_patterns = ["*.md", "docs/*.md", "benchmarks/*.md"]
+include_patterns = ["*.md", "docs/*.md", "benchmarks/*.md", "benchmarks/pages/*.md"]
 exclude_patterns = [".*", "build", "csrc", "dist", "mempool", "p2p_engine", "proxy", "tests"]
 root_doc = "docs/index"
 myst_heading_anchors = 4
@@ -31,11 +31,13 @@ CONTENTS = """
 ```
 """
 
+LISTS = {root_doc: r"\]\((\S+)\.md\)", "benchmarks/README": r"\]\((pages/\S+)\.md\)"}
+
 
 def _add_contents(app: Sphinx, name: str, text: list[str]) -> None:
-    """Make the sidebar of the links in docs/index.md, in their order. A page without one fails."""
-    if name == root_doc:
-        text[0] += CONTENTS.format(pages="\n".join(re.findall(r"\]\((\S+)\.md\)", text[0])))
+    """Make the sidebar of the links in LISTS, in their order. A page without one fails."""
+    if name in LISTS:
+        text[0] += CONTENTS.format(pages="\n".join(re.findall(LISTS[name], text[0])))
 
 
 def setup(app: Sphinx) -> None:

@@ -299,7 +299,7 @@ def bench(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="Such as transfer; options after it are its own.")],
 ) -> None:
-    """Run one benchmark of this checkout; benchmarks/README.md describes each of them."""
+    """Run one benchmark of this checkout; benchmarks/pages describes each of them."""
     from p2p_engine.cli.bench import run_bench
 
     if name == "--help":  # after a name, --help is the benchmark's own

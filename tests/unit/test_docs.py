@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("csrc", "mempool", "p2p_engine", "proxy")
 DOCUMENTS = sorted(
     str(path.relative_to(ROOT))
-    for folder in ("", "docs", "benchmarks")
+    for folder in ("", "docs", "benchmarks", "benchmarks/pages")
     for path in (ROOT / folder).glob("*.md")
 )
 REFERENCE = re.compile(r"`([\w./-]+\.(?:c|h|py|sh|toml|yml))(?::([\w.]+))?`")
