@@ -143,8 +143,9 @@ class Door:
                 break
             self._drop(connection)
         if 0 < self._rest_until <= now:
-            self._rest_until = 0.0
+            self._rest_until = now + REST_SECONDS  # if it cannot be watched yet
             self._control.watch(self._listener.fileno(), self._accept)
+            self._rest_until = 0.0
 
     def _accept(self) -> None:
         try:
@@ -163,7 +164,11 @@ class Door:
             return
         connection.setblocking(False)
         self._pending[connection] = Stranger(address, time.monotonic() + PATIENCE_SECONDS)
-        self._control.watch(connection.fileno(), lambda: self._read(connection))
+        try:
+            self._control.watch(connection.fileno(), lambda: self._read(connection))
+        except OSError as error:  # the kernel bounds what may be watched
+            self._warnings.warn("data connection refused: %s", str(error))
+            self._drop(connection)
 
     def _read(self, connection: socket.socket) -> None:
         received = self._pending[connection].received
@@ -256,8 +261,8 @@ class Dial:
             self._connection.close()
             failed(TransportError(f"connect {address!r}: {error}"))
             return
-        control.watch(self._connection.fileno(), self._connected, writable=True)
         dials.add(self)
+        self._watch(self._connected, writable=True)
 
     def close(self) -> None:
         """Give up without calling back; idempotent. In the control thread, or after it has
@@ -277,7 +282,7 @@ class Dial:
         except OSError as refusal:
             self._fail(f"send: {refusal}")
             return
-        self._control.watch(self._connection.fileno(), self._read)
+        self._watch(self._read)
 
     def _read(self) -> None:
         try:
@@ -298,6 +303,12 @@ class Dial:
             self._answered(self._connection, descriptors)
         except OSError as error:  # no descriptor, or no memory
             self._fail(f"take over: {error}")
+
+    def _watch(self, callback: Callable[[], None], *, writable: bool = False) -> None:
+        try:
+            self._control.watch(self._connection.fileno(), callback, writable=writable)
+        except OSError as error:  # the kernel bounds what may be watched
+            self._fail(f"watch: {error}")
 
     def _fail(self, reason: str) -> None:
         self.close()

@@ -255,8 +255,15 @@ class NixlTransport(SenderWrites):
             if isinstance(peer, TransportError):  # a fence may have ended the agent meanwhile
                 connection.close()
                 connected(ConnectionInterrupted(str(peer)))
-            else:
-                connected(NixlChannel(self._writer, self._control, connection, peer, arena))
+                return
+            try:
+                channel = NixlChannel(self._writer, self._control, connection, peer, arena)
+            except OSError as error:  # it cannot be watched
+                self._writer.forget(peer)
+                connection.close()
+                connected(TransportError(f"watch: {error}"))
+                return
+            connected(channel)
 
         self._writer.connect(arena, told)
 
