@@ -139,7 +139,7 @@ PLOTS = {
             "rss_kib_each": "KiB for each peer",
             "descriptors_each": "descriptors for each peer",
             "idle_share": "share of a core, idle",
-        }, "case", apart=True,
+        }, "case", apart=True, run=1,
     ),
     "rates": Plot(
         "GB/s", {"limit_gb_s": "limit", "idle": "idle", "busy": "busy", "held": "held"}, "link",
