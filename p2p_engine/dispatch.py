@@ -220,6 +220,7 @@ class Dispatch(PlaneListener):
             session.spec,
             partial(self._gone, want, content),
             epoch=want.source_epoch,
+            attempt=want.attempt,
             is_pushed=want.is_pushed,
             is_promised=want.is_promised,
         )

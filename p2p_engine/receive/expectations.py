@@ -32,7 +32,8 @@ class Expected:
 
     So is `idle`: ranks there that hold the same KV, or groups that this rank lacks, and that nobody
     here pulls. `has_held`: the peer pushes a part of it and holds the rest, which is to `pull` or
-    not wanted. `is_promised`: the peer has said that it holds what is pulled.
+    not wanted. `is_promised`: the peer has said that it holds what is pulled. `is_again`: another
+    receive had asked for it, and what is under way may be for that one.
     """
 
     transfer: Transfer
@@ -41,6 +42,8 @@ class Expected:
     pull: bool
     has_held: bool = False
     is_promised: bool = False
+    is_again: bool = False
+    attempt: int = 0
     asked: list[AskedRank] = field(default_factory=list)
     idle: list[tuple[TransferKey, PeerAddress]] = field(default_factory=list)
 

@@ -6,6 +6,7 @@ A peer is one engine, or those ranks of an instance that the plan names.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -51,6 +52,7 @@ class Pulls(LinkListener):
         self._store = store
         self._expectations = expectations
         self._let_go_later = expectations.let_go
+        self._attempts = itertools.count(1)
         self._of_link: Index[Link, Expected] = Index()
         self._timers: Timers[Expected] = Timers()  # receives to ask for, or that have ended
         self._to_release: Index[Link, ContentKey] = Index()
@@ -72,9 +74,12 @@ class Pulls(LinkListener):
         """Watch the peer until the transfer has ended. With `pull`, ask it for the key at once.
         Without, ask only if nothing has come for `retry_seconds`: the peer may hold KV that we
         expect it to push. If it `has_held` what nobody pulls, it is told at the end."""
-        item = Expected(transfer, peer, binding, pull, has_held, is_promised or has_held)
+        previous = self._expectations.awaited((transfer.key, binding))
+        item = Expected(
+            transfer, peer, binding, pull, has_held, is_promised or has_held,
+            is_again=previous is not None, attempt=next(self._attempts),
+        )  # fmt: skip
         self._let_go_later.pop(item.content, None)
-        previous = self._expectations.awaited(item.content)
         if previous is not None:  # its RELEASE would end the new pull too
             self._remove(previous)
         self._expectations.expect(item)
@@ -284,14 +289,14 @@ class Pulls(LinkListener):
             return
         for key, peer in item.idle if item.pull or item.has_held else ():
             self._release((key, item.binding), peer)
-        if not has_come or (item.has_held and not item.pull):
+        if not has_come or item.is_again or (item.has_held and not item.pull):
             for asked in item.asked:
                 self._release(item.content, asked.link.target)
             if not item.asked:  # the peer's directory has not answered yet
                 self.release(item.content, item.peer)
         # The rest may be pushed after all, before the peer has heard that it is not wanted.
-        is_alone = has_come and item.has_held
-        if is_alone and not self._store.leave(item.content, is_pulled=False):
+        is_twice = has_come and (item.has_held or item.is_again)
+        if is_twice and not self._store.leave(item.content, is_pulled=False):
             self._store.discard(item.content, "all of it is here")
 
     def _release(self, content: ContentKey, peer: PeerAddress) -> None:
@@ -309,7 +314,8 @@ class Pulls(LinkListener):
         asked.resend_at = now + self._pause(asked)
         asked.num_wants += 1
         note_stage(item.transfer.key, "WANT said")
-        self._links.send(asked.link, Want, *item.content, not item.pull, item.is_promised)
+        fields = (not item.pull, item.is_promised, item.attempt)
+        self._links.send(asked.link, Want, *item.content, *fields)
 
     def _offered_until(self, item: Expected, asked: AskedRank) -> float:
         if item.pull and item.has_held:

@@ -176,6 +176,8 @@ class Store(SessionListener):
         refused. If the sender itself has `said` so, a later receive that names it asks again; and
         what has arrived may be all of it: the sender forgets what was committed."""
         receive = self._ledger.receives.get(content)
+        if receive is not None and said_by:
+            for_each(list(receive.landings), self._check_landed)  # not yet looked at
         if receive is not None and said_by and receive.is_settling:
             receive.source_lost = error
         elif receive is not None:

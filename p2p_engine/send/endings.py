@@ -25,6 +25,7 @@ class Departed:
 
     readers: frozenset[int]
     ranks: dict[int, PeerAddress] = field(default_factory=dict)
+    pulled: set[PeerAddress] = field(default_factory=set)  # those that have got it
 
 
 @dataclass
@@ -132,6 +133,8 @@ class Endings:
         departed = ending.departed = ending.departed or Departed(readers)
         departed.readers = readers
         departed.ranks[rank] = peer
+        if has_pulled:
+            departed.pulled.add(peer)
         num_left, _ = ending.left.get(peer, (0, False))
         put_newest(ending.left, peer, (num_left + 1, has_pulled), MAX_PEERS)
         self._endings.put(content, ending)

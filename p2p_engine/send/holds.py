@@ -38,6 +38,7 @@ from p2p_engine.transfer import Transfer, lane_of, note_stage
 from p2p_engine.wire.messages import CacheSpec, ContentKey, Manifest, TransferKey
 
 OTHERS_SECONDS = 1.0  # that a WANT waits while its key is held for other contents only
+UNASKED_SECONDS = 1.0  # that a hold waits for ranks that another instance may have released it for
 PROMISED_SECONDS = 1.0  # that one waits for what was said to be here, and is not
 UNNAMED_ROUNDS = 16  # in a lease, at most
 UNNAMED_LEASES = 5  # RENEW without names keeps a hold for so many leases, counted from its start
@@ -63,6 +64,8 @@ class Hold:
     beginnings: Mapping[bytes, Beginning] = field(default_factory=dict)  # by binding; of a stash
     readers: frozenset[int] | None = None
     served: dict[int, PeerAddress] = field(default_factory=dict)  # by rank
+    asked: set[PeerAddress] = field(default_factory=set)  # who has said WANT
+    unasked: dict[int, PeerAddress] = field(default_factory=dict)  # released, by who has not
     pulled: set[PeerAddress] = field(default_factory=set)
     shipments: dict[Reader, Shipment] = field(default_factory=dict)
     spaces: list[Space] = field(default_factory=list)  # its copy's place in the pool or the buffer
@@ -77,9 +80,24 @@ class Hold:
 
     @property
     def is_over(self) -> bool:
-        """Whether all readers are served, and nobody waits for it or for a beginning of it."""
-        is_served = self.readers is not None and self.readers <= self.served.keys()
+        """Whether all readers are served or have released it, and nobody waits for it or for a
+        beginning of it."""
+        gone = self.served.keys() | self.unasked.keys()
+        is_served = self.readers is not None and self.readers <= gone
         return is_served and not self.shipments and not self.wants
+
+    @property
+    def is_surely_over(self) -> bool:
+        """Whether it is over for the instance that asks. Who has released it and did not ask may
+        belong to another one, on which a router has tried the request before."""
+        all_asked = self.readers is not None and self.readers <= self.served.keys()
+        return self.is_over and (all_asked or not self.asked)
+
+    def ask(self, rank: int, peer: PeerAddress) -> None:
+        """Note that a rank wants it."""
+        self.asked.add(peer)
+        self.unasked.pop(rank, None)
+        want_again(self.served, rank, peer)
 
     @property
     def contents(self) -> list[ContentKey]:
@@ -208,12 +226,20 @@ class Holds:
             self._renewed.pop(content)
             if departed is not None:
                 hold.readers = departed.readers
-                hold.served |= departed.ranks
-        for content in hold.contents:
-            for peer, want in self._unheld.take(content):
+                hold.asked |= departed.pulled
+                for rank, peer in departed.ranks.items():
+                    (hold.served if peer in hold.asked else hold.unasked)[rank] = peer
+        self._serve_all(hold, [item for name in hold.contents for item in self._unheld.take(name)])
+        if self._is_held(hold):
+            self._end_if_over(hold, "the peer released it before it was held")
+
+    def _serve_all(self, hold: Hold, wants: list[tuple[PeerAddress, PendingWant]]) -> None:
+        """Serve several; if one fails at once, the hold does not end before the others are."""
+        for peer, want in wants:
+            hold.wants[peer, want.binding] = want
+        for peer, want in wants:
+            if self._is_held(hold):
                 self._serve(hold, peer, want)
-        if hold.is_over:
-            self._end(hold, None, "the peer released it before it was held")
 
     def _make_room(self, nbytes: int) -> bool:
         """End the oldest stashes until so many bytes more are within their share of the pool;
@@ -301,6 +327,7 @@ class Holds:
         refuse: Callable[[Ending], None],
         *,
         epoch: int = 0,
+        attempt: int = 0,
         is_pushed: bool = False,
         is_promised: bool = False,
     ) -> None:
@@ -318,7 +345,7 @@ class Holds:
         hold = self._holds.get(content)
         ending = self._endings.expect(content, _rank_of(spec), peer)
         deadline = self._clock() + self._config.transfer_timeout_seconds
-        want = PendingWant(spec, deadline, refuse, binding=content[1])
+        want = PendingWant(spec, deadline, refuse, binding=content[1], attempt=(epoch, attempt))
         if hold is not None:
             self._endings.meet(content, peer)
             self._serve(hold, peer, want)
@@ -402,10 +429,12 @@ class Holds:
         is_renewed = self._renewed.pop(content) is not None
         hold, readers = self._holds.get(content), self._readers(content, spec)
         if hold is not None:
-            hold.readers = readers
+            has_asked = peer in hold.asked
+            hold.readers = readers if has_asked or not hold.asked else hold.readers
             hold.wants.pop((peer, content[1]), None)
             hold.pulled.discard(peer)
-            self._served(hold, peer, spec, "the peer released it")
+            (hold.served if has_asked else hold.unasked)[_rank_of(spec)] = peer
+            self._end_if_over(hold, "the peer released it")
             return
         if self._endings.is_final(content[0]):
             return
@@ -428,7 +457,9 @@ class Holds:
     def _tick_hold(self, hold: Hold, now: float) -> None:
         if hold.shipments:
             return  # it is due again soon, until no shipment reads it
-        if now < hold.lease_ends_at:
+        if hold.is_over:
+            self._end(hold, None, "the peer released it")
+        elif now < hold.lease_ends_at:
             self._timers.set(hold, hold.lease_ends_at)
         else:
             self._late[hold] = None
@@ -468,49 +499,63 @@ class Holds:
             if hold.is_stash:
                 self._end(hold, TransferCancelled("its copy has failed"), "its copy has failed")
                 return
-        for (peer, _), want in list(hold.wants.items()):
-            self._serve(hold, peer, want)
+        self._serve_all(hold, [(peer, want) for (peer, _), want in hold.wants.items()])
 
     def _serve(self, hold: Hold, peer: PeerAddress, want: PendingWant) -> None:
+        """Send to a reader what it wants. What was on its way for another receive of its is stopped
+        first: that one may have taken a part of it."""
         reader = (peer, want.binding)
         hold.readers = self._readers(hold.content, want.spec)
-        hold.wants.setdefault(reader, want)
-        want_again(hold.served, _rank_of(want.spec), peer)
-        if hold.copying is None and reader not in hold.shipments:
-            shipment = self._sender.send(
-                hold.content[0],
-                peer,
-                hold.source_of(want.binding),
-                want.binding,
-                self._config.transfer_timeout_seconds,
-                ready_layers=ReadyLayers.whole(hold.after),
-                on_end=lambda shipment: self._pulled(hold, reader, want.spec, shipment),
-                is_held=True,
-                generation=hold.generation,
-            )
-            if not shipment.transfer.done:
-                hold.shipments[reader] = shipment
+        known = hold.wants.get(reader)
+        hold.wants[reader] = want
+        hold.ask(_rank_of(want.spec), peer)
+        shipment = hold.shipments.get(reader)
+        if shipment is not None and (known is None or known.attempt != want.attempt):
+            self._sender.stop(shipment, TransferCancelled(f"{peer} asks anew"))
+        elif shipment is None and hold.copying is None:
+            self._ship(hold, reader, want)
 
-    def _pulled(
-        self, hold: Hold, reader: Reader, spec: CacheSpec | None, shipment: Shipment
-    ) -> None:
-        hold.shipments.pop(reader, None)  # after a failure, its peer may ask again
-        want, error = hold.wants.pop(reader, None), shipment.transfer.error
-        if want is not None and shipment.is_given_up:
-            want.refuse(Ending(str(error), generation=hold.generation))
-        if not hold.shipments and self._holds.get(hold.content) is hold:
+    def _ship(self, hold: Hold, reader: Reader, want: PendingWant) -> None:
+        shipment = self._sender.send(
+            hold.content[0],
+            reader[0],
+            hold.source_of(want.binding),
+            want.binding,
+            self._config.transfer_timeout_seconds,
+            ready_layers=ReadyLayers.whole(hold.after),
+            on_end=lambda shipment: self._pulled(hold, reader, want, shipment),
+            is_held=True,
+            generation=hold.generation,
+        )
+        if not shipment.transfer.done:
+            hold.shipments[reader] = shipment
+
+    def _pulled(self, hold: Hold, reader: Reader, sent: PendingWant, shipment: Shipment) -> None:
+        """Handle the end of a shipment that was `sent` for a WANT. After a failure, its peer may
+        ask again, or has done so."""
+        hold.shipments.pop(reader, None)
+        latest, error = hold.wants.get(reader), shipment.transfer.error
+        if latest is not None and latest.attempt != sent.attempt:
+            self._ship(hold, reader, latest)
+            return
+        hold.wants.pop(reader, None)
+        if latest is not None and shipment.is_given_up:
+            latest.refuse(Ending(str(error), generation=hold.generation))
+        if not hold.shipments and self._is_held(hold):
             self._timers.set(hold, hold.lease_ends_at)
         if error is None:
             hold.pulled.add(reader[0])
-            self._served(hold, reader[0], spec, "it was pulled already")
-        elif hold.is_over:
-            self._end(hold, None, "the peer released it")  # while a shipment was open
+            hold.served[_rank_of(sent.spec)] = reader[0]
+            self._end_if_over(hold, "it was pulled already")
+        else:
+            self._end_if_over(hold, "the peer released it")  # while a shipment was open
 
-    def _served(self, hold: Hold, peer: PeerAddress, spec: CacheSpec | None, reason: str) -> None:
-        """Note that a rank of the peer wants no more of a hold."""
-        hold.served[_rank_of(spec)] = peer
-        if hold.is_over:
+    def _end_if_over(self, hold: Hold, reason: str) -> None:
+        """End what nobody needs any more; soon, if some have not asked for it that may ask yet."""
+        if hold.is_surely_over:
             self._end(hold, None, reason)
+        elif hold.is_over:
+            self._timers.set(hold, min(hold.lease_ends_at, self._clock() + UNASKED_SECONDS))
 
     def _readers(self, content: ContentKey, spec: CacheSpec | None) -> frozenset[int]:
         """Return the ranks of a peer's instance that pull from here."""
@@ -537,7 +582,7 @@ class Holds:
     def _depart(self, hold: Hold) -> None:
         """Note which ranks of the peer will not ask for a hold again."""
         readers = hold.readers or frozenset()
-        for rank, peer in hold.served.items():
+        for rank, peer in (hold.unasked | hold.served).items():
             has_pulled = peer in hold.pulled
             self._endings.depart(hold.content, rank, peer, readers, has_pulled=has_pulled)
 
@@ -569,6 +614,9 @@ class Holds:
     def _finish(self, hold: Hold) -> None:
         self._placement.take_back(hold.spaces)
         hold.transfer.end(hold.error)
+
+    def _is_held(self, hold: Hold) -> bool:
+        return self._by_transfer.get(hold.transfer) is hold
 
     def _held_as(self, transfer: Transfer) -> Hold | None:
         return self._by_transfer.get(transfer)

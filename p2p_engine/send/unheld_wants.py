@@ -27,6 +27,7 @@ class PendingWant:
     reason: str = "it was never held here"  # to refuse it at the deadline, unless
     comes: Callable[[], bool] = lambda: False  # it is on its way then
     binding: bytes = b""
+    attempt: tuple[int, int] = (0, 0)  # epoch of the engine that asks, and number of its receive
 
 
 class UnheldWants:

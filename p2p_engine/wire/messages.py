@@ -428,13 +428,15 @@ class Want(Message, tag="WANT"):
 
     With GET, the holder remembers a key that it does not know yet. If the key `is_pushed`, it need
     not: the push comes by itself. If the holder's instance has said that it has it (`is_promised`),
-    and it does not, it will not have it later.
+    and it does not, it will not have it later. What is on its way for another `attempt`, a number
+    of the receive that asks, is stopped and sent again: that receive may have taken a part of it.
     """
 
     key: TransferKey
     binding: Blob
     is_pushed: bool = False
     is_promised: bool = False  # older engines do not say it
+    attempt: U64 = 0  # nor this
 
 
 class Renew(Message, tag="RENEW"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from p2p_engine.memory.paged import Beginning
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import InstanceAddress, PeerAddress
 from p2p_engine.send import holds
+from p2p_engine.transfer import Transfer
 from tests import marks
 from tests.rigs.caches import Model, RankCache, Split
 from tests.rigs.engines import assert_idle, settings
@@ -195,6 +196,23 @@ def test_who_has_its_part_and_still_renews_does_not_ask_for_the_next_attempt(
         slow.receive(KEY, decode.sinks()[1], peer=prefill.address, pull=True).wait(5)
 
 
+def provide(engine: P2pNcclEngine, source: Any, kind: str) -> Transfer:
+    if kind == "hold":
+        return engine.hold(KEY, source, lease=100.0)
+    beginnings = {b"five": Beginning(5, 20)}
+    stashed = engine.stash(KEY, source, binding=b"", beginnings=beginnings, lease=100.0)
+    assert stashed.wait_released(10)
+    return stashed
+
+
+def loads_of(decode: EngineInstance, holder: EngineInstance) -> list[Callable[[], Transfer]]:
+    """What each rank calls to pull its part."""
+    return [
+        partial(engine.receive, KEY, sink, peer=holder.address, pull=True)
+        for engine, sink in zip(decode.engines, decode.sinks(), strict=True)
+    ]
+
+
 def test_who_has_given_its_part_of_a_promise_refuses_nothing_while_others_give_theirs(
     stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +267,80 @@ def test_what_another_instance_gave_up_takes_nothing_from_this_one(
     last().wait(10)
     stashed.wait(10)
     check(decode)
+
+
+@pytest.mark.parametrize("kind", ["stash", "hold"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_late_release_of_another_instance_takes_nothing_from_this_one(
+    stack: contextlib.ExitStack, kind: str, num_ranks: int
+) -> None:
+    """A router has tried this one instead."""
+    holder, decode, other = (
+        EngineInstance(Split(num), stack) for num in (1, 2, num_ranks)
+    )  # fmt: skip
+    fill(holder)
+    (engine,), parts = holder.engines, holder.engines[0]._parts
+    held = provide(engine, holder.sources()[0], kind)
+    first, last = loads_of(decode, holder)
+    first().wait(10)
+    (item,) = set(parts.holds._holds.values())
+    eventually(lambda: set(item.served) == {0})
+    with parts.changed:
+        peer = PeerAddress(other.engines[-1].zmq_address)
+        parts.holds.on_release((KEY, b""), peer, other.caches[-1].spec)
+    assert not held.done
+    last().wait(10)
+    held.wait(10)
+    check(decode)
+
+
+@pytest.mark.parametrize("kind", ["stash", "hold"])
+def test_what_another_instance_gave_up_before_takes_nothing_from_this_one(
+    stack: contextlib.ExitStack, kind: str
+) -> None:
+    """The last rank asks first."""
+    holder, decode = EngineInstance(Split(), stack), EngineInstance(Split(2), stack)
+    fill(holder)
+    (engine,), parts = holder.engines, holder.engines[0]._parts
+    with parts.changed:
+        parts.holds.on_release((KEY, b""), PeerAddress("127.0.0.1:1"), decode.caches[0].spec)
+    held = provide(engine, holder.sources()[0], kind)
+    first, last = loads_of(decode, holder)
+    last().wait(10)
+    (item,) = set(parts.holds._holds.values())
+    eventually(lambda: 1 in item.served)
+    first().wait(10)
+    held.wait(10)
+    check(decode)
+
+
+def test_who_gets_nothing_here_ends_nothing_for_others(stack: contextlib.ExitStack) -> None:
+    """Its WANT fails at once; one rank of another instance has released, and one still asks."""
+    holder, stranger, decode = (EngineInstance(Split(2), stack) for _ in range(3))
+    fill(holder)
+    engine, parts = holder.engines[0], holder.engines[0]._parts
+    wrong, last = stranger.engines[1], decode.engines[0]
+    with parts.changed:
+        link = parts.links.get(PeerAddress(wrong.zmq_address), data=True)
+    eventually(lambda: link.channel is not None)
+    refused: list[str] = []
+    with parts.changed:
+        parts.holds.on_want(
+            (KEY, b""), PeerAddress(wrong.zmq_address), stranger.caches[1].spec,
+            lambda ending: refused.append(ending.reason), epoch=wrong.epoch,
+        )  # fmt: skip
+    loading = last.receive(KEY, decode.sinks()[0], peer=holder.address, pull=True)
+    eventually(lambda: len(parts.holds._unheld) == 2)
+    with parts.changed:
+        peer = PeerAddress(stranger.engines[0].zmq_address)
+        parts.holds.on_release((KEY, b""), peer, stranger.caches[0].spec)
+        held = engine.hold(KEY, holder.sources()[0], lease=100.0)
+        assert not held.done
+    assert len(refused) == 1
+    loading.wait(10)
+    held.wait(10)
+    cache = decode.caches[0]
+    assert (cache.token_views(IDS) == cache.of_mine(MODEL.values(NUM_TOKENS))).all()
 
 
 def test_replicas_that_nobody_reads_are_released(stack: contextlib.ExitStack) -> None:

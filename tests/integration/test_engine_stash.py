@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from functools import partial
 
 import pytest
 
@@ -11,8 +12,10 @@ from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.errors import TransferCancelled, TransferRejected
 from p2p_engine.memory.paged import Beginning
 from p2p_engine.peers.link import Link, PeerAddress
+from p2p_engine.receive.store import Store
 from p2p_engine.send import holds
 from p2p_engine.send.sender import Sender
+from p2p_engine.send.shipment import Chunk
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import Grant
 from tests import marks
@@ -258,16 +261,18 @@ def test_who_waits_for_one_beginning_gets_it_though_another_was_given_up(
 def test_who_waits_for_the_copy_is_served_though_another_peer_wants_no_more(
     rng: SeededRandom,
 ) -> None:
-    theirs, other = PagedMemory(16).fill(rng), PeerAddress("127.0.0.1:1")
+    theirs, ours = PagedMemory(16).fill(rng), PagedMemory(16)
+    other = PeerAddress("127.0.0.1:1")
     with engines(2, "shm") as (sender, receiver):
         holds, peer = sender._parts.holds, PeerAddress(receiver.zmq_address)
-        waiting = receiver.receive(KEY, PagedMemory(16).sink([1, 2, 3], 0, 24), binding=b"three")
+        waiting = receiver.receive(KEY, ours.sink([1, 2, 3], 0, 24), binding=b"three")
         with sender._parts.changed:  # nobody hears of the copy's end
             stashed = stash(sender, theirs, list(range(NUM_BLOCKS)))
             holds.on_want((KEY, b"three"), peer, None, lambda ending: pytest.fail(ending.reason))
             holds.on_release((KEY, b"five"), other, None)
         waiting.wait(10)
         stashed.wait(10)
+        assert (ours.data[:, 1:4] == theirs.data[:, :3]).all()
         assert_idle(sender, receiver)
 
 
@@ -418,3 +423,45 @@ def test_its_memory_is_given_back_at_each_end(end: str, rng: SeededRandom) -> No
             engine.close()
             assert stashed.done
         eventually(lambda: is_idle(engine))
+
+
+def test_who_asks_after_a_restart_is_refused_by_its_new_name(rng: SeededRandom) -> None:
+    theirs, heard = PagedMemory(16).fill(rng), list[str]()
+    with P2pNcclEngine(settings("shm")) as engine:
+        holds, peer = engine._parts.holds, PeerAddress("127.0.0.1:1")
+        with engine._parts.changed:
+            stashed = stash(engine, theirs, list(range(NUM_BLOCKS)))
+            for epoch, name in enumerate(("old", "new"), 1):
+                refuse = partial(lambda name, _: heard.append(name), name)
+                holds.on_want((KEY, b"all"), peer, None, refuse, epoch=epoch)
+            stashed.cancel("vLLM has reset its caches")
+        assert heard == ["new"]
+        assert_idle(engine)
+
+
+def test_gone_does_not_overtake_what_has_landed(
+    rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it is written, and the receiver has no time to look."""
+    theirs, ours = PagedMemory(16).fill(rng), PagedMemory(16)
+    written, looks, stashes = Sender._written, Store.poll, list[Transfer]()
+
+    def reset_then(self: Sender, chunk: Chunk, nbytes: int) -> None:
+        written(self, chunk, nbytes)
+        stashes.pop().cancel("vLLM has reset its caches")
+
+    def is_busy() -> bool:
+        return not waiting or not waiting[0].done
+
+    monkeypatch.setattr(Sender, "_written", reset_then)
+    monkeypatch.setattr(Store, "on_done", lambda *_: None)
+    with engines(2, "shm") as (sender, receiver):
+        waiting, store = list[Transfer](), receiver._parts.store
+        skips = lambda self: None if self is store and is_busy() else looks(self)  # noqa: E731
+        monkeypatch.setattr(Store, "poll", skips)
+        stashes.append(stash(sender, theirs, list(range(NUM_BLOCKS))))
+        assert stashes[0].wait_released(10)
+        waiting.append(ask_for_three(receiver, ours, sender))
+        waiting[0].wait(10)
+        assert (ours.data[:, 1:4] == theirs.data[:, :3]).all()
+        assert_idle(sender, receiver)

@@ -34,7 +34,7 @@ ADDED: dict[str, list[Any]] = {
     "Gone": [None],
     "Abandon": [None],
     "AbandonOk": [None],
-    "Want": [False],
+    "Want": [False, 0],
 }
 # Between directories only: who does not know them drops them, and nobody waits for long.
 NEW = {"Recall", "Stashed"}
