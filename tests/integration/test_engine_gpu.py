@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import threading
 import time
+from concurrent.futures import Future
 from collections.abc import Iterator
 from functools import partial
 
@@ -439,7 +440,13 @@ def test_the_memory_of_a_sender_that_dies_is_kept_until_its_copies_have_ended() 
         peer.ask("send_blocks", "connects", engine.zmq_address)
         memory = PagedMemory(BLOCKS, page_bytes=PAGE_BYTES)
         engine.receive(TransferKey("connects"), memory.sink(list(range(BLOCKS)))).wait(10)
-        assert not transport.is_gone(epoch)
+
+        def is_gone() -> bool:  # where the engine asks, too
+            found: Future[bool] = Future()
+            engine._parts.control.call_soon(lambda: found.set_result(transport.is_gone(epoch)))
+            return found.result(10)
+
+        assert not is_gone()
         peer.ask("set_fault", "copy_milliseconds", 200)  # for each of four chunks
         peer.ask("send_blocks", "slow", engine.zmq_address)
         eventually(lambda: engine.stats()["live_bytes_by_place"]["buffer"] >= memory.data.nbytes)
@@ -449,7 +456,7 @@ def test_the_memory_of_a_sender_that_dies_is_kept_until_its_copies_have_ended() 
         eventually(lambda: patterned("slow").data[0, 0, :64].tobytes() in bytes(view))
         peer.tell("die", 1000)
         eventually(lambda: epoch not in transport._senders)  # type: ignore[attr-defined]
-        eventually(lambda: transport.is_gone(epoch))
+        eventually(is_gone)
         at_end = hashlib.sha256(view).digest()
         time.sleep(1.2)  # longer than it dies
         assert hashlib.sha256(view).digest() == at_end
