@@ -7,8 +7,8 @@ import ctypes
 import hashlib
 import threading
 import time
-from concurrent.futures import Future
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import partial
 
 import pytest
