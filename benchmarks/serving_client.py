@@ -192,7 +192,7 @@ def one_after_the_other(send_type: str) -> Way:
 
 
 async def both_at_once(pair: ServingPair, prompt: list[int], num_tokens: int) -> TimedAnswer:
-    """Our connector: both legs at the same moment, as with --dispatch-order concurrent."""
+    """Our connector: both legs at the same moment, as with --dispatch concurrent."""
     prefill, decode = _our_params(pair, "PUT_ASYNC")
     leg = asyncio.create_task(pair.prefill.complete(prompt, prefill))
     try:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the kit for a GPU or the benchmark, on a machine that may have no network. The interpreter
-# brings torch for CUDA; build/gpu-wheels supplies what else is missing.
+# brings torch for CUDA; build/gpu-wheels supplies what else is missing, or else the package index.
 # Usage: scripts/gpu.sh test [part ...]       these parts, or all, in their order (tests/gpu/kit.py)
 #        scripts/gpu.sh bench [part]
 #        scripts/gpu.sh wheels                fetch what such a machine may lack
@@ -33,9 +33,10 @@ if ! "$python" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; 
     exit 0
 fi
 export PYTHONPATH=$PWD/build/gpu-packages # the interpreter may be the system's, which stays as it is
+install() { "$python" -m pip install --quiet --target "$PYTHONPATH" "$@"; }
 for package in setuptools "${needed[@]}"; do
     "$python" -m pip show --quiet "$package" 2>/dev/null ||
-        "$python" -m pip install --quiet --no-index --find-links "$wheels" --target "$PYTHONPATH" "$package"
+        install --no-index --find-links "$wheels" "$package" 2>/dev/null || install "$package"
 done
 P2P_SANITIZE='' "$python" setup.py --quiet build_ext --inplace
 exec "$python" -m "${command[@]}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import secrets
 import select
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,21 +45,20 @@ class SimulatedFleet(Fleet):
         """Plan a fleet; nothing is started yet. Arguments as for Fleet."""
         config = merge_configs(_SMALL, transfer_config or {})
         super().__init__(more.pop("model", "simulated"), transfer_config=config, **more)
-        self._admin_key = secrets.token_hex(16)
+        # The file with the proxy's admin key, once that was started.
+        self.admin_key_file = self.log_dir / "admin.key"
 
-    def start_proxy(self, *ports: Any, arguments: Any = (), **more: Any) -> Member:
-        """Start the proxy with its own admin key."""
-        if "--admin-key-file" not in arguments:
-            self.admin_key_file.touch()
-            self.admin_key_file.chmod(0o600)
-            self.admin_key_file.write_text(self._admin_key)
+    def start_proxy(self, *ports: Any, arguments: Sequence[str] = (), **more: Any) -> Member:
+        """Start the proxy with an admin key of its own, unless `arguments` name a file with one."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--admin-key-file", type=Path)
+        if given := parser.parse_known_args(arguments)[0].admin_key_file:
+            self.admin_key_file = given
+        else:
+            self.admin_key_file.touch(0o600)
+            self.admin_key_file.write_text(secrets.token_hex(16))
             arguments = (*arguments, "--admin-key-file", str(self.admin_key_file))
         return super().start_proxy(*ports, arguments=arguments, **more)
-
-    @property
-    def admin_key_file(self) -> Path:
-        """The file with the proxy's admin key."""
-        return self.log_dir / "admin.key"
 
     def find(self, name: str) -> Member:
         """Return a stand-in by its name.
@@ -85,7 +85,7 @@ class SimulatedFleet(Fleet):
         if self.proxy is None:
             raise OSError("this fleet has no proxy of its own")
         url, asked = f"{self.proxy.url}/instances/{verb}", {"instance": member.http_address}
-        answer = post_json(url, asked, {"X-Api-Key": self.admin_key_file.read_text()})
+        answer = post_json(url, asked, {"X-Api-Key": self.admin_key_file.read_text().strip()})
         return str(answer["message"])
 
     def _instance_command(self, plan: InstancePlan, overrides: Mapping[str, Any]) -> list[str]:

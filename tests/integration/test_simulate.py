@@ -192,7 +192,11 @@ def test_what_is_no_prompt_is_refused(wrong: Any) -> None:
 @pytest.mark.timeout(600)
 async def test_the_command_obeys_and_stops(tmp_path: Path) -> None:
     write_key_file(tmp_path / "fleet.key")
-    options = ("--key-file", str(tmp_path / "fleet.key"), "--", "--token-ms", "0")
+    (tmp_path / "admin.key").touch(0o600)
+    (tmp_path / "admin.key").write_text(f"{'a' * 48}\n")
+    keys = ("--key-file", str(tmp_path / "fleet.key"))
+    keys += ("--proxy-args", f"--admin-key-file {tmp_path / 'admin.key'}")
+    options = (*keys, "--", "--token-ms", "0")
     async with simulated(tmp_path, *options) as running:
         proxy, output = running.proxy, running.output
         assert (await proxy.status())["authenticated"] is True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib.util
 import itertools
 import json
 import re
@@ -175,6 +176,47 @@ def test_every_option_of_a_command_is_one(document: str) -> None:
     for command, *words in commands_in((ROOT / document).read_text()):
         given = {word for word in words if word.startswith("--") and " " not in word}
         assert given - options_of(command) == set(), command
+
+
+# Options of NVRTC, and of routers that the pages compare us with, and one that vLLM no longer has.
+OPTIONS_OF_OTHERS = {
+    "--gpu-architecture",
+    "--kv-connector",
+    "--moriio-decode-handshake-port",
+    "--moriio-dp-size",
+    "--moriio-parallel-dispatch",
+    "--moriio-prefill-handshake-port",
+    "--moriio-write-mode",
+    "--swap-space",
+    "--vllm-discovery-address",
+}
+
+
+def options_named_in(folder: Path, *patterns: str) -> set[str]:
+    """Every option that the sources of these names in a folder have as a string."""
+    sources = [path.read_text() for pattern in patterns for path in folder.glob(pattern)]
+    return set(re.findall(r'"(--[a-z][a-z0-9-]*)"', "".join(sources)))
+
+
+@pytest.fixture(scope="module")
+def known_options() -> set[str]:
+    """The options of our commands and benchmarks, of vLLM and of OPTIONS_OF_OTHERS."""
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None or vllm.origin is None:
+        pytest.skip("vLLM is not installed")
+    known = OPTIONS_OF_OTHERS | set(proxy_parser()._option_string_actions)
+    known = known.union(*map(options_of, get_command(app).commands))  # type: ignore[attr-defined]
+    known |= options_named_in(ROOT / "benchmarks", "*.py")
+    known |= options_named_in(
+        Path(vllm.origin).parent, "engine/arg_utils.py", "entrypoints/**/*.py"
+    )
+    return known | {option.replace("--", "--no-", 1) for option in known}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_option_named_in_a_sentence_is_one(document: str, known_options: set[str]) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / document).read_text(), flags=re.DOTALL)
+    assert set(re.findall(r"`(--[a-z][a-z0-9-]*)", text)) - known_options == set()
 
 
 def recorded(name: str, line: int) -> list[dict[str, Any]]:
