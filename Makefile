@@ -26,7 +26,7 @@ setup:  ## make .venv with everything; quick when it is up to date
 demo: setup  ## real vLLM, one prefill and one decode instance, token for token (MODES=all)
 	@$(BIN)/p2p-engine demo $(if $(MODES),--modes $(MODES))
 
-test: setup test-c tsan asan  ## everything that needs no GPU; about 17 minutes on two cores
+test: setup test-c tsan asan  ## all tests but the longest with real vLLM (test-vllm); about 17 minutes on two cores
 	$(PYTEST) tests/unit tests/property tests/contract tests/integration tests/vllm \
 		-m "not vllm" --durations=20 --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0
 

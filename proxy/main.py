@@ -82,7 +82,7 @@ HELP = {
     "shutdown_timeout_seconds": "how long requests in progress may take once the proxy is stopped",
     "otlp_traces_endpoint": "URL at which a collector of OpenTelemetry takes spans, such as "
     "http://HOST:4318/v1/traces; empty: as the OTEL_* variables say, else none are sent",
-    "trace_share": "share of requests for which both instances' spans join one trace (0 to 1)",
+    "trace_share": "share of the requests without a traceparent that get one, sampled (0 to 1)",
 }
 
 

@@ -79,7 +79,7 @@ def run_rewrite(text: str, console: Console) -> int:
 
 
 def check_descriptors(limit: int) -> Finding:
-    """Check the limit of descriptors: a peer takes four, two in each direction."""
+    """Check the limit of descriptors: a rank lets in a quarter of it. A peer takes three."""
     if limit == resource.RLIM_INFINITY or limit >= 4 * MAX_CONNECTIONS:
         return ok("descriptors", f"{limit} for each process" if limit > 0 else "no limit")
     state = f"{limit} for each process: at most {limit // 4} peers may connect to each rank"

@@ -194,8 +194,8 @@ async def test_the_command_obeys_and_stops(tmp_path: Path) -> None:
     write_key_file(tmp_path / "fleet.key")
     (tmp_path / "admin.key").touch(0o600)
     (tmp_path / "admin.key").write_text(f"{'a' * 48}\n")
-    keys = ("--key-file", str(tmp_path / "fleet.key"))
-    keys += ("--proxy-args", f"--admin-key-file {tmp_path / 'admin.key'}")
+    proxy_args = f"--admin-key-file {tmp_path / 'admin.key'}"
+    keys = ("--key-file", str(tmp_path / "fleet.key"), "--proxy-args", proxy_args)
     options = (*keys, "--", "--token-ms", "0")
     async with simulated(tmp_path, *options) as running:
         proxy, output = running.proxy, running.output
