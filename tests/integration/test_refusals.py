@@ -248,6 +248,7 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
         "decode context parallelism": (set_in_vllm(decode_context_parallel_size=2), [2]),
         "prefill context parallelism": (set_in_vllm(prefill_context_parallel_size=2), [2]),
         "sleep mode": (set_in_vllm(enable_sleep_mode=True), []),
+        "elastic expert parallelism": (set_in_vllm(enable_elastic_ep=True), []),
     }  # fmt: skip
     return cases[what]
 
