@@ -12,7 +12,7 @@ import numpy as np
 
 from p2p_engine.config import SendMode
 from p2p_engine.connector.orders import BlockRange, Int64s, Load, Party
-from p2p_engine.errors import P2pError, TransferTimeout, named
+from p2p_engine.errors import P2pError, TransferRejected, TransferTimeout, named
 from p2p_engine.memory.paged import PagedSink
 from p2p_engine.peers.link import InstanceAddress
 from p2p_engine.transfer import Transfer, note_stage
@@ -221,7 +221,9 @@ class Loads:
         """Name the missing blocks, so that a good prefix survives; without one, the request."""
         wanted, (_, arrived) = loading.blocks.block_ids, loading.arrived
         missing = wanted[~np.isin(wanted, arrived)]
-        if not len(missing):  # it failed all the same: trust none of it
+        # Its sender may have given it up because what has left is out of date. And if all is here,
+        # and it failed all the same, trust none of it.
+        if isinstance(loading.error, TransferRejected) or not len(missing):
             missing = wanted
         has_prefix = loading.blocks.first_block > 0 or missing[0] != wanted[0]
         if self._can_fail_requests and not (has_prefix and self._names_lost_blocks):

@@ -240,10 +240,12 @@ class Sends:
             if item.is_held:
                 self._held[party.request_id] = sending
 
-    def give_up_held(self, reason: str) -> None:
-        """Give up all sends of finished requests."""
+    def give_up_outdated(self, reason: str) -> None:
+        """Give up all sends of finished requests, and of those that have begun to leave: what these
+        compute from now on must not be joined to what has left."""
         self._arrived.clear()
-        for sending in [*self._held.values(), *self._trailing]:
+        begun = [sending for sending in self._sendings.values() if sending.chunks]
+        for sending in [*self._held.values(), *self._trailing, *begun]:
             self._give_up(sending, reason)
 
     def spill(self, request_ids: Iterable[str]) -> None:

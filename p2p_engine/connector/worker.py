@@ -95,9 +95,9 @@ class WorkerHalf:
             loads.keep(metadata.kept)
         for sends in self._sends:
             sends.end(metadata.ended_sends)  # before this step: its id may be a new request's now
-            sends.start_step(metadata.sends)
             if metadata.is_reset:
-                sends.give_up_held("vLLM has reset its caches")
+                sends.give_up_outdated("vLLM has reset its caches")
+            sends.start_step(metadata.sends)
             sends.spill(metadata.spills)
         for stashing in self._stashing:
             stashing.start(metadata.stashes)  # first: they finished before the reset

@@ -67,12 +67,15 @@ class VllmPair:
         self.prefill.add(name, prompt, self.start_decode(name, prompt), max_tokens=1)
         self.prefill.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
 
-    def send_part(self, name: str, prompt: list[int]) -> None:
-        """Let decode wait; prefill sends what one step computes, and is then aborted."""
+    def send_part(self, name: str, prompt: list[int], *, and_die: bool = False) -> None:
+        """Let decode wait; prefill sends what one step computes, and is then aborted or gone."""
         self.prefill.add(name, prompt, self.start_decode(name, prompt), max_tokens=1)
         self.prefill.step()
         self.decode.step_until(lambda: self.decode.holds(name, TOKENS_PER_STEP))
-        self.prefill.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+        if and_die:
+            self.prefill.close()
+        else:
+            self.prefill.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
 
     def send_all(self, name: str, prompt: list[int]) -> None:
         self.prefill.add(name, prompt, self.start_decode(name, prompt), max_tokens=1)
@@ -170,15 +173,28 @@ def part_arrives_and_the_request_fails(make_pair: MakePair) -> None:
     pair.check_nothing_is_left()
 
 
-def part_arrives_and_the_rest_is_recomputed(make_pair: MakePair) -> None:
+def part_arrives_and_is_given_up_and_all_is_recomputed(make_pair: MakePair) -> None:
+    """Who gives it up may mean that what it has sent is out of date."""
     pair = make_pair("recompute")
     prompt = pair.prompt()
     pair.send_part("cut", prompt)
     assert pair.finish("cut") is FinishReason.LENGTH
     assert pair.decode.tokens("cut") == pair.local_tokens(prompt)
+    assert pair.decode.num_computed_tokens["cut"] == PROMPT_TOKENS + 3
+    pair.check_nothing_is_left()
+
+
+def part_arrives_from_who_dies_and_the_rest_is_recomputed(make_pair: MakePair) -> None:
+    pair = make_pair("recompute")
+    prompt = pair.prompt()
+    expected = pair.local_tokens(prompt)
+    assert pair.prefill.scheduler.reset_prefix_cache()
+    pair.send_part("cut", prompt, and_die=True)
+    assert pair.decode.finish("cut") is FinishReason.LENGTH
+    assert pair.decode.tokens("cut") == expected
     missing = PROMPT_TOKENS - TOKENS_PER_STEP
     assert pair.decode.num_computed_tokens["cut"] == missing + 3
-    pair.check_nothing_is_left()
+    assert not pair.decode.wrong_cached_blocks()
 
 
 def invalid_blocks_are_of_the_failed_request_alone(make_pair: MakePair) -> None:
@@ -229,7 +245,8 @@ SCENARIOS = (
     nothing_arrives_and_the_request_fails,
     nothing_arrives_and_the_request_is_recomputed,
     part_arrives_and_the_request_fails,
-    part_arrives_and_the_rest_is_recomputed,
+    part_arrives_and_is_given_up_and_all_is_recomputed,
+    part_arrives_from_who_dies_and_the_rest_is_recomputed,
     invalid_blocks_are_of_the_failed_request_alone,
     a_failed_load_does_not_pollute_the_prefix_cache,
     an_error_reaches_its_client_and_nobody_else,

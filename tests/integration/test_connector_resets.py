@@ -1,0 +1,93 @@
+"""vLLM resets its caches, because the weights are others now, while KV is on its way."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.request import RequestStatus
+
+from tests import marks
+from tests.doubles import instance
+from tests.doubles.instance import continuation
+from tests.doubles.pair import SEND_TYPES, MakePair, Pair, prompt_of
+
+pytestmark = marks.simulated_vllm
+
+ChangeWeights = Callable[[], None]
+
+
+@pytest.fixture
+def change_weights(monkeypatch: pytest.MonkeyPatch) -> ChangeWeights:
+    """Let every position have another value from then on, on both sides."""
+
+    def after_other_weights(tokens: Sequence[int]) -> np.ndarray[Any, Any]:
+        values, running = np.empty(len(tokens), np.int64), 12345
+        for position, token in enumerate(tokens):
+            values[position] = running = zlib.crc32(token.to_bytes(4, "little"), running)
+        return values
+
+    return lambda: monkeypatch.setattr(instance, "expected_values", after_other_weights)
+
+
+def check_answer(pair: Pair, request_id: str, prompt: list[int]) -> None:
+    """Decode has all of it, or nothing; the double raises if it reads a mixture of old and new."""
+    if pair.d.finished[request_id] is RequestStatus.FINISHED_ERROR:
+        assert pair.d.answers[request_id] == []
+    else:
+        assert pair.d.answers[request_id] == continuation(prompt, 4)
+        assert pair.d.num_computed_prompt_tokens[request_id] in (1, len(prompt))
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_what_has_left_is_not_joined_to_what_is_computed_anew(
+    make_pair: MakePair,
+    change_weights: ChangeWeights,
+    send_type: str,
+    is_async: bool,
+    policy: str,
+    layerwise: bool,
+) -> None:
+    pair = make_pair(send_type=send_type, is_async=is_async, policy=policy, layerwise=layerwise)
+    prompt = prompt_of(300)
+    request_id = pair.ask(prompt, order="together")
+    for _ in range(3):
+        pair.step()
+    if send_type != "GET":
+        pair.run(lambda: pair.num_loaded_blocks(request_id) > 0, only=pair.d)
+    assert not pair.p.finished
+    change_weights()
+    reset = pair.p.scheduler.reset_prefix_cache
+    assert reset(reset_running_requests=True, reset_connector=True)
+    pair.run(timeout=20)
+    check_answer(pair, request_id, prompt)
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+def test_what_a_preempted_request_has_sent_is_not_joined_either(
+    make_pair: MakePair, change_weights: ChangeWeights, send_type: str
+) -> None:
+    """vLLM resets without more words, because nothing else runs."""
+    pair = make_pair(send_type=send_type, policy="recompute", prefill={"num_blocks": 24})
+    pair.p.scheduler.scheduler_reserve_full_isl = False
+    pair.p.add("other", prompt_of(100, 8), max_tokens=20)
+    pair.p.step()
+    pair.p.step()
+    prompt = prompt_of(300)
+    request_id = pair.ask(prompt, order="together")
+    pair.run(lambda: pair.p.num_preemptions > 0)
+    pair.p.abort("other")
+    change_weights()
+    assert pair.p.scheduler.reset_prefix_cache(reset_connector=True)
+    pair.run(timeout=20)
+    check_answer(pair, request_id, prompt)
