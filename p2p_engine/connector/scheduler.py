@@ -86,6 +86,7 @@ class _Loading:
     intent: Intent | None = None  # None: it recalls an earlier turn's
     is_decided: bool = False  # given to the workers, or declined
     is_open: bool = False  # given to the workers, and not reported yet
+    num_more_blocks: int = 0  # that it wants beside those of what is loaded
 
 
 class SchedulerHalf:
@@ -119,7 +120,9 @@ class SchedulerHalf:
         self._loading: dict[str, _Loading] = {}
         self._wanted = Wanted()
         self._next = P2pConnectorMetadata()
-        self._asked: dict[str, int] = {}  # requests that want blocks in this step, and how many
+        # Requests that want blocks, and how many: in this step; and behind a load that is over.
+        self._asked: dict[str, int] = {}
+        self._loaded: dict[str, int] = {}
         self._pressure = Pressure()
         self._pins = Pins()
         self._turns = EarlierTurns(model, groups, stash_seconds)
@@ -198,8 +201,7 @@ class SchedulerHalf:
                 recalled, self._num_loaded(recalled.num_tokens)
             )
             self._wanted.add(recalled)
-        wanted = sum(group.num_blocks(request.num_tokens) for group in self._groups)
-        self._asked[request.request_id] = wanted
+        self._asked[request.request_id] = self._num_blocks(request.num_tokens)
         loading = self._loading.get(request.request_id)
         if loading is None or loading.is_decided or request.skip_reading_prefix_cache:
             return 0
@@ -218,6 +220,7 @@ class SchedulerHalf:
         loading.is_open, party = True, loading.party
         note_stage(party.key, "load ordered")
         end = loading.num_tokens
+        loading.num_more_blocks = self._num_blocks(request.num_tokens) - self._num_blocks(end)
         ranges = [
             _wanted(group, table, end - num_tokens, end)
             for group, table in zip(self._groups, blocks.get_block_ids(), strict=True)
@@ -230,6 +233,7 @@ class SchedulerHalf:
         """Return whether the blocks must outlive the request, and the response's transfer
         parameters."""
         loading = self._loading.pop(request.request_id, None)
+        self._loaded.pop(request.request_id, None)
         if loading is not None:
             self._end_load(loading)
         self._turns.forget(request.request_id)
@@ -324,9 +328,7 @@ class SchedulerHalf:
             dataclasses.replace(item, is_sent_again=item.party.content in self._sent)
             for item in metadata.ended_sends
         ]
-        for num_blocks in self._asked.values():  # vLLM did not have them
-            self._pressure.want(num_blocks)
-        self._asked.clear()
+        self._order_spills(output)
         metadata.spills = self._pressure.take_orders()
         for request_id in output.preempted_req_ids or ():
             sending = self._sending.get(request_id)
@@ -340,6 +342,19 @@ class SchedulerHalf:
         for sending, num_computed in self._scheduled(output):
             metadata.sends.append(self._step(sending, num_computed))
         return metadata
+
+    def _order_spills(self, output: SchedulerOutput) -> None:
+        """Make room for requests that vLLM had no blocks for. It asks nothing about one whose load
+        is over, and it may want more than the blocks of a prompt: if it computes nothing, it lacks
+        at least one."""
+        for request_id in self._loaded.keys() & output.num_scheduled_tokens.keys():
+            del self._loaded[request_id]
+        lacking = [*self._asked.values(), *self._loaded.values()]
+        self._asked.clear()
+        for num_blocks in lacking:
+            self._pressure.want(num_blocks)
+        if lacking and not output.total_num_scheduled_tokens:
+            self._pressure.want()
 
     def _scheduled(self, output: SchedulerOutput) -> Iterator[tuple[_Sending, int]]:
         """Yield the requests that send after this step, with the tokens computed by then.
@@ -405,6 +420,7 @@ class SchedulerHalf:
             loading = self._loading.get(request_id)
             if loading is not None and loading.is_open:
                 loading.is_open = False
+                self._loaded[request_id] = loading.num_more_blocks
                 note_stage(loading.party.key, "load known")
                 self._wanted.remove(loading.party, was_ordered=True)
 
@@ -443,6 +459,9 @@ class SchedulerHalf:
             return max(0, num_prompt_tokens - self._num_lookahead_tokens)
         is_last_computed = self._has_window or self._has_state
         return num_prompt_tokens - 1 if is_last_computed else num_prompt_tokens
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return sum(group.num_blocks(num_tokens) for group in self._groups)
 
     def _refuse_unsupported(self, request: Request) -> None:
         if request.pooling_params is not None or request.prompt_token_ids is None:

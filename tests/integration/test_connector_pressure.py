@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.request import RequestStatus
+
 from p2p_engine.connector import compat
+from p2p_engine.connector.loads import LoadResults, Loads
+from p2p_engine.wire.request_ids import new_transfer_id
 from tests import marks
 from tests.doubles.instance import (
     BLOCK_SIZE,
@@ -16,6 +22,7 @@ from tests.doubles.instance import (
     NUM_LAYERS,
     SLOT_WIDTH,
     InstanceDouble,
+    continuation,
 )
 from tests.doubles.pair import MakePair, Pair, prompt_of
 
@@ -128,4 +135,111 @@ def test_a_spill_waits_for_room_in_the_pool(make_pair: MakePair) -> None:
     pair.ask_waiting()
     pair.run(timeout=40)
     pair.check_answers(num_computed=1)
+    pair.check_at_rest()
+
+
+class LateReports:
+    """While `are_late`, the ranks of an instance report no load."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._late: set[object] = set()
+        take_results = Loads.take_results
+
+        def unless_late(loads: Loads) -> LoadResults:
+            return LoadResults() if loads._engine in self._late else take_results(loads)
+
+        monkeypatch.setattr(Loads, "take_results", unless_late)
+
+    @contextlib.contextmanager
+    def of(self, instance: InstanceDouble) -> Iterator[None]:
+        workers = [rank.connector._worker for rank in instance.ranks]
+        self._late = {worker.engine for worker in workers if worker is not None}
+        yield
+        self._late = set()
+
+
+@pytest.fixture
+def late_reports(monkeypatch: pytest.MonkeyPatch) -> LateReports:
+    return LateReports(monkeypatch)
+
+
+def is_loading(instance: InstanceDouble, request_id: str) -> bool:
+    request = instance.scheduler.requests.get(request_id)
+    return request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+def test_a_turn_that_was_recalled_finds_blocks_for_its_rest(
+    make_pair: MakePair, late_reports: LateReports
+) -> None:
+    """vLLM gives it those of what is recalled, and asks nothing of us when that has come."""
+    pair = make_pair(
+        prefill_role="kv_both", policy="recompute", stash_seconds=60.0, prefill={"num_blocks": 60}
+    )
+    said, first_turn = prompt_of(160), new_transfer_id()
+    pair.ask(
+        said, by="params", max_tokens=50, transfer_id=first_turn, order="prefill first",
+        more={"stash": True},
+    )  # fmt: skip
+    pair.run()
+    said += [*continuation(said, 50), *prompt_of(300, 77)]
+    assert pair.p.scheduler.reset_prefix_cache()
+    with late_reports.of(pair.p):
+        pair.ask(said, by="params", earlier=first_turn, order="prefill first")
+        recalled = pair.prefill_ids[-1]
+        pair.run(lambda: is_loading(pair.p, recalled), only=pair.p)
+        for seed in range(3):
+            pair.ask(prompt_of(230, seed), by="params", order="prefill first")
+        others = pair.prefill_ids[-3:]
+        pair.run(lambda: all(name in pair.p.finished for name in others), only=pair.p)
+    run_prefills(pair)
+    pair.ask_waiting()
+    pair.run()
+    pair.check_answers()
+
+
+def test_a_loaded_request_finds_a_block_for_its_last_token(
+    make_pair: MakePair, late_reports: LateReports
+) -> None:
+    """With windows, all but the last token are loaded, and that may want a block of its own."""
+    pair = make_pair(
+        prefill_role="kv_both", decode_role="kv_both", policy="recompute", attention="windows",
+        prefill={"num_blocks": 300}, decode={"num_blocks": 31},
+    )  # fmt: skip
+    with late_reports.of(pair.d):
+        loaded = pair.ask(prompt_of(4 * BLOCK_SIZE + 1, 1), by="params", order="prefill first")
+        run_prefills(pair)
+        pair.ask_waiting()
+        pair.run(lambda: is_loading(pair.d, loaded))
+        pool, seed = pair.d.scheduler.kv_cache_manager.block_pool, 10
+        while free := pool.get_num_free_blocks():  # until what decode itself holds takes all
+            seed += 1
+            length = min(free, 4) * BLOCK_SIZE
+            pair.ask(prompt_of(length, seed), by="params", order="prefill first", swapped=True)
+            name = pair.prefill_ids[-1]
+            pair.run(lambda name=name: name in pair.d.finished, only=pair.d)  # type: ignore[misc]
+    pair.run(lambda: loaded in pair.d.finished)
+    pair.ask_waiting()
+    pair.run()
+    pair.check_answers()
+    pair.check_at_rest()
+
+
+def test_what_vllm_wants_beside_a_prompt_is_found_too(make_pair: MakePair) -> None:
+    """With a draft, it also wants slots ahead of the prompt's end."""
+    prefill = {
+        "num_blocks": 22,
+        "num_speculative_tokens": 3,
+        "max_tokens_per_step": 512,
+        "draft": "",
+    }
+    pair = make_pair(policy="recompute", prefill=prefill)
+    for seed in range(3):
+        pair.ask(prompt_of(4 * BLOCK_SIZE, seed), by="params", order="prefill first")
+    run_prefills(pair)
+    free = pair.p.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    pair.ask(prompt_of(free * BLOCK_SIZE, 9), by="params", order="prefill first")
+    run_prefills(pair)
+    pair.ask_waiting()
+    pair.run()
+    pair.check_answers()
     pair.check_at_rest()
