@@ -64,9 +64,9 @@ class ReplicaRule:
         sum over all. `now`, in seconds, never goes back.
         """
         limits, proposals = self._limits, self._proposed
-        usual = current * limits.target
         proposed = current
-        if abs(in_flight - usual) > TOLERANCE * usual:
+        ratio = in_flight / (limits.target * current)
+        if abs(1.0 - ratio) > TOLERANCE:  # in this form, it is rounded as there
             proposed = math.ceil(in_flight / limits.target)
         if not proposals:
             proposals.append((now, current))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from p2p_engine.cli.replicas import TOLERANCE, ReplicaRange, ReplicaRule
@@ -67,6 +67,7 @@ def played(limits: ReplicaRange, given: Sequence[tuple[float, int]]) -> list[tup
 
 
 @given(ranges(), readings)
+@example(ReplicaRange(1, 11, 4.0), [(0.0, 37), (0.0, 44)])  # at the tolerance, but for rounding
 def test_it_decides_as_the_controller(limits: ReplicaRange, given: list[tuple[float, int]]) -> None:
     controller, now, current = Controller(limits), 0.0, limits.least
     for (pause, in_flight), (_, decided) in zip(given, played(limits, given), strict=True):
