@@ -32,8 +32,8 @@ class Expected:
 
     So is `idle`: ranks there that hold the same KV, or groups that this rank lacks, and that nobody
     here pulls. `has_held`: the peer pushes a part of it and holds the rest, which is to `pull` or
-    not wanted. `is_promised`: the peer has said that it holds what is pulled. `is_again`: another
-    receive had asked for it, and what is under way may be for that one.
+    not wanted. `is_promised`: the peer has said that it holds what is pulled. `attempt`: its
+    number; a later receive has a higher one.
     """
 
     transfer: Transfer
@@ -42,7 +42,6 @@ class Expected:
     pull: bool
     has_held: bool = False
     is_promised: bool = False
-    is_again: bool = False
     attempt: int = 0
     asked: list[AskedRank] = field(default_factory=list)
     idle: list[tuple[TransferKey, PeerAddress]] = field(default_factory=list)
@@ -119,6 +118,11 @@ class Expectations:
         """Whether a content is awaited only from known engines, and this epoch is none of them."""
         item = self._awaited.get(content)
         return item is not None and bool(item.epochs) and not item.epochs & {0, epoch}
+
+    def is_of_earlier(self, content: ContentKey, attempt: int) -> bool:
+        """Whether an attempt (0: none) to receive a content came before the one that awaits it."""
+        item = self._awaited.get(content)
+        return item is not None and 0 < attempt < item.attempt
 
     def keep(self, kept: Kept) -> None:
         """Note a content that is not kept yet."""

@@ -76,12 +76,13 @@ class Pulls(LinkListener):
         expect it to push. If it `has_held` what nobody pulls, it is told at the end."""
         previous = self._expectations.awaited((transfer.key, binding))
         item = Expected(
-            transfer, peer, binding, pull, has_held, is_promised or has_held,
-            is_again=previous is not None, attempt=next(self._attempts),
+            transfer, peer, binding, pull, has_held, is_promised or has_held, next(self._attempts),
         )  # fmt: skip
         self._let_go_later.pop(item.content, None)
-        if previous is not None:  # its RELEASE would end the new pull too
+        if previous is not None:
             self._remove(previous)
+            if previous.peer != peer:  # else its RELEASE would end the new pull, too
+                self._say_release(previous)
         self._expectations.expect(item)
         transfer.on_end = partial(self._ended, item)
         if isinstance(peer, PeerAddress):
@@ -287,17 +288,20 @@ class Pulls(LinkListener):
         if not has_come and self._store.is_left(item.content):
             self._let_go_later[item.content] = partial(self._let_go, item)
             return
+        self._say_release(item)
+        # The rest may be pushed after all, before the peer has heard that it is not wanted.
+        if has_come and item.has_held and not self._store.leave(item.content, is_pulled=False):
+            self._store.discard(item.content, "all of it is here")
+
+    def _say_release(self, item: Expected) -> None:
+        """Tell the peer of a receive that has ended what is not wanted of it."""
         for key, peer in item.idle if item.pull or item.has_held else ():
             self._release((key, item.binding), peer)
-        if not has_come or item.is_again or (item.has_held and not item.pull):
+        if item.transfer.error is not None or (item.has_held and not item.pull):
             for asked in item.asked:
                 self._release(item.content, asked.link.target)
             if not item.asked:  # the peer's directory has not answered yet
                 self.release(item.content, item.peer)
-        # The rest may be pushed after all, before the peer has heard that it is not wanted.
-        is_twice = has_come and (item.has_held or item.is_again)
-        if is_twice and not self._store.leave(item.content, is_pulled=False):
-            self._store.discard(item.content, "all of it is here")
 
     def _release(self, content: ContentKey, peer: PeerAddress) -> None:
         link = self._links.get(peer, data=False)

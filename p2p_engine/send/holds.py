@@ -38,7 +38,7 @@ from p2p_engine.transfer import Transfer, lane_of, note_stage
 from p2p_engine.wire.messages import CacheSpec, ContentKey, Manifest, TransferKey
 
 OTHERS_SECONDS = 1.0  # that a WANT waits while its key is held for other contents only
-UNASKED_SECONDS = 1.0  # that a hold waits for ranks that another instance may have released it for
+UNASKED_SECONDS = 1.0  # that a hold waits for who may ask yet, though others have released it
 PROMISED_SECONDS = 1.0  # that one waits for what was said to be here, and is not
 UNNAMED_ROUNDS = 16  # in a lease, at most
 UNNAMED_LEASES = 5  # RENEW without names keeps a hold for so many leases, counted from its start
@@ -88,16 +88,27 @@ class Hold:
 
     @property
     def is_surely_over(self) -> bool:
-        """Whether it is over for the instance that asks. Who has released it and did not ask may
-        belong to another one, on which a router has tried the request before."""
+        """Whether it is over for the instance that asks. Who has released it, while others pulled
+        it or asked for it, may belong to another one, on which a router has tried the request
+        before."""
+        if not self.asked:
+            return self.is_over
         all_asked = self.readers is not None and self.readers <= self.served.keys()
-        return self.is_over and (all_asked or not self.asked)
+        have_it = [peer in self.pulled for peer in self.served.values()]
+        return self.is_over and all_asked and len(set(have_it)) == 1
 
     def ask(self, rank: int, peer: PeerAddress) -> None:
         """Note that a rank wants it."""
         self.asked.add(peer)
         self.unasked.pop(rank, None)
         want_again(self.served, rank, peer)
+
+    def expect(self, rank: int, peer: PeerAddress) -> None:
+        """Note that a rank will want it, unless it has got it or has given it up: such a rank may
+        go on renewing for others."""
+        self.unasked.pop(rank, None)
+        if self.served.get(rank, peer) != peer:
+            want_again(self.served, rank, peer)
 
     @property
     def contents(self) -> list[ContentKey]:
@@ -230,8 +241,8 @@ class Holds:
                 for rank, peer in departed.ranks.items():
                     (hold.served if peer in hold.asked else hold.unasked)[rank] = peer
         self._serve_all(hold, [item for name in hold.contents for item in self._unheld.take(name)])
-        if self._is_held(hold):
-            self._end_if_over(hold, "the peer released it before it was held")
+        if self._is_held(hold) and hold.is_over:  # who gave an earlier attempt up may ask at once
+            self._end_soon(hold)
 
     def _serve_all(self, hold: Hold, wants: list[tuple[PeerAddress, PendingWant]]) -> None:
         """Serve several; if one fails at once, the hold does not end before the others are."""
@@ -399,6 +410,7 @@ class Holds:
             if self._endings.is_served(content):
                 return None
             return self._endings.expect(content, _rank_of(spec), peer, renews=True)
+        hold.expect(_rank_of(spec), peer)
         self._renew(hold, hold.latest_end)
         return None
 
@@ -507,10 +519,12 @@ class Holds:
         reader = (peer, want.binding)
         hold.readers = self._readers(hold.content, want.spec)
         known = hold.wants.get(reader)
+        if known is not None and known.attempt == want.attempt:
+            want = known  # a repetition
         hold.wants[reader] = want
         hold.ask(_rank_of(want.spec), peer)
         shipment = hold.shipments.get(reader)
-        if shipment is not None and (known is None or known.attempt != want.attempt):
+        if shipment is not None and want is not known:
             self._sender.stop(shipment, TransferCancelled(f"{peer} asks anew"))
         elif shipment is None and hold.copying is None:
             self._ship(hold, reader, want)
@@ -526,6 +540,7 @@ class Holds:
             on_end=lambda shipment: self._pulled(hold, reader, want, shipment),
             is_held=True,
             generation=hold.generation,
+            answers=want.attempt[1],
         )
         if not shipment.transfer.done:
             hold.shipments[reader] = shipment
@@ -535,7 +550,7 @@ class Holds:
         ask again, or has done so."""
         hold.shipments.pop(reader, None)
         latest, error = hold.wants.get(reader), shipment.transfer.error
-        if latest is not None and latest.attempt != sent.attempt:
+        if latest is not None and latest is not sent:
             self._ship(hold, reader, latest)
             return
         hold.wants.pop(reader, None)
@@ -555,7 +570,10 @@ class Holds:
         if hold.is_surely_over:
             self._end(hold, None, reason)
         elif hold.is_over:
-            self._timers.set(hold, min(hold.lease_ends_at, self._clock() + UNASKED_SECONDS))
+            self._end_soon(hold)
+
+    def _end_soon(self, hold: Hold) -> None:
+        self._timers.set(hold, min(hold.lease_ends_at, self._clock() + UNASKED_SECONDS))
 
     def _readers(self, content: ContentKey, spec: CacheSpec | None) -> frozenset[int]:
         """Return the ranks of a peer's instance that pull from here."""

@@ -113,6 +113,7 @@ class Sender(LinkListener):
         is_held: bool = False,
         generation: int = 0,
         by_layer: bool = False,
+        answers: int = 0,
     ) -> Shipment:
         """Queue a shipment; its first chunks are offered as soon as the link is ready. Never
         blocks.
@@ -125,7 +126,7 @@ class Sender(LinkListener):
         now, renewable = self._clock(), max(timeout, self._config.max_renewal_seconds)
         shipment = Shipment(
             key, source, binding, link, transfer, now + timeout, now + renewable, ready_layers,
-            on_end, is_held, generation, by_layer,
+            on_end, is_held, generation, by_layer, answers,
         )  # fmt: skip
         self._shipments[transfer] = shipment
         self._going.add(shipment.content, shipment)
@@ -378,7 +379,7 @@ class Sender(LinkListener):
         self._schedule(chunk, self._config.retry_seconds)
         self._links.send(
             link, Offer, chunk.seq, chunk.attempt, chunk.key, chunk.manifest, shipment.binding,
-            link.transport.name, self._is_checked(chunk), shipment.generation,
+            link.transport.name, self._is_checked(chunk), shipment.generation, shipment.answers,
         )  # fmt: skip
         self._open_more(shipment)
 

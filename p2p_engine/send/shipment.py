@@ -60,6 +60,7 @@ class Shipment:
     is_held: bool = False  # its source can be read after WRITTEN
     generation: int = 0  # of the attempt to send its key
     by_layer: bool = False
+    answers: int = 0  # the number of the receive that asked for it; 0: it is pushed
     is_given_up: bool = False  # the peer was told that it will not come
     is_cut: bool = False
     chunk_bytes: int = 0  # at most so many, unless one block has more

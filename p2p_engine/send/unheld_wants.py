@@ -44,13 +44,14 @@ class UnheldWants:
 
     def put(self, content: ContentKey, peer: PeerAddress, want: PendingWant) -> None:
         """Remember a WANT until its deadline. A repetition keeps the first deadline: receivers
-        repeat a WANT several times in a lease, so a deadline that moved would never come. Beyond
+        repeat a WANT several times in a lease, so a deadline that moved would never come. A WANT of
+        another receive has its own. Beyond
         MAX_UNHELD_WANTS, a WANT is dropped: the peer repeats it."""
         name = (content, peer)
         known = self._unheld.get(name)
-        if known is not None:
+        if known is not None and known.attempt == want.attempt:
             want = replace(want, deadline=known.deadline)
-        elif len(self._unheld) >= MAX_UNHELD_WANTS:
+        elif known is None and len(self._unheld) >= MAX_UNHELD_WANTS:
             return
         self._unheld[name] = want
         self._of_content.add(content, name)

@@ -143,9 +143,15 @@ class Door:
                 break
             self._drop(connection)
         if 0 < self._rest_until <= now:
-            self._rest_until = now + REST_SECONDS  # if it cannot be watched yet
+            self._wake(now)
+
+    def _wake(self, now: float) -> None:
+        try:
             self._control.watch(self._listener.fileno(), self._accept)
             self._rest_until = 0.0
+        except OSError as error:  # the kernel has no room for it yet
+            logger.error("no data connection can be taken for %g s: %s", REST_SECONDS, str(error))
+            self._rest_until = now + REST_SECONDS
 
     def _accept(self) -> None:
         try:

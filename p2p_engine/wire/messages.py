@@ -333,7 +333,8 @@ class Offer(Message, tag="OFFER"):
     """Please reserve a region for this chunk. Repeated until answered.
 
     Chunks of one attempt to send a key have the same `generation`, and those of a later attempt a
-    higher one (0: the sender does not say).
+    higher one (0: the sender does not say). It `answers` the WANT that has this `attempt` (0: it is
+    pushed, or the sender does not say).
     """
 
     seq: U64
@@ -344,6 +345,7 @@ class Offer(Message, tag="OFFER"):
     transport: Text
     checksum: bool = False  # DONE will have a checksum
     generation: U64 = 0
+    answers: U64 = 0
 
 
 class Grant(Message, tag="GRANT"):
@@ -429,7 +431,8 @@ class Want(Message, tag="WANT"):
     With GET, the holder remembers a key that it does not know yet. If the key `is_pushed`, it need
     not: the push comes by itself. If the holder's instance has said that it has it (`is_promised`),
     and it does not, it will not have it later. What is on its way for another `attempt`, a number
-    of the receive that asks, is stopped and sent again: that receive may have taken a part of it.
+    of the receive that asks and higher for a later one, is stopped and sent again: that receive may
+    have taken a part of it.
     """
 
     key: TransferKey

@@ -314,6 +314,52 @@ def test_what_another_instance_gave_up_before_takes_nothing_from_this_one(
     check(decode)
 
 
+@pytest.mark.parametrize("kind", ["stash", "hold"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_what_a_rank_of_another_instance_asked_for_and_gave_up_is_there_for_this_one(
+    stack: contextlib.ExitStack, kind: str, order: tuple[int, int]
+) -> None:
+    """Its other ranks never got so far."""
+    holder, other, decode = (EngineInstance(Split(size), stack) for size in (1, 2, 2))
+    fill(holder)
+    held = provide(holder.engines[0], holder.sources()[0], kind)
+    (item,) = set(holder.engines[0]._parts.holds._holds.values())
+    given_up = loads_of(other, holder)[0]()
+    eventually(lambda: bool(item.asked))
+    given_up.cancel("its request was aborted")
+    eventually(lambda: 0 in item.served)
+    loads = loads_of(decode, holder)
+    for rank in order:
+        loads[rank]().wait(10)
+        eventually(lambda: held.done or item.served.get(rank) in item.pulled)  # noqa: B023
+    check(decode)
+
+
+def test_a_rank_that_renews_what_another_instance_released_is_waited_for(
+    stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request queues there, for longer than a hold waits for ranks that say nothing."""
+    monkeypatch.setattr(holds, "UNASKED_SECONDS", 0.2)
+    holder, other, decode = (
+        EngineInstance(Split(size), stack, lease_seconds=2) for size in (1, 2, 2)
+    )  # fmt: skip
+    fill(holder)
+    held = holder.engines[0].hold(KEY, holder.sources()[0], lease=2.0)
+    (item,) = set(holder.engines[0]._parts.holds._holds.values())
+    first, last = loads_of(decode, holder)
+    decode.engines[1].keep(KEY, peer=holder.address)
+    first().wait(10)
+    other.engines[1].discard(KEY, peer=holder.address, pull=True)
+    eventually(lambda: bool(item.unasked))
+    eventually(lambda: not item.unasked)  # by the next RENEW
+    released_at = time.monotonic()
+    eventually(lambda: time.monotonic() > released_at + 0.5)
+    assert not held.done
+    last().wait(10)
+    held.wait(10)
+    check(decode)
+
+
 def test_who_gets_nothing_here_ends_nothing_for_others(stack: contextlib.ExitStack) -> None:
     """Its WANT fails at once; one rank of another instance has released, and one still asks."""
     holder, stranger, decode = (EngineInstance(Split(2), stack) for _ in range(3))

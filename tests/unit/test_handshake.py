@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -163,4 +163,29 @@ def test_without_a_descriptor_the_door_rests_and_opens_again(
         house.control.call_soon(lambda: setattr(house.door, "_listener", real))
         eventually(lambda: house.admitted)
     assert len(failures) < 100
+    assert house.control.errors == 0
+
+
+def test_a_door_that_cannot_be_watched_after_its_rest_tries_again(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "REST_SECONDS", 0.1)
+    honest, refused = house.control.watch, list[int]()
+    listener = house.door._listener.fileno()
+
+    def watch(fd: int, callback: Callable[[], None], *, writable: bool = False) -> None:
+        if fd == listener and len(refused) < 3:
+            refused.append(fd)
+            raise OSError(28, "No space left on device")
+        honest(fd, callback, writable=writable)
+
+    def rest() -> None:
+        house.control.unwatch(listener)
+        house.door._rest_until = 1.0
+
+    monkeypatch.setattr(house.control, "watch", watch)
+    house.control.call_soon(rest)
+    eventually(lambda: len(refused) == 3)
+    with house.knock(data=PREAMBLE.pack(EPOCH, bytes.fromhex(house.tokens.make(EPOCH)))):
+        eventually(lambda: house.admitted)
     assert house.control.errors == 0

@@ -35,6 +35,7 @@ ADDED: dict[str, list[Any]] = {
     "Abandon": [None],
     "AbandonOk": [None],
     "Want": [False, 0],
+    "Offer": [0],
 }
 # Between directories only: who does not know them drops them, and nobody waits for long.
 NEW = {"Recall", "Stashed"}

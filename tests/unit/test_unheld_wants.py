@@ -18,3 +18,14 @@ def test_a_want_that_is_said_again_keeps_its_deadline() -> None:
     wants.tick(61.0)
     assert [ending.reason for ending in refused] == ["it was never held here"]
     assert len(wants) == 0
+
+
+def test_a_want_of_another_receive_has_its_own_deadline() -> None:
+    wants, refused = UnheldWants(), list[Ending]()
+    wants.put(CONTENT, PEER, PendingWant(None, 60.0, refused.append, attempt=(5, 1)))
+    wants.put(CONTENT, PEER, PendingWant(None, 115.0, refused.append, attempt=(5, 2)))
+    wants.tick(114.0)
+    assert len(wants) == 1
+    wants.tick(116.0)
+    assert len(refused) == 1
+    assert len(wants) == 0
