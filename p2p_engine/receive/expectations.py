@@ -120,9 +120,9 @@ class Expectations:
         return item is not None and bool(item.epochs) and not item.epochs & {0, epoch}
 
     def is_of_earlier(self, content: ContentKey, attempt: int) -> bool:
-        """Whether an attempt (0: none) to receive a content came before the one that awaits it."""
+        """Whether an attempt to receive a content came before the one that awaits it."""
         item = self._awaited.get(content)
-        return item is not None and 0 < attempt < item.attempt
+        return item is not None and attempt < item.attempt
 
     def keep(self, kept: Kept) -> None:
         """Note a content that is not kept yet."""

@@ -260,7 +260,7 @@ class Store(SessionListener):
         elif receive.ending is not None:
             self._refuse(landing_id, offer.attempt, receive.ending)
             return
-        elif self._expectations.is_of_earlier(content, offer.answers):
+        elif offer.answers and self._expectations.is_of_earlier(content, offer.answers):
             earlier = TransferRejected("an earlier receive asked for it, and may have a part of it")
             self._refuse(landing_id, offer.attempt, earlier)
             return

@@ -62,7 +62,7 @@ specs = st.builds(
 endpoints = st.dictionaries(texts, st.dictionaries(texts, texts, max_size=3), max_size=3)
 BY_FIELD: dict[str, st.SearchStrategy[Any]] = {
     "source_epoch": words, "destination_epoch": words, "seq": words, "trailer": words,
-    "number": words, "generation": words,
+    "number": words, "generation": words, "answers": words,
     "version": counts, "rank": counts, "num_ranks": counts, "attempt": counts,
     "first_block": counts, "num_blocks": counts, "offset": sizes, "word_offset": sizes,
     "largest_landing": sizes,
