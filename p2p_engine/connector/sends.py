@@ -86,6 +86,7 @@ class _SendInProgress:
     chunks: list[_Chunk] = field(default_factory=list)
     kept_back: _KeptBack | None = None  # these, as soon as they are held
     withdrawn: Transfer | None = None  # the same, when they were pushed after all
+    has_begun: bool = False  # on some rank, in some group, a part may have left
     failed: bool = False
 
     @property
@@ -106,8 +107,9 @@ class _SendInProgress:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether the engine no longer reads any of its KV, here or in the host buffer."""
-        return all(chunk.transfer.released for chunk in self.all_chunks)
+        """Tell whether it has arrived, or never will: until then the engine may read it, in vLLM's
+        blocks, in the host buffer, or where it was spilled to."""
+        return all(chunk.transfer.done for chunk in self.all_chunks)
 
     @property
     def error(self) -> P2pError | None:
@@ -159,7 +161,7 @@ class Sends:
         self._waiting: dict[_SendInProgress, _Waiting] = {}  # in order: a large one must not starve
         self._lent: list[tuple[Transfer, Int64s]] = []
         self._to_spill: list[_SendInProgress] = []
-        # Reported, and the engine still reads host blocks.
+        # Reported, and not over.
         self._trailing: list[_SendInProgress] = []
         # What was pushed, and until when it lies at its peer, where nobody may have asked for it.
         self._arrived: dict[ContentKey, float] = {}  # oldest first
@@ -190,6 +192,8 @@ class Sends:
             party = step.party
             sending = self._sendings.get(party.request_id) or self._new(party)
             self._sendings[party.request_id] = sending
+            is_last = step.num_computed_tokens == party.num_tokens
+            sending.has_begun |= is_last or party.send_type is not SendMode.GET
             if not self._is_usable(sending):
                 continue
             if not self._waiting and self._start(sending, step):
@@ -242,9 +246,9 @@ class Sends:
 
     def give_up_outdated(self, reason: str) -> None:
         """Give up all sends of finished requests, and of those that have begun to leave: what these
-        compute from now on must not be joined to what has left."""
+        compute from now on must not be joined to what has left, on another rank perhaps."""
         self._arrived.clear()
-        begun = [sending for sending in self._sendings.values() if sending.chunks]
+        begun = [sending for sending in self._sendings.values() if sending.has_begun]
         for sending in [*self._held.values(), *self._trailing, *begun]:
             self._give_up(sending, reason)
 
@@ -489,7 +493,7 @@ class Sends:
         has_told, sending.failed = sending.failed, True
         self._forget_plans(sending)
         for chunk in sending.chunks:
-            if not chunk.transfer.released:
+            if not chunk.transfer.done:
                 chunk.transfer.cancel(reason)
         if sending.kept_back is not None and not sending.kept_back.transfer.done:
             sending.kept_back.transfer.cancel(reason)

@@ -15,10 +15,18 @@ from vllm.v1.request import RequestStatus
 
 from tests import marks
 from tests.doubles import instance
-from tests.doubles.instance import continuation
+from tests.doubles.instance import (
+    BLOCK_SIZE,
+    NUM_HEADS,
+    NUM_LAYERS,
+    SLOT_WIDTH,
+    continuation,
+)
 from tests.doubles.pair import SEND_TYPES, MakePair, Pair, prompt_of
 
 pytestmark = marks.simulated_vllm
+
+BLOCK_BYTES = NUM_LAYERS * NUM_HEADS * BLOCK_SIZE * SLOT_WIDTH * 8
 
 ChangeWeights = Callable[[], None]
 
@@ -91,3 +99,49 @@ def test_what_a_preempted_request_has_sent_is_not_joined_either(
     assert pair.p.scheduler.reset_prefix_cache(reset_connector=True)
     pair.run(timeout=20)
     check_answer(pair, request_id, prompt)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("send_type", ["PUT", "PUT_ASYNC"])
+def test_a_chunk_that_had_left_in_part_counts_as_begun(
+    make_pair: MakePair, change_weights: ChangeWeights, send_type: str, tp_size: int
+) -> None:
+    """vLLM has taken its blocks back, on each rank at another point."""
+    room = {"kv_buffer_size": 7 * BLOCK_BYTES, "mem_pool_size_gb": 0}
+    pair = make_pair(
+        send_type=send_type, policy="recompute", chunk_bytes=2 * BLOCK_BYTES,
+        tp_size=tp_size, max_tokens_per_step=512, decode=room,
+    )  # fmt: skip
+    prompt = prompt_of(300)
+    request_id = pair.ask(prompt, prefill_tokens=20, order="prefill first")
+    pair.run(lambda: all(sent >= 2 * BLOCK_BYTES for sent in pair.sent_bytes()), only=pair.p)
+    assert not pair.p.finished
+    change_weights()
+    assert pair.p.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    for _ in range(3):
+        pair.p.step()
+    pair.ask_waiting()
+    pair.run(timeout=20)
+    check_answer(pair, request_id, prompt)
+    pair.check_at_rest()
+
+
+def test_what_was_spilled_is_given_up_too(
+    make_pair: MakePair, change_weights: ChangeWeights
+) -> None:
+    """vLLM has got its blocks back, and calls it finished."""
+    pair = make_pair(send_type="GET", policy="recompute", prefill={"num_blocks": 26})
+    prompts = [prompt_of(100, seed) for seed in range(6)]
+    names = [pair.ask(prompt, order="prefill first") for prompt in prompts]
+    prefills = pair.prefill_ids
+    pair.run(lambda: all(name in pair.p.finished for name in prefills), only=pair.p)
+    change_weights()
+    pair.p.scheduler.reset_prefix_cache(reset_connector=True)
+    for _ in range(3):
+        pair.p.step()
+    pair.ask_waiting()
+    pair.run(timeout=20)
+    for name, prompt in zip(names, prompts, strict=True):
+        assert pair.d.answers[name] == continuation(prompt, 4)
+        assert pair.d.num_computed_prompt_tokens[name] == len(prompt)
+    pair.check_at_rest()
