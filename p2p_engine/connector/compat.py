@@ -72,6 +72,21 @@ def num_lookahead_tokens(vllm_config: Any) -> int:
     return int(speculation.num_speculative_tokens)
 
 
+def num_speculative_tokens(vllm_config: Any) -> int:
+    """Return how many tokens vLLM verifies in a step beside the one that it knows."""
+    known = getattr(vllm_config, "num_speculative_tokens", None)
+    if known is not None:
+        return int(known)
+    speculation = vllm_config.speculative_config
+    return int(speculation.num_speculative_tokens or 0) if speculation is not None else 0
+
+
+def watermark(vllm_config: Any) -> float:
+    """Return which part of the cache vLLM leaves free when it starts a request beside others;
+    older releases leave none."""
+    return float(getattr(vllm_config.scheduler_config, "watermark", 0.0))
+
+
 def obstacle_to_layers(vllm_config: Any) -> str:
     """Return the setting with which a layer's hook does not prove that the layer is done for all
     tokens of a step, or that it will not be written again; "" if there is none."""

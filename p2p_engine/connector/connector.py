@@ -138,6 +138,10 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
             vllm_config.parallel_config.tensor_parallel_size,
             pp_size=vllm_config.parallel_config.pipeline_parallel_size,
             num_lookahead_tokens=compat.num_lookahead_tokens(vllm_config),
+            num_speculative_tokens=compat.num_speculative_tokens(vllm_config),
+            num_watermark_blocks=int(
+                compat.watermark(vllm_config) * self._kv_cache_config.num_blocks
+            ),
             stash_seconds=config.stash_seconds,
             has_host_buffer=is_host_buffer_asked_for(vllm_config)
             and current_platform.device_type != "cpu",

@@ -53,6 +53,17 @@ class LayerGroup:
         """Return the number of blocks for these tokens; the last one may be partial."""
         return 1 if self.is_state else -(-num_tokens // self.block_size)
 
+    def num_spare_blocks(self, num_speculative_tokens: int) -> int:
+        """Return how many blocks vLLM may want beside those of a request's tokens.
+
+        It wants slots for the next token, for those that it verifies, and for as many that a draft
+        computes ahead. For a state, which goes with no speculation, it wants a block for a copy of
+        a cached state that it goes on from, and one for a state that it is to cache.
+        """
+        if self.is_state:
+            return 2
+        return -(-(1 + 2 * num_speculative_tokens) // self.block_size)
+
     def num_full_blocks(self, num_tokens: int) -> int:
         """Return how many blocks will not change any more once these tokens are computed and more
         are to come."""

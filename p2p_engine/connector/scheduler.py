@@ -101,11 +101,14 @@ class SchedulerHalf:
         *,
         pp_size: int = 1,
         num_lookahead_tokens: int = 0,
+        num_speculative_tokens: int = 0,
+        num_watermark_blocks: int = 0,
         stash_seconds: float = 0.0,
         has_host_buffer: bool = False,
         identifies_media: bool = True,
     ) -> None:
-        """`num_lookahead_tokens`: how far a draft's layers read ahead of what they compute."""
+        """`num_lookahead_tokens`: how far a draft's layers read ahead of what they compute.
+        `num_watermark_blocks`: how many vLLM leaves free when it starts a request."""
         self._instance = instance
         self._model = model
         self._groups = groups
@@ -113,6 +116,8 @@ class SchedulerHalf:
         self._has_state = any(group.is_state for group in groups)
         self._tp_size, self._pp_size = tp_size, pp_size
         self._num_lookahead_tokens = num_lookahead_tokens
+        spare = [group.num_spare_blocks(num_speculative_tokens) for group in groups]
+        self._num_spare_blocks = sum(spare) + num_watermark_blocks
         self._has_host_buffer = has_host_buffer
         self._identifies_media = identifies_media
         self._sending: dict[str, _Sending] = {}
@@ -345,16 +350,13 @@ class SchedulerHalf:
 
     def _order_spills(self, output: SchedulerOutput) -> None:
         """Make room for requests that vLLM had no blocks for. It asks nothing about one whose load
-        is over, and it may want more than the blocks of a prompt: if it computes nothing, it lacks
-        at least one."""
+        is over."""
         for request_id in self._loaded.keys() & output.num_scheduled_tokens.keys():
             del self._loaded[request_id]
-        lacking = [*self._asked.values(), *self._loaded.values()]
+        lacking = max((*self._asked.values(), *self._loaded.values()), default=None)
         self._asked.clear()
-        for num_blocks in lacking:
-            self._pressure.want(num_blocks)
-        if lacking and not output.total_num_scheduled_tokens:
-            self._pressure.want()
+        if lacking is not None:
+            self._pressure.want(lacking + self._num_spare_blocks)
 
     def _scheduled(self, output: SchedulerOutput) -> Iterator[tuple[_Sending, int]]:
         """Yield the requests that send after this step, with the tokens computed by then.

@@ -358,9 +358,10 @@ class InstanceDouble:
         )
         self.block_size = block_size
         self.num_modules = num_modules
+        ahead = {"num_speculative_tokens": num_speculative_tokens}
         if num_modules > 1:
-            ahead = {"num_prefill_lookahead_tokens": num_modules}
-            self.config.__class__ = type("LookingAhead", (VllmConfig,), ahead)
+            ahead["num_prefill_lookahead_tokens"] = num_modules
+        self.config.__class__ = type("LookingAhead", (VllmConfig,), ahead)
         self.config.cache_config.num_gpu_blocks = num_blocks
         if STATE in MODELS[attention]:
             self.config.cache_config.mamba_cache_mode = _state_mode(self.config)  # type: ignore[assignment]

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from p2p_engine.connector import compat
@@ -25,6 +26,7 @@ from tests.doubles.instance import (
     continuation,
 )
 from tests.doubles.pair import MakePair, Pair, prompt_of
+from tests.support import eventually
 
 pytestmark = marks.simulated_vllm
 
@@ -224,15 +226,14 @@ def test_a_loaded_request_finds_a_block_for_its_last_token(
     pair.check_at_rest()
 
 
+SPECULATION = {
+    "num_blocks": 22, "num_speculative_tokens": 3, "max_tokens_per_step": 512, "draft": "",
+}  # fmt: skip
+
+
 def test_what_vllm_wants_beside_a_prompt_is_found_too(make_pair: MakePair) -> None:
     """With a draft, it also wants slots ahead of the prompt's end."""
-    prefill = {
-        "num_blocks": 22,
-        "num_speculative_tokens": 3,
-        "max_tokens_per_step": 512,
-        "draft": "",
-    }
-    pair = make_pair(policy="recompute", prefill=prefill)
+    pair = make_pair(policy="recompute", prefill=SPECULATION)
     for seed in range(3):
         pair.ask(prompt_of(4 * BLOCK_SIZE, seed), by="params", order="prefill first")
     run_prefills(pair)
@@ -242,4 +243,55 @@ def test_what_vllm_wants_beside_a_prompt_is_found_too(make_pair: MakePair) -> No
     pair.ask_waiting()
     pair.run()
     pair.check_answers()
+    pair.check_at_rest()
+
+
+def test_what_vllm_wants_beside_a_prompt_is_found_while_others_run(make_pair: MakePair) -> None:
+    pair = make_pair(policy="recompute", prefill={**SPECULATION, "num_blocks": 36})
+    for seed in range(3):
+        pair.ask(prompt_of(4 * BLOCK_SIZE, seed), by="params", order="prefill first")
+    run_prefills(pair)
+    pair.p.add("long", prompt_of(BLOCK_SIZE + 1, 8), max_tokens=200)
+    pair.p.step()
+    free = pair.p.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    pair.ask(prompt_of(free * BLOCK_SIZE, 9), by="params", order="prefill first")
+    for _ in range(4):  # in which the other one wants no block
+        pair.p.step()
+    eventually(lambda: engine_stats(pair.p)["spilled_bytes"])
+    run_prefills(pair)
+    pair.run(lambda: "long" in pair.p.finished, only=pair.p)
+    pair.ask_waiting()
+    pair.run()
+    pair.check_answers()
+    pair.check_at_rest()
+
+
+@pytest.mark.usefixtures("patience")
+def test_nothing_is_spilled_for_a_request_that_lacks_something_else(
+    make_pair: MakePair, late_reports: LateReports
+) -> None:
+    """vLLM is paused when its load is over."""
+    pair = make_pair(
+        prefill_role="kv_both", decode_role="kv_both", policy="recompute",
+        prefill={"num_blocks": 300}, decode={"num_blocks": 300},
+    )  # fmt: skip
+    with late_reports.of(pair.d):
+        loaded = pair.ask(prompt_of(100, 1), by="params", order="prefill first")
+        run_prefills(pair)
+        pair.ask_waiting()
+        pair.run(lambda: is_loading(pair.d, loaded))
+        for seed in range(2, 5):
+            pair.ask(prompt_of(100, seed), by="params", order="prefill first", swapped=True)
+        names = pair.prefill_ids[-3:]
+        pair.run(lambda: all(name in pair.d.finished for name in names), only=pair.d)
+        pair.d.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    pair.run(lambda: loaded in pair.d.scheduler.finished_recving_kv_req_ids)
+    for _ in range(20):
+        pair.d.step()
+    pair.d.scheduler.set_pause_state(PauseState.UNPAUSED)
+    pair.run(lambda: loaded in pair.d.finished)
+    assert engine_stats(pair.d)["spilled_bytes"] == 0
+    pair.ask_waiting()
+    pair.run()
+    pair.check_answers(num_computed=1)
     pair.check_at_rest()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
@@ -177,6 +178,49 @@ class Watch:
             assert not taken, f"{name}: {sorted(taken)} are another request's, and being read"
 
 
+class Wants:
+    """Whether the scheduler half wants as many blocks as vLLM, when that refuses to start a
+    request."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        manager, half = scheduler.kv_cache_manager, scheduler.connector._scheduler  # type: ignore[union-attr]
+        self._manager, self._coordinator = manager, manager.coordinator
+        self._needed, self._wanted, self.num_refused = 0, 0, 0
+        self._refused: dict[str, int] = {}  # how many vLLM wanted
+        self._count, self._allocate = (
+            self._coordinator.get_num_blocks_to_allocate,
+            manager.allocate_slots,
+        )
+        self._want = half._pressure.want
+        self._coordinator.get_num_blocks_to_allocate = self._noted_count  # type: ignore[method-assign]
+        manager.allocate_slots = self._noted_allocate  # type: ignore[method-assign]
+        half._pressure.want = self._noted_want  # type: ignore[method-assign]
+
+    def _noted_count(self, *args: Any, **kwargs: Any) -> int:
+        self._needed = self._count(*args, **kwargs)
+        return self._needed
+
+    def _noted_allocate(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        blocks = self._allocate(request, *args, **kwargs)
+        # vLLM claims to want more than there are if it wants to wait for the next step.
+        is_lack = self._needed <= self._manager.block_pool.num_gpu_blocks
+        if blocks is None and is_lack and request.status is not RequestStatus.RUNNING:
+            self._refused[request.request_id] = self._needed
+        return blocks
+
+    def _noted_want(self, num_blocks: int | None = None) -> None:
+        self._wanted = max(self._wanted, num_blocks or 0)
+        self._want(num_blocks)
+
+    def check(self) -> None:
+        """Look at a step that vLLM has just scheduled."""
+        for name, needed in self._refused.items():
+            assert self._wanted >= needed, f"vLLM lacks more for {name} than is made room for"
+        self.num_refused += len(self._refused)
+        self._refused.clear()
+        self._wanted = 0
+
+
 @dataclass
 class StepInFlight:
     """A step that has been scheduled and not been accounted."""
@@ -216,6 +260,9 @@ class Play:
             settings={"host": "127.0.0.1", "send_type": self.mode.value},
         )  # fmt: skip
         config.cache_config.num_gpu_blocks = self.num_blocks
+        config.__class__ = type(
+            "Speculating", (VllmConfig,), {"num_speculative_tokens": self.num_speculative_tokens}
+        )
         if STATE in dict(self.groups).values() and self.has_prefix_cache:
             config.cache_config.mamba_cache_mode = "align"
         self.hash_block_size = min(sizes)
@@ -231,6 +278,7 @@ class Play:
         self.scheduler.num_lookahead_tokens = self.num_speculative_tokens
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.watch = Watch(self.pool, layer_groups(cache), self.mode)
+        self.wants = Wants(self.scheduler)
         self._flights: deque[StepInFlight] = deque()
         self._requests: dict[str, Request] = {}
 
@@ -254,6 +302,7 @@ class Play:
         """Schedule a step, run it, and account the oldest that is in flight."""
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
+            self.wants.check()
             self.num_preemptions += len(output.preempted_req_ids or ())
             self._flights.append(self._run(output, may_report=may_report))
             if len(self._flights) < self.depth:

@@ -204,3 +204,25 @@ def test_requests_that_lose_their_blocks(
     )  # fmt: skip
     play(made, rng, answers=(1, 100), longest=140)
     assert made.num_preemptions > 0
+
+
+@pytest.mark.parametrize("has_prefix_cache", [True, False])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_speculative_tokens", [0, 3, 20])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_no_request_waits_for_more_blocks_than_are_made_room_for(
+    model: Path,
+    rng: random.Random,
+    groups: str,
+    depth: int,
+    num_speculative_tokens: int,
+    has_prefix_cache: bool,
+) -> None:
+    """Whenever vLLM refuses to start one, the scheduler half wants more blocks than are free."""
+    num_blocks = 16 * len(GROUPS[groups])
+    made = Play(
+        model, rng, GROUPS[groups], SendMode.GET, num_blocks=num_blocks, depth=depth,
+        num_speculative_tokens=num_speculative_tokens, has_prefix_cache=has_prefix_cache,
+    )  # fmt: skip
+    play(made, rng, longest=140)
+    assert made.wants.num_refused > 0

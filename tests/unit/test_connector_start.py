@@ -241,6 +241,21 @@ def test_how_far_a_draft_reads_ahead_is_known_of_every_release(
     assert compat.num_lookahead_tokens(config) == num_tokens
 
 
+@pytest.mark.parametrize(
+    ("config", "num_tokens"),
+    [
+        (SimpleNamespace(num_speculative_tokens=4), 4),
+        (SimpleNamespace(speculative_config=None), 0),
+        (SimpleNamespace(speculative_config=Mock(num_speculative_tokens=3)), 3),
+        (SimpleNamespace(speculative_config=Mock(num_speculative_tokens=None)), 0),
+    ],
+)
+def test_how_many_tokens_are_verified_is_known_of_every_release(
+    config: SimpleNamespace, num_tokens: int
+) -> None:
+    assert compat.num_speculative_tokens(config) == num_tokens
+
+
 @pytest.mark.parametrize("caches_prefixes", [False, True])
 @pytest.mark.parametrize("cache_gb", [0, 4])
 def test_media_have_identifiers_unless_vllm_counts_them(
