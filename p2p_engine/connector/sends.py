@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from p2p_engine.bounded import BoundedMap
 from p2p_engine.config import SendMode
 from p2p_engine.connector.layer_group import NULL_BLOCK
 from p2p_engine.connector.orders import EndedSend, Int64s, Party, SendStep
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WITHDRAW_SECONDS = 2.0  # a copy stops at its next slice; far more than that takes
+MOST_GIVEN_UP = 1 << 14  # attempts to remember, in each group
 KNOWN_TO_PEER = (TransferRejected, PeerError, EngineClosed)
 
 
@@ -133,6 +135,14 @@ class _Due:
 
 
 @dataclass(frozen=True)
+class _GivenUp:
+    """A content that was given up when it had begun: a part may lie at its peer, `until` then."""
+
+    until: float
+    num_resets: int  # of vLLM's caches, before
+
+
+@dataclass(frozen=True)
 class _Waiting:
     """A step whose blocks found no room in the host buffer. It fails at its deadline, or, while its
     peer renews it, at the latest end."""
@@ -165,6 +175,8 @@ class Sends:
         self._trailing: list[_SendInProgress] = []
         # What was pushed, and until when it lies at its peer, where nobody may have asked for it.
         self._arrived: dict[ContentKey, float] = {}  # oldest first
+        self._num_resets = 0
+        self._given_up: BoundedMap[ContentKey, _GivenUp] = BoundedMap(MOST_GIVEN_UP)
 
     def withdraw(self, request_ids: Iterable[str]) -> None:
         """Withdraw chunks that have not left: vLLM is about to overwrite these requests' blocks."""
@@ -190,8 +202,7 @@ class Sends:
         self._resume()
         for step in steps:
             party = step.party
-            sending = self._sendings.get(party.request_id) or self._new(party)
-            self._sendings[party.request_id] = sending
+            sending = self._sendings.get(party.request_id) or self._begin(party)
             is_last = step.num_computed_tokens == party.num_tokens
             sending.has_begun |= is_last or party.send_type is not SendMode.GET
             if not self._is_usable(sending):
@@ -251,6 +262,7 @@ class Sends:
         begun = [sending for sending in self._sendings.values() if sending.has_begun]
         for sending in [*self._held.values(), *self._trailing, *begun]:
             self._give_up(sending, reason)
+        self._num_resets += 1
 
     def spill(self, request_ids: Iterable[str]) -> None:
         """Have held requests copied into the engine's memory, as soon as there is room, and push
@@ -312,6 +324,17 @@ class Sends:
                 self._note_arrived(sending.party.content)
         self._take_places_back()
         return released
+
+    def _begin(self, party: Party) -> _SendInProgress:
+        sending = self._sendings[party.request_id] = self._new(party)
+        earlier = self._given_up.get(party.content)
+        if (
+            earlier is not None
+            and earlier.num_resets < self._num_resets
+            and time.monotonic() < earlier.until
+        ):
+            self._fail(sending, "an earlier attempt left in part before vLLM reset its caches")
+        return sending
 
     def _new(self, party: Party) -> _SendInProgress:
         num_kept_back = 0 if self._staging.is_copy else party.held_tokens // self._group.block_size
@@ -491,6 +514,9 @@ class Sends:
         request, the peer is only told which attempt has ended."""
         party, error = sending.party, sending.error
         has_told, sending.failed = sending.failed, True
+        if sending.has_begun and not has_told:
+            until = time.monotonic() + self._engine.config.max_renewal_seconds
+            self._given_up.put(party.content, _GivenUp(until, self._num_resets))
         self._forget_plans(sending)
         for chunk in sending.chunks:
             if not chunk.transfer.done:

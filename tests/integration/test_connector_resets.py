@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
+from p2p_engine.engine import P2pNcclEngine
+from p2p_engine.wire.request_ids import new_transfer_id
 from tests import marks
 from tests.doubles import instance
 from tests.doubles.instance import (
@@ -144,4 +148,55 @@ def test_what_was_spilled_is_given_up_too(
     for name, prompt in zip(names, prompts, strict=True):
         assert pair.d.answers[name] == continuation(prompt, 4)
         assert pair.d.num_computed_prompt_tokens[name] == len(prompt)
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("send_type", ["PUT", "PUT_ASYNC"])
+@pytest.mark.parametrize("asks", ["before the reset", "after it"])
+def test_an_attempt_that_was_given_up_is_not_joined_to_one_after_the_reset(
+    make_pair: MakePair,
+    change_weights: ChangeWeights,
+    send_type: str,
+    tp_size: int,
+    asks: str,
+) -> None:
+    """A client leaves prefill, and asks it again under the same transfer id. Decode goes on."""
+    pair = make_pair(
+        send_type=send_type, policy="recompute", tp_size=tp_size, prefill={"max_num_seqs": 1}
+    )
+    prompt, transfer_id = prompt_of(300), new_transfer_id()
+    request_id = pair.ask(prompt, transfer_id=transfer_id, by="params")
+    first = pair.prefill_ids[-1]
+    pair.run(lambda: pair.num_loaded_blocks(request_id) > 0)
+    assert first not in pair.p.finished
+
+    def ask_again() -> None:
+        pair.ask(prompt, transfer_id=transfer_id, by="params", order="prefill first")
+        pair.drop_waiting()
+
+    told_late: list[Callable[[], None]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if asks == "before the reset":
+            ask_again()
+        else:
+            abandon = P2pNcclEngine.abandon
+            patch.setattr(
+                P2pNcclEngine,
+                "abandon",
+                lambda *args, **kwargs: told_late.append(partial(abandon, *args, **kwargs)),
+            )
+        pair.p.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        pair.p.abort(first)
+        reset = pair.p.scheduler.reset_prefix_cache
+        pair.run(lambda: reset(reset_connector=True), only=pair.p)
+        change_weights()
+        pair.p.scheduler.set_pause_state(PauseState.UNPAUSED)
+        if asks == "after it":
+            ask_again()
+            pair.p.step()
+    for tell in told_late:
+        tell()
+    pair.run(timeout=20)
+    check_answer(pair, request_id, prompt)
     pair.check_at_rest()
