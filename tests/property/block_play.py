@@ -194,7 +194,7 @@ class Wants:
         self._want = half._pressure.want
         self._coordinator.get_num_blocks_to_allocate = self._noted_count  # type: ignore[method-assign]
         manager.allocate_slots = self._noted_allocate  # type: ignore[method-assign]
-        half._pressure.want = self._noted_want  # type: ignore[method-assign]
+        half._pressure.want = self._noted_want
 
     def _noted_count(self, *args: Any, **kwargs: Any) -> int:
         self._needed = self._count(*args, **kwargs)
