@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from p2p_engine.bounded import BoundedMap
 from p2p_engine.config import SendMode
 from p2p_engine.connector.layer_group import NULL_BLOCK
 from p2p_engine.connector.orders import EndedSend, Int64s, Party, SendStep
@@ -176,7 +175,7 @@ class Sends:
         # What was pushed, and until when it lies at its peer, where nobody may have asked for it.
         self._arrived: dict[ContentKey, float] = {}  # oldest first
         self._num_resets = 0
-        self._given_up: BoundedMap[ContentKey, _GivenUp] = BoundedMap(MOST_GIVEN_UP)
+        self._given_up: dict[ContentKey, _GivenUp] = {}  # oldest first
 
     def withdraw(self, request_ids: Iterable[str]) -> None:
         """Withdraw chunks that have not left: vLLM is about to overwrite these requests' blocks."""
@@ -516,7 +515,10 @@ class Sends:
         has_told, sending.failed = sending.failed, True
         if sending.has_begun and not has_told:
             until = time.monotonic() + self._engine.config.max_renewal_seconds
-            self._given_up.put(party.content, _GivenUp(until, self._num_resets))
+            self._given_up.pop(party.content, None)
+            self._given_up[party.content] = _GivenUp(until, self._num_resets)
+            if len(self._given_up) > MOST_GIVEN_UP:
+                del self._given_up[next(iter(self._given_up))]
         self._forget_plans(sending)
         for chunk in sending.chunks:
             if not chunk.transfer.done:
