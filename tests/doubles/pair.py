@@ -294,7 +294,8 @@ def check_scheduler_empty(instance: InstanceDouble) -> None:
 
 
 def check_rank_empty(worker: Any) -> None:
-    """Nothing that the worker half or its engine still holds; commits may be on their way."""
+    """Nothing that the worker half or its engine still holds; commits may be on their way, and
+    answers to what the peer has given up."""
     for sends, loads in zip(worker._sends, worker._loads, strict=True):
         assert not sends._sendings
         assert not sends._held
@@ -310,7 +311,11 @@ def check_rank_empty(worker: Any) -> None:
     assert stats["live_bytes"] == 0, stats
     assert stats["wrong_messages"] == 0, stats
     assert stats["control_errors"] == 0, stats
-    worker.take_results()
+    while time.monotonic() < deadline:
+        worker.take_results()
+        if not any(sends._trailing for sends in worker._sends):
+            break
+        time.sleep(0.001)
     for sends in worker._sends:
         assert not sends._trailing
         assert getattr(sends._staging, "num_lent", 0) == 0

@@ -168,7 +168,9 @@ def test_an_attempt_that_was_given_up_is_not_joined_to_one_after_the_reset(
     prompt, transfer_id = prompt_of(300), new_transfer_id()
     request_id = pair.ask(prompt, transfer_id=transfer_id, by="params")
     first = pair.prefill_ids[-1]
-    pair.run(lambda: pair.num_loaded_blocks(request_id) > 0)
+    for _ in range(3):
+        pair.step()
+    pair.run(lambda: pair.num_loaded_blocks(request_id) > 0, only=pair.d)
     assert first not in pair.p.finished
 
     def ask_again() -> None:
