@@ -195,7 +195,7 @@ class Dispatch(PlaneListener):
         error = TransferRejected(f"{session.address}: {abandon.reason}")
         key, binding, epoch = abandon.key, abandon.binding, abandon.source_epoch
         self._pulls.on_abandon(key, binding, epoch, abandon.generation, error)
-        self._sessions.reply(epoch, AbandonOk, (key, binding))
+        self._sessions.reply(epoch, AbandonOk, (key, binding, abandon.generation))
 
     def _on_renew(self, session: Session, renew: Renew) -> None:
         self._sender.on_renew(renew.source_epoch, set(renew.contents))

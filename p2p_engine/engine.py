@@ -126,6 +126,7 @@ class P2pNcclEngine:
 
         All chunks of one attempt to send a key have the same `generation`, and a later attempt has
         a higher one: a peer that ended an attempt refuses what still comes of it, but not the next.
+        All must have the same bytes under one `binding`: what has arrived of two is joined.
 
         If it goes `by_layer`, its first layers leave before its last ones are marked ready.
 

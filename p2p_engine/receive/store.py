@@ -255,6 +255,10 @@ class Store(SessionListener):
             reason = "no request waits for it now, but another one will"
             self._replies.deny(landing_id, offer.attempt, reason, self._config.retry_seconds)
             return
+        if receive is None and offer.answers:
+            ended = TransferRejected("the receive that asked for it has ended")
+            self._refuse(landing_id, offer.attempt, ended)
+            return
         if receive is None:
             self._note_mismatch(content, epoch)
         elif receive.ending is not None:

@@ -67,10 +67,14 @@ class Abandonments:
         self._of_link.add(link, item)
         self._tell(item)
 
-    def on_heard(self, link: Link, key: TransferKey, binding: bytes | None) -> None:
-        """Stop: the peer has answered. An older one does not say which content of the key."""
+    def on_heard(
+        self, link: Link, key: TransferKey, binding: bytes | None, generation: int | None
+    ) -> None:
+        """Stop: the peer has answered. An older one does not say which content of the key, nor up
+        to which generation."""
         for item in self._of_key.get(key):
-            if item.link.epoch == link.epoch and binding in (None, item.content[1]):
+            is_noted = generation is None or generation >= item.generation
+            if is_noted and item.link.epoch == link.epoch and binding in (None, item.content[1]):
                 self._remove(item)
 
     def link_ready(self, link: Link) -> None:

@@ -126,9 +126,10 @@ class Endings:
         readers: frozenset[int],
         *,
         has_pulled: bool = False,
+        is_counted: bool = False,
     ) -> None:
         """Note that a rank of the peer, one of `readers`, wants no more of a content: it has
-        released it, or it `has_pulled` its part."""
+        released it, or it `has_pulled` its part. The end of its attempt `is_counted` already, or else is now."""
         ending = self._endings.get(content) or Ending()
         departed = ending.departed = ending.departed or Departed(readers)
         departed.readers = readers
@@ -136,7 +137,7 @@ class Endings:
         if has_pulled:
             departed.pulled.add(peer)
         num_left, _ = ending.left.get(peer, (0, False))
-        put_newest(ending.left, peer, (num_left + 1, has_pulled), MAX_PEERS)
+        put_newest(ending.left, peer, (num_left + (not is_counted), has_pulled), MAX_PEERS)
         self._endings.put(content, ending)
 
     def expect(

@@ -67,6 +67,7 @@ class Hold:
     asked: set[PeerAddress] = field(default_factory=set)  # who has said WANT
     unasked: dict[int, PeerAddress] = field(default_factory=dict)  # released, by who has not
     pulled: set[PeerAddress] = field(default_factory=set)
+    counted: set[PeerAddress] = field(default_factory=set)  # ended it before it was held
     shipments: dict[Reader, Shipment] = field(default_factory=dict)
     spaces: list[Space] = field(default_factory=list)  # its copy's place in the pool or the buffer
     copying: Job | None = None
@@ -100,6 +101,7 @@ class Hold:
     def ask(self, rank: int, peer: PeerAddress) -> None:
         """Note that a rank wants it."""
         self.asked.add(peer)
+        self.counted.discard(peer)
         self.unasked.pop(rank, None)
         want_again(self.served, rank, peer)
 
@@ -238,6 +240,7 @@ class Holds:
             if departed is not None:
                 hold.readers = departed.readers
                 hold.asked |= departed.pulled
+                hold.counted |= set(departed.ranks.values())
                 for rank, peer in departed.ranks.items():
                     (hold.served if peer in hold.asked else hold.unasked)[rank] = peer
         self._serve_all(hold, [item for name in hold.contents for item in self._unheld.take(name)])
@@ -519,6 +522,8 @@ class Holds:
         reader = (peer, want.binding)
         hold.readers = self._readers(hold.content, want.spec)
         known = hold.wants.get(reader)
+        if known is not None and want.is_before(known):
+            return
         if known is not None and known.attempt == want.attempt:
             want = known  # a repetition
         hold.wants[reader] = want
@@ -602,7 +607,14 @@ class Holds:
         readers = hold.readers or frozenset()
         for rank, peer in (hold.unasked | hold.served).items():
             has_pulled = peer in hold.pulled
-            self._endings.depart(hold.content, rank, peer, readers, has_pulled=has_pulled)
+            self._endings.depart(
+                hold.content,
+                rank,
+                peer,
+                readers,
+                has_pulled=has_pulled,
+                is_counted=peer in hold.counted,
+            )
 
     def _stop(self, hold: Hold, error: P2pError | None, reason: str) -> None:
         """End the transfer as soon as nothing reads its source or writes its spaces."""

@@ -29,6 +29,11 @@ class PendingWant:
     binding: bytes = b""
     attempt: tuple[int, int] = (0, 0)  # epoch of the engine that asks, and number of its receive
 
+    def is_before(self, other: PendingWant) -> bool:
+        """Whether a receive asked that has ended: the `other` WANT is of a later one."""
+        (epoch, number), (other_epoch, other_number) = self.attempt, other.attempt
+        return epoch == other_epoch and 0 < number < other_number
+
 
 class UnheldWants:
     """The WANTs of all peers, with an index for each question, so that nothing is a scan."""
@@ -49,6 +54,8 @@ class UnheldWants:
         MAX_UNHELD_WANTS, a WANT is dropped: the peer repeats it."""
         name = (content, peer)
         known = self._unheld.get(name)
+        if known is not None and want.is_before(known):
+            return
         if known is not None and known.attempt == want.attempt:
             want = replace(want, deadline=known.deadline)
         elif known is None and len(self._unheld) >= MAX_UNHELD_WANTS:

@@ -419,10 +419,12 @@ class Abandon(Message, tag="ABANDON"):
 
 
 class AbandonOk(Message, tag="ABANDON_OK"):
-    """Answer to ABANDON: noted. Older engines do not say the binding."""
+    """Answer to ABANDON of attempts up to this `generation`: noted. Older engines do not say the
+    binding, nor the generation."""
 
     key: TransferKey
     binding: Blob | None = None
+    generation: U64 | None = None
 
 
 class Want(Message, tag="WANT"):

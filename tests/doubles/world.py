@@ -594,7 +594,7 @@ class World:
                 key, binding = message.key, message.binding
                 if not self.store.is_over(key, epoch, message.generation, binding):
                     self.store.on_abandon(key, binding, epoch, PeerLost("abandoned"))
-            self._reply(epoch, AbandonOk, (message.key, message.binding))
+            self._reply(epoch, AbandonOk, (message.key, message.binding, message.generation))
 
     def _to_sender(self, link: Link, message: AnyMessage) -> None:
         if isinstance(message, Renew):

@@ -236,3 +236,25 @@ def test_a_second_attempt_may_begin_on_decode_before_the_first_has_ended_on_pref
         assert torch.equal(decode.sink.tensor, pattern("request", NBYTES))
         receiver.drop(KEY, binding=BINDING)
         assert_idle(sender, receiver)
+
+
+def test_a_release_before_the_hold_counts_once() -> None:
+    """Decode gives up before prefill holds it, and the hold ends because nobody wants it. In the
+    second attempt prefill gives up first, and decode hears of it at once."""
+    with engines(2, lease_seconds=60, retry_seconds=0.1) as (sender, receiver):
+        prefill = PrefillSide(sender, PeerAddress(receiver.zmq_address), GET)
+        decode = DecodeSide(receiver, PeerAddress(sender.zmq_address), GET)
+        unheld = sender._parts.holds._unheld
+        decode.begin("asked")
+        eventually(lambda: len(unheld) == 1)
+        decode.abort()
+        eventually(lambda: len(unheld) == 0)
+        prefill.begin("computed")
+        eventually(lambda: prefill.transfer is not None and prefill.transfer.done)
+        decode.begin("asked")
+        eventually(lambda: len(unheld) == 1)
+        prefill.begin("nothing")
+        prefill.abort()
+        assert decode.transfer is not None
+        with pytest.raises(TransferRejected, match="was aborted"):
+            decode.transfer.wait(10)

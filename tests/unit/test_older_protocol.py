@@ -33,7 +33,7 @@ FRAMES = {
 ADDED: dict[str, list[Any]] = {
     "Gone": [None],
     "Abandon": [None],
-    "AbandonOk": [None],
+    "AbandonOk": [None, None],
     "Want": [False, 0],
     "Offer": [0],
 }
