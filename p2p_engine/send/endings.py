@@ -129,7 +129,8 @@ class Endings:
         is_counted: bool = False,
     ) -> None:
         """Note that a rank of the peer, one of `readers`, wants no more of a content: it has
-        released it, or it `has_pulled` its part. The end of its attempt `is_counted` already, or else is now."""
+        released it, or it `has_pulled` its part. Its attempt's end may be one that `is_counted`
+        already."""
         ending = self._endings.get(content) or Ending()
         departed = ending.departed = ending.departed or Departed(readers)
         departed.readers = readers
