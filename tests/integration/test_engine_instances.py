@@ -269,6 +269,13 @@ def test_what_another_instance_gave_up_takes_nothing_from_this_one(
     check(decode)
 
 
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no hold end because this machine is busy."""
+    monkeypatch.setattr(holds, "UNASKED_SECONDS", 20.0)
+
+
+@pytest.mark.usefixtures("patience")
 @pytest.mark.parametrize("kind", ["stash", "hold"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_late_release_of_another_instance_takes_nothing_from_this_one(
@@ -314,6 +321,7 @@ def test_what_another_instance_gave_up_before_takes_nothing_from_this_one(
     check(decode)
 
 
+@pytest.mark.usefixtures("patience")
 @pytest.mark.parametrize("kind", ["stash", "hold"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_what_a_rank_of_another_instance_asked_for_and_gave_up_is_there_for_this_one(

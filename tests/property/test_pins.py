@@ -219,6 +219,8 @@ def test_no_request_waits_for_more_blocks_than_are_made_room_for(
     has_prefix_cache: bool,
 ) -> None:
     """Whenever vLLM refuses to start one, the scheduler half wants more blocks than are free."""
+    if num_speculative_tokens and any(window == STATE for _, window in GROUPS[groups]):
+        pytest.skip("a start with both is refused")
     num_blocks = 16 * len(GROUPS[groups])
     made = Play(
         model, rng, GROUPS[groups], SendMode.GET, num_blocks=num_blocks, depth=depth,
