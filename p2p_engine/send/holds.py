@@ -564,7 +564,8 @@ class Holds:
         if not hold.shipments and self._is_held(hold):
             self._timers.set(hold, hold.lease_ends_at)
         if error is None:
-            hold.pulled.add(reader[0])
+            if latest is not None:  # else it was released since, for it came too late
+                hold.pulled.add(reader[0])
             hold.served[_rank_of(sent.spec)] = reader[0]
             self._end_if_over(hold, "it was pulled already")
         else:

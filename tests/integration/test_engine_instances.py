@@ -17,6 +17,7 @@ from p2p_engine.errors import P2pError, PeerUnreachable, TransferError
 from p2p_engine.memory.paged import Beginning
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import InstanceAddress, PeerAddress
+from p2p_engine.receive.store import Store
 from p2p_engine.send import holds
 from p2p_engine.transfer import Transfer
 from tests import marks
@@ -325,17 +326,27 @@ def test_what_another_instance_gave_up_before_takes_nothing_from_this_one(
 @pytest.mark.parametrize("kind", ["stash", "hold"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_what_a_rank_of_another_instance_asked_for_and_gave_up_is_there_for_this_one(
-    stack: contextlib.ExitStack, kind: str, order: tuple[int, int]
+    stack: contextlib.ExitStack,
+    kind: str,
+    order: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its other ranks never got so far."""
+    honest, given_up = Store.on_offer, list[Transfer]()
+
+    def on_offer(self: Store, *args: Any) -> None:
+        if self is other.engines[0]._parts.store:
+            given_up[0].cancel("its request was aborted")
+        honest(self, *args)
+
+    monkeypatch.setattr(Store, "on_offer", on_offer)
     holder, other, decode = (EngineInstance(Split(size), stack) for size in (1, 2, 2))
     fill(holder)
     held = provide(holder.engines[0], holder.sources()[0], kind)
     (item,) = set(holder.engines[0]._parts.holds._holds.values())
-    given_up = loads_of(other, holder)[0]()
-    eventually(lambda: bool(item.asked))
-    given_up.cancel("its request was aborted")
-    eventually(lambda: 0 in item.served)
+    with other.engines[0]._parts.changed:
+        given_up.append(loads_of(other, holder)[0]())
+    eventually(lambda: 0 in item.served and not (item.pulled or item.shipments))
     loads = loads_of(decode, holder)
     for rank in order:
         loads[rank]().wait(10)

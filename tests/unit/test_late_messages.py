@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from p2p_engine.send.holds import Holds
-from p2p_engine.wire.messages import Abandon, decode
+from p2p_engine.send.shipment import Shipment
+from p2p_engine.wire.messages import Abandon, Commit, decode
 from tests.doubles.turns_world import TurnsWorld
 from tests.doubles.world import PAGES, PEER, SETTINGS
 from tests.property.transfer_machine import KEYS
@@ -109,3 +110,34 @@ def test_the_answer_to_an_earlier_abandon_does_not_end_the_later_one(world: Turn
     world.deliver_all()
     world.deliver_all()
     assert not len(world.sender._abandoned)
+
+
+def test_what_was_released_before_its_last_commit_counts_as_released(
+    world: TurnsWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has landed, for a receive that was given up: another instance may be asked next."""
+    monkeypatch.setattr(Holds, "_readers", lambda self, content, spec: frozenset({0, 1}))
+    world.hold(CONTENT, 0, 4, 1)
+    world.claim(CONTENT, (0, 4), pull=True)
+    deliver_want(world)
+    (hold,) = set(world.holds._holds.values())
+    (asked,) = hold.asked
+    (shipment,) = hold.shipments.values()
+    for _ in range(100):
+        if is_last_commit_on_its_way(world, shipment):
+            break
+        world.connect()
+        world.deliver_all()
+        world.work()
+        world.advance(0.05)
+    assert is_last_commit_on_its_way(world, shipment)
+    world.holds.on_release(CONTENT, asked, None)
+    work(world, turns=2)
+    assert not hold.shipments
+    assert hold.served == {0: asked}
+    assert not hold.pulled
+
+
+def is_last_commit_on_its_way(world: TurnsWorld, shipment: Shipment) -> bool:
+    commits = [isinstance(decode(frame), Commit) for _, frame in world.network]
+    return shipment.is_written and sum(commits) == len(shipment.chunks) > 0
