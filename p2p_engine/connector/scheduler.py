@@ -335,8 +335,11 @@ class SchedulerHalf:
         ]
         self._order_spills(output)
         metadata.spills = self._pressure.take_orders()
+        ended = {item.party.request_id for item in metadata.ended_sends}
         for request_id in output.preempted_req_ids or ():
             sending = self._sending.get(request_id)
+            if sending is None and request_id in ended:  # preempted by a reset, then aborted
+                metadata.preempted.append(request_id)
             if sending is not None:
                 sending.is_planned = False
                 metadata.preempted.append(request_id)

@@ -262,6 +262,9 @@ class Sends:
         for sending in [*self._held.values(), *self._trailing, *begun]:
             self._give_up(sending, reason)
         self._num_resets += 1
+        for sending in self._sendings.values():
+            if not sending.failed:  # it has not begun; an earlier attempt may have
+                self._refuse_outdated(sending)
 
     def spill(self, request_ids: Iterable[str]) -> None:
         """Have held requests copied into the engine's memory, as soon as there is room, and push
@@ -281,6 +284,8 @@ class Sends:
                 logger.warning("not spilled: request=%s error=%s", name, named(error))
 
     def _push_kept_back(self, sending: _SendInProgress) -> None:
+        if sending.failed:
+            return  # it is cancelled already
         kept_back, sending.kept_back = sending.kept_back, None
         if kept_back is None or kept_back.source is None or kept_back.is_released:
             return
@@ -326,14 +331,18 @@ class Sends:
 
     def _begin(self, party: Party) -> _SendInProgress:
         sending = self._sendings[party.request_id] = self._new(party)
-        earlier = self._given_up.get(party.content)
+        self._refuse_outdated(sending)
+        return sending
+
+    def _refuse_outdated(self, sending: _SendInProgress) -> None:
+        """Fail what must not be joined to a part of an earlier attempt, from before a reset."""
+        earlier = self._given_up.get(sending.party.content)
         if (
             earlier is not None
             and earlier.num_resets < self._num_resets
             and time.monotonic() < earlier.until
         ):
             self._fail(sending, "an earlier attempt left in part before vLLM reset its caches")
-        return sending
 
     def _new(self, party: Party) -> _SendInProgress:
         num_kept_back = 0 if self._staging.is_copy else party.held_tokens // self._group.block_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +16,12 @@ pytest.importorskip("vllm")
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
+from p2p_engine.connector.metadata import P2pConnectorMetadata
+from p2p_engine.connector.worker import WorkerHalf
 from p2p_engine.engine import P2pNcclEngine
+from p2p_engine.peers.link import Link
+from p2p_engine.send.sender import Sender
+from p2p_engine.wire.messages import Grant
 from p2p_engine.wire.request_ids import new_transfer_id
 from tests import marks
 from tests.doubles import instance
@@ -201,4 +207,79 @@ def test_an_attempt_that_was_given_up_is_not_joined_to_one_after_the_reset(
         tell()
     pair.run(timeout=20)
     check_answer(pair, request_id, prompt)
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_hold_that_has_not_begun_is_not_joined_to_what_was_pulled_of_an_earlier_one(
+    make_pair: MakePair,
+    change_weights: ChangeWeights,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    tp_size: int,
+) -> None:
+    """Prefill is asked twice, and its first client leaves. The second prompt is computed in part
+    when vLLM resets its caches, and decode has pulled a part of the first."""
+    honest, granted, limits = Sender.on_grant, Counter[Sender](), [3]
+
+    def on_grant(self: Sender, link: Link, message: Grant) -> None:
+        granted[self] += 1
+        if granted[self] <= limits[-1]:
+            honest(self, link, message)
+
+    monkeypatch.setattr(Sender, "on_grant", on_grant)
+    pair = make_pair(
+        send_type="GET", policy=policy, chunk_bytes=2 * BLOCK_BYTES, tp_size=tp_size,
+        prefill={"has_prefix_cache": False},
+    )  # fmt: skip
+    prompt, transfer_id = prompt_of(300), new_transfer_id()
+    request_id = pair.ask(prompt, transfer_id=transfer_id, by="params", prefill_tokens=200)
+    first = pair.prefill_ids[-1]
+    pair.run(lambda: pair.num_loaded_blocks(request_id) > 0)
+    assert first not in pair.p.finished
+    pair.ask(prompt, transfer_id=transfer_id, by="params", order="prefill first")
+    pair.drop_waiting()
+    second = pair.p.scheduler.requests[pair.prefill_ids[-1]]
+    pair.p.step()
+    pair.p.abort(first)
+    pair.p.step()
+    pair.p.step()
+    assert 0 < second.num_computed_tokens < len(prompt)
+    change_weights()
+    assert pair.p.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    limits.append(1 << 30)
+    pair.run(timeout=20)
+    check_answer(pair, request_id, prompt)
+
+
+@pytest.mark.parametrize("reset_connector", [True, False])
+def test_what_a_reset_preempts_and_a_client_aborts_is_withdrawn_before_its_blocks_are_reused(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, reset_connector: bool
+) -> None:
+    honest, withdrawn = WorkerHalf.withdraw, list[str]()
+
+    def withdraw(self: WorkerHalf, metadata: P2pConnectorMetadata) -> None:
+        withdrawn.extend(metadata.preempted)
+        honest(self, metadata)
+
+    monkeypatch.setattr(WorkerHalf, "withdraw", withdraw)
+    pair = make_pair(
+        send_type="PUT_ASYNC", policy="recompute",
+        prefill={"num_blocks": 30, "max_tokens_per_step": 512},
+        decode={"kv_buffer_size": 0, "mem_pool_size_gb": 0},
+    )  # fmt: skip
+    pair.ask(prompt_of(300), order="prefill first", prefill_tokens=20)
+    name = pair.prefill_ids[-1]
+    for _ in range(3):
+        pair.p.step()
+    assert pair.p.scheduler.reset_prefix_cache(
+        reset_running_requests=True, reset_connector=reset_connector
+    )
+    pair.p.abort(name)
+    pair.p.add("other", prompt_of(400, 5), max_tokens=1)
+    pair.p.step()
+    assert withdrawn == [name]
+    pair.drop_waiting()
+    pair.run()
     pair.check_at_rest()
