@@ -353,13 +353,15 @@ class SchedulerHalf:
 
     def _order_spills(self, output: SchedulerOutput) -> None:
         """Make room for requests that vLLM had no blocks for. It asks nothing about one whose load
-        is over."""
+        is over, and it reserves what each load in flight wants for its rest."""
         for request_id in self._loaded.keys() & output.num_scheduled_tokens.keys():
             del self._loaded[request_id]
         lacking = max((*self._asked.values(), *self._loaded.values()), default=None)
         self._asked.clear()
         if lacking is not None:
-            self._pressure.want(lacking + self._num_spare_blocks)
+            rests = [item.num_more_blocks for item in self._loading.values() if item.is_open]
+            num_spare = self._num_spare_blocks * (1 + len(rests))
+            self._pressure.want(lacking + sum(rests) + num_spare)
 
     def _scheduled(self, output: SchedulerOutput) -> Iterator[tuple[_Sending, int]]:
         """Yield the requests that send after this step, with the tokens computed by then.

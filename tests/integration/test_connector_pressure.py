@@ -295,3 +295,36 @@ def test_nothing_is_spilled_for_a_request_that_lacks_something_else(
     pair.run()
     pair.check_answers(num_computed=1)
     pair.check_at_rest()
+
+
+@pytest.mark.usefixtures("patience")
+def test_what_vllm_reserves_for_loads_in_flight_is_found_too(
+    make_pair: MakePair, late_reports: LateReports
+) -> None:
+    """It starts no load that could take the blocks which an earlier one needs for its rest."""
+    pair = make_pair(
+        prefill_role="kv_both", decode_role="kv_both", policy="recompute", stash_seconds=60.0,
+        prefill={"num_blocks": 60},
+    )  # fmt: skip
+    said, first_turn = prompt_of(160), new_transfer_id()
+    pair.ask(
+        said, by="params", max_tokens=50, transfer_id=first_turn, order="prefill first",
+        more={"stash": True},
+    )  # fmt: skip
+    pair.run()
+    said += [*continuation(said, 50), *prompt_of(300, 77)]
+    assert pair.p.scheduler.reset_prefix_cache()
+    with late_reports.of(pair.p):
+        pair.ask(said, by="params", earlier=first_turn, order="prefill first")
+        recalled = pair.prefill_ids[-1]
+        pair.run(lambda: is_loading(pair.p, recalled), only=pair.p)
+        for seed in range(2):
+            pair.ask(prompt_of(230, seed), by="params", order="prefill first")
+        others = pair.prefill_ids[-2:]
+        pair.run(lambda: all(name in pair.p.finished for name in others), only=pair.p)
+        waits = pair.ask(prompt_of(150, 99), by="params", order="together", swapped=True)
+        pair.run(lambda: is_loading(pair.p, waits), timeout=10)
+    pair.run(lambda: waits in pair.p.finished)
+    pair.ask_waiting()
+    pair.run()
+    pair.check_answers()
