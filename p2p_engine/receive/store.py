@@ -392,7 +392,7 @@ class Store(SessionListener):
             self._counters.expired += 1
             reason = "its lease ended before a request asked for it"
             self._replies.leave_tombstone(item.content, reason, Cause.FAILED, item.id[0])
-            self._free(item)
+            self._drop(item.content, item.id[0])  # all: its next attempt may have other bytes
 
     def _check_writer(self, writer: Writer) -> None:
         """Free the quarantined landings of a sender that is proven unable to write."""

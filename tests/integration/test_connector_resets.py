@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from tests.doubles.instance import (
     continuation,
 )
 from tests.doubles.pair import SEND_TYPES, MakePair, Pair, prompt_of
+from tests.support import eventually
 
 pytestmark = marks.simulated_vllm
 
@@ -283,3 +285,33 @@ def test_what_a_reset_preempts_and_a_client_aborts_is_withdrawn_before_its_block
     pair.drop_waiting()
     pair.run()
     pair.check_at_rest()
+
+
+def test_what_nobody_claimed_is_not_joined_to_what_is_sent_after_a_reset(
+    make_pair: MakePair, change_weights: ChangeWeights
+) -> None:
+    """The leases of its chunks end one after the other. When those of the first have ended, the
+    prompt is asked for again under its transfer id."""
+    pair = make_pair(send_type="PUT_ASYNC", policy="recompute", decode={"lease_seconds": 2.0})
+    prompt, transfer_id = prompt_of(300), new_transfer_id()
+    pair.ask(prompt, transfer_id=transfer_id, by="params", order="prefill first")
+    first = pair.prefill_ids[-1]
+    for _ in range(3):
+        pair.p.step()
+    landed_at = time.monotonic()
+    eventually(lambda: time.monotonic() > landed_at + 1.2)  # of 2 s
+    pair.run(lambda: first in pair.p.finished and pair.p.is_idle, only=pair.p)
+    pair.drop_waiting()
+    (sends,) = pair.p.ranks[0].connector._worker._sends  # type: ignore[union-attr]
+    pair.run(lambda: not sends.take_released() and not sends._trailing, only=pair.p)
+    change_weights()
+    assert pair.p.scheduler.reset_prefix_cache(reset_connector=True)
+    pair.p.step()
+    whole = pair.live_bytes()
+    eventually(lambda: pair.step() or pair.live_bytes() < whole)
+    request_id = pair.ask(prompt, transfer_id=transfer_id, by="params", order="prefill first")
+    second = pair.prefill_ids[-1]
+    pair.run(lambda: second in pair.p.finished, only=pair.p)
+    pair.ask_waiting()
+    pair.run(timeout=20)
+    check_answer(pair, request_id, prompt)
