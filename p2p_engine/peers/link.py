@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from dataclasses import dataclass, field
 
 from p2p_engine.errors import P2pError, PeerUnreachable
@@ -94,6 +95,7 @@ class Link:
     number: int = 0  # of the unanswered HELLO
     version: int = PROTOCOL_VERSION  # of the protocol, that the HELLO says
     untried: list[Transport] = field(default_factory=list)
+    num_corrupted: Counter[str] = field(default_factory=Counter)  # chunks, by transport
     is_losing: bool = False  # its broken channel is being closed
     heard_at: float = 0.0  # by the listening clock
     watched_since: float = 0.0  # by that clock: earlier silence does not count

@@ -66,6 +66,7 @@ from p2p_engine.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
+MAX_CORRUPTED = 2  # chunks over one transport to one peer; then another one is tried
 REST_SECONDS = 120.0  # between two PINGs of a resting link; less than dialler.IDLE_SECONDS
 
 
@@ -313,6 +314,19 @@ class Links(SessionListener):
         """End a link's channel at once. In callbacks only."""
         self._channel_broken(link.channel, error)
 
+    def note_corrupted(self, link: Link, channel: Channel | None) -> None:
+        """Note that a chunk came with wrong bytes. If a transport does that twice, leave it for
+        another one that both have, if there is one."""
+        transport = link.transport
+        if transport is None or channel is not link.channel:
+            return
+        for each in (link, *self._twins(link)):
+            each.num_corrupted[transport.name] += 1
+        if transport not in self._usable(link):
+            text = f"{link.num_corrupted[transport.name]} chunks arrived with wrong bytes"
+            logger.warning("peer=%s transport=%s is left: %s", link.target, transport.name, text)
+            self.break_channel(link, TransportError(text))
+
     def close_channels(self) -> None:
         """Start to close every channel, for good. In callbacks only."""
         for link in self._links.values():
@@ -451,8 +465,15 @@ class Links(SessionListener):
 
     def _dial(self, link: Link) -> None:
         link.invited_at, link.asking = None, False
-        link.untried = [item for item in self._transports if item.name in link.endpoints]
+        link.untried = self._usable(link)
         self._connect(link, link.untried)
+
+    def _usable(self, link: Link) -> list[Transport]:
+        """Return the transports that both have, the best first, without those that have corrupted
+        too many chunks if others are left."""
+        shared = [item for item in self._transports if item.name in link.endpoints]
+        sound = [item for item in shared if link.num_corrupted[item.name] < MAX_CORRUPTED]
+        return sound or shared
 
     def _no_transport(self, link: Link, last: TransportError | None) -> PeerRefused:
         ours, theirs = [item.name for item in self._transports], list(link.endpoints)

@@ -220,6 +220,8 @@ class Sender(LinkListener):
             return
         if message.code != TransportError.__name__:
             kind = _REFUSALS.get(message.code, TransferRejected)
+            if kind is TransferCorrupted:
+                self._links.note_corrupted(chunk.link, chunk.channel)
             self.stop(chunk.shipment, kind(f"{chunk.link.target}: {message.reason}"))
             return
         error = TransportError(f"{chunk.key} to {chunk.link.target}: {message.reason}")

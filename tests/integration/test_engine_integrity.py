@@ -149,6 +149,34 @@ def test_the_next_transfer_is_none_the_worse(
         assert_idle(sender, receiver)
 
 
+@pytest.mark.parametrize("transports", ["shm,tcp", "shm"])
+def test_a_transport_that_corrupts_two_chunks_is_left_if_there_is_another(
+    transports: str,
+    rng: SeededRandom,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with engines(2, transports=transports, checksum=True) as (sender, receiver):
+
+        def send(name: str) -> None:
+            key, tensor = TransferKey(name), random_tensor(rng, MIB)
+            sender.send_tensor(key, tensor, receiver.zmq_address).wait(10)
+            receiver.discard(key)
+
+        used = []
+        for number in range(3):
+            if number:
+                with bad_memory(monkeypatch), pytest.raises(TransferCorrupted):
+                    send(f"corrupted {number}")
+            send(f"whole {number}")
+            (link,) = sender._parts.links.all_ready()
+            used.append(link.transport.name if link.transport is not None else "")
+        assert used == ["shm", "shm", transports.split(",")[-1]]
+        assert_idle(sender, receiver)
+    left = [record for record in caplog.records if "transport=shm is left" in record.message]
+    assert [record.levelname for record in left] == ["WARNING"] * (transports != "shm")
+
+
 @pytest.mark.parametrize("transport", GPU_TRANSPORTS)
 def test_what_lands_in_the_host_pool_of_a_gpu_is_checked(
     transport: str, rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
