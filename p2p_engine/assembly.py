@@ -284,7 +284,9 @@ class Gpu:
         cuda, index = Cuda(config.cudart_library), config.device_index
         if "nccl" in config.transports:
             is_mps = cuda.is_shared_by_mps(index)
-            check_environment(os.environ, registers=config.nccl_register, is_mps=is_mps)
+            check_environment(
+                os.environ, config.nccl_num_channels, registers=config.nccl_register, is_mps=is_mps
+            )
             self._nccl = Nccl(config.nccl_library)
         if not index < cuda.device_count():
             raise ConfigError(f"device={config.device!r}: there are {cuda.device_count()} GPUs")

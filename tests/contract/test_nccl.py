@@ -485,15 +485,20 @@ def test_a_thousand_connections_leave_nothing(double: GpuDouble) -> None:
         {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         {"CUDA_LAUNCH_BLOCKING": "1"},
         {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"},
+        {"NCCL_COMM_BLOCKING": "1"},
+        {"NCCL_MIN_NCHANNELS": "8"},
+        {"NCCL_MIN_NRINGS": "0x4"},
+        {"NCCL_MIN_P2P_NCHANNELS": "3"},
+        {"NCCL_MAX_CTAS": "32"},
     ],
 )
 def test_settings_that_deadlock_are_refused_by_name(environment: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=next(iter(environment))):
-        check_environment(environment)
-    check_environment({})
+        check_environment(environment, 2)
+    check_environment({}, 2)
     with pytest.raises(ConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS=2"):
-        check_environment({}, is_mps=True)
-    check_environment({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, is_mps=True)
+        check_environment({}, 2, is_mps=True)
+    check_environment({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, 2, is_mps=True)
 
 
 def test_a_file_of_nccls_may_set_what_is_refused(tmp_path: Path) -> None:
@@ -501,9 +506,28 @@ def test_a_file_of_nccls_may_set_what_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "nccl.conf"
     path.write_text("# for the cluster\nNCCL_DEBUG=WARN\nNCCL_LAUNCH_ORDER_IMPLICIT=1\n")
     with pytest.raises(ConfigError, match=r"NCCL_LAUNCH_ORDER_IMPLICIT.*nccl\.conf"):
-        check_environment({"NCCL_CONF_FILE": str(path)})
-    check_environment({"NCCL_CONF_FILE": str(path), "NCCL_LAUNCH_ORDER_IMPLICIT": "0"})
-    check_environment({"NCCL_CONF_FILE": str(tmp_path / "nowhere")})
+        check_environment({"NCCL_CONF_FILE": str(path)}, 2)
+    check_environment({"NCCL_CONF_FILE": str(path), "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, 2)
+    check_environment({"NCCL_CONF_FILE": str(tmp_path / "nowhere")}, 2)
+    path.write_text("NCCL_MIN_NCHANNELS=4\nNCCL_MIN_NCHANNELS=2\n")
+    with pytest.raises(ConfigError, match=r"NCCL_MIN_NCHANNELS=4 in .*nccl\.conf"):
+        check_environment({"NCCL_CONF_FILE": str(path)}, 2)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"NCCL_MIN_NCHANNELS": "4"},  # what the groups have anyway
+        {"NCCL_MAX_CTAS": "2"},  # fewer: less memory than is planned
+        {"NCCL_MIN_CTAS": "32"},  # NCCL lowers it to the maximum
+        {"NCCL_NCHANNELS_PER_NET_PEER": "32"},  # bounded by the channels of the group
+        {"NCCL_COMM_BLOCKING": "0"},
+        {"NCCL_MIN_NCHANNELS": "many"},
+        {"NCCL_MIN_NCHANNELS": ""},
+    ],
+)
+def test_variables_that_make_no_group_larger_are_allowed(environment: dict[str, str]) -> None:
+    check_environment(environment, 4)
 
 
 def test_a_first_communicator_may_take_longer_than_later_ones(double: GpuDouble) -> None:
@@ -550,8 +574,8 @@ def test_two_pieces_are_in_progress_where_their_kernels_fit(
 def test_memory_of_one_host_is_not_registered_with_its_peer() -> None:
     environment = {"NCCL_LEGACY_CUDA_REGISTER": "1"}
     with pytest.raises(ConfigError, match="NCCL_LEGACY_CUDA_REGISTER"):
-        check_environment(environment, registers=True)
-    check_environment(environment)
+        check_environment(environment, 2, registers=True)
+    check_environment(environment, 2)
 
 
 def test_what_waits_for_a_slab_is_refused_once_nobody_wants_it(
