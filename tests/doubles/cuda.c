@@ -114,6 +114,8 @@ static const char* const NAMES[NUM_VALUES] = {
     [MALLOC_FAILS] = "malloc_fails",
     [COPIES_HANG] = "copies_hang",
     [IPC_FAILS] = "ipc_fails",
+    [EXPORT_FAILS] = "export_fails",
+    [COUNT_FAILS] = "count_fails",
     [IPC_HANGS] = "ipc_hangs",
     [COPY_MILLISECONDS] = "copy_milliseconds",
     [REGISTER_HANGS] = "register_hangs",
@@ -134,6 +136,9 @@ static const char* const NAMES[NUM_VALUES] = {
     [KERNEL_FAILS] = "kernel_fails",
     [MPS_ENABLED] = "mps_enabled",
     [COPY_FAILS] = "copy_fails",
+    [LOST_WRITES] = "lost_writes",
+    [LOST_ABOVE_BYTES] = "lost_above_bytes",
+    [LOST_AFTER] = "lost_after",
     [STICKY_ERROR] = "sticky_error",
     [CONTEXTS] = "contexts",
     [LIVE_COMMS] = "live_comms",
@@ -145,6 +150,7 @@ static const char* const NAMES[NUM_VALUES] = {
     [LIVE_HOST_REGISTRATIONS] = "live_host_registrations",
     [LIVE_MODULES] = "live_modules",
     [KERNELS] = "kernels",
+    [PEER_COPIES] = "peer_copies",
     [HANGING_COPIES] = "hanging_copies",
     [LIVE_REGISTRATIONS] = "live_registrations",
     [LEFT_REGISTRATIONS] = "left_registrations",
@@ -607,6 +613,7 @@ typedef struct {
     const char* source;
     size_t nbytes;
     int value;
+    int device; /* of the stream */
 } copy_operation_t;
 
 static range_t*
@@ -620,10 +627,25 @@ range_of(const char* address, value_t count) { /* with the lock held */
     return NULL;
 }
 
+/* Whether a copy gets lost on the way to another device: the bus leads it elsewhere. */
+static bool
+is_lost(const copy_operation_t* self) { /* with the lock held */
+    range_t* range = range_of(self->destination, LIVE_ALLOCATIONS);
+    bool is_to_peer = range_of(self->destination, LIVE_IMPORTS) != NULL ||
+                      (range != NULL && range->device != self->device);
+    if (!is_to_peer || atomic_load(&double_values[LOST_WRITES]) == 0) {
+        return false;
+    }
+    long long number = atomic_fetch_add(&double_values[PEER_COPIES], 1);
+    return number >= atomic_load(&double_values[LOST_AFTER]) &&
+           (long long)self->nbytes > atomic_load(&double_values[LOST_ABOVE_BYTES]);
+}
+
 static void
 run_copy(operation_t* base) {
     copy_operation_t* self = (copy_operation_t*)base;
     pthread_mutex_lock(&double_lock);
+    bool is_gone = is_lost(self);
     bool is_to_host = range_of(self->destination, LIVE_HOST_REGISTRATIONS) != NULL;
     bool is_to_other = range_of(self->destination, LIVE_IMPORTS) != NULL;
     if (atomic_load(&double_values[COPIES_HANG]) && is_to_host) {
@@ -637,7 +659,7 @@ run_copy(operation_t* base) {
     if (is_to_other) {
         sleep_milliseconds(atomic_load(&double_values[COPY_MILLISECONDS]));
     }
-    if (failure_of(STICKY_ERROR) == 0) {
+    if (failure_of(STICKY_ERROR) == 0 && !is_gone) {
         memcpy(self->destination, self->source, self->nbytes);
     }
 }
@@ -687,6 +709,7 @@ cudaMemcpyAsync(void* destination, const void* source, size_t nbytes, int kind, 
     operation->destination = destination;
     operation->source = source;
     operation->nbytes = nbytes;
+    operation->device = stream != NULL ? stream->device : thread_device;
     stream_enqueue(stream, &operation->base);
     return SUCCESS;
 }
@@ -877,6 +900,9 @@ cudaHostUnregister(void* address) {
 int
 cudaIpcGetMemHandle(void* out, void* address) {
     need_context();
+    if (failure_of(EXPORT_FAILS) != 0) {
+        return failure_of(EXPORT_FAILS);
+    }
     ipc_handle_t handle = {.magic = HANDLE_MAGIC, .pid = getpid()};
     struct stat status;
     pthread_mutex_lock(&double_lock);
@@ -924,8 +950,13 @@ cudaIpcOpenMemHandle(void** address, opaque_handle_t opaque, unsigned flags) {
         return INVALID_HANDLE;
     }
     bool is_same = fstat(descriptor, &status) == 0 && status.st_ino == handle.inode;
+    /* Kernels write by themselves: what they write stays with us, where all of it is lost. */
+    bool is_cut_off = atomic_load(&double_values[LOST_WRITES]) != 0 &&
+                      atomic_load(&double_values[LOST_ABOVE_BYTES]) == 0 &&
+                      atomic_load(&double_values[LOST_AFTER]) == 0;
+    int flags_of_map = is_cut_off ? MAP_PRIVATE : MAP_SHARED;
     void* mapped =
-        is_same ? mmap(NULL, handle.nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0)
+        is_same ? mmap(NULL, handle.nbytes, PROT_READ | PROT_WRITE, flags_of_map, descriptor, 0)
                 : MAP_FAILED;
     close(descriptor);
     if (mapped == MAP_FAILED) {
@@ -951,6 +982,9 @@ cudaIpcCloseMemHandle(void* address) {
 
 int
 cudaGetDeviceCount(int* count) {
+    if (failure_of(COUNT_FAILS) != 0) {
+        return failure_of(COUNT_FAILS);
+    }
     *count = (int)atomic_load(&double_values[NUM_DEVICES]);
     return SUCCESS;
 }

@@ -40,6 +40,8 @@ typedef enum {
     MALLOC_FAILS, /* cudaMalloc has no memory */
     COPIES_HANG,  /* copies into registered host memory wait while it is set */
     IPC_FAILS,    /* handles of other processes cannot be opened */
+    EXPORT_FAILS, /* the result of making a handle, 0: success */
+    COUNT_FAILS,  /* the result of counting devices, 0: success */
     IPC_HANGS,    /* they are not opened yet */
     COPY_MILLISECONDS,     /* that a copy into another process's memory takes */
     REGISTER_HANGS,        /* host memory is not registered yet */
@@ -58,6 +60,9 @@ typedef enum {
     KERNEL_FAILS,      /* the result of launching a kernel that was compiled, 0: success */
     MPS_ENABLED,       /* this process is a client of MPS */
     COPY_FAILS,        /* the result of a copy, 0: success */
+    LOST_WRITES,       /* what is written to another process's or device's memory is lost: */
+    LOST_ABOVE_BYTES,  /* copies of more bytes only, not what kernels write, */
+    LOST_AFTER,        /* and only after so many copies */
     STICKY_ERROR, /* of each call while it is set, as after a kernel's fault; nothing is copied */
     /* counted */
     LONGEST_LOCK_MILLISECONDS, /* for which one call kept all others waiting */
@@ -72,6 +77,7 @@ typedef enum {
     LIVE_HOST_REGISTRATIONS,
     LIVE_MODULES,
     KERNELS,            /* of modules, that have run */
+    PEER_COPIES,        /* into another process's or device's memory, while some are lost */
     HANGING_COPIES,     /* now */
     LIVE_REGISTRATIONS, /* of memory with communicators */
     LEFT_REGISTRATIONS, /* that the end of a communicator has undone */
