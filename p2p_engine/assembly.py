@@ -23,7 +23,7 @@ from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.tick_parts import TickParts
 from p2p_engine.control.timers import ListeningClock
 from p2p_engine.dispatch import Dispatch
-from p2p_engine.errors import ConfigError
+from p2p_engine.errors import ConfigError, TransportError
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.device import Device
 from p2p_engine.gpu.landing import DeviceLanding
@@ -288,8 +288,12 @@ class Gpu:
                 os.environ, config.nccl_num_channels, registers=config.nccl_register, is_mps=is_mps
             )
             self._nccl = Nccl(config.nccl_library)
-        if not index < cuda.device_count():
-            raise ConfigError(f"device={config.device!r}: there are {cuda.device_count()} GPUs")
+        try:
+            num_devices = cuda.device_count()
+        except TransportError as error:
+            raise ConfigError(f"device={config.device!r}: {error}") from error
+        if not index < num_devices:
+            raise ConfigError(f"device={config.device!r}: there are {num_devices} GPUs")
         self.device = Device(cuda, index)
         if config.checksum and not self.device.can_check:
             self.device.close(STOP_SECONDS)

@@ -24,6 +24,7 @@ from p2p_engine.cli.ports import is_port_free
 from p2p_engine.cli.rewrite import rewrite
 from p2p_engine.config import (
     DEFAULT_KV_PORT,
+    GPU_TRANSPORTS,
     TRANSPORT_NAMES,
     EngineConfig,
     queue_risk,
@@ -234,11 +235,22 @@ def check_transports() -> Iterator[Finding]:
             yield check_tcp()
         elif name == "nixl":
             yield check_nixl()
-        elif name in ("nccl", "cuda_ipc"):
-            gpus = visible_gpus(os.environ)
-            yield ok(name, f"{len(gpus)} GPUs") if gpus else note(name, "no GPU here")
+        elif name in GPU_TRANSPORTS:
+            yield check_gpus(name)
     if visible_gpus(os.environ):
         yield check_pack_kernel()
+
+
+def check_gpus(transport: str) -> Finding:
+    """Check that CUDA has GPUs: a variable may name some where there are none."""
+    from p2p_engine.gpu.cuda import Cuda
+
+    if not visible_gpus(os.environ):
+        return note(transport, "no GPU here")
+    try:
+        return ok(transport, f"{Cuda().device_count()} GPUs")
+    except P2pError as error:
+        return note(transport, f"no GPU that CUDA can use: {error}")
 
 
 def check_pack_kernel() -> Finding:

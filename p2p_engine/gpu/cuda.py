@@ -87,10 +87,14 @@ class Cuda:
         self.host_ranges: dict[int, int] = {}  # host memory that copies may use: bytes by address
 
     def device_count(self) -> int:
-        """Return how many devices there are; 0 without a driver."""
+        """Return how many devices there are.
+
+        Raises:
+            TransportError: there is none, or no driver, or one that is too old; says which.
+        """
         count = c_int()
-        code = self.library.cudaGetDeviceCount(byref(count))
-        return 0 if code else count.value
+        self._call("cudaGetDeviceCount", byref(count))
+        return count.value
 
     def use(self, device: int) -> None:
         """Make a device the current one of the calling thread, for good. The thread must be ours:

@@ -14,7 +14,7 @@ from rich.console import Console
 from p2p_engine.cli import doctor, installation
 from p2p_engine.cli.config_check import config_problems
 from p2p_engine.cli.findings import Finding, Level, change, note, ok, show
-from p2p_engine.config import EngineConfig, queue_risk
+from p2p_engine.config import GPU_TRANSPORTS, EngineConfig, queue_risk
 from p2p_engine.control.fleet_key import write_key_file
 from p2p_engine.gpu import cuda
 from tests.doubles.gpu import GpuDouble
@@ -203,6 +203,22 @@ def test_what_compiles_the_pack_kernel_is_tried(
         assert "nvidia-cuda-nvrtc-cu12" in finding.remedy
     else:
         assert finding.state == "NVRTC 13.0 compiles it"
+
+
+@pytest.mark.parametrize("transport", GPU_TRANSPORTS)
+def test_a_variable_that_names_gpus_makes_none(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    double = GpuDouble()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(cuda, "SONAMES", ("libcudart-of-nobody.so",))
+    finding = of_subject(list(doctor.check_transports()), transport)
+    assert (finding.level, "libcudart-of-nobody.so" in finding.state) == (Level.NOTE, True)
+    monkeypatch.setattr(cuda, "SONAMES", (double.path,))
+    assert of_subject(list(doctor.check_transports()), transport) == ok(transport, "1 GPUs")
+    with double.fault(count_fails=35):  # the driver is older than the runtime
+        finding = of_subject(list(doctor.check_transports()), transport)
+    assert (finding.level, "(35)" in finding.state) == (Level.NOTE, True)
 
 
 def test_without_a_gpu_there_is_no_word_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
