@@ -42,7 +42,7 @@ from p2p_engine.send.endings import Endings
 from p2p_engine.send.fanout import Fanout
 from p2p_engine.send.holds import Holds
 from p2p_engine.send.sender import Sender
-from p2p_engine.transports.base import Transport
+from p2p_engine.transports.base import Transport, TransportUnusable
 from p2p_engine.transports.cuda_ipc import CudaIpcTransport
 from p2p_engine.transports.nccl.library import Nccl
 from p2p_engine.transports.nccl.transport import NcclTransport, check_environment
@@ -117,7 +117,8 @@ class Parts:
         if self.gpu is not None:
             self.gpu.device.check_host = self.mover.check
         self._open.append(lambda: self.mover.close(STOP_SECONDS))
-        self.transports = {name: self._make_transport(name) for name in config.transports}
+        self.unusable: dict[str, str] = {}  # transports, and why
+        self.transports = self._make_transports()
 
     def _make_peers(self, spec: CacheSpec | None) -> None:
         """Make links, sessions and the locator."""
@@ -189,6 +190,19 @@ class Parts:
             return self.gpu.landing()
         config = self.config
         return LandingArena(config.kv_buffer_size, config.pool_bytes, page_lock=config.page_lock)
+
+    def _make_transports(self) -> dict[str, Transport]:
+        """Make all that this host can have, the best first."""
+        made: dict[str, Transport] = {}
+        for name in self.config.transports:
+            try:
+                made[name] = self._make_transport(name)
+            except TransportUnusable as error:
+                self.unusable[name] = str(error)
+                logger.warning("the transport %s cannot be used here: %s", name, str(error))
+        if not made:
+            raise ConfigError(f"transports: none can be used here: {self.unusable}")
+        return made
 
     def _make_transport(self, name: str) -> Transport:
         transport: Transport

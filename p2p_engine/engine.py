@@ -521,6 +521,7 @@ class P2pNcclEngine:
                     )
                 ),
                 "links": self._parts.links.count(),
+                "unusable_transports": dict(self._parts.unusable),
                 "nccl": self._parts.gpu.stats() if self._parts.gpu is not None else {},
                 "pinned_bytes": self._parts.gpu.pinned() if self._parts.gpu is not None else {},
                 "unclosed_channels": self._parts.links.num_unclosed_channels(),

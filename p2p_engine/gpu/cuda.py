@@ -210,7 +210,7 @@ class Cuda:
         self._call("cudaStreamDestroy", stream)
 
     def synchronize(self, stream: int) -> None:
-        """Block until a stream is idle: for tests and benchmarks."""
+        """Block until a stream is idle: for threads that may wait, tests and benchmarks."""
         self._call("cudaStreamSynchronize", stream)
 
     def create_event(self) -> int:

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 DEVICE_OFFSET = 1 << 47
 IPC_BYTES = 2 << 20  # CUDA shares whole pages of this size: nothing else may lie in them
+PROOF_BYTES = 4 << 20  # behind the buffer: where senders prove that their writes arrive
 AHEAD_BYTES = 32 << 20  # of the pool, page-locked beyond what is reserved
 
 
@@ -42,7 +43,8 @@ class DeviceLanding(LandingArena):
         self._is_closed = self._is_kept = False
         cuda = device.cuda
         try:
-            self.device_address = device.run(lambda: cuda.allocate(self.device_bytes), 60.0)
+            nbytes = self.device_bytes + PROOF_BYTES
+            self.device_address = device.run(lambda: cuda.allocate(nbytes), 60.0)
         except BaseException:
             super().close()
             raise
@@ -89,6 +91,12 @@ class DeviceLanding(LandingArena):
         live = sum(space.nbytes for space in self._on_device)
         if live != self.live_bytes[BUFFER]:
             raise RuntimeError(f"accounted {self.live_bytes[BUFFER]}, live {live} device bytes")
+
+    @property
+    def proof_address(self) -> int:
+        """Return where the memory for proofs begins, in the same allocation; no landing lies
+        there."""
+        return self.device_address + self.device_bytes
 
     def keep_buffer(self) -> None:
         """Never free the device's memory: a sender may still write there, and CUDA does not keep it

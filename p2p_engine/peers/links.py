@@ -45,7 +45,7 @@ from p2p_engine.errors import (
 from p2p_engine.peers.closing_channels import ClosingChannels
 from p2p_engine.peers.link import Link, LinkState, PeerAddress
 from p2p_engine.peers.listeners import LinkListener, SessionListener
-from p2p_engine.transports.base import Channel, ConnectionInterrupted, Transport
+from p2p_engine.transports.base import Channel, ConnectionInterrupted, Transport, WritesLost
 from p2p_engine.transports.handshake import TOKEN_SECONDS
 from p2p_engine.wire.messages import (
     OLDEST_VERSION,
@@ -519,7 +519,9 @@ class Links(SessionListener):
         self, link: Link, transport: Transport, outcome: Channel | TransportError
     ) -> None:
         if isinstance(outcome, TransportError):
-            logger.info("peer=%s transport=%s not usable: %s", link.target, transport.name, outcome)
+            level = logging.WARNING if isinstance(outcome, WritesLost) else logging.INFO
+            text = "peer=%s transport=%s not usable: %s"
+            logger.log(level, text, link.target, transport.name, outcome)
             self._connect(link, link.untried, outcome)
             return
         link.channel, link.transport, link.connecting = outcome, transport, False

@@ -26,6 +26,14 @@ class ConnectionInterrupted(TransportError):
     """A peer that had let us in ended the connection while it was made; the next may succeed."""
 
 
+class TransportUnusable(TransportError):
+    """This host or process cannot have the transport at all; another one may do."""
+
+
+class WritesLost(TransportError):
+    """What is written into a peer's memory does not arrive there, and nothing else tells so."""
+
+
 def check_word(offset: int, arena_bytes: int) -> None:
     """Check the offset of a grant's completion word in the peer's arena.
 

@@ -3,9 +3,10 @@ into the peer's buffer, which it has mapped, or into the peer's pinned pool. No 
 for another.
 
 The handshake is that of `shm`: the peer's memory file holds its pool and all completion words. It
-proves that both are on one host and in one boot. Opening the handle of the buffer proves
-that the devices can reach each other; if that fails, the next transport is tried. The end of the
-Unix socket does not prove that a sender has stopped: `cuda_ipc_departures.py` says what does.
+proves that both are on one host and in one boot. Opening the handle of the buffer does not prove
+that the devices reach each other: `cuda_ipc_proof.py` says what does. If either fails, the next
+transport is tried. The end of the Unix socket does not prove that a sender has stopped:
+`cuda_ipc_departures.py` says what does.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import secrets
 import socket
 import threading
 import time
+from functools import partial
 
 from mempool import Arena, Mover
 from p2p_engine.control.affinity import restore_affinity
@@ -28,8 +30,17 @@ from p2p_engine.gpu.landing import DEVICE_OFFSET, DeviceLanding
 from p2p_engine.memory.arena import HEADER_BYTES
 from p2p_engine.memory.jobs import Job, still_running
 from p2p_engine.memory.layout import Int64s, Regions
-from p2p_engine.transports.base import Broken, Channel, Connected, Endpoint, Order, check_word
+from p2p_engine.transports.base import (
+    Broken,
+    Channel,
+    Connected,
+    Endpoint,
+    Order,
+    TransportUnusable,
+    check_word,
+)
 from p2p_engine.transports.cuda_ipc_departures import FAREWELL, UNSEEN, Departures, watch_peer
+from p2p_engine.transports.cuda_ipc_proof import Pattern, ProofDesk, ProofWriter, prove
 from p2p_engine.transports.shm import ShmTransport
 from p2p_engine.wire.messages import Grant
 
@@ -167,13 +178,14 @@ class CudaIpcChannel:
 
 
 class MapAttempt:
-    """A mapping that is being made in a thread. Its outcome is told once, after MAP_SECONDS at the
-    latest: another process may hold the driver's locks for as long as it likes."""
+    """A mapping that is being made and proven in a thread. Its outcome is told once, after
+    MAP_SECONDS at the latest: another process may hold the driver's locks for as long as it
+    likes."""
 
     def __init__(self, control: ControlPlane, connected: Connected) -> None:
         self._control = control
         self._connected = connected
-        self._deadline = time.monotonic() + MAP_SECONDS
+        self.deadline = time.monotonic() + MAP_SECONDS
         self.is_over = False
         control.watch_time(self._look)
 
@@ -191,8 +203,8 @@ class MapAttempt:
         self._control.unwatch_time(self._look)
 
     def _look(self, now: float) -> None:
-        if now >= self._deadline:
-            text = f"the peer's buffer was not mapped within {MAP_SECONDS:g} s"
+        if now >= self.deadline:
+            text = f"the peer's buffer was not mapped and proven within {MAP_SECONDS:g} s"
             self.tell(TransportError(text))
 
 
@@ -209,6 +221,19 @@ class CudaIpcTransport(ShmTransport):
         control: ControlPlane,
         epoch: int,
     ) -> None:
+        """Export the buffer, and allocate what proofs are written from. Blocks.
+
+        Raises:
+            TransportUnusable: CUDA does not share memory here, as under WSL.
+            TransportError: the device has too little memory.
+        """
+        handle = b""
+        if landing is not None:
+            try:
+                handle = device.run(lambda: device.cuda.export(landing.device_address), 10.0)
+            except TransportError as error:
+                raise TransportUnusable(str(error)) from error
+        self._writer = ProofWriter(device)
         super().__init__(mover, landing, control, epoch)
         self._device = device
         self.checks = device.can_check
@@ -217,14 +242,16 @@ class CudaIpcTransport(ShmTransport):
         self._mapping: set[MapAttempt] = set()  # whose threads have not ended
         control.watch_time(self._look)
         self._extra: Endpoint = {}
+        self._desk: ProofDesk | None = None
         if landing is not None:
-            handle = device.run(lambda: device.cuda.export(landing.device_address), 10.0)
+            self._desk = ProofDesk(device, landing.proof_address, control, self.is_gone)
             self._extra = {
                 "handle": handle.hex(),
                 "buffer_bytes": str(landing.device_bytes),
                 "process": f"{os.getpid()} {_PROCESS}",
                 "address": str(landing.device_address),
                 "device": str(device.index),
+                "proves": "1",  # it checks what we write before KV comes
             }
 
     def close(self) -> None:
@@ -236,10 +263,13 @@ class CudaIpcTransport(ShmTransport):
                 "close: %d senders may still write, the buffer is kept", len(self._senders)
             )
             landing.keep_buffer()
+        if landing is not None and self._desk is not None and not self._desk.close(CLOSE_SECONDS):
+            landing.keep_buffer()
         self._control.unwatch_time(self._look)
         for attempt in self._mapping:
             attempt.drop()
         self._departures.close()
+        self._writer.close()
         super().close()
 
     def patience(self, endpoint: Endpoint) -> float:
@@ -270,6 +300,8 @@ class CudaIpcTransport(ShmTransport):
             address, there = (int(endpoint[key]) if is_here else 0 for key in ("address", "device"))
             if len(handle) != IPC_HANDLE_BYTES:
                 raise ValueError("the handle's length")
+            if endpoint["proves"] != "1":
+                raise ValueError("it proves nothing")
         except (KeyError, ValueError) as error:
             arena.close()
             _part(connection)
@@ -284,20 +316,25 @@ class CudaIpcTransport(ShmTransport):
         attempt = MapAttempt(self._control, connected)
         self._mapping.add(attempt)
 
+        def write(destination: int, pattern: Pattern) -> None:
+            self._writer.write(destination, pattern, attempt.deadline)
+
         def open_it() -> None:
             restore_affinity()
+            opened: Arena | Mapping = arena
             try:
                 self._device.cuda.use(self._device.index)
-                mapping = Mapping(self._device, arena, handle, address, there)
+                opened = mapping = Mapping(self._device, arena, handle, address, there)
+                prove(connection, attempt.deadline, partial(write, mapping.buffer + size))
             except TransportError as error:
                 failure = error
+                opened.close()
                 self._control.call_soon(lambda: refuse(failure))
                 return
             self._control.call_soon(lambda: accept(mapping))
 
         def refuse(error: TransportError) -> None:
             self._mapping.discard(attempt)
-            arena.close()
             _part(connection)
             attempt.tell(error)
 
@@ -319,14 +356,18 @@ class CudaIpcTransport(ShmTransport):
             os.close(process)
 
     def _heard(self, epoch: int, said: bytes) -> None:
-        if said == FAREWELL:
+        if FAREWELL in said:
             self._departures.say_farewell(epoch)
+        if self._desk is not None:
+            self._desk.hear(epoch, self._senders[epoch], said)
 
     def _left(self, epoch: int) -> None:
         self._departures.leave(epoch)
 
     def _look(self, now: float) -> None:
         self._departures.look()
+        if self._desk is not None:
+            self._desk.look()
 
 
 def _part(connection: socket.socket) -> None:

@@ -23,6 +23,7 @@ from p2p_engine.gpu.pack import Way
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.transports import cuda_ipc
+from p2p_engine.transports.cuda_ipc import CudaIpcTransport
 from p2p_engine.transports.nccl.group import Group, GroupState
 from p2p_engine.transports.nccl.memory import estimated_bytes
 from p2p_engine.transports.nccl.transport import NcclTransport
@@ -37,6 +38,7 @@ from tests.rigs.engines import (
     engines,
     patterned,
     settings,
+    start,
 )
 from tests.rigs.tensors import random_tensor
 from tests.support import SeededRandom, eventually
@@ -126,10 +128,19 @@ def test_a_device_that_fails_ends_everything_by_name(transport: str, rng: Seeded
         cuda.destroy_stream(stream)
 
 
+def connect(sender: P2pNcclEngine, receiver: P2pNcclEngine) -> None:
+    """Have a mapping proven, for which the device's thread is needed."""
+    key = TransferKey("connects")
+    sender.send_tensor(key, torch.zeros(1, dtype=torch.uint8), receiver.zmq_address).wait(10)
+    receiver.discard(key)
+    eventually(lambda: receiver.stats()["live_bytes"] == 0)
+
+
 def test_a_device_that_fails_frees_nothing_that_a_copy_may_still_write(rng: SeededRandom) -> None:
     """A fault on one stream does not prove that copies on others have ended."""
     ours, theirs = PagedMemory(8).fill(rng), PagedMemory(8)
     with engines(2, "cuda_ipc", transfer_timeout_seconds=2) as (sender, receiver):
+        connect(sender, receiver)
         assert sender._parts.gpu is not None
         device, opened = sender._parts.gpu.device, threading.Event()
         gate = HOST_FUNCTION(lambda _: opened.wait(20) and None)
@@ -215,6 +226,7 @@ def test_close_keeps_what_a_copy_to_the_pool_may_still_write(rng: SeededRandom) 
 def test_close_keeps_a_buffer_into_which_a_peer_may_still_copy(rng: SeededRandom) -> None:
     """CUDA keeps it for nobody who has mapped it: the copy would go into what is there then."""
     with engines(2, "cuda_ipc") as (sender, receiver):
+        connect(sender, receiver)
         num_allocations, opened = DOUBLE["live_allocations"], threading.Event()
 
         def stand_still() -> None:  # as on a busy machine
@@ -227,7 +239,7 @@ def test_close_keeps_a_buffer_into_which_a_peer_may_still_copy(rng: SeededRandom
         receiver.close()
         num_kept = DOUBLE["live_allocations"]
         opened.set()
-        assert num_kept == num_allocations - 1  # what it packs with
+        assert num_kept == num_allocations - 2  # what it packs with, and writes proofs from
         with pytest.raises(P2pError):
             sent.wait(10)
         assert isinstance(receiver._parts.arena, DeviceLanding)
@@ -237,9 +249,10 @@ def test_close_keeps_a_buffer_into_which_a_peer_may_still_copy(rng: SeededRandom
 def test_writes_that_overlap_are_counted_once(rng: SeededRandom) -> None:
     """Else a rate that is computed from it is too low by as much as there are at once."""
     with engines(2, "cuda_ipc") as (sender, receiver):
+        connect(sender, receiver)
         opened, tensor = threading.Event(), random_tensor(rng, 100_000)
         assert sender._parts.gpu is not None
-        start = time.monotonic()
+        before, start_at = sender.stats()["writing_seconds"], time.monotonic()
 
         def stand_still() -> None:
             opened.wait(20)
@@ -252,7 +265,8 @@ def test_writes_that_overlap_are_counted_once(rng: SeededRandom) -> None:
         opened.set()
         for transfer in sent:
             transfer.wait(10)
-        assert 0.3 <= sender.stats()["writing_seconds"] <= time.monotonic() - start
+        writing_seconds = sender.stats()["writing_seconds"] - before
+        assert 0.3 <= writing_seconds <= time.monotonic() - start_at
 
 
 def test_a_buffer_that_is_not_mapped_in_time_leaves_the_peer_to_nccl(
@@ -355,6 +369,35 @@ def test_what_cannot_work_is_refused_at_start(changes: dict[str, object], messag
         P2pNcclEngine(settings(**{"transport": "nccl", **changes}))  # type: ignore[arg-type]
 
 
+def test_cuda_that_shares_no_memory_leaves_the_other_transport(
+    rng: SeededRandom, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As under WSL, where cudaIpcGetMemHandle refuses."""
+    with DOUBLE.fault(export_fails=801):
+        with pytest.raises(ConfigError, match=r"none can be used here.*cudaIpcGetMemHandle"):
+            P2pNcclEngine(settings("cuda_ipc"))
+        sender, receiver = (
+            start(settings("cuda_ipc", transports="cuda_ipc,nccl")) for _ in range(2)
+        )
+    with sender, receiver:
+        said = sender.stats()["unusable_transports"]["cuda_ipc"]
+        assert "cudaIpcGetMemHandle" in said
+        assert "the transport cuda_ipc cannot be used here: cudaIpcGetMemHandle" in caplog.text
+        tensor = random_tensor(rng, MIB)
+        sender.send_tensor(KEY, tensor, receiver.zmq_address)
+        assert torch.equal(receiver.recv_tensor(KEY, timeout=10), tensor)
+        eventually(lambda: sender.stats()["nccl"]["made"] == 1)
+        assert_idle(sender, receiver)
+
+
+def test_a_driver_that_does_not_work_is_named() -> None:
+    with (
+        DOUBLE.fault(count_fails=35),
+        pytest.raises(ConfigError, match=r"device='cuda': cudaGetDeviceCount: .* \(35\)"),
+    ):
+        P2pNcclEngine(settings("cuda_ipc"))
+
+
 def test_a_client_of_mps_needs_more_queues_than_it_has_by_default() -> None:
     with DOUBLE.fault(mps_enabled=1), pytest.raises(ConfigError, match="MPS's clients 2"):
         P2pNcclEngine(settings("nccl"))
@@ -392,6 +435,88 @@ def test_the_buffer_of_another_process_is_mapped() -> None:
     with P2pNcclEngine(config) as engine, Peer(config) as peer:
         put(engine, peer, "there")
         assert DOUBLE["live_imports"] == 1
+
+
+@pytest.mark.parametrize("lost", [{}, {"lost_above_bytes": MIB}], ids=["all", "large copies"])
+def test_kv_goes_by_nccl_where_writes_to_a_peers_memory_are_lost(
+    lost: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUDA reports success for all of them: only the peer can tell."""
+    faults = {"lost_writes": 1, **lost}
+    config = settings("cuda_ipc", transports="cuda_ipc,nccl")
+    memory = PagedMemory(BLOCKS, page_bytes=PAGE_BYTES)
+    with (
+        DOUBLE.fault(**faults),
+        P2pNcclEngine(config) as engine,
+        Peer(config, None, faults) as peer,
+    ):
+        put(engine, peer, "there")
+        eventually(lambda: engine.stats()["nccl"]["made"] == 1)
+        received = engine.receive(KEY, memory.sink(list(range(BLOCKS))))
+        peer.ask("send_blocks", KEY.transfer_id, engine.zmq_address)
+        received.wait(10)
+        assert (memory.data == patterned(KEY.transfer_id).data).all()
+        eventually(lambda: peer.ask("stats")["nccl"]["made"] == 1)
+        assert_idle(engine)
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len([text for text in said if f"peer={peer.address} transport=cuda_ipc" in text]) == 1
+    assert len([text for text in said if "does not arrive" in text]) == 1
+
+
+def test_many_senders_prove_themselves_one_after_the_other(rng: SeededRandom) -> None:
+    with engines(5, "cuda_ipc") as (receiver, *senders):
+        tensor = random_tensor(rng, 100_000)
+        for number, sender in enumerate(senders):
+            sender.send_tensor(TransferKey(f"{number}"), tensor, receiver.zmq_address)
+        for number in range(len(senders)):
+            received = receiver.recv_tensor(TransferKey(f"{number}"), timeout=10)
+            assert torch.equal(received, tensor)
+        assert_idle(receiver, *senders)
+
+
+def test_a_sender_that_stands_still_in_its_proof_holds_up_others_for_a_while(
+    rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may still write, so they get the memory for their proofs when it cannot any more."""
+    monkeypatch.setattr(cuda_ipc, "MAP_SECONDS", 2.0)
+    tensor, opened = random_tensor(rng, 100_000), threading.Event()
+    with engines(4, "cuda_ipc", transports="cuda_ipc,nccl") as (receiver, still, second, third):
+        transport = receiver._parts.transports["cuda_ipc"]
+        assert isinstance(transport, CudaIpcTransport)
+        desk = transport._desk
+        assert desk is not None
+        assert still._parts.gpu is not None
+
+        def stand_still() -> None:
+            opened.wait(20)
+
+        still._parts.gpu.device.post(stand_still)
+        sent = still.send_tensor(TransferKey("still"), tensor, receiver.zmq_address)
+        eventually(lambda: desk._lent is not None)
+        for sender, made in ((second, 1), (third, 0)):
+            sender.send_tensor(KEY, tensor, receiver.zmq_address)
+            assert torch.equal(receiver.recv_tensor(KEY, timeout=10), tensor)
+            eventually(lambda: sender.stats()["nccl"]["made"] == made)  # noqa: B023
+            opened.set()
+            eventually(lambda: desk._lent is None)
+        sent.wait(10)
+        assert torch.equal(receiver.recv_tensor(TransferKey("still"), timeout=10), tensor)
+        assert_idle(receiver, still, second, third)
+
+
+def test_each_new_mapping_is_proven_again() -> None:
+    """A peer that was restarted may be in another container, or on another GPU."""
+    config = settings("cuda_ipc", transports="cuda_ipc,nccl")
+    with P2pNcclEngine(config) as engine:
+        with Peer(config) as peer:
+            put(engine, peer, "before")
+            assert engine.stats()["nccl"]["made"] == 0
+        with DOUBLE.fault(lost_writes=1), Peer(config) as peer:
+            put(engine, peer, "after")
+            eventually(lambda: engine.stats()["nccl"]["made"] == 1)
+        with Peer(config) as peer:
+            put(engine, peer, "whole again")
+            assert DOUBLE["live_imports"] == 1
 
 
 @pytest.mark.parametrize("transport", GPU_TRANSPORTS)

@@ -84,8 +84,8 @@ def test_too_little_for_a_group_costs_what_needs_one_and_no_more(rng: SeededRand
 def test_without_room_for_the_pack_kernel_regions_are_copied_one_by_one(rng: SeededRandom) -> None:
     tensor = random_tensor(rng, 600_000)
     with (
-        DOUBLE.fault(**left(17 * MIB)),
-        engines(2, "cuda_ipc", kv_buffer_size=8 * MIB) as (sender, receiver),
+        DOUBLE.fault(**left(21 * MIB)),
+        engines(2, "cuda_ipc", kv_buffer_size=2 * MIB) as (sender, receiver),
     ):
         sender.send_tensor(TransferKey("request"), tensor, receiver.zmq_address).wait(10)
         assert torch.equal(receiver.recv_tensor(TransferKey("request"), timeout=10), tensor)

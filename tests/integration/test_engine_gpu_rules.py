@@ -10,18 +10,20 @@ import pytest
 import torch
 
 from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
-from p2p_engine.config import GPU_TRANSPORTS
+from p2p_engine.config import GPU_TRANSPORTS, SendMode
+from p2p_engine.errors import TransferCorrupted, TransportError
 from p2p_engine.gpu import landing, pins
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.peers.link import PeerAddress
 from tests.doubles.gpu import GpuDouble
-from tests.rigs.engines import MIB, PagedMemory, assert_idle, engines, settings
+from tests.rigs.engines import MIB, PagedMemory, assert_idle, engines, settings, start
 from tests.rigs.tensors import random_tensor
 from tests.support import SeededRandom, eventually
 
 DOUBLE = GpuDouble()  # before any test looks at the threads that there are
 pytestmark = pytest.mark.usefixtures("no_leaks")
 IDS = [3, 1, 2, 7]
+KEY = TransferKey("request")
 POOL_ONLY = {"kv_buffer_size": 4096, "mem_pool_size_gb": 64 * MIB / (1 << 30)}
 
 
@@ -109,6 +111,61 @@ def test_devices_of_one_process_that_cannot_use_nccl(rng: SeededRandom, two_gpus
         P2pNcclEngine(gpu_settings("cuda_ipc,nccl", device="cuda:1")) as receiver,
     ):
         move(sender, receiver, "request", rng)
+        eventually(lambda: sender.stats()["nccl"]["made"] == 1)
+        assert_idle(sender, receiver)
+
+
+@pytest.mark.parametrize("mode", list(SendMode))
+def test_devices_of_one_process_between_which_writes_are_lost_use_nccl(
+    mode: SendMode, rng: SeededRandom, two_gpus: None
+) -> None:
+    changes = {"send_type": mode, "connect_timeout_seconds": 5}
+    with (
+        DOUBLE.fault(lost_writes=1),
+        start(gpu_settings("cuda_ipc,nccl", **changes)) as sender,
+        start(gpu_settings("cuda_ipc,nccl", device="cuda:1", **changes)) as receiver,
+    ):
+        tensor = random_tensor(rng, MIB)
+        sender.send_tensor(KEY, tensor, receiver.zmq_address)
+        assert torch.equal(receiver.recv_tensor(KEY, sender.zmq_address, timeout=10), tensor)
+        eventually(lambda: sender.stats()["nccl"]["made"] == 1)
+        assert_idle(sender, receiver)
+
+
+def test_what_an_older_proof_has_left_proves_nothing(rng: SeededRandom, two_gpus: None) -> None:
+    with (
+        P2pNcclEngine(gpu_settings("cuda_ipc,nccl")) as sender,
+        P2pNcclEngine(gpu_settings("cuda_ipc,nccl", device="cuda:1")) as receiver,
+    ):
+        move(sender, receiver, "whole", rng)
+        assert sender.stats()["nccl"]["made"] == 0
+        with DOUBLE.fault(lost_writes=1):
+            (link,) = sender._parts.links.all_ready()
+            sender._parts.links.break_channel(link, TransportError("the test says so"))
+            eventually(lambda: link.channel is None)
+            move(sender, receiver, "lost", rng)
+            eventually(lambda: sender.stats()["nccl"]["made"] == 1)
+        assert_idle(sender, receiver)
+
+
+def test_what_is_lost_after_the_proof_only_a_checksum_finds(
+    rng: SeededRandom, two_gpus: None
+) -> None:
+    with (
+        DOUBLE.fault(lost_writes=1, lost_after=DOUBLE["peer_copies"] + 1),
+        start(gpu_settings("cuda_ipc,nccl", checksum=True)) as sender,
+        start(gpu_settings("cuda_ipc,nccl", device="cuda:1")) as receiver,
+    ):
+        for number in range(2):
+            sent = sender.send_tensor(
+                TransferKey(f"{number}"), random_tensor(rng, MIB), receiver.zmq_address
+            )
+            with pytest.raises(TransferCorrupted):
+                sent.wait(10)
+        assert sender.stats()["nccl"]["made"] == 0
+        tensor = random_tensor(rng, MIB)
+        sender.send_tensor(KEY, tensor, receiver.zmq_address)
+        assert torch.equal(receiver.recv_tensor(KEY, sender.zmq_address, timeout=10), tensor)
         eventually(lambda: sender.stats()["nccl"]["made"] == 1)
         assert_idle(sender, receiver)
 

@@ -73,7 +73,7 @@ def test_the_figures_of_a_known_model(tmp_path: Path) -> None:
     assert float(value(decode, "mem_pool_size_gb")) == pytest.approx(
         (16 + 3 / 32) * 9 / 7 - 0.93, abs=0.05
     )
-    assert value(decode, "--gpu-memory-utilization") == "0.86"  # 1,730 and 512 of 16,384 MiB
+    assert value(decode, "--gpu-memory-utilization") == "0.86"  # 1,738 and 512 of 16,384 MiB
 
 
 def test_numbers_take_the_place_of_a_model(tmp_path: Path) -> None:

@@ -44,10 +44,10 @@ def test_it_is_what_an_engine_takes_at_start(transport: str, receives: bool) -> 
 
 def test_the_defaults_are_what_the_documents_say() -> None:
     needed = device_memory(EngineConfig().on_device("cuda:0"))
-    assert round(needed.slab_bytes / MIB) == 200
+    assert round(needed.slab_bytes / MIB) == 204
     assert needed.group_bytes == 16 * 36 * MIB
     pushing = device_memory(EngineConfig().on_device("cuda:0"), receives=False)
-    assert (pushing.buffer_bytes, round(pushing.slab_bytes / MIB)) == (0, 152)
+    assert (pushing.buffer_bytes, round(pushing.slab_bytes / MIB)) == (0, 156)
     assert pushing.group_bytes == 16 * 20 * MIB
 
 
@@ -105,7 +105,7 @@ def two_views() -> dict[str, torch.Tensor]:
 def test_with_room_the_worker_says_so(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="p2p_engine")
     check_room(settings("cuda_ipc"), cache_config(0.5), two_views(), receives=True)
-    assert "GPU memory: the engine takes 32 MiB" in caplog.text
+    assert "GPU memory: the engine takes 40 MiB" in caplog.text
     assert {record.levelname for record in records_of(device_room.logger, caplog)} == {"INFO"}
 
 
@@ -123,8 +123,8 @@ def test_without_room_to_start_the_worker_refuses_with_the_setting() -> None:
     config = settings("cuda_ipc", kv_buffer_size=free + MIB)
     lacking = device_memory(config).at_most - free
     with pytest.raises(ConfigError, match="the engine cannot start; use") as raised:
-        check_room(config, cache_config(0.9, 30 * MIB), two_views(), receives=True)
-    assert f"--kv-cache-memory-bytes {30 * MIB - lacking}" in str(raised.value)
+        check_room(config, cache_config(0.9, 40 * MIB), two_views(), receives=True)
+    assert f"--kv-cache-memory-bytes {40 * MIB - lacking}" in str(raised.value)
 
 
 @pytest.mark.parametrize("chosen", [None, 30 * MIB])
@@ -134,7 +134,7 @@ def test_where_no_setting_leaves_room_the_worker_says_what_does_not_fit(
     config = settings("cuda_ipc", kv_buffer_size=1 << 45)
     with pytest.raises(ConfigError, match="cannot start; lower kv_buffer_size") as raised:
         check_room(config, cache_config(0.9, chosen), two_views(), receives=True)
-    assert f"they need {(1 << 45) // MIB + 24} MiB" in str(raised.value)
+    assert f"they need {(1 << 45) // MIB + 32} MiB" in str(raised.value)
 
 
 @pytest.mark.parametrize(
