@@ -23,7 +23,8 @@ Broken: TypeAlias = Callable[[TransportError], None]
 
 
 class ConnectionInterrupted(TransportError):
-    """A peer that had let us in ended the connection while it was made; the next may succeed."""
+    """A peer that had let us in ended the connection while it was made, or something was not done
+    in time; the next may succeed."""
 
 
 class TransportUnusable(TransportError):

@@ -34,6 +34,7 @@ from p2p_engine.transports.base import (
     Broken,
     Channel,
     Connected,
+    ConnectionInterrupted,
     Endpoint,
     Order,
     TransportUnusable,
@@ -205,7 +206,7 @@ class MapAttempt:
     def _look(self, now: float) -> None:
         if now >= self.deadline:
             text = f"the peer's buffer was not mapped and proven within {MAP_SECONDS:g} s"
-            self.tell(TransportError(text))
+            self.tell(ConnectionInterrupted(text))
 
 
 class CudaIpcTransport(ShmTransport):
@@ -246,12 +247,12 @@ class CudaIpcTransport(ShmTransport):
         if landing is not None:
             self._desk = ProofDesk(device, landing.proof_address, control, self.is_gone)
             self._extra = {
-                "handle": handle.hex(),
+                # An engine that proves nothing knows another name, and takes the next transport.
+                "proven_handle": handle.hex(),
                 "buffer_bytes": str(landing.device_bytes),
                 "process": f"{os.getpid()} {_PROCESS}",
                 "address": str(landing.device_address),
                 "device": str(device.index),
-                "proves": "1",  # it checks what we write before KV comes
             }
 
     def close(self) -> None:
@@ -264,6 +265,7 @@ class CudaIpcTransport(ShmTransport):
             )
             landing.keep_buffer()
         if landing is not None and self._desk is not None and not self._desk.close(CLOSE_SECONDS):
+            logger.error("close: a sender's proof is still being read, the buffer is kept")
             landing.keep_buffer()
         self._control.unwatch_time(self._look)
         for attempt in self._mapping:
@@ -295,13 +297,11 @@ class CudaIpcTransport(ShmTransport):
         self, endpoint: Endpoint, arena: Arena, connection: socket.socket, connected: Connected
     ) -> None:
         try:
-            handle, size = bytes.fromhex(endpoint["handle"]), int(endpoint["buffer_bytes"])
+            handle, size = bytes.fromhex(endpoint["proven_handle"]), int(endpoint["buffer_bytes"])
             is_here = endpoint["process"] == f"{os.getpid()} {_PROCESS}"
             address, there = (int(endpoint[key]) if is_here else 0 for key in ("address", "device"))
             if len(handle) != IPC_HANDLE_BYTES:
                 raise ValueError("the handle's length")
-            if endpoint["proves"] != "1":
-                raise ValueError("it proves nothing")
         except (KeyError, ValueError) as error:
             arena.close()
             _part(connection)
@@ -311,7 +311,7 @@ class CudaIpcTransport(ShmTransport):
         if any(attempt.is_over for attempt in self._mapping):  # more would hang behind it
             arena.close()
             _part(connection)
-            connected(TransportError("another peer's buffer is still being mapped"))
+            connected(ConnectionInterrupted("another peer's buffer is still being mapped"))
             return
         attempt = MapAttempt(self._control, connected)
         self._mapping.add(attempt)

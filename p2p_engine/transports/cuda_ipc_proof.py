@@ -35,7 +35,7 @@ from p2p_engine.errors import TransportError
 from p2p_engine.gpu.device import Device
 from p2p_engine.gpu.landing import PROOF_BYTES
 from p2p_engine.memory.layout import Int64s
-from p2p_engine.transports.base import WritesLost
+from p2p_engine.transports.base import ConnectionInterrupted, WritesLost
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def prove(connection: socket.socket, deadline: float, write: Callable[[Pattern],
     monotonic clock, and for `write`.
 
     Raises:
-        TransportError: the receiver does not answer.
+        ConnectionInterrupted: the receiver does not answer.
         WritesLost: it does not arrive.
     """
     try:
@@ -66,7 +66,8 @@ def prove(connection: socket.socket, deadline: float, write: Callable[[Pattern],
         connection.send(WRITTEN)
         verdict = _receive(connection, len(ARRIVED), deadline)
     except OSError as error:
-        raise TransportError(f"the peer does not check what we write: {error}") from error
+        text = f"the peer does not check what we write: {error}"
+        raise ConnectionInterrupted(text) from error
     finally:
         connection.setblocking(False)
     if verdict != ARRIVED:
@@ -102,10 +103,11 @@ class ProofWriter:
         of it runs any more; waits until `deadline` for another proof.
 
         Raises:
+            ConnectionInterrupted: another proof has not ended.
             TransportError: the device refuses.
         """
         if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise TransportError("another peer's proof has not ended")
+            raise ConnectionInterrupted("another peer's proof has not ended")
         try:
             _copy(self._device, self._memory, pattern.ctypes.data)
             starts = np.arange(0, PROOF_BYTES // 2, PIECE_BYTES, dtype=np.int64)

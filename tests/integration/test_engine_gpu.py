@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.transports import cuda_ipc
 from p2p_engine.transports.cuda_ipc import CudaIpcTransport
+from p2p_engine.transports.cuda_ipc_proof import ASK, ProofDesk
 from p2p_engine.transports.nccl.group import Group, GroupState
 from p2p_engine.transports.nccl.memory import estimated_bytes
 from p2p_engine.transports.nccl.transport import NcclTransport
@@ -398,6 +400,16 @@ def test_a_driver_that_does_not_work_is_named() -> None:
         P2pNcclEngine(settings("cuda_ipc"))
 
 
+def test_a_variable_of_nccls_that_makes_groups_larger_is_refused_at_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NCCL_MIN_NCHANNELS", "8")
+    with pytest.raises(ConfigError, match=r"NCCL_MIN_NCHANNELS=8.*nccl_num_channels to at least 8"):
+        P2pNcclEngine(settings("nccl"))
+    P2pNcclEngine(settings("nccl", nccl_num_channels=8)).close()
+    P2pNcclEngine(settings("cuda_ipc")).close()
+
+
 def test_a_client_of_mps_needs_more_queues_than_it_has_by_default() -> None:
     with DOUBLE.fault(mps_enabled=1), pytest.raises(ConfigError, match="MPS's clients 2"):
         P2pNcclEngine(settings("nccl"))
@@ -502,6 +514,26 @@ def test_a_sender_that_stands_still_in_its_proof_holds_up_others_for_a_while(
         sent.wait(10)
         assert torch.equal(receiver.recv_tensor(TransferKey("still"), timeout=10), tensor)
         assert_idle(receiver, still, second, third)
+
+
+def test_a_proof_that_is_not_answered_in_time_is_asked_for_again(
+    rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where there is no other transport: the peer may only have been busy."""
+    monkeypatch.setattr(cuda_ipc, "MAP_SECONDS", 1.0)
+    tensor, honest, unheard = random_tensor(rng, 100_000), ProofDesk.hear, list[bytes]()
+
+    def hear(desk: ProofDesk, epoch: int, connection: socket.socket, said: bytes) -> None:
+        if unheard:
+            honest(desk, epoch, connection, said)
+        unheard.append(said)
+
+    monkeypatch.setattr(ProofDesk, "hear", hear)
+    with engines(2, "cuda_ipc") as (sender, receiver):
+        sender.send_tensor(KEY, tensor, receiver.zmq_address)
+        assert torch.equal(receiver.recv_tensor(KEY, timeout=10), tensor)
+        assert unheard[0] == ASK
+        assert_idle(sender, receiver)
 
 
 def test_each_new_mapping_is_proven_again() -> None:
