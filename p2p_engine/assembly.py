@@ -139,23 +139,25 @@ class Parts:
     def _make_ways(self, spec: CacheSpec | None, *, receives: bool) -> None:
         """Make the sending and the receiving parts."""
         config, clock, counters = self.config, time.monotonic, self.counters
+        budget = self.sessions.budget
         copier: Copier = self.gpu.device if self.gpu is not None else self.mover
         placement = Placement(config, self.arena, copier, clock, receives=receives)
-        self.endings = Endings()
+        self.endings = Endings(budget)
         self.sender = Sender(config, self.changed, self.links, self.endings, counters, clock)
         self.holds = Holds(
             config, self.changed, self.sender, self.endings, placement, copier, counters, clock,
-            spec,
+            budget, spec,
         )  # fmt: skip
         self.fanout = Fanout(self.changed, self.locator, self.sender, spec, clock)
         self.expectations = Expectations()
         self.store = Store(
             config, self.changed, placement, copier, counters,
             reply=self.sessions.reply, clock=clock, expectations=self.expectations,
+            budget=budget,
         )  # fmt: skip
         waits = (config, self.links, self.locator, spec, clock, self.store, self.expectations)
         self.renewals = Renewals(*waits)
-        self.pulls = Pulls(*waits)
+        self.pulls = Pulls(*waits, budget)
 
     def _join(self) -> None:
         """Join each part with its listeners."""
@@ -163,7 +165,7 @@ class Parts:
         if self.gpu is not None:
             self.control.watch(self.gpu.device.fileno(), self.collect)
         self.links.listeners = (self.locator, self.sender, self.pulls, self.renewals)
-        self.sessions.listeners = (self.store, self.links)
+        self.sessions.listeners = (self.store, self.links, self.holds)
         self.ticks = TickParts({
             "jobs": lambda now: self._tell_ended_jobs(),
             "arrivals": lambda now: self._find_arrivals(),

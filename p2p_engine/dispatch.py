@@ -204,13 +204,14 @@ class Dispatch(PlaneListener):
             self._holds.on_renew_all()
         peer = PeerAddress(session.address)
         for content in renew.contents:
-            ending = self._holds.on_renew(content, peer, session.spec)
+            ending = self._holds.on_renew(content, peer, session.spec, epoch=renew.source_epoch)
             if ending is not None:
                 self._gone(renew, content, ending)
 
     def _on_release(self, session: Session, release: Release) -> None:
         content = (release.key, release.binding)
-        self._holds.on_release(content, PeerAddress(session.address), session.spec)
+        peer = PeerAddress(session.address)
+        self._holds.on_release(content, peer, session.spec, epoch=release.source_epoch)
 
     def _on_want(self, session: Session, want: Want) -> None:
         content = (want.key, want.binding)

@@ -527,6 +527,8 @@ class P2pNcclEngine:
                 "unclosed_channels": self._parts.links.num_unclosed_channels(),
                 "sessions": len(self._parts.sessions),
                 "kept": self._parts.expectations.num_kept(),
+                "remembered_bytes": self._parts.sessions.budget.used_bytes,
+                "refused_for_memory": self._parts.sessions.budget.num_refused,
                 "denied_offers": counters.denied,
                 "expired_leases": counters.expired,
                 "corrupted_chunks": counters.corrupted,

@@ -26,7 +26,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from p2p_engine.bounded import Index, RateLimitedWarnings
+import msgspec
+
+from p2p_engine.bounded import (
+    BUDGET_BYTES,
+    Budget,
+    Index,
+    RateLimitedWarnings,
+    digest,
+    heap_bytes,
+)
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.sockets import Route
@@ -57,6 +66,7 @@ from p2p_engine.wire.messages import (
 logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 4096
+NO_ROOM = "there is no memory left to remember the description of another cache"
 SESSION_REST_SECONDS = 240.0  # of silence of a resting session; more than links.py:REST_SECONDS
 
 
@@ -71,6 +81,46 @@ class Session:
     challenger: tuple[Route, Hello] | None = None  # another peer that claims its place
     watched_since: float | None = None  # by that clock: earlier silence does not count
     has_gone: bool = False  # its connection has ended
+
+
+@dataclass(eq=False)
+class SharedSpec:
+    """The description of a cache that several peers have."""
+
+    spec: CacheSpec | None
+    name: int
+    nbytes: int
+    num_users: int = 0
+
+
+class SharedSpecs:
+    """The descriptions of the peers' caches. Equal ones are one: a fleet has few, of some KiB, but
+    a HELLO can bring one of 600 KiB."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._shared: dict[int, SharedSpec] = {}
+
+    def share(self, hello: Hello) -> Hello | None:
+        """Use the description of a HELLO. Returns as much of the HELLO as a session needs; None if
+        there is no room to remember it."""
+        name = _name_of(hello.spec)
+        shared = self._shared.get(name)
+        if shared is None:
+            shared = SharedSpec(hello.spec, name, heap_bytes(hello.spec))
+            if not self._budget.take(name, shared.nbytes):
+                return None
+            self._shared[name] = shared
+        shared.num_users += 1
+        return msgspec.structs.replace(hello, spec=shared.spec, endpoints={})
+
+    def give_back(self, spec: CacheSpec | None) -> None:
+        """Use a description no longer."""
+        shared = self._shared[_name_of(spec)]
+        shared.num_users -= 1
+        if not shared.num_users:
+            del self._shared[shared.name]
+            self._budget.give_back(shared.name, shared.nbytes)
 
 
 class Sessions:
@@ -101,6 +151,8 @@ class Sessions:
         self._listening = listening
         self._step = config.peer_timeout_seconds / 4
         self.listeners: Sequence[SessionListener] = ()
+        self.budget = Budget(BUDGET_BYTES)  # of all parts, for what peers make them remember
+        self._specs = SharedSpecs(self.budget)
         self._sessions: dict[int, Session] = {}
         self._of_route: Index[Route, int] = Index()
         self._of_address: Index[str, int] = Index()
@@ -220,7 +272,12 @@ class Sessions:
 
     def _challenge(self, epoch: int, session: Session, route: Route, hello: Hello) -> None:
         """Ask a session whether it is alive: another connection claims its address or its epoch."""
-        session.challenger = route, hello
+        shared = self._specs.share(hello)
+        if shared is None:
+            self._refuse(route, hello, NO_ROOM)
+            return
+        self._forget_challenger(session)
+        session.challenger = route, shared
         self._watch(epoch, session)
 
         def over() -> None:
@@ -240,7 +297,8 @@ class Sessions:
     def _answer_challenger(self, session: Session, message: Pong) -> None:
         if session.challenger is None:
             return
-        (route, hello), session.challenger = session.challenger, None
+        route, hello = session.challenger
+        self._forget_challenger(session)
         if hello.source_epoch == message.source_epoch and hello.number != 0:
             if message.number == hello.number:
                 self._make_way(message.source_epoch, session, hello)
@@ -252,16 +310,24 @@ class Sessions:
             reason = f"{text}; give each engine a host or a port of its own"
             self._refuse(route, hello, reason)
 
+    def _forget_challenger(self, session: Session) -> None:
+        if session.challenger is not None:
+            self._specs.give_back(session.challenger[1].spec)
+            session.challenger = None
+
     def _refuse(self, route: Route, hello: Hello, reason: str) -> None:
         self._warnings.warn("peer refused: address=%r reason=%s", hello.address, reason)
         refuse = Refuse(self._epoch, hello.source_epoch, PROTOCOL_VERSION, shorten(reason))
         self._control.send(route, encode(refuse))
 
     def _admit(self, route: Route, hello: Hello) -> None:
-        epoch = hello.source_epoch
+        epoch, shared = hello.source_epoch, self._specs.share(hello)
+        if shared is None:
+            self._refuse(route, hello, NO_ROOM)
+            return
         self._remove(epoch)
         now = self._listening()
-        self._sessions[epoch] = Session(route, hello.address, now, hello.spec)
+        self._sessions[epoch] = Session(route, hello.address, now, shared.spec)
         self._of_route.add(route, epoch)
         self._of_address.add(hello.address, epoch)
         self._timers.set(epoch, now + self._step)
@@ -292,6 +358,8 @@ class Sessions:
     def _remove(self, epoch: int) -> None:
         session = self._sessions.pop(epoch, None)
         if session is not None:
+            self._forget_challenger(session)
+            self._specs.give_back(session.spec)
             self._of_route.discard(session.route, epoch)
             self._of_address.discard(session.address, epoch)
             self._timers.cancel(epoch)
@@ -299,6 +367,10 @@ class Sessions:
     def _end(self, epoch: int, error: PeerLost) -> None:
         self._lose(epoch, error)
         for_each(self.listeners, lambda listener: listener.session_over(epoch, error))
+
+
+def _name_of(spec: CacheSpec | None) -> int:
+    return int.from_bytes(digest(spec), "big")
 
 
 def _restarted(session: Session) -> PeerRestarted:

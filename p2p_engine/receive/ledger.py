@@ -64,6 +64,7 @@ class Landing:
     checksum: int = 0  # the sender's, from DONE
     checking: Job | None = None
     resend_at: float = 0.0
+    heap_bytes: int = 0  # of our own memory, beside what it occupies where it lands
 
     @property
     def nbytes(self) -> int:
@@ -220,7 +221,6 @@ class Ledger:
         self._of_content: Index[ContentKey, Landing] = Index()
         self._of_key: Index[TransferKey, Landing] = Index()
         self._of_sender: Index[int, Landing] = Index()
-        self._num_empty: Counter[int] = Counter()  # of each sender
         self._quarantined: Index[Writer, Landing] = Index()
         self._quarantined_bytes: Counter[int] = Counter()
         self._receives_of_key: Index[TransferKey, Receive] = Index()
@@ -235,8 +235,6 @@ class Ledger:
         self._of_content.add(landing.content, landing)
         self._of_key.add(landing.content[0], landing)
         self._of_sender.add(landing.id[0], landing)
-        if not landing.nbytes:
-            _count(self._num_empty, landing.id[0], 1)
 
     def remove(self, landing: Landing) -> bool:
         """Forget a landing; returns False if it was forgotten before."""
@@ -246,8 +244,6 @@ class Ledger:
         self._of_content.discard(landing.content, landing)
         self._of_key.discard(landing.content[0], landing)
         self._of_sender.discard(landing.id[0], landing)
-        if not landing.nbytes:
-            _count(self._num_empty, landing.id[0], -1)
         if landing.state is LandingState.QUARANTINED:
             _count(self._quarantined_bytes, landing.id[0], -landing.reserved_bytes)
             self._quarantined.discard((landing.transport, landing.id[0]), landing)
@@ -275,10 +271,6 @@ class Ledger:
     def num_from(self, epoch: int) -> int:
         """Return how many landings a sender has."""
         return self._of_sender.count(epoch)
-
-    def num_empty(self, epoch: int | None = None) -> int:
-        """Return how many landings without bytes one sender has, or all senders."""
-        return self._num_empty[epoch] if epoch is not None else sum(self._num_empty.values())
 
     def quarantined_from(self, writer: Writer) -> list[Landing]:
         """Return the quarantined landings that a sender might still write over a transport."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from p2p_engine.bounded import BoundedMap, Index
+from p2p_engine.bounded import Budget, Index, Notes
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
@@ -26,7 +26,6 @@ from p2p_engine.receive.store import Store
 from p2p_engine.transfer import Transfer, note_stage
 from p2p_engine.wire.messages import CacheSpec, ContentKey, Release, TransferKey, Want
 
-MAX_DOUBTED = 4096
 WANTS_IN_A_LEASE = 4
 MAX_DOUBLINGS = 16
 
@@ -43,6 +42,7 @@ class Pulls(LinkListener):
         clock: Callable[[], float],
         store: Store,
         expectations: Expectations,
+        budget: Budget,
     ) -> None:
         self._config = config
         self._links = links
@@ -58,8 +58,7 @@ class Pulls(LinkListener):
         self._to_release: Index[Link, ContentKey] = Index()
         # Contents (None: all of the key) that an engine has abandoned before they were awaited from
         # it, and until when a receive asks it at once.
-        self._doubted: BoundedMap[tuple[TransferKey, bytes | None, int], float]
-        self._doubted = BoundedMap(MAX_DOUBTED)
+        self._doubted: Notes[tuple[TransferKey, bytes | None, int], float] = Notes(budget)
 
     def add(
         self,
@@ -157,7 +156,8 @@ class Pulls(LinkListener):
             self._store.on_abandon(key, binding, epoch, error)
         elif all(item.epochs and 0 not in item.epochs for item in awaited):
             raise RemoteProtocolError(f"ABANDON of {key} from {epoch:x}, which does not send it")
-        self._doubted.put((key, binding, epoch), self._clock() + self._config.lease_seconds)
+        until = self._clock() + self._config.lease_seconds
+        self._doubted.put((key, binding, epoch), until, epoch)
 
     def link_ready(self, link: Link) -> None:
         """Send the RELEASEs and WANTs that waited for a link. What is awaited now is of a later

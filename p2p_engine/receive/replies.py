@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from p2p_engine.bounded import BoundedMap, put_newest
+from p2p_engine.bounded import Budget, Notes, heap_bytes, put_newest
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError
 from p2p_engine.receive.expectations import Expectations
@@ -26,6 +26,8 @@ from p2p_engine.wire.messages import (
 )
 
 MAX_BINDINGS = 16  # of one key; a peer may name any number of them
+BINDING_BYTES = 256  # of one of them
+OUTCOME_BYTES = 300  # of an outcome or a tombstone, beside a note
 Generations: TypeAlias = dict[bytes | None, int]
 Reply: TypeAlias = Callable[[int, type[Message], tuple[Any, ...]], None]
 
@@ -79,7 +81,8 @@ class Tombstone:
 
 
 class Replies:
-    """The answers to senders, the last answers, and the tombstones. Both memories are bounded."""
+    """The answers to senders, the last answers, and the tombstones, as far as the budget allows. If
+    one is forgotten, a transfer ends without success, or waits for its deadline."""
 
     def __init__(
         self,
@@ -87,6 +90,7 @@ class Replies:
         reply: Reply,
         clock: Callable[[], float],
         expectations: Expectations,
+        budget: Budget,
     ) -> None:
         """`reply(epoch, kind, fields)` sends a message to a sender. A tombstone lasts for one
         lease, or for as long as its content is kept."""
@@ -94,10 +98,10 @@ class Replies:
         self._reply = reply
         self._clock = clock
         self._expectations = expectations
-        self._tombstones: BoundedMap[ContentKey, Tombstone] = BoundedMap()
-        self._outcomes: BoundedMap[LandingId, Outcome] = BoundedMap()
+        self._tombstones: Notes[ContentKey, Tombstone] = Notes(budget)
+        self._outcomes: Notes[LandingId, Outcome] = Notes(budget)
         # The last attempt to send a key that each sender spoke of, by binding (None: of any).
-        self._generations: BoundedMap[tuple[TransferKey, int], Generations] = BoundedMap()
+        self._generations: Notes[tuple[TransferKey, int], Generations] = Notes(budget)
 
     def grant(self, landing: Landing, word_offset: int = 0) -> None:
         """Say GRANT: the region is reserved, and the sender publishes its end at `word_offset`. For
@@ -128,7 +132,9 @@ class Replies:
         """Remember the last answer about a chunk (None: it has landed), to be sent when asked
         for."""
         kind, fields = (Commit, ()) if error is None else (Fail, _as_fields(error))
-        self._outcomes.put(landing_id, Outcome(attempt, kind, (landing_id[1], attempt, *fields)))
+        epoch, seq = landing_id
+        outcome = Outcome(attempt, kind, (seq, attempt, *fields))
+        self._outcomes.put(landing_id, outcome, epoch, OUTCOME_BYTES + heap_bytes(fields))
 
     def repeat(self, landing_id: LandingId, *, attempt: int = 0) -> bool:
         """Repeat the last answer about a chunk; False if there is none for this attempt or a later
@@ -151,7 +157,8 @@ class Replies:
         """Remember for one lease, or for as long as it is kept, why a content ended."""
         until = self._clock() + self._config.lease_seconds
         tombstone = Tombstone(shorten(reason), until, cause, epoch, is_refused)
-        self._tombstones.put(content, tombstone)
+        nbytes = OUTCOME_BYTES + heap_bytes(tombstone.reason)
+        self._tombstones.put(content, tombstone, epoch, nbytes)
 
     def refusal_of_offer(self, content: ContentKey, epoch: int, generation: int) -> str | None:
         """Return why an offer must be refused, or None; then it comes after all, or from another
@@ -186,7 +193,7 @@ class Replies:
         known = max((heard[name] for name in names), default=0)
         if generation > known:
             put_newest(heard, binding, generation, MAX_BINDINGS)
-            self._generations.put((key, epoch), heard)
+            self._generations.put((key, epoch), heard, epoch, BINDING_BYTES * len(heard))
         return generation - known if generation and known else 0
 
     def revive(self, content: ContentKey) -> None:

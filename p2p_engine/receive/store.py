@@ -12,6 +12,7 @@ import secrets
 import threading
 from collections.abc import Callable
 
+from p2p_engine.bounded import Budget, heap_bytes
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
@@ -51,9 +52,7 @@ from p2p_engine.wire.messages import ContentKey, Offer, TransferKey
 logger = logging.getLogger(__name__)
 
 MISMATCH_GRACE_SECONDS = 1.0
-MAX_LANDINGS = 1 << 16  # of one sender
-# For chunks without bytes: no landing memory bounds them, and each may take 100 KiB of ours.
-MAX_EMPTY_LANDINGS, MAX_EMPTY_LANDINGS_IN_ALL = 256, 1024
+LANDING_BYTES = 3000  # of our own memory that a landing takes, without its names and its manifest
 
 
 class Store(SessionListener):
@@ -70,6 +69,7 @@ class Store(SessionListener):
         reply: Reply,
         clock: Callable[[], float],
         expectations: Expectations,
+        budget: Budget,
     ) -> None:
         """`reply(epoch, kind, fields)` sends a message to a sender. A content that `expectations`
         keeps outlives its lease."""
@@ -80,7 +80,8 @@ class Store(SessionListener):
         self._clock = clock
         self._placement = places
         self._expectations = expectations
-        self._replies = Replies(config, reply, clock, expectations)
+        self._budget = budget
+        self._replies = Replies(config, reply, clock, expectations, budget)
         self._ledger = Ledger()
         self._timers: Timers[Landing | Receive] = Timers()
         self._late: dict[Landing | Receive, None] = {}  # past their deadlines, but not ended
@@ -484,6 +485,7 @@ class Store(SessionListener):
             trailer=secrets.randbits(62) | 1,
             deadline=self._clock() + self._config.transfer_timeout_seconds,
             checked=offer.checksum,
+            heap_bytes=LANDING_BYTES + heap_bytes((offer.key, offer.binding, offer.manifest)),
         )
         denial = self._place(landing, receive)
         if denial:
@@ -508,17 +510,17 @@ class Store(SessionListener):
     def _place(self, landing: Landing, receive: Receive | None) -> str:
         """Find memory for a landing; returns why there is none now, or ""."""
         epoch = landing.id[0]
-        if self._ledger.num_from(epoch) >= MAX_LANDINGS:
-            return f"{MAX_LANDINGS} chunks of this sender are open here"
-        if not landing.nbytes and (
-            self._ledger.num_empty(epoch) >= MAX_EMPTY_LANDINGS
-            or self._ledger.num_empty() >= MAX_EMPTY_LANDINGS_IN_ALL
-        ):
-            return "too many chunks without bytes are open here"
-        quarantined = self._ledger.quarantined_bytes(epoch)
-        return self._placement.place(
-            landing, receive, quarantined, lambda job: self._received(landing, job)
-        )
+        if not self._budget.take(epoch, landing.heap_bytes):
+            return "this sender has its share of what is remembered of open chunks"
+        quarantined, denial = self._ledger.quarantined_bytes(epoch), "it failed"
+        try:
+            denial = self._placement.place(
+                landing, receive, quarantined, lambda job: self._received(landing, job)
+            )
+        finally:
+            if denial:
+                self._budget.give_back(epoch, landing.heap_bytes)
+        return denial
 
     # Landing
 
@@ -760,6 +762,7 @@ class Store(SessionListener):
         self._late.pop(landing, None)
         self._held_up.pop(landing, None)
         self._placement.give_back(landing)
+        self._budget.give_back(landing.id[0], landing.heap_bytes)
         receive = landing.receive
         if receive is not None:
             receive.detach(landing)

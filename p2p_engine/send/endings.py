@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from p2p_engine.bounded import BoundedMap, put_newest
+from p2p_engine.bounded import Budget, Notes, heap_bytes
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.wire.messages import ContentKey, TransferKey
 
-MAX_PEERS = 1024  # of one content
+ENDING_BYTES = 600  # of an ending, beside a note
+PEER_BYTES = 400  # of a peer that ended an attempt, without its address
+RANK_BYTES = 128  # of one of its ranks
 
 
 @dataclass
@@ -45,6 +47,20 @@ class Ending:
     has_ended: bool = False  # an attempt here, whatever has begun since
     # How many attempts each peer has ended, and whether it pulled the last.
     left: dict[PeerAddress, tuple[int, bool]] = field(default_factory=dict)
+    left_bytes: int = 0  # that `left` takes
+
+    @property
+    def nbytes(self) -> int:
+        """Return how many bytes it takes."""
+        departed = self.departed
+        num_ranks = len(departed.ranks) + len(departed.readers) if departed is not None else 0
+        return ENDING_BYTES + self.left_bytes + RANK_BYTES * num_ranks
+
+    def note_left(self, peer: PeerAddress, num_left: int, *, has_pulled: bool) -> None:
+        """Note how many attempts a peer has ended."""
+        if peer not in self.left:
+            self.left_bytes += PEER_BYTES + heap_bytes(peer.address)
+        self.left[peer] = num_left, has_pulled
 
     def has_left(self, peer: PeerAddress) -> bool:
         """Whether a peer has ended as many attempts as have ended here."""
@@ -62,14 +78,15 @@ def want_again(served: dict[int, PeerAddress], rank: int, peer: PeerAddress) -> 
 
 
 class Endings:
-    """The endings of all contents; the oldest are forgotten."""
+    """The endings of all contents, as far as the budget allows. If one is forgotten, a hold waits
+    for its lease, or a peer that asks for what has ended waits for its deadline."""
 
-    def __init__(self) -> None:
-        self._endings: BoundedMap[ContentKey, Ending] = BoundedMap()
+    def __init__(self, budget: Budget) -> None:
+        self._endings: Notes[ContentKey, Ending] = Notes(budget)
         # Keys of which a content was given up, and none has begun since.
-        self._over: BoundedMap[TransferKey, None] = BoundedMap()
+        self._over: Notes[TransferKey, None] = Notes(budget)
         # Of keys that have no next attempt: stashes.
-        self._final: BoundedMap[TransferKey, Ending] = BoundedMap()
+        self._final: Notes[TransferKey, Ending] = Notes(budget)
 
     def begin(self, content: ContentKey) -> Departed | None:
         """Note that a content is held. Returns who has released it already; None if an ending of
@@ -88,13 +105,15 @@ class Endings:
         self._over.pop(content[0])
         ending = self._endings.get(content)
         if ending is not None and ending.reason:
-            self._endings.put(content, Ending(has_ended=True))
+            self._endings.put(content, Ending(has_ended=True), nbytes=ENDING_BYTES)
 
-    def meet(self, content: ContentKey, peer: PeerAddress) -> None:
-        """Note that a peer asks for what is held: both sides are in the same attempt."""
+    def meet(self, content: ContentKey, peer: PeerAddress, epoch: int = 0) -> None:
+        """Note that a peer, the engine of this epoch, asks for what is held: both sides are in the
+        same attempt."""
         ending = self._endings.get(content)
         if ending is not None:
-            put_newest(ending.left, peer, (ending.num_ended, False), MAX_PEERS)
+            ending.note_left(peer, ending.num_ended, has_pulled=False)
+            self._endings.put(content, ending, epoch, ending.nbytes)
 
     def end(
         self, content: ContentKey, reason: str, *, is_served: bool = False, generation: int = 0
@@ -109,13 +128,13 @@ class Endings:
             ending.generation = max(ending.generation, generation)
             if not is_served:
                 self._over.put(content[0], None)
-        self._endings.put(content, ending)
+        self._endings.put(content, ending, nbytes=ending.nbytes)
         return ending
 
     def end_key(self, key: TransferKey, reason: str, *, is_served: bool) -> Ending:
         """Note that nothing of a key will come from here, or not again, whoever asks for it."""
         ending = Ending(reason, is_served, num_ended=1, has_ended=True)
-        self._final.put(key, ending)
+        self._final.put(key, ending, nbytes=ending.nbytes)
         return ending
 
     def depart(
@@ -127,10 +146,11 @@ class Endings:
         *,
         has_pulled: bool = False,
         is_counted: bool = False,
+        epoch: int = 0,
     ) -> None:
         """Note that a rank of the peer, one of `readers`, wants no more of a content: it has
         released it, or it `has_pulled` its part. Its attempt's end may be one that `is_counted`
-        already."""
+        already. `epoch` is that of the engine that says so; 0: nobody does."""
         ending = self._endings.get(content) or Ending()
         departed = ending.departed = ending.departed or Departed(readers)
         departed.readers = readers
@@ -138,8 +158,8 @@ class Endings:
         if has_pulled:
             departed.pulled.add(peer)
         num_left, _ = ending.left.get(peer, (0, False))
-        put_newest(ending.left, peer, (num_left + (not is_counted), has_pulled), MAX_PEERS)
-        self._endings.put(content, ending)
+        ending.note_left(peer, num_left + (not is_counted), has_pulled=has_pulled)
+        self._endings.put(content, ending, epoch, ending.nbytes)
 
     def expect(
         self, content: ContentKey, rank: int, peer: PeerAddress, *, renews: bool = False

@@ -16,11 +16,17 @@ from typing import TypeAlias
 
 import numpy as np
 
-from p2p_engine.bounded import BoundedMap, Index
+from p2p_engine.bounded import Budget, Index, Notes
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
-from p2p_engine.errors import P2pError, TransferCancelled, TransferError, TransferTimeout
+from p2p_engine.errors import (
+    P2pError,
+    PeerLost,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+)
 from p2p_engine.health import Counters
 from p2p_engine.memory.arena import BUFFER, POOL, LandingArena, Space
 from p2p_engine.memory.jobs import Copier, Job, Moment, after
@@ -29,6 +35,7 @@ from p2p_engine.memory.paged import Beginning, PagedSource
 from p2p_engine.memory.plan import takers
 from p2p_engine.memory.ready_layers import ReadyLayers
 from p2p_engine.peers.link import PeerAddress
+from p2p_engine.peers.listeners import SessionListener
 from p2p_engine.receive.placement import Placement
 from p2p_engine.send.endings import Ending, Endings, want_again
 from p2p_engine.send.sender import Sender, as_withdrawn
@@ -126,7 +133,7 @@ class Hold:
         return self.source.beginning(found)
 
 
-class Holds:
+class Holds(SessionListener):
     """The held sources, and the WANTs for content that is not held yet."""
 
     def __init__(
@@ -139,6 +146,7 @@ class Holds:
         copier: Copier,
         counters: Counters,
         clock: Callable[[], float],
+        budget: Budget,
         spec: CacheSpec | None = None,
     ) -> None:
         self._config = config
@@ -155,11 +163,11 @@ class Holds:
         self._stashes: dict[Hold, None] = {}  # oldest first
         self._of_key: Index[TransferKey, Hold] = Index()
         self._by_transfer: dict[Transfer, Hold] = {}
-        self._unheld = UnheldWants()
+        self._unheld = UnheldWants(budget)
         self._all_renewed_at = -math.inf
         self._timers: Timers[Hold] = Timers()
         self._late: dict[Hold, None] = {}  # past their leases, but not ended
-        self._renewed: BoundedMap[ContentKey, float] = BoundedMap()  # not held; renewed until
+        self._renewed: Notes[ContentKey, float] = Notes(budget)  # not held; renewed until
         self._ending: set[Hold] = set()  # until their copies have stopped
 
     def hold(
@@ -361,7 +369,7 @@ class Holds:
         deadline = self._clock() + self._config.transfer_timeout_seconds
         want = PendingWant(spec, deadline, refuse, binding=content[1], attempt=(epoch, attempt))
         if hold is not None:
-            self._endings.meet(content, peer)
+            self._endings.meet(content, peer, epoch)
             self._serve(hold, peer, want)
         elif ending is not None:
             self._renewed.pop(content)
@@ -401,7 +409,7 @@ class Holds:
         self._unheld.put(content, peer, want)
 
     def on_renew(
-        self, content: ContentKey, peer: PeerAddress, spec: CacheSpec | None
+        self, content: ContentKey, peer: PeerAddress, spec: CacheSpec | None, *, epoch: int = 0
     ) -> Ending | None:
         """Give a held source another lease; returns why its peer will not get it, if that is known.
 
@@ -409,7 +417,7 @@ class Holds:
         """
         hold = self._holds.get(content)
         if hold is None:
-            self._renewed.put(content, self._clock() + self._config.lease_seconds)
+            self._renewed.put(content, self._clock() + self._config.lease_seconds, epoch)
             if self._endings.is_served(content):
                 return None
             return self._endings.expect(content, _rank_of(spec), peer, renews=True)
@@ -438,7 +446,9 @@ class Holds:
         until = self._renewed.get(content)
         return until is not None and self._clock() < until
 
-    def on_release(self, content: ContentKey, peer: PeerAddress, spec: CacheSpec | None) -> None:
+    def on_release(
+        self, content: ContentKey, peer: PeerAddress, spec: CacheSpec | None, *, epoch: int = 0
+    ) -> None:
         """Note that a rank of the peer wants no more of a key."""
         self._unheld.discard(content, peer)
         is_renewed = self._renewed.pop(content) is not None
@@ -456,7 +466,11 @@ class Holds:
         if is_renewed and self._endings.is_served(content):
             self._endings.begin(content)  # this ends its next attempt
         # It may be held later: after a preemption, it is computed again.
-        self._endings.depart(content, _rank_of(spec), peer, readers)
+        self._endings.depart(content, _rank_of(spec), peer, readers, epoch=epoch)
+
+    def session_lost(self, epoch: int, error: PeerLost) -> None:
+        """Forget what an engine wants and nobody holds yet."""
+        self._unheld.engine_lost(epoch)
 
     def tick(self, now: float) -> None:
         """End the holds and WANTs that are overdue."""

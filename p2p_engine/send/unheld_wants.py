@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from p2p_engine.bounded import Index
+from p2p_engine.bounded import Budget, Index, heap_bytes
 from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.send.endings import Ending
 from p2p_engine.wire.messages import CacheSpec, ContentKey
 
-MAX_UNHELD_WANTS = 4096
+WANT_BYTES = 2500  # of a WANT, without its names
 WantName: TypeAlias = tuple[ContentKey, PeerAddress]
 
 
@@ -38,9 +38,11 @@ class PendingWant:
 class UnheldWants:
     """The WANTs of all peers, with an index for each question, so that nothing is a scan."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
         self._unheld: dict[WantName, PendingWant] = {}
         self._of_content: Index[ContentKey, WantName] = Index()
+        self._of_engine: Index[int, WantName] = Index()
         self._timers: Timers[WantName] = Timers()
 
     def __len__(self) -> int:
@@ -50,23 +52,32 @@ class UnheldWants:
     def put(self, content: ContentKey, peer: PeerAddress, want: PendingWant) -> None:
         """Remember a WANT until its deadline. A repetition keeps the first deadline: receivers
         repeat a WANT several times in a lease, so a deadline that moved would never come. A WANT of
-        another receive has its own. Beyond
-        MAX_UNHELD_WANTS, a WANT is dropped: the peer repeats it."""
+        another receive has its own. Beyond the
+        budget, a WANT is dropped: the peer repeats it."""
         name = (content, peer)
         known = self._unheld.get(name)
         if known is not None and want.is_before(known):
             return
         if known is not None and known.attempt == want.attempt:
             want = replace(want, deadline=known.deadline)
-        elif known is None and len(self._unheld) >= MAX_UNHELD_WANTS:
-            return
+        if known is None or known.attempt[0] != want.attempt[0]:
+            self._pop(name)
+            if not self._budget.take(want.attempt[0], _size(name)):
+                return
         self._unheld[name] = want
         self._of_content.add(content, name)
+        self._of_engine.add(want.attempt[0], name)
         self._timers.set(name, want.deadline)
 
     def discard(self, content: ContentKey, peer: PeerAddress) -> None:
         """Forget a peer's WANT; idempotent."""
         self._pop((content, peer))
+
+    def engine_lost(self, epoch: int) -> None:
+        """Forget the WANTs of an engine whose session has ended. If the engine comes back, it
+        repeats them."""
+        for name in self._of_engine.get(epoch):
+            self._pop(name)
 
     def take(self, content: ContentKey) -> list[tuple[PeerAddress, PendingWant]]:
         """Remove and return the WANTs of a content, with their peers."""
@@ -99,6 +110,14 @@ class UnheldWants:
     def _pop(self, name: WantName) -> PendingWant | None:
         want = self._unheld.pop(name, None)
         if want is not None:
+            self._budget.give_back(want.attempt[0], _size(name))
             self._of_content.discard(name[0], name)
+            self._of_engine.discard(want.attempt[0], name)
             self._timers.cancel(name)
         return want
+
+
+def _size(name: WantName) -> int:
+    """Return how many bytes a WANT takes."""
+    content, peer = name
+    return WANT_BYTES + heap_bytes(content) + heap_bytes(peer.address)

@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from mempool import Mover
+from p2p_engine.bounded import Budget
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.tick_parts import TickParts
 from p2p_engine.dispatch import Dispatch
@@ -137,7 +138,7 @@ class TurnsWorld(World):
         places = Placement(self.config, self.pool, mover, lambda: self.now, receives=False)
         self.holds = Holds(
             self.config, self.lock, self.sender, self.endings, places, mover, self.sent,
-            lambda: self.now,
+            lambda: self.now, Budget(),
         )  # fmt: skip
         self.notes = StashNotes(lambda: self.now)
         self._serving = self._dispatch(self.holds, self._say_to_asker, NO_PARTS)
@@ -150,7 +151,7 @@ class TurnsWorld(World):
             self.config, cast("Links", self.asks), cast("Locator", NO_PARTS), None,
             lambda: self.now, self.store, self.expectations,
         )  # fmt: skip
-        self.renewals, self.pulls = Renewals(*waits), Pulls(*waits)
+        self.renewals, self.pulls = Renewals(*waits), Pulls(*waits, Budget())
         self.recaller = StashNotes(lambda: self.now)
         self.recallings = []
 

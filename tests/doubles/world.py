@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mempool import Mover, write_word
+from p2p_engine.bounded import Budget
 from p2p_engine.config import EngineConfig
 from p2p_engine.dispatch import answers_to
 from p2p_engine.errors import P2pError, PeerLost, RemoteProtocolError, TransportError
@@ -387,12 +388,13 @@ class World:
         self.store = Store(
             config, self.lock, places, mover, self.counters,
             reply=self._reply, clock=lambda: self.now, expectations=self.expectations,
+            budget=Budget(),
         )  # fmt: skip
 
     def start_sender(self) -> None:
         """Start a new sending process; what the old one had in flight stays there."""
         self.epoch += 1
-        self.sent, self.endings = Counters(), Endings()
+        self.sent, self.endings = Counters(), Endings(Budget())
         self.links = WorldLinks(self, self.epoch)
         self.sender = Sender(
             self.config, self.lock, cast("Links", self.links), self.endings, self.sent,

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from p2p_engine.bounded import BoundedMap
+from p2p_engine.bounded import Budget, Notes
 from p2p_engine.errors import ConfigError
 from p2p_engine.wire.request_ids import new_transfer_id
 from tests import marks
@@ -327,7 +327,7 @@ def _replace(pair: Pair, session: Chat) -> None:
     """Decode's engines are others, at the old addresses; its directory had answered before."""
     _evict(pair)
     for rank in pair.d.ranks:
-        rank.connector._worker.engine._parts.endings._final = BoundedMap()  # type: ignore[union-attr]
+        rank.connector._worker.engine._parts.endings._final = Notes(Budget())  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("use", [_pull, _abort, lambda pair, _: _evict(pair), _replace],

@@ -6,8 +6,10 @@ is, and another member of the fleet.
 
 from __future__ import annotations
 
+import gc
 import re
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,6 +20,7 @@ from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.control.sockets import Route
 from p2p_engine.errors import TransferRejected
 from p2p_engine.memory.layout import TensorSink, TensorSource
+from p2p_engine.peers import sessions
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import (
@@ -35,16 +38,18 @@ from p2p_engine.wire.messages import (
     Grant,
     Greet,
     Location,
+    Manifest,
     Message,
     Offer,
     Pong,
     Refuse,
     Release,
     Renew,
+    Want,
     Welcome,
     encode,
 )
-from tests.rigs.engines import assert_idle, engines
+from tests.rigs.engines import MIB, assert_idle, engines
 from tests.rigs.tensors import random_tensor
 from tests.support import SeededRandom, eventually
 
@@ -344,6 +349,56 @@ def test_the_answer_to_a_first_word_concerns_the_address_that_was_dialled(
     link = scene.engine._parts.links.get(scene.target, data=False)
     assert link.ready
     scene.finish_waiting(transfer, sink)
+
+
+FACE = "\N{GRINNING FACE}"  # four bytes, and as many again for Python's own copy
+FLOODS: dict[str, Callable[[int, TransferKey], tuple[Any, ...]]] = {
+    "releases": lambda _, key: (Release, key, b"b" * 64),
+    "wants": lambda _, key: (Want, key, b"b" * 64),
+    "renewals": lambda _, key: (Renew, [(key, b"b" * 64)]),
+    "abandons": lambda _, key: (Abandon, key, FACE * 500, 1, b"b" * 64),
+    "chunks without bytes": lambda number, key: (
+        Offer, number, 1, key, Manifest(0, 0, [1000] * 1000), b"", "shm", False, 1,
+    ),
+    "chunks of one byte": lambda number, key: (
+        Offer, number, 1, key, Manifest(0, 1, [0] * 1000 + [1]), b"", "shm", False, 1,
+    ),
+}  # fmt: skip
+
+
+def traced_bytes() -> int:
+    """What was allocated since the tracing began."""
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_what_a_member_says_takes_no_more_memory_than_the_budget(
+    flood: str, rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = MIB // 4
+    monkeypatch.setattr(sessions, "BUDGET_BYTES", budget)
+    with engines(3, "shm") as parties:
+        scene = RogueScene(parties, rng)
+
+        def say(number: int) -> None:
+            kind, *fields = FLOODS[flood](number, TransferKey(f"{number}{FACE * 500}", FACE * 500))
+            scene.request(kind, *fields)
+
+        say(0)
+        gc.collect()
+        tracemalloc.start()
+        try:
+            for number in range(1, 400):
+                say(number)
+            eventually(lambda: traced_bytes() < budget + MIB // 8)  # answers are under way
+        finally:
+            tracemalloc.stop()
+        assert scene.engine.stats()["remembered_bytes"] <= budget
+        scene.peer.send(KEY, PeerAddress(scene.engine.zmq_address), TensorSource(scene.tensor))
+        received = scene.engine.recv_tensor(KEY, scene.peer.zmq_address, timeout=9)
+        assert torch.equal(received, scene.tensor)
+        scene.finish_chunk(scene.chunk()[0])
 
 
 def test_every_message_has_its_row_in_the_table() -> None:

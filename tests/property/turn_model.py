@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from hypothesis.stateful import RuleBasedStateMachine
 
+from p2p_engine.bounded import Notes
 from p2p_engine.errors import TransferError, TransportError
 from p2p_engine.memory.arena import POOL
 from p2p_engine.send.holds import PROMISED_SECONDS
@@ -322,8 +323,11 @@ def _parts_of_turns(world: TurnsWorld) -> list[str]:
     parked = [("parked", str(content), left(want.deadline), want.reason)
               for (content, _), want in holds._unheld._unheld.items()]  # fmt: skip
     endings = world.endings
-    ended = [("ending", repr(sorted(map(repr, known._entries.items()))))
-             for known in (endings._endings, endings._over, endings._final)]  # fmt: skip
+    memories: tuple[Notes[Any, Any], ...] = (endings._endings, endings._over, endings._final)
+    ended = [
+        ("ending", repr(sorted((name, repr(note.value)) for name, note in notes._notes.items())))
+        for notes in memories
+    ]
     awaited = [
         ("awaited", str(item.content), item.pull, item.transfer.done,
          [(a.link.epoch, a.link.ready, left(a.resend_at), a.num_wants) for a in item.asked])
@@ -335,8 +339,9 @@ def _parts_of_turns(world: TurnsWorld) -> list[str]:
         for duty in world.renewals._duties.values()
     ]  # fmt: skip
     tombstones = [
-        ("tombstone", str(content), left(stone.until), stone.cause, stone.is_refused, stone.epoch)
-        for content, stone in world.store._replies._tombstones._entries.items()
+        ("tombstone", name, left(stone.until), stone.cause, stone.is_refused, stone.epoch)
+        for name, note in world.store._replies._tombstones._notes.items()
+        for stone in (note.value,)
     ]  # fmt: skip
     rest = (
         "turn", world.store_epoch, sorted(map(str, world.expected)),

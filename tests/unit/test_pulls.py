@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from p2p_engine.bounded import Budget
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import TransferCancelled
 from p2p_engine.peers.link import InstanceAddress, Link, LinkState, PeerAddress
@@ -39,7 +40,7 @@ class PullsWorld:
         ))  # fmt: skip
         self.awaited = Pulls(
             EngineConfig(), cast("Any", self), cast("Any", self), None, lambda: self.now,
-            store, self.expectations,
+            store, self.expectations, Budget(),
         )  # fmt: skip
         changed = threading.Condition()
         for number in range(NUM_KEYS):

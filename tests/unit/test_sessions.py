@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import tracemalloc
 from typing import cast
 
 import pytest
@@ -11,11 +13,14 @@ from p2p_engine.config import EngineConfig
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.sockets import Route
 from p2p_engine.errors import PeerLost
+from p2p_engine.peers import sessions
 from p2p_engine.peers.listeners import SessionListener
 from p2p_engine.peers.sessions import SESSION_REST_SECONDS, Sessions
 from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
+    Bye,
+    CacheSpec,
     Greet,
     Hello,
     Ping,
@@ -24,10 +29,13 @@ from p2p_engine.wire.messages import (
     TransferKey,
     Want,
     Welcome,
+    decode,
+    encode,
 )
 from tests.doubles.control import ControlDouble
 
 US, SESSION, OTHER = 1, 2, 3
+BUDGET = 8 << 20
 ADDRESS = "127.0.0.1:5"
 HERE, THERE = Route(identity=b"here"), Route(identity=b"there")
 CONFIG = EngineConfig(peer_timeout_seconds=8)
@@ -59,8 +67,16 @@ class SessionsScene(SessionListener):
     def uses_session(self, epoch: int) -> bool:
         return epoch in self.used
 
-    def greet(self, route: Route, epoch: int, address: str = ADDRESS, number: int = 7) -> None:
-        self.hear(route, Hello(epoch, 0, PROTOCOL_VERSION, address, None, {}, number))
+    def greet(
+        self,
+        route: Route,
+        epoch: int,
+        address: str = ADDRESS,
+        number: int = 7,
+        spec: CacheSpec | None = None,
+    ) -> None:
+        hello = Hello(epoch, 0, PROTOCOL_VERSION, address, spec, {}, number)
+        self.hear(route, decode(encode(hello)))
 
     def hear(self, route: Route, message: AnyMessage) -> object:
         return self.sessions.on_message(route, message)
@@ -248,3 +264,63 @@ def test_a_resting_session_that_is_challenged_has_its_time_to_answer(scene: Sess
     assert scene.lost == []
     pass_time(scene, 2.0)
     assert scene.lost == [SESSION]
+
+
+def large_spec(number: int) -> CacheSpec:
+    """As much as a HELLO can carry: half a MiB in memory."""
+    group = CacheSpec(layers=tuple([1] * 1000), is_draft=True)
+    return CacheSpec(model="m", rank=number, more=(group,) * 60)
+
+
+def test_peers_with_equal_caches_share_a_description_of_them(scene: SessionsScene) -> None:
+    scene.sessions._spec = CacheSpec(model="m")
+    before = scene.sessions.budget.used_bytes
+    draft = CacheSpec(layers=tuple(range(80)), is_draft=True)
+    spec = CacheSpec(model="m", more=(draft,))
+    for number in range(100):
+        route, address = Route(identity=b"%d" % number), f"127.0.0.1:{9 + number}"
+        scene.greet(route, 10 + number, address, spec=spec)
+    assert 0 < scene.sessions.budget.used_bytes - before < 8000
+    sessions = [scene.sessions._sessions[10 + number] for number in range(100)]
+    assert len({id(session.spec) for session in sessions}) == 1
+    for number in range(100):
+        scene.hear(Route(identity=b"%d" % number), Bye(10 + number, US))
+    assert scene.sessions.budget.used_bytes == before
+
+
+def test_descriptions_of_caches_take_no_more_memory_than_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of peers that claim the place of another count, too. Who has a small one still gets
+    in."""
+    monkeypatch.setattr(sessions, "BUDGET_BYTES", BUDGET)
+    scene = SessionsScene()
+    scene.sessions._spec = CacheSpec(model="m")
+    tracemalloc.start()
+    try:
+        for number in range(40):
+            name, is_rival = b"%d" % number, number % 2
+            address = ADDRESS if is_rival else f"127.0.0.1:{9 + number}"
+            scene.greet(Route(identity=name), 10 + number, address, spec=large_spec(number))
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < BUDGET
+    finally:
+        tracemalloc.stop()
+    assert scene.sessions.budget.used_bytes <= BUDGET
+    refusals = [message.reason for _, message in scene.control.sent if isinstance(message, Refuse)]
+    assert any("no memory left" in reason for reason in refusals)
+    scene.said()
+    scene.greet(THERE, OTHER, "127.0.0.1:6", spec=CacheSpec(model="m"))
+    assert scene.said() == [(THERE, Welcome)]
+
+
+def test_a_session_that_greets_again_stays_whatever_is_left_of_the_budget(
+    scene: SessionsScene,
+) -> None:
+    scene.sessions._spec = CacheSpec(model="m")
+    scene.greet(HERE, SESSION, spec=large_spec(0))
+    while scene.sessions.budget.take(5, 10) or scene.sessions.budget.take(6, 10):
+        pass
+    scene.said()
+    scene.greet(HERE, SESSION, spec=large_spec(0))
+    assert scene.said() == [(HERE, Welcome)]

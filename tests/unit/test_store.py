@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 
+from p2p_engine.bounded import Budget
 from p2p_engine.errors import (
     PeerLost,
     TransferCancelled,
@@ -18,7 +19,6 @@ from p2p_engine.errors import (
     TransportError,
 )
 from p2p_engine.receive.ledger import LandingState
-from p2p_engine.receive.store import MAX_EMPTY_LANDINGS, MAX_EMPTY_LANDINGS_IN_ALL
 from p2p_engine.transports.base import Transport
 from p2p_engine.wire.messages import Cancelled, Manifest, Offer, TransferKey, decode
 from tests.doubles.world import MAX_BLOCKS, PEER, SETTINGS, World, WorldJob, right_block
@@ -653,25 +653,27 @@ def test_transport_without_checksums_is_not_waited_for(world: World) -> None:
     assert world.receivings[0].transfer.error is None
 
 
-def test_chunks_without_bytes_are_bounded_for_a_sender_and_in_all(shm: World) -> None:
+def test_chunks_without_bytes_are_denied_beyond_the_budget(shm: World) -> None:
     """No landing memory bounds them, and a manifest may take a hundred kilobytes of ours."""
+    shm.store._budget = budget = Budget(1_000_000)
     numbers, transport = iter(range(10_000)), cast("Transport", shm.transport)
 
-    def offer(epoch: int, count: int) -> None:
+    def offer(epoch: int, count: int) -> int:
+        before = shm.store.num_open()
         for _ in range(count):
             number = next(numbers)
             key = TransferKey(f"request-{number}")
-            manifest = Manifest(0, 0, [1], 0)
+            manifest = Manifest(0, 0, [1] * 1000, 0)
             shm.store.on_offer(
                 epoch, Offer(epoch, 0, number, 1, key, manifest, b"", "sim"), transport
             )
+        return shm.store.num_open() - before
 
-    offer(1, 2 * MAX_EMPTY_LANDINGS)
-    assert shm.store.num_open() == MAX_EMPTY_LANDINGS
-    for epoch in range(2, 20):
-        offer(epoch, MAX_EMPTY_LANDINGS)
-    assert shm.store.num_open() == MAX_EMPTY_LANDINGS_IN_ALL
+    first, second = offer(1, 100), offer(2, 100)
+    assert 10 < first < 20
+    assert first // 2 - 2 <= second <= first // 2 + 2
     shm.store.session_lost(1, PeerLost("it is gone"))
-    assert shm.store.num_open() == MAX_EMPTY_LANDINGS_IN_ALL - MAX_EMPTY_LANDINGS
-    offer(20, MAX_EMPTY_LANDINGS)
-    assert shm.store.num_open() == MAX_EMPTY_LANDINGS_IN_ALL
+    assert offer(3, 100) >= second
+    for epoch in (2, 3):
+        shm.store.session_lost(epoch, PeerLost("it is gone"))
+    assert budget.used_bytes == shm.store.num_open() == 0
