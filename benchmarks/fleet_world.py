@@ -27,7 +27,7 @@ from p2p_engine.config import EngineConfig
 from p2p_engine.control.plane import TICK_SECONDS, ControlPlane, PlaneListener
 from p2p_engine.control.sockets import Route
 from p2p_engine.errors import TransportError
-from p2p_engine.memory.arena import LandingArena
+from p2p_engine.memory.arena import LandingArena, Space
 from p2p_engine.peers.directory import Directory
 from p2p_engine.transports.base import Arrival, Broken, Connected, Endpoint, Order, PlainTransport
 from p2p_engine.wire.messages import CacheSpec, decode
@@ -327,6 +327,9 @@ class SparseMemory(LandingArena):
 
     def _prefault(self) -> None:
         pass
+
+    def is_touched(self, space: Space) -> bool:
+        return True
 
 
 class FleetParts(Parts):

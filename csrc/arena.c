@@ -2,26 +2,23 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
+#include <sys/statfs.h>
 #include <unistd.h>
 
 #ifndef MFD_NOEXEC_SEAL /* Linux 6.3 */
 #define MFD_NOEXEC_SEAL 8U
 #endif
 #ifndef MADV_POPULATE_WRITE /* Linux 5.14 */
-#define MADV_POPULATE_READ 22
 #define MADV_POPULATE_WRITE 23
 #endif
 
-enum {
-    PREFAULT_SLICE_BYTES = 4 << 20, /* bounds how long a stop waits */
-    PREFAULT_NICENESS = 10,
-};
+enum { PREFAULT_SLICE_BYTES = 4 << 20 };          /* bounds how long a stop waits */
+static const double PREFAULT_PAUSE_SECONDS = 1.0; /* after pages that cannot be had */
 
 /* ---- the memory file ---- */
 
@@ -107,12 +104,13 @@ arena_attach(arena_t* arena, int fd, size_t nbytes) {
     if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
         return ARENA_UNSEALED;
     }
-    int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-    arena_status_t mapped = own < 0 ? ARENA_ERRNO : map_file(arena, own, nbytes);
-    if (mapped == ARENA_OK) {
-        arena->is_attached = true;
+    /* The reserved huge pages of a system may run out, and then a write ends in SIGBUS. */
+    struct statfs system;
+    if (fstatfs(fd, &system) != 0 || system.f_type != TMPFS_MAGIC) {
+        return ARENA_HUGE_PAGES;
     }
-    return mapped;
+    int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    return own < 0 ? ARENA_ERRNO : map_file(arena, own, nbytes);
 }
 
 /* ---- prefault ---- */
@@ -126,27 +124,37 @@ touch_pages(char* address, size_t nbytes) {
     }
 }
 
-static void
+/* Touches one slice. Returns false if its pages cannot be had now. */
+static bool
 prefault_slice(arena_t* arena, size_t target) {
-    size_t start = atomic_load(&arena->prefaulted);
+    size_t start = atomic_load(&arena->touched);
     size_t nbytes = target - start < PREFAULT_SLICE_BYTES ? target - start : PREFAULT_SLICE_BYTES;
-    /* An attached file's owner has touched its pages: they need only be mapped, and a read fault
-     * maps 16 at once, writable too, where a write fault maps one. */
-    int advice = arena->is_attached ? MADV_POPULATE_READ : MADV_POPULATE_WRITE;
+    int error = madvise(arena->address + start, nbytes, MADV_POPULATE_WRITE) != 0 ? errno : 0;
     /* EINVAL: the kernel does not know the advice. After any other error the page cannot be had,
      * and to touch it would end the process with SIGBUS. */
-    if (madvise(arena->address + start, nbytes, advice) != 0 && errno == EINVAL) {
+    if (error == EINVAL) {
         touch_pages(arena->address + start, nbytes);
+        error = 0;
     }
-    atomic_store(&arena->prefaulted, start + nbytes);
+    atomic_store(&arena->prefault_error, error);
+    if (error == 0) {
+        atomic_store(&arena->touched, start + nbytes);
+    }
+    return error == 0;
 }
 
-/* Waits until there is work. Returns false when it is time to stop. */
+/* Waits until there is work, or after a failure for a pause. Returns false when it is time to
+ * stop. */
 static bool
-prefault_wait(arena_t* arena, size_t* target) {
+prefault_wait(arena_t* arena, bool has_failed, size_t* target) {
+    struct timespec pause = deadline_after(PREFAULT_PAUSE_SECONDS);
     pthread_mutex_lock(&arena->prefault_lock);
+    while (!arena->is_stopping && has_failed) {
+        has_failed = pthread_cond_timedwait(&arena->prefault_changed, &arena->prefault_lock,
+                                            &pause) != ETIMEDOUT;
+    }
     while (!arena->is_stopping &&
-           atomic_load(&arena->prefault_target) <= atomic_load(&arena->prefaulted)) {
+           atomic_load(&arena->prefault_target) <= atomic_load(&arena->touched)) {
         pthread_cond_wait(&arena->prefault_changed, &arena->prefault_lock);
     }
     *target = atomic_load(&arena->prefault_target);
@@ -159,12 +167,9 @@ static void*
 prefault_main(void* argument) {
     arena_t* arena = argument;
     thread_prepare("p2p-prefault");
-    if (!arena->is_attached) { /* there it takes a quarter of a copy's time, and one is waiting */
-        setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), PREFAULT_NICENESS);
-    }
     size_t target = 0;
-    while (prefault_wait(arena, &target)) {
-        prefault_slice(arena, target);
+    for (bool has_failed = false; prefault_wait(arena, has_failed, &target);) {
+        has_failed = !prefault_slice(arena, target);
     }
     return NULL;
 }

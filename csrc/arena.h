@@ -27,9 +27,9 @@ typedef struct {
     pthread_mutex_t prefault_lock; /* guards prefault_thread and is_stopping */
     pthread_cond_t prefault_changed;
     bool is_stopping;
-    bool is_attached;
     atomic_size_t prefault_target;
-    atomic_size_t prefaulted;
+    atomic_size_t touched;     /* all pages below were touched here */
+    atomic_int prefault_error; /* an errno: why the next page cannot be had now; 0: it can */
 } arena_t;
 
 typedef struct {
@@ -40,17 +40,19 @@ typedef struct {
 
 typedef enum {
     ARENA_OK,
-    ARENA_ERRNO,     /* see errno */
-    ARENA_TOO_SMALL, /* the file does not hold nbytes */
-    ARENA_UNSEALED,  /* the file could be shrunk under us */
+    ARENA_ERRNO,      /* see errno */
+    ARENA_TOO_SMALL,  /* the file does not hold nbytes */
+    ARENA_UNSEALED,   /* the file could be shrunk under us */
+    ARENA_HUGE_PAGES, /* the file is of reserved huge pages, or not in memory */
 } arena_status_t;
 
 /* Both fill *arena only on ARENA_OK. */
 arena_status_t arena_create(arena_t* arena, size_t nbytes, arena_options_t options);
 arena_status_t arena_attach(arena_t* arena, int fd, size_t nbytes); /* dups fd */
 
-/* Lets a background thread touch the pages of [0, upto). Never goes back. Returns 0 or an errno. In
- * a forked child, which has no such thread, it does nothing. */
+/* Lets a background thread touch the pages of [0, upto). Never goes back. If the system has no
+ * page, the thread tries again each second. Returns 0 or an errno. In a forked child, which has no
+ * such thread, it does nothing. */
 int arena_prefault(arena_t* arena, size_t upto);
 
 /* Stops the prefault thread (within one slice), unmaps, closes. A forked child only unmaps and

@@ -3,6 +3,7 @@
 #include "arena.h"
 
 #include <errno.h>
+#include <string.h>
 
 typedef struct {
     PyObject_HEAD arena_t arena;
@@ -33,6 +34,9 @@ raise_status(arena_status_t status) {
         return NULL;
     case ARENA_UNSEALED:
         PyErr_SetString(PyExc_ValueError, "the memory file is not sealed against shrinking");
+        return NULL;
+    case ARENA_HUGE_PAGES:
+        PyErr_SetString(PyExc_ValueError, "the memory file is not of ordinary pages");
         return NULL;
     case ARENA_OK:
     case ARENA_ERRNO:
@@ -183,7 +187,7 @@ arena_report_method(PyObject* self, PyObject* unused) {
                          "page_lock", arena->page_lock,                                   //
                          "cuda_register", arena->cuda_register,                           //
                          "prefault",
-                         PyUnicode_FromFormat("%zu of %zu bytes", atomic_load(&arena->prefaulted),
+                         PyUnicode_FromFormat("%zu of %zu bytes", atomic_load(&arena->touched),
                                               atomic_load(&arena->prefault_target)));
 }
 
@@ -199,6 +203,21 @@ arena_get_nbytes(PyObject* self, void* unused) {
     (void)unused;
     const arena_t* arena = open_arena(self);
     return arena != NULL ? PyLong_FromSize_t(arena->nbytes) : NULL;
+}
+
+static PyObject*
+arena_get_touched(PyObject* self, void* unused) {
+    (void)unused;
+    const arena_t* arena = open_arena(self);
+    return arena != NULL ? PyLong_FromSize_t(atomic_load(&arena->touched)) : NULL;
+}
+
+static PyObject*
+arena_get_refusal(PyObject* self, void* unused) {
+    (void)unused;
+    const arena_t* arena = open_arena(self);
+    int error = arena != NULL ? atomic_load(&arena->prefault_error) : 0;
+    return arena != NULL ? PyUnicode_FromString(error != 0 ? strerror(error) : "") : NULL;
 }
 
 static int
@@ -236,6 +255,9 @@ static PyMethodDef arena_methods[] = {
 static PyGetSetDef arena_getset[] = {
     {"address", arena_get_address, NULL, "The address of the first byte.", NULL},
     {"nbytes", arena_get_nbytes, NULL, "The size.", NULL},
+    {"touched_bytes", arena_get_touched, NULL,
+     "How many of the first bytes the background thread has touched.", NULL},
+    {"refusal", arena_get_refusal, NULL, "Why the system gives it no page now, or \"\".", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

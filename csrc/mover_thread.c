@@ -26,6 +26,9 @@ copy_end(mover_t* mover, job_t* job) {
 /* Copies, or only looks at, up to `limit` bytes. Returns how many. */
 static size_t
 copy_some(job_t* job, size_t limit) {
+    if (job->word != NULL) { /* the destination is a peer's memory file, perhaps new to us */
+        regions_map_destination(&job->regions, job->cursor, limit);
+    }
     if (job->kind == JOB_COPY && !job->is_checked) {
         return regions_copy(&job->regions, &job->cursor, limit);
     }

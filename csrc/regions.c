@@ -8,6 +8,8 @@
 
 static const int64_t MAX_BYTES = INT64_C(1) << 62;
 
+enum { FAULT_AROUND_BYTES = 64 << 10 }; /* what Linux maps at a read fault, by default */
+
 static bool
 is_valid(const int64_t* addresses, size_t index, int64_t length) {
     return addresses == NULL || length == 0 || addresses[index] > 0;
@@ -108,6 +110,25 @@ regions_copy(const regions_t* regions, cursor_t* cursor, size_t limit) {
         copied += span.nbytes;
     }
     return copied;
+}
+
+void
+regions_map_destination(const regions_t* regions, cursor_t cursor, size_t limit) {
+    uintptr_t read_upto = 0; /* the window of the last read ends here */
+    while (limit > 0 && cursor.span < regions->num_spans) {
+        span_t span = rest_of_span(regions, cursor, limit);
+        for (size_t offset = 0; offset < span.nbytes;) {
+            const char* byte = span.destination + offset;
+            uintptr_t window = (uintptr_t)byte & ~(uintptr_t)(FAULT_AROUND_BYTES - 1);
+            if (window + FAULT_AROUND_BYTES != read_upto) {
+                (void)__atomic_load_n(byte, __ATOMIC_RELAXED);
+                read_upto = window + FAULT_AROUND_BYTES;
+            }
+            offset = read_upto - (uintptr_t)span.destination;
+        }
+        advance_in_span(regions, &cursor, span.nbytes);
+        limit -= span.nbytes;
+    }
 }
 
 size_t

@@ -40,6 +40,11 @@ void regions_destroy(regions_t* regions);
 /* Copies up to `limit` bytes from the cursor on and moves it. Returns how many. */
 size_t regions_copy(const regions_t* regions, cursor_t* cursor, size_t limit);
 
+/* Lets the kernel map the destination of the next `limit` bytes by as few faults as it can, if it
+ * is a file's memory: a read fault maps the pages around it that are there, writable too, where a
+ * write fault maps one. Touches no page but those that will be written. */
+void regions_map_destination(const regions_t* regions, cursor_t cursor, size_t limit);
+
 /* Describes up to `limit` bytes from the cursor on in at most `capacity` vectors. Returns how many
  * vectors. */
 size_t regions_vectors(const regions_t* regions, cursor_t cursor, size_t limit, regions_side_t side,

@@ -12,7 +12,7 @@ import logging
 
 from mempool import Buddy
 from p2p_engine.gpu.device import Device
-from p2p_engine.gpu.pins import REMOVE_SECONDS
+from p2p_engine.gpu.pins import REMOVE_SECONDS, SLICE_BYTES
 from p2p_engine.memory.arena import BUFFER, MIN_BLOCK_BYTES, POOL, LandingArena, Space
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,14 @@ class DeviceLanding(LandingArena):
         self._device_buddy.free(space.handle)
         self._on_device.discard(space)
         self.live_bytes[BUFFER] -= space.nbytes
+
+    def is_touched(self, space: Space) -> bool:
+        """Whether another process may write to a space. In the pool, that process page-locks
+        whole slices first, and must find all of their pages touched."""
+        if space.place == BUFFER:
+            return True
+        end = -(-(space.offset + space.nbytes) // SLICE_BYTES) * SLICE_BYTES
+        return min(end, self.arena.nbytes) <= self.arena.touched_bytes
 
     def address(self, space: Space) -> int:
         """Return the address of a space for this process and its device."""

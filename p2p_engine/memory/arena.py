@@ -21,7 +21,7 @@ T = TypeVar("T")
 MIN_BLOCK_BYTES = 4096
 HEADER_BYTES = MIN_BLOCK_BYTES  # at offset 0 lies the nonce; no landing is granted there
 MAX_WORDS = 1 << 16  # concurrent landings that senders write by themselves
-PREFAULT_BYTES = 256 << 20  # touched in advance, beyond the highest use so far
+PREFAULT_BYTES = 256 << 20  # at least so many are touched beyond the highest use so far
 BUFFER, POOL = "buffer", "pool"
 SHARE = 8  # a sender may have so many times the bytes that it leaves free
 RESERVED_PART = 8  # one of so many is kept for chunks that a receive waits for
@@ -195,6 +195,11 @@ class LandingArena:
         self._buddy.free(space.handle)
         del self._live[space.handle]
         self.live_bytes[space.place] -= space.nbytes
+
+    def is_touched(self, space: Space) -> bool:
+        """Whether another process may write to a space: this one has touched its pages, so that
+        they are charged to it, and none to the writer."""
+        return space.offset + space.nbytes <= self.arena.touched_bytes
 
     def address(self, space: Space) -> int:
         """Return the address of a space in this process."""

@@ -212,6 +212,10 @@ class Placement:
         if landing.space is None:
             return refusal or "buffer and pool are full"
         if not landing.transport.receiver_writes:
+            if not arena.is_touched(landing.space):
+                arena.release(landing.space)
+                progress = arena.arena.report()["prefault"]
+                return f"landing memory is still being taken from the system: {progress}"
             landing.word = arena.words.take(landing, landing.trailer)
             if landing.word is None:
                 arena.release(landing.space)

@@ -20,14 +20,12 @@ import time
 from mempool import Arena, Mover, read_word
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.errors import TransportError
-from p2p_engine.memory.arena import PREFAULT_BYTES, LandingArena
-from p2p_engine.memory.jobs import Job
+from p2p_engine.memory.arena import LandingArena
 from p2p_engine.transports.base import (
     ArenaChannel,
     Broken,
     Connected,
     Endpoint,
-    Order,
     SenderWrites,
 )
 from p2p_engine.transports.handshake import (
@@ -53,13 +51,6 @@ class ShmChannel(ArenaChannel):
         self._control = control
         self._broken: Broken | None = None
         control.watch(connection.fileno(), self._hung_up)
-
-    def write(self, order: Order) -> Job:
-        """Copy as in any arena, and touch the pages behind this grant ahead of the next one."""
-        job = super().write(order)
-        end = order.grant.offset + order.source.nbytes
-        self._arena.prefault(min(self._arena.nbytes, end + PREFAULT_BYTES))
-        return job
 
     def watch(self, broken: Broken) -> None:
         """Call `broken` if the receiver closes the connection."""
@@ -239,5 +230,4 @@ def _map(descriptors: list[int], nbytes: int, nonce_offset: int, nonce: int) -> 
     if not 0 <= nonce_offset <= nbytes - 8 or read_word(arena.address + nonce_offset) != nonce:
         arena.close()
         raise TransportError("the mapped memory does not hold the peer's nonce")
-    arena.prefault(min(nbytes, PREFAULT_BYTES))
     return arena

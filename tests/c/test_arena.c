@@ -63,6 +63,20 @@ attach_refuses_what_could_vanish(void) {
     CHECK(arena_attach(&arena, unsealed, MIB) == ARENA_ERRNO);
 }
 
+/* Reserved huge pages may run out after they were mapped, and then a write ends in SIGBUS. */
+static void
+attach_refuses_huge_pages(void) {
+    arena_t arena;
+    const size_t nbytes = (size_t)2 * MIB;
+    int fd = memfd_create("huge", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_HUGETLB);
+    if (fd < 0) {
+        return; /* the kernel has none */
+    }
+    CHECK(ftruncate(fd, (off_t)nbytes) == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK) == 0);
+    CHECK(arena_attach(&arena, fd, nbytes) == ARENA_HUGE_PAGES);
+    close(fd);
+}
+
 static void
 a_size_that_cannot_be_mapped_is_an_error(void) {
     arena_t arena;
@@ -96,7 +110,7 @@ num_resident_pages(const arena_t* arena) {
 /* A hang here is a failure by the test's time limit. */
 static void
 wait_for_prefault(arena_t* arena, size_t upto) {
-    while (atomic_load(&arena->prefaulted) < upto) {
+    while (atomic_load(&arena->touched) < upto) {
         sched_yield();
     }
 }
@@ -116,6 +130,24 @@ prefault_touches_what_was_asked_and_keeps_data(void) {
     wait_for_prefault(&arena, 64 * MIB);
     CHECK(num_resident_pages(&arena) == 64 * MIB / page);
     CHECK(strcmp(arena.address + MIB, "data") == 0);
+    arena_destroy(&arena);
+}
+
+/* Where nothing is mapped, the kernel refuses pages as it does when it has none. */
+static void
+prefault_does_not_pass_pages_that_cannot_be_had(void) {
+    arena_t arena;
+    CHECK(arena_create(&arena, 16 * MIB, (arena_options_t){0}) == ARENA_OK);
+    CHECK(munmap(arena.address + 4 * MIB, 12 * MIB) == 0);
+    CHECK(arena_prefault(&arena, 16 * MIB) == 0);
+    while (atomic_load(&arena.prefault_error) == 0) {
+        sched_yield();
+    }
+    CHECK(atomic_load(&arena.touched) == 4 * MIB);
+    CHECK(mmap(arena.address + 4 * MIB, 12 * MIB, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+               arena.fd, 4 * MIB) == arena.address + 4 * MIB);
+    wait_for_prefault(&arena, 16 * MIB); /* it tries again */
+    CHECK(atomic_load(&arena.prefault_error) == 0);
     arena_destroy(&arena);
 }
 
@@ -159,9 +191,11 @@ main(void) {
     RUN(a_peer_sees_the_same_bytes);
     RUN(the_file_cannot_change_its_size);
     RUN(attach_refuses_what_could_vanish);
+    RUN(attach_refuses_huge_pages);
     RUN(a_size_that_cannot_be_mapped_is_an_error);
     RUN(options_never_fail_and_report_in_words);
     RUN(prefault_touches_what_was_asked_and_keeps_data);
+    RUN(prefault_does_not_pass_pages_that_cannot_be_had);
     RUN(prefault_stops_when_the_arena_goes);
     return 0;
 }

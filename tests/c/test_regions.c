@@ -3,7 +3,10 @@
 #include "random.h"
 #include "regions.h"
 
+#include <stdbool.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 static int64_t
 address_of(const void* pointer) {
@@ -130,6 +133,39 @@ steps_of_any_size_move_every_byte_once(void) {
     }
 }
 
+/* In a file of holes, a page that is there was touched. */
+static void
+mapping_a_destination_touches_no_page_that_is_not_written(void) {
+    enum { NUM_SPANS = 3, NUM_BYTES = 4 << 20 };
+    int fd = memfd_create("holes", MFD_CLOEXEC);
+    CHECK(fd >= 0 && ftruncate(fd, NUM_BYTES) == 0);
+    char* file = mmap(NULL, NUM_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    CHECK(file != MAP_FAILED);
+    const size_t starts[NUM_SPANS] = {3 << 20, (1 << 20) + 100, (2 << 20) - 8};
+    const int64_t lengths[NUM_SPANS] = {32, 300000, 16};
+    int64_t destinations[NUM_SPANS];
+    for (int i = 0; i < NUM_SPANS; i++) {
+        destinations[i] = address_of(file + starts[i]);
+    }
+    regions_t regions;
+    cursor_t cursor = {0};
+    CHECK(regions_create(&regions, NULL, destinations, lengths, NUM_SPANS) == REGIONS_OK);
+    regions_map_destination(&regions, cursor, SIZE_MAX);
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    unsigned char there[NUM_BYTES / 4096];
+    CHECK(mincore(file, NUM_BYTES, there) == 0);
+    for (size_t start = 0; start < NUM_BYTES; start += page) {
+        bool is_written = false;
+        for (int i = 0; i < NUM_SPANS; i++) {
+            is_written |= start < starts[i] + (size_t)lengths[i] && starts[i] < start + page;
+        }
+        CHECK(is_written || (there[start / page] & 1) == 0);
+    }
+    regions_destroy(&regions);
+    munmap(file, NUM_BYTES);
+    close(fd);
+}
+
 static void
 vectors_describe_what_the_cursor_would_move(void) {
     char memory[30];
@@ -157,6 +193,7 @@ main(void) {
     RUN(empty_spans_may_be_anywhere);
     RUN(adjacent_spans_are_joined);
     RUN(steps_of_any_size_move_every_byte_once);
+    RUN(mapping_a_destination_touches_no_page_that_is_not_written);
     RUN(vectors_describe_what_the_cursor_would_move);
     return 0;
 }

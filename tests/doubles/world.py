@@ -25,7 +25,7 @@ from p2p_engine.config import EngineConfig
 from p2p_engine.dispatch import answers_to
 from p2p_engine.errors import P2pError, PeerLost, RemoteProtocolError, TransportError
 from p2p_engine.health import Counters
-from p2p_engine.memory.arena import LandingArena
+from p2p_engine.memory.arena import LandingArena, Space
 from p2p_engine.memory.layout import Regions
 from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
 from p2p_engine.memory.ready_layers import ReadyLayers
@@ -334,6 +334,9 @@ class WorldMemory(LandingArena):
 
     def _prefault(self) -> None:
         pass
+
+    def is_touched(self, space: Space) -> bool:
+        return True
 
 
 class World:

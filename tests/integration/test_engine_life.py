@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -25,9 +26,13 @@ from p2p_engine.errors import (
     PeerUnreachable,
     TransferRejected,
 )
+from p2p_engine.memory.arena import LandingArena
+from p2p_engine.memory.jobs import Job
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import PeerAddress
+from p2p_engine.transports.base import ArenaChannel, Order
+from p2p_engine.transports.shm import ShmChannel
 from p2p_engine.wire.addresses import split_address
 from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,
@@ -46,7 +51,7 @@ from p2p_engine.wire.messages import (
 )
 from tests import marks
 from tests.rigs.engines import MIB, assert_idle, engines, settings, start
-from tests.rigs.tensors import random_tensor
+from tests.rigs.tensors import pattern, random_tensor
 from tests.support import SeededRandom, eventually
 
 KEY = TransferKey("request-1")
@@ -536,3 +541,40 @@ def _spill(connection: socket.socket, noise: bytes) -> None:
         connection.send(noise)
     except OSError:
         return  # shown the door
+
+
+def test_what_is_granted_in_a_burst_was_touched_by_its_owner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever first touches a page pays for it. As right after a start, the receiver's thread has
+    touched nothing when the first offers come; the file's holes tell what it has not touched."""
+    holes: list[int] = []
+
+    def write(channel: ShmChannel, order: Order) -> Job:
+        start, end = order.grant.offset, order.grant.offset + order.source.nbytes
+        if os.lseek(channel._arena.fileno(), start, os.SEEK_HOLE) < end:
+            holes.append(start)
+        return ArenaChannel.write(channel, order)
+
+    monkeypatch.setattr(ShmChannel, "write", write)
+    with monkeypatch.context() as stopped:
+        stopped.setattr(LandingArena, "_prefault", lambda arena: None)
+        sender, receiver = (start(settings()) for _ in range(2))
+        tensors = {f"request-{number}": pattern(f"{number}", MIB) for number in range(12)}
+        sent = [
+            sender.send_tensor(TransferKey(name), tensor, receiver.zmq_address)
+            for name, tensor in tensors.items()
+        ]
+        eventually(lambda: sender.stats()["denied_offers"] >= len(sent))
+    assert receiver._parts.arena is not None
+    with receiver._parts.changed:
+        receiver._parts.arena._prefault()
+    for name, tensor in tensors.items():
+        got = receiver.recv_tensor(TransferKey(name), sender.zmq_address, timeout=10)
+        assert torch.equal(got, tensor)
+    for transfer in sent:
+        transfer.wait(10)
+    assert not holes
+    assert_idle(sender, receiver)
+    sender.close()
+    receiver.close()

@@ -8,8 +8,14 @@ from collections.abc import Iterator
 import pytest
 
 from mempool import read_word
-from p2p_engine.memory.arena import HEADER_BYTES, LandingArena, Space, round_up
-from tests.support import SeededRandom
+from p2p_engine.memory.arena import (
+    HEADER_BYTES,
+    PREFAULT_BYTES,
+    LandingArena,
+    Space,
+    round_up,
+)
+from tests.support import SeededRandom, eventually
 
 KIB = 1024
 
@@ -70,6 +76,17 @@ def test_random_use_stays_exact_and_apart(arena: LandingArena, rng: SeededRandom
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
         assert sum(arena.live_bytes.values()) == sum(space.nbytes for space in live)
     arena.check()
+
+
+def test_a_space_is_for_other_processes_once_its_pages_are_touched_here() -> None:
+    """The space is far beyond what has been touched when it is reserved."""
+    made = LandingArena(2 * PREFAULT_BYTES, 0)
+    space = made.reserve(2 * PREFAULT_BYTES)
+    assert space is not None
+    assert not made.is_touched(space)
+    eventually(lambda: made.is_touched(space), timeout=60.0)
+    assert made.arena.touched_bytes >= space.offset + space.nbytes
+    made.close()
 
 
 def test_nonce_is_never_handed_out(arena: LandingArena) -> None:

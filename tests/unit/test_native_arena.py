@@ -94,6 +94,8 @@ def test_a_closed_arena_refuses_everything() -> None:
         lambda: arena.prefault(1),
         lambda: arena.address,
         lambda: arena.nbytes,
+        lambda: arena.touched_bytes,
+        lambda: arena.refusal,
         lambda: memoryview(arena),
     ):
         with pytest.raises(ValueError, match="closed"):
@@ -129,7 +131,8 @@ def test_prefault_touches_pages_in_the_background() -> None:
     arena.prefault(16 * MIB)
     arena.prefault(8 * MIB)
     eventually(lambda: arena.report()["prefault"] == f"{16 * MIB} of {16 * MIB} bytes")
-    assert resident_bytes(arena) == 16 * MIB
+    assert resident_bytes(arena) == arena.touched_bytes == 16 * MIB
+    assert not arena.refusal
     arena.prefault(1 << 40)  # no more than there is
     eventually(lambda: resident_bytes(arena) == 64 * MIB)
     assert bytes(arena.view(MIB, 4)) == b"data"
