@@ -312,7 +312,7 @@ class FleetTransport(PlainTransport):
         """Only our own side writes."""
         return True
 
-    def forget(self, source_epoch: int) -> None:
+    def forget(self, source_epoch: int, *, may_write: bool) -> None:
         """End a sender's connection."""
         self.senders.discard(source_epoch)
         for key in [key for key in self._expected if key[0] == source_epoch]:

@@ -212,6 +212,9 @@ class Sessions:
         return now + self._timers.due_at() - self._listening()
 
     def _tick_session(self, epoch: int, now: float) -> None:
+        if epoch not in self._sessions:
+            self._forget(epoch)
+            return
         session, patience = self._sessions[epoch], self._config.peer_timeout_seconds
         rested_at = session.heard_at + SESSION_REST_SECONDS
         if not self._needs_watch(epoch, session) and now < rested_at:
@@ -231,11 +234,10 @@ class Sessions:
         self._timers.set(epoch, now + min(self._step, patience - silence))
 
     def _needs_watch(self, epoch: int, session: Session) -> bool:
-        return (
-            session.has_gone
-            or session.challenger is not None
-            or any(listener.uses_session(epoch) for listener in self.listeners)
-        )
+        return session.has_gone or session.challenger is not None or self._is_used(epoch)
+
+    def _is_used(self, epoch: int) -> bool:
+        return any(listener.uses_session(epoch) for listener in self.listeners)
 
     def _watch(self, epoch: int, session: Session) -> None:
         if session.watched_since is None:
@@ -352,8 +354,18 @@ class Sessions:
     def _lose(self, epoch: int, error: PeerLost) -> None:
         self._remove(epoch)
         for_each(self.listeners, lambda listener: listener.session_lost(epoch, error))
+        self._forget(epoch)
+
+    def _forget(self, epoch: int) -> None:
+        """Drop the data connections of a sender whose session has ended. Those whose end has to
+        prove that nothing is written any more stay until nothing of the sender is open."""
+        is_open = self._is_used(epoch)
         for transport in self._transports:
-            transport.forget(epoch)
+            transport.forget(epoch, may_write=is_open)
+        if is_open:
+            self._timers.set(epoch, self._listening() + self._step)
+        else:
+            self._timers.cancel(epoch)
 
     def _remove(self, epoch: int) -> None:
         session = self._sessions.pop(epoch, None)

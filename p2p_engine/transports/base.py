@@ -168,8 +168,9 @@ class Transport(Protocol):
         """Publish the completion words of what has come, where senders cannot do so."""
         ...
 
-    def forget(self, source_epoch: int) -> None:
-        """Drop the connection from a sender; idempotent; in callbacks only."""
+    def forget(self, source_epoch: int, *, may_write: bool) -> None:
+        """Drop the connection from a sender; idempotent; in callbacks only. If the sender's process
+        writes here itself and `may_write` still, its connection stays: its end is a proof."""
         ...
 
     def close(self) -> bool | None:

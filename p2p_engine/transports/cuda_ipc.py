@@ -282,6 +282,12 @@ class CudaIpcTransport(ShmTransport):
         """Whether the sender's copies have ended, or its process."""
         return super().is_gone(source_epoch) and self._departures.is_over(source_epoch)
 
+    def forget(self, source_epoch: int, *, may_write: bool) -> None:
+        """Forget the sender's process with its connection."""
+        super().forget(source_epoch, may_write=may_write)
+        if not may_write:
+            self._departures.forget(source_epoch)
+
     def outlast_senders(self, timeout: float) -> bool:
         """Wait until no sender can write any more; see ShmTransport."""
         deadline = time.monotonic() + timeout

@@ -57,9 +57,13 @@ class Departures:
     def admit(self, epoch: int, pidfd: int) -> None:
         """Watch a sender's process by this pidfd, which is ours from now on. If the epoch was
         leaving, it lives: its process would not dial again while it dies."""
+        self.forget(epoch)
+        self._connected[epoch] = Departure(pidfd)
+
+    def forget(self, epoch: int) -> None:
+        """Stop watching a sender's process, of which nothing is open here; idempotent."""
         self._forget(self._connected, epoch)
         self._forget(self._leaving, epoch)
-        self._connected[epoch] = Departure(pidfd)
 
     def say_farewell(self, epoch: int) -> None:
         """Note that a sender's copies have ended."""

@@ -50,6 +50,7 @@ class ShmChannel(ArenaChannel):
         self._connection = connection
         self._control = control
         self._broken: Broken | None = None
+        self._owner = os.getpid()
         control.watch(connection.fileno(), self._hung_up)
 
     def watch(self, broken: Broken) -> None:
@@ -64,6 +65,9 @@ class ShmChannel(ArenaChannel):
         self._arena.close()
         if self._connection.fileno() >= 0:
             self._control.unwatch(self._connection.fileno())
+            with contextlib.suppress(OSError):  # the receiver has closed it
+                if os.getpid() == self._owner:  # a forked child may keep a duplicate open
+                    self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
         return True
 
@@ -135,9 +139,12 @@ class ShmTransport(SenderWrites):
         """Whether the sender's end of the socket is closed. Only its holder can write here."""
         return source_epoch not in self._senders
 
-    def forget(self, source_epoch: int) -> None:
-        """Refuse new connections of this epoch. The proof of the old one's end is still awaited."""
+    def forget(self, source_epoch: int, *, may_write: bool) -> None:
+        """Refuse new connections of this epoch, and close the old one unless its end is awaited as
+        a proof."""
         self._tokens.forget(source_epoch)
+        if not may_write and source_epoch in self._senders:
+            self._drop(source_epoch)
 
     def outlast_senders(self, timeout: float) -> bool:
         """Close our direction and wait until every sender has closed its end, which proves that it
@@ -200,10 +207,13 @@ class ShmTransport(SenderWrites):
                     return  # only end of file is a proof
             except ConnectionError:
                 pass  # reset: the other end is closed
-            del self._senders[epoch]
-            self._control.unwatch(connection.fileno())
-            connection.close()
+            self._drop(epoch)
             self._left(epoch)
+
+    def _drop(self, epoch: int) -> None:
+        connection = self._senders.pop(epoch)
+        self._control.unwatch(connection.fileno())
+        connection.close()
 
     def _heard(self, epoch: int, said: bytes) -> None:
         """Take what a sender says after its handshake: nothing is expected."""

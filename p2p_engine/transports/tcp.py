@@ -145,7 +145,7 @@ class TcpTransport(PlainTransport):
         """Return True: only our own process writes, and its jobs report their own end."""
         return True
 
-    def forget(self, source_epoch: int) -> None:
+    def forget(self, source_epoch: int, *, may_write: bool) -> None:
         """Close the sender's connection."""
         self._tokens.forget(source_epoch)
         channel = self._senders.pop(source_epoch, None)

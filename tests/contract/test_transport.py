@@ -165,11 +165,22 @@ def test_sender_is_gone_only_after_its_end(pair: TransportPair) -> None:
 
     channel = pair.channel()
     assert not is_gone()
-    pair.receiver.in_control(lambda: transport.forget(epoch))
+    pair.receiver.in_control(lambda: transport.forget(epoch, may_write=True))
     assert not is_gone()
     pair.sender.in_control(channel.close)
     pair.sender.close()
     eventually(is_gone)
+
+
+def test_a_sender_that_is_forgotten_leaves_nothing_and_may_come_again(pair: TransportPair) -> None:
+    """Nothing is granted to it, so nothing has to be proven."""
+    transport, epoch = pair.receiver.transport, pair.sender.epoch
+    for _ in range(2):
+        pair.channel()
+        before = len(os.listdir("/proc/self/fd"))
+        pair.receiver.in_control(lambda: transport.forget(epoch, may_write=False))
+        assert pair.receiver.in_control(lambda: transport.is_gone(epoch))
+        eventually(lambda: len(os.listdir("/proc/self/fd")) < before)  # noqa: B023
 
 
 def test_receiver_that_is_gone_is_an_error_or_unseen(

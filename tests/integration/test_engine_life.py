@@ -32,7 +32,8 @@ from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.transports.base import ArenaChannel, Order
-from p2p_engine.transports.shm import ShmChannel
+from p2p_engine.transports.handshake import ACCEPTED, PREAMBLE
+from p2p_engine.transports.shm import ShmChannel, ShmTransport
 from p2p_engine.wire.addresses import split_address
 from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,
@@ -541,6 +542,27 @@ def _spill(connection: socket.socket, noise: bytes) -> None:
         connection.send(noise)
     except OSError:
         return  # shown the door
+
+
+def test_data_connections_end_with_the_sessions_that_they_were_for(
+    engine: P2pNcclEngine, stranger: TalkingStranger
+) -> None:
+    """A member says HELLO under one epoch after another, and opens a connection under each."""
+    transport, opened = engine._parts.transports["shm"], []
+    assert isinstance(transport, ShmTransport)
+    for epoch in range(100, 120):
+        welcome = stranger.ask(hello(epoch))
+        assert isinstance(welcome, Welcome)
+        assert welcome.destination_epoch == epoch
+        endpoint = welcome.endpoints["shm"]
+        opened.append(socket.socket(socket.AF_UNIX))
+        opened[-1].settimeout(10)
+        opened[-1].connect("\0" + endpoint["socket"])
+        opened[-1].sendall(PREAMBLE.pack(epoch, bytes.fromhex(endpoint["token"])))
+        assert opened[-1].recv(1) == ACCEPTED
+        eventually(lambda: list(transport._senders) == [epoch])  # noqa: B023
+    for connection in opened:
+        connection.close()
 
 
 def test_what_is_granted_in_a_burst_was_touched_by_its_owner(

@@ -16,6 +16,7 @@ from p2p_engine.errors import PeerLost
 from p2p_engine.peers import sessions
 from p2p_engine.peers.listeners import SessionListener
 from p2p_engine.peers.sessions import SESSION_REST_SECONDS, Sessions
+from p2p_engine.transports.base import Transport
 from p2p_engine.wire.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -41,6 +42,22 @@ HERE, THERE = Route(identity=b"here"), Route(identity=b"there")
 CONFIG = EngineConfig(peer_timeout_seconds=8)
 
 
+class ForgettingTransport:
+    """Keeps whom it was told to forget, and whether these may still write."""
+
+    name = "double"
+
+    def __init__(self) -> None:
+        self.forgotten: list[tuple[int, bool]] = []
+
+    def invite(self, source_epoch: int) -> None:
+        """Nobody can send by it."""
+
+    def forget(self, source_epoch: int, *, may_write: bool) -> None:
+        """Keep what was said."""
+        self.forgotten.append((source_epoch, may_write))
+
+
 class SessionsScene(SessionListener):
     """Sessions with one session, which came over HERE."""
 
@@ -50,8 +67,10 @@ class SessionsScene(SessionListener):
         self.lost: list[int] = []
         self.over: list[int] = []
         self.used: set[int] = set()
+        self.transport = ForgettingTransport()
         self.sessions = Sessions(
-            CONFIG, cast("ControlPlane", self.control), US, None, [], lock=threading.RLock(),
+            CONFIG, cast("ControlPlane", self.control), US, None,
+            [cast("Transport", self.transport)], lock=threading.RLock(),
             clock=lambda: self.now, listening=lambda: self.now,
         )  # fmt: skip
         self.sessions.listeners = (self,)
@@ -175,6 +194,28 @@ def test_who_greets_under_the_epoch_of_a_silent_session_waits_until_that_is_forg
     scene.said()
     scene.greet(THERE, SESSION)
     assert scene.said() == [(THERE, Welcome)]
+
+
+def test_who_may_still_write_is_forgotten_when_the_last_of_it_has_ended(
+    scene: SessionsScene,
+) -> None:
+    scene.used.add(SESSION)
+    scene.hear(HERE, Bye(SESSION, US))
+    pass_time(scene, 2.0)
+    assert scene.transport.forgotten == [(SESSION, True)] * 2
+    scene.used.clear()
+    pass_time(scene, 2.0)
+    pass_time(scene, 50.0)
+    assert scene.transport.forgotten[2:] == [(SESSION, False)]
+
+
+def test_who_comes_back_is_not_forgotten(scene: SessionsScene) -> None:
+    scene.used.add(SESSION)
+    scene.hear(HERE, Bye(SESSION, US))
+    scene.greet(HERE, SESSION)
+    scene.used.clear()
+    pass_time(scene, 2.0)
+    assert scene.transport.forgotten == [(SESSION, True)]
 
 
 # Rest

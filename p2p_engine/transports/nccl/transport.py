@@ -363,7 +363,7 @@ class NcclTransport(PlainTransport):
         """Return True: only our own process writes, and its jobs report their own end."""
         return True
 
-    def forget(self, source_epoch: int) -> None:
+    def forget(self, source_epoch: int, *, may_write: bool) -> None:
         """End the pair of a sender."""
         self._tokens.forget(source_epoch)
         self._end(self._senders.pop(source_epoch, None), "the sender is gone")

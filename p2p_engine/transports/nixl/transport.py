@@ -217,9 +217,12 @@ class NixlTransport(SenderWrites):
         if self._landing is not None:
             self._landing.look()
 
-    def forget(self, source_epoch: int) -> None:
-        """Refuse new connections of this epoch. The proof of the old one's end is still awaited."""
+    def forget(self, source_epoch: int, *, may_write: bool) -> None:
+        """Refuse new connections of this epoch, and close the old one unless its end is awaited as
+        a proof."""
         self._tokens.forget(source_epoch)
+        if not may_write and source_epoch in self._senders:
+            self._drop(source_epoch, has_parted=True)  # nothing is under way: no fence is needed
         waiting = self._waiting.pop(source_epoch, None)
         if waiting is not None:
             waiting.close()
