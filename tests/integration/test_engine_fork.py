@@ -37,6 +37,38 @@ for how in sys.argv[1:]:
     print(f"{how}: {status} {engine.healthy}", flush=True)
     engine.close()
 """
+# A child that lives on keeps what it was born with, whatever its parent closes.
+OUTLIVED = """
+import os, signal, sys, time, warnings
+import torch
+from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
+from p2p_engine.memory.layout import TensorSource
+from p2p_engine.peers.link import PeerAddress
+
+warnings.simplefilter("ignore")
+settings = {"host": "127.0.0.1", "transports": "shm", "kv_buffer_size": 2**24,
+            "mem_pool_size_gb": 0.0}
+receiver = P2pNcclEngine(EngineConfig(**settings))
+sender = P2pNcclEngine(EngineConfig(**settings))
+senders = receiver._parts.transports["shm"]._senders
+source = TensorSource(torch.ones(1000))
+sender.send(TransferKey("granted"), PeerAddress(receiver.zmq_address), source, ready=False)
+while not receiver.stats()["live_bytes"]:
+    time.sleep(0.01)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    signal.pause()
+port = int(sender.zmq_address.rpartition(":")[2])
+sender.close()
+while senders or receiver.stats()["quarantined_bytes"]:
+    time.sleep(0.01)
+P2pNcclEngine(EngineConfig(port=port, **settings)).close()
+receiver.close()
+os.kill(child, signal.SIGKILL)
+os.waitpid(child, 0)
+print("free")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +83,9 @@ def seen() -> dict[str, str]:
 @pytest.mark.parametrize("how", WAYS)
 def test_a_forked_child_ends_and_the_parents_engine_goes_on(how: str, seen: dict[str, str]) -> None:
     assert seen[how] == "0 True"
+
+
+def test_a_forked_child_that_lives_on_keeps_neither_the_port_nor_memory_of_a_peer() -> None:
+    command = [sys.executable, "-c", OUTLIVED]
+    ended = subprocess.run(command, timeout=100, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "free\n"), ended.stderr
