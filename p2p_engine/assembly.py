@@ -228,7 +228,14 @@ class Parts:
 
     def _overdue(self, now: float) -> Iterable[str]:
         timed = (self.links, self.locator, self.sender, self.holds, self.store)
-        return [name for part in timed for name in part.overdue(now)]
+        return [*(name for part in timed for name in part.overdue(now)), *self._lacks()]
+
+    def _lacks(self) -> Iterable[str]:
+        """Yield what members wait for that this process or its system has no more of."""
+        if self.control.sockets.is_short:
+            yield "a peer waits for a descriptor of this process (RLIMIT_NOFILE)"
+        if self.arena is not None and self.arena.arena.refusal:
+            yield f"a sender waits for landing memory: {self.arena.arena.refusal}"
 
     @property
     def are_sound(self) -> bool:

@@ -99,8 +99,8 @@ class P2pNcclEngine:
 
     @property
     def healthy(self) -> bool:
-        """Whether all threads run, all parts of the tick work, and no wait has outlived its
-        deadline."""
+        """Whether all threads run, all parts of the tick work, no wait has outlived its deadline,
+        and peers can be let in."""
         return not self._closed and self._parts.are_sound
 
     # Sending

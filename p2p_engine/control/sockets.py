@@ -106,6 +106,11 @@ class Sockets:
         return bool(self._suspects)
 
     @property
+    def is_short(self) -> bool:
+        """Whether no peer can connect, because the process has no descriptor left."""
+        return self._listener.is_short
+
+    @property
     def refused_connections(self) -> int:
         """Return how many connections were ended because they failed the handshake, were over a
         limit, or brought too many unread bytes or a message of several parts."""

@@ -16,6 +16,7 @@ from p2p_engine.health import OVERDUE_SECONDS, Watchdog
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
 from tests import marks
+from tests.hostile.shortage import no_descriptor_left
 from tests.rigs.engines import assert_idle, engines, settings
 from tests.rigs.tensors import random_tensor
 from tests.support import SeededRandom, eventually, records_of
@@ -32,6 +33,17 @@ def kill_control_thread(engine: P2pNcclEngine) -> None:
 
     engine._parts.control.call_soon(die)
     eventually(lambda: not engine._parts.control.alive)
+
+
+def test_an_engine_that_can_let_nobody_in_is_not_healthy_until_it_can(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with engines(1) as (engine,):
+        assert engine.healthy
+        with no_descriptor_left():
+            eventually(lambda: not engine.healthy)
+        assert "a peer waits for a descriptor of this process" in caplog.text
+        eventually(lambda: engine.healthy)
 
 
 @marks.every_transport
