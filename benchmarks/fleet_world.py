@@ -106,7 +106,7 @@ class FleetControl:
     def __init__(self, world: FleetWorld, address: str) -> None:
         self.address = address
         self.listener: PlaneListener = PlaneListener()
-        self.sockets = SimpleNamespace(frames_sent=0, frames_received=0)
+        self.sockets = SimpleNamespace(frames_sent=0, frames_received=0, is_short=False)
         self._peers: dict[str, FleetControl] = {}  # a connection each
         self._world = world
         self._tick_at = math.inf
