@@ -128,12 +128,15 @@ class SchedulerHalf:
         # Requests that want blocks, and how many: in this step; and behind a load that is over.
         self._asked: dict[str, int] = {}
         self._loaded: dict[str, int] = {}
+        self._pool: BlockPool | None = None
+        self._cached_blocks: object = None  # the pool's map of them, which a reset replaces
         self._pressure = Pressure()
         self._pins = Pins()
         self._turns = EarlierTurns(model, groups, stash_seconds)
 
     def bind_pool(self, pool: BlockPool) -> None:
-        """Count free blocks, and hold blocks, in this pool of vLLM's."""
+        """Count free blocks, hold blocks, and look for resets, in this pool of vLLM's."""
+        self._pool, self._cached_blocks = pool, pool.cached_block_hash_to_block
         self._pressure.bind(pool)
         self._pins.bind(pool)
 
@@ -326,6 +329,7 @@ class SchedulerHalf:
     def build_metadata(self, output: SchedulerOutput) -> P2pConnectorMetadata:
         """Return the orders of one step: all changes since the last one, and the tokens it
         computes."""
+        self._look_for_reset()
         metadata, self._next = self._next, P2pConnectorMetadata()
         metadata.computes = output.total_num_scheduled_tokens > 0
         self._wanted.take_orders(metadata)
@@ -438,6 +442,7 @@ class SchedulerHalf:
     def has_orders_for_idle_workers(self) -> bool:
         """Whether vLLM should step though it has nothing to run: while it is paused, requests come
         and go, and the workers must know what to keep; after a reset, what comes later is new."""
+        self._look_for_reset()
         return self._wanted.has_orders or self._next.is_reset
 
     def can_wait_for_blocks(self) -> bool:
@@ -449,6 +454,15 @@ class SchedulerHalf:
         """Make the workers drop landed KV that no request has claimed, and held KV."""
         self._next.is_reset = True
         self._turns.reset()
+
+    def _look_for_reset(self) -> None:
+        """Find a reset that vLLM does not tell of, because it was not asked to. Each reset that
+        succeeds replaces the map, and nothing else does. vLLM asks for work, or for a step, before
+        anything else can be computed."""
+        if self._pool is None or self._pool.cached_block_hash_to_block is self._cached_blocks:
+            return
+        self._cached_blocks = self._pool.cached_block_hash_to_block
+        self.reset_cache()
 
     def _num_loaded(self, num_prompt_tokens: int) -> int:
         """How many tokens of a prompt are loaded, those included that are here already.

@@ -417,6 +417,8 @@ class InstanceDouble:
         # The engine core's aborts, which come while a step runs: before that step is accounted.
         self.before_accounting: Callable[[ModelRunnerOutput], object] | None = None
         self.has_hooks = True  # else a whole graph is replayed
+        self.finishes_lost_steps = True  # as model runner V1 does, and V2 does not
+        self.finishes_lost_steps = True  # as model runner V1 does, and V2 does not
         # Called with each layer's number when it is computed, before its hook.
         self.during_forward: Callable[[int], object] = lambda layer: None
 
@@ -477,6 +479,11 @@ class InstanceDouble:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
         self.finished.setdefault(request_id, RequestStatus.FINISHED_ABORTED)
 
+    def evict(self) -> None:
+        """Let vLLM evict all that it has cached, as it does when other prompts need the room."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        pool.evict_blocks({block.block_id for block in pool.blocks})
+
     @property
     def is_idle(self) -> bool:
         """Whether the engine core would sleep now."""
@@ -522,8 +529,8 @@ class InstanceDouble:
             rank.connector.bind_connector_metadata(metadata)
         try:
             sampled = self._forward(output)
-        except BaseException:  # the model runner finishes the step all the same
-            for rank in self.ranks:
+        except BaseException:
+            for rank in self.ranks if self.finishes_lost_steps else ():
                 self._report(rank, output)
             raise
         reports = [self._report(rank, output) for rank in self.ranks]

@@ -71,7 +71,7 @@ def held(pair: Pair) -> int:
 
 def forget(pair: Pair) -> None:
     """Decode evicts all that it has."""
-    assert pair.d.scheduler.reset_prefix_cache()
+    pair.d.evict()
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -337,7 +337,7 @@ def test_anything_may_be_believed(make_pair: MakePair, send_type: str, seed: int
         decode_id = chat.prefill(rng.randrange(1, 100), present)
         event = rng.random()
         if event < 0.2:
-            pair.d.scheduler.reset_prefix_cache()
+            pair.d.evict()
         elif event < 0.3:
             pair.p.scheduler.reset_prefix_cache(reset_connector=True)
         if event < 0.8:

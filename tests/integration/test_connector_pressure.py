@@ -184,7 +184,7 @@ def test_a_turn_that_was_recalled_finds_blocks_for_its_rest(
     )  # fmt: skip
     pair.run()
     said += [*continuation(said, 50), *prompt_of(300, 77)]
-    assert pair.p.scheduler.reset_prefix_cache()
+    pair.p.evict()
     with late_reports.of(pair.p):
         pair.ask(said, by="params", earlier=first_turn, order="prefill first")
         recalled = pair.prefill_ids[-1]
@@ -313,7 +313,7 @@ def test_what_vllm_reserves_for_loads_in_flight_is_found_too(
     )  # fmt: skip
     pair.run()
     said += [*continuation(said, 50), *prompt_of(300, 77)]
-    assert pair.p.scheduler.reset_prefix_cache()
+    pair.p.evict()
     with late_reports.of(pair.p):
         pair.ask(said, by="params", earlier=first_turn, order="prefill first")
         recalled = pair.prefill_ids[-1]

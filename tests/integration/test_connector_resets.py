@@ -42,6 +42,9 @@ BLOCK_BYTES = NUM_LAYERS * NUM_HEADS * BLOCK_SIZE * SLOT_WIDTH * 8
 
 ChangeWeights = Callable[[], None]
 
+# Whether vLLM is asked to reset its connector, too, and tells it then.
+TELLS = [pytest.param(True, id="told"), pytest.param(False, id="not told")]
+
 
 @pytest.fixture
 def change_weights(monkeypatch: pytest.MonkeyPatch) -> ChangeWeights:
@@ -68,7 +71,10 @@ def check_answer(pair: Pair, request_id: str, prompt: list[int]) -> None:
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("send_type", SEND_TYPES)
-@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize(
+    ("layerwise", "tells"), [(False, True), (True, True), (False, False)],
+    ids=["told", "by layer", "not told"],
+)  # fmt: skip
 def test_what_has_left_is_not_joined_to_what_is_computed_anew(
     make_pair: MakePair,
     change_weights: ChangeWeights,
@@ -76,6 +82,7 @@ def test_what_has_left_is_not_joined_to_what_is_computed_anew(
     is_async: bool,
     policy: str,
     layerwise: bool,
+    tells: bool,
 ) -> None:
     pair = make_pair(send_type=send_type, is_async=is_async, policy=policy, layerwise=layerwise)
     prompt = prompt_of(300)
@@ -87,15 +94,16 @@ def test_what_has_left_is_not_joined_to_what_is_computed_anew(
     assert not pair.p.finished
     change_weights()
     reset = pair.p.scheduler.reset_prefix_cache
-    assert reset(reset_running_requests=True, reset_connector=True)
+    assert reset(reset_running_requests=True, reset_connector=tells)
     pair.run(timeout=20)
     check_answer(pair, request_id, prompt)
     pair.check_at_rest()
 
 
+@pytest.mark.parametrize("tells", TELLS)
 @pytest.mark.parametrize("send_type", SEND_TYPES)
 def test_what_a_preempted_request_has_sent_is_not_joined_either(
-    make_pair: MakePair, change_weights: ChangeWeights, send_type: str
+    make_pair: MakePair, change_weights: ChangeWeights, send_type: str, tells: bool
 ) -> None:
     """vLLM resets without more words, because nothing else runs."""
     pair = make_pair(send_type=send_type, policy="recompute", prefill={"num_blocks": 24})
@@ -108,7 +116,7 @@ def test_what_a_preempted_request_has_sent_is_not_joined_either(
     pair.run(lambda: pair.p.num_preemptions > 0)
     pair.p.abort("other")
     change_weights()
-    assert pair.p.scheduler.reset_prefix_cache(reset_connector=True)
+    assert pair.p.scheduler.reset_prefix_cache(reset_connector=tells)
     pair.run(timeout=20)
     check_answer(pair, request_id, prompt)
 
@@ -156,6 +164,34 @@ def test_what_was_spilled_is_given_up_too(
     for name, prompt in zip(names, prompts, strict=True):
         assert pair.d.answers[name] == continuation(prompt, 4)
         assert pair.d.num_computed_prompt_tokens[name] == len(prompt)
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("tells", TELLS)
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("place", ["landed on decode", "spilled on prefill"])
+def test_what_waits_for_decode_is_dropped_when_both_are_reset(
+    make_pair: MakePair, change_weights: ChangeWeights, place: str, tp_size: int, tells: bool
+) -> None:
+    """Nothing runs, and vLLM has got all of its blocks back."""
+    pair = make_pair(
+        send_type="GET" if place == "spilled on prefill" else "PUT_ASYNC",
+        policy="recompute", tp_size=tp_size,
+    )  # fmt: skip
+    prompt = prompt_of(300)
+    request_id = pair.ask(prompt, order="prefill first")
+    first = pair.prefill_ids[-1]
+    pair.run(lambda: first in pair.p.finished, only=pair.p)
+    pair.p.connector._planner._pressure.want()  # as when another prompt lacks blocks
+    pair.run(lambda: pair.p.is_idle, only=pair.p)
+    change_weights()
+    for side in (pair.p, pair.d):
+        assert side.scheduler.reset_prefix_cache(reset_connector=tells)
+        side.step()
+    pair.ask_waiting()
+    pair.run(timeout=20)
+    assert pair.d.answers[request_id] == continuation(prompt, 4)
+    assert pair.d.num_computed_prompt_tokens[request_id] == len(prompt)
     pair.check_at_rest()
 
 

@@ -244,6 +244,23 @@ def test_preempted_turns_are_right(make_pair: MakePair) -> None:
     sessions[0].end()
 
 
+@pytest.mark.parametrize("tells", [True, False], ids=["told", "not told"])
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+def test_a_reset_ends_what_is_stashed(make_pair: MakePair, send_type: str, tells: bool) -> None:
+    """However vLLM is asked for it; nothing runs."""
+    pair = make_pair(send_type=send_type, **TURNS)
+    session = Chat(pair)
+    session.turn()
+    for instance in (pair.p, pair.d):
+        assert instance.is_idle
+        assert instance.scheduler.reset_prefix_cache(reset_connector=tells)
+        instance.step()
+    name = session.turn()
+    assert computed(pair, name) == len(session.said) - ANSWER
+    pair.check_answers()
+    session.end()
+
+
 def test_a_reset_ends_a_stash_that_is_only_ordered(make_pair: MakePair) -> None:
     """Its request finished before the weights changed."""
     pair = make_pair(**TURNS)
@@ -339,11 +356,11 @@ def test_a_stash_is_recalled_once_and_nobody_waits_for_a_second_time(
     pair = make_pair(**TURNS, transfer_timeout_seconds=300.0)
     session = Chat(pair)
     session.turn(200)
-    pair.p.scheduler.reset_prefix_cache()
+    pair.p.evict()
     use(pair, session)
     names = []
     for seed in (2, 3):
-        pair.p.scheduler.reset_prefix_cache()
+        pair.p.evict()
         names.append(_ask_on_prefill(pair, session, seed))
     assert computed(pair, names[-1]) == len(session.said) + 40
     session.end()
@@ -355,7 +372,7 @@ def test_a_turn_that_is_sent_again_is_answered(make_pair: MakePair, order: str) 
     pair = make_pair(**TURNS, transfer_timeout_seconds=300.0, decode={"policy": "fail"})
     session = Chat(pair)
     session.turn(200)
-    pair.p.scheduler.reset_prefix_cache()
+    pair.p.evict()
     _abort(pair, session)
     decode_id = pair.ask([*session.said, *prompt_of(40)], by="params", earlier=session.last,
                          order=order)  # fmt: skip
