@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import sys
@@ -106,6 +107,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         self._role_name: str = transfer.kv_role or "kv_both"
         self._port = directory_port(transfer, parallel)
         self._scheduler: SchedulerHalf | None = None
+        self._numbers = itertools.count(1)  # of steps
         self._worker: WorkerHalf | None = None
         self._host_buffers: list[HostBuffer] = []
         self._directory: Directory | None = None
@@ -221,6 +223,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Order one step."""
         metadata = self._planner.build_metadata(scheduler_output)
+        metadata.number = next(self._numbers)
         metadata.asks_location = self._roll_call is not None and self._roll_call.ask()
         return metadata
 

@@ -102,6 +102,7 @@ class Stash:
 class StepOrders:
     """One step's orders from the scheduler half to every worker half."""
 
+    number: int = 0  # of the step; vLLM's first is 1
     preempted: list[str] = field(default_factory=list)
     sends: list[SendStep] = field(default_factory=list)
     ended_sends: list[EndedSend] = field(default_factory=list)

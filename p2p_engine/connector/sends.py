@@ -174,6 +174,7 @@ class Sends:
         self._trailing: list[_SendInProgress] = []
         # What was pushed, and until when it lies at its peer, where nobody may have asked for it.
         self._arrived: dict[ContentKey, float] = {}  # oldest first
+        self._refusal = ""  # why nothing is sent any more
         self._num_resets = 0
         self._given_up: dict[ContentKey, _GivenUp] = {}  # oldest first
 
@@ -225,6 +226,13 @@ class Sends:
         """Give up what this step's forward was to complete: it has not computed it."""
         for sending in dict.fromkeys(item.sending for item in self._due):
             self._fail(sending, reason)
+
+    def refuse_all(self, reason: str) -> None:
+        """Give up every request that has not finished, and every later one."""
+        self._refusal = reason
+        for sending in self._sendings.values():
+            if self._is_usable(sending):
+                self._fail(sending, reason)
 
     def finish_step(self) -> None:
         """After the forward: let the bytes move. PUT waits until they have left, or go on as with
@@ -331,7 +339,10 @@ class Sends:
 
     def _begin(self, party: Party) -> _SendInProgress:
         sending = self._sendings[party.request_id] = self._new(party)
-        self._refuse_outdated(sending)
+        if self._refusal:
+            self._fail(sending, self._refusal)
+        else:
+            self._refuse_outdated(sending)
         return sending
 
     def _refuse_outdated(self, sending: _SendInProgress) -> None:

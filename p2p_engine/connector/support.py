@@ -36,6 +36,11 @@ def check_supported(vllm_config: VllmConfig) -> None:
         raise ConfigError(
             "enable_elastic_ep is not supported: data-parallel ranks get new numbers at run time"
         )
+    if getattr(parallel, "enable_fault_tolerance", False):
+        raise ConfigError(
+            "enable_fault_tolerance is not supported: vLLM goes on after a step whose orders and "
+            "reports are lost, with blocks that were never computed in its prefix cache"
+        )
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         raise ConfigError("enable_sleep_mode is not supported")
 

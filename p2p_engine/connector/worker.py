@@ -73,6 +73,8 @@ class WorkerHalf:
         self._failed: set[str] = set()  # in a group, while others have not ended
         self._linger_seconds = linger_seconds
         self._was_empty = False  # the last step
+        self._number = 0  # of the step that runs
+        self._num_finished = 0  # the last one's that has finished
 
     @property
     def location(self) -> RankAddress:
@@ -89,6 +91,9 @@ class WorkerHalf:
     def start_step(self, metadata: StepOrders) -> None:
         """Offer the blocks that the forward will complete; call it before the forward."""
         self.engine.step_began()
+        if metadata.number > self._num_finished + 1:  # vLLM's runner V2 stops in a step that raises
+            self.lose_step()
+        self._number = metadata.number
         if metadata.is_reset:
             self.engine.drop_landed()
         for loads in self._loads:
@@ -118,19 +123,22 @@ class WorkerHalf:
 
     def finish_step(self) -> None:
         """Let computed blocks leave; call it after the forward."""
+        self._num_finished = self._number
         self.layers.close()
         for sends in self._sends:
             sends.finish_step()
 
     def lose_step(self) -> None:
-        """Give up what the forward was to compute, because it has raised."""
+        """Send nothing from now on but what has finished, because a forward has raised: vLLM has
+        cached its blocks when it ordered the step, and takes them for later prompts, too."""
         self.layers.close()
         for sends in self._sends:
-            sends.lose_step("the forward failed")
+            sends.refuse_all("a forward of this instance failed")
 
     def take_results(self, *, is_empty: bool = False) -> StepResults:
         """Return the requests that ended since the last step, in all groups; call it after the
         step. A step that `is_empty` may wait for one to end."""
+        self._num_finished = self._number  # with a draft, runner V1 says no more on early stages
         self.engine.step_ended()
         self.engine.poll()
         results = self._results()

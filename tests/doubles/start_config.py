@@ -13,6 +13,7 @@ def configs(**changes: Any) -> tuple[Any, Any]:
         data_parallel_size=1, data_parallel_external_lb=False, data_parallel_hybrid_lb=False,
         data_parallel_index=1, data_parallel_rank_local=0, data_parallel_size_local=1,
         enable_elastic_ep=False, world_size=1, nnodes_within_dp=1, elastic_ep_max_dp_size=1,
+        enable_fault_tolerance=False,
     )  # fmt: skip
     model = SimpleNamespace(enable_sleep_mode=False)
     transfer = SimpleNamespace(engine_id="e")

@@ -34,6 +34,10 @@ EMPTY_STEPS: dict[str, tuple[str, ...]] = {
     "V1": (*_BEGIN, *_V1),
     "V2": (*_BEGIN, "finish_forward", *_V1),
 }
+# With a draft model, on a stage before the last one: only the report ends a step.
+EARLY_STAGE = (*_BEGIN, LAYERS, *_V1_DRAFT[:-2])
+# A forward that raises. V1 goes on as ever, while it handles the exception; V2 does no more.
+LOST_STEP = (*_BEGIN, FORWARD)
 # What our connector makes of a call: a method of WorkerHalf, with the step's orders or without.
 HOOKS: dict[str, tuple[str, bool]] = {
     "handle_preemptions": ("withdraw", True),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -10,7 +12,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from tests import marks
-from tests.doubles.instance import BLOCK_SIZE, continuation
+from tests.doubles.instance import BLOCK_SIZE, InstanceDouble, continuation
 from tests.doubles.pair import SEND_TYPES, MakePair, Pair, play, prompt_of
 from tests.support import SeededRandom
 
@@ -227,3 +229,48 @@ def test_a_reset_while_decode_is_idle_takes_nothing_that_comes_later(make_pair: 
     pair.run()
     pair.check_answers(num_computed=1)
     pair.check_at_rest()
+
+
+class StepLost(Exception):
+    """The model's."""
+
+
+def lose_step(side: InstanceDouble, runner: str) -> None:
+    """Let the next step raise: in the forward of this model runner of vLLM's, or before it asks the
+    connector."""
+    update_states = side._update_states
+
+    def fail(*args: Any) -> None:
+        if not runner:
+            update_states(*args)
+        raise StepLost
+
+    side.finishes_lost_steps = runner == "V1"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side, "during_forward" if runner else "_update_states", fail)
+        with pytest.raises(StepLost):
+            side.step()
+
+
+@pytest.mark.parametrize("behind", ["its rest", "another prompt", "a prompt that begins alike"])
+@pytest.mark.parametrize("runner", ["V1", "V2", ""])
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+def test_nothing_is_decoded_from_a_step_that_was_lost_when_another_one_is_behind_it(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, send_type: str, runner: str, behind: str
+) -> None:
+    """It is in the workers' queue by then, and vLLM's engine core ends only after it."""
+    pair = make_pair(
+        send_type=send_type, is_async=True, policy="recompute", transfer_timeout_seconds=2.0
+    )
+    for rank in pair.p.ranks:  # a model does not know what it reads
+        monkeypatch.setattr(rank, "check", lambda *_: None)
+    prompt = prompt_of(100 if behind == "its rest" else 50)
+    names = [pair.ask(prompt)]
+    lose_step(pair.p, runner)
+    if behind == "another prompt":
+        pair.p.add("other", prompt_of(20, 5), max_tokens=1)
+    elif behind == "a prompt that begins alike":
+        names.append(pair.ask([*prompt, *prompt_of(10)]))
+    pair.p.step()
+    pair.run(lambda: all(name in pair.d.finished for name in names), only=pair.d)
+    pair.check_answers()

@@ -249,6 +249,7 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
         "prefill context parallelism": (set_in_vllm(prefill_context_parallel_size=2), [2]),
         "sleep mode": (set_in_vllm(enable_sleep_mode=True), []),
         "elastic expert parallelism": (set_in_vllm(enable_elastic_ep=True), []),
+        "fault tolerance of vLLM's": (set_in_vllm(enable_fault_tolerance=True), []),
     }  # fmt: skip
     return cases[what]
 

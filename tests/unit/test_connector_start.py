@@ -80,6 +80,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, version: str, outcome: bool |
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
         ({"enable_elastic_ep": True}, "enable_elastic_ep"),
+        ({"enable_fault_tolerance": True}, "enable_fault_tolerance"),
         ({"enable_sleep_mode": True}, "enable_sleep_mode"),
     ],
 )

@@ -44,6 +44,7 @@ from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
 from p2p_engine.peers.link import InstanceAddress
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import CacheSpec, Manifest, TransferKey
+from tests.gpu.recorded import EARLY_STAGE, EMPTY_STEPS, HOOKS, LOST_STEP, STEPS
 from tests.support import records_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -600,6 +601,37 @@ def test_after_a_reset_nothing_that_is_held_leaves(
     results = run(worker, is_reset=True)
     assert engine.cancelled == [item.transfer for item in engine.sent]
     assert results.finished_sending == {"a"}
+
+
+# Steps that are lost
+
+
+RUNS = [*STEPS.values(), *EMPTY_STEPS.values(), EARLY_STAGE]
+
+
+@pytest.mark.parametrize(("calls", "is_lost"), [*((run, False) for run in RUNS), (LOST_STEP, True)])
+def test_a_step_that_vllm_has_not_finished_when_the_next_one_begins_is_lost(
+    engine: EngineDouble, worker: WorkerHalf, calls: tuple[str, ...], is_lost: bool
+) -> None:
+    """And so is all that is computed later."""
+    first = StepOrders(1, sends=[step(party(), blocks(0, 7), 64)])
+    for name in calls:
+        method, takes_orders = HOOKS.get(name, ("", False))
+        if method:
+            getattr(worker, method)(*([first] if takes_orders else []))
+    sends = [step(party(), blocks(0, 7), 100), step(party("other"), blocks(10, 7), 100)]
+    worker.start_step(StepOrders(2, sends=sends))
+    told = [name for name, _, _ in engine.abandoned]
+    assert told == (["t-r", "t-other"] if is_lost else [])
+
+
+def test_a_step_whose_orders_never_came_is_lost(engine: EngineDouble, worker: WorkerHalf) -> None:
+    """What has finished before is complete."""
+    run(worker, number=1, sends=[step(party("whole"), blocks(0, 7), 100)])
+    run(worker, number=2, ended_sends=[EndedSend(party("whole"), None, is_held=True)])
+    run(worker, number=4, sends=[step(party(), blocks(10, 7), 100)])
+    assert [name for name, _, _ in engine.abandoned] == ["t-r"]
+    assert [item.transfer.done for item in engine.sent] == [False]
 
 
 # Several groups
