@@ -116,8 +116,13 @@ class Loads:
         deadline = time.monotonic() + self._engine.config.transfer_timeout_seconds
         for load in loads:
             party, blocks = load.party, load.ranges[self._group.table]
-            self._loading[party.request_id] = _LoadInProgress(party, blocks, deadline)
-            if self._group.is_draft and party.peer is None:  # nobody can say whether they will come
+            loading = _LoadInProgress(party, blocks, deadline)
+            self._loading[party.request_id] = loading
+            if load.refusal:
+                loading.failure = TransferRejected(load.refusal)
+                self.discard([party])
+            elif self._group.is_draft and party.peer is None:
+                # Nobody can say whether they will come.
                 self.cancel([party.request_id])
         self._begin()
 

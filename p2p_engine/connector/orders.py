@@ -55,10 +55,11 @@ class BlockRange:
 
 @dataclass(frozen=True)
 class Load:
-    """Fill these blocks, for each group."""
+    """Fill these blocks, for each group; with a `refusal`, report them as not loaded."""
 
     party: Party
     ranges: tuple[BlockRange, ...]
+    refusal: str = ""
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,7 @@ class _Loading:
     intent: Intent | None = None  # None: it recalls an earlier turn's
     is_decided: bool = False  # given to the workers, or declined
     is_open: bool = False  # given to the workers, and not reported yet
+    num_present: int = 0  # tokens that were here when vLLM asked last
     num_more_blocks: int = 0  # that it wants beside those of what is loaded
 
 
@@ -213,6 +214,7 @@ class SchedulerHalf:
         loading = self._loading.get(request.request_id)
         if loading is None or loading.is_decided or request.skip_reading_prefix_cache:
             return 0
+        loading.num_present = num_computed_tokens
         return max(0, loading.num_tokens - num_computed_tokens)
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
@@ -227,13 +229,15 @@ class SchedulerHalf:
             return
         loading.is_open, party = True, loading.party
         note_stage(party.key, "load ordered")
-        end = loading.num_tokens
+        end, refusal = loading.num_present + num_tokens, ""
+        if end != loading.num_tokens:  # its states and windows are those of another token
+            refusal = f"vLLM loads {end} tokens, and {loading.num_tokens} can come"
         loading.num_more_blocks = self._num_blocks(request.num_tokens) - self._num_blocks(end)
         ranges = [
-            _wanted(group, table, end - num_tokens, end)
+            _wanted(group, table, loading.num_present, end)
             for group, table in zip(self._groups, blocks.get_block_ids(), strict=True)
         ]
-        self._next.loads.append(Load(party, tuple(ranges)))
+        self._next.loads.append(Load(party, tuple(ranges), refusal))
 
     def request_finished(
         self, request: Request, block_ids: Sequence[list[int]]

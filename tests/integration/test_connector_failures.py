@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
+from p2p_engine.connector.connector import P2pNcclConnector
 from tests import marks
 from tests.doubles.instance import BLOCK_SIZE, InstanceDouble, continuation
 from tests.doubles.pair import SEND_TYPES, MakePair, Pair, play, prompt_of
@@ -274,3 +275,24 @@ def test_nothing_is_decoded_from_a_step_that_was_lost_when_another_one_is_behind
     pair.p.step()
     pair.run(lambda: all(name in pair.d.finished for name in names), only=pair.d)
     pair.check_answers()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("attention", ["full", "mixed", "states"])
+def test_a_load_that_vllm_cuts_short_is_computed(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, attention: str, policy: str
+) -> None:
+    """It may take fewer tokens than it is told of, for reasons of its own."""
+    pair = make_pair(attention=attention, policy=policy)
+    answer = P2pNcclConnector.get_num_new_matched_tokens
+
+    def cut(*args: Any) -> tuple[int | None, bool]:
+        num_tokens, is_async = answer(*args)
+        return (num_tokens and num_tokens - BLOCK_SIZE), is_async
+
+    monkeypatch.setattr(P2pNcclConnector, "get_num_new_matched_tokens", cut)
+    prompt = prompt_of(100)
+    request_id = pair.ask(prompt)
+    pair.run()
+    check_outcome(pair, request_id, policy, prompt)
+    pair.check_at_rest()

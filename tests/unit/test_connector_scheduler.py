@@ -255,6 +255,16 @@ def test_all_that_is_not_computed_is_loaded_once(half: SchedulerHalf) -> None:
     assert half.build_metadata(make_output()) == P2pConnectorMetadata()
 
 
+def test_a_load_that_vllm_cuts_short_is_refused(half: SchedulerHalf) -> None:
+    request = make_request(LOAD)
+    half.on_new_request(request)
+    assert half.num_loadable_tokens(request, 16) == 24
+    half.blocks_allocated(request, allocated(1, 2), 16)
+    (load,) = half.build_metadata(make_output()).loads
+    assert load.refusal == "vLLM loads 32 tokens, and 40 can come"
+    assert load.ranges[0].block_ids.tolist() == [2]
+
+
 def test_a_load_that_vllm_declines_is_unwanted(half: SchedulerHalf) -> None:
     request = make_request(LOAD)
     half.on_new_request(request)

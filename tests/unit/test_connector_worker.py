@@ -634,6 +634,16 @@ def test_a_step_whose_orders_never_came_is_lost(engine: EngineDouble, worker: Wo
     assert [item.transfer.done for item in engine.sent] == [False]
 
 
+def test_a_load_that_is_refused_is_reported_as_not_loaded(
+    engine: EngineDouble, worker: WorkerHalf
+) -> None:
+    refused = Load(party(), (BlockRange(0, blocks(30, 7)),), "too short")
+    results = run(worker, loads=[refused])
+    assert (results.finished_recving, results.failed_recving) == ({"r"}, {"r"})
+    assert not engine.received
+    assert [name for name, _ in engine.discarded] == ["t-r"]
+
+
 # Several groups
 
 
