@@ -233,28 +233,28 @@ def test_a_reset_while_decode_is_idle_takes_nothing_that_comes_later(make_pair: 
 
 
 class StepLost(Exception):
-    """The model's."""
+    """What a model or its runner raises."""
 
 
 def lose_step(side: InstanceDouble, runner: str) -> None:
-    """Let the next step raise: in the forward of this model runner of vLLM's, or before it asks the
-    connector."""
-    update_states = side._update_states
+    """Let the next step raise: in the forward of this model runner of vLLM's, or before the runner
+    gives any orders."""
+    is_early, update_states = runner == "before any", side._update_states
 
     def fail(*args: Any) -> None:
-        if not runner:
+        if is_early:
             update_states(*args)
         raise StepLost
 
     side.finishes_lost_steps = runner == "V1"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(side, "during_forward" if runner else "_update_states", fail)
+        patch.setattr(side, "_update_states" if is_early else "during_forward", fail)
         with pytest.raises(StepLost):
             side.step()
 
 
 @pytest.mark.parametrize("behind", ["its rest", "another prompt", "a prompt that begins alike"])
-@pytest.mark.parametrize("runner", ["V1", "V2", ""])
+@pytest.mark.parametrize("runner", ["V1", "V2", "before any"])
 @pytest.mark.parametrize("send_type", SEND_TYPES)
 def test_nothing_is_decoded_from_a_step_that_was_lost_when_another_one_is_behind_it(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, send_type: str, runner: str, behind: str
