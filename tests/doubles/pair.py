@@ -270,7 +270,8 @@ def play(pair: Pair, rng: random.Random) -> None:
         elif event < 0.85:
             pair.drop_waiting()
         elif event < 0.9:
-            rng.choice([pair.p, pair.d]).scheduler.reset_prefix_cache(reset_connector=True)
+            scheduler = rng.choice([pair.p, pair.d]).scheduler
+            scheduler.reset_prefix_cache(reset_connector=event < 0.875)
         else:
             pair.ask_waiting()
         for _ in range(rng.randrange(4)):
