@@ -20,6 +20,11 @@ EVENT_STREAM = b"text/event-stream"
 # Texts in vLLM's 500 answers to a prompt that is too long: the client's fault.
 _TOO_LONG = (b"maximum context length", b"maximum model length", b"max_model_len")
 
+# All that vLLM says of a request that has failed; with `kv_load_failure_policy` `fail`, so does one
+# whose KV did not arrive.
+_BARE = "Internal server error"
+_LIKELY_CAUSE = "its KV may not have arrived; the instance's log then has 'load failed' and why"
+
 # Headers of an instance that the client does not get: they belong to the connection or the
 # instance, or are orders to a server in front or to a browser about the whole site.
 KEPT_BACK_HEADERS = {
@@ -84,7 +89,8 @@ def check_prefill(response: Response, answer: bytes | None, api: Api) -> payload
 async def check_answer(response: Response, role: str, max_bytes: int, api: Api) -> None:
     """Accept all answers but 5xx; waits until an answer without an error has begun.
 
-    A 5xx goes to the client unchanged if no other instance can answer.
+    A 5xx goes to the client unchanged if no other instance can answer, but for one of vLLM's that
+    says nothing.
 
     Raises:
         ClientError: the answer did not begin.
@@ -104,13 +110,15 @@ async def check_answer(response: Response, role: str, max_bytes: int, api: Api) 
     except ClientError:
         answer = b""
     _raise_if_too_long(status, answer)
+    message = f"the {role} instance answered {status}"
+    is_bare = status == _ERROR and _message(answer) == _BARE
     raise LegFailed(
         status,
         f"{role}_failed",
-        f"the {role} instance answered {status}",
+        f"{message}: {_LIKELY_CAUSE}" if is_bare else message,
         can_retry=status in GATEWAY_ERRORS,
         answered=status,
-        answer=_as_answer(response, answer),
+        answer=None if is_bare else _as_answer(response, answer),
     )
 
 

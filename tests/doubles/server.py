@@ -261,7 +261,8 @@ class ServerDouble:
         if how.reset or (how.reset_reused and is_reused):
             return await _break(request)
         if self.fails_if(received.json):
-            return web.Response(status=500)
+            said = {"message": "Internal server error", "type": "InternalServerError"}
+            return web.json_response({"error": {**said, "code": 500}}, status=500)
         if how.body is not None or how.status != 200:
             return web.Response(
                 body=how.body or b"", status=how.status, headers=how.headers,

@@ -92,7 +92,10 @@ async def test_kv_that_does_not_arrive_is_computed_by_another_prefill(
         await until(lambda: only(proxy, lost, decode), "one prefill is left")
         decode.fails_if = lambda _: True
         for _ in range(4):
-            assert (await proxy.ask(asked))[0] == 500
+            status, body, _ = await proxy.ask(asked)
+            error = json.loads(body)["error"]
+            assert (status, error["code"]) == (500, "decode_failed")
+            assert "load failed" in error["message"]
         assert set((await breakers(proxy, decode)).values()) == {"closed"}
 
 
