@@ -25,7 +25,19 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 def is_address(text: str) -> bool:
     """Tell whether `text` is a `host:port` that a request id can carry and give back unchanged."""
-    return parse_proxy_id(str(ProxyId(text, text, "0" * 32))) is not None
+    proxy_id = ProxyId(text, text, "0" * 32)
+    return parse_proxy_id(str(proxy_id)) == proxy_id
+
+
+def plain_address(text: str) -> str:
+    """Return an address as `host:port` if it is one behind `http://`, or one of IPv6 without
+    brackets, else as it is."""
+    bare = text.removeprefix("http://").removesuffix("/")
+    host, _, port = bare.rpartition(":")
+    try:
+        return f"[{ipaddress.IPv6Address(host)}]:{port}"
+    except ValueError:
+        return bare if is_address(bare) else text
 
 
 def is_url(text: str) -> bool:

@@ -150,4 +150,5 @@ def _describe(instance: Instance, now: float) -> dict[str, Any]:
         "model": identity.model,
         "tp_size": identity.tp_size,
         "send_type": identity.send_type,
+        "warning": instance.warning,
     }

@@ -557,6 +557,7 @@ class Heartbeat(msgspec.Struct, omit_defaults=True):
     events: Publisher | None = None
     # It keeps the KV of prompts it has seen, and asks for what prefill holds back of the next one.
     has_prefix_cache: bool = False
+    warning: Text = ""  # what is wrong there, for the proxy's status
 
 
 _heartbeat_decoder = msgspec.msgpack.Decoder(Heartbeat)

@@ -38,6 +38,7 @@ NAME_SECONDS = 4.5  # to resolve the name of another proxy
 REFRESH_SECONDS = 3.0  # between two look-ups of that name
 TICK_SECONDS = 0.02  # between two checks of timeouts and of the connections' cost
 REST_SECONDS = 1.0  # between two of them where nothing comes
+MAX_WARNED = 64  # malformed heartbeats in the log, of different senders or with different faults
 
 _OLD_FORM = (
     "an old-form heartbeat; those and authentication exclude each other. Run the proxy without "
@@ -71,6 +72,7 @@ class Discovery:
         self._secrets = read_key_file(config.key_file)
         self._warnings = RateLimitedWarnings(logger, clock)
         self._refusals: dict[str, str] = {}  # the last refusal, by proxy address
+        self._malformed: set[tuple[str, str]] = set()  # HTTP address and fault, as the log says
         self._epoll: select.epoll | None = None
         self._sockets: Sockets | None = None
         self._names: Resolver | None = None
@@ -193,8 +195,10 @@ class Discovery:
         self._heartbeats.labels(result).inc()
 
     def _observe(self, frame: bytes) -> str:
+        sender = ""
         try:
             beat = decode_heartbeat(frame)
+            sender = beat.http_address
             if self._secrets and beat.protocol is None:
                 self._warnings.warn("%r refused: %s", beat.http_address, _OLD_FORM)
                 return "old_form"
@@ -203,7 +207,7 @@ class Discovery:
             self._warnings.warn("heartbeat refused: %s", error)
             return "address_taken"
         except RemoteProtocolError as error:
-            logger.debug("heartbeat refused: %s", error)
+            self._warn_once(sender, str(error))
             return "malformed"
         except RegistryFull as error:
             self._warnings.warn("heartbeat refused: %s", error)
@@ -212,6 +216,13 @@ class Discovery:
             self._greet(instance)
         self._relay(beat)
         return "accepted"
+
+    def _warn_once(self, sender: str, fault: str) -> None:
+        """Log a malformed heartbeat, once for each sender and fault; anybody may send them, so
+        only so many."""
+        if len(self._malformed) < MAX_WARNED and (sender, fault) not in self._malformed:
+            self._malformed.add((sender, fault))
+            logger.warning("heartbeat refused: http=%r: %s", sender, fault)
 
     def _relay(self, beat: Heartbeat) -> None:
         """Forward a heartbeat to the other proxies, unless one of them forwarded it."""

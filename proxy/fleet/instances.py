@@ -114,6 +114,7 @@ class Instance:
     # Where it publishes its KV events, if it does.
     events: Publisher | None = None
     has_prefix_cache: bool = False
+    warning: str = ""  # what it says is wrong with it
     # Earlier incarnations of its name, newest first. If one sends a heartbeat while this one is
     # alive, it is refused.
     replaced: tuple[Identity, ...] = ()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from p2p_engine.errors import P2pError, RemoteProtocolError
 from p2p_engine.wire.messages import PROTOCOL_VERSION
-from proxy.addresses import AllowList, is_address
+from proxy.addresses import AllowList, is_address, plain_address
 from proxy.fleet.breaker import Breaker
 from proxy.fleet.instances import MAX_REPLACED, Identity, Instance, Leg, Role
 
@@ -61,6 +61,8 @@ class Registry:
             RegistryFull: the instance is new and the registry is full.
         """
         roles = _roles(beat)
+        beat.http_address = plain_address(beat.http_address)
+        beat.zmq_address = plain_address(beat.zmq_address)
         self._check_address(beat.http_address, is_dialled=True)
         self._check_address(beat.zmq_address, is_dialled=False)
         identity = _identity(beat)
@@ -75,6 +77,7 @@ class Registry:
         instance.kv_bytes_per_token = beat.kv_bytes_per_token
         instance.events = beat.events
         instance.has_prefix_cache = beat.has_prefix_cache
+        instance.warning = beat.warning
         return instance, is_new
 
     def add(

@@ -66,6 +66,7 @@ class Frames:
             interval=rng.choice((0.0, 0.1, 3.0, 86400.0, 1e300, float("nan"))),
             leaving=rng.random() < 0.3,
             relayed=rng.random() < 0.5,
+            warning=rng.choice(WORDS),
         )
         try:
             frame = encode_heartbeat(beat)

@@ -15,7 +15,9 @@ import zmq
 import zmq.asyncio
 
 from p2p_engine.simulate.answers import events
+from p2p_engine.wire.messages import PROTOCOL_VERSION
 from p2p_engine.wire.request_ids import parse_proxy_id
+from proxy.fleet.discovery import MAX_WARNED
 from tests.doubles.server import Behaviour, ServerDouble
 from tests.rigs.proxies import STREAMED, RunningProxy, fleet, running_proxy, until
 
@@ -215,11 +217,42 @@ async def test_a_new_epoch_is_a_new_instance() -> None:
 
 
 @pytest.mark.parametrize("wrong", BAD_BEATS)
-async def test_a_bad_heartbeat_is_counted_and_dropped(wrong: str) -> None:
+async def test_a_bad_heartbeat_is_counted_named_and_dropped(
+    wrong: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with running_proxy() as proxy:
-        await send(proxy.registration_address, [msgpack.packb(BAD_BEATS[wrong])])
-        await until_refused(proxy, "malformed")
+        await send(proxy.registration_address, *[[msgpack.packb(BAD_BEATS[wrong])]] * 3)
+        await until_refused(proxy, "malformed", 3)
         assert (await proxy.status())["instances"] == []
+    lines = [text for text in caplog.messages if "heartbeat refused: http=" in text]
+    assert len(lines) == 1
+
+
+async def test_the_log_names_each_sender_and_a_bounded_number_of_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running_proxy() as proxy:
+        beats = [{**GOOD, "type": "pD", "http_address": f"h:{port}"} for port in range(1, 200)]
+        beats[:0] = [beats[0], {**beats[0], "type": "Dp"}]
+        await send(proxy.registration_address, *([msgpack.packb(beat)] for beat in beats))
+        await until_refused(proxy, "malformed", len(beats))
+    lines = [text for text in caplog.messages if "heartbeat refused: http='h:" in text]
+    assert len(lines) == MAX_WARNED
+    assert "http='h:1': type is 'pD'; allowed: P, D or PD" in lines[0]
+    assert "http='h:1': type is 'Dp'" in lines[1]
+    assert "http='h:2': type is 'pD'" in lines[2]
+
+
+async def test_the_status_shows_what_an_instance_says_is_wrong_there() -> None:
+    async with running_proxy() as proxy:
+        for warning in ("no KV has moved for 60 s", ""):
+            beat = {**GOOD, "protocol": PROTOCOL_VERSION, "warning": warning}
+            await send(proxy.registration_address, [msgpack.packb(beat)])
+
+            async def is_shown(warning: str = warning) -> bool:
+                return [i["warning"] for i in (await proxy.status())["instances"]] == [warning]
+
+            await until(is_shown, f"the status says {warning!r}")
 
 
 async def test_garbage_never_stops_discovery(rng: SeededRandom) -> None:

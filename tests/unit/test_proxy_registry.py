@@ -244,12 +244,28 @@ def test_only_the_known_roles_are_taken(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["", "host", ":80", "a b:80", "h:0", "h:99999", "h:80/x", "h:x"]
-)
+    "address",
+    ["", "host", ":80", "a b:80", "h:0", "h:99999", "h:80/x", "h:x", "h:None", "https://h:80",
+     "http://h", "a:b:80", "::1", "http://http://h:80", "::1:0"],
+)  # fmt: skip
 def test_only_addresses_are_taken(address: str) -> None:
     for wrong in (Heartbeat("P", address, "h:1"), Heartbeat("P", "h:1", address)):
         with pytest.raises(RemoteProtocolError, match="is not host:port"):
             Registry().observe(wrong, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("address", "plain"),
+    [
+        ("http://10.0.0.1:80", "10.0.0.1:80"),
+        ("http://gpu-7:80/", "gpu-7:80"),
+        ("fd12::1:8000", "[fd12::1]:8000"),
+        ("http://::1:80", "[::1]:80"),
+    ],
+)
+def test_what_can_only_be_one_address_is_taken(address: str, plain: str) -> None:
+    instance, _ = Registry().observe(Heartbeat("D", address, address), 0.0)
+    assert (instance.identity.http_address, instance.identity.zmq_address) == (plain, plain)
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:80", "gpu-7.rack_2.example:80", "[fd12::1]:65535"])
