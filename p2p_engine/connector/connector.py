@@ -450,7 +450,10 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         return invalid
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return the changes of the engine's statistics since the last step."""
+        """Return the changes of the engine's statistics since the last step; in the scheduler's
+        process, of those of requests."""
+        if self._scheduler is not None:
+            return P2pConnectorStats.of_untransferred(self._scheduler.untransferred.take_counts())
         if self._worker is None or self._reporter is None:
             return None
         engine = self._worker.engine

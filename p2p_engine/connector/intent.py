@@ -16,8 +16,15 @@ from typing import Any
 import msgspec
 
 from p2p_engine.config import SendMode
+from p2p_engine.connector.untransferred import Reason
 from p2p_engine.wire.messages import TransferKey
-from p2p_engine.wire.request_ids import EngineId, ProxyId, parse_engine_id, parse_proxy_id
+from p2p_engine.wire.request_ids import (
+    EngineId,
+    ProxyId,
+    looks_like_proxy_id,
+    parse_engine_id,
+    parse_proxy_id,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +40,12 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})")
 
 
 class InvalidParams(ValueError):
-    """A client's transfer parameters are invalid; the message names the value and the reason."""
+    """A client's transfer parameters, or its id, are invalid; the message names the value and the
+    reason."""
+
+    def __init__(self, message: str, reason: Reason = Reason.INVALID_PARAMS) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Direction(enum.Enum):
@@ -95,7 +107,7 @@ def read_intent(
     is registered: other routers pass on whatever id a client gives them.
 
     Raises:
-        InvalidParams: the parameters are malformed.
+        InvalidParams: the parameters are malformed, or the id looks like a proxy's and is useless.
     """
     engine_id = parse_engine_id(request_id, is_randomized=instance.has_random_ids)
     proxy_id = parse_proxy_id(engine_id.external_id) if engine_id is not None else None
@@ -104,15 +116,23 @@ def read_intent(
     direction = _flagged_direction(params or {})
     if params is not None and direction is not None:
         engine_id = engine_id or EngineId(request_id)
-        proxy_id = proxy_id if instance.is_registered else None
+        is_named = proxy_id is not None and proxy_id.prefill and proxy_id.decode
+        proxy_id = proxy_id if instance.is_registered and is_named else None
         return _flagged_intent(direction, params, engine_id, proxy_id, instance)
-    if engine_id is None or proxy_id is None:
-        return None
+    if engine_id is not None and proxy_id is not None:
+        return _intent_by_id(proxy_id, engine_id, instance)
+    if looks_like_proxy_id(request_id):
+        raise InvalidParams(f"the id {_shown(request_id)} cannot be read", Reason.UNUSABLE_ID)
+    return None
+
+
+def _intent_by_id(proxy_id: ProxyId, engine_id: EngineId, instance: ThisInstance) -> Intent:
     direction = _direction_by_role(proxy_id, instance)
-    if direction is None:
-        return None
     key = _key(proxy_id.transfer_id, engine_id)
-    peer = _other(_peer_of(proxy_id, direction), instance)
+    peer = _other(_peer_of(proxy_id, direction), instance) or None
+    # Who waits for a push need not know who sends.
+    if peer is None and (direction is Direction.SEND or instance.send_type is SendMode.GET):
+        raise InvalidParams("the id does not name the other instance", Reason.NO_ADDRESS)
     return Intent(direction, key, peer, instance.send_type)
 
 
@@ -215,22 +235,28 @@ def _flagged_peer(
 
 def _check_load_from_anybody(params: Mapping[str, Any], send_type: SendMode) -> None:
     if send_type is SendMode.GET:
-        raise InvalidParams("do_remote_prefill without remote_host and remote_port")
+        raise InvalidParams(
+            "do_remote_prefill without remote_host and remote_port", Reason.NO_ADDRESS
+        )
     if params.get("remote_bootstrap_addr") is not None:
         # MooncakeConnector's way: decode asks there, and prefill is told of nobody.
         raise InvalidParams(
-            "remote_bootstrap_addr without remote_host and remote_port: nobody would send"
+            "remote_bootstrap_addr without remote_host and remote_port: nobody would send",
+            Reason.NO_ADDRESS,
         )
 
 
-def _direction_by_role(proxy_id: ProxyId, instance: ThisInstance) -> Direction | None:
+def _direction_by_role(proxy_id: ProxyId, instance: ThisInstance) -> Direction:
     if instance.role == "kv_producer":
         return Direction.SEND
     if instance.role == "kv_consumer":
         return Direction.LOAD
-    is_prefill = proxy_id.prefill == instance.address
-    if is_prefill == (proxy_id.decode == instance.address):
-        return None  # neither of the two, or both: nothing to move
+    prefill, decode, own = proxy_id.prefill, proxy_id.decode, instance.address
+    is_prefill = prefill == own or not (prefill or decode == own)
+    is_decode = decode == own or not (decode or prefill == own)
+    if is_prefill == is_decode:
+        said = f"the id names prefill {_shown(prefill)} and decode {_shown(decode)}"
+        raise InvalidParams(f"{said}; this instance is {own}", Reason.NO_ADDRESS)
     return Direction.SEND if is_prefill else Direction.LOAD
 
 

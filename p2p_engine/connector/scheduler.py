@@ -40,6 +40,8 @@ from p2p_engine.connector.states import (
     end_before_last_token,
     num_tokens_before_last,
 )
+from p2p_engine.connector.stats import counters_of
+from p2p_engine.connector.untransferred import Reason, Untransferred
 from p2p_engine.connector.wanted import Wanted
 from p2p_engine.errors import named
 from p2p_engine.transfer import note_stage
@@ -134,6 +136,7 @@ class SchedulerHalf:
         self._pressure = Pressure()
         self._pins = Pins()
         self._turns = EarlierTurns(model, groups, stash_seconds)
+        self.untransferred = Untransferred(instance.role)
 
     def bind_pool(self, pool: BlockPool) -> None:
         """Count free blocks, hold blocks, and look for resets, in this pool of vLLM's."""
@@ -146,6 +149,7 @@ class SchedulerHalf:
         Tell and ask other instances by it."""
         self._instance = dataclasses.replace(self._instance, address=directory.address)
         self._turns.directory = directory
+        self.untransferred.tell = directory.warn
 
     # A request arrives, is given blocks, ends
 
@@ -158,12 +162,13 @@ class SchedulerHalf:
         try:
             intent = read_intent(request_id, params, self._instance)
             if intent is None:
+                self.untransferred.leave_alone(params)
                 return
             self._refuse_unsupported(request)
             if self._has_state and intent.direction is Direction.SEND:
                 check_prefill(request)
         except InvalidParams as error:
-            logger.warning("computed locally: request=%s reason=%s", request_id, named(error))
+            self.untransferred.refuse(request_id, error.reason, named(error))
             return
         binding = binding_of(request, self._model, is_salted=intent.is_salted)
         party = Party(
@@ -423,7 +428,8 @@ class SchedulerHalf:
                 self._pins.pin(sending.party.request_id, blocks)
 
     def workers_reported(self, output: KVConnectorOutput) -> None:
-        """Note which loads have ended, and which blocks are free, on every rank."""
+        """Note what has moved, which loads have ended, and which blocks are free, on every rank."""
+        self.untransferred.hear(counters_of(output.kv_connector_stats))
         for request_id in output.finished_sending or ():
             self._pressure.release(request_id)
             self._pins.release(request_id)
@@ -490,12 +496,15 @@ class SchedulerHalf:
 
     def _refuse_unsupported(self, request: Request) -> None:
         if request.pooling_params is not None or request.prompt_token_ids is None:
-            raise InvalidParams("only prompts of tokens are transferred")
+            raise InvalidParams("only prompts of tokens are transferred", Reason.UNSUPPORTED)
         if request.prompt_embeds is not None or request.resumable:
-            raise InvalidParams("neither prompt embeddings nor streamed prompts are transferred")
+            raise InvalidParams(
+                "neither prompt embeddings nor streamed prompts are transferred", Reason.UNSUPPORTED
+            )
         if request.mm_features and not self._identifies_media:
             raise InvalidParams(
-                "media have no identifiers: prefix caching and the cache of media are off"
+                "media have no identifiers: prefix caching and the cache of media are off",
+                Reason.UNSUPPORTED,
             )
 
 

@@ -33,6 +33,10 @@ COUNTERS = {
     "p2p_spilled_bytes": ("spilled_bytes", "", "KV bytes that left vLLM's blocks under pressure."),
     "p2p_messages": ("messages_sent", "", "Control messages that were sent."),
 }
+# Metric: (label, what it is). The scheduler half counts these, no engine does.
+REQUEST_COUNTERS = {
+    "p2p_untransferred_requests": ("reason", "Requests that take part in no transfer."),
+}
 GAUGES = {
     "p2p_authenticated": ("authenticated", "", "1 if only members of the fleet are talked to."),
     "p2p_live_bytes": ("live_bytes_by_place", "place", "KV bytes that have landed or may."),
@@ -89,6 +93,12 @@ class P2pConnectorStats(KVConnectorStats):
         """Start with empty values if no data is given."""
         if not self.data:
             self.reset()
+
+    @classmethod
+    def of_untransferred(cls, counts: dict[str, int]) -> P2pConnectorStats | None:
+        """Make the scheduler half's statistics of requests by reason; None if there are none."""
+        counters = {"p2p_untransferred_requests": counts}
+        return cls(data={"counters": counters, "gauges": {}, "observed": []}) if counts else None
 
     @classmethod
     def of(
@@ -166,13 +176,14 @@ class P2pPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         make_counter, make_gauge = cast("Any", self._counter_cls), cast("Any", self._gauge_cls)
+        counted = {metric: about[1:] for metric, about in COUNTERS.items()} | REQUEST_COUNTERS
         self._counters: dict[str, Any] = {
             metric: make_counter(
                 name=f"vllm:{metric}",
                 documentation=meaning,
                 labelnames=[*labelnames, *([label] if label else [])],
             )
-            for metric, (_, label, meaning) in COUNTERS.items()
+            for metric, (label, meaning) in counted.items()
         }
         self._gauges: dict[str, Any] = {
             metric: make_gauge(
@@ -208,6 +219,16 @@ class P2pPromMetrics(KVConnectorPromMetrics):
                 for label, value in by_label.items():
                     labels = [*engine, rank, *([label] if label else [])]
                     self._gauges[metric].labels(*labels).set(value)
+
+
+def counters_of(stats: KVConnectorStats | None) -> Values:
+    """Return the counters of our workers' statistics, also if `MultiConnector` wraps them."""
+    data = stats.data if stats is not None else {}
+    for found in (stats, *data.values()):
+        if isinstance(found, P2pConnectorStats):
+            counters: Values = found.data["counters"]
+            return counters
+    return {}
 
 
 def _megabytes(nbytes: float) -> float:

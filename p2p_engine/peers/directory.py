@@ -32,6 +32,7 @@ from p2p_engine.wire.messages import (
     decode,
     encode,
     encode_heartbeat,
+    shorten,
 )
 
 logger = logging.getLogger(__name__)
@@ -144,6 +145,11 @@ class Directory(PlaneListener):
         for heartbeat in self._heartbeats:
             heartbeat.kv_bytes_per_token = _kv_bytes_per_token(self._spec)
         self._addresses = {item.rank: item.address for item in ranks}  # last: now it shows
+
+    def warn(self, text: str) -> None:
+        """Tell the proxy that something is wrong here, and what; "" ends it. From any thread."""
+        for heartbeat in self._heartbeats:
+            heartbeat.warning = shorten(text)
 
     @property
     def address(self) -> str:

@@ -160,7 +160,7 @@ class StandIn:
                 join_address(str(host), int(port)) if host and port else None,
             )
         proxy_id = parse_proxy_id(request_id)
-        if proxy_id is None:
+        if proxy_id is None or not (proxy_id.prefill and proxy_id.decode):
             return SimulatedIntent()
         if proxy_id.prefill == self._directory.address:
             return SimulatedIntent(proxy_id.transfer_id, is_sent=True, peer=proxy_id.decode)

@@ -400,6 +400,7 @@ class InstanceDouble:
         self.address = f"127.0.0.1:{kv_port}"
         self.answers: dict[str, list[int]] = {}
         self.params: dict[str, dict[str, Any] | None] = {}
+        self.stats: dict[str, dict[str, float]] = {}  # of the connector, added up
         self.finished: dict[str, RequestStatus] = {}
         self.num_preemptions = 0
         self.num_preemptions_in_flight = 0  # of requests with a step not yet accounted
@@ -512,11 +513,19 @@ class InstanceDouble:
             for table in self.scheduler.kv_cache_manager.get_block_ids(request.request_id):
                 assert report.invalid_block_ids.isdisjoint(table), request.request_id
         for outputs in self.scheduler.update_from_output(output, results).values():
+            if outputs.scheduler_stats is not None:
+                self._add_up(outputs.scheduler_stats.kv_connector_stats)
             for item in outputs.outputs:
                 self.answers[item.request_id] += item.new_token_ids
                 if item.finish_reason is not None:
                     self.params[item.request_id] = item.kv_transfer_params
                     self.finished[item.request_id] = self._requests[item.request_id].status
+
+    def _add_up(self, reported: dict[str, Any] | None) -> None:
+        for metric, by_label in (reported or {"counters": {}})["counters"].items():
+            for label, value in by_label.items():
+                counted = self.stats.setdefault(metric, {})
+                counted[label] = counted.get(label, 0) + value
 
     def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """The worker's step, its hooks in the model runner's order."""

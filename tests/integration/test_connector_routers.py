@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 from vllm.v1.request import RequestStatus
 
 from tests import marks
+from tests.doubles.clock import Clock
 from tests.doubles.instance import BLOCK_SIZE
 from tests.doubles.pair import HOST, MakePair, Pair, prompt_of
 from tests.doubles.routers import (
@@ -117,9 +118,60 @@ def test_decode_computes_what_nobody_would_send_to_it(
     pair.check_answers()
     assert pair.landed_bytes() == 0
     refused = [text for text in caplog.messages if "remote_bootstrap_addr" in text]
-    assert len(refused) == (len(LENGTHS) if issubclass(router, LlmdMooncake) else 0)
+    assert len(refused) == issubclass(router, LlmdMooncake)
     pair.run()  # until the leases of what prefill holds for nobody have ended
     pair.check_at_rest()
+
+
+# What proxies of their own tell prefill, and decode.
+OWN_PROXIES = {
+    "a counter": ("{both}_17", "{both}_17"),
+    "a dashed UUID": ("{both}_{uuid}", "{both}_{uuid}"),
+    "a client's before": ("client_req_{uuid}{both}_1", "client_req_{uuid}{both}_1"),
+    "Ray's replicas": ("{both}___prefill_replica_id_a___rid_1",) * 2,
+    "halves": ("{uuid}___decode_addr_{d}", "{uuid}___prefill_addr_{p}___"),
+}
+
+
+@pytest.mark.parametrize("legs", OWN_PROXIES.values(), ids=OWN_PROXIES)
+@pytest.mark.parametrize("form", ["cmpl-{}-0", "chatcmpl-{}", "{}_0"])
+def test_any_id_that_names_the_instances_moves_kv(
+    make_pair: MakePair, legs: tuple[str, str], form: str
+) -> None:
+    pair, prompt = make_pair(), prompt_of(100)
+    p, d = pair.p.address, pair.d.address
+    both = f"___prefill_addr_{p}___decode_addr_{d}"
+    uuid = "93923d63-113b-4b33-8973-f24d19d4bf11"
+    ids = [form.format(leg.format(both=both, uuid=uuid, p=p, d=d)) for leg in legs]
+    pair.p.add(f"{ids[0]}-0000000a", prompt, max_tokens=1)
+    pair.d.add(f"{ids[1]}-0000000b", prompt)
+    pair.expect(f"{ids[1]}-0000000b", prompt)
+    pair.run()
+    pair.check_answers(num_computed=1)
+    pair.check_at_rest()
+
+
+def test_a_pair_that_moves_no_kv_says_so(make_pair: MakePair) -> None:
+    """Its router says nothing of the other instance, until it is mended."""
+    pair, clock, told = make_pair(), Clock(), list[str]()
+    for half in (pair.p.connector._scheduler, pair.d.connector._scheduler):
+        assert half is not None
+        half.untransferred._clock, half.untransferred.tell = clock, told.append
+    for number in range(3):
+        prompt = prompt_of(100, number)
+        pair.p.add(f"cmpl-{number}-0-0000000a", prompt, max_tokens=1)
+        pair.d.add(f"cmpl-{number}-0-0000000b", prompt)
+        clock.now += 40
+    pair.run()
+    assert len(told) == 2
+    for warning in told:
+        assert warning.startswith("no KV has moved for 80 s; requests: 3 with neither")
+    assert pair.d.stats["p2p_untransferred_requests"] == {"no_id": 3}
+    for seed in (4, 5):
+        pair.ask(prompt_of(100, seed))
+        pair.run()
+        clock.now += 80
+    assert told[2:] == ["", ""]
 
 
 @pytest.mark.parametrize("kind", ["cmpl-{}-0", "generate-tokens-{}"])

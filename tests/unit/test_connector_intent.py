@@ -18,6 +18,7 @@ from p2p_engine.connector.intent import (
     ThisInstance,
     read_intent,
 )
+from p2p_engine.connector.untransferred import Reason
 from p2p_engine.wire.messages import TransferKey
 from p2p_engine.wire.request_ids import ProxyId
 
@@ -63,7 +64,6 @@ def at_rank(port: int, rank: Any, **more: Any) -> dict[str, Any]:
         ("kv_consumer", D, Intent(Direction.LOAD, KEY, P, SendMode.PUT_ASYNC)),
         ("kv_both", P, Intent(Direction.SEND, KEY, D, SendMode.PUT_ASYNC)),
         ("kv_both", D, Intent(Direction.LOAD, KEY, P, SendMode.PUT_ASYNC)),
-        ("kv_both", "10.0.1.4:1", None),
         ("kv_producer", "10.9.9.9:1", Intent(Direction.SEND, KEY, D, SendMode.PUT_ASYNC)),
     ],
 )
@@ -71,14 +71,87 @@ def at_rank(port: int, rank: Any, **more: Any) -> dict[str, Any]:
     "params", [None, {}, {"user": "x"}, prefill_params(do_remote_decode=False)]
 )
 def test_without_flags_the_proxys_id_and_the_role_decide(
-    role: str, address: str, expected: Intent | None, params: dict[str, Any] | None
+    role: str, address: str, expected: Intent, params: dict[str, Any] | None
 ) -> None:
     assert read_intent(BY_ID, params, instance(role, address)) == expected
 
 
+ADDRESSES = f"___prefill_addr_{P}___decode_addr_{D}"
+# What a proxy tells P and what it tells D.
+LEGS = {
+    "our own": (str(ProxyId(P, D, TRANSFER_ID)),) * 2,
+    "a counter": (f"{ADDRESSES}_17",) * 2,
+    "upper case": (f"{ADDRESSES}_{TRANSFER_ID.upper()}",) * 2,
+    "a client's before": (f"mine-0{ADDRESSES}_{TRANSFER_ID}",) * 2,
+    "nothing behind": (ADDRESSES,) * 2,
+    "Ray's replicas": (f"{ADDRESSES}___prefill_replica_id_a___rid_{TRANSFER_ID}",) * 2,
+    "halves": (f"x-1___decode_addr_{D}", f"x-1___prefill_addr_{P}___"),
+}
+# What vLLM makes of an id, for each prompt and each choice, before its random digits.
+FORMS = ["cmpl-{}-0", "cmpl-{}-1", "1_cmpl-{}-0", "chatcmpl-{}", "chatcmpl-{}_1", "2_chatcmpl-{}",
+         "generate-tokens-{}", "{}_0"]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("roles", [("kv_producer", "kv_consumer"), ("kv_both", "kv_both")])
+@pytest.mark.parametrize("legs", LEGS.values(), ids=LEGS)
+def test_both_legs_of_any_proxys_ids_name_one_transfer(
+    legs: tuple[str, str], roles: tuple[str, str], form: str
+) -> None:
+    sent = read_intent(f"{form.format(legs[0])}-1a2b3c4d", None, instance(roles[0], P))
+    loaded = read_intent(f"{form.format(legs[1])}-5e6f7a8b", None, instance(roles[1], D))
+    assert sent is not None
+    assert sent == Intent(Direction.SEND, sent.key, D, SendMode.PUT_ASYNC)
+    assert loaded == Intent(Direction.LOAD, sent.key, P, SendMode.PUT_ASYNC)
+
+
+@pytest.mark.parametrize("api", ["cmpl-", "chatcmpl-"])
+def test_no_two_requests_have_one_name(api: str) -> None:
+    forms = [form for form in FORMS if form.removeprefix("1_").removeprefix("2_").startswith(api)]
+    names = [form.format(leg) for leg, _ in LEGS.values() for form in forms]
+    intents = [read_intent(f"{name}-1a2b3c4d", None, instance("kv_producer")) for name in names]
+    assert len({intent.key for intent in intents if intent}) == len(LEGS) * 3
+
+
+def test_who_waits_for_a_push_need_not_know_who_sends() -> None:
+    one = f"cmpl-request-1___decode_addr_{D}___-0"
+    for prefill, decode in (("kv_producer", "kv_consumer"), ("kv_both", "kv_both")):
+        sent = read_intent(f"{one}-1a2b3c4d", None, instance(prefill, P))
+        loaded = read_intent(f"{one}-5e6f7a8b", None, instance(decode, D))
+        key = TransferKey("request-1")
+        assert sent == Intent(Direction.SEND, key, D, SendMode.PUT_ASYNC)
+        assert loaded == Intent(Direction.LOAD, key, None, SendMode.PUT_ASYNC)
+
+
+@pytest.mark.parametrize(
+    ("external_id", "role", "address", "reason"),
+    [
+        (f"{ADDRESSES}_1", "kv_both", "10.0.1.4:1", Reason.NO_ADDRESS),
+        (f"___prefill_addr_{P}___decode_addr_{P}_1", "kv_both", P, Reason.NO_ADDRESS),
+        (f"x___prefill_addr_{P}___", "kv_producer", P, Reason.NO_ADDRESS),
+        (f"x___prefill_addr_{P}___", "kv_both", P, Reason.NO_ADDRESS),
+        ("___prefill_addr_10.0.1.2___decode_addr_10.0.1.3_1", "kv_both", P, Reason.UNUSABLE_ID),
+        (f"{ADDRESSES}___decode_addr_10.9.9.9:1", "kv_producer", P, Reason.UNUSABLE_ID),
+        (f"___decode_addr_{D}", "kv_producer", P, Reason.UNUSABLE_ID),
+    ],
+)
+def test_an_id_that_looks_like_a_proxys_and_is_of_no_use_is_named(
+    external_id: str, role: str, address: str, reason: Reason
+) -> None:
+    with pytest.raises(InvalidParams, match="id") as caught:
+        read_intent(f"cmpl-{external_id}-0-1a2b3c4d", None, instance(role, address))
+    assert caught.value.reason is reason
+    assert len(str(caught.value)) < 300
+
+
+def test_decode_fetches_only_from_who_is_named() -> None:
+    half = f"cmpl-x___decode_addr_{D}___-0-1a2b3c4d"
+    with pytest.raises(InvalidParams, match="other instance") as caught:
+        read_intent(half, None, instance("kv_consumer", D, SendMode.GET))
+    assert caught.value.reason is Reason.NO_ADDRESS
+
+
 def test_an_instance_is_never_its_own_peer() -> None:
-    to_itself = f"cmpl-{ProxyId(P, P, TRANSFER_ID)}-0-1a2b3c4d"
-    assert read_intent(to_itself, None, instance("kv_both", P)) is None
     with pytest.raises(InvalidParams, match="our own"):
         read_intent(PLAIN, decode_params(transfer_id="x", **at(P)), instance())
 
@@ -86,13 +159,18 @@ def test_an_instance_is_never_its_own_peer() -> None:
 @pytest.mark.parametrize(
     "request_id",
     [
-        PLAIN,
-        "0-1a2b3c4d",
         f"cmpl-{ProxyId(P, D, TRANSFER_ID)}-{'0' * 32}-beam-0-1a2b3c4d",
-        f"resp_{ProxyId(P, D, TRANSFER_ID)}-1a2b3c4d",
+        f"embd-{ProxyId(P, D, TRANSFER_ID)}-1a2b3c4d",
         BY_ID.removesuffix("-1a2b3c4d"),
     ],
 )
+def test_requests_of_other_kinds_are_named(request_id: str) -> None:
+    with pytest.raises(InvalidParams, match="cannot be read") as caught:
+        read_intent(request_id, None, instance("kv_consumer"))
+    assert caught.value.reason is Reason.UNUSABLE_ID
+
+
+@pytest.mark.parametrize("request_id", [PLAIN, "0-1a2b3c4d"])
 def test_other_requests_are_computed_locally(request_id: str) -> None:
     assert read_intent(request_id, None, instance("kv_consumer")) is None
 

@@ -26,7 +26,10 @@ from p2p_engine.connector.layer_group import LayerGroup
 from p2p_engine.connector.metadata import P2pConnectorMetadata
 from p2p_engine.connector.scheduler import SchedulerHalf
 from p2p_engine.connector.states import num_tokens_before_last
+from p2p_engine.connector.stats import P2pConnectorStats
+from p2p_engine.connector.untransferred import QUIET_SECONDS, Untransferred
 from p2p_engine.wire.messages import TransferKey
+from tests.doubles.clock import Clock
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -431,12 +434,11 @@ def test_media_that_have_no_identifiers_are_computed_locally(
     """They are counted instead: different ones have one name, and equal ones have two."""
     counting = make_half(identifies_media=False)
     for params in (SEND, LOAD):
-        caplog.clear()
         request = make_request(params, mm_features=[_feature("renderer0-mm-1-image-0", 3)])
         counting.on_new_request(request)
         assert counting.num_loadable_tokens(request, 0) == 0
-        assert "media have no identifiers" in caplog.text
         assert finish(counting, request, RequestStatus.FINISHED_STOPPED) == (False, None)
+    assert "media have no identifiers" in caplog.text
     text = make_request(LOAD)
     counting.on_new_request(text)
     assert counting.num_loadable_tokens(text, 0) == 40
@@ -630,3 +632,90 @@ def test_a_reset_that_vllm_refuses_changes_nothing(
     assert not pool.reset_prefix_cache()
     assert not windowed.has_orders_for_idle_workers()
     assert not windowed.build_metadata(make_output()).is_reset
+
+
+# Requests whose KV does not move
+
+UNREADABLE_ID = "cmpl-___prefill_addr_10.0.1.2___decode_addr_10.0.1.3_1-0-1a2b3c4d"
+REASONS = {
+    "no_id": make_request(None),
+    "unusable_id": make_request(None, request_id=UNREADABLE_ID),
+    "no_address": make_request({**LOAD, "send_type": "GET", "remote_host": None,
+                                "remote_port": None}),
+    "invalid_params": make_request({**LOAD, "remote_port": 0}),
+    "unsupported": make_request(LOAD, resumable=True),
+    "on_purpose": make_request({"do_remote_prefill": False}),
+}  # fmt: skip
+
+
+def moved(**counters: dict[str, float]) -> KVConnectorOutput:
+    """The report of a step in which the workers have counted this."""
+    return KVConnectorOutput(kv_connector_stats=P2pConnectorStats.of(counters, {}, 0))
+
+
+def silent_half(clock: Clock, role: str = "kv_consumer") -> tuple[SchedulerHalf, list[str]]:
+    """A scheduler half, and what it has told the router."""
+    made, told = make_half(), list[str]()
+    made.untransferred = Untransferred(role, clock)
+    made.untransferred.tell = told.append
+    return made, told
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_if_no_kv_moves_for_a_minute_one_warning_says_why(
+    reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    silent, told = silent_half(clock)
+    for clock.now in (0.0, QUIET_SECONDS - 1, QUIET_SECONDS + 1, QUIET_SECONDS + 2):
+        silent.on_new_request(REASONS[reason])
+    (line,) = (text for text in caplog.messages if "no KV has moved for 61 s" in text)
+    assert told == [line]
+    assert silent.untransferred.take_counts() == {reason: 4}
+    assert silent.untransferred.take_counts() == {}
+
+
+def test_what_moves_ends_the_silence(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock(0.0)
+    silent, told = silent_half(clock)
+    for metric in ("p2p_sent_bytes", "p2p_landed_bytes"):
+        silent.on_new_request(REASONS["no_id"])
+        clock.now += QUIET_SECONDS - 1
+        silent.workers_reported(moved(**{metric: {"": 1.0}}))
+        clock.now += 2
+        silent.on_new_request(REASONS["no_id"])
+        assert not caplog.messages
+        silent.workers_reported(moved(**{metric: {"": 1.0}}))
+    silent.on_new_request(REASONS["no_id"])
+    clock.now += QUIET_SECONDS
+    silent.on_new_request(REASONS["no_id"])
+    silent.workers_reported(moved(p2p_sent_bytes={"": 1}))
+    assert [bool(text) for text in told] == [True, False]
+
+
+def test_failed_transfers_are_a_reason(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock(0.0)
+    silent, _ = silent_half(clock, "kv_both")
+    failed = moved(
+        p2p_transfers={"received PeerRefused": 3, "sent ok": 1}, p2p_expired_leases={"": 2}
+    )
+    silent.workers_reported(failed)
+    clock.now = QUIET_SECONDS
+    silent.workers_reported(failed)
+    (line,) = caplog.messages
+    assert "6 transfers received PeerRefused, 4 whose KV nobody asked for" in line
+
+
+def test_an_instance_of_both_roles_may_be_asked_by_anybody() -> None:
+    both, _ = silent_half(Clock(), "kv_both")
+    both.on_new_request(REASONS["no_id"])
+    assert both.untransferred.take_counts() == {}
+
+
+def test_what_is_of_no_use_is_logged_once_for_each_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    silent, _ = silent_half(Clock())
+    for reason in ("unusable_id", "invalid_params") * 3:
+        silent.on_new_request(REASONS[reason])
+    assert len(caplog.messages) == 2

@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.registry import REGISTRY
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from p2p_engine import TransferKey
 from p2p_engine.config import EngineConfig
@@ -23,6 +24,7 @@ from p2p_engine.connector.stats import (
     HISTOGRAMS,
     P2pConnectorStats,
     StatsReporter,
+    counters_of,
 )
 from p2p_engine.engine import P2pNcclEngine
 from p2p_engine.memory.layout import TensorSink
@@ -120,6 +122,27 @@ def test_prometheus_has_each_value_under_its_labels(metrics: Any) -> None:
     assert value("p2p_transfers_total", outcome="sent ok") == 6
     assert [value("p2p_live_bytes", rank=rank, place="buffer") for rank in "01"] == [0, 1]
     assert value("p2p_links", rank="0") == 1
+
+
+def test_prometheus_has_requests_by_reason(metrics: Any) -> None:
+    """vLLM adds the scheduler half's statistics to those of the workers."""
+    of_workers = report(StatsReporter(0), live=7)
+    assert P2pConnectorStats.of_untransferred({}) is None
+    counted = P2pConnectorStats.of_untransferred({"no_id": 3})
+    assert counted is not None
+    assert not counted.is_empty()
+    metrics.observe(of_workers.aggregate(counted).data, 0)
+    labels = {"model_name": "m", "engine": "0", "reason": "no_id"}
+    name = "vllm:p2p_untransferred_requests_total"
+    assert REGISTRY.get_sample_value(name, labels) == 3
+    assert of_workers.data["gauges"]["0"]["p2p_live_bytes"] == {"buffer": 7}
+
+
+def test_the_workers_counters_are_found_within_others() -> None:
+    made = report(StatsReporter(0), sent=5)
+    within = KVConnectorStats(data={"OtherConnector": KVConnectorStats(), "Ours": made})
+    assert counters_of(made) == counters_of(within) == {"p2p_sent_bytes": {"": 5}}
+    assert counters_of(None) == counters_of(KVConnectorStats(data={"bytes": 1})) == {}
 
 
 def test_prometheus_has_histograms_by_mode_and_transport(metrics: Any) -> None:

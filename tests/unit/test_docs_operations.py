@@ -131,10 +131,10 @@ def test_each_alert_is_told_with_what_it_means_and_what_to_do() -> None:
 def metrics_of_an_instance() -> set[str]:
     """As vLLM shows them: a counter's name gets an ending."""
     pytest.importorskip("vllm")
-    from p2p_engine.connector.stats import COUNTERS, GAUGES, HISTOGRAMS
+    from p2p_engine.connector.stats import COUNTERS, GAUGES, HISTOGRAMS, REQUEST_COUNTERS
 
     plain = {f"vllm:{name}" for name in (*GAUGES, *HISTOGRAMS)}
-    return {f"vllm:{name}_total" for name in COUNTERS} | plain
+    return {f"vllm:{name}_total" for name in (*COUNTERS, *REQUEST_COUNTERS)} | plain
 
 
 def metrics_of_the_proxy() -> set[str]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from p2p_engine.wire.request_ids import (
     EngineId,
     ProxyId,
+    looks_like_proxy_id,
     new_transfer_id,
     parse_engine_id,
     parse_proxy_id,
@@ -79,10 +80,16 @@ def test_other_request_ids_are_not_parsed(request_id: str) -> None:
 
 def test_beam_search_derives_no_proxy_id() -> None:
     """Each beam has a prompt of its own; its id must not lead to the parent's KV."""
-    beam = f"cmpl-{PROXY_ID}-{new_transfer_id()}-beam-0-1a2b3c4d"
-    engine_id = parse_engine_id(beam, is_randomized=True)
-    assert engine_id is not None
-    assert parse_proxy_id(engine_id.external_id) is None
+    for kind in ("cmpl", "chatcmpl"):
+        beam = f"{kind}-{PROXY_ID}-{new_transfer_id()}-beam-0-1a2b3c4d"
+        assert parse_engine_id(beam, is_randomized=True) is None
+
+
+def test_the_turns_of_a_response_differ() -> None:
+    """vLLM makes no prefix for them, and counts a response's calls of tools."""
+    turns = [f"{PROXY_ID}_{turn}-1a2b3c4d" for turn in (0, 1)]
+    parsed = [parse_engine_id(turn, is_randomized=True) for turn in turns]
+    assert parsed == [EngineId(f"{PROXY_ID}_0"), EngineId(f"{PROXY_ID}_1")]
 
 
 @pytest.mark.parametrize(
@@ -106,28 +113,73 @@ def test_the_documented_id_parses() -> None:
     assert parse_proxy_id(engine_id.external_id) == PROXY_ID
 
 
+ADDRESSES = "___prefill_addr_10.0.1.2:21001___decode_addr_10.0.1.3:22001"
+# Around the addresses, what proxies in use write.
+PROXIES = {
+    "a counter": f"{ADDRESSES}_17",
+    "16 digits": f"{ADDRESSES}_{TRANSFER_ID[:16]}",
+    "a dashed UUID": f"{ADDRESSES}_93923d63-113b-4b33-8973-f24d19d4bf11",
+    "upper case": f"{ADDRESSES}_{TRANSFER_ID.upper()}",
+    "a line end": f"{ADDRESSES}_{TRANSFER_ID}x",
+    "by hand": f"{ADDRESSES}_bug1craft001",
+    "nothing": ADDRESSES,
+    "another port": f"{ADDRESSES}_user:99_{TRANSFER_ID}",
+    "a client's": f"client_req_abc{ADDRESSES}_{TRANSFER_ID}",
+    "before": f"req17{ADDRESSES}___",
+    "Ray": f"{ADDRESSES}___prefill_replica_id_r1___decode_replica_id_r2___rid_17",
+    "the other order": "___decode_addr_10.0.1.3:22001___prefill_addr_10.0.1.2:21001_17",
+    "sizes between": (
+        f"___prefill_addr_10.0.1.2:21001_tp_8___decode_addr_10.0.1.3:22001_tp_4_{TRANSFER_ID}"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", PROXIES.values(), ids=PROXIES)
+def test_the_whole_id_names_the_transfer(text: str) -> None:
+    assert parse_proxy_id(text) == ProxyId("10.0.1.2:21001", "10.0.1.3:22001", text)
+
+
+@pytest.mark.parametrize("before", ["17", "chatcmpl-x", "a___b"])
+@pytest.mark.parametrize("tail", ["", "_tag"])
+def test_what_both_legs_have_of_half_an_id_names_the_transfer(before: str, tail: str) -> None:
+    """Each leg names the other instance. The old connector asked for `___` behind P's."""
+    name = before + tail.strip("_")
+    to_prefill = f"{before}___decode_addr_10.0.1.3:22001{tail}"
+    to_decode = f"{before}___prefill_addr_10.0.1.2:21001___{tail.strip('_')}"
+    assert parse_proxy_id(to_prefill) == ProxyId("", "10.0.1.3:22001", name)
+    assert parse_proxy_id(to_decode) == ProxyId("10.0.1.2:21001", "", name)
+
+
+@pytest.mark.parametrize("before", ["x" * 500, "a\nb", "\ud800", "é"])
+def test_a_name_that_a_message_cannot_carry_is_digested(before: str) -> None:
+    texts = [f"{before}{ADDRESSES}_{tail}" for tail in (1, 1, 2)]
+    names = [parsed.transfer_id for text in texts if (parsed := parse_proxy_id(text))]
+    assert names[0] == names[1] != names[2]
+    assert all(len(name) == 32 and name.isalnum() for name in names)
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        TRANSFER_ID,
-        f"x{PROXY_ID}",
-        f"{PROXY_ID}x",
-        f"{PROXY_ID}\n",
-        f"___prefill_addr_10.0.1.2:0___decode_addr_10.0.1.3:22001_{TRANSFER_ID}",
-        f"___prefill_addr_10.0.1.2:21001___decode_addr_10.0.1.3:65536_{TRANSFER_ID}",
-        f"___prefill_addr_10.0.1.2:21001___decode_addr_10.0.1.3:22001_{TRANSFER_ID[:-1]}",
-        f"___prefill_addr_10.0.1.2:21001___decode_addr_10.0.1.3:22001_{TRANSFER_ID.upper()}",
-        f"___prefill_addr_10.0.1.2___decode_addr_10.0.1.3:22001_{TRANSFER_ID}",
-        f"___prefill_addr_:21001___decode_addr_10.0.1.3:22001_{TRANSFER_ID}",
-        f"___prefill_addr_a___b:1___decode_addr_10.0.1.3:22001_{TRANSFER_ID}",
-        f"___prefill_addr_::1:21001___decode_addr_10.0.1.3:22001_{TRANSFER_ID}",
-        f"___decode_addr_10.0.1.3:22001___prefill_addr_10.0.1.2:21001_{TRANSFER_ID}",
-        f"___prefill_addr_10.0.1.2:21001___decode_addr_10.0.1.3:22001_user:99_{TRANSFER_ID}",
+        f"___prefill_addr_10.0.1.2___decode_addr_10.0.1.3_{TRANSFER_ID}",
+        f"___prefill_addr_10.0.1.2:0___decode_addr_10.0.1.3:65536_{TRANSFER_ID}",
+        f"___prefill_addr_:21001_{TRANSFER_ID}",
+        f"___prefill_addr_::1:21001_{TRANSFER_ID}",
+        f"___prefill_addr_0___decode_addr_1_{TRANSFER_ID}",
+        f"___prefill_addr_host:10.0.1.2,handshake:6301,notify:61005_{TRANSFER_ID}",
+        f"{PROXY_ID}___decode_addr_10.0.1.4:22001",
+        "___decode_addr_10.0.1.3:22001",
     ],
 )
-def test_what_is_almost_a_proxy_id_is_none(text: str) -> None:
+def test_what_is_almost_a_proxy_id_is_none_and_looks_like_it(text: str) -> None:
     assert parse_proxy_id(text) is None
+    assert looks_like_proxy_id(text)
+
+
+@pytest.mark.parametrize("text", ["", TRANSFER_ID, "prefill_addr_10.0.1.2:21001"])
+def test_other_ids_do_not_look_like_a_proxys(text: str) -> None:
+    assert parse_proxy_id(text) is None
+    assert not looks_like_proxy_id(text)
 
 
 @settings(deadline=None)
