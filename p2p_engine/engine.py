@@ -418,11 +418,12 @@ class P2pNcclEngine:
         with self._open():
             self._parts.renewals.drop((key, binding))
 
-    def step_began(self) -> None:
+    def step_began(self, *, has_work: bool = True) -> None:
         """Say that the caller begins a step, in which it cannot call `keep`. If the step takes
         longer than a quarter of a lease, nothing ends with its lease, here or at a linked peer (for
-        at most max_renewal_seconds here and five leases there). Costs nothing; never blocks."""
-        self._parts.renewals.step_began()
+        at most max_renewal_seconds here and five leases there). From the end of a step until the
+        next one that `has_work`, no peer is asked to keep anything. Costs nothing; never blocks."""
+        self._parts.renewals.step_began(has_work=has_work)
 
     def step_ended(self) -> None:
         """Say that the caller's step is over; idempotent. Costs nothing; never blocks."""

@@ -8,7 +8,10 @@ that never calls `drop` cannot pin memory for ever.
 
 While a step of the caller takes longer than such a quarter, requests that come meanwhile wait where
 no caller sees them. So everything is kept here, and every linked peer is told RENEW without names.
-The engine's lock guards everything here.
+
+A caller whose steps have no work is paused, or stands. No peer is told anything then: two callers
+that wait for what both hold for each other would wait for ever. The engine's lock guards everything
+here.
 """
 
 from __future__ import annotations
@@ -79,16 +82,20 @@ class Renewals(LinkListener):
         self._unplanned: dict[InstanceAddress, set[ContentKey]] = {}  # no answer yet
         self._look_at = math.inf  # the next time that a tick has work
         self._step_began_at = math.inf
+        self._works_until = math.inf  # a caller that tells of no steps always works
         self._step_told_at = -math.inf
         self._keeps_all_until = -math.inf
 
-    def step_began(self) -> None:
+    def step_began(self, *, has_work: bool) -> None:
         """Note that the caller begins a step; any thread, without the lock."""
         self._step_began_at = self._clock()
+        if has_work:
+            self._works_until = math.inf
 
     def step_ended(self) -> None:
         """Note that the caller's step is over; any thread, without the lock."""
         self._step_began_at = math.inf
+        self._works_until = min(self._works_until, self._clock() + self._gap_seconds)
 
     def keep(self, content: ContentKey, peer: PeerAddress | InstanceAddress | None) -> None:
         """Keep a content alive until `drop`: here and, if `peer` is known, there.
@@ -179,10 +186,11 @@ class Renewals(LinkListener):
         for instance, contents in unplanned.items():
             for still in filter(None, map(self._expectations.kept, contents)):
                 self._ask(instance, still)
-        for peer, duty in list(self._duties.items()):
+        is_working = now < self._works_until
+        for peer, duty in list(self._duties.items()) if is_working else ():
             if now >= duty.due_at or duty.fresh:
                 self._tell(peer, duty, now)
-        self._look_at = self._next_look(now)
+        self._look_at = self._next_look(now, is_working=is_working)
 
     def _look_at_step(self, now: float) -> None:
         """Keep everything, here and at all linked peers, while a step takes long, and for a round
@@ -211,8 +219,14 @@ class Renewals(LinkListener):
             lease = min(lease, max(link.lease, self._config.retry_seconds))
         return lease / ROUNDS_IN_A_LEASE
 
-    def _next_look(self, now: float) -> float:
-        times = [duty.due_at for duty in self._duties.values()]
+    @property
+    def _gap_seconds(self) -> float:
+        """How long a caller that works may be between two steps."""
+        return min(self._config.retry_seconds, self._interval())
+
+    def _next_look(self, now: float, *, is_working: bool) -> float:
+        times = [duty.due_at for duty in self._duties.values()] if is_working else []
+        times += [now + self._gap_seconds] * bool(self._duties and not is_working)
         times += [self._end_of(kept) for kept in islice(self._expectations.all_kept(), 1)]
         times += [now + self._interval()] * bool(self._unplanned)
         return min(times, default=math.inf)

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests import marks
-from tests.doubles.instance import BLOCK_SIZE
+from tests.doubles.instance import BLOCK_SIZE, InstanceDouble
 from tests.doubles.pair import SEND_TYPES, MakePair, Pair, prompt_of
 from tests.support import eventually
 
@@ -241,19 +241,87 @@ def test_a_prompt_that_is_sent_again_and_aborted_arrives_as_it_came_first(
     pair.check_at_rest()
 
 
-def test_requests_that_come_while_vllm_is_paused_are_kept(make_pair: MakePair) -> None:
+def pause(instance: InstanceDouble, mode: str) -> None:
+    """Pause vLLM as its engine core does: "wait" lets what runs go on, "keep" does not."""
     from vllm.v1.core.sched.interface import PauseState
 
-    pair = make_pair(send_type="GET", lease_seconds=LEASE_SECONDS)
+    state = {"wait": PauseState.PAUSED_NEW, "keep": PauseState.PAUSED_ALL}[mode]
+    instance.scheduler.set_pause_state(state)
+
+
+def resume(instance: InstanceDouble) -> None:
+    """End the pause."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    instance.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+
+def test_what_lands_while_vllm_is_paused_is_kept(make_pair: MakePair) -> None:
+    pair = make_pair(send_type="PUT_ASYNC", lease_seconds=LEASE_SECONDS)
     if not hasattr(pair.d.connector, "has_pending_push_work"):
         pytest.skip("this release does not ask the connector whether to step")
-    pair.d.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    pause(pair.d, "keep")
     queue(pair)
     pair.run(until=lambda: pair.d.is_idle)
     wait_behind(pair)
-    pair.d.scheduler.set_pause_state(PauseState.UNPAUSED)
+    resume(pair.d)
     pair.run()
     pair.check_answers(num_computed=1)
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("mode", ["wait", "keep"])
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_what_queues_on_a_paused_decode_holds_up_no_pause_of_prefill(
+    make_pair: MakePair, send_type: str, policy: str, mode: str
+) -> None:
+    """P holds it, or D has no room for it. After the pause it ends at once, with an answer or by
+    name."""
+    room = {} if send_type == "GET" else {"kv_buffer_size": 0, "mem_pool_size_gb": 0}
+    pair = make_pair(
+        send_type=send_type,
+        policy=policy,
+        lease_seconds=LEASE_SECONDS,
+        transfer_timeout_seconds=LEASE_SECONDS,
+        decode={"max_num_seqs": NUM_SLOTS, **room},
+    )
+    occupy(pair)
+    names = queue(pair)
+    pause(pair.d, mode)
+    free_the_slots(pair)
+    pause(pair.p, mode)
+    pair.run(until=lambda: pair.p.is_idle, timeout=10 * LEASE_SECONDS)
+    resume(pair.p)
+    resume(pair.d)
+    pair.run(timeout=LEASE_SECONDS)
+    assert {pair.d.finished[name].name for name in names} == {
+        "FINISHED_ERROR" if policy == "fail" else "FINISHED_LENGTH_CAPPED"
+    }
+    pair.check_finished()
+    pair.check_at_rest()
+
+
+def test_two_that_wait_for_each_other_end_their_pauses(make_pair: MakePair) -> None:
+    """Each steps for what it holds for the other, and has work that it does not begin."""
+    pair = make_pair(
+        send_type="GET",
+        policy="recompute",
+        lease_seconds=LEASE_SECONDS,
+        prefill_role="kv_both",
+        decode_role="kv_both",
+    )
+    for seed in range(NUM_QUEUED):
+        pair.ask(prompt_of(4 * BLOCK_SIZE, seed), swapped=bool(seed % 2), order="prefill first")
+    pair.run(until=lambda: set(pair.prefill_ids) <= {*pair.p.finished, *pair.d.finished})
+    pause(pair.p, "keep")
+    pause(pair.d, "keep")
+    pair.ask_waiting()
+    pair.run(timeout=10 * LEASE_SECONDS)
+    resume(pair.p)
+    resume(pair.d)
+    pair.run()
+    pair.check_answers()
     pair.check_at_rest()
 
 

@@ -89,9 +89,10 @@ class EngineDouble:
     waits: list[float] = field(default_factory=list)
     on_wait: Callable[[], None] = lambda: None
     is_in_step: bool = False
+    has_work: bool = False  # the step
 
-    def step_began(self) -> None:
-        self.is_in_step = True
+    def step_began(self, *, has_work: bool) -> None:
+        self.is_in_step, self.has_work = True, has_work
 
     def step_ended(self) -> None:
         self.is_in_step = False
@@ -272,6 +273,22 @@ def test_the_engine_knows_how_long_a_step_takes(engine: EngineDouble, worker: Wo
     assert engine.is_in_step
     worker.take_results()
     assert not engine.is_in_step
+
+
+def test_the_engine_knows_which_steps_have_work(engine: EngineDouble, worker: WorkerHalf) -> None:
+    """They compute, or vLLM waits for a load: a paused vLLM makes other steps only."""
+
+    def has_work(**orders: Any) -> bool:
+        run(worker, **orders)
+        return engine.has_work
+
+    assert not has_work()
+    assert has_work(computes=True)
+    assert has_work(loads=[load()])
+    assert has_work(unwanted=[party("queued")])
+    end(engine.received["t-r"][1])
+    worker.take_results()
+    assert not has_work(unwanted=[party("queued")])
 
 
 def test_put_waits_and_gives_up_at_its_deadline(

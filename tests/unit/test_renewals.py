@@ -50,6 +50,9 @@ class LinksDouble:
         assert isinstance(message, Renew)
         self.said.append((link.target, message.contents))
 
+    def all_ready(self) -> list[Link]:
+        return []
+
     def take(self) -> list[list[ContentKey]]:
         """What was said since the last time."""
         said, self.said = self.said, []
@@ -134,6 +137,35 @@ def test_what_is_kept_no_longer_is_told_of_however_that_ends(world: RenewalsWorl
     world.renewals.keep(content(2), PEER)
     world.advance(101)
     assert world.discarded == [content(1), content(2)]
+
+
+def test_who_has_no_work_asks_for_nothing(world: RenewalsWorld) -> None:
+    """A paused vLLM still steps, because requests come and go, or because it holds something."""
+    world.renewals.keep(content(1), PEER)
+    world.advance(1)
+    for _ in range(50):
+        world.renewals.step_began(has_work=False)
+        world.renewals.keep(content(2), PEER)
+        world.renewals.step_ended()
+        world.advance(1)
+    assert world.links.take() == []
+    world.renewals.step_began(has_work=True)
+    assert world.advance(1) == [[content(1), content(2)]]
+    assert len(world.advance(50)) == 25  # however long that step takes
+    world.renewals.step_ended()
+    world.advance(1)
+    assert world.advance(50) == []
+
+
+def test_who_works_may_be_between_two_steps(world: RenewalsWorld) -> None:
+    world.renewals.keep(content(1), PEER)
+    world.advance(0.125)
+    said = []
+    for _ in range(16):
+        world.renewals.step_began(has_work=True)
+        world.renewals.step_ended()
+        said += world.advance(0.5)
+    assert said == [[content(1)]] * 4
 
 
 def test_what_has_no_peer_is_kept_here(world: RenewalsWorld) -> None:
