@@ -372,6 +372,9 @@ class P2pNcclEngine:
         A named peer is told, so that it can free what it holds now, and takes what is asked for
         later for another attempt. A kept key is left as it is, for the next receive, until `drop`.
 
+        Without a binding, all that comes under the key is refused, and freed at the peer, unless
+        some of it is kept.
+
         Raises:
             EngineClosed: the engine is closed.
             LocalProtocolError: key or binding are more than a message can carry.
@@ -379,6 +382,8 @@ class P2pNcclEngine:
         """
         check_fits(Want(0, 0, key, binding))
         with self._open():
+            if not binding and self._parts.expectations.is_kept_otherwise(key):
+                return
             if not self._parts.store.leave((key, binding), is_pulled=pull):
                 self._parts.store.discard((key, binding), reason or "not wanted here")
             if peer is not None:

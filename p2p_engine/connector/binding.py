@@ -17,14 +17,18 @@ if TYPE_CHECKING:
 DIGEST_BYTES = 16
 
 
-def binding_of(request: Request, model: str, *, is_salted: bool = True) -> bytes:
-    """Digest the prompt's tokens, the LoRA adapter, the media and the cache salt.
+def binding_of(
+    request: Request, model: str, num_tokens: int | None = None, *, is_salted: bool = True
+) -> bytes:
+    """Digest the prompt's tokens, the LoRA adapter, the media and the cache salt; of the prompt
+    that its first `num_tokens` are, if any are given.
 
     If not `is_salted`, the salt is left out: this is the binding of KV that was computed behind
     none.
     """
-    digest = _context(request, model, is_salted=is_salted)
-    digest.update(array("q", request.prompt_token_ids or ()).tobytes())
+    tokens = (request.prompt_token_ids or ())[:num_tokens]
+    digest = _context(request, model, len(tokens), is_salted=is_salted)
+    digest.update(array("q", tokens).tobytes())
     return digest.digest()
 
 
@@ -33,20 +37,21 @@ def bindings_at(
 ) -> dict[int, bytes]:
     """Return the bindings of prompts that are the first tokens of this request, its answer
     included, by their lengths, in order. The request has no media."""
-    digest, done, found = _context(request, model, is_salted=is_salted), 0, {}
+    digest, done, found = _context(request, model, 0, is_salted=is_salted), 0, {}
     for end in sorted(ends):
         digest.update(array("q", request.all_token_ids[done:end]).tobytes())
         found[end], done = digest.digest(), end
     return found
 
 
-def _context(request: Request, model: str, *, is_salted: bool) -> hashlib.blake2b:
+def _context(request: Request, model: str, num_tokens: int, *, is_salted: bool) -> hashlib.blake2b:
     # With its path, as in vLLM's own prefix cache: a name may be given to other weights.
     adapter = request.lora_request
     lora = None if adapter is None else (adapter.lora_name, adapter.lora_path)
     media = [
         (item.identifier, item.mm_position.offset, item.mm_position.length)
         for item in request.mm_features
+        if item.mm_position.offset < num_tokens
     ]
     context = (model, lora, request.cache_salt if is_salted else None, media)
     return hashlib.blake2b(repr(context).encode(), digest_size=DIGEST_BYTES)

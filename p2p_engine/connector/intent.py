@@ -32,6 +32,7 @@ MAX_TRANSFER_ID_LENGTH = 256
 # What prefill is told: of how many of the prompt's first tokens decode should have the KV. What it
 # answers: of how many it holds the KV, which is not pushed.
 HAS_TOKENS, HELD_TOKENS = "remote_has_tokens", "remote_held_tokens"
+NUM_TOKENS = "remote_num_tokens"  # what it answers: of how many it gives the KV
 MAX_TOKENS = 1 << 32
 # What prefill answers of its own request: it was for one choice; it had no cache salt.
 ONLY_CHOICE, UNSALTED = "is_only_choice", "is_unsalted"
@@ -95,6 +96,7 @@ class Intent:
     stashes: Stashes = Stashes.NO
     # Of so many of its first tokens: sent, the peer should have the KV; loaded, the peer holds it.
     held_tokens: int = 0
+    num_tokens: int = 0  # loaded: of so many the peer gives the KV, by its answer; 0: nobody says
 
 
 def read_intent(
@@ -178,10 +180,11 @@ def _flagged_intent(
         held_tokens = _num_tokens(params, HAS_TOKENS, key) if is_pushed else 0
         return Intent(direction, key, peer, send_type, earlier=earlier, held_tokens=held_tokens)
     is_salted, stashes = not _flag(params, UNSALTED), _stashes(params)
-    held_tokens = _num_tokens(params, HELD_TOKENS, key)
+    held_tokens, num_tokens = (_num_tokens(params, name, key) for name in (HELD_TOKENS, NUM_TOKENS))
     return Intent(
-        direction, key, peer, send_type, is_salted, stashes=stashes, held_tokens=held_tokens
-    )
+        direction, key, peer, send_type, is_salted,
+        stashes=stashes, held_tokens=held_tokens, num_tokens=num_tokens,
+    )  # fmt: skip
 
 
 def stash_key(key: TransferKey) -> TransferKey:

@@ -23,7 +23,9 @@ class Party:
     """One request's part in a transfer: its name, its content and its peer.
 
     `peer` is the other instance's address; None if a producer was not told it. `held_tokens` end
-    with a block, on the side that sends.
+    with a block, on the side that sends. Without a binding, nothing that comes under the name is of
+    use: vLLM's front end has refused the request, and passes on nothing of its prompt, or prefill's
+    prompt was longer.
     """
 
     request_id: str
@@ -31,9 +33,14 @@ class Party:
     peer: str | None
     binding: bytes
     send_type: SendMode
-    num_tokens: int  # of the prompt
+    num_tokens: int  # whose KV is sent
     held_tokens: int = 0  # of its first ones the KV is pushed only if it is asked for
     is_recalled: bool = False  # its peer has said that it has stashed it
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether nothing that comes under the name is of use."""
+        return not self.binding
 
     @property
     def content(self) -> ContentKey:

@@ -21,6 +21,7 @@ from p2p_engine.connector.binding import binding_of
 from p2p_engine.connector.earlier_turns import EarlierTurns
 from p2p_engine.connector.intent import (
     HELD_TOKENS,
+    NUM_TOKENS,
     ONLY_CHOICE,
     UNSALTED,
     Direction,
@@ -64,6 +65,7 @@ GIVEN_UP = (
     RequestStatus.FINISHED_IGNORED,
     RequestStatus.FINISHED_ERROR,
 )
+MAX_USED = 1 << 16
 
 
 @dataclass
@@ -127,6 +129,8 @@ class SchedulerHalf:
         self._sent: Counter[ContentKey] = Counter()  # by how many of them
         self._loading: dict[str, _Loading] = {}
         self._wanted = Wanted()
+        # What the names of transfers were for that have ended: content, and length of the prompt.
+        self._used: dict[TransferKey, tuple[bytes, int]] = {}
         self._next = P2pConnectorMetadata()
         # Requests that want blocks, and how many: in this step; and behind a load that is over.
         self._asked: dict[str, int] = {}
@@ -170,21 +174,10 @@ class SchedulerHalf:
         except InvalidParams as error:
             self.untransferred.refuse(request_id, error.reason, named(error))
             return
-        binding = binding_of(request, self._model, is_salted=intent.is_salted)
-        party = Party(
-            request_id,
-            intent.key,
-            intent.peer,
-            binding,
-            intent.send_type,
-            num_tokens_before_last(request) if self._has_state else request.num_prompt_tokens,
-            self._held_tokens(request, intent),
-        )
+        party = self._party(request, intent)
         note_stage(party.key, f"request to {intent.direction.value} arrives")
         if intent.direction is Direction.LOAD:
-            num_tokens = self._num_loaded(request.num_prompt_tokens)
-            if self._has_state and party.num_tokens == request.num_prompt_tokens:
-                num_tokens = 0  # the state has read the last token
+            num_tokens = self._num_loaded_of(request, party)
             self._loading[request_id] = _Loading(party, num_tokens, intent)
             self._wanted.add(party)  # vLLM may not ask for it before a slot is free
         else:
@@ -193,6 +186,43 @@ class SchedulerHalf:
             if self._has_state:
                 end_before_last_token(request)
             self._turns.recall(request, intent.earlier)
+
+    def _party(self, request: Request, intent: Intent) -> Party:
+        """Return the request's part in the transfer. If prefill has answered that its prompt was
+        shorter, that one is loaded: this one may go on with it."""
+        num_tokens = request.num_prompt_tokens
+        # Of a prompt with states, prefill gives all but the last token.
+        num_shared = intent.num_tokens + self._has_state if intent.num_tokens else num_tokens
+        is_refused = _is_refused(request) or intent.num_tokens > num_tokens
+        if num_shared < num_tokens:
+            num_tokens = intent.num_tokens
+        elif self._has_state:
+            num_tokens = num_tokens_before_last(request)
+        binding = binding_of(request, self._model, num_shared, is_salted=intent.is_salted)
+        return Party(
+            request.request_id,
+            intent.key,
+            intent.peer,
+            b"" if is_refused else binding,
+            intent.send_type,
+            num_tokens,
+            self._held_tokens(request, intent),
+        )
+
+    def _num_loaded_of(self, request: Request, party: Party) -> int:
+        """How many tokens of a prompt are loaded. vLLM makes several requests of one, such as those
+        behind calls of built-in tools, and all have its parameters: only the first is prefill's."""
+        used = self._used.get(party.key)
+        is_whole = self._has_state and party.num_tokens == request.num_prompt_tokens
+        if used not in (None, (party.binding, request.num_prompt_tokens)):
+            reason = "its name was another prompt's, which has ended"
+        elif party.is_refused:
+            reason = "prefill's prompt was longer"
+        else:  # whole: the state has read the last token
+            return 0 if is_whole else self._num_loaded(party.num_tokens + self._has_state)
+        if not _is_refused(request):
+            logger.warning("computed locally: request=%s reason=%s", request.request_id, reason)
+        return 0
 
     def _held_tokens(self, request: Request, intent: Intent) -> int:
         """Of how many of a request's first tokens the KV is not pushed: whole blocks in all groups,
@@ -253,6 +283,7 @@ class SchedulerHalf:
         self._loaded.pop(request.request_id, None)
         if loading is not None:
             self._end_load(loading)
+            self._note_used(request, loading)
         self._turns.forget(request.request_id)
         sending = self._sending.pop(request.request_id, None)
         if sending is None:
@@ -293,6 +324,15 @@ class SchedulerHalf:
         turned = {"do_remote_prefill": False, "do_remote_decode": True, "transfer_id": None}
         return True, self._answer(request, party, block_ids) | turned
 
+    def _note_used(self, request: Request, loading: _Loading) -> None:
+        party = loading.party
+        if loading.intent is None or not (loading.is_decided or party.is_refused):
+            return
+        self._used.pop(party.key, None)
+        self._used[party.key] = party.binding, request.num_prompt_tokens
+        if len(self._used) > MAX_USED:
+            del self._used[next(iter(self._used))]
+
     def _end_load(self, loading: _Loading) -> None:
         if loading.is_open:
             self._next.cancelled_loads.append(loading.party.request_id)
@@ -319,7 +359,7 @@ class SchedulerHalf:
             "remote_notify_port": int(port),
             "remote_request_id": party.key.transfer_id,
             "remote_block_ids": [list(group) for group in block_ids],
-            "remote_num_tokens": party.num_tokens,
+            NUM_TOKENS: party.num_tokens,
             "remote_blocks_expiry_time": None,  # decode renews them
             "remote_registration_generation": 0,
             "remote_engine_id": self._instance.address,
@@ -517,6 +557,11 @@ def _wanted(
     while group.window and first < len(wanted) and wanted[first] == NULL_BLOCK:
         first += 1
     return BlockRange(first, wanted[first:])
+
+
+def _is_refused(request: Request) -> bool:
+    """Whether vLLM's front end has refused it, and only wants the connector to know (0.32)."""
+    return bool(getattr(request, "abort_immediately", False))
 
 
 def _int64s(block_ids: Sequence[int]) -> Int64s:

@@ -154,6 +154,10 @@ class Expectations:
         """Whether a content is kept; with an empty binding, whether any content of its key is."""
         return content in self._kept or (not content[1] and content[0] in self._keys)
 
+    def is_kept_otherwise(self, key: TransferKey) -> bool:
+        """Whether contents of a key are kept, but not the one without a binding."""
+        return key in self._keys and (key, b"") not in self._kept
+
     def outlives_lease(self, content: ContentKey) -> bool:
         """Whether what has landed of a content stays after its lease."""
         return self.keeps_all or self.is_kept(content)

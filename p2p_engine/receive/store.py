@@ -772,8 +772,11 @@ class Store(SessionListener):
                 self._stop_receive(receive, receive.hopeless)
 
     def _drop(self, content: ContentKey, epoch: int = 0) -> None:
-        """Free the unclaimed landings of a content, of one sender or (0) of all."""
-        for landing in self._ledger.of_content(content):
+        """Free the unclaimed landings of a content, or without a binding of its key, of one sender
+        or (0) of all."""
+        key, binding = content
+        coming = self._ledger.of_content(content) if binding else self._ledger.of_key(key)
+        for landing in coming:
             if epoch not in (0, landing.id[0]):
                 continue
             if landing.orphaned:

@@ -449,7 +449,15 @@ class Holds(SessionListener):
     def on_release(
         self, content: ContentKey, peer: PeerAddress, spec: CacheSpec | None, *, epoch: int = 0
     ) -> None:
-        """Note that a rank of the peer wants no more of a key."""
+        """Note that a rank of the peer wants no more of a content; without a binding, of all that
+        is held under its key, if that content is not."""
+        held = [] if content[1] else self._of_key.get(content[0])
+        for name in [hold.content for hold in held] or [content]:
+            self._release(name, peer, spec, epoch)
+
+    def _release(
+        self, content: ContentKey, peer: PeerAddress, spec: CacheSpec | None, epoch: int
+    ) -> None:
         self._unheld.discard(content, peer)
         is_renewed = self._renewed.pop(content) is not None
         hold, readers = self._holds.get(content), self._readers(content, spec)

@@ -475,6 +475,24 @@ class InstanceDouble:
         self.scheduler.add_request(request)
         return request
 
+    def refuse(self, request_id: str, params: dict[str, Any]) -> None:
+        """Tell the connector of a request that vLLM's front end has refused, as the engine core."""
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=[0],
+            sampling_params=SamplingParams(
+                max_tokens=1, extra_args={"kv_transfer_params": dict(params)}
+            ),
+            pooling_params=None,
+            abort_immediately=True,
+        )
+        self.scheduler.add_request(request)
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def params_of(self, request_id: str) -> dict[str, Any]:
+        """The transfer parameters with which a request came."""
+        return dict(self._requests[request_id].kv_transfer_params or {})
+
     def abort(self, request_id: str) -> None:
         """Abort a request, as when its client has left."""
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)

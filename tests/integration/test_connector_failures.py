@@ -15,7 +15,7 @@ from p2p_engine.connector.connector import P2pNcclConnector
 from tests import marks
 from tests.doubles.instance import BLOCK_SIZE, InstanceDouble, continuation
 from tests.doubles.pair import SEND_TYPES, MakePair, Pair, play, prompt_of
-from tests.support import SeededRandom
+from tests.support import SeededRandom, eventually
 
 pytestmark = marks.simulated_vllm
 
@@ -112,11 +112,73 @@ def test_one_id_for_two_prompts_never_swaps_them(make_pair: MakePair, send_type:
     pair.check_at_rest()
 
 
-@pytest.mark.parametrize("what", ["tokens", "salt", "length"])
+@pytest.mark.parametrize("what", ["longer", "other", "shorter"])
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_a_second_prompt_under_one_requests_parameters_is_computed_at_once(
+    make_pair: MakePair, send_type: str, what: str
+) -> None:
+    """vLLM's Responses API asks anew behind each call of a built-in tool. Nobody would send it."""
+    pair, prompt = make_pair(send_type=send_type, policy="fail"), prompt_of(100)
+    first = pair.ask(prompt, by="params")
+    pair.run()
+    longer = [*prompt, *pair.d.answers[first], *prompt_of(30, 1)]
+    second = {"longer": longer, "other": prompt_of(100, 2), "shorter": prompt[:-1]}[what]
+    pair.d.add("second", second, params=pair.d.params_of(first))
+    pair.expect("second", second)
+    pair.run()  # for a third of transfer_timeout_seconds, at most
+    pair.check_answers()
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_a_request_that_decodes_front_end_refuses_frees_its_kv(
+    make_pair: MakePair, send_type: str, tp_size: int
+) -> None:
+    """vLLM passes on nothing of its prompt. Who asks for the same again computes it."""
+    sizes = {"prefill": {"tp_size": tp_size}, "decode": {"tp_size": 3 - tp_size}}
+    pair, prompt = make_pair(send_type=send_type, policy="recompute", **sizes), prompt_of(100)
+    pair.ask(prompt, by="params", transfer_id="refused", order="prefill first")
+    pair.run(lambda: bool(pair.p.finished), only=pair.p)
+    pair.drop_waiting()
+    eventually(lambda: send_type == "GET" or pair.live_bytes() > 0)
+    host, _, port = pair.p.address.rpartition(":")
+    params = {"do_remote_prefill": True, "transfer_id": "refused"}
+    params |= {"remote_host": host, "remote_port": int(port)}
+    pair.d.refuse("refused", params)
+    pair.run(timeout=10)  # long before any lease
+    pair.check_at_rest()
+    pair.d.add("again", prompt, params=params)
+    pair.expect("again", prompt)
+    pair.run()
+    pair.check_at_rest()
+    assert pair.d.answers["again"] == continuation(prompt, 4)
+
+
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_a_refused_request_takes_nothing_from_another_of_its_name(
+    make_pair: MakePair, send_type: str
+) -> None:
+    pair = make_pair(send_type=send_type, decode={"max_num_seqs": 1})
+    pair.d.add("busy", prompt_of(10), max_tokens=1000)
+    pair.run(lambda: bool(pair.d.scheduler.running))
+    name = pair.ask(prompt_of(100), by="params")
+    pair.run(lambda: bool(pair.p.finished))
+    pair.d.refuse("refused", pair.d.params_of(name))
+    for _ in range(9):
+        pair.step()
+    pair.d.abort("busy")
+    pair.run()
+    pair.check_answers(num_computed=1)
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("what", ["tokens", "salt", "length", "one more"])
 def test_different_content_under_one_id_is_not_taken(make_pair: MakePair, what: str) -> None:
     pair = make_pair(policy="fail", transfer_timeout_seconds=1)
     prompt = prompt_of(100)
-    other = {"tokens": [*prompt[:-1], 5], "salt": prompt, "length": prompt[:-1]}[what]
+    others = {"tokens": [*prompt[:-1], 5], "salt": prompt, "length": prompt[:-1]}
+    other = {**others, "one more": [*prompt, 5]}[what]
     request_id = pair.ask(prompt, order="prefill first")
     pair.drop_waiting()
     salt = "another" if what == "salt" else None

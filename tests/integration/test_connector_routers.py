@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from tests import marks
 from tests.doubles.clock import Clock
-from tests.doubles.instance import BLOCK_SIZE
+from tests.doubles.instance import BLOCK_SIZE, continuation
 from tests.doubles.pair import HOST, MakePair, Pair, prompt_of
 from tests.doubles.routers import (
     AibrixNixl,
@@ -106,6 +106,35 @@ def test_kv_moves_and_is_not_computed_again(make_pair: MakePair, router: type[Ll
     assert how == {"push" if router in PUSHED else "pull"}
     pair.run()
     pair.check_at_rest()
+
+
+@pytest.mark.parametrize("attention", ["full", "mixed", "states"])
+@pytest.mark.parametrize("router", [LlmdSidecar, LlmdMoriio])
+def test_a_prompt_that_goes_on_with_prefills_is_loaded_as_far_as_that(
+    make_pair: MakePair, router: type[LlmdSidecar], attention: str
+) -> None:
+    """LMCache's proxy puts prefill's first token behind the prompt. A later turn under the same
+    answer goes on with it, too: what it would load is gone, so it is computed at once."""
+    pair = make_pair(attention=attention, policy="fail", has_prefix_cache=False)
+    names = []
+    for length in (BLOCK_SIZE - 1, 3 * BLOCK_SIZE, 100):
+        prompt = prompt_of(length)
+        asked = router(*_served(pair), {})
+        request_id = f"cmpl-{asked.headers['X-Request-Id']}-0-000000"
+        answered = _ask_prefill(pair, asked, f"{request_id}0a", prompt)
+        params = _sent(asked.decode_body({}, {"kv_transfer_params": answered}))
+        turns = [[*prompt, *continuation(prompt, 1)], [*prompt, *continuation(prompt, 9)]]
+        for number, turn in enumerate(turns):
+            names.append(f"{request_id}{number}b")
+            pair.d.add(names[-1], turn, params=params)
+            pair.expect(names[-1], turn)
+            pair.run()
+    pair.check_answers()
+    pair.check_at_rest()
+    computed = [pair.d.num_computed_prompt_tokens[name] for name in names]
+    least = 1 if attention == "full" else 2
+    assert computed[::2] == [least] * 3
+    assert computed[1::2] == [BLOCK_SIZE + 8, 3 * BLOCK_SIZE + 9, 109]
 
 
 @pytest.mark.parametrize("router", COMPUTED)

@@ -294,6 +294,10 @@ def test_ipv6_hosts_stand_in_brackets(host: str) -> None:
         (decode_params(transfer_id="x", is_unsalted="no", **at(D)), "is_unsalted"),
         (decode_params(remote_request_id=["x"], **at(D)), "remote_request_id"),
         (decode_params(transfer_id="x", remote_held_tokens=-1, **at(D)), "remote_held_tokens"),
+        *(
+            (decode_params(transfer_id="x", remote_num_tokens=wrong, **at(D)), "remote_num_tokens")
+            for wrong in (-1, 1 << 33, True, 3.5, "40", [40])
+        ),
         (prefill_params(remote_has_tokens=1e9, **at(D)), "remote_has_tokens"),
         (prefill_params(remote_has_tokens=1 << 33, **at(D)), "remote_has_tokens"),
         (prefill_params(remote_has_tokens=True, **at(D)), "remote_has_tokens"),
@@ -311,12 +315,20 @@ NAMES = ["do_remote_prefill", "do_remote_decode", "transfer_id", "remote_host", 
          "remote_handshake_port", "remote_dp_rank", "remote_hosts", "remote_bootstrap_addr",
          "remote_block_ids", "transfer_mode", "remote_request_id", "send_type", "is_only_choice",
          "is_unsalted", "stash", "stashed_as", "stashed_host", "stashed_port",
-         "remote_has_tokens", "remote_held_tokens"]  # fmt: skip
+         "remote_has_tokens", "remote_held_tokens", "remote_num_tokens"]  # fmt: skip
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
     max_leaves=4,
 )
+
+
+def test_how_much_prefill_gives_is_said_of_the_first_prompt() -> None:
+    params = decode_params(transfer_id="x", remote_num_tokens=70, **at(D))
+    for prompt, number in ((PLAIN, 70), (PLAIN.replace("-0-", "-1-"), 0)):
+        intent = read_intent(prompt, params, instance())
+        assert intent is not None
+        assert intent.num_tokens == number
 
 
 def test_what_is_held_is_that_of_the_first_prompt_and_pushed() -> None:

@@ -279,6 +279,49 @@ def test_a_load_that_vllm_declines_is_unwanted(half: SchedulerHalf) -> None:
     assert half.build_metadata(make_output()) == P2pConnectorMetadata()
 
 
+@pytest.mark.parametrize(("told", "num_loaded"), [(None, 40), (0, 40), (40, 40), (30, 30), (1, 1)])
+def test_of_a_prompt_that_goes_on_with_prefills_that_one_is_loaded(
+    half: SchedulerHalf, told: int | None, num_loaded: int
+) -> None:
+    request = make_request({**LOAD, "remote_num_tokens": told})
+    half.on_new_request(request)
+    assert half.num_loadable_tokens(request, 0) == num_loaded
+    (party,) = half.build_metadata(make_output()).kept
+    same = make_request(LOAD, num_loaded, "same")
+    half.on_new_request(same)
+    (other,) = half.build_metadata(make_output()).kept
+    assert party.content == other.content
+    assert party.num_tokens == other.num_tokens
+
+
+def test_a_prompt_that_is_shorter_than_prefills_is_computed(half: SchedulerHalf) -> None:
+    """Nothing of the transfer is of use: prefill is told so, by its name alone."""
+    request = make_request({**LOAD, "remote_num_tokens": 41})
+    half.on_new_request(request)
+    assert half.num_loadable_tokens(request, 0) == 0
+    half.blocks_allocated(request, allocated(1, 2, 3), 0)
+    (unwanted,) = half.build_metadata(make_output()).unwanted
+    assert unwanted.binding == b""
+
+
+def test_a_name_brings_one_prompt(half: SchedulerHalf) -> None:
+    """The same prompt may be asked for again."""
+    first = make_request(LOAD)
+    half.on_new_request(first)
+    half.blocks_allocated(first, allocated(1, 2, 3), 40)
+    half.build_metadata(make_output())
+    at_once = make_request(LOAD, 50, "at once")  # both are of use: one may be another client's
+    half.on_new_request(at_once)
+    assert half.num_loadable_tokens(at_once, 0) == 50
+    half.workers_reported(KVConnectorOutput(finished_recving={"r"}))
+    finish(half, first, RequestStatus.FINISHED_STOPPED)
+    for num_tokens, num_loaded in ((40, 40), (60, 0), (39, 0)):
+        request = make_request(LOAD, num_tokens, "later")
+        half.on_new_request(request)
+        assert half.num_loadable_tokens(request, 0) == num_loaded
+        finish(half, request, RequestStatus.FINISHED_ABORTED)
+
+
 @pytest.mark.parametrize("state", ["waiting", "open", "reported"])
 def test_a_request_that_ends_says_what_becomes_of_its_load(half: SchedulerHalf, state: str) -> None:
     request = make_request(LOAD)
