@@ -221,7 +221,7 @@ class SchedulerHalf:
         else:  # whole: the state has read the last token
             return 0 if is_whole else self._num_loaded(party.num_tokens + self._has_state)
         if not _is_refused(request):
-            logger.warning("computed locally: request=%s reason=%s", request.request_id, reason)
+            self.untransferred.refuse(request.request_id, Reason.OTHER_PROMPT, reason)
         return 0
 
     def _held_tokens(self, request: Request, intent: Intent) -> int:

@@ -24,6 +24,7 @@ class Reason(enum.Enum):
     UNUSABLE_ID = "unusable_id"
     NO_ADDRESS = "no_address"
     INVALID_PARAMS = "invalid_params"
+    OTHER_PROMPT = "other_prompt"
     UNSUPPORTED = "unsupported"
     ON_PURPOSE = "on_purpose"
 
@@ -33,6 +34,7 @@ _MEANINGS = {
     Reason.UNUSABLE_ID: "whose id looks like a proxy's and cannot be read",
     Reason.NO_ADDRESS: "that do not say where the other instance is",
     Reason.INVALID_PARAMS: "with kv_transfer_params that make no sense",
+    Reason.OTHER_PROMPT: "whose prompt is not the one that prefill computed under the name",
     Reason.UNSUPPORTED: "that cannot be transferred",
     Reason.ON_PURPOSE: "whose kv_transfer_params ask for no transfer",
 }
