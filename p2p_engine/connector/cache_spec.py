@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, MLAAttentionSpe
 from p2p_engine.connector.groups import numbers_in
 from p2p_engine.connector.host_buffer import InPlace, make_host_buffer
 from p2p_engine.connector.layer_group import GroupCache, LayerGroup
+from p2p_engine.connector.model_length import decided_by_length
 from p2p_engine.connector.page_shape import inside_of, shape_of
 from p2p_engine.connector.states import packing_of
 from p2p_engine.errors import ConfigError
@@ -191,6 +192,7 @@ def _name_of(model: ModelConfig) -> str:
     changes = {
         "hf_overrides": getattr(model, "hf_overrides", None),
         "mm_processor_kwargs": getattr(media, "mm_processor_kwargs", None),
+        **decided_by_length(model),
     }
     told = [
         f"{name}={json.dumps(value, sort_keys=True, default=_nameable)}"

@@ -22,7 +22,7 @@ NUM_LAYERS = 3
 NUM_HEADS = 2
 
 
-def write_model_config(folder: Path) -> Path:
+def write_model_config(folder: Path, **changes: Any) -> Path:
     """Write as much of a model as a scheduler asks for."""
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -35,6 +35,7 @@ def write_model_config(folder: Path) -> Path:
         "vocab_size": 1000,
         "max_position_embeddings": 4096,
         "torch_dtype": "float32",
+        **changes,
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -69,7 +70,7 @@ def make_config(
     scheduler_config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_tokens_per_step,
-        max_model_len=max_model_len,
+        max_model_len=model_config.max_model_len,
         enable_chunked_prefill=True,
         is_encoder_decoder=False,
         async_scheduling=is_async,

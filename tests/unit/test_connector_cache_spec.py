@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,10 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.core.block_pool import BlockPool
@@ -34,6 +40,7 @@ from p2p_engine.errors import ConfigError
 from p2p_engine.memory.paged import PagedCache
 from p2p_engine.memory.plan import obstacles, sources_of
 from p2p_engine.wire.messages import CacheSpec, Plane
+from tests.doubles.vllm_config import make_config, write_model_config
 from tests.rigs.vllm_caches import (
     BLOCKS,
     CHUNKED,
@@ -245,6 +252,140 @@ def test_settings_that_change_what_is_computed_are_compared() -> None:
     assert len(names) == 5
     assert "m" in names
     assert 'm hf_overrides={"rope_theta": 5}' in names
+
+
+# What vLLM derives from `max_model_len`
+
+HALF = 16  # of a head
+LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 512,
+    "short_factor": [1.0] * HALF, "long_factor": [2.0] * HALF,
+}  # fmt: skip
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = {"factor": 8.0, "original_max_position_embeddings": 512}
+BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": PLAIN,
+    "linear": {**PLAIN, "rope_type": "linear", "factor": 2.0},
+    "dynamic": {**PLAIN, "rope_type": "dynamic", "factor": 2.0},
+    "yarn": {**PLAIN, **YARN, "rope_type": "yarn", "attention_factor": 1.5},
+    "llama3": {**PLAIN, **YARN, **BANDS, "rope_type": "llama3"},
+    "mrope": {**PLAIN, "mrope_section": [8, 4, 4]},
+    "longrope": LONG,
+    "longrope with scales": {**LONG, "short_mscale": 1.25, "long_mscale": 1.5},
+    "by type of layer": {"sliding_attention": PLAIN, "full_attention": LONG},
+}
+
+
+def model_of(folder: Path, max_model_len: int, **changes: Any) -> VllmConfig:
+    """vLLM's own configuration of a model of that length."""
+    write_model_config(folder, **changes)
+    return make_config(folder, "kv_producer", 0, max_model_len=max_model_len)
+
+
+def described(config: VllmConfig) -> CacheSpec:
+    """What peers are told of a model."""
+    around = vllm_config()
+    around.model_config = config.model_config
+    return spec_of(read_cache(around, group_of(SPEC), caches_of("LBHNC")[1], BLOCKS, 0))
+
+
+def rotated(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Keys as vLLM's own ropes of the model turn them."""
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
+    model = config.model_config.hf_text_config
+    found = model.rope_parameters
+    keys = torch.ones((256, 2 * HALF))
+    with set_current_vllm_config(config):
+        ropes = [
+            rotary_embedding.get_rope(2 * HALF, model.max_position_embeddings, rope_parameters=each)
+            for each in [item for item in found.values() if isinstance(item, dict)] or [found]
+        ]
+        shape = (3, 256) if "mrope_section" in found else (256,)
+        places = torch.arange(256).expand(shape)
+        turns = [getattr(rope, "forward_native", rope) for rope in ropes]
+        return torch.stack([turn(places, keys, keys)[1] for turn in turns])
+
+
+@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize("lengths", [(256, 512), (512, 1024), (1024, 2048)])
+def test_lengths_pair_where_vllm_turns_keys_alike(
+    name: str, lengths: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LongRoPE has two tables, and vLLM takes one of them by the length of the model."""
+    types = [*ROPES[name], "full_attention"] if name == "by type of layer" else None
+    one, other = (
+        model_of(tmp_path, length, rope_parameters=ROPES[name], layer_types=types)
+        for length in lengths
+    )
+    is_alike = torch.equal(rotated(one, monkeypatch), rotated(other, monkeypatch))
+    assert is_alike == ("long" not in str(ROPES[name]) or lengths != (512, 1024))
+    found = obstacles(described(one), described(other))
+    if is_alike:
+        assert found == []
+    else:
+        [said] = found
+        assert 'rope_factors="short"\' here' in said
+        assert 'rope_factors="long"\' there' in said
+
+
+def test_a_draft_has_factors_of_its_own(tmp_path: Path) -> None:
+    around = vllm_config()
+    draft = model_of(tmp_path, 1024, rope_parameters=LONG).model_config
+    around.speculative_config = SimpleNamespace(draft_model_config=draft)
+    for is_draft, name in ((False, "m"), (True, f'{tmp_path} rope_factors="long"')):
+        group = replace(group_of(SPEC), is_draft=is_draft)
+        cache = read_cache(around, group, caches_of("LBHNC")[1], BLOCKS, 0)
+        assert spec_of(cache).model == name
+
+
+def test_the_ropes_of_a_model_of_images_are_its_texts(tmp_path: Path) -> None:
+    write_model_config(tmp_path, rope_parameters=LONG)
+    text = json.loads((tmp_path / "config.json").read_text())
+    config = model_of(tmp_path, 512, model_type="llava", text_config=text)
+    assert described(config).model.endswith('rope_factors="short"')
+
+
+def test_a_length_that_vllm_lowers_later_does_not_change_the_factors(tmp_path: Path) -> None:
+    """With max_model_len -1 it makes the model first, and then looks for room."""
+    config = model_of(tmp_path, -1, rope_parameters=LONG)
+    before = described(config).model
+    config.model_config.max_model_len = 64
+    assert described(config).model == before
+    assert before.endswith('rope_factors="long"')
+
+
+LLAMA4 = {
+    "model_type": "llama4_text", "max_position_embeddings": 1 << 20, "head_dim": 2 * HALF,
+    "num_local_experts": 2, "intermediate_size_mlp": 64, "rope_parameters": PLAIN,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("length", "in_file", "on_command_line"),
+    [(32768, {}, {}), (32769, {}, {}), (-1, {}, {}),
+     (1024, {"attn_temperature_tuning": True}, {}),
+     (65536, {"attn_temperature_tuning": True}, {"attn_temperature_tuning": False})],
+)  # fmt: skip
+def test_the_temperature_of_llama4_is_what_vllm_tunes(
+    length: int, in_file: dict[str, bool], on_command_line: dict[str, bool],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """vLLM decides by the length, unless the model's folder or the command line says it."""
+    if in_file:
+        (tmp_path / "generation_config.json").write_text(json.dumps(in_file))
+    config = model_of(tmp_path, length, **LLAMA4)
+    config.model_config.override_generation_config = on_command_line
+    made: Any = Llama4ForCausalLM
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", lambda self, **_: None)
+    monkeypatch.setattr(made, "set_moe_parameters", lambda self: None)
+    made(vllm_config=config)
+    is_on = config.model_config.hf_config.attn_temperature_tuning
+    if length == -1:
+        config.model_config.max_model_len = 1024  # vLLM has made the model, and looks for room
+    assert described(config).model == (
+        f'{tmp_path} attn_temperature_tuning="{"on" if is_on else "off"}"'
+    )
 
 
 @pytest.mark.parametrize("specs", [(CHUNKED,), (SPEC, CHUNKED)])

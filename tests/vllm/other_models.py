@@ -7,6 +7,7 @@ lfm:      the same with short convolutions, whose state is what they look back a
 qwen:     the same with gated delta nets (GDN), which vLLM's CPU backend has in bfloat16 only
 ocr:      takes images; how many tokens one has, and their places (rope in three dimensions), depend
           on its size
+phi:      LongRoPE, whose long factors turn keys otherwise than its short ones
 eagle:    no model, but a draft for the tiny Llama; what it proposes is hardly ever right
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 from p2p_engine.cli.tiny_model import HEAD_DIM, TinyModel, ensure_tiny_model
 
 WINDOW = 96  # three blocks of 32
+PHI_ORIGINAL = 256  # up to this length of the model, vLLM takes LongRoPE's short factors
 PATCH = 14  # pixels; an image has one token for each square of two by two
 IMAGE = "<|IMAGE_PLACEHOLDER|>"
 IMAGE_TOKENS = ("<|IMAGE_START|>", IMAGE, "<|IMAGE_END|>")
@@ -176,6 +178,18 @@ def _qwen(transformers: Any) -> Any:
     return model
 
 
+def _phi(transformers: Any) -> Any:
+    half = COMMON["hidden_size"] // COMMON["num_attention_heads"] // 2
+    ropes = {
+        "rope_type": "longrope", "rope_theta": 10000.0,
+        "original_max_position_embeddings": PHI_ORIGINAL,
+        "short_factor": [1.0] * half, "long_factor": [1.0 + index / 4 for index in range(half)],
+    }  # fmt: skip
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(
+        **COMMON, original_max_position_embeddings=PHI_ORIGINAL, rope_parameters=ropes
+    ))  # fmt: skip
+
+
 def _eagle(transformers: Any) -> Any:
     config = transformers.LlamaConfig(
         vocab_size=TinyModel.vocab_size,
@@ -225,7 +239,7 @@ def _add_processor(transformers: Any, folder: Path) -> None:
 def _make(name: str, tiny: Path, folder: Path) -> None:
     torch, transformers = import_module("torch"), import_module("transformers")
     torch.manual_seed(0)
-    makers = _deepseek, _gemma, _granite, _lfm, _qwen, _ocr, _eagle
+    makers = _deepseek, _gemma, _granite, _lfm, _qwen, _ocr, _phi, _eagle
     [make] = [item for item in makers if item.__name__ == f"_{name}"]
     model = make(transformers).to(torch.bfloat16)
     if name == "eagle":

@@ -5,6 +5,7 @@ nothing is left behind."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,11 @@ import pytest
 
 from p2p_engine.cli.commands import MemberRole
 from p2p_engine.cli.fleet import Fleet
+from p2p_engine.cli.members import Member
 from p2p_engine.transfer_config import EXTRA
 from tests import marks
 from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
-from tests.compat.workload import Answer, ask_all
+from tests.compat.workload import Answer, Question, ask, ask_all
 from tests.vllm.load import (
     CONCURRENCY,
     ENVIRONMENT,
@@ -27,7 +29,8 @@ from tests.vllm.load import (
     questions_for,
 )
 from tests.vllm.observing import by_label, prompt_tokens
-from tests.vllm.other_models import ensure_model
+from tests.vllm.other_models import PHI_ORIGINAL, ensure_model
+from tests.vllm.pair import SEND_TYPES, DirectPair, TokensSince
 
 pytestmark = [marks.vllm, marks.slow, pytest.mark.timeout(1800)]
 NUM_REQUESTS = 100
@@ -177,6 +180,46 @@ def test_every_token_is_right_and_nothing_is_left(
     sizes = {member.tp_size for member in scenario.decodes}
     for (number, _), answer in zip(asked, answers, strict=True):
         assert answer in [answers_alone(size, scenario.model)[number] for size in sizes], number
+
+
+@pytest.fixture(scope="module")
+def longrope(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fleet, list[Member]]]:
+    """Two that prefill and one that decodes: the first has another length, and other factors."""
+    with Fleet(
+        ensure_model("phi"),
+        vllm_args=(*VLLM_ARGS, "--served-model-name=tiny"),
+        transfer_config={
+            "kv_load_failure_policy": "recompute", EXTRA: {"transfer_timeout_seconds": 600.0},
+        },
+        env=ENVIRONMENT,
+        log_dir=tmp_path_factory.mktemp("longrope"),
+    ) as fleet:  # fmt: skip
+        lengths = PHI_ORIGINAL, 4 * PHI_ORIGINAL
+        members = [
+            *(fleet.start(MemberRole.PREFILL, vllm_args=[f"--max-model-len={n}"]) for n in lengths),
+            fleet.start(MemberRole.DECODE, vllm_args=["--no-enable-prefix-caching"]),
+        ]
+        fleet.wait_ready(timeout=BOOT_SECONDS)
+        yield fleet, members
+
+
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+def test_keys_that_are_turned_otherwise_are_refused_and_computed_at_once(
+    longrope: tuple[Fleet, list[Member]], send_type: str
+) -> None:
+    """Nobody waits for the deadline of a transfer, which is longer than the client's."""
+    fleet, [other, alike, decode] = longrope
+    body = {"model": "tiny", "prompt": [*range(5, 205)], "max_tokens": 12, "temperature": 0,
+            "ignore_eos": True, "return_token_ids": True}  # fmt: skip
+    question = Question("/v1/completions", body)
+    expected = ask(decode.url, question)
+    for prefill, num_loaded in ((other, 0), (alike, 200)):
+        tokens = TokensSince(decode)
+        assert DirectPair(fleet, prefill, decode).transfer(question, send_type) == expected
+        assert tokens["external_kv_transfer"] == num_loaded
+    said = decode.process.log_path.read_text()
+    assert re.search(r'model: .*rope_factors="long".* here, .*rope_factors="short".* there', said)
+    check_nothing_held([other, alike, decode])
 
 
 def check_accepted(scenario: Scenario, fleet: Fleet) -> None:
