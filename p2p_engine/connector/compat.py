@@ -87,6 +87,13 @@ def watermark(vllm_config: Any) -> float:
     return float(getattr(vllm_config.scheduler_config, "watermark", 0.0))
 
 
+def returns_routed_experts(vllm_config: Any) -> bool:
+    """Whether vLLM tells its clients which experts each token took; older releases ask the model's
+    configuration."""
+    owners = (getattr(vllm_config, name, None) for name in ("aux_output_config", "model_config"))
+    return any(getattr(owner, "enable_return_routed_experts", False) for owner in owners)
+
+
 def obstacle_to_layers(vllm_config: Any) -> str:
     """Return the setting with which a layer's hook does not prove that the layer is done for all
     tokens of a step, or that it will not be written again; "" if there is none."""

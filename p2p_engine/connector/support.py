@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.utils.network_utils import get_ip
 
 from p2p_engine.config import EngineConfig
+from p2p_engine.connector import compat
 from p2p_engine.connector.serving import supervised_rank
 from p2p_engine.control.fleet_key import read_key_file
 from p2p_engine.errors import ConfigError
@@ -43,6 +44,13 @@ def check_supported(vllm_config: VllmConfig) -> None:
         )
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         raise ConfigError("enable_sleep_mode is not supported")
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    if transfer.kv_role != "kv_producer" and compat.returns_routed_experts(vllm_config):
+        raise ConfigError(
+            "enable_return_routed_experts is not supported where KV is loaded: vLLM has no record "
+            "of the experts of tokens that it did not compute; allowed: with kv_role kv_producer"
+        )
 
 
 def check_stash(vllm_config: VllmConfig, keeps_last_only: bool) -> None:

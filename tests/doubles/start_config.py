@@ -16,8 +16,12 @@ def configs(**changes: Any) -> tuple[Any, Any]:
         enable_fault_tolerance=False,
     )  # fmt: skip
     model = SimpleNamespace(enable_sleep_mode=False)
-    transfer = SimpleNamespace(engine_id="e")
+    outputs = SimpleNamespace(enable_return_routed_experts=False)
+    transfer = SimpleNamespace(engine_id="e", kv_role="kv_both")
     for name, value in changes.items():
-        owner = next(item for item in (parallel, model, transfer) if hasattr(item, name))
+        owner = next(item for item in (parallel, model, outputs, transfer) if hasattr(item, name))
         setattr(owner, name, value)
-    return SimpleNamespace(parallel_config=parallel, model_config=model), transfer
+    return SimpleNamespace(
+        parallel_config=parallel, model_config=model, aux_output_config=outputs,
+        kv_transfer_config=transfer,
+    ), transfer  # fmt: skip

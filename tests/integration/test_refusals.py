@@ -248,6 +248,9 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
         "decode context parallelism": (set_in_vllm(decode_context_parallel_size=2), [2]),
         "prefill context parallelism": (set_in_vllm(prefill_context_parallel_size=2), [2]),
         "sleep mode": (set_in_vllm(enable_sleep_mode=True), []),
+        "the experts of each token, where KV is loaded": (
+            set_in_vllm(enable_return_routed_experts=True), [],
+        ),
         "elastic expert parallelism": (set_in_vllm(enable_elastic_ep=True), []),
         "fault tolerance of vLLM's": (set_in_vllm(enable_fault_tolerance=True), []),
     }  # fmt: skip

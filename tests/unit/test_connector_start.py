@@ -82,6 +82,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, version: str, outcome: bool |
         ({"enable_elastic_ep": True}, "enable_elastic_ep"),
         ({"enable_fault_tolerance": True}, "enable_fault_tolerance"),
         ({"enable_sleep_mode": True}, "enable_sleep_mode"),
+        ({"enable_return_routed_experts": True}, "enable_return_routed_experts.*kv_producer"),
     ],
 )
 def test_what_is_not_supported_is_named(changes: dict[str, Any], named: str) -> None:
@@ -89,8 +90,19 @@ def test_what_is_not_supported_is_named(changes: dict[str, Any], named: str) -> 
         check_supported(configs(**changes)[0])
 
 
-def test_what_is_supported_is_accepted() -> None:
-    check_supported(configs()[0])
+@pytest.mark.parametrize(
+    "changes", [{}, {"enable_return_routed_experts": True, "kv_role": "kv_producer"}]
+)
+def test_what_is_supported_is_accepted(changes: dict[str, Any]) -> None:
+    check_supported(configs(**changes)[0])
+
+
+def test_records_of_experts_are_refused_where_older_releases_have_the_option() -> None:
+    vllm_config, _ = configs()
+    del vllm_config.aux_output_config
+    vllm_config.model_config.enable_return_routed_experts = True
+    with pytest.raises(ConfigError, match="enable_return_routed_experts"):
+        check_supported(vllm_config)
 
 
 @pytest.mark.parametrize(
