@@ -33,7 +33,13 @@ from p2p_engine.config import (
 from p2p_engine.control.auth import MAX_CONNECTIONS
 from p2p_engine.control.fleet_key import exposure, read_key_file
 from p2p_engine.errors import ConfigError, P2pError
-from p2p_engine.memory.host import available_memory_bytes, memory_bytes
+from p2p_engine.memory.host import (
+    SOCKET_BUFFER_BYTES,
+    SOCKET_LIMITS,
+    available_memory_bytes,
+    memory_bytes,
+    socket_buffer_bytes,
+)
 from p2p_engine.sizing import MIB, Room, device_memory, has_landing_memory
 from p2p_engine.transfer_config import TransferConfig, extra_of, is_multi, our_config
 
@@ -284,12 +290,20 @@ def check_nixl() -> Finding:
 
 
 def check_tcp() -> Finding:
-    """Check that a loopback connection works."""
+    """Check that a loopback connection works, and that the kernel lets us choose its buffers."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=_CONNECT_SECONDS).close()
     except OSError as error:
         return change("tcp", str(error), "allow connections on the loopback interface")
+    low = [
+        f"{name}={SOCKET_BUFFER_BYTES}"
+        for name, option in SOCKET_LIMITS.items()
+        if not socket_buffer_bytes(option)
+    ]
+    if low:
+        state = "connections work; the kernel tunes their buffers, because its limits are low"
+        return note("tcp", state, f"for hosts a millisecond apart: sysctl -w {' '.join(low)}")
     return ok("tcp", "connections work")
 
 

@@ -2,17 +2,20 @@
 
 The formats are in the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst,
 and in cgroups(7). A group's limit applies to all groups below it, so every group up to the mount
-counts.
+counts. Also how much of the kernel's own memory a socket may have.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 _SELF = Path("/proc/self")
+SOCKET_BUFFER_BYTES = 4 << 20  # of a data connection, each way
+SOCKET_LIMITS = {"net.core.rmem_max": socket.SO_RCVBUF, "net.core.wmem_max": socket.SO_SNDBUF}
 
 
 @dataclass(frozen=True)
@@ -106,3 +109,16 @@ def _relative(path: str, root: str) -> PurePosixPath:
         return PurePosixPath(path).relative_to(root)
     except ValueError:
         return PurePosixPath()
+
+
+def socket_buffer_bytes(option: int) -> int:
+    """Return the size that a data connection's buffer is set to, or 0 to set none.
+
+    A size that is set ends the kernel's own tuning of the socket for good. So none is set where
+    the kernel's limit (before Linux 6.17: 208 KiB) would cut the size: tuned buffers grow beyond
+    that limit.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
+        doubled = probe.getsockopt(socket.SOL_SOCKET, option)  # Linux adds as much for itself
+    return SOCKET_BUFFER_BYTES if doubled >= 2 * SOCKET_BUFFER_BYTES else 0

@@ -11,6 +11,7 @@ import numpy as np
 from mempool import Mover
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.errors import TransportError
+from p2p_engine.memory.host import socket_buffer_bytes
 from p2p_engine.memory.jobs import Job, still_running
 from p2p_engine.transports.base import Arrival, Broken, Connected, Endpoint, Order, PlainTransport
 from p2p_engine.transports.handshake import (
@@ -26,7 +27,6 @@ from p2p_engine.transports.handshake import (
 from p2p_engine.wire.addresses import family_of, join_address, split_address
 
 WATCH_SEQ = (1 << 63) - 1
-SOCKET_BUFFER_BYTES = 4 << 20  # the kernel's limit is net.core.{r,w}mem_max
 
 
 class TcpChannel:
@@ -99,7 +99,8 @@ class TcpTransport(PlainTransport):
         self._dials = Dials()
         self._channels = itertools.count(1)
         self._senders: dict[int, int] = {}
-        listener = listen(family_of(host), (host, 0), SOCKET_BUFFER_BYTES)
+        self._send_buffer_bytes = socket_buffer_bytes(socket.SO_SNDBUF)
+        listener = listen(family_of(host), (host, 0), socket_buffer_bytes(socket.SO_RCVBUF))
         self._address = join_address(host, listener.getsockname()[1])
         self._door = Door(control, listener, self._tokens, self._admit)
 
@@ -172,7 +173,8 @@ class TcpTransport(PlainTransport):
         """Give the connection to the mover, which keeps a duplicate of the descriptor."""
         channel = next(self._channels)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        if self._send_buffer_bytes:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer_bytes)
         end_by_silence(connection, self._silence_seconds)
         self._mover.attach(connection.fileno(), channel)
         return channel

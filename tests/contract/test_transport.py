@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 
 import google_crc32c
 import numpy as np
@@ -28,6 +29,7 @@ from tests.rigs.tensors import random_memory
 from tests.rigs.transports import MIB, NAMES, TRAILER, TransportPair, write
 from tests.support import SeededRandom, eventually
 
+SO_BUF_LOCK, SEND_LOCK, RECEIVE_LOCK = 72, 1, 2  # of Linux; Python has no names for them
 GpuDouble()  # before any test looks at the threads that there are
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -417,6 +419,40 @@ def test_close_is_idempotent_and_leaves_nothing(name: str) -> None:
         pair.close()
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("is_capped", [False, True])
+def test_a_buffer_that_the_kernel_would_cut_is_left_to_its_tuning(
+    is_capped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A size that is set ends the tuning for good, on what a listener accepts as well."""
+    folder = Path("/proc/sys/net/core")
+    limits = [int((folder / name).read_text()) for name in ("rmem_max", "wmem_max")]
+    size = 2 * max(limits) if is_capped else min(limits)
+    monkeypatch.setattr("p2p_engine.memory.host.SOCKET_BUFFER_BYTES", size)
+    pair = TransportPair("tcp")
+    try:
+        pair.channel()
+        locks = _locked_buffers(split_address(pair.invitation()["address"])[1])
+    finally:
+        pair.close()
+    expected = {"receives": SEND_LOCK | RECEIVE_LOCK, "sends": SEND_LOCK}
+    assert locks == (dict.fromkeys(expected, 0) if is_capped else expected)
+
+
+def _locked_buffers(port: int) -> dict[str, int]:
+    """Which buffers of the two ends of a connection to a port the kernel does not tune."""
+    found: dict[str, int] = {}
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if not os.readlink(path).startswith("socket:"):
+                continue
+            with socket.fromfd(int(path.name), socket.AF_INET, socket.SOCK_STREAM) as end:
+                ports = end.getpeername()[1], end.getsockname()[1]
+                lock = end.getsockopt(socket.SOL_SOCKET, SO_BUF_LOCK)
+            if port in ports:
+                found["sends" if ports[0] == port else "receives"] = lock
+    return found
 
 
 def _dial(endpoint: Endpoint) -> socket.socket:
