@@ -345,6 +345,8 @@ class P2pNcclEngine:
             if peer is not None:
                 peer.check()
             self._parts.ticks.run_one("arrivals", time.monotonic())
+            # A RENEW behind this receive's RELEASE would say that another request wants the key.
+            self._parts.ticks.run_one("renewals", time.monotonic())
             transfer = self._parts.store.receive(
                 key, sink, binding, seconds, self._now(stream),
                 is_named=peer is not None, is_pulled=pull,
