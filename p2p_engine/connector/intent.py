@@ -116,6 +116,10 @@ def read_intent(
     if params is not None and not isinstance(params, Mapping):
         raise InvalidParams(f"kv_transfer_params is {type(params).__name__}, not a map")
     direction = _flagged_direction(params or {})
+    if engine_id is not None and engine_id.is_later_call and (direction or proxy_id):
+        raise InvalidParams(
+            "a later call of a response, with a prompt of its own", Reason.OTHER_PROMPT
+        )
     if params is not None and direction is not None:
         engine_id = engine_id or EngineId(request_id)
         is_named = proxy_id is not None and proxy_id.prefill and proxy_id.decode

@@ -123,3 +123,4 @@ class StepOrders:
     dropped: list[Party] = field(default_factory=list)  # KV that is no longer kept
     is_reset: bool = False  # vLLM reset its caches: landed and held KV is out of date
     computes: bool = False  # the step computes tokens
+    awaits_grammar: bool = False  # a request that is to load does: nothing need run meanwhile

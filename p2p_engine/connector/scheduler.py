@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from p2p_engine.config import SendMode
 from p2p_engine.connector.binding import binding_of
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
     from p2p_engine.peers.directory import Directory
 
@@ -65,7 +64,6 @@ GIVEN_UP = (
     RequestStatus.FINISHED_IGNORED,
     RequestStatus.FINISHED_ERROR,
 )
-MAX_USED = 1 << 16
 
 
 @dataclass
@@ -92,6 +90,7 @@ class _Loading:
     is_open: bool = False  # given to the workers, and not reported yet
     num_present: int = 0  # tokens that were here when vLLM asked last
     num_more_blocks: int = 0  # that it wants beside those of what is loaded
+    request: Request | None = None  # None: as for the intent
 
 
 class SchedulerHalf:
@@ -129,8 +128,6 @@ class SchedulerHalf:
         self._sent: Counter[ContentKey] = Counter()  # by how many of them
         self._loading: dict[str, _Loading] = {}
         self._wanted = Wanted()
-        # What the names of transfers were for that have ended: content, and length of the prompt.
-        self._used: dict[TransferKey, tuple[bytes, int]] = {}
         self._next = P2pConnectorMetadata()
         # Requests that want blocks, and how many: in this step; and behind a load that is over.
         self._asked: dict[str, int] = {}
@@ -178,7 +175,7 @@ class SchedulerHalf:
         note_stage(party.key, f"request to {intent.direction.value} arrives")
         if intent.direction is Direction.LOAD:
             num_tokens = self._num_loaded_of(request, party)
-            self._loading[request_id] = _Loading(party, num_tokens, intent)
+            self._loading[request_id] = _Loading(party, num_tokens, intent=intent, request=request)
             self._wanted.add(party)  # vLLM may not ask for it before a slot is free
         else:
             self._sending[request_id] = _Sending(party)
@@ -210,18 +207,14 @@ class SchedulerHalf:
         )
 
     def _num_loaded_of(self, request: Request, party: Party) -> int:
-        """How many tokens of a prompt are loaded. vLLM makes several requests of one, such as those
-        behind calls of built-in tools, and all have its parameters: only the first is prefill's."""
-        used = self._used.get(party.key)
-        is_whole = self._has_state and party.num_tokens == request.num_prompt_tokens
-        if used not in (None, (party.binding, request.num_prompt_tokens)):
-            reason = "its name was another prompt's, which has ended"
-        elif party.is_refused:
-            reason = "prefill's prompt was longer"
-        else:  # whole: the state has read the last token
+        """How many tokens of a request's prompt are loaded; none of one that is not prefill's."""
+        if not party.is_refused:
+            is_whole = self._has_state and party.num_tokens == request.num_prompt_tokens
+            # whole: the state has read the last token
             return 0 if is_whole else self._num_loaded(party.num_tokens + self._has_state)
         if not _is_refused(request):
-            self.untransferred.refuse(request.request_id, Reason.OTHER_PROMPT, reason)
+            why = "prefill's prompt was longer"
+            self.untransferred.refuse(request.request_id, Reason.OTHER_PROMPT, why)
         return 0
 
     def _held_tokens(self, request: Request, intent: Intent) -> int:
@@ -283,7 +276,6 @@ class SchedulerHalf:
         self._loaded.pop(request.request_id, None)
         if loading is not None:
             self._end_load(loading)
-            self._note_used(request, loading)
         self._turns.forget(request.request_id)
         sending = self._sending.pop(request.request_id, None)
         if sending is None:
@@ -323,15 +315,6 @@ class SchedulerHalf:
         party = dataclasses.replace(order.party, key=intent.key)
         turned = {"do_remote_prefill": False, "do_remote_decode": True, "transfer_id": None}
         return True, self._answer(request, party, block_ids) | turned
-
-    def _note_used(self, request: Request, loading: _Loading) -> None:
-        party = loading.party
-        if loading.intent is None or not (loading.is_decided or party.is_refused):
-            return
-        self._used.pop(party.key, None)
-        self._used[party.key] = party.binding, request.num_prompt_tokens
-        if len(self._used) > MAX_USED:
-            del self._used[next(iter(self._used))]
 
     def _end_load(self, loading: _Loading) -> None:
         if loading.is_open:
@@ -381,6 +364,7 @@ class SchedulerHalf:
         self._look_for_reset()
         metadata, self._next = self._next, P2pConnectorMetadata()
         metadata.computes = output.total_num_scheduled_tokens > 0
+        metadata.awaits_grammar = any(map(_awaits_grammar, self._loading.values()))
         self._wanted.take_orders(metadata)
         metadata.ended_sends = [
             dataclasses.replace(item, is_sent_again=item.party.content in self._sent)
@@ -557,6 +541,12 @@ def _wanted(
     while group.window and first < len(wanted) and wanted[first] == NULL_BLOCK:
         first += 1
     return BlockRange(first, wanted[first:])
+
+
+def _awaits_grammar(loading: _Loading) -> bool:
+    """Whether vLLM still compiles a request's grammar, and therefore asks nothing about it."""
+    grammar = loading.request.structured_output_request if loading.request is not None else None
+    return grammar is not None and not grammar.is_grammar_ready
 
 
 def _is_refused(request: Request) -> bool:

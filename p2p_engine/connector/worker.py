@@ -91,8 +91,8 @@ class WorkerHalf:
     def start_step(self, metadata: StepOrders) -> None:
         """Offer the blocks that the forward will complete; call it before the forward."""
         # vLLM says nothing of a pause. While paused, it computes nothing, and begins no load.
-        awaits_loads = any(loads.is_awaited for loads in self._loads)
-        self.engine.step_began(has_work=metadata.computes or bool(metadata.loads) or awaits_loads)
+        begins = metadata.computes or bool(metadata.loads) or metadata.awaits_grammar
+        self.engine.step_began(has_work=begins or any(loads.is_awaited for loads in self._loads))
         if metadata.number > self._num_finished + 1:  # vLLM's runner V2 stops in a step that raises
             self.lose_step()
         self._number = metadata.number

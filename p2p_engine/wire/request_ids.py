@@ -23,15 +23,15 @@ _OWN_NAME, _OWN_NAME_LENGTH = re.compile(r"[0-9a-f]{32}"), 32
 MAX_NAME_LENGTH = 256
 _INDEX = r"0|[1-9][0-9]{0,8}"
 # Completions always have a prompt index; chats only if one request has several. A response has the
-# number of its turn, which both instances count alike: it is part of the id.
+# number of its call: behind the first, with what a tool has said, its prompt is another one.
 _ENGINE_ID = re.compile(
     rf"(?:(?P<child>{_INDEX})_)?"
     rf"(?:cmpl-(?P<completion>.+)-(?P<prompt>{_INDEX})|chatcmpl-(?P<chat>.+?)(?:_(?P<turn>{_INDEX}))?"
-    rf"|generate-tokens-(?P<tokens>.+)|(?P<response>.+_(?:{_INDEX})))",
+    rf"|generate-tokens-(?P<tokens>.+)|(?P<response>.+_(?P<call>{_INDEX})))",
     re.DOTALL,
 )
 _ONE_OF_SEVERAL = re.compile(rf"(?:{_INDEX})_")
-_BEAM = re.compile(rf"-[0-9a-f]{{32}}-beam-(?:{_INDEX})\Z")
+_BEAM = re.compile(rf"-[0-9a-f]+-beam-(?:{_INDEX})\Z")
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}")
 _SUFFIX_LENGTH = 9
 
@@ -57,6 +57,8 @@ class EngineId:
     external_id: str
     prompt_index: int = 0
     child_index: int = 0
+    # It is asked with what a tool has said: the other instance is not asked that.
+    is_later_call: bool = False
 
 
 def new_transfer_id() -> str:
@@ -70,10 +72,11 @@ def looks_like_proxy_id(text: str) -> bool:
 
 
 def parse_proxy_id(text: str) -> ProxyId | None:
-    """Parse a proxy's id; None if it names no instance, or several in one role, or no transfer."""
+    """Parse a proxy's id; None if it names no instance, or several in one role, or no transfer, or
+    if an address cannot be read: the leg that it is for would find half an id."""
     found = [match for match in _NAMED.finditer(text) if _has_port(match[2])]
     named = {match[1]: match[2] for match in found}
-    if not found or len(found) != len(named):
+    if not found or not len(named) == len(found) == sum(map(text.count, _MARKS)):
         return None
     name = text
     if len(named) == 1:
@@ -112,7 +115,9 @@ def parse_engine_id(request_id: str, *, is_randomized: bool) -> EngineId | None:
         return None
     external_id = match["completion"] or match["chat"] or match["tokens"] or match["response"]
     index = match["prompt"] or match["turn"] or 0
-    return EngineId(external_id, int(index), int(match["child"] or 0))
+    is_response = external_id.startswith("resp_") or looks_like_proxy_id(external_id)
+    is_later_call = is_response and int(match["call"] or 0) > 0
+    return EngineId(external_id, int(index), int(match["child"] or 0), is_later_call)
 
 
 def is_one_of_several(request_id: str) -> bool:

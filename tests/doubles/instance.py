@@ -419,7 +419,6 @@ class InstanceDouble:
         self.before_accounting: Callable[[ModelRunnerOutput], object] | None = None
         self.has_hooks = True  # else a whole graph is replayed
         self.finishes_lost_steps = True  # as model runner V1 does, and V2 does not
-        self.finishes_lost_steps = True  # as model runner V1 does, and V2 does not
         # Called with each layer's number when it is computed, before its hook.
         self.during_forward: Callable[[int], object] = lambda layer: None
 

@@ -4,10 +4,16 @@ asks for none of it and no step ends meanwhile. Simulated instances; leases of t
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
+
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from tests import marks
 from tests.doubles.instance import BLOCK_SIZE, InstanceDouble
@@ -299,6 +305,27 @@ def test_what_queues_on_a_paused_decode_holds_up_no_pause_of_prefill(
         "FINISHED_ERROR" if policy == "fail" else "FINISHED_LENGTH_CAPPED"
     }
     pair.check_finished()
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_a_grammar_that_compiles_alone_loses_no_kv(make_pair: MakePair, send_type: str) -> None:
+    """Nothing runs on decode meanwhile. P holds the KV, or D has no room for it."""
+    room = {} if send_type == "GET" else {"kv_buffer_size": 0, "mem_pool_size_gb": 0}
+    pair = make_pair(send_type=send_type, lease_seconds=LEASE_SECONDS, decode=room)
+    name = pair.ask(prompt_of(4 * BLOCK_SIZE), order="prefill first")
+    pair.run(lambda: set(pair.prefill_ids) <= set(pair.p.finished), only=pair.p)
+    pair.ask_waiting()
+    request, compiling = pair.d.scheduler.requests[name], Future[Any]()
+    request.structured_output_request = StructuredOutputRequest(
+        StructuredOutputsParams(regex="x"), compiling
+    )
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    compiled_at = time.monotonic() + 1.5 * LEASE_SECONDS
+    pair.run(until=lambda: time.monotonic() >= compiled_at)
+    request.structured_output_request, request.status = None, RequestStatus.WAITING
+    pair.run()
+    pair.check_answers(num_computed=1)
     pair.check_at_rest()
 
 

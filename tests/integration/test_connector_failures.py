@@ -12,6 +12,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from p2p_engine.connector.connector import P2pNcclConnector
+from p2p_engine.wire.request_ids import new_transfer_id
 from tests import marks
 from tests.doubles.instance import BLOCK_SIZE, InstanceDouble, continuation
 from tests.doubles.pair import SEND_TYPES, MakePair, Pair, play, prompt_of
@@ -112,21 +113,57 @@ def test_one_id_for_two_prompts_never_swaps_them(make_pair: MakePair, send_type:
     pair.check_at_rest()
 
 
-@pytest.mark.parametrize("what", ["longer", "other", "shorter"])
+@pytest.mark.parametrize("is_answered", [True, False])
 @pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
 def test_a_second_prompt_under_one_requests_parameters_is_computed_at_once(
-    make_pair: MakePair, send_type: str, what: str
+    make_pair: MakePair, send_type: str, is_answered: bool
 ) -> None:
     """vLLM's Responses API asks anew behind each call of a built-in tool. Nobody would send it."""
     pair, prompt = make_pair(send_type=send_type, policy="fail"), prompt_of(100)
     first = pair.ask(prompt, by="params")
     pair.run()
     longer = [*prompt, *pair.d.answers[first], *prompt_of(30, 1)]
-    second = {"longer": longer, "other": prompt_of(100, 2), "shorter": prompt[:-1]}[what]
-    pair.d.add("second", second, params=pair.d.params_of(first))
-    pair.expect("second", second)
+    second, params = "resp_5e7c_1-0000002b", pair.d.params_of(first)
+    pair.d.add(second, longer, params=params | ({"remote_num_tokens": 100} if is_answered else {}))
+    pair.expect(second, longer)
     pair.run()  # for a third of transfer_timeout_seconds, at most
     pair.check_answers()
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("is_growing", [True, False])
+def test_prompts_under_one_clients_id_are_all_loaded(make_pair: MakePair, is_growing: bool) -> None:
+    """A gateway gives all calls of a trace one `X-Request-Id`, after which prefill names what it
+    holds. Its answers tell them apart."""
+    pair = make_pair(send_type="GET", prefill_role="kv_both", decode_role="kv_both")
+    asked: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+    for number in range(3):
+        length = 100 + 50 * number
+        prompt = prompt_of(400)[:length] if is_growing else prompt_of(length, number)
+        first, second = (f"chatcmpl-trace-77-{leg}{number:07x}" for leg in "ab")
+        pair.p.add(first, prompt, max_tokens=1, params=asked)
+        pair.run(lambda name=first: name in pair.p.finished, only=pair.p)  # type: ignore[misc]
+        pair.d.add(second, prompt, params=pair.p.params[first])
+        pair.expect(second, prompt)
+        pair.run()
+    pair.check_answers(num_computed=1)
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+def test_what_was_refused_may_be_asked_for_again(make_pair: MakePair, send_type: str) -> None:
+    """Decode's front end had no room. The router sends both legs again, under the same name."""
+    pair, transfer_id = make_pair(send_type=send_type, policy="fail"), new_transfer_id()
+    prompt = prompt_of(100)
+    pair.ask(prompt, by="params", transfer_id=transfer_id, order="prefill first")
+    pair.run(lambda: bool(pair.p.finished), only=pair.p)
+    pair.drop_waiting()
+    pair.d.refuse("refused", pair.p.params[pair.prefill_ids[0]] or {})
+    pair.run()
+    name = pair.ask(prompt, by="params", transfer_id=transfer_id, order="prefill first")
+    pair.run()
+    assert pair.d.answers[name] == continuation(prompt, 4)
+    assert pair.d.num_computed_prompt_tokens[name] == 1
     pair.check_at_rest()
 
 

@@ -159,7 +159,7 @@ def test_an_instance_is_never_its_own_peer() -> None:
 @pytest.mark.parametrize(
     "request_id",
     [
-        f"cmpl-{ProxyId(P, D, TRANSFER_ID)}-{'0' * 32}-beam-0-1a2b3c4d",
+        f"cmpl-{ProxyId(P, D, TRANSFER_ID)}-{'0' * 16}-beam-0-1a2b3c4d",
         f"embd-{ProxyId(P, D, TRANSFER_ID)}-1a2b3c4d",
         BY_ID.removesuffix("-1a2b3c4d"),
     ],

@@ -304,22 +304,13 @@ def test_a_prompt_that_is_shorter_than_prefills_is_computed(half: SchedulerHalf)
     assert unwanted.binding == b""
 
 
-def test_a_name_brings_one_prompt(half: SchedulerHalf) -> None:
-    """The same prompt may be asked for again."""
-    first = make_request(LOAD)
-    half.on_new_request(first)
-    half.blocks_allocated(first, allocated(1, 2, 3), 40)
-    half.build_metadata(make_output())
-    at_once = make_request(LOAD, 50, "at once")  # both are of use: one may be another client's
-    half.on_new_request(at_once)
-    assert half.num_loadable_tokens(at_once, 0) == 50
-    half.workers_reported(KVConnectorOutput(finished_recving={"r"}))
-    finish(half, first, RequestStatus.FINISHED_STOPPED)
-    for num_tokens, num_loaded in ((40, 40), (60, 0), (39, 0)):
-        request = make_request(LOAD, num_tokens, "later")
+def test_only_a_responses_first_call_is_loaded(half: SchedulerHalf) -> None:
+    """vLLM numbers the calls, and gives all of them the parameters of the request."""
+    for number, num_loaded in ((0, 40), (1, 0)):
+        request = make_request(LOAD, 40, f"resp_68ab_{number}-1a2b3c4d")
         half.on_new_request(request)
         assert half.num_loadable_tokens(request, 0) == num_loaded
-        finish(half, request, RequestStatus.FINISHED_ABORTED)
+    assert half.untransferred.take_counts() == {"other_prompt": 1}
 
 
 @pytest.mark.parametrize("state", ["waiting", "open", "reported"])

@@ -81,15 +81,24 @@ def test_other_request_ids_are_not_parsed(request_id: str) -> None:
 def test_beam_search_derives_no_proxy_id() -> None:
     """Each beam has a prompt of its own; its id must not lead to the parent's KV."""
     for kind in ("cmpl", "chatcmpl"):
-        beam = f"{kind}-{PROXY_ID}-{new_transfer_id()}-beam-0-1a2b3c4d"
-        assert parse_engine_id(beam, is_randomized=True) is None
+        for digits in (16, 32):  # of vLLM's random part, by release
+            beam = f"{kind}-{PROXY_ID}-{new_transfer_id()[:digits]}-beam-0-1a2b3c4d"
+            assert parse_engine_id(beam, is_randomized=True) is None
 
 
 def test_the_turns_of_a_response_differ() -> None:
     """vLLM makes no prefix for them, and counts a response's calls of tools."""
     turns = [f"{PROXY_ID}_{turn}-1a2b3c4d" for turn in (0, 1)]
     parsed = [parse_engine_id(turn, is_randomized=True) for turn in turns]
-    assert parsed == [EngineId(f"{PROXY_ID}_0"), EngineId(f"{PROXY_ID}_1")]
+    later = EngineId(f"{PROXY_ID}_1", is_later_call=True)
+    assert parsed == [EngineId(f"{PROXY_ID}_0"), later]
+
+
+@pytest.mark.parametrize("text", ["resp_68ab_2", "cmpl-resp_68ab_2-0", "job_2"])
+def test_only_a_responses_number_is_that_of_a_call(text: str) -> None:
+    parsed = parse_engine_id(text, is_randomized=False)
+    assert parsed is not None
+    assert parsed.is_later_call == (text == "resp_68ab_2")
 
 
 @pytest.mark.parametrize(
@@ -168,6 +177,11 @@ def test_a_name_that_a_message_cannot_carry_is_digested(before: str) -> None:
         f"___prefill_addr_0___decode_addr_1_{TRANSFER_ID}",
         f"___prefill_addr_host:10.0.1.2,handshake:6301,notify:61005_{TRANSFER_ID}",
         f"{PROXY_ID}___decode_addr_10.0.1.4:22001",
+        f"___prefill_addr_10.0.1.2:21001___decode_addr_10.0.1.3_{TRANSFER_ID}",
+        f"___prefill_addr_10.0.1.2:21001___decode_addr_http://10.0.1.3:22001_{TRANSFER_ID}",
+        f"___prefill_addr_10.0.1.2:21001___decode_addr_::1:22001_{TRANSFER_ID}",
+        f"{ADDRESSES}.1",
+        f"{ADDRESSES}:{TRANSFER_ID}",
         "___decode_addr_10.0.1.3:22001",
     ],
 )
