@@ -191,7 +191,10 @@ class Parts:
         if self.gpu is not None:
             return self.gpu.landing()
         config = self.config
-        return LandingArena(config.kv_buffer_size, config.pool_bytes, page_lock=config.page_lock)
+        return LandingArena(
+            config.kv_buffer_size, config.pool_bytes, page_lock=config.page_lock,
+            has_proof="nixl" in config.transports,
+        )  # fmt: skip
 
     def _make_transports(self) -> dict[str, Transport]:
         """Make all that this host can have, the best first."""

@@ -13,13 +13,19 @@ import logging
 from mempool import Buddy
 from p2p_engine.gpu.device import Device
 from p2p_engine.gpu.pins import REMOVE_SECONDS, SLICE_BYTES
-from p2p_engine.memory.arena import BUFFER, MIN_BLOCK_BYTES, POOL, LandingArena, Space
+from p2p_engine.memory.arena import (
+    BUFFER,
+    MIN_BLOCK_BYTES,
+    POOL,
+    PROOF_BYTES,
+    LandingArena,
+    Space,
+)
 
 logger = logging.getLogger(__name__)
 
 DEVICE_OFFSET = 1 << 47
 IPC_BYTES = 2 << 20  # CUDA shares whole pages of this size: nothing else may lie in them
-PROOF_BYTES = 4 << 20  # behind the buffer: where senders prove that their writes arrive
 AHEAD_BYTES = 32 << 20  # of the pool, page-locked beyond what is reserved
 
 

@@ -21,6 +21,7 @@ T = TypeVar("T")
 MIN_BLOCK_BYTES = 4096
 HEADER_BYTES = MIN_BLOCK_BYTES  # at offset 0 lies the nonce; no landing is granted there
 MAX_WORDS = 1 << 16  # concurrent landings that senders write by themselves
+PROOF_BYTES = 4 << 20  # behind all landings: where senders prove that their writes arrive
 PREFAULT_BYTES = 256 << 20  # at least so many are touched beyond the highest use so far
 BUFFER, POOL = "buffer", "pool"
 SHARE = 8  # a sender may have so many times the bytes that it leaves free
@@ -121,9 +122,11 @@ class LandingArena:
         *,
         page_lock: bool = False,
         has_buffer: bool = True,
+        has_proof: bool = False,
     ) -> None:
         """Map the arena; its pages are touched in the background, ahead of use. Without
         `has_buffer`, the buffer is elsewhere (on a GPU), and only its completion words are here.
+        With `has_proof`, there is memory for proofs, which is touched now.
 
         Raises:
             OSError: the memory cannot be mapped.
@@ -134,7 +137,10 @@ class LandingArena:
         num_words = min(landing_bytes // MIN_BLOCK_BYTES + 1, MAX_WORDS)
         capacity = landing_bytes if has_buffer else self.budgets[POOL]
         capacity += HEADER_BYTES + round_up(num_words * WORD_BYTES)
-        self.arena = Arena(capacity, page_lock=page_lock)
+        self.proof_offset = capacity  # no landing lies there
+        proof_bytes = PROOF_BYTES if has_proof else 0
+        self.arena = Arena(capacity + proof_bytes, page_lock=page_lock)
+        self.arena.view(self.proof_offset, proof_bytes)[:] = bytes(proof_bytes)
         self._buddy = Buddy(capacity, MIN_BLOCK_BYTES)
         self._prefaulted_bytes = 0
         self._live: dict[int, Space] = {}

@@ -4,7 +4,7 @@ for another.
 
 The handshake is that of `shm`: the peer's memory file holds its pool and all completion words. It
 proves that both are on one host and in one boot. Opening the handle of the buffer does not prove
-that the devices reach each other: `cuda_ipc_proof.py` says what does. If either fails, the next
+that the devices reach each other: `proof.py` says what does. If either fails, the next
 transport is tried. The end of the Unix socket does not prove that a sender has stopped:
 `cuda_ipc_departures.py` says what does.
 """
@@ -41,7 +41,8 @@ from p2p_engine.transports.base import (
     check_word,
 )
 from p2p_engine.transports.cuda_ipc_departures import FAREWELL, UNSEEN, Departures, watch_peer
-from p2p_engine.transports.cuda_ipc_proof import Pattern, ProofDesk, ProofWriter, prove
+from p2p_engine.transports.cuda_ipc_proof import ProofWriter, has_arrived, prove
+from p2p_engine.transports.proof import Pattern, ProofDesk
 from p2p_engine.transports.shm import ShmTransport
 from p2p_engine.wire.messages import Grant
 
@@ -245,7 +246,8 @@ class CudaIpcTransport(ShmTransport):
         self._extra: Endpoint = {}
         self._desk: ProofDesk | None = None
         if landing is not None:
-            self._desk = ProofDesk(device, landing.proof_address, control, self.is_gone)
+            read = partial(has_arrived, device, landing.proof_address)
+            self._desk = ProofDesk(control, read, self.is_gone)
             self._extra = {
                 # An engine that proves nothing knows another name, and takes the next transport.
                 "proven_handle": handle.hex(),

@@ -1,55 +1,35 @@
-"""The proof that what a sender writes through a new mapping arrives in the receiver's memory.
+"""The proof over CUDA IPC: how a mapping is written through, and how the buffer is read.
 
 CUDA opens the handle of a buffer, and reports that copies into it have ended well, also where the
-bus leads them elsewhere: with access control between PCIe bridges, or with an IOMMU that
-translates. Then no byte arrives, and nobody is told. Only the receiver can tell, so it does, before
-KV goes that way. On the connection of the handshake:
-
-    ASK ────────────────►
-        ◄──────── a seed    when the proof's memory is lent to nobody else
-    writes the pattern of the seed there: one half in many small pieces, by the kernel; the other
-    half in one piece, by the copy engine
-    WRITTEN ────────────►   reads its own memory, and compares each byte
-        ◄── ARRIVED, LOST
-
-Each proof has a new seed, so what an older one has left does not pass.
+bus leads them elsewhere. `proof.py` says what the two sides tell each other. The kernel copies the
+half in small pieces, the copy engine the other one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from p2p_engine.control.affinity import restore_affinity
-from p2p_engine.control.plane import ControlPlane
 from p2p_engine.errors import TransportError
 from p2p_engine.gpu.device import Device
-from p2p_engine.gpu.landing import PROOF_BYTES
 from p2p_engine.memory.layout import Int64s
 from p2p_engine.transports.base import ConnectionInterrupted, WritesLost
-
-logger = logging.getLogger(__name__)
-
-Pattern = npt.NDArray[np.uint64]
-
-ASK, WRITTEN = b"\x05", b"\x06"
-ARRIVED, LOST = b"\x07", b"\x08"
-SEED_BYTES = 16
-PIECE_BYTES = 16 << 10
-
-
-def make_pattern(seed: bytes) -> Pattern:
-    """Return the bytes that prove a mapping; equal seeds give equal bytes with any NumPy."""
-    return np.random.PCG64(int.from_bytes(seed, "little")).random_raw(PROOF_BYTES // 8)
+from p2p_engine.transports.proof import (
+    ARRIVED,
+    ASK,
+    HALF_BYTES,
+    PATTERN_BYTES,
+    PIECE_BYTES,
+    SEED_BYTES,
+    WRITTEN,
+    Pattern,
+    make_pattern,
+)
 
 
 def prove(connection: socket.socket, deadline: float, write: Callable[[Pattern], None]) -> None:
@@ -96,7 +76,7 @@ class ProofWriter:
         """
         self._device = device
         self._lock = threading.Lock()  # one proof at a time
-        self._memory = device.run(lambda: device.cuda.allocate(PROOF_BYTES), 10.0)
+        self._memory = device.run(lambda: device.cuda.allocate(PATTERN_BYTES), 10.0)
 
     def write(self, destination: int, pattern: Pattern, deadline: float) -> None:
         """Copy a pattern to a peer's memory as KV is copied. Returns, or raises, only when nothing
@@ -110,10 +90,10 @@ class ProofWriter:
             raise ConnectionInterrupted("another peer's proof has not ended")
         try:
             _copy(self._device, self._memory, pattern.ctypes.data)
-            starts = np.arange(0, PROOF_BYTES // 2, PIECE_BYTES, dtype=np.int64)
-            half = np.array([PROOF_BYTES // 2], np.int64)
+            starts = np.arange(0, HALF_BYTES, PIECE_BYTES, dtype=np.int64)
+            half = np.array([HALF_BYTES], np.int64)
             self._push(destination, starts, np.full(len(starts), PIECE_BYTES, np.int64))
-            self._push(destination, half, PROOF_BYTES - half)
+            self._push(destination, half, half)
         finally:
             self._lock.release()
 
@@ -135,99 +115,16 @@ class ProofWriter:
                 self._device.run(lambda: cuda.free(self._memory), 10.0)
 
 
-@dataclass(eq=False)
-class Proof:
-    """The proof of one sender, from its ASK on."""
+def has_arrived(device: Device, address: int, seed: bytes) -> bool:
+    """Whether a seed's pattern lies in our device's memory. Blocks.
 
-    epoch: int
-    connection: socket.socket
-    seed: bytes
-
-
-class ProofDesk:
-    """The receiving half: lends the memory to one sender at a time, until that one cannot write
-    there any more. In callbacks of the control plane, or when its thread has ended."""
-
-    def __init__(
-        self,
-        device: Device,
-        address: int,
-        control: ControlPlane,
-        is_gone: Callable[[int], bool],
-    ) -> None:
-        """`is_gone(epoch)` says that a sender cannot write any more."""
-        self._device = device
-        self._address = address
-        self._control = control
-        self._is_gone = is_gone
-        self._waiting: dict[int, Proof] = {}
-        self._lent: Proof | None = None
-        self._check: threading.Thread | None = None
-
-    def hear(self, epoch: int, connection: socket.socket, said: bytes) -> None:
-        """Take what a sender says. One that asks again has ended its earlier copies."""
-        if ASK in said:
-            self._waiting[epoch] = Proof(epoch, connection, secrets.token_bytes(SEED_BYTES))
-        lent = self._lent
-        if lent is not None and lent.epoch == epoch and self._check is None:
-            if ASK in said:
-                self._lent = None
-            elif WRITTEN in said:
-                self._start_check(lent)
-        self._lend()
-
-    def look(self) -> None:
-        """Lend the memory to the next sender if the last one is gone."""
-        lent = self._lent
-        if lent is not None and self._check is None and self._is_gone(lent.epoch):
-            self._lent = None
-        self._lend()
-
-    def close(self, timeout: float) -> bool:
-        """Lend nothing any more; returns whether nothing reads the memory. Blocks for at most
-        `timeout` seconds."""
-        self._waiting.clear()
-        if self._check is not None:
-            self._check.join(timeout)
-        return self._check is None or not self._check.is_alive()
-
-    def _lend(self) -> None:
-        while self._lent is None and self._waiting:
-            proof = self._waiting.pop(next(iter(self._waiting)))
-            if _say(proof, proof.seed):
-                self._lent = proof
-
-    def _start_check(self, proof: Proof) -> None:
-        def check() -> None:
-            restore_affinity()
-            try:
-                has_arrived = self._compare(proof.seed)
-            except TransportError as error:
-                logger.warning("what a sender has written cannot be read: %s", str(error))
-                has_arrived = False
-            self._control.call_soon(lambda: self._tell(proof, has_arrived=has_arrived))
-
-        self._check = threading.Thread(target=check, name="p2p-prove", daemon=True)
-        self._check.start()
-
-    def _compare(self, seed: bytes) -> bool:
-        found = np.zeros(PROOF_BYTES // 8, np.uint64)
-        self._device.cuda.use(self._device.index)
-        _copy(self._device, found.ctypes.data, self._address)
-        return bool(np.array_equal(found, make_pattern(seed)))
-
-    def _tell(self, proof: Proof, *, has_arrived: bool) -> None:
-        self._check = self._lent = None
-        _say(proof, ARRIVED if has_arrived else LOST)
-        if not has_arrived:
-            logger.warning("what sender %x copies into our GPU does not arrive", proof.epoch)
-        self._lend()
-
-
-def _say(proof: Proof, data: bytes) -> bool:
-    with contextlib.suppress(OSError):  # it is gone
-        return proof.connection.send(data) == len(data)
-    return False
+    Raises:
+        TransportError: the memory cannot be read.
+    """
+    found = np.zeros(PATTERN_BYTES // 8, np.uint64)
+    device.cuda.use(device.index)
+    _copy(device, found.ctypes.data, address)
+    return bool(np.array_equal(found, make_pattern(seed)))
 
 
 def _copy(device: Device, destination: int, source: int) -> None:
@@ -235,7 +132,7 @@ def _copy(device: Device, destination: int, source: int) -> None:
     cuda = device.cuda
     stream = cuda.create_stream()
     try:
-        cuda.copy(destination, source, PROOF_BYTES, stream)
+        cuda.copy(destination, source, PATTERN_BYTES, stream)
         cuda.synchronize(stream)
     finally:
         cuda.destroy_stream(stream)

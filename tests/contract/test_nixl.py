@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,12 +14,13 @@ import pytest
 from p2p_engine.config import ucx_transports
 from p2p_engine.errors import ConfigError, TransportError
 from p2p_engine.memory.layout import one_region
-from p2p_engine.transports.base import Channel, ConnectionInterrupted
-from p2p_engine.transports.nixl import sending
+from p2p_engine.transports.base import Channel, ConnectionInterrupted, WritesLost
+from p2p_engine.transports.nixl import proving, sending
 from p2p_engine.transports.nixl.library import NixlAgent, load_nixl
 from p2p_engine.transports.nixl.sending import NixlChannel
 from p2p_engine.transports.nixl.transport import NixlTransport
-from tests.rigs.nixl import prepare_nixl
+from p2p_engine.transports.proof import ProofDesk
+from tests.rigs.nixl import lose_writes, prepare_nixl
 from tests.rigs.tensors import random_memory
 from tests.rigs.transports import MIB, TransportEnd, TransportPair, write
 from tests.support import SeededRandom, eventually
@@ -71,6 +74,25 @@ def agent_of(pair: TransportPair) -> NixlAgent | None:
     return landing._agent
 
 
+def start_to_connect(pair: TransportPair) -> Future[Channel | TransportError]:
+    outcome: Future[Channel | TransportError] = Future()
+    endpoint, transport = pair.invitation(), pair.sender.transport
+    pair.sender.in_control(lambda: transport.connect(endpoint, outcome.set_result))
+    return outcome
+
+
+def is_proving(pair: TransportPair) -> bool:
+    desk = receiving(pair)._desk
+    assert desk is not None
+    return desk.has_lent_to(pair.sender.epoch)
+
+
+def is_waiting(pair: TransportPair) -> bool:
+    desk = receiving(pair)._desk
+    assert desk is not None
+    return pair.sender.epoch in desk._waiting
+
+
 class Brake:
     """Lets no write of an agent complete until it is released."""
 
@@ -84,13 +106,81 @@ class Brake:
         monkeypatch.setattr(NixlAgent, "is_complete", braked)
 
 
+@pytest.mark.parametrize("min_bytes", [0, MIB], ids=["all", "large pieces"])
+def test_lost_writes_are_found_before_kv_is_written(
+    min_bytes: int, pair: TransportPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NIXL reports success for all of them, and delivers the notification."""
+    before = agent_of(pair)
+    with monkeypatch.context() as lossy:
+        lose_writes(lossy, min_bytes)
+        assert isinstance(pair.connect(), WritesLost)
+    pair.channel()
+    assert agent_of(pair) is before  # what was lost is not on its way
+
+
+def test_proof_that_is_not_answered_ends_and_may_be_tried_again(
+    pair: TransportPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer may only have been busy."""
+    with monkeypatch.context() as silent:
+        silent.setattr(proving, "PROOF_SECONDS", 0.2)
+        silent.setattr(ProofDesk, "hear", lambda *_: None)
+        assert isinstance(pair.connect(), ConnectionInterrupted)
+    pair.channel()
+
+
+def test_proof_is_told_in_any_pieces_between_other_words(
+    pair: TransportPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "heard", lambda connection: connection.recv(1))
+    brake, intact = Brake(monkeypatch), list[bool]()
+    outcome = start_to_connect(pair)
+    eventually(lambda: is_proving(pair))
+    receiver, epoch = receiving(pair), pair.sender.epoch
+    pair.receiver.in_control(lambda: receiver.confirm(epoch, lambda: intact.append(True)))
+    eventually(lambda: bool(intact))
+    brake.is_on = False
+    channel = outcome.result(10)
+    assert isinstance(channel, NixlChannel)
+    pair.sender.in_control(channel.close)
+
+
+@pytest.mark.parametrize("end", ["it dies", "it is forgotten"])
+def test_memory_of_a_proof_that_its_sender_does_not_end_is_lent_after_a_fence(
+    end: str, pair: TransportPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may still write there. Another sender, which waits for the memory, connects again."""
+    other = TransportPair("nixl", sender=TransportEnd("nixl"), receiver=pair.receiver)
+    brake, before = Brake(monkeypatch), agent_of(pair)
+    try:
+        outcome = start_to_connect(pair)
+        eventually(lambda: is_proving(pair))
+        waiting = start_to_connect(other)
+        eventually(lambda: is_waiting(other))
+        receiver, epoch = receiving(pair), pair.sender.epoch
+        if end == "it dies":
+            receiver._senders[epoch].shutdown(socket.SHUT_RDWR)
+        else:
+            pair.receiver.in_control(lambda: receiver.forget(epoch, may_write=False))
+        assert isinstance(outcome.result(10), ConnectionInterrupted)
+        assert isinstance(waiting.result(10), ConnectionInterrupted)
+        assert agent_of(pair) is not before
+        brake.is_on = False
+        other.channel()
+    finally:
+        for channel in other._channels:
+            other.sender.in_control(channel.close)
+        other.sender.close()
+
+
 def test_bytes_of_a_lost_sender_land_until_the_fence_and_never_after(
     pair: TransportPair, rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sending, "PIECE_BYTES", MIB)  # two of these six are on their way
-    brake = Brake(monkeypatch)
     memory = random_memory(rng, 6 * MIB)
     channel, landing = channel_of(pair), pair.grant(None, len(memory))
+    brake = Brake(monkeypatch)
     job = write(channel, one_region(memory.ctypes.data, len(memory)), landing, memory)
     view = pair.receiver.arena.arena.view(landing.space.offset, landing.space.nbytes)
     first = memory[:MIB].tobytes()
@@ -121,7 +211,7 @@ def test_channel_whose_write_failed_says_no_farewell(pair: TransportPair) -> Non
     channel, before = channel_of(pair), agent_of(pair)
     memory = np.zeros(4096, np.uint8)
     landing = pair.grant(None, 4096)
-    channel.arena = type(channel.arena)(b"", 0, channel.arena.nbytes)  # no memory of the peer's
+    channel.arena = replace(channel.arena, base=0)  # no memory of the peer's
     job = write(channel, one_region(memory.ctypes.data, 4096), landing, memory)
     assert job.wait(10)
     assert (job.state, channel.has_failed) == ("failed", True)

@@ -213,12 +213,7 @@ def test_connection_that_ends_by_itself_is_noticed(pair: TransportPair, closes_f
     pair.receiver.close()
     expected = closes_first == "receiver"
 
-    def is_noticed() -> bool:
-        for job in pair.sender.mover.drain():
-            job.tag(job)  # type: ignore[operator]
-        return bool(broken) or not expected
-
-    eventually(is_noticed)
+    eventually(lambda: bool(broken) or not expected)
     pair.sender.in_control(lambda: None)
     assert [type(error) for error in broken] == [TransportError] * expected
 
@@ -283,7 +278,8 @@ def test_bad_invitation_is_an_error_not_a_hang(pair: TransportPair, spoil: str) 
     elif spoil == "nonsense":
         endpoint = dict.fromkeys(endpoint, "\0nonsense")
     elif spoil == "nobody":
-        endpoint = {**endpoint, "socket": "p2p-nobody", "address": "127.0.0.1:1", "secret": "x"}
+        nobody = dict.fromkeys(("address", "proven_address"), "127.0.0.1:1")
+        endpoint = {**endpoint, **nobody, "socket": "p2p-nobody", "secret": "x"}
     else:
         endpoint = {**endpoint, "token": "00" * 16, "secret": "00" * 16}
     assert isinstance(pair.connect(endpoint), TransportError)
@@ -456,8 +452,8 @@ def _locked_buffers(port: int) -> dict[str, int]:
 
 
 def _dial(endpoint: Endpoint) -> socket.socket:
-    if "address" in endpoint:
-        return socket.create_connection(split_address(endpoint["address"]), 10)
+    for key in {"address", "proven_address"} & set(endpoint):
+        return socket.create_connection(split_address(endpoint[key]), 10)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect("\0" + endpoint["socket"])
     return connection

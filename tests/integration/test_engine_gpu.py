@@ -25,10 +25,10 @@ from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.transports import cuda_ipc
 from p2p_engine.transports.cuda_ipc import CudaIpcTransport
-from p2p_engine.transports.cuda_ipc_proof import ASK, ProofDesk
 from p2p_engine.transports.nccl.group import Group, GroupState
 from p2p_engine.transports.nccl.memory import estimated_bytes
 from p2p_engine.transports.nccl.transport import NcclTransport
+from p2p_engine.transports.proof import ASK, ProofDesk
 from tests.doubles.gpu import GpuDouble
 from tests.rigs.engines import (
     BLOCKS,
@@ -510,7 +510,7 @@ def test_a_sender_that_stands_still_in_its_proof_holds_up_others_for_a_while(
             assert torch.equal(receiver.recv_tensor(KEY, timeout=10), tensor)
             eventually(lambda: sender.stats()["nccl"]["made"] == made)  # noqa: B023
             opened.set()
-            eventually(lambda: desk._lent is None)
+            eventually(lambda: transport.is_gone(still._parts.epoch))
         sent.wait(10)
         assert torch.equal(receiver.recv_tensor(TransferKey("still"), timeout=10), tensor)
         assert_idle(receiver, still, second, third)

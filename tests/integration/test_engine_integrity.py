@@ -20,6 +20,7 @@ from p2p_engine.transports.tcp import TcpTransport
 from tests import marks
 from tests.doubles.gpu import GpuDouble
 from tests.rigs.engines import MIB, assert_idle, engines, settings, start
+from tests.rigs.nixl import lose_writes
 from tests.rigs.relay import FaultyRelay
 from tests.rigs.tensors import random_tensor
 from tests.support import SeededRandom
@@ -214,3 +215,25 @@ def test_without_a_kernel_nobody_claims_to_compare(transport: str, rng: SeededRa
         with pytest.raises(TransferRejected, match=f"it has checksums, {transport} has none here"):
             sent.wait(10)
         assert_idle(sender, receiver)
+
+
+@pytest.mark.parametrize("min_bytes", [0, MIB], ids=["all", "large pieces"])
+@pytest.mark.parametrize("first", ["nixl"])
+def test_kv_goes_by_tcp_where_writes_over_nixl_are_lost(
+    first: str,
+    min_bytes: int,
+    rng: SeededRandom,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """NIXL reports success for all of them: only the peer can tell."""
+    lose_writes(monkeypatch, min_bytes)
+    tensor = random_tensor(rng, 3 * MIB)
+    with engines(2, first, transports=f"{first},tcp") as (sender, receiver):
+        sender.send_tensor(KEY, tensor, receiver.zmq_address)
+        assert torch.equal(receiver.recv_tensor(KEY, timeout=20), tensor)
+        assert_idle(sender, receiver)
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len([text for text in said if "transport=nixl not usable" in text]) == 1
+    assert len([text for text in said if "does not arrive" in text]) == 1
+    assert "transport=tcp" in caplog.text

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from p2p_engine.transports.nixl.library import load_nixl
+from p2p_engine.transports.nixl.library import NixlAgent, load_nixl
 
 UCX_TLS = "tcp"
 
@@ -22,3 +22,23 @@ def prepare_nixl() -> None:
     os.environ["UCX_TLS"] = UCX_TLS
     os.environ["UCX_MEM_MMAP_HOOK_MODE"] = "none"  # other tests' threads are running
     load_nixl()
+
+
+def lose_writes(monkeypatch: pytest.MonkeyPatch, min_bytes: int) -> None:
+    """Drop what agents write in pieces of at least so many bytes, and report success."""
+    write, is_complete, release = NixlAgent.write, NixlAgent.is_complete, NixlAgent.release
+    lost = -1  # a handle
+
+    def lossy(agent: NixlAgent, source: int, destination: int, nbytes: int, peer: str) -> int:
+        return lost if nbytes >= min_bytes else write(agent, source, destination, nbytes, peer)
+
+    def is_lossy_complete(agent: NixlAgent, handle: int) -> bool:
+        return handle == lost or is_complete(agent, handle)
+
+    def release_lossy(agent: NixlAgent, handle: int) -> None:
+        if handle != lost:
+            release(agent, handle)
+
+    monkeypatch.setattr(NixlAgent, "write", lossy)
+    monkeypatch.setattr(NixlAgent, "is_complete", is_lossy_complete)
+    monkeypatch.setattr(NixlAgent, "release", release_lossy)

@@ -49,7 +49,8 @@ class TransportEnd:
         self.epoch = secrets.randbits(60)
         self.control = ControlPlane("127.0.0.1", range(1), name="p2p-test")
         self.mover = Mover(slice_bytes=slice_bytes)
-        self.arena = LandingArena(ARENA_BYTES, 0)
+        self.arena = LandingArena(ARENA_BYTES, 0, has_proof=name == "nixl")
+        self.control.watch(self.mover.fileno(), self.tell_ended_jobs)
         self.transport = self._make(name, options)
         self.control.start()
 
@@ -65,6 +66,12 @@ class TransportEnd:
 
         self.control.call_soon(run)
         return future.result(10)
+
+    def tell_ended_jobs(self) -> None:
+        """Run the callbacks of jobs that the mover has ended."""
+        for job in self.mover.drain():
+            if job.tag is not None:
+                job.tag(job)  # type: ignore[operator]
 
     def close(self) -> None:
         """End everything, in an engine's order; idempotent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from mempool import read_word
 from p2p_engine.memory.arena import (
     HEADER_BYTES,
     PREFAULT_BYTES,
+    PROOF_BYTES,
     LandingArena,
     Space,
     round_up,
@@ -86,6 +88,22 @@ def test_a_space_is_for_other_processes_once_its_pages_are_touched_here() -> Non
     assert not made.is_touched(space)
     eventually(lambda: made.is_touched(space), timeout=60.0)
     assert made.arena.touched_bytes >= space.offset + space.nbytes
+    made.close()
+
+
+def test_memory_for_proofs_is_touched_at_once_and_never_handed_out() -> None:
+    """It is far beyond what is touched in the background."""
+    made = LandingArena(3 * PREFAULT_BYTES, 0, has_proof=True)
+    start = made.proof_offset
+    assert os.lseek(made.arena.fileno(), start, os.SEEK_DATA) == start
+    assert os.lseek(made.arena.fileno(), start, os.SEEK_HOLE) >= start + PROOF_BYTES
+    made.close()
+    made = LandingArena(64 * KIB, 0, has_proof=True)
+    proof = made.arena.view(made.proof_offset, PROOF_BYTES)
+    while (space := made.reserve(4 * KIB)) is not None:
+        made.arena.view(space.offset, space.nbytes)[:] = b"\xff" * space.nbytes
+    assert bytes(proof) == bytes(PROOF_BYTES)
+    proof.release()
     made.close()
 
 

@@ -12,17 +12,20 @@ from __future__ import annotations
 import collections
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from p2p_engine.control.affinity import restore_affinity
 from p2p_engine.errors import TransportError
 from p2p_engine.memory.arena import LandingArena
 from p2p_engine.transports.nixl.library import NixlAgent
-from p2p_engine.transports.nixl.sending import WORD, RemoteArena
+from p2p_engine.transports.nixl.sending import PAUSE_SECONDS, WORD, RemoteArena, mark_of
+from p2p_engine.transports.proof import PATTERN_BYTES, make_pattern
 
 logger = logging.getLogger(__name__)
 
 FENCE_SECONDS = 5.0  # for close to wait for a fence
+NOTICE_SECONDS = 2.0  # for a notification, when its sender has said that it is on its way
 
 
 class NixlLanding:
@@ -36,7 +39,8 @@ class NixlLanding:
         """
         self._memory = memory
         self._make_agent = make_agent
-        self._last: collections.deque[bytes] = collections.deque()  # of agents that are closed
+        self._come: collections.deque[bytes] = collections.deque()  # notifications
+        self._mark = 0  # of the proof whose notification came last
         self._thread: threading.Thread | None = None
         self._agent: NixlAgent | None = self._register()
 
@@ -53,18 +57,31 @@ class NixlLanding:
         """
         if self._agent is None:
             return None
-        arena = self._memory.arena
-        return RemoteArena(self._agent.metadata(), arena.address, arena.nbytes)
+        arena, proof_offset = self._memory.arena, self._memory.proof_offset
+        return RemoteArena(self._agent.metadata(), arena.address, arena.nbytes, proof_offset)
 
     def look(self) -> None:
         """Publish the words that senders have notified us of. Under the engine's lock."""
-        agent = self._agent
-        come = agent.notifications() if agent is not None else []
-        while self._last:
-            come.append(self._last.popleft())
-        for message in come:
-            if len(message) == WORD.size:
-                self._memory.words.publish(*WORD.unpack(message))
+        self._collect()
+        while self._come:
+            self._memory.words.publish(*WORD.unpack(self._come.popleft()))
+
+    def has_arrived(self, seed: bytes) -> bool:
+        """Whether a sender's notification says that it has written a seed's pattern, and the
+        pattern lies in our memory. In any thread; blocks.
+
+        Raises:
+            TransportError: no notification comes.
+        """
+        memory, until = self._memory, time.monotonic() + NOTICE_SECONDS
+        while self._mark != mark_of(seed):
+            if self._agent is None or time.monotonic() >= until:
+                raise TransportError("no notification has come behind the bytes")
+            time.sleep(PAUSE_SECONDS)
+            self._collect()
+        pattern = make_pattern(seed).tobytes()
+        with memory.arena.view(memory.proof_offset, PATTERN_BYTES) as found:
+            return bool(found == pattern)
 
     def fence(self, fenced: Callable[[], None]) -> None:
         """End all that senders have on its way, in a thread, which calls `fenced` then."""
@@ -106,4 +123,19 @@ class NixlLanding:
     def _end_agent(self) -> None:
         agent, self._agent = self._agent, None
         if agent is not None:
-            self._last += agent.close()
+            self._take(agent.close())
+
+    def _collect(self) -> None:
+        agent = self._agent
+        if agent is not None:
+            self._take(agent.notifications())
+
+    def _take(self, come: list[bytes]) -> None:
+        for message in come:
+            if len(message) != WORD.size:
+                continue
+            offset, value = WORD.unpack(message)
+            if offset == self._memory.proof_offset:
+                self._mark = value
+            else:
+                self._come.append(message)

@@ -46,6 +46,7 @@ WORD = struct.Struct("<QQ")  # a notification: the offset of a completion word, 
 FAREWELL = b"\x02"  # the sender: all my writes have ended, and all went well
 PROBE = b"\x03"  # the receiver: have all writes ended well that you call ended?
 INTACT = b"\x04"  # the sender: yes; if not, it says nothing and closes
+# And what a proof says (p2p_engine/transports/proof.py).
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,12 @@ class RemoteArena:
     metadata: bytes
     base: int
     nbytes: int
+    proof_offset: int  # of the memory for proofs; names their notifications, too
+
+
+def mark_of(seed: bytes) -> int:
+    """Return the value of the notification that ends a proof."""
+    return int(seed[:15], 16)
 
 
 @dataclass(eq=False)
@@ -71,8 +78,8 @@ class Piece:
 class NixlJob:
     """One order. The writer's thread moves it on; `cancel` and `wait` are for all threads."""
 
-    def __init__(self, order: Order, channel: NixlChannel) -> None:
-        """Take an order.
+    def __init__(self, order: Order, channel: NixlChannel, piece_bytes: int) -> None:
+        """Take an order, to be cut into pieces of at most `piece_bytes`.
 
         Raises:
             ValueError: the source's regions are impossible; the thread must not find out.
@@ -80,6 +87,7 @@ class NixlJob:
         self.order = order
         self.tag = order.tag
         self.channel = channel
+        self.piece_bytes = piece_bytes
         self.source = order.source.coalesced()
         addresses, lengths = self.source.addresses, self.source.lengths
         is_possible = addresses.dtype == lengths.dtype == np.int64 and (lengths >= 0).all()
@@ -281,7 +289,7 @@ class NixlWriter:
         slab = self._slabs.take(self._agent)
         if slab is None:
             return False
-        nbytes = min(PIECE_BYTES, job.total - job.begun)
+        nbytes = min(job.piece_bytes, job.total - job.begun)
         cut = job.cut(job.begun, nbytes, slab)
         gather = self._mover.copy(*cut, lane=job.order.lane, keep=(job.order, self._slabs))
         job.pieces.append(Piece(slab, job.begun, nbytes, gather))
@@ -365,16 +373,22 @@ class NixlChannel:
         self.arena = arena
         self.has_failed = False  # for good: bytes of ended jobs may still be on their way
         self._jobs: set[Job] = set()
+        self.told: Callable[[bytes], None] | None = None  # gets what the receiver says of a proof
         self._broken: Broken | None = None
         self._is_closed = False
         control.watch(connection.fileno(), self._hear)
 
-    def write(self, order: Order) -> NixlJob:
-        """Start to write the source, then to notify the peer."""
+    def say(self, data: bytes) -> None:
+        """Tell the receiver a few bytes; whether it is there, `watch` tells."""
+        with contextlib.suppress(OSError):
+            self._connection.send(data)
+
+    def write(self, order: Order, piece_bytes: int | None = None) -> NixlJob:
+        """Start to write the source in pieces, which fit a slab, then to notify the peer."""
         if self._is_closed or self.has_failed:
             raise TransportError("write: the channel is closed")
         check_grant(order.grant, order.source.nbytes, self.arena.nbytes)
-        job = NixlJob(order, self)
+        job = NixlJob(order, self, min(piece_bytes or PIECE_BYTES, PIECE_BYTES))
         self._jobs = {each for each in self._jobs if not each.done} | {job}
         self._writer.start(job)
         return job
@@ -394,21 +408,23 @@ class NixlChannel:
         if self._connection.fileno() >= 0:
             self._writer.forget(self.peer)
             self._control.unwatch(self._connection.fileno())
-            with contextlib.suppress(OSError):
-                self._connection.send(b"" if self.has_failed else FAREWELL)
+            self.say(b"" if self.has_failed else FAREWELL)
             self._connection.close()
         return True
 
     def _hear(self) -> None:
-        """Answer the receiver's probes, and report the end of the connection."""
+        """Answer the receiver's probes, pass on what else it says, and report the end of the
+        connection."""
         said = heard(self._connection)
         if said and not self.has_failed:
             try:
                 self._connection.sendall(INTACT * said.count(PROBE))
             except BlockingIOError:
-                return
+                pass
             except OSError:
                 said = b""
+        if said and self.told is not None:
+            self.told(said)
         if said == b"":
             self._control.unwatch(self._connection.fileno())
             self._is_closed = True

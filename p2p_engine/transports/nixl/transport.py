@@ -9,6 +9,8 @@ prove when a sender has stopped:
 
 So a sender's word that one write has ended (CANCELLED, or the next attempt) counts only if its
 connection is INTACT after that: a write that has failed breaks it first.
+
+A new connection carries KV only after a proof that what is written there arrives (`proof.py`).
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from p2p_engine.transports.handshake import (
 )
 from p2p_engine.transports.nixl.landing import NixlLanding
 from p2p_engine.transports.nixl.library import NixlAgent, load_nixl
+from p2p_engine.transports.nixl.proving import PROOF_SECONDS, Proving
 from p2p_engine.transports.nixl.sending import (
     FAREWELL,
     INTACT,
@@ -51,15 +54,18 @@ from p2p_engine.transports.nixl.sending import (
     RemoteArena,
     heard,
 )
+from p2p_engine.transports.proof import ProofDesk
 from p2p_engine.wire.addresses import family_of, join_address, split_address
 
 logger = logging.getLogger(__name__)
 
-INTRODUCTION = struct.Struct("<QQI")  # the arena's address and bytes, and the metadata's bytes
+# The arena's address and bytes, where in it proofs are written, and the metadata's bytes.
+INTRODUCTION = struct.Struct("<QQQI")
 MAX_METADATA_BYTES = 48 << 10  # with one UCX device it has 300 bytes
 SOCKET_BUFFER_BYTES = 256 << 10  # an introduction fits
 MAX_LOST = 256  # senders; then a fence comes without need
 PATIENCE_SECONDS = 10.0  # a receiver may have to fence an older connection first
+CLOSE_SECONDS = 2.0
 
 
 class Introducing:
@@ -98,14 +104,14 @@ class Introducing:
         self._missing -= len(data)
         if self._missing:
             return
-        base, nbytes, metadata_bytes = INTRODUCTION.unpack_from(self._received)
+        base, nbytes, proof_offset, metadata_bytes = INTRODUCTION.unpack_from(self._received)
         self._missing = INTRODUCTION.size + metadata_bytes - len(self._received)
         if not 0 < metadata_bytes <= MAX_METADATA_BYTES:
             self._fail(TransportError(f"the peer's metadata has {metadata_bytes} bytes"))
         elif not self._missing:
             self._control.unwatch(self._connection.fileno())
             metadata = bytes(self._received[INTRODUCTION.size :])
-            self._told(RemoteArena(metadata, base, nbytes))
+            self._told(RemoteArena(metadata, base, nbytes, proof_offset))
 
     def _fail(self, error: TransportError) -> None:
         self.close()
@@ -148,8 +154,10 @@ class NixlTransport(SenderWrites):
         self._tokens = Tokens()
         self._dials = Dials()
         self._introducing: set[Introducing] = set()
+        self._proving: set[Proving] = set()
         self._writer = NixlWriter(mover, lambda: NixlAgent(library, ucx_tls, progresses=False))
         self._landing: NixlLanding | None = None
+        self._desk: ProofDesk | None = None
         self._senders: dict[int, socket.socket] = {}
         self._parted: set[int] = set()  # of these, those that have said farewell
         self._lost: set[int] = set()  # ended without it
@@ -161,24 +169,28 @@ class NixlTransport(SenderWrites):
                 self._landing = NixlLanding(landing, make)
             except TransportError as error:
                 raise ConfigError(f"transports: 'nixl' cannot be used here: {error}") from error
+            self._desk = ProofDesk(control, self._landing.has_arrived, self.is_gone)
             listener = listen(family_of(host), (host, 0))
             self._address = join_address(host, listener.getsockname()[1])
             self._door = Door(control, listener, self._tokens, self._admit)
+        control.watch_time(self._look)
 
     def invite(self, source_epoch: int) -> Endpoint | None:
         """Return the address and a token; the memory is introduced on that connection."""
         if self._landing is None:
             return None
-        return {"address": self._address, "token": self._tokens.make(source_epoch)}
+        # An engine that proves nothing knows another name, and takes the next transport.
+        return {"proven_address": self._address, "token": self._tokens.make(source_epoch)}
 
     def patience(self, endpoint: Endpoint) -> float:
-        """Return how long the peer may need to prove the end of an older connection."""
-        return PATIENCE_SECONDS
+        """Return how long the peer may need to prove the end of an older connection, and that our
+        writes arrive."""
+        return PATIENCE_SECONDS + PROOF_SECONDS
 
     def connect(self, endpoint: Endpoint, connected: Connected) -> None:
         """Dial, read the introduction, then let the writer connect NIXL."""
         try:
-            host, port = split_address(endpoint["address"])
+            host, port = split_address(endpoint["proven_address"])
             preamble = PREAMBLE.pack(self._epoch, bytes.fromhex(endpoint["token"]))
         except (KeyError, ValueError, struct.error) as error:
             connected(TransportError(f"connect: bad nixl endpoint: {error!r}"))
@@ -222,7 +234,9 @@ class NixlTransport(SenderWrites):
         a proof."""
         self._tokens.forget(source_epoch)
         if not may_write and source_epoch in self._senders:
-            self._drop(source_epoch, has_parted=True)  # nothing is under way: no fence is needed
+            # Nothing but a proof is under way: else no fence is needed.
+            is_proving = self._desk is not None and self._desk.has_lent_to(source_epoch)
+            self._drop(source_epoch, has_parted=not is_proving)
         waiting = self._waiting.pop(source_epoch, None)
         if waiting is not None:
             waiting.close()
@@ -231,9 +245,15 @@ class NixlTransport(SenderWrites):
         """End all writes, from here and to here, then every connection; idempotent. Returns False
         if something did not end, and its memory is still in use."""
         has_ended = self._writer.close()
+        self._control.unwatch_time(self._look)
+        for proving in self._proving:
+            proving.close()
+        self._proving.clear()
         if self._landing is not None:
             has_ended = self._landing.close() and has_ended
             self._door.close()
+        if self._desk is not None:
+            has_ended = self._desk.close(CLOSE_SECONDS) and has_ended
         self._dials.close()
         for introducing in self._introducing:
             introducing.close()
@@ -266,7 +286,7 @@ class NixlTransport(SenderWrites):
                 connection.close()
                 connected(TransportError(f"watch: {error}"))
                 return
-            connected(channel)
+            self._proving.add(Proving(channel, connected))
 
         self._writer.connect(arena, told)
 
@@ -293,7 +313,9 @@ class NixlTransport(SenderWrites):
             arena = self._landing.introduction() if self._landing is not None else None
             if arena is None or len(arena.metadata) > MAX_METADATA_BYTES:
                 raise TransportError("there is no metadata, or too much")
-            numbers = INTRODUCTION.pack(arena.base, arena.nbytes, len(arena.metadata))
+            numbers = INTRODUCTION.pack(
+                arena.base, arena.nbytes, arena.proof_offset, len(arena.metadata)
+            )
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
             end_by_silence(connection, self._silence_seconds)
             self._control.watch(connection.fileno(), lambda: self._hear(epoch))
@@ -313,12 +335,19 @@ class NixlTransport(SenderWrites):
             return
         if FAREWELL in said:
             self._parted.add(epoch)
+        if self._desk is not None:
+            self._desk.hear(epoch, self._senders[epoch], said)
         for _ in range(said.count(INTACT)):
             if self._asked[epoch]:
                 self._asked[epoch].popleft()()
         if not said:
             self._drop(epoch, has_parted=epoch in self._parted)
             self._let_in()
+
+    def _look(self, now: float) -> None:
+        self._proving -= {proving for proving in list(self._proving) if proving.look(now)}
+        if self._desk is not None:
+            self._desk.look()
 
     def _drop(self, epoch: int, *, has_parted: bool) -> None:
         connection = self._senders.pop(epoch)
