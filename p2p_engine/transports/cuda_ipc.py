@@ -4,9 +4,9 @@ for another.
 
 The handshake is that of `shm`: the peer's memory file holds its pool and all completion words. It
 proves that both are on one host and in one boot. Opening the handle of the buffer does not prove
-that the devices reach each other: `proof.py` says what does. If either fails, the next
-transport is tried. The end of the Unix socket does not prove that a sender has stopped:
-`cuda_ipc_departures.py` says what does.
+that the devices reach each other: `proof.py` says what does. If either fails, the next transport is
+tried. The end of the Unix socket does not prove that a sender has stopped: `cuda_ipc_departures.py`
+says what does.
 """
 
 from __future__ import annotations

@@ -130,6 +130,18 @@ def test_proof_that_is_not_answered_ends_and_may_be_tried_again(
     pair.channel()
 
 
+@pytest.mark.parametrize("older", ["sender", "receiver"])
+def test_engine_that_proves_nothing_and_this_one_take_the_next_transport(
+    older: str, pair: TransportPair
+) -> None:
+    invitation = pair.invitation()
+    if older == "sender":
+        assert "address" not in invitation
+    else:
+        invitation["address"] = invitation.pop("proven_address")
+        assert isinstance(pair.connect(invitation), TransportError)
+
+
 def test_proof_is_told_in_any_pieces_between_other_words(
     pair: TransportPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

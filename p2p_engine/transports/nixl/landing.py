@@ -136,6 +136,6 @@ class NixlLanding:
                 continue
             offset, value = WORD.unpack(message)
             if offset == self._memory.proof_offset:
-                self._mark = value
+                self._mark = value or self._mark  # 0: the first half
             else:
                 self._come.append(message)

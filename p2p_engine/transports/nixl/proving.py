@@ -56,9 +56,8 @@ class Proving:
     def close(self) -> None:
         """Tell nothing any more, and close the channel unless it was given away. The writer has
         ended."""
-        if not self._is_over:
-            self._is_over = self._is_closing = True
-        if self._is_closing:
+        if self._is_closing or not self._is_over:
+            self._is_over = True
             self._channel.close(0.0)
 
     def _end(self, outcome: NixlChannel | TransportError) -> None:
