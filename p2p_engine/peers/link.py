@@ -95,7 +95,7 @@ class Link:
     number: int = 0  # of the unanswered HELLO
     version: int = PROTOCOL_VERSION  # of the protocol, that the HELLO says
     untried: list[Transport] = field(default_factory=list)
-    num_corrupted: Counter[str] = field(default_factory=Counter)  # chunks, by transport
+    num_corrupted: Counter[str] = field(default_factory=Counter)  # by transport; twins share it
     is_losing: bool = False  # its broken channel is being closed
     heard_at: float = 0.0  # by the listening clock
     watched_since: float = 0.0  # by that clock: earlier silence does not count

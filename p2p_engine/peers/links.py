@@ -66,7 +66,7 @@ from p2p_engine.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-MAX_CORRUPTED = 2  # chunks over one transport to one peer; then another one is tried
+MAX_CORRUPTED = 2  # chunks over one transport to one peer; then others are tried first
 REST_SECONDS = 120.0  # between two PINGs of a resting link; less than dialler.IDLE_SECONDS
 
 
@@ -316,13 +316,12 @@ class Links(SessionListener):
 
     def note_corrupted(self, link: Link, channel: Channel | None) -> None:
         """Note that a chunk came with wrong bytes. If a transport does that twice, leave it for
-        another one that both have, if there is one."""
+        another one that both have; if no other one works, it is used again."""
         transport = link.transport
         if transport is None or channel is not link.channel:
             return
-        for each in (link, *self._twins(link)):
-            each.num_corrupted[transport.name] += 1
-        if transport not in self._usable(link):
+        link.num_corrupted[transport.name] += 1
+        if self._usable(link)[:1] != [transport]:
             text = f"{link.num_corrupted[transport.name]} chunks arrived with wrong bytes"
             logger.warning("peer=%s transport=%s is left: %s", link.target, transport.name, text)
             self.break_channel(link, TransportError(text))
@@ -423,6 +422,8 @@ class Links(SessionListener):
             link.epoch, link.heard_at = message.source_epoch, self._listening()
             link.is_answered = True
             self._by_epoch.add(link.epoch, link)
+            for twin in self._twins(link):
+                link.num_corrupted = twin.num_corrupted
             self._look_soon(link)
             link.endpoints, link.state = message.endpoints, LinkState.READY
             link.invited_at = self._clock()
@@ -469,11 +470,10 @@ class Links(SessionListener):
         self._connect(link, link.untried)
 
     def _usable(self, link: Link) -> list[Transport]:
-        """Return the transports that both have, the best first, without those that have corrupted
-        too many chunks if others are left."""
+        """Return the transports that both have, the best first; last those that have corrupted too
+        many chunks."""
         shared = [item for item in self._transports if item.name in link.endpoints]
-        sound = [item for item in shared if link.num_corrupted[item.name] < MAX_CORRUPTED]
-        return sound or shared
+        return sorted(shared, key=lambda item: link.num_corrupted[item.name] >= MAX_CORRUPTED)
 
     def _no_transport(self, link: Link, last: TransportError | None) -> PeerRefused:
         ours, theirs = [item.name for item in self._transports], list(link.endpoints)
@@ -487,7 +487,8 @@ class Links(SessionListener):
     def _connect(
         self, link: Link, untried: list[Transport], last: TransportError | None = None
     ) -> None:
-        """Try the next transport; `last` is the error of the one before."""
+        """Try the next transport; `last` is the error of the one before, or of one that was
+        interrupted."""
         if not untried:
             if isinstance(last, ConnectionInterrupted):
                 self._not_connected(link, last)
@@ -499,7 +500,7 @@ class Links(SessionListener):
         def connected(outcome: Channel | TransportError) -> None:
             with self._lock:  # called without the lock, when a socket is readable
                 if link.connecting and link.untried is untried:
-                    self._connected(link, transport, outcome)
+                    self._connected(link, transport, outcome, last)
                 elif not isinstance(outcome, TransportError):
                     outcome.close()  # the attempt was given up
 
@@ -516,13 +517,18 @@ class Links(SessionListener):
             connected(TransportError(f"{transport.name}: {error!r}"))
 
     def _connected(
-        self, link: Link, transport: Transport, outcome: Channel | TransportError
+        self,
+        link: Link,
+        transport: Transport,
+        outcome: Channel | TransportError,
+        last: TransportError | None,
     ) -> None:
         if isinstance(outcome, TransportError):
             level = logging.WARNING if isinstance(outcome, WritesLost) else logging.INFO
             text = "peer=%s transport=%s not usable: %s"
             logger.log(level, text, link.target, transport.name, outcome)
-            self._connect(link, link.untried, outcome)
+            was_interrupted = isinstance(last, ConnectionInterrupted)
+            self._connect(link, link.untried, last if was_interrupted else outcome)
             return
         link.channel, link.transport, link.connecting = outcome, transport, False
         link.connected, link.connect_at = True, self._clock() + self._config.retry_seconds

@@ -14,7 +14,7 @@ from p2p_engine.control.sockets import Route
 from p2p_engine.errors import P2pError, PeerLost, PeerRefused, PeerUnreachable, TransportError
 from p2p_engine.peers.closing_channels import CLOSE_SECONDS
 from p2p_engine.peers.link import Link, LinkState, PeerAddress
-from p2p_engine.peers.links import REST_SECONDS, Links
+from p2p_engine.peers.links import MAX_CORRUPTED, REST_SECONDS, Links
 from p2p_engine.peers.listeners import LinkListener
 from p2p_engine.transports.base import (
     Channel,
@@ -216,12 +216,15 @@ def test_no_transport_works(scene: LinksScene) -> None:
     assert link.ready
 
 
-def test_connection_that_was_interrupted_may_be_tried_again(scene: LinksScene) -> None:
-    """The peer had let us in: a sender hears of a broken connection, not of a refusal."""
+@pytest.mark.parametrize("which", [0, 1])
+def test_connection_that_was_interrupted_may_be_tried_again(scene: LinksScene, which: int) -> None:
+    """The peer had let us in: a sender hears of a broken connection, not of a refusal, whichever
+    transport was tried last."""
     link = scene.welcomed()
-    shm, tcp = scene.transports
-    shm.dialled[0][1](TransportError("another host"))
-    tcp.dialled[0][1](ConnectionInterrupted("a fence"))
+    outcomes = [TransportError("another host"), TransportError("another host")]
+    outcomes[which] = ConnectionInterrupted("a fence")
+    for transport, outcome in zip(scene.transports, outcomes, strict=True):
+        transport.dialled[0][1](outcome)
     assert isinstance(scene.lost_for, TransportError)
     scene.links.get(PEER, data=True)
     scene.pass_time(1.0)
@@ -384,6 +387,38 @@ def test_broken_channel_whose_copies_never_stop_is_told_in_the_end(scene: LinksS
         scene.pass_time(CLOSE_SECONDS)
     assert scene.events == ["ready", "channel", "channel lost"]
     assert scene.links.num_unclosed_channels() == 1
+
+
+def test_a_transport_that_was_left_is_used_again_if_nothing_else_works(scene: LinksScene) -> None:
+    link = scene.welcomed()
+    scene.connect(0)
+    corrupt(scene, link)
+    scene.links.get(PEER, data=True)
+    scene.invite()
+    scene.transports[1].dialled[0][1](TransportError("no group can be made"))
+    channel = scene.connect(1)
+    assert link.transport is cast("Transport", scene.transports[0])
+    scene.links.note_corrupted(link, cast("Channel", channel))  # the other one is tried once more
+    assert channel.closed
+
+
+def test_another_name_of_a_peer_knows_which_transport_was_left(scene: LinksScene) -> None:
+    link = scene.welcomed()
+    scene.connect(0)
+    corrupt(scene, link)
+    other = scene.links.get(PeerAddress("localhost:5"), data=True)
+    offers = {"shm": {"a": "1"}, "tcp": {"b": "2"}}
+    scene.hear(Welcome(THEM, US, 1, None, offers), "localhost:5")
+    scene.connect(0, transport=1)
+    assert other.transport is cast("Transport", scene.transports[1])
+
+
+def corrupt(scene: LinksScene, link: Link) -> None:
+    """Have a link's channel bring wrong bytes until it is left."""
+    for _ in range(MAX_CORRUPTED):
+        scene.links.note_corrupted(link, link.channel)
+    assert link.channel is None
+    scene.pass_time(1.0)
 
 
 def test_transport_that_fails_over_an_invitation_is_passed_over_at_once(scene: LinksScene) -> None:
