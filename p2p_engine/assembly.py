@@ -26,6 +26,7 @@ from p2p_engine.dispatch import Dispatch
 from p2p_engine.errors import ConfigError, TransportError
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.device import Device
+from p2p_engine.gpu.environment import check_environment
 from p2p_engine.gpu.landing import DeviceLanding
 from p2p_engine.health import Counters, Watchdog
 from p2p_engine.memory.arena import LandingArena
@@ -45,7 +46,7 @@ from p2p_engine.send.sender import Sender
 from p2p_engine.transports.base import Transport, TransportUnusable
 from p2p_engine.transports.cuda_ipc import CudaIpcTransport
 from p2p_engine.transports.nccl.library import Nccl
-from p2p_engine.transports.nccl.transport import NcclTransport, check_environment
+from p2p_engine.transports.nccl.transport import NcclTransport
 from p2p_engine.transports.nixl.library import load_nixl
 from p2p_engine.transports.nixl.transport import NixlTransport
 from p2p_engine.transports.shm import ShmTransport

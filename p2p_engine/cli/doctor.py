@@ -33,6 +33,7 @@ from p2p_engine.config import (
 from p2p_engine.control.auth import MAX_CONNECTIONS
 from p2p_engine.control.fleet_key import exposure, read_key_file
 from p2p_engine.errors import ConfigError, P2pError
+from p2p_engine.gpu.environment import check_environment
 from p2p_engine.memory.host import (
     SOCKET_BUFFER_BYTES,
     SOCKET_LIMITS,
@@ -216,13 +217,22 @@ def check_device_memory(config: TransferConfig, room: Room | None) -> Iterator[F
 
 
 def check_queues(config: TransferConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that a GPU has as many hardware queues as the instance's role needs."""
+    """Check that a GPU has as many hardware queues as the instance's role needs, and that no
+    variable of NCCL's keeps the engine from starting."""
     with contextlib.suppress(ConfigError):
         ours = our_config(config)
         settings = EngineConfig.from_extra_config(_settings_of(ours)).on_device("cuda:0")
         risk = queue_risk(settings, str(ours.get("kv_role")), environment)
-        if risk and ours.get("kv_buffer_device") != "cpu":
+        if ours.get("kv_buffer_device") == "cpu" or "nccl" not in settings.transports:
+            return
+        if risk:
             yield note("hardware queues", "fewer than 32", risk)
+        try:
+            check_environment(
+                environment, settings.nccl_num_channels, registers=settings.nccl_register
+            )
+        except ConfigError as error:
+            yield change("environment", str(error), "an instance does not start with it")
 
 
 def _about_pool(settings: EngineConfig, tp_size: int) -> str:

@@ -18,6 +18,7 @@ import pytest
 
 from p2p_engine.errors import ConfigError, TransportError
 from p2p_engine.gpu.cuda import Cuda
+from p2p_engine.gpu.environment import check_environment
 from p2p_engine.memory.layout import Regions, one_region
 from p2p_engine.transports.base import Channel, Order
 from p2p_engine.transports.handshake import ACCEPTED, PREAMBLE
@@ -26,7 +27,7 @@ from p2p_engine.transports.nccl.memory import MIB, Side, estimated_bytes
 from p2p_engine.transports.nccl.reaper import PATIENCE_SECONDS, Reaper
 from p2p_engine.transports.nccl.rendezvous import MAX_PIECES
 from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS
-from p2p_engine.transports.nccl.transport import NcclTransport, check_environment
+from p2p_engine.transports.nccl.transport import NcclTransport
 from p2p_engine.transports.nccl.wire import Frame, FrameKind, Wire
 from tests.doubles.gpu import GpuDouble
 from tests.rigs.tensors import random_memory
@@ -490,6 +491,10 @@ def test_a_thousand_connections_leave_nothing(double: GpuDouble) -> None:
         {"NCCL_MIN_NRINGS": "0x4"},
         {"NCCL_MIN_P2P_NCHANNELS": "3"},
         {"NCCL_MAX_CTAS": "32"},
+        {"NCCL_P2P_USE_CUDA_MEMCPY": "1"},
+        {"NCCL_BUFFSIZE": "8388608"},
+        {"NCCL_LL_BUFFSIZE": "0x100000"},
+        {"NCCL_LL128_BUFFSIZE": "33554432"},
     ],
 )
 def test_settings_that_deadlock_are_refused_by_name(environment: dict[str, str]) -> None:
@@ -509,7 +514,7 @@ def test_a_file_of_nccls_may_set_what_is_refused(tmp_path: Path) -> None:
         check_environment({"NCCL_CONF_FILE": str(path)}, 2)
     check_environment({"NCCL_CONF_FILE": str(path), "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, 2)
     check_environment({"NCCL_CONF_FILE": str(tmp_path / "nowhere")}, 2)
-    path.write_text("NCCL_MIN_NCHANNELS=4\nNCCL_MIN_NCHANNELS=2\n")
+    path.write_bytes(b"# f\xfcr uns\nNCCL_MIN_NCHANNELS=4\nNCCL_MIN_NCHANNELS=2\n")
     with pytest.raises(ConfigError, match=r"NCCL_MIN_NCHANNELS=4 in .*nccl\.conf"):
         check_environment({"NCCL_CONF_FILE": str(path)}, 2)
 
@@ -522,12 +527,23 @@ def test_a_file_of_nccls_may_set_what_is_refused(tmp_path: Path) -> None:
         {"NCCL_MIN_CTAS": "32"},  # NCCL lowers it to the maximum
         {"NCCL_NCHANNELS_PER_NET_PEER": "32"},  # bounded by the channels of the group
         {"NCCL_COMM_BLOCKING": "0"},
+        {"NCCL_BUFFSIZE": "4194304"},  # its default
+        {"NCCL_LL128_BUFFSIZE": "-2"},
+        {"NCCL_P2P_USE_CUDA_MEMCPY": "0"},
+        {"NCCL_P2P_DISABLE": "1"},
         {"NCCL_MIN_NCHANNELS": "many"},
         {"NCCL_MIN_NCHANNELS": ""},
     ],
 )
 def test_variables_that_make_no_group_larger_are_allowed(environment: dict[str, str]) -> None:
     check_environment(environment, 4)
+
+
+def test_a_variable_that_vllm_sets_itself_is_refused_with_what_works() -> None:
+    """vLLM's EPLB sets NCCL_MAX_CTAS=8 in a worker unless a number is set there."""
+    with pytest.raises(ConfigError, match=r"set 2 before vLLM starts, or transports without nccl"):
+        check_environment({"NCCL_MAX_CTAS": "8"}, 2)
+    check_environment({"NCCL_MAX_CTAS": "2"}, 2)
 
 
 def test_a_first_communicator_may_take_longer_than_later_ones(double: GpuDouble) -> None:

@@ -362,3 +362,13 @@ def test_the_doctor_tells_of_few_hardware_queues() -> None:
     assert finding.level is Level.NOTE
     assert not list(doctor.check_queues(config, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}))
     assert not list(doctor.check_queues({**config, "kv_buffer_device": "cpu"}, {}))
+
+
+def test_the_doctor_tells_of_a_variable_with_which_no_instance_starts() -> None:
+    config = {"kv_connector": "P2pNcclConnector", "kv_role": "kv_producer"}
+    environment = {"NCCL_MAX_CTAS": "8"}
+    (finding,) = doctor.check_queues(config, environment)
+    assert finding.level is Level.CHANGE
+    assert "NCCL_MAX_CTAS=8" in finding.state
+    extra = {"kv_connector_extra_config": {"transports": "cuda_ipc"}}
+    assert not list(doctor.check_queues({**config, **extra}, environment))

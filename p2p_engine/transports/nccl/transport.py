@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import socket
 import threading
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from p2p_engine.control.plane import ControlPlane
-from p2p_engine.errors import ConfigError, TransportError
+from p2p_engine.errors import TransportError
 from p2p_engine.gpu.device import Device, DeviceJob
+from p2p_engine.gpu.environment import MAX_KERNELS
 from p2p_engine.gpu.landing import DEVICE_OFFSET
 from p2p_engine.memory.jobs import Job, still_running
 from p2p_engine.transports.base import (
@@ -59,102 +57,9 @@ from p2p_engine.wire.addresses import family_of, join_address, split_address
 logger = logging.getLogger(__name__)
 
 MAX_CHANNELS_AT_ONCE = 8  # per direction, if that leaves two kernels: 16 multiprocessors for both
-MAX_KERNELS = 3  # per direction; their streams and the slabs' are fewer than 8 hardware queues
 MAX_LANES = 2  # to send: each has two slabs at least
 FIRST_SECONDS = 30.0  # NCCL looks for GPUs, networks and plug-ins once in a process
 CLOSE_SECONDS = 2.0
-CONFIGURATION_FILES = ("~/.nccl.conf", "/etc/nccl.conf")
-
-
-# Each raises the channels of a group above those that it is configured with (2.27 to 2.30). With
-# NCCL_MIN_CTAS or NCCL_NCHANNELS_PER_NET_PEER, a group never has more than that.
-RAISING_VARIABLES = (
-    "NCCL_MIN_NCHANNELS",
-    "NCCL_MIN_NRINGS",
-    "NCCL_MIN_P2P_NCHANNELS",
-    "NCCL_MAX_CTAS",
-)
-
-
-def check_environment(
-    environment: Mapping[str, str],
-    num_channels: int,
-    *,
-    registers: bool = False,
-    is_mps: bool = False,
-) -> None:
-    """Refuse settings under which two kernels that wait for their peers block each other, or under
-    which a group of `num_channels` has more of them. With `registers`, also those under which the
-    end of a group would wait for its peer. `is_mps`: the process is a client of MPS.
-
-    Raises:
-        ConfigError: names the variable.
-    """
-    connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "2" if is_mps else "8")
-    if not connections.isdecimal() or int(connections) < 2 * MAX_KERNELS + 2:
-        raise ConfigError(
-            f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: the transport nccl needs "
-            f"{2 * MAX_KERNELS + 2} or more (CUDA's default is 8; for MPS's clients 2 are assumed)"
-            ", else its kernels may deadlock"
-        )
-    if environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-        raise ConfigError("CUDA_LAUNCH_BLOCKING is set: with it the transport nccl deadlocks")
-    if registers and environment.get("NCCL_LEGACY_CUDA_REGISTER", "0") not in ("", "0"):
-        raise ConfigError(
-            "nccl_register with NCCL_LEGACY_CUDA_REGISTER: a process of the same host could then "
-            "keep a failed group from ending; set only one of them"
-        )
-    _check_overrides(_read_overrides(environment), num_channels)
-
-
-def _check_overrides(overrides: Mapping[str, tuple[str, str]], num_channels: int) -> None:
-    """Refuse variables that replace what a group of ours is configured with."""
-    for name in ("NCCL_LAUNCH_ORDER_IMPLICIT", "NCCL_COMM_BLOCKING", *RAISING_VARIABLES):
-        value, where = overrides.get(name, ("", ""))
-        said = f"{name}={value}{where}"
-        if name in RAISING_VARIABLES and _number_of(value) > num_channels:
-            raise ConfigError(
-                f"{said}: a group of the transport nccl would have more than nccl_num_channels="
-                f"{num_channels}, for which memory and multiprocessors are planned; "
-                f"unset it, or set nccl_num_channels to at least {value}"
-            )
-        if name == "NCCL_LAUNCH_ORDER_IMPLICIT" and value not in ("", "0"):
-            raise ConfigError(
-                f"{said}: with it, kernels of the transport nccl and of the model wait for each "
-                "other, and may deadlock"
-            )
-        if name == "NCCL_COMM_BLOCKING" and _number_of(value) == 1:
-            raise ConfigError(
-                f"{said}: with it, two instances that make groups to each other wait for ever"
-            )
-
-
-def _number_of(value: str) -> int:
-    """Return a variable's number as NCCL reads it (strtoll); 0 if it begins with none."""
-    found = re.match(r"\s*\+?(?:(0x[0-9a-f]+)|(0[0-7]*)|([0-9]+))", value, re.IGNORECASE)
-    if found is None:
-        return 0
-    hexadecimal, octal, decimal = found.groups()
-    return int(hexadecimal or octal or decimal, 16 if hexadecimal else 8 if octal else 10)
-
-
-def _read_overrides(environment: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return NCCL's variables, and where each is set: what the environment has, then what NCCL adds
-    to it from its files, the user's first."""
-    named = environment.get("NCCL_CONF_FILE", "")
-    found: dict[str, tuple[str, str]] = {}
-    for name in (CONFIGURATION_FILES[1], named or CONFIGURATION_FILES[0]):
-        found |= {key: (value, f" in {name}") for key, value in _read_file(name).items()}
-    return found | {key: (value, "") for key, value in environment.items()}
-
-
-def _read_file(name: str) -> dict[str, str]:
-    """Return the variables that NCCL takes from a file of its own; empty if it cannot be read."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        lines = Path(name).expanduser().read_text().splitlines()
-        pairs = [line.partition("=") for line in lines if not line.startswith("#")]
-        return {key: value for key, _, value in reversed(pairs)}  # the first one counts
-    return {}
 
 
 def num_slots(num_channels: int, num_processors: int) -> int:
