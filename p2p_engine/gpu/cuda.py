@@ -289,6 +289,20 @@ class Cuda:
         self._call("cudaIpcOpenMemHandle", byref(address), opaque, _LAZY_PEER_ACCESS)
         return address.value or 0
 
+    def nbytes_from(self, address: int) -> int:
+        """Return the bytes from an address to the end of its allocation, as the driver knows it,
+        whatever the process says that made the allocation.
+
+        Raises:
+            ConfigError: the driver is not to be found.
+            TransportError: it knows no allocation there.
+        """
+        driver, start, size = load_library("", ("libcuda.so.1",), ()), c_void_p(), c_size_t()
+        bind(driver, c_int, {"cuMemGetAddressRange_v2": (c_void_p, c_void_p, c_void_p)})
+        if code := driver.cuMemGetAddressRange_v2(byref(start), byref(size), address):
+            raise TransportError(f"cuMemGetAddressRange: error {code}")
+        return (start.value or 0) + size.value - address
+
     def close(self, address: int) -> None:
         """Unmap another process's allocation."""
         self._call("cudaIpcCloseMemHandle", address)

@@ -18,15 +18,17 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from mempool import Arena, Mover
 from p2p_engine.control.affinity import restore_affinity
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.errors import TransportError
-from p2p_engine.gpu.cuda import IPC_HANDLE_BYTES
+from p2p_engine.gpu.cuda import IPC_HANDLE_BYTES, Cuda
 from p2p_engine.gpu.device import Device, DeviceJob
-from p2p_engine.gpu.landing import DEVICE_OFFSET, DeviceLanding
+from p2p_engine.gpu.landing import DEVICE_OFFSET, PROOF_BYTES, DeviceLanding
 from p2p_engine.memory.arena import HEADER_BYTES
 from p2p_engine.memory.jobs import Job, still_running
 from p2p_engine.memory.layout import Int64s, Regions
@@ -40,7 +42,13 @@ from p2p_engine.transports.base import (
     TransportUnusable,
     check_word,
 )
-from p2p_engine.transports.cuda_ipc_departures import FAREWELL, UNSEEN, Departures, watch_peer
+from p2p_engine.transports.cuda_ipc_departures import (
+    FAREWELL,
+    UNSEEN,
+    Departures,
+    peer_process,
+    watch_peer,
+)
 from p2p_engine.transports.cuda_ipc_proof import ProofWriter, has_arrived, prove
 from p2p_engine.transports.proof import Pattern, ProofDesk
 from p2p_engine.transports.shm import ShmTransport
@@ -51,29 +59,44 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 2.0
 MAP_SECONDS = 5.0  # then the next transport is tried
 
-_PROCESS = secrets.token_hex(16)  # the process that made a handle cannot open it
+
+class Buffer(NamedTuple):
+    """The buffer of an engine of this process, which cannot open its own handle."""
+
+    address: int
+    device: int
+    nbytes: int
+
+
+_buffers: dict[str, Buffer] = {}  # of open engines; endpoints name them
 
 
 class Mapping:
     """A peer's memory as this process reaches it: its arena and its buffer."""
 
     def __init__(
-        self, device: Device, arena: Arena, handle: bytes, address: int, peer_device: int
+        self, device: Device, arena: Arena, handle: bytes, nbytes: int, ours: Buffer | None
     ) -> None:
-        """Open `handle`, or use `address` on `peer_device` if the peer is this process. Blocks.
+        """Open `handle` of a buffer of so many bytes, or use `ours` if the peer is of this process.
+        Blocks.
 
         Raises:
-            TransportError: the devices cannot reach each other.
+            TransportError: the devices cannot reach each other, or the peer's memory is smaller.
         """
         self._device = device
         self.arena = arena
-        self.buffer = address
-        self._is_opened = not address
-        if self._is_opened:
-            self.buffer = device.cuda.open(handle)
+        self._is_opened = ours is None
+        if ours is None:
+            self.buffer, self.buffer_bytes = _open(device.cuda, handle, nbytes), nbytes
         else:
-            device.cuda.reach(peer_device)
+            self.buffer, self.buffer_bytes = ours.address, ours.nbytes
+            device.cuda.reach(ours.device)
         device.pins.add(arena.address, arena.nbytes)  # page-locked here too, as copies need it
+
+    @property
+    def end(self) -> int:
+        """Return where the memory for proofs begins."""
+        return self.buffer + self.buffer_bytes
 
     def close(self) -> None:
         """Undo the mappings. No copy may run. Blocks while pages are unlocked, and perhaps until
@@ -89,6 +112,35 @@ class Mapping:
             logger.error("a peer's pool is still being page-locked, its mapping is left behind")
 
 
+def _export(cuda: Cuda, address: int) -> bytes:
+    """Return the handle of a buffer.
+
+    Raises:
+        TransportUnusable: CUDA refuses.
+    """
+    try:
+        return cuda.export(address)
+    except TransportError as error:
+        raise TransportUnusable(str(error)) from error
+
+
+def _open(cuda: Cuda, handle: bytes, nbytes: int) -> int:
+    """Map a buffer of so many bytes, with the memory for proofs behind it. Blocks.
+
+    Raises:
+        TransportError: CUDA does not map it, or it is smaller.
+    """
+    address = cuda.open(handle)
+    try:
+        mapped = cuda.nbytes_from(address)
+        if not 0 < nbytes <= mapped - PROOF_BYTES:
+            raise TransportError(f"the peer says {nbytes} bytes, {mapped} bytes are mapped")
+    except TransportError:
+        cuda.close(address)
+        raise
+    return address
+
+
 class CudaIpcChannel:
     """A channel into the peer's memory, which is mapped here."""
 
@@ -96,13 +148,11 @@ class CudaIpcChannel:
         self,
         device: Device,
         mapping: Mapping,
-        buffer_bytes: int,
         connection: socket.socket,
         control: ControlPlane,
     ) -> None:
         self._device = device
         self._mapping = mapping
-        self._buffer_bytes = buffer_bytes
         self._connection = connection
         self._control = control
         self._jobs: set[Job] = set()
@@ -157,7 +207,7 @@ class CudaIpcChannel:
         arena, nbytes = self._mapping.arena, source.nbytes
         is_on_device = grant.offset >= DEVICE_OFFSET
         start = grant.offset - (DEVICE_OFFSET if is_on_device else 0)
-        size = self._buffer_bytes if is_on_device else arena.nbytes
+        size = self._mapping.buffer_bytes if is_on_device else arena.nbytes
         if start + nbytes > size:
             raise TransportError(f"write: the grant at {grant.offset} ends outside of the arena")
         if start < HEADER_BYTES and not is_on_device:
@@ -227,14 +277,11 @@ class CudaIpcTransport(ShmTransport):
 
         Raises:
             TransportUnusable: CUDA does not share memory here, as under WSL.
-            TransportError: the device has too little memory.
+            TransportError: the device has too little memory, or does not answer.
         """
         handle = b""
         if landing is not None:
-            try:
-                handle = device.run(lambda: device.cuda.export(landing.device_address), 10.0)
-            except TransportError as error:
-                raise TransportUnusable(str(error)) from error
+            handle = device.run(lambda: _export(device.cuda, landing.device_address), 10.0)
         self._writer = ProofWriter(device)
         super().__init__(mover, landing, control, epoch)
         self._device = device
@@ -243,6 +290,7 @@ class CudaIpcTransport(ShmTransport):
         self._departures = Departures()
         self._mapping: set[MapAttempt] = set()  # whose threads have not ended
         control.watch_time(self._look)
+        self._buffer = secrets.token_hex(16)
         self._extra: Endpoint = {}
         self._desk: ProofDesk | None = None
         if landing is not None:
@@ -252,15 +300,17 @@ class CudaIpcTransport(ShmTransport):
                 # An engine that proves nothing knows another name, and takes the next transport.
                 "proven_handle": handle.hex(),
                 "buffer_bytes": str(landing.device_bytes),
-                "process": f"{os.getpid()} {_PROCESS}",
-                "address": str(landing.device_address),
-                "device": str(device.index),
+                "buffer": self._buffer,
             }
+            _buffers[self._buffer] = Buffer(
+                landing.device_address, device.index, landing.device_bytes
+            )
 
     def close(self) -> None:
         """Close as shm does. If a sender may still copy into the buffer, it is never freed.
         Blocks for at most CLOSE_SECONDS."""
         landing = self._device_landing
+        _buffers.pop(self._buffer, None)
         if landing is not None and not self.outlast_senders(CLOSE_SECONDS):
             logger.error(
                 "close: %d senders may still write, the buffer is kept", len(self._senders)
@@ -304,23 +354,35 @@ class CudaIpcTransport(ShmTransport):
     def _make_channel(
         self, endpoint: Endpoint, arena: Arena, connection: socket.socket, connected: Connected
     ) -> None:
+        def give_up(error: TransportError) -> None:
+            arena.close()
+            _part(connection)
+            connected(error)
+
         try:
             handle, size = bytes.fromhex(endpoint["proven_handle"]), int(endpoint["buffer_bytes"])
-            is_here = endpoint["process"] == f"{os.getpid()} {_PROCESS}"
-            address, there = (int(endpoint[key]) if is_here else 0 for key in ("address", "device"))
+            name = endpoint["buffer"]
             if len(handle) != IPC_HANDLE_BYTES:
                 raise ValueError("the handle's length")
         except (KeyError, ValueError) as error:
-            arena.close()
-            _part(connection)
-            connected(TransportError(f"connect: bad cuda_ipc endpoint: {error!r}"))
+            give_up(TransportError(f"connect: bad cuda_ipc endpoint: {error!r}"))
             return
-
         if any(attempt.is_over for attempt in self._mapping):  # more would hang behind it
-            arena.close()
-            _part(connection)
-            connected(ConnectionInterrupted("another peer's buffer is still being mapped"))
+            give_up(ConnectionInterrupted("another peer's buffer is still being mapped"))
             return
+        # Names are no secret: only a connection within this process may use one.
+        ours = _buffers.get(name) if peer_process(connection) == os.getpid() else None
+        make = partial(Mapping, self._device, arena, handle, size, ours)
+        self._map(make, arena, connection, connected)
+
+    def _map(
+        self,
+        make: Callable[[], Mapping],
+        arena: Arena,
+        connection: socket.socket,
+        connected: Connected,
+    ) -> None:
+        """Make a mapping and prove it, in a thread."""
         attempt = MapAttempt(self._control, connected)
         self._mapping.add(attempt)
 
@@ -332,8 +394,8 @@ class CudaIpcTransport(ShmTransport):
             opened: Arena | Mapping = arena
             try:
                 self._device.cuda.use(self._device.index)
-                opened = mapping = Mapping(self._device, arena, handle, address, there)
-                prove(connection, attempt.deadline, partial(write, mapping.buffer + size))
+                opened = mapping = make()
+                prove(connection, attempt.deadline, partial(write, mapping.end))
             except TransportError as error:
                 failure = error
                 opened.close()
@@ -348,11 +410,15 @@ class CudaIpcTransport(ShmTransport):
 
         def accept(mapping: Mapping) -> None:
             self._mapping.discard(attempt)
-            channel = CudaIpcChannel(self._device, mapping, size, connection, self._control)
+            channel = CudaIpcChannel(self._device, mapping, connection, self._control)
             if not attempt.tell(channel):  # too late
                 channel.close()
 
-        threading.Thread(target=open_it, name="p2p-map", daemon=True).start()
+        try:
+            threading.Thread(target=open_it, name="p2p-map", daemon=True).start()
+        except RuntimeError as error:  # there are too many
+            arena.close()
+            refuse(ConnectionInterrupted(f"no thread to map the peer's buffer: {error}"))
 
     def _admit(self, connection: socket.socket, epoch: int) -> None:
         self._sender_ended(epoch)  # its farewell may not have been read yet, nor its end of file
@@ -375,7 +441,7 @@ class CudaIpcTransport(ShmTransport):
     def _look(self, now: float) -> None:
         self._departures.look()
         if self._desk is not None:
-            self._desk.look()
+            self._desk.look(now)
 
 
 def _part(connection: socket.socket) -> None:

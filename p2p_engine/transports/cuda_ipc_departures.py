@@ -130,14 +130,21 @@ def watch_peer(connection: socket.socket) -> int:
     with contextlib.suppress(OSError):
         return connection.getsockopt(socket.SOL_SOCKET, _PEER_PIDFD)
     with contextlib.suppress(OSError):
-        pid = _CREDENTIALS.unpack(
-            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )[0]
-        pidfd = os.pidfd_open(pid)  # refuses 0, which a process in another PID namespace has
+        pidfd = os.pidfd_open(peer_process(connection))  # refuses 0
         if _is_connected(connection):
             return pidfd
         os.close(pidfd)
     return UNSEEN
+
+
+def peer_process(connection: socket.socket) -> int:
+    """Return the process at the other end of a Unix socket, as the kernel says; 0 if it is in
+    another PID namespace, or the kernel does not say."""
+    with contextlib.suppress(OSError):
+        size = _CREDENTIALS.size
+        data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        return int(_CREDENTIALS.unpack(data)[0])
+    return 0
 
 
 def _is_connected(connection: socket.socket) -> bool:

@@ -51,7 +51,10 @@ def prove(connection: socket.socket, deadline: float, write: Callable[[Pattern],
     finally:
         connection.setblocking(False)
     if verdict != ARRIVED:
-        raise WritesLost("copies into the peer's memory do not arrive, though CUDA reports success")
+        raise WritesLost(
+            "copies into the peer's memory do not arrive, though CUDA reports success; NCCL's own "
+            "may not either: start both instances with NCCL_P2P_DISABLE=1"
+        )
 
 
 def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:

@@ -22,6 +22,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,6 +41,7 @@ Pattern = npt.NDArray[np.uint64]
 
 ASK, WRITTEN = b"\x05", b"\x06"
 ARRIVED, LOST = b"\x07", b"\x08"
+LENT_SECONDS = 6.0  # to one sender: longer than the attempt of which the proof is a part
 SEED_BYTES = 32  # hexadecimal digits
 PIECE_BYTES = 16 << 10  # of the half in small pieces
 PATTERN_BYTES = PROOF_BYTES  # it fills the memory
@@ -58,11 +60,13 @@ class Proof:
     epoch: int
     connection: socket.socket
     seed: bytes
+    lent_until: float = 0.0
 
 
 class ProofDesk:
     """The receiving half: lends the memory to one sender at a time, until that one cannot write
-    there any more. In callbacks of the control plane, or when its thread has ended."""
+    there any more, or has given up. In callbacks of the control plane, or when its thread has
+    ended."""
 
     def __init__(
         self,
@@ -96,12 +100,17 @@ class ProofDesk:
         """Whether a sender may be writing its proof."""
         return self._lent is not None and self._lent.epoch == epoch
 
-    def look(self) -> None:
-        """Lend the memory to the next sender if the last one is gone; to prove that may cost the
-        transport something."""
+    def look(self, now: float) -> None:
+        """Lend the memory to the next sender if the last one is gone, which may cost the transport
+        something to prove, or has given up. What that one writes late can only make another proof
+        fail: no earlier seed passes."""
         lent = self._lent
-        if self._waiting and lent is not None and self._check is None and self._is_gone(lent.epoch):
-            self._lent = None
+        if self._waiting and lent is not None and self._check is None:
+            if self._is_gone(lent.epoch):
+                self._lent = None
+            elif now >= lent.lent_until:
+                logger.warning("sender %x has not proven its mapping in time", lent.epoch)
+                self._lent = None
         self._lend()
 
     def close(self, timeout: float) -> bool:
@@ -116,25 +125,37 @@ class ProofDesk:
         while self._lent is None and self._waiting:
             proof = self._waiting.pop(next(iter(self._waiting)))
             if _say(proof, proof.seed):
+                proof.lent_until = time.monotonic() + LENT_SECONDS
                 self._lent = proof
 
     def _start_check(self, proof: Proof) -> None:
         def check() -> None:
             restore_affinity()
+            has_arrived: bool | None = None
             try:
                 has_arrived = self._has_arrived(proof.seed)
             except TransportError as error:
                 logger.warning("what a sender has written cannot be read: %s", str(error))
-                has_arrived = False
-            self._control.call_soon(lambda: self._tell(proof, has_arrived=has_arrived))
+            self._control.call_soon(lambda: self._tell(proof, has_arrived))
 
-        self._check = threading.Thread(target=check, name="p2p-prove", daemon=True)
-        self._check.start()
+        thread = threading.Thread(target=check, name="p2p-prove", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # there are too many
+            logger.warning("what a sender has written is not read: %s", str(error))
+            self._tell(proof, None)
+            return
+        self._check = thread
 
-    def _tell(self, proof: Proof, *, has_arrived: bool) -> None:
+    def _tell(self, proof: Proof, has_arrived: bool | None) -> None:
+        """Tell the sender; None, if nobody knows, ends its connection."""
         self._check = self._lent = None
-        _say(proof, ARRIVED if has_arrived else LOST)
-        if not has_arrived:
+        if has_arrived is None:
+            with contextlib.suppress(OSError):  # it is gone
+                proof.connection.shutdown(socket.SHUT_WR)
+        else:
+            _say(proof, ARRIVED if has_arrived else LOST)
+        if has_arrived is False:
             logger.warning("what sender %x writes into our memory does not arrive", proof.epoch)
         self._lend()
 

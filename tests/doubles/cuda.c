@@ -897,6 +897,20 @@ cudaHostUnregister(void* address) {
 
 /* ---- memory of other processes ---- */
 
+/* Returns the size of the device memory, ours or opened, that begins at an address; 0 if none does.
+ */
+size_t
+device_bytes_at(const void* address) {
+    pthread_mutex_lock(&double_lock);
+    range_t* range = find_range(address, &double_values[LIVE_IMPORTS]);
+    if (range == NULL) {
+        range = find_range(address, &double_values[LIVE_ALLOCATIONS]);
+    }
+    size_t nbytes = range != NULL ? range->nbytes : 0;
+    pthread_mutex_unlock(&double_lock);
+    return nbytes;
+}
+
 int
 cudaIpcGetMemHandle(void* out, void* address) {
     need_context();

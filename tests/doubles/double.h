@@ -134,6 +134,7 @@ int current_device(void);
 int device_of(stream_t* stream);
 void wait_for_device(int device); /* as the calls of the real ones that do: for all streams */
 bool has_context(void);           /* whether the thread has a current one; the driver makes none */
+size_t device_bytes_at(const void* address);
 void add_device_bytes(int device, long long nbytes);
 bool take_device_bytes(int device, long long nbytes); /* false if so much is not free */
 int failure_of(value_t call); /* what it returns instead of working; 0: it works */

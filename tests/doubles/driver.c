@@ -1,5 +1,6 @@
-/* The double of the driver, libcuda.so.1: the part of it that loads and launches kernels. What it
- * launches was made by the double of NVRTC: a library of the host's with the same source. */
+/* The double of the driver, libcuda.so.1: the part of it that loads and launches kernels, and
+ * knows the size of an allocation. What it launches was made by the double of NVRTC: a library of
+ * the host's with the same source. */
 #include "double.h"
 
 #include <dlfcn.h>
@@ -38,6 +39,16 @@ typedef struct {
     unsigned threads;
     uint64_t values[MAX_ARGUMENTS];
 } launch_t;
+
+int
+cuMemGetAddressRange_v2(const void** start, size_t* nbytes, const void* address) {
+    if (!has_context()) {
+        return CUDA_ERROR_INVALID_CONTEXT;
+    }
+    *start = address;
+    *nbytes = device_bytes_at(address);
+    return *nbytes != 0 ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+}
 
 /* The image names the architecture and the library: "... sm_90 /path". Machine code runs on its own
  * architecture only, assembly ("compute_") on that and newer ones. */

@@ -8,7 +8,7 @@ import hashlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 
@@ -19,11 +19,12 @@ from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.config import GPU_TRANSPORTS
 from p2p_engine.errors import ConfigError, P2pError, PeerRefused, TransferRejected, TransportError
 from p2p_engine.gpu.cuda import Cuda
-from p2p_engine.gpu.landing import DeviceLanding
+from p2p_engine.gpu.device import Device
+from p2p_engine.gpu.landing import PROOF_BYTES, DeviceLanding
 from p2p_engine.gpu.pack import Way
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
-from p2p_engine.transports import cuda_ipc
+from p2p_engine.transports import cuda_ipc, cuda_ipc_proof
 from p2p_engine.transports.cuda_ipc import CudaIpcTransport
 from p2p_engine.transports.nccl.group import Group, GroupState
 from p2p_engine.transports.nccl.memory import estimated_bytes
@@ -392,6 +393,21 @@ def test_cuda_that_shares_no_memory_leaves_the_other_transport(
         assert_idle(sender, receiver)
 
 
+def test_a_device_that_does_not_answer_is_not_one_that_shares_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    honest = Device.run
+
+    def run(device: Device, call: Callable[[], object], timeout: float) -> object:
+        if call.__qualname__.startswith(CudaIpcTransport.__name__):
+            raise TransportError("the thread p2p-gpu did not answer within 10 s")
+        return honest(device, call, timeout)
+
+    monkeypatch.setattr(Device, "run", run)
+    with pytest.raises(TransportError, match="did not answer"):
+        P2pNcclEngine(settings("cuda_ipc", transports="cuda_ipc,nccl"))
+
+
 def test_a_driver_that_does_not_work_is_named() -> None:
     with (
         DOUBLE.fault(count_fails=35),
@@ -449,6 +465,34 @@ def test_the_buffer_of_another_process_is_mapped() -> None:
         assert DOUBLE["live_imports"] == 1
 
 
+@pytest.mark.parametrize("nbytes", [1 << 44, 10 * MIB, 0, -4096])
+def test_a_peer_that_says_another_size_of_its_buffer_is_not_written_to_behind_it(
+    nbytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings("cuda_ipc", transports="cuda_ipc,nccl")
+    with P2pNcclEngine(config) as engine, Peer(config) as peer:
+        peer.ask("forge", {"buffer_bytes": str(nbytes)})
+        put(engine, peer, "there")
+        assert engine.stats()["nccl"]["made"] == 1
+        assert f"the peer says {nbytes} bytes, {12 * MIB} bytes are mapped" in caplog.text
+        eventually(lambda: not DOUBLE["live_imports"])
+
+
+def test_a_peer_that_names_memory_of_ours_has_its_own_mapped() -> None:
+    """What it says is what it was told of us: everybody who asks is told."""
+    config = settings("cuda_ipc")
+    with P2pNcclEngine(config) as engine, Peer(config) as peer:
+        transport, landing = engine._parts.transports["cuda_ipc"], engine._parts.arena
+        assert isinstance(transport, CudaIpcTransport)
+        assert isinstance(landing, DeviceLanding)
+        names = ("process", "address", "device", "buffer")
+        said = {name: transport._extra[name] for name in names if name in transport._extra}
+        peer.ask("forge", said)
+        put(engine, peer, "there")
+        assert DOUBLE["live_imports"] == 1
+        assert not any((ctypes.c_char * PROOF_BYTES).from_address(landing.proof_address).raw)
+
+
 @pytest.mark.parametrize("lost", [{}, {"lost_above_bytes": MIB}], ids=["all", "large copies"])
 def test_kv_goes_by_nccl_where_writes_to_a_peers_memory_are_lost(
     lost: dict[str, int], caplog: pytest.LogCaptureFixture
@@ -486,6 +530,10 @@ def test_many_senders_prove_themselves_one_after_the_other(rng: SeededRandom) ->
         assert_idle(receiver, *senders)
 
 
+def stand_still(opened: threading.Event) -> None:
+    opened.wait(30)
+
+
 def test_a_sender_that_stands_still_in_its_proof_holds_up_others_for_a_while(
     rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -498,11 +546,7 @@ def test_a_sender_that_stands_still_in_its_proof_holds_up_others_for_a_while(
         desk = transport._desk
         assert desk is not None
         assert still._parts.gpu is not None
-
-        def stand_still() -> None:
-            opened.wait(20)
-
-        still._parts.gpu.device.post(stand_still)
+        still._parts.gpu.device.post(partial(stand_still, opened))
         sent = still.send_tensor(TransferKey("still"), tensor, receiver.zmq_address)
         eventually(lambda: desk._lent is not None)
         for sender, made in ((second, 1), (third, 0)):
@@ -514,6 +558,71 @@ def test_a_sender_that_stands_still_in_its_proof_holds_up_others_for_a_while(
         sent.wait(10)
         assert torch.equal(receiver.recv_tensor(TransferKey("still"), timeout=10), tensor)
         assert_idle(receiver, still, second, third)
+
+
+def test_a_sender_that_never_ends_its_proof_holds_up_others_for_seconds(
+    rng: SeededRandom, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it writes late, by an old seed, proves nothing."""
+    monkeypatch.setattr(cuda_ipc_proof, "LENT_SECONDS", 0.5)
+    tensor, opened = random_tensor(rng, 100_000), threading.Event()
+    with engines(3, "cuda_ipc") as (receiver, still, other):
+        transport = receiver._parts.transports["cuda_ipc"]
+        assert isinstance(transport, CudaIpcTransport)
+        desk = transport._desk
+        assert desk is not None
+        assert still._parts.gpu is not None
+        still._parts.gpu.device.post(partial(stand_still, opened))
+        sent = still.send_tensor(TransferKey("still"), tensor, receiver.zmq_address)
+        eventually(lambda: desk._lent is not None)
+        other.send_tensor(KEY, tensor, receiver.zmq_address)
+        assert torch.equal(receiver.recv_tensor(KEY, timeout=15), tensor)
+        assert caplog.text.count("has not proven its mapping in time") == 1
+        opened.set()
+        assert torch.equal(receiver.recv_tensor(TransferKey("still"), timeout=15), tensor)
+        sent.wait(10)
+        assert_idle(receiver, still, other)
+
+
+@pytest.mark.parametrize("name", ["p2p-prove", "p2p-map"])
+def test_a_proof_for_which_there_is_no_thread_is_tried_again(
+    name: str, rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_ipc, "MAP_SECONDS", 1.0)
+    tensor, honest, refused = random_tensor(rng, 100_000), threading.Thread.start, list[str]()
+
+    def begin(thread: threading.Thread) -> None:
+        if thread.name == name and not refused:
+            refused.append(name)
+            raise RuntimeError("can't start new thread")
+        honest(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", begin)
+    with engines(2, "cuda_ipc") as (sender, receiver):
+        sender.send_tensor(KEY, tensor, receiver.zmq_address)
+        assert torch.equal(receiver.recv_tensor(KEY, timeout=10), tensor)
+        assert refused
+        assert_idle(sender, receiver)
+
+
+def test_a_receiver_that_cannot_read_its_memory_does_not_say_that_writes_are_lost(
+    rng: SeededRandom, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensor, honest, failed = random_tensor(rng, 100_000), ProofDesk._compare, list[bytes]()
+
+    def compare(desk: ProofDesk, seed: bytes) -> bool:
+        if not failed:
+            failed.append(seed)
+            raise TransportError("cudaMemcpyAsync: out of memory (2)")
+        return honest(desk, seed)
+
+    monkeypatch.setattr(ProofDesk, "_compare", compare)
+    with engines(2, "cuda_ipc") as (sender, receiver):
+        sender.send_tensor(KEY, tensor, receiver.zmq_address)
+        assert torch.equal(receiver.recv_tensor(KEY, timeout=10), tensor)
+        assert "what a sender has written cannot be read: cudaMemcpyAsync" in caplog.text
+        assert "not arrive" not in caplog.text
+        assert_idle(sender, receiver)
 
 
 def test_a_proof_that_is_not_answered_in_time_is_asked_for_again(

@@ -159,6 +159,11 @@ class PeerEngine:
         """Set a fault of this process's double of a GPU."""
         GpuDouble()[name] = value
 
+    def forge(self, said: Mapping[str, str]) -> None:
+        """Say other things to senders about the buffer on the GPU."""
+        transport = self.engine._parts.transports["cuda_ipc"]
+        transport._extra |= said  # type: ignore[attr-defined]
+
     def die(self, milliseconds: int) -> None:
         """Die so slowly; there is no answer."""
         GpuDouble().die(milliseconds)

@@ -347,7 +347,7 @@ class NixlTransport(SenderWrites):
     def _look(self, now: float) -> None:
         self._proving -= {proving for proving in list(self._proving) if proving.look(now)}
         if self._desk is not None:
-            self._desk.look()
+            self._desk.look(now)
 
     def _drop(self, epoch: int, *, has_parted: bool) -> None:
         connection = self._senders.pop(epoch)
