@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import TypeVar
 
-from p2p_engine.errors import TransportError
+from p2p_engine.errors import ConfigError, TransportError
 from p2p_engine.gpu.shared_library import bind, load_library
 
 T = TypeVar("T")
@@ -294,11 +294,14 @@ class Cuda:
         whatever the process says that made the allocation.
 
         Raises:
-            ConfigError: the driver is not to be found.
-            TransportError: it knows no allocation there.
+            TransportError: it knows no allocation there, or there is no driver.
         """
-        driver, start, size = load_library("", ("libcuda.so.1",), ()), c_void_p(), c_size_t()
-        bind(driver, c_int, {"cuMemGetAddressRange_v2": (c_void_p, c_void_p, c_void_p)})
+        start, size = c_void_p(), c_size_t()
+        try:
+            driver = load_library("", ("libcuda.so.1",), ())
+            bind(driver, c_int, {"cuMemGetAddressRange_v2": (c_void_p, c_void_p, c_void_p)})
+        except ConfigError as error:
+            raise TransportError(str(error)) from error
         if code := driver.cuMemGetAddressRange_v2(byref(start), byref(size), address):
             raise TransportError(f"cuMemGetAddressRange: error {code}")
         return (start.value or 0) + size.value - address

@@ -136,8 +136,22 @@ def test_memory_is_accounted(cuda: Cuda) -> None:
     free, total = cuda.memory()
     memory = cuda.allocate(1 << 20)
     assert cuda.memory() == (free - (1 << 20), total)
+    assert cuda.nbytes_from(memory) == 1 << 20
     cuda.free(memory)
     assert cuda.memory() == (free, total)
+    with pytest.raises(TransportError, match="cuMemGetAddressRange"):
+        cuda.nbytes_from(memory)
+
+
+def test_without_the_driver_no_size_is_believed(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object) -> None:
+        raise ConfigError("libcuda.so.1: not found")
+
+    monkeypatch.setattr("p2p_engine.gpu.cuda.load_library", load)
+    with pytest.raises(TransportError, match="libcuda"):
+        cuda.nbytes_from(4096)
 
 
 def test_a_library_that_is_not_there_is_named() -> None:
