@@ -9,10 +9,8 @@ answered, for one token, which must be prefill's.
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -21,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Row, alternate, arguments, progress, record, spread
+from benchmarks.processes import enter_own_network
 from benchmarks.vllm_servers import BYTES_PER_TOKEN, MODEL, OneCoreServer, p2p_settings
 from p2p_engine.cli.tiny_model import ensure_tiny_model
-
-INSIDE = "P2P_BENCH_NAMESPACE"  # set where the network is ours
-UNSHARE = ["unshare", "--user", "--map-root-user", "--net", "--fork", "--kill-child"]
 
 
 def limit(gbit_per_second: float) -> None:
@@ -91,10 +87,8 @@ def main() -> None:
         "--gbit", type=float, nargs="+", default=[1.0, 0.0], help="of the link; 0: not limited"
     )
     options = parser.parse_args()
-    if INSIDE not in os.environ:
-        ensure_tiny_model(MODEL)
-        command = [*UNSHARE, sys.executable, "-m", "benchmarks.bench_layerwise", *sys.argv[1:]]
-        sys.exit(subprocess.run(command, env={**os.environ, INSIDE: "1"}, check=False).returncode)
+    ensure_tiny_model(MODEL)
+    enter_own_network("benchmarks.bench_layerwise")
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     rng = random.Random(options.seed)
     folder = Path(tempfile.mkdtemp(prefix="bench-layerwise-"))

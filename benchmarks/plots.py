@@ -151,6 +151,10 @@ PLOTS = {
         lambda row: f"{row['gbit_per_second']:g} Gb/s" if row["gbit_per_second"] else "no limit",
         logarithmic=True,
     ),
+    "windows": Plot(
+        "GB/s", {"gb_per_s": ""}, "contender",
+        lambda row: f"round trip {row['round_trip_ms']:g} ms",
+    ),
     "proxy": Plot(
         "", {
             "per_s_and_core": "requests/s and core",

@@ -1,11 +1,27 @@
-"""A contender's other half in a process of its own, called from the benchmark like an object."""
+"""A contender's other half in a process of its own, called from the benchmark like an object; and
+a network of its own for a benchmark."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tests.processes import Child
+
+INSIDE = "P2P_BENCH_NAMESPACE"  # set where the network is ours
+UNSHARE = ["unshare", "--user", "--map-root-user", "--net", "--fork", "--kill-child"]
+
+
+def enter_own_network(module: str) -> None:
+    """Begin the benchmark again as root of a user and a network namespace, unless it is there.
+
+    Everything in the namespaces ends with this process.
+    """
+    if INSIDE not in os.environ:
+        command = [*UNSHARE, sys.executable, "-m", module, *sys.argv[1:]]
+        os.execvpe(UNSHARE[0], command, {**os.environ, INSIDE: "1"})
 
 
 class Remote(Child):
@@ -18,12 +34,16 @@ class Remote(Child):
         self,
         factory: Callable[..., Any],
         *arguments: object,
+        through: Sequence[str] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the process, in another environment if one is given, and wait until it is made.
+        """Start the process, by way of `through` or in another environment if one is given, and
+        wait until it is made.
 
         Raises:
             ChildError: making it failed, and how.
         """
-        super().__init__(factory, *arguments, environment=environment, method="spawn")
+        super().__init__(
+            factory, *arguments, through=through, environment=environment, method="spawn"
+        )
         self.wait_until_made()

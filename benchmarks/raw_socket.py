@@ -17,9 +17,9 @@ PAGE_WORDS = 512
 class RawReceiver:
     """Takes the bytes of one connection into memory, round after round, in a process of its own."""
 
-    def __init__(self, total_bytes: int) -> None:
+    def __init__(self, total_bytes: int, host: str = "127.0.0.1") -> None:
         self._memory = ordinary_memory(total_bytes).data
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((host, 0))
         threading.Thread(target=self._serve, name="raw-receiver", daemon=True).start()
 
     def port(self) -> int:
@@ -48,9 +48,9 @@ class RawReceiver:
 class RawSender:
     """Sends memory that lies in one piece: no list of blocks, no frames, no other work."""
 
-    def __init__(self, port: int, total_bytes: int) -> None:
+    def __init__(self, port: int, total_bytes: int, host: str = "127.0.0.1") -> None:
         self._memory = ordinary_memory(total_bytes).view(np.uint64)
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=SECONDS)
+        self._socket = socket.create_connection((host, port), timeout=SECONDS)
 
     def stamp(self, number: int) -> int:
         """Write `number` into every page; returns the sum of all words, modulo 2^64."""
