@@ -272,13 +272,14 @@ class RateLimitedWarnings:
         self._silent_until = 0.0
         self._num_left_out = 0
 
-    def warn(self, text: str, *values: object) -> None:
-        """Log a warning, or count it."""
+    def warn(self, text: str, *values: object) -> bool:
+        """Log a warning, or count it; tell whether it was logged."""
         now = self._clock()
         if now < self._silent_until:
             self._num_left_out += 1
-            return
+            return False
         self._silent_until = now + WARNING_SECONDS
         more = f" (and {self._num_left_out} such lines before)" if self._num_left_out else ""
         self._num_left_out = 0
         self._logger.warning("%s%s", text % values, more)
+        return True

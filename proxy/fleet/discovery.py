@@ -12,7 +12,7 @@ import select
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from p2p_engine.bounded import RateLimitedWarnings
+from p2p_engine.bounded import BoundedMap, RateLimitedWarnings
 from p2p_engine.control.fleet_key import exposure, read_key_file, warn_if_exposed
 from p2p_engine.control.reach import Reach
 from p2p_engine.control.resolver import Resolver
@@ -38,7 +38,7 @@ NAME_SECONDS = 4.5  # to resolve the name of another proxy
 REFRESH_SECONDS = 3.0  # between two look-ups of that name
 TICK_SECONDS = 0.02  # between two checks of timeouts and of the connections' cost
 REST_SECONDS = 1.0  # between two of them where nothing comes
-MAX_WARNED = 64  # malformed heartbeats in the log, of different senders or with different faults
+MAX_WARNED = 64  # malformed heartbeats, of different senders or with other faults: all are logged
 
 _OLD_FORM = (
     "an old-form heartbeat; those and authentication exclude each other. Run the proxy without "
@@ -72,7 +72,8 @@ class Discovery:
         self._secrets = read_key_file(config.key_file)
         self._warnings = RateLimitedWarnings(logger, clock)
         self._refusals: dict[str, str] = {}  # the last refusal, by proxy address
-        self._malformed: set[tuple[str, str]] = set()  # HTTP address and fault, as the log says
+        # HTTP address and fault, as the log says
+        self._malformed: BoundedMap[tuple[str, str], bool] = BoundedMap(MAX_WARNED)
         self._epoll: select.epoll | None = None
         self._sockets: Sockets | None = None
         self._names: Resolver | None = None
@@ -218,11 +219,16 @@ class Discovery:
         return "accepted"
 
     def _warn_once(self, sender: str, fault: str) -> None:
-        """Log a malformed heartbeat, once for each sender and fault; anybody may send them, so
-        only so many."""
-        if len(self._malformed) < MAX_WARNED and (sender, fault) not in self._malformed:
-            self._malformed.add((sender, fault))
-            logger.warning("heartbeat refused: http=%r: %s", sender, fault)
+        """Log a malformed heartbeat, once for each sender and fault. Anybody may send them: after
+        so many, one in ten seconds is logged, and the oldest is forgotten for it."""
+        text, values = "heartbeat refused: http=%r: %s", (sender, fault)
+        if values in self._malformed:
+            return
+        if len(self._malformed) < MAX_WARNED:
+            logger.warning(text, *values)
+        elif not self._warnings.warn(text, *values):
+            return
+        self._malformed.put(values, True)
 
     def _relay(self, beat: Heartbeat) -> None:
         """Forward a heartbeat to the other proxies, unless one of them forwarded it."""
