@@ -276,7 +276,7 @@ class Handshakes:
         if self.failures < self._max_failures:
             return ""  # the peer may be starting, stopping or full
         hint = "has another key, or takes none" if self._has_keys else "may ask for a key"
-        return f"it breaks every handshake off: it {hint}"
+        return f"it breaks every handshake off: it {hint}, or this is no kv_port (an HTTP port?)"
 
 
 def open_router(

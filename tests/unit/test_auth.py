@@ -72,6 +72,7 @@ def test_a_peer_that_breaks_off_is_given_up_after_some_attempts(
     reasons = [handshakes.take(NO_DETAIL, 104) for _ in range(patience)]
     assert reasons[-1].startswith("it breaks every handshake off")
     assert ("another key" in reasons[-1]) == (num_keys > 0)
+    assert "this is no kv_port" in reasons[-1]
 
 
 def test_a_peer_that_is_silent_is_not_one_that_breaks_off() -> None:
