@@ -149,7 +149,7 @@ class Parts:
             config, self.changed, self.sender, self.endings, placement, copier, counters, clock,
             budget, spec,
         )  # fmt: skip
-        self.fanout = Fanout(self.changed, self.locator, self.sender, spec, clock)
+        self.fanout = Fanout(self.changed, self.locator, self.sender, spec, counters, clock)
         self.expectations = Expectations()
         self.store = Store(
             config, self.changed, placement, copier, counters,

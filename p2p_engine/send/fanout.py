@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from p2p_engine.errors import P2pError, TransferCancelled
+from p2p_engine.health import Counters
 from p2p_engine.memory.jobs import Moment
 from p2p_engine.memory.layout import Source
 from p2p_engine.memory.plan import takers
@@ -46,12 +47,14 @@ class Fanout:
         locator: Locator,
         sender: Sender,
         spec: CacheSpec | None,
+        counters: Counters,
         clock: Callable[[], float],
     ) -> None:
         self._changed = changed
         self._locator = locator
         self._sender = sender
         self._spec = spec
+        self._counters = counters
         self._clock = clock
         self._waiting: dict[TransferGroup, Delivery] = {}  # for a directory
 
@@ -80,8 +83,9 @@ class Fanout:
         self._waiting[transfer] = delivery
         try:
             self._locator.ask(instance, lambda answer: self._dispatch(delivery, answer))
-        except P2pError:
+        except P2pError as error:
             del self._waiting[transfer]
+            self._end(transfer, error)
             raise
         return transfer
 
@@ -119,7 +123,7 @@ class Fanout:
         if self._waiting.pop(transfer, None) is None:
             return  # cancelled meanwhile
         if isinstance(answer, P2pError):
-            transfer.end(answer)
+            self._end(transfer, answer)
             return
         timeout = delivery.deadline - self._clock()
         shipments = [
@@ -137,12 +141,17 @@ class Fanout:
         ]
         transfer.join([shipment.transfer for shipment in shipments])
 
+    def _end(self, transfer: TransferGroup, error: P2pError) -> None:
+        """End a delivery of which no shipment was made: the sender counts shipments only."""
+        self._counters.count("sent", error)
+        transfer.end(error)
+
     def _cancel(self, transfer: Transfer, reason: str) -> None:
         with self._changed:
             if not isinstance(transfer, TransferGroup):
                 return
             if self._waiting.pop(transfer, None) is not None:
                 text = f"{transfer.key} was withdrawn: {reason or 'no reason given'}"
-                transfer.end(TransferCancelled(text))
+                self._end(transfer, TransferCancelled(text))
             for member in transfer.members or ():
                 member.cancel(reason)

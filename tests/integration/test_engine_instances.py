@@ -106,6 +106,8 @@ def test_a_directory_that_does_not_answer(stack: contextlib.ExitStack) -> None:
             transfer.wait(10)
     with pytest.raises(PeerUnreachable):
         here.engines[0].send(KEY, InstanceAddress("nowhere"), here.sources()[0])
+    ends = here.engines[0].stats()["transfers_by_outcome"]
+    assert ends["sent PeerUnreachable"] == 2  # also what never became a shipment
     assert_idle(here.engines[0])
 
 
@@ -117,6 +119,7 @@ def test_a_send_that_is_withdrawn_before_the_directory_answers(
     sent.cancel("the test says so")
     with pytest.raises(TransferError, match="the test says so"):
         sent.wait(10)
+    assert here.engines[0].stats()["transfers_by_outcome"] == {"sent TransferCancelled": 1}
     assert_idle(here.engines[0])
 
 

@@ -106,6 +106,7 @@ def test_at_hello_both_values_are_named(what: str) -> None:
             check(waiting, what, values)
         source = HERE.source(ids, 0, 8)
         check(sender.send(TransferKey("s"), instance, source), what, values)
+        assert sender.stats()["transfers_by_outcome"]["sent PeerRefused"] == 1
         # The receiver says it: what is here to the sender, is there to it.
         if not what.startswith(("heads that", "layers that", "a rank that")):
             greeted = PeerAddress(receiver.zmq_address)
