@@ -1,5 +1,5 @@
-"""Untransferred: counts, by reason, the requests of a router whose KV does not move. If none moves,
-one warning says why."""
+"""Untransferred: counts, by reason, the requests of a router whose KV does not move. If none moves
+though it should, a warning says why."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 # Nothing has moved for so long, and requests came: a warning says so. The requests of one reason
 # have no more than one line of their own in that time.
 QUIET_SECONDS = 60.0
+# The log has a reason again after so long. Where transfers are rare, KV often has not moved lately.
+AGAIN_SECONDS = 3600.0
 _MOVED = ("p2p_sent_bytes", "p2p_landed_bytes")
 
 
@@ -35,9 +37,7 @@ _MEANINGS = {
     Reason.NO_ADDRESS: "that do not say where the other instance is",
     Reason.INVALID_PARAMS: "with kv_transfer_params that make no sense",
     Reason.OTHER_PROMPT: "whose prompt is not the one that prefill computed under the name",
-    Reason.UNSUPPORTED: "that cannot be transferred",
-    Reason.ON_PURPOSE: "whose kv_transfer_params ask for no transfer",
-}
+}  # the others are nobody's mistake: they are counted, and no warning names them
 
 
 class Untransferred:
@@ -53,7 +53,8 @@ class Untransferred:
         self._failed: Counter[str] = Counter()  # by what has failed
         self._uncounted: Counter[Reason] = Counter()
         self._has_warned = False
-        # Called with the warning, and with "" when KV moves again.
+        self._logged_until: dict[Reason | str, float] = {}
+        # Called with each warning, whether it is logged or not, and with "" when KV moves again.
         self.tell: Callable[[str], None] = lambda warning: None
 
     def refuse(self, request_id: str, reason: Reason, why: str) -> None:
@@ -61,7 +62,7 @@ class Untransferred:
         now = self._clock()
         if now >= self._silent_until[reason]:
             self._silent_until[reason] = now + QUIET_SECONDS
-            logger.warning("computed locally: request=%s reason=%s", request_id, why)
+            logger.warning("computed locally: request=%.256r reason=%s", request_id, why)
         self._note(reason)
 
     def leave_alone(self, params: Mapping[str, object] | None) -> None:
@@ -101,21 +102,27 @@ class Untransferred:
 
     def _note(self, reason: Reason) -> None:
         self._uncounted[reason] += 1
-        self._begin()
-        self._recent[reason] += 1
-        self._warn()
+        if reason in _MEANINGS:
+            self._begin()
+            self._recent[reason] += 1
+            self._warn()
 
     def _begin(self) -> None:
         if not self._recent and not self._failed:
             self._since = self._clock()
 
     def _warn(self) -> None:
-        seconds = self._clock() - self._since
-        if self._has_warned or seconds < QUIET_SECONDS:
+        now = self._clock()
+        seconds = now - self._since
+        reasons: list[Reason | str] = [*self._recent, *self._failed]
+        is_news = any(now >= self._logged_until.get(reason, 0.0) for reason in reasons)
+        if seconds < QUIET_SECONDS or (self._has_warned and not is_news):
             return
         self._has_warned = True
         why = [f"{number} {_MEANINGS[reason]}" for reason, number in self._recent.items()]
         why += [f"{number} {what}" for what, number in self._failed.items()]
         warning = f"no KV has moved for {seconds:.0f} s; requests: {', '.join(why)}"
-        logger.warning("%s", warning)
+        if is_news:
+            self._logged_until |= dict.fromkeys(reasons, now + AGAIN_SECONDS)
+            logger.warning("%s", warning)
         self.tell(warning)

@@ -25,6 +25,8 @@ Answered: TypeAlias = dict[str, msgspec.Raw]  # parameters, by a prefill instanc
 _ONE = msgspec.Raw(b"1")
 _FALSE = msgspec.Raw(b"false")
 _TRUE = b"true"
+# Of a request that decode computes by itself, on purpose.
+NO_TRANSFER: Params = {"do_remote_prefill": False, "do_remote_decode": False}
 # Fields without meaning for a single token that nobody reads, or that only make the answer longer.
 _NOT_FOR_PREFILL = (
     "min_tokens", "stream_options",

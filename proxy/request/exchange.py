@@ -164,9 +164,10 @@ class Exchange(Attempt):
         return payload.decode_params(proxy_id, answered, keeps=bool(self._prompt.session))
 
     async def _decode_alone(self) -> Response:
-        """Send a decode leg that computes the prompt itself; its request id names no other
-        instance."""
-        body = payload.decode_body(self.asked, None)
+        """Send a decode leg that computes the prompt itself, and says so; its request id names no
+        other instance."""
+        told = None if self._pair.is_old_wire else payload.NO_TRANSFER
+        body = payload.decode_body(self.asked, told)
         return await self.send(self._decode_leg, body, self.transfer_id)
 
     def judge(self, leg: Leg, failure: LegFailed) -> None:

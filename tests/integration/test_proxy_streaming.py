@@ -192,18 +192,26 @@ def test_models_of_others_are_listed_beside_an_answer_that_is_no_json(bad: bytes
 
 
 async def test_a_prompt_that_needs_no_prefill_goes_to_decode_alone() -> None:
-    """Its id names no other instance, and a client's parameters do not get through either."""
+    """Its id names no other instance, a client's parameters do not get through, and those of the
+    proxy say that nothing is to be transferred."""
     async with fleet(bypass_tokens=1000) as (proxy, [prefill], [decode]):
         evil = {"do_remote_prefill": True, "remote_host": "evil", "remote_port": 1}
         for asked in (ASKED, STREAMED, {**ASKED, "kv_transfer_params": evil}):
             status, _, headers = await proxy.ask(asked)
             assert status == 200
             received = decode.received[-1]
-            assert received.json == {k: v for k, v in asked.items() if k != "kv_transfer_params"}
+            nothing = {"do_remote_prefill": False, "do_remote_decode": False}
+            assert received.json == {**asked, "kv_transfer_params": nothing}
             assert re.fullmatch("[0-9a-f]{32}", received.headers["X-Request-Id"])
             assert headers["X-Request-Id"] == received.headers["X-Request-Id"]
         assert prefill.received == []
         await proxy.until_idle()
+
+
+async def test_an_old_instance_gets_the_clients_request_if_it_computes_alone() -> None:
+    async with fleet(protocol=None, bypass_tokens=1000) as (proxy, _, [decode]):
+        assert (await proxy.ask())[0] == 200
+        assert decode.received[0].json == ASKED
 
 
 @pytest.mark.parametrize("more", [{"prompt_logprobs": 1}, {"echo": True}])

@@ -27,7 +27,7 @@ from p2p_engine.connector.metadata import P2pConnectorMetadata
 from p2p_engine.connector.scheduler import SchedulerHalf
 from p2p_engine.connector.states import num_tokens_before_last
 from p2p_engine.connector.stats import P2pConnectorStats
-from p2p_engine.connector.untransferred import QUIET_SECONDS, Untransferred
+from p2p_engine.connector.untransferred import AGAIN_SECONDS, QUIET_SECONDS, Untransferred
 from p2p_engine.wire.messages import TransferKey
 from tests.doubles.clock import Clock
 
@@ -695,7 +695,11 @@ def silent_half(clock: Clock, role: str = "kv_consumer") -> tuple[SchedulerHalf,
     return made, told
 
 
-@pytest.mark.parametrize("reason", REASONS)
+# Reasons that are nobody's mistake.
+MEANT = ("unsupported", "on_purpose")
+
+
+@pytest.mark.parametrize("reason", [name for name in REASONS if name not in MEANT])
 def test_if_no_kv_moves_for_a_minute_one_warning_says_why(
     reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -707,6 +711,48 @@ def test_if_no_kv_moves_for_a_minute_one_warning_says_why(
     assert told == [line]
     assert silent.untransferred.take_counts() == {reason: 4}
     assert silent.untransferred.take_counts() == {}
+
+
+@pytest.mark.parametrize("reason", MEANT)
+def test_what_is_meant_to_stay_is_counted_without_a_warning(
+    reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock(0.0)
+    silent, told = silent_half(clock)
+    for clock.now in (0.0, QUIET_SECONDS + 1):
+        silent.on_new_request(REASONS[reason])
+    assert not told
+    assert not [text for text in caplog.messages if "no KV has moved" in text]
+    assert silent.untransferred.take_counts() == {reason: 2}
+
+
+def test_a_warning_comes_again_for_a_new_reason_or_after_an_hour(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A few transfers between many health checks end the silence again and again."""
+    clock = Clock(0.0)
+    silent, told = silent_half(clock)
+
+    def be_silent(reason: str) -> None:
+        silent.workers_reported(moved(p2p_landed_bytes={"": 1.0}))
+        for _ in range(2):
+            silent.on_new_request(REASONS[reason])
+            clock.now += QUIET_SECONDS
+
+    def num_warnings() -> int:
+        return sum("no KV has moved" in text for text in caplog.messages)
+
+    for _ in range(3):
+        be_silent("no_id")
+        assert num_warnings() == 1
+        assert told[-1]  # the router is told each time
+    be_silent("no_address")
+    assert num_warnings() == 2
+    be_silent("no_id")
+    assert num_warnings() == 2
+    clock.now += AGAIN_SECONDS
+    be_silent("no_id")
+    assert num_warnings() == 3
 
 
 def test_what_moves_ends_the_silence(caplog: pytest.LogCaptureFixture) -> None:
@@ -744,6 +790,15 @@ def test_an_instance_of_both_roles_may_be_asked_by_anybody() -> None:
     both, _ = silent_half(Clock(), "kv_both")
     both.on_new_request(REASONS["no_id"])
     assert both.untransferred.take_counts() == {}
+
+
+def test_a_clients_id_takes_one_short_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    silent, _ = silent_half(Clock())
+    evil = "cmpl-\n\x1b[31m" + "x" * 2_000_000
+    silent.on_new_request(make_request({**LOAD, "remote_port": 0}, request_id=evil))
+    (line,) = caplog.messages
+    assert len(line) < 1000
+    assert line.isprintable()
 
 
 def test_what_is_of_no_use_is_logged_once_for_each_reason(
