@@ -28,8 +28,8 @@ from p2p_engine.control.plane import ControlPlane
 from p2p_engine.errors import TransportError
 from p2p_engine.gpu.cuda import IPC_HANDLE_BYTES, Cuda
 from p2p_engine.gpu.device import Device, DeviceJob
-from p2p_engine.gpu.landing import DEVICE_OFFSET, PROOF_BYTES, DeviceLanding
-from p2p_engine.memory.arena import HEADER_BYTES
+from p2p_engine.gpu.landing import DEVICE_OFFSET, DeviceLanding
+from p2p_engine.memory.arena import HEADER_BYTES, PROOF_BYTES
 from p2p_engine.memory.jobs import Job, still_running
 from p2p_engine.memory.layout import Int64s, Regions
 from p2p_engine.transports.base import (

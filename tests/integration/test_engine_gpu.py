@@ -20,11 +20,12 @@ from p2p_engine.config import GPU_TRANSPORTS
 from p2p_engine.errors import ConfigError, P2pError, PeerRefused, TransferRejected, TransportError
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.device import Device
-from p2p_engine.gpu.landing import PROOF_BYTES, DeviceLanding
+from p2p_engine.gpu.landing import DeviceLanding
 from p2p_engine.gpu.pack import Way
+from p2p_engine.memory.arena import PROOF_BYTES
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
-from p2p_engine.transports import cuda_ipc, cuda_ipc_proof
+from p2p_engine.transports import cuda_ipc, cuda_ipc_proof, proof
 from p2p_engine.transports.cuda_ipc import CudaIpcTransport
 from p2p_engine.transports.nccl.group import Group, GroupState
 from p2p_engine.transports.nccl.memory import estimated_bytes
@@ -564,7 +565,7 @@ def test_a_sender_that_never_ends_its_proof_holds_up_others_for_seconds(
     rng: SeededRandom, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What it writes late, by an old seed, proves nothing."""
-    monkeypatch.setattr(cuda_ipc_proof, "LENT_SECONDS", 0.5)
+    monkeypatch.setattr(proof, "LENT_SECONDS", 0.5)
     tensor, opened = random_tensor(rng, 100_000), threading.Event()
     with engines(3, "cuda_ipc") as (receiver, still, other):
         transport = receiver._parts.transports["cuda_ipc"]
@@ -608,15 +609,15 @@ def test_a_proof_for_which_there_is_no_thread_is_tried_again(
 def test_a_receiver_that_cannot_read_its_memory_does_not_say_that_writes_are_lost(
     rng: SeededRandom, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tensor, honest, failed = random_tensor(rng, 100_000), ProofDesk._compare, list[bytes]()
+    tensor, failed = random_tensor(rng, 100_000), list[bytes]()
 
-    def compare(desk: ProofDesk, seed: bytes) -> bool:
+    def look(device: Device, address: int, seed: bytes) -> bool:
         if not failed:
             failed.append(seed)
             raise TransportError("cudaMemcpyAsync: out of memory (2)")
-        return honest(desk, seed)
+        return cuda_ipc_proof.has_arrived(device, address, seed)
 
-    monkeypatch.setattr(ProofDesk, "_compare", compare)
+    monkeypatch.setattr(cuda_ipc, "has_arrived", look)
     with engines(2, "cuda_ipc") as (sender, receiver):
         sender.send_tensor(KEY, tensor, receiver.zmq_address)
         assert torch.equal(receiver.recv_tensor(KEY, timeout=10), tensor)
