@@ -119,10 +119,11 @@ class Budget:
         """Return how many bytes are remembered."""
         return self._open_bytes + self._all_note_bytes
 
-    def take(self, peer: int, nbytes: int) -> bool:
-        """Count what is opened for a peer; False if there is no room for it."""
+    def take(self, peer: int, nbytes: int, *, is_owed: bool = False) -> bool:
+        """Count what is opened for a peer; False if there is no room for it. What `is_owed` is
+        counted, too, but never refused."""
         free = self._nbytes - self._open_bytes - nbytes
-        if self._open[peer] + nbytes > free:
+        if not is_owed and self._open[peer] + nbytes > free:
             self.num_refused += 1
             text = "a peer asks for more than may be remembered: peer=%x bytes=%d"
             self._warnings.warn(text, peer, nbytes)
@@ -164,7 +165,7 @@ class Budget:
     def _make_room(self) -> None:
         """Forget the oldest notes of the group that has most; several at a time, because to find
         the group takes a look at each."""
-        most = min(self._nbytes // NOTES_SHARE, self._nbytes - self._open_bytes)
+        most = max(0, min(self._nbytes // NOTES_SHARE, self._nbytes - self._open_bytes))
         while self._all_note_bytes > most:
             notes = self._notes[max(self._note_bytes, key=self._note_bytes.__getitem__)]
             for _ in range(min(len(notes) // 8 + 1, FORGET_AT_ONCE)):

@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 MISMATCH_GRACE_SECONDS = 1.0
 LANDING_BYTES = 3000  # of our own memory that a landing takes, without its names and its manifest
+MAX_OWED = 64  # open chunks of one receive that no budget refuses
 
 
 class Store(SessionListener):
@@ -510,7 +511,8 @@ class Store(SessionListener):
     def _place(self, landing: Landing, receive: Receive | None) -> str:
         """Find memory for a landing; returns why there is none now, or ""."""
         epoch = landing.id[0]
-        if not self._budget.take(epoch, landing.heap_bytes):
+        is_owed = receive is not None and len(receive.landings) < MAX_OWED
+        if not self._budget.take(epoch, landing.heap_bytes, is_owed=is_owed):
             return "this sender has its share of what is remembered of open chunks"
         quarantined, denial = self._ledger.quarantined_bytes(epoch), "it failed"
         try:

@@ -18,7 +18,9 @@ from p2p_engine.errors import (
     TransferTooLarge,
     TransportError,
 )
+from p2p_engine.memory.layout import TensorSink
 from p2p_engine.receive.ledger import LandingState
+from p2p_engine.receive.store import MAX_OWED
 from p2p_engine.transports.base import Transport
 from p2p_engine.wire.messages import Cancelled, Manifest, Offer, TransferKey, decode
 from tests.doubles.world import MAX_BLOCKS, PEER, SETTINGS, World, WorldJob, right_block
@@ -677,3 +679,28 @@ def test_chunks_without_bytes_are_denied_beyond_the_budget(shm: World) -> None:
     for epoch in (2, 3):
         shm.store.session_lost(epoch, PeerLost("it is gone"))
     assert budget.used_bytes == shm.store.num_open() == 0
+
+
+def test_a_chunk_that_a_receive_waits_for_is_granted_whatever_is_left_of_the_budget(
+    shm: World,
+) -> None:
+    """What waits for its request for long could fill the budget, and no request would end. Many
+    chunks of one receive do not pass the budget either."""
+    budget = shm.store._budget = Budget(100_000)
+    while budget.take(1, 1000) or budget.take(2, 1000):
+        pass
+    transport = cast("Transport", shm.transport)
+    empty = Manifest(0, 1, [0], dtype="uint8", shape=[0])
+
+    def offer(number: int, key: TransferKey) -> int:
+        shm.store.on_offer(
+            1, Offer(1, 0, number, 1, key, empty, b"", "sim"), transport
+        )
+        return shm.store.num_open()
+
+    before = offer(1, TransferKey("nobody's"))
+    shm.store.receive(KEY, TensorSink(), b"", timeout=5)
+    waiting = shm.store.num_open()
+    opened = [offer(number, KEY) - waiting for number in range(2, 200)]
+    assert (before, opened[0], opened[-1]) == (0, 1, MAX_OWED)
+    assert budget.used_bytes > 100_000
