@@ -51,15 +51,12 @@ static arena_status_t
 map_file(arena_t* arena, int fd, size_t nbytes) {
     void* address = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (address == MAP_FAILED) {
-        int error = errno;
-        close(fd);
-        errno = error;
         return ARENA_ERRNO;
     }
     memset(arena, 0, sizeof *arena);
     arena->address = address;
     arena->nbytes = nbytes;
-    arena->fd = fd;
+    arena->fd = -1;
     arena->owner = getpid();
     snprintf(arena->huge_pages, PIN_REPORT_BYTES, "off");
     snprintf(arena->page_lock, PIN_REPORT_BYTES, "off");
@@ -77,8 +74,12 @@ arena_create(arena_t* arena, size_t nbytes, arena_options_t options) {
     }
     arena_status_t status = map_file(arena, fd, nbytes);
     if (status != ARENA_OK) {
+        int error = errno;
+        close(fd);
+        errno = error;
         return status;
     }
+    arena->fd = fd;
     if (options.huge_pages) {
         pin_huge_pages(arena->address, nbytes, arena->huge_pages);
     }
@@ -109,8 +110,11 @@ arena_attach(arena_t* arena, int fd, size_t nbytes) {
     if (fstatfs(fd, &system) != 0 || system.f_type != TMPFS_MAGIC) {
         return ARENA_HUGE_PAGES;
     }
-    int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-    return own < 0 ? ARENA_ERRNO : map_file(arena, own, nbytes);
+    arena_status_t mapped = map_file(arena, fd, nbytes);
+    if (mapped == ARENA_OK) {
+        (void)madvise(arena->address, nbytes, MADV_DONTFORK);
+    }
+    return mapped;
 }
 
 /* ---- prefault ---- */
@@ -219,6 +223,12 @@ arena_destroy(arena_t* arena) {
             arena->cuda_unregister(arena->address);
         }
     }
-    munmap(arena->address, arena->nbytes);
-    close(arena->fd);
+    /* A forked child has no mapping of a peer's file. Something else may lie there. */
+    bool is_attached = arena->fd < 0;
+    if (is_ours(arena) || !is_attached) {
+        munmap(arena->address, arena->nbytes);
+    }
+    if (!is_attached) {
+        close(arena->fd);
+    }
 }

@@ -16,8 +16,8 @@
 typedef struct {
     char* address;
     size_t nbytes;
-    int fd;
-    pid_t owner; /* the process that made or attached it: a forked child has the mapping only */
+    int fd;      /* -1: it was attached, and no descriptor is kept */
+    pid_t owner; /* the process that made or attached it: a forked child has the mapping at most */
     pin_unregister_t cuda_unregister;
     char huge_pages[PIN_REPORT_BYTES];
     char page_lock[PIN_REPORT_BYTES];
@@ -46,9 +46,10 @@ typedef enum {
     ARENA_HUGE_PAGES, /* the file is of reserved huge pages, or not in memory */
 } arena_status_t;
 
-/* Both fill *arena only on ARENA_OK. */
+/* Both fill *arena only on ARENA_OK. Attach keeps no descriptor, and a forked child inherits
+ * nothing of an attached file: a child that lives on would keep a peer's memory. */
 arena_status_t arena_create(arena_t* arena, size_t nbytes, arena_options_t options);
-arena_status_t arena_attach(arena_t* arena, int fd, size_t nbytes); /* dups fd */
+arena_status_t arena_attach(arena_t* arena, int fd, size_t nbytes);
 
 /* Lets a background thread touch the pages of [0, upto). Never goes back. If the system has no
  * page, the thread tries again each second. Returns 0 or an errno. In a forked child, which has no
@@ -56,7 +57,7 @@ arena_status_t arena_attach(arena_t* arena, int fd, size_t nbytes); /* dups fd *
 int arena_prefault(arena_t* arena, size_t upto);
 
 /* Stops the prefault thread (within one slice), unmaps, closes. A forked child only unmaps and
- * closes: the thread, its lock and CUDA's registration are the parent's. */
+ * closes what it has: the thread, its lock and CUDA's registration are the parent's. */
 void arena_destroy(arena_t* arena);
 
 #endif

@@ -15,7 +15,7 @@ a_peer_sees_the_same_bytes(void) {
     arena_t theirs;
     CHECK(arena_create(&ours, MIB, (arena_options_t){0}) == ARENA_OK);
     CHECK(arena_attach(&theirs, ours.fd, MIB) == ARENA_OK);
-    CHECK(theirs.fd != ours.fd && theirs.address != ours.address);
+    CHECK(theirs.fd < 0 && theirs.address != ours.address);
     strcpy(ours.address + 12345, "hello");
     CHECK(strcmp(theirs.address + 12345, "hello") == 0);
     arena_destroy(&ours);
@@ -184,10 +184,37 @@ a_forked_child_drops_an_arena_and_hurts_nobody(void) {
     arena_destroy(&arena);
 }
 
+/* What the child maps where the peer's memory was stays, too. */
+static void
+a_forked_child_inherits_nothing_of_a_peer(void) {
+    arena_t ours;
+    arena_t theirs;
+    CHECK(arena_create(&ours, MIB, (arena_options_t){0}) == ARENA_OK);
+    CHECK(arena_attach(&theirs, ours.fd, MIB) == ARENA_OK);
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        unsigned char page = 0;
+        CHECK(mincore(theirs.address, 4096, &page) != 0);
+        CHECK(mmap(theirs.address, 4096, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == theirs.address);
+        arena_destroy(&theirs);
+        CHECK(mincore(theirs.address, 4096, &page) == 0);
+        _exit(0);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    strcpy(theirs.address, "still here");
+    arena_destroy(&theirs);
+    arena_destroy(&ours);
+}
+
 int
 main(void) {
     RUN(the_file_cannot_be_executed);
     RUN(a_forked_child_drops_an_arena_and_hurts_nobody);
+    RUN(a_forked_child_inherits_nothing_of_a_peer);
     RUN(a_peer_sees_the_same_bytes);
     RUN(the_file_cannot_change_its_size);
     RUN(attach_refuses_what_could_vanish);
