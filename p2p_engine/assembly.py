@@ -159,6 +159,7 @@ class Parts:
         waits = (config, self.links, self.locator, spec, clock, self.store, self.expectations)
         self.renewals = Renewals(*waits)
         self.pulls = Pulls(*waits, budget)
+        self.budgets = (budget, self.store.offered)
 
     def _join(self) -> None:
         """Join each part with its listeners."""

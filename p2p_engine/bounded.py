@@ -23,7 +23,8 @@ V = TypeVar("V")
 HashableV = TypeVar("HashableV", bound=Hashable)
 
 MAX_ENTRIES = 1 << 16
-BUDGET_BYTES = 128 << 20
+OFFERED_BYTES = 80 << 20  # the budget for offered chunks
+BUDGET_BYTES = 48 << 20  # the budget for all else
 NOTES_SHARE = 2  # notes take one part in so many
 NOTE_BYTES = 448  # of a note with its name and its place in the budget
 NUMBER_BYTES = 32

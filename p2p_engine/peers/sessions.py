@@ -88,6 +88,7 @@ class SharedSpec:
     """The description of a cache that several peers have."""
 
     spec: CacheSpec | None
+    epoch: int  # of the engine that brought it first: it is charged for it
     name: int
     nbytes: int
     num_users: int = 0
@@ -107,8 +108,8 @@ class SharedSpecs:
         name = _name_of(hello.spec)
         shared = self._shared.get(name)
         if shared is None:
-            shared = SharedSpec(hello.spec, name, heap_bytes(hello.spec))
-            if not self._budget.take(name, shared.nbytes):
+            shared = SharedSpec(hello.spec, hello.source_epoch, name, heap_bytes(hello.spec))
+            if not self._budget.take(shared.epoch, shared.nbytes):
                 return None
             self._shared[name] = shared
         shared.num_users += 1
@@ -120,7 +121,7 @@ class SharedSpecs:
         shared.num_users -= 1
         if not shared.num_users:
             del self._shared[shared.name]
-            self._budget.give_back(shared.name, shared.nbytes)
+            self._budget.give_back(shared.epoch, shared.nbytes)
 
 
 class Sessions:
@@ -151,7 +152,7 @@ class Sessions:
         self._listening = listening
         self._step = config.peer_timeout_seconds / 4
         self.listeners: Sequence[SessionListener] = ()
-        self.budget = Budget(BUDGET_BYTES)  # of all parts, for what peers make them remember
+        self.budget = Budget(BUDGET_BYTES)  # of all parts, for all but offered chunks
         self._specs = SharedSpecs(self.budget)
         self._sessions: dict[int, Session] = {}
         self._of_route: Index[Route, int] = Index()

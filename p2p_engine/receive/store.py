@@ -12,7 +12,7 @@ import secrets
 import threading
 from collections.abc import Callable
 
-from p2p_engine.bounded import Budget, heap_bytes
+from p2p_engine.bounded import OFFERED_BYTES, Budget, heap_bytes
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
@@ -73,7 +73,7 @@ class Store(SessionListener):
         budget: Budget,
     ) -> None:
         """`reply(epoch, kind, fields)` sends a message to a sender. A content that `expectations`
-        keeps outlives its lease."""
+        keeps outlives its lease. `budget` is for notes; what is offered has one of its own."""
         self._config = config
         self._changed = changed
         self._copier = copier
@@ -81,7 +81,7 @@ class Store(SessionListener):
         self._clock = clock
         self._placement = places
         self._expectations = expectations
-        self._budget = budget
+        self.offered = Budget(OFFERED_BYTES)
         self._replies = Replies(config, reply, clock, expectations, budget)
         self._ledger = Ledger()
         self._timers: Timers[Landing | Receive] = Timers()
@@ -512,7 +512,7 @@ class Store(SessionListener):
         """Find memory for a landing; returns why there is none now, or ""."""
         epoch = landing.id[0]
         is_owed = receive is not None and len(receive.landings) < MAX_OWED
-        if not self._budget.take(epoch, landing.heap_bytes, is_owed=is_owed):
+        if not self.offered.take(epoch, landing.heap_bytes, is_owed=is_owed):
             return "this sender has its share of what is remembered of open chunks"
         quarantined, denial = self._ledger.quarantined_bytes(epoch), "it failed"
         try:
@@ -521,7 +521,7 @@ class Store(SessionListener):
             )
         finally:
             if denial:
-                self._budget.give_back(epoch, landing.heap_bytes)
+                self.offered.give_back(epoch, landing.heap_bytes)
         return denial
 
     # Landing
@@ -764,7 +764,7 @@ class Store(SessionListener):
         self._late.pop(landing, None)
         self._held_up.pop(landing, None)
         self._placement.give_back(landing)
-        self._budget.give_back(landing.id[0], landing.heap_bytes)
+        self.offered.give_back(landing.id[0], landing.heap_bytes)
         receive = landing.receive
         if receive is not None:
             receive.detach(landing)

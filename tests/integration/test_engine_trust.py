@@ -22,6 +22,7 @@ from p2p_engine.errors import TransferRejected
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers import sessions
 from p2p_engine.peers.link import PeerAddress
+from p2p_engine.receive import store
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import (
     Abandon,
@@ -372,12 +373,24 @@ def traced_bytes() -> int:
     return tracemalloc.get_traced_memory()[0]
 
 
+def test_wants_and_descriptions_of_many_sessions_leave_room_for_what_is_offered(
+    scene: RogueScene,
+) -> None:
+    budget = scene.engine._parts.sessions.budget
+    for epoch in range(40):
+        while budget.take(epoch, 1000):
+            pass
+    scene.peer.send(KEY, PeerAddress(scene.engine.zmq_address), TensorSource(scene.tensor)).wait(9)
+    assert torch.equal(scene.engine.recv_tensor(KEY, timeout=9), scene.tensor)
+
+
 @pytest.mark.parametrize("flood", FLOODS)
 def test_what_a_member_says_takes_no_more_memory_than_the_budget(
     flood: str, rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budget = MIB // 4
-    monkeypatch.setattr(sessions, "BUDGET_BYTES", budget)
+    monkeypatch.setattr(sessions, "BUDGET_BYTES", budget // 2)
+    monkeypatch.setattr(store, "OFFERED_BYTES", budget // 2)
     with engines(3, "shm") as parties:
         scene = RogueScene(parties, rng)
 

@@ -355,6 +355,22 @@ def test_descriptions_of_caches_take_no_more_memory_than_the_budget(
     assert scene.said() == [(THERE, Welcome)]
 
 
+def test_a_description_is_charged_to_the_session_that_brought_it_first(
+    scene: SessionsScene,
+) -> None:
+    scene.sessions._spec = CacheSpec(model="m")
+    scene.greet(HERE, SESSION, spec=large_spec(0))
+    scene.greet(THERE, OTHER, "127.0.0.1:6", spec=large_spec(0))
+    budget = scene.sessions.budget
+    most = (budget._nbytes - budget.used_bytes) // 2
+    assert not budget.take(SESSION, most)
+    assert budget.take(OTHER, most)
+    budget.give_back(OTHER, most)
+    scene.hear(HERE, Bye(SESSION, US))
+    scene.hear(THERE, Bye(OTHER, US))
+    assert not budget.used_bytes
+
+
 def test_a_session_that_greets_again_stays_whatever_is_left_of_the_budget(
     scene: SessionsScene,
 ) -> None:

@@ -657,7 +657,7 @@ def test_transport_without_checksums_is_not_waited_for(world: World) -> None:
 
 def test_chunks_without_bytes_are_denied_beyond_the_budget(shm: World) -> None:
     """No landing memory bounds them, and a manifest may take a hundred kilobytes of ours."""
-    shm.store._budget = budget = Budget(1_000_000)
+    shm.store.offered = budget = Budget(1_000_000)
     numbers, transport = iter(range(10_000)), cast("Transport", shm.transport)
 
     def offer(epoch: int, count: int) -> int:
@@ -686,16 +686,14 @@ def test_a_chunk_that_a_receive_waits_for_is_granted_whatever_is_left_of_the_bud
 ) -> None:
     """What waits for its request for long could fill the budget, and no request would end. Many
     chunks of one receive do not pass the budget either."""
-    budget = shm.store._budget = Budget(100_000)
+    budget = shm.store.offered = Budget(100_000)
     while budget.take(1, 1000) or budget.take(2, 1000):
         pass
     transport = cast("Transport", shm.transport)
     empty = Manifest(0, 1, [0], dtype="uint8", shape=[0])
 
     def offer(number: int, key: TransferKey) -> int:
-        shm.store.on_offer(
-            1, Offer(1, 0, number, 1, key, empty, b"", "sim"), transport
-        )
+        shm.store.on_offer(1, Offer(1, 0, number, 1, key, empty, b"", "sim"), transport)
         return shm.store.num_open()
 
     before = offer(1, TransferKey("nobody's"))
