@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import resource
 import secrets
 import sys
 import time
@@ -210,6 +211,12 @@ class Notes(Generic[K, V]):
     def __len__(self) -> int:
         """Return how many keys are in the map."""
         return len(self._notes)
+
+
+def most_descriptors() -> int:
+    """Return how many descriptors this process may have."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 def digest(key: object) -> bytes:

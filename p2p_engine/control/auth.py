@@ -14,7 +14,6 @@ import ctypes
 import errno
 import logging
 import os
-import resource
 import secrets
 import socket
 import struct
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils import z85
 
-from p2p_engine.bounded import RateLimitedWarnings
+from p2p_engine.bounded import RateLimitedWarnings, most_descriptors
 from p2p_engine.control.fleet_key import Secrets, derive
 from p2p_engine.control.intake import (
     KERNEL_BUFFER_BYTES,
@@ -166,10 +165,10 @@ class Authenticator:
         """Guard a router that is not bound yet, and bind it. The context must be the router's own.
         `on_ended` is called with the descriptor of each connection that ends."""
         self.refused = 0  # connections that failed the handshake, or were over a limit
-        self.connections = Connections(min(MAX_CONNECTIONS, _most_files() // 4))
-        if _most_files() < 4 * MAX_CONNECTIONS:
+        self.connections = Connections(min(MAX_CONNECTIONS, most_descriptors() // 4))
+        if most_descriptors() < 4 * MAX_CONNECTIONS:
             text = "descriptors are limited to %d (ulimit -n): at most %d peers may connect"
-            logger.warning(text, _most_files(), _most_files() // 4)
+            logger.warning(text, most_descriptors(), most_descriptors() // 4)
         self.intake = Intake()
         self._listener = listener
         self._curve = curve
@@ -380,8 +379,3 @@ def _count_down(counter: Counter[str], address: str) -> None:
 def _key_pair(secret: bytes) -> tuple[bytes, bytes]:
     text = z85.encode(secret)
     return zmq.curve_public(text), text
-
-
-def _most_files() -> int:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return MAX_CONNECTIONS * 4 if limit == resource.RLIM_INFINITY else limit

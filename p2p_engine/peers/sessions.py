@@ -35,6 +35,7 @@ from p2p_engine.bounded import (
     RateLimitedWarnings,
     digest,
     heap_bytes,
+    most_descriptors,
 )
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.plane import ControlPlane
@@ -342,8 +343,11 @@ class Sessions:
 
     def _refusal(self, hello: Hello) -> str:
         """Return why a peer cannot have a session, or ""."""
-        if len(self) >= MAX_SESSIONS and hello.source_epoch not in self._sessions:
-            return f"{MAX_SESSIONS} peers are here already"
+        # Sessions that ended with something still open have timers, and may keep connections.
+        num_peers, most = len(self._timers), min(MAX_SESSIONS, most_descriptors() // 4)
+        if num_peers >= most and hello.source_epoch not in self._sessions:
+            ended = f"{num_peers - len(self)} of them ended with something still open"
+            return f"{most} peers are here already, {ended}"
         if not OLDEST_VERSION <= hello.version <= PROTOCOL_VERSION:
             return f"protocol version: {PROTOCOL_VERSION} here, {hello.version} there"
         try:

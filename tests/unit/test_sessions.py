@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 import threading
 import tracemalloc
 from typing import cast
@@ -353,6 +354,26 @@ def test_descriptions_of_caches_take_no_more_memory_than_the_budget(
     scene.said()
     scene.greet(THERE, OTHER, "127.0.0.1:6", spec=CacheSpec(model="m"))
     assert scene.said() == [(THERE, Welcome)]
+
+
+def test_sessions_that_ended_and_hold_something_open_count_as_peers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each may keep a data connection. What closes makes room."""
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (40, 40))
+    scene = SessionsScene()
+    scene.used = set(range(SESSION, 100))
+    for epoch in range(SESSION + 1, 20):
+        scene.greet(HERE, epoch)
+    (*_, last) = scene.control.sent
+    assert isinstance(last[1], Refuse)
+    assert "10 peers are here already, 9 of them ended with something still open" in last[1].reason
+    scene.used.clear()
+    scene.now += CONFIG.peer_timeout_seconds
+    scene.sessions.tick()
+    scene.said()
+    scene.greet(HERE, 20)
+    assert (HERE, Welcome) in scene.said()
 
 
 def test_a_description_is_charged_to_the_session_that_brought_it_first(
