@@ -143,6 +143,7 @@ class Parts:
         budget = self.sessions.budget
         copier: Copier = self.gpu.device if self.gpu is not None else self.mover
         placement = Placement(config, self.arena, copier, clock, receives=receives)
+        self.placement = placement
         self.endings = Endings(budget)
         self.sender = Sender(config, self.changed, self.links, self.endings, counters, clock)
         self.holds = Holds(
@@ -239,7 +240,7 @@ class Parts:
         """Yield what members wait for that this process or its system has no more of."""
         if self.control.sockets.is_short:
             yield "a peer waits for a descriptor of this process (RLIMIT_NOFILE)"
-        if self.arena is not None and self.arena.arena.refusal:
+        if self.arena is not None and self.arena.arena.refusal and self.placement.is_waited_for():
             yield f"a sender waits for landing memory: {self.arena.arena.refusal}"
 
     @property

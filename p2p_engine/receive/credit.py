@@ -216,6 +216,11 @@ class Credit:
         self._forget_old()
         return len(self._awaited) > 0
 
+    def is_waited_for(self) -> bool:
+        """Whether a chunk was denied, and is to be offered again."""
+        self._forget_old()
+        return len(self._waiting) > 0
+
     def take(self, landing_id: LandingId, nbytes: int) -> None:
         """Note that a chunk's bytes were granted."""
         self.discard(landing_id)

@@ -75,6 +75,10 @@ class Placement:
         """Forget a denied chunk that will not be offered again; idempotent."""
         self._credit.discard(landing_id)
 
+    def is_waited_for(self) -> bool:
+        """Whether a chunk was denied, and its sender is to offer it again."""
+        return self._credit.is_waited_for()
+
     def sender_lost(self, epoch: int) -> None:
         """Forget the waiting chunks of a sender that is gone."""
         self._credit.forget(epoch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,6 +45,18 @@ def test_an_engine_that_can_let_nobody_in_is_not_healthy_until_it_can(
             eventually(lambda: not engine.healthy)
         assert "a peer waits for a descriptor of this process" in caplog.text
         eventually(lambda: engine.healthy)
+
+
+def test_memory_that_nobody_waits_for_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engines(1) as (engine,), engine._parts.changed:
+        arena = SimpleNamespace(refusal="Cannot allocate memory")
+        monkeypatch.setattr(engine._parts, "arena", SimpleNamespace(arena=arena))
+        assert not list(engine._parts._lacks())
+        engine._parts.placement._credit.wait((1, 0), 10)
+        assert list(engine._parts._lacks()) == [
+            "a sender waits for landing memory: Cannot allocate memory"
+        ]
+        monkeypatch.undo()
 
 
 @marks.every_transport
