@@ -241,6 +241,18 @@ class Pair:
             return 0
         return len(loading.blocks.block_ids) - len(loading.sink.missing_blocks())
 
+    def take_long_step(self, seconds: float) -> None:
+        """Let D take so long for one step, while P goes on."""
+        ends_at = time.monotonic() + seconds
+
+        def wait(layer: int) -> None:
+            self.run(until=lambda: time.monotonic() >= ends_at, only=self.p)
+
+        self.d.during_forward = wait
+        self.d.step()
+        self.d.during_forward = lambda layer: None
+        wait(0)  # also if the step computes nothing
+
     def live_bytes(self) -> int:
         """What lies on D and has not been loaded."""
         return sum(_stats(rank)["live_bytes"] for rank in self.d.ranks)

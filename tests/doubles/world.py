@@ -273,6 +273,9 @@ class WorldLinks:
         """Put a message on the network."""
         self.world.post("store", kind(self.epoch, link.epoch, *fields))
 
+    def note_corrupted(self, link: Link, channel: object) -> None:
+        """There is no other transport to leave this one for."""
+
     def break_channel(self, link: Link, error: TransportError) -> None:
         """Remember it; the control thread would do it soon."""
         self.world.breaking.append((link.channel, error))

@@ -37,8 +37,7 @@ def occupy(pair: Pair) -> None:
 def wait_behind(pair: Pair, num_leases: float = 1.5) -> None:
     """Let D take so many leases for one step, while P goes on. The first renewal comes after a
     quarter of one, and lasts for one: what is not renewed again has ended by then."""
-    ends_at = time.monotonic() + num_leases * LEASE_SECONDS
-    pair.run(until=lambda: time.monotonic() >= ends_at, only=pair.p)
+    pair.take_long_step(num_leases * LEASE_SECONDS)
 
 
 def free_the_slots(pair: Pair) -> None:

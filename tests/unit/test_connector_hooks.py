@@ -50,7 +50,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 def asked_by(steps: tuple[str, ...]) -> list[tuple[str, bool]]:
     connector: Any = object.__new__(P2pNcclConnector)
-    connector._worker, connector._reporter = HalfDouble(), None
+    connector._worker, connector._scheduler, connector._reporter = HalfDouble(), None, None
     connector._invalid_block_ids, connector._connector_metadata = set(), None
     connector._handled = None
     for name in steps:
