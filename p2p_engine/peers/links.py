@@ -321,8 +321,9 @@ class Links(SessionListener):
         if transport is None or channel is not link.channel:
             return
         link.num_corrupted[transport.name] += 1
-        if self._usable(link)[:1] != [transport]:
-            text = f"{link.num_corrupted[transport.name]} chunks arrived with wrong bytes"
+        num_corrupted = link.num_corrupted[transport.name]
+        if num_corrupted >= MAX_CORRUPTED and self._usable(link)[:1] != [transport]:
+            text = f"{num_corrupted} chunks arrived with wrong bytes"
             logger.warning("peer=%s transport=%s is left: %s", link.target, transport.name, text)
             self.break_channel(link, TransportError(text))
 

@@ -134,7 +134,7 @@ class ProofDesk:
             has_arrived: bool | None = None
             try:
                 has_arrived = self._has_arrived(proof.seed)
-            except TransportError as error:
+            except (TransportError, MemoryError) as error:
                 logger.warning("what a sender has written cannot be read: %s", str(error))
             self._control.call_soon(lambda: self._tell(proof, has_arrived))
 

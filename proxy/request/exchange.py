@@ -164,9 +164,10 @@ class Exchange(Attempt):
         return payload.decode_params(proxy_id, answered, keeps=bool(self._prompt.session))
 
     async def _decode_alone(self) -> Response:
-        """Send a decode leg that computes the prompt itself, and says so; its request id names no
-        other instance."""
-        told = None if self._pair.is_old_wire else payload.NO_TRANSFER
+        """Send a decode leg that computes the prompt itself; its request id names no other
+        instance. An instance that has registered has our connector, and is told so."""
+        has_registered = self._pair.decode.last_beat is not None and not self._pair.is_old_wire
+        told = payload.NO_TRANSFER if has_registered else None
         body = payload.decode_body(self.asked, told)
         return await self.send(self._decode_leg, body, self.transfer_id)
 

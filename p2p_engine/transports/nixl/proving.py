@@ -32,8 +32,8 @@ DIGITS = b"0123456789abcdef"
 
 class Proving:
     """The proof of one channel, in callbacks of the control plane. Its outcome is told once, after
-    PROOF_SECONDS at the latest: the receiver may have lent the memory to a sender that stands
-    still."""
+    PROOF_SECONDS for the seed and as many for the rest at the latest: the receiver may have lent
+    the memory to a sender that stands still."""
 
     def __init__(self, channel: NixlChannel, connected: Connected) -> None:
         """Ask the receiver for a seed; `connected` gets the channel if what it writes arrives."""
@@ -78,6 +78,7 @@ class Proving:
         elif len(self._seed) < SEED_BYTES:
             self._seed += bytes(byte for byte in said if byte in DIGITS)
             if len(self._seed) >= SEED_BYTES:
+                self._deadline = time.monotonic() + PROOF_SECONDS  # others had the memory before
                 self._write_halves()
 
     def _write_halves(self) -> None:
