@@ -387,7 +387,8 @@ class P2pNcclEngine:
             if not binding and self._parts.expectations.is_kept_otherwise(key):
                 return
             if not self._parts.store.leave((key, binding), is_pulled=pull):
-                self._parts.store.discard((key, binding), reason or "not wanted here")
+                why = reason or "not wanted here"
+                self._parts.store.discard((key, binding), why, is_whole_key=not binding)
             if peer is not None:
                 self._parts.pulls.release((key, binding), peer)
 

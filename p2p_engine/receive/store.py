@@ -141,12 +141,14 @@ class Store(SessionListener):
             self._note_mismatch(item.content, item.id[0])
         return transfer
 
-    def discard(self, content: ContentKey, reason: str) -> None:
-        """Free what has come of a content, and refuse further offers: no request here will ask for
-        it."""
+    def discard(self, content: ContentKey, reason: str, *, is_whole_key: bool = False) -> None:
+        """Free what has come of a content, or of its whole key, and refuse further offers: no
+        request here will ask for it."""
         self._left.pop(content, None)
         self._replies.leave_tombstone(content, reason, Cause.WITHDRAWN)
-        self._drop(content)
+        coming = self._ledger.of_key(content[0]) if is_whole_key else ()
+        for each in {content, *(landing.content for landing in coming)}:
+            self._drop(each)
 
     def leave(self, content: ContentKey, *, is_pulled: bool) -> bool:
         """Note that a request will not ask for a content after all. Returns whether it is kept for
@@ -774,11 +776,8 @@ class Store(SessionListener):
                 self._stop_receive(receive, receive.hopeless)
 
     def _drop(self, content: ContentKey, epoch: int = 0) -> None:
-        """Free the unclaimed landings of a content, or without a binding of its key, of one sender
-        or (0) of all."""
-        key, binding = content
-        coming = self._ledger.of_content(content) if binding else self._ledger.of_key(key)
-        for landing in coming:
+        """Free the unclaimed landings of a content, of one sender or (0) of all."""
+        for landing in self._ledger.of_content(content):
             if epoch not in (0, landing.id[0]):
                 continue
             if landing.orphaned:
