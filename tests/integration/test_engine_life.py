@@ -534,7 +534,8 @@ def _connect(endpoints: dict[str, dict[str, str]]) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect("\0" + endpoint["socket"])
         return connection
-    return socket.create_connection(split_address(endpoint["address"]), 10)
+    address = endpoint.get("address") or endpoint["proven_address"]
+    return socket.create_connection(split_address(address), 10)
 
 
 def _spill(connection: socket.socket, noise: bytes) -> None:
@@ -574,7 +575,8 @@ def test_what_is_granted_in_a_burst_was_touched_by_its_owner(
 
     def write(channel: ShmChannel, order: Order) -> Job:
         start, end = order.grant.offset, order.grant.offset + order.source.nbytes
-        if os.lseek(channel._arena.fileno(), start, os.SEEK_HOLE) < end:
+        assert receiver._parts.arena is not None
+        if os.lseek(receiver._parts.arena.arena.fileno(), start, os.SEEK_HOLE) < end:
             holes.append(start)
         return ArenaChannel.write(channel, order)
 

@@ -176,6 +176,9 @@ def test_a_chunk_costs_four_messages_however_many_layers(
     slow = {"retry_seconds": 30, "peer_timeout_seconds": 300, "kv_buffer_size": 64 * MIB}
     with engines(2, transport, **slow) as (sender, receiver):
         target = PeerAddress(receiver.zmq_address)
+        landing = receiver._parts.arena
+        assert landing is not None
+        eventually(lambda: landing.arena.touched_bytes >= MIB)  # else the first offer is denied
         sender.send(TransferKey("greeting"), target, TensorSource(torch.zeros(1))).wait(10)
         eventually(lambda: receiver.stats()["messages_sent"] == 3)  # it counts after the fact
         before = [engine.stats()["messages_sent"] for engine in (sender, receiver)]

@@ -172,7 +172,8 @@ async def test_what_prefill_would_compute_otherwise_is_computed_by_decode(
 ) -> None:
     async with fleet() as (proxy, [prefill], [decode]):
         assert (await proxy.ask({**ASKED[path], **shape}, path))[0] == 200
-        assert "kv_transfer_params" not in decode.received[-1].json
+        told = decode.received[-1].json["kv_transfer_params"]
+        assert told == {"do_remote_prefill": False, "do_remote_decode": False}
         assert not prefill.received
 
 

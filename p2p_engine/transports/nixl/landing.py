@@ -67,16 +67,18 @@ class NixlLanding:
             self._memory.words.publish(*WORD.unpack(self._come.popleft()))
 
     def has_arrived(self, seed: bytes) -> bool:
-        """Whether a sender's notification says that it has written a seed's pattern, and the
-        pattern lies in our memory. In any thread; blocks.
+        """Whether a sender's notification says in time that it has written a seed's pattern, and
+        the pattern lies in our memory. In any thread; blocks.
 
         Raises:
-            TransportError: no notification comes.
+            TransportError: nothing can be received any more.
         """
         memory, until = self._memory, time.monotonic() + NOTICE_SECONDS
         while self._mark != mark_of(seed):
-            if self._agent is None or time.monotonic() >= until:
-                raise TransportError("no notification has come behind the bytes")
+            if self._agent is None:
+                raise TransportError("nothing can be received any more")
+            if time.monotonic() >= until:
+                return False
             time.sleep(PAUSE_SECONDS)
             self._collect()
         pattern = make_pattern(seed).tobytes()
