@@ -364,7 +364,8 @@ class SchedulerHalf:
         self._look_for_reset()
         metadata, self._next = self._next, P2pConnectorMetadata()
         metadata.computes = output.total_num_scheduled_tokens > 0
-        metadata.awaits_grammar = any(map(_awaits_grammar, self._loading.values()))
+        if not metadata.computes:
+            metadata.awaits_grammar = any(map(_awaits_grammar, self._loading.values()))
         self._wanted.take_orders(metadata)
         metadata.ended_sends = [
             dataclasses.replace(item, is_sent_again=item.party.content in self._sent)
