@@ -60,7 +60,7 @@ class ClientDoor:
         self._silent: dict[float, dict[Caller, float]] = {}
         self._spoken: dict[Caller, float] = {}
         self._turns = Turns()
-        self._entering: set[asyncio.Task[None]] = set()
+        self._entering: dict[asyncio.Task[None], Caller] = {}
         listeners = cast("asyncio.Server", server).sockets
         self.sockets = [socket.socket(fileno=os.dup(each.fileno())) for each in listeners]
         server.close()
@@ -82,8 +82,10 @@ class ClientDoor:
         for line in (*self._silent.values(), self._spoken):
             for caller in list(line):
                 self._forget(caller)
-        for task in self._entering:
+        for task, caller in self._entering.items():
             task.cancel()
+            if not caller.is_let_in:  # a task that has not begun never runs, nor what ends it
+                self._forget(caller)
 
     async def wait_closed(self) -> None:
         """Return: `close` has done everything."""
@@ -129,8 +131,8 @@ class ClientDoor:
     def _let_in(self, caller: Caller) -> None:
         until = self._spoken.pop(caller)
         task = self._loop.create_task(self._connect(caller, until))
-        self._entering.add(task)
-        task.add_done_callback(self._entering.discard)
+        self._entering[task] = caller
+        task.add_done_callback(self._entering.pop)
 
     async def _connect(self, caller: Caller, until: float) -> None:
         try:

@@ -114,6 +114,25 @@ async def test_a_connection_without_a_request_is_closed() -> None:
         assert await closed(proxy, "idle") >= 1
 
 
+async def test_who_is_let_in_while_the_proxy_ends_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The task that would let it in is cancelled before it begins, so it ends nothing."""
+    let_in, entered = door.ClientDoor._let_in, list[Caller]()
+
+    def let_in_and_close(self: door.ClientDoor, caller: Caller) -> None:
+        let_in(self, caller)
+        self.close()
+        entered.append(caller)
+
+    async with running_proxy() as proxy:
+        monkeypatch.setattr(door.ClientDoor, "_let_in", let_in_and_close)
+        async with client(proxy, HEALTH) as late:
+            await until(lambda: bool(entered), "its turn has come")
+            await late.ended()
+            assert entered[0].connection.fileno() == -1
+
+
 async def test_a_connection_is_closed_some_time_after_its_last_answer() -> None:
     async with (
         running_proxy(idle_timeout_seconds=0.5) as proxy,
