@@ -16,6 +16,8 @@ from tests.processes import Child
 
 LIMIT_SECONDS = 2.0
 PAUSE_SECONDS = 3.0
+# The proxy excuses only the first of several pauses in a row: this long it runs before the next.
+AWAKE_SECONDS = 1.0
 SHORT = {
     **dict.fromkeys(
         ("prefill_timeout_seconds", "first_byte_timeout_seconds", "response_timeout_seconds"),
@@ -110,6 +112,7 @@ def peer_proxy(stage: AttackStage) -> str:
 
 
 def _pause(process: subprocess.Popen[bytes]) -> None:
+    time.sleep(AWAKE_SECONDS)
     process.send_signal(signal.SIGSTOP)
     time.sleep(PAUSE_SECONDS)
     process.send_signal(signal.SIGCONT)
