@@ -118,15 +118,14 @@ def has_landing_memory(kv_role: str, send_type: SendMode) -> bool:
 def device_memory(config: EngineConfig, *, receives: bool = True) -> DeviceMemory:
     """Compute the memory of one rank's engine; its `config` must be that of a GPU (`on_device`)."""
     # These load torch, which the command line avoids until it needs this.
-    from p2p_engine.gpu.landing import IPC_BYTES
+    from p2p_engine.gpu.landing import allocated_bytes
     from p2p_engine.gpu.pack_kernel import DEVICE_BYTES
     from p2p_engine.transports.nccl.memory import Side, estimated_bytes
     from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS, slabs_bytes
     from p2p_engine.transports.proof import PATTERN_BYTES
 
     lands = receives and config.kv_buffer_size + config.pool_bytes > 0
-    buffer = -(-max(config.kv_buffer_size, 1) // IPC_BYTES) * IPC_BYTES + PATTERN_BYTES
-    buffer = buffer if lands else 0
+    buffer = allocated_bytes(config.kv_buffer_size) if lands else 0
     own = DEVICE_BYTES + (PATTERN_BYTES if "cuda_ipc" in config.transports else 0)
     if "nccl" not in config.transports:
         return DeviceMemory(buffer, own, 0)

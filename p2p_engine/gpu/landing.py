@@ -29,6 +29,12 @@ IPC_BYTES = 2 << 20  # CUDA shares whole pages of this size: nothing else may li
 AHEAD_BYTES = 32 << 20  # of the pool, page-locked beyond what is reserved
 
 
+def allocated_bytes(buffer_bytes: int) -> int:
+    """Return how many bytes of the device a buffer of so many bytes takes, with the memory for
+    proofs behind it."""
+    return -(-max(buffer_bytes, 1) // IPC_BYTES) * IPC_BYTES + PROOF_BYTES
+
+
 class DeviceLanding(LandingArena):
     """The buffer on the device, the pool and words on the host. The engine's lock guards it."""
 
@@ -43,13 +49,13 @@ class DeviceLanding(LandingArena):
         """
         super().__init__(buffer_bytes, pool_bytes, page_lock=page_lock, has_buffer=False)
         self._device = device
-        self.device_bytes = -(-max(buffer_bytes, 1) // IPC_BYTES) * IPC_BYTES
+        nbytes = allocated_bytes(buffer_bytes)
+        self.device_bytes = nbytes - PROOF_BYTES
         self._device_buddy = Buddy(self.device_bytes, MIN_BLOCK_BYTES)
         self._on_device: set[Space] = set()
         self._is_closed = self._is_kept = False
         cuda = device.cuda
         try:
-            nbytes = self.device_bytes + PROOF_BYTES
             self.device_address = device.run(lambda: cuda.allocate(nbytes), 60.0)
         except BaseException:
             super().close()
