@@ -219,6 +219,12 @@ def most_descriptors() -> int:
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
+def most_peers(limit: int) -> int:
+    """Return how many peers may be here at once: at most `limit`, and one for each four descriptors
+    that this process may have, because a peer takes three."""
+    return min(limit, most_descriptors() // 4)
+
+
 def digest(key: object) -> bytes:
     """Return a digest that names what a message can carry, or what our caller thinks one could."""
     try:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils import z85
 
-from p2p_engine.bounded import RateLimitedWarnings, most_descriptors
+from p2p_engine.bounded import RateLimitedWarnings, most_descriptors, most_peers
 from p2p_engine.control.fleet_key import Secrets, derive
 from p2p_engine.control.intake import (
     KERNEL_BUFFER_BYTES,
@@ -165,10 +165,11 @@ class Authenticator:
         """Guard a router that is not bound yet, and bind it. The context must be the router's own.
         `on_ended` is called with the descriptor of each connection that ends."""
         self.refused = 0  # connections that failed the handshake, or were over a limit
-        self.connections = Connections(min(MAX_CONNECTIONS, most_descriptors() // 4))
-        if most_descriptors() < 4 * MAX_CONNECTIONS:
+        most = most_peers(MAX_CONNECTIONS)
+        self.connections = Connections(most)
+        if most < MAX_CONNECTIONS:
             text = "descriptors are limited to %d (ulimit -n): at most %d peers may connect"
-            logger.warning(text, most_descriptors(), most_descriptors() // 4)
+            logger.warning(text, most_descriptors(), most)
         self.intake = Intake()
         self._listener = listener
         self._curve = curve

@@ -35,7 +35,7 @@ from p2p_engine.bounded import (
     RateLimitedWarnings,
     digest,
     heap_bytes,
-    most_descriptors,
+    most_peers,
 )
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.plane import ControlPlane
@@ -90,7 +90,7 @@ class SharedSpec:
 
     spec: CacheSpec | None
     epoch: int  # of the engine that brought it first: it is charged for it
-    name: int
+    name: bytes
     nbytes: int
     num_users: int = 0
 
@@ -101,12 +101,12 @@ class SharedSpecs:
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._shared: dict[int, SharedSpec] = {}
+        self._shared: dict[bytes, SharedSpec] = {}
 
     def share(self, hello: Hello) -> Hello | None:
         """Use the description of a HELLO. Returns as much of the HELLO as a session needs; None if
         there is no room to remember it."""
-        name = _name_of(hello.spec)
+        name = digest(hello.spec)
         shared = self._shared.get(name)
         if shared is None:
             shared = SharedSpec(hello.spec, hello.source_epoch, name, heap_bytes(hello.spec))
@@ -118,7 +118,7 @@ class SharedSpecs:
 
     def give_back(self, spec: CacheSpec | None) -> None:
         """Use a description no longer."""
-        shared = self._shared[_name_of(spec)]
+        shared = self._shared[digest(spec)]
         shared.num_users -= 1
         if not shared.num_users:
             del self._shared[shared.name]
@@ -344,7 +344,7 @@ class Sessions:
     def _refusal(self, hello: Hello) -> str:
         """Return why a peer cannot have a session, or ""."""
         # Sessions that ended with something still open have timers, and may keep connections.
-        num_peers, most = len(self._timers), min(MAX_SESSIONS, most_descriptors() // 4)
+        num_peers, most = len(self._timers), most_peers(MAX_SESSIONS)
         if num_peers >= most and hello.source_epoch not in self._sessions:
             ended = f"{num_peers - len(self)} of them ended with something still open"
             return f"{most} peers are here already, {ended}"
@@ -384,10 +384,6 @@ class Sessions:
     def _end(self, epoch: int, error: PeerLost) -> None:
         self._lose(epoch, error)
         for_each(self.listeners, lambda listener: listener.session_over(epoch, error))
-
-
-def _name_of(spec: CacheSpec | None) -> int:
-    return int.from_bytes(digest(spec), "big")
 
 
 def _restarted(session: Session) -> PeerRestarted:
