@@ -15,7 +15,7 @@ from functools import partial
 import pytest
 import torch
 
-from p2p_engine import P2pNcclEngine, TransferKey
+from p2p_engine import P2pNcclEngine, Transfer, TransferKey
 from p2p_engine.config import GPU_TRANSPORTS
 from p2p_engine.errors import ConfigError, P2pError, PeerRefused, TransferRejected, TransportError
 from p2p_engine.gpu.cuda import Cuda
@@ -535,21 +535,30 @@ def stand_still(opened: threading.Event) -> None:
     opened.wait(30)
 
 
+def stop_in_its_proof(
+    still: P2pNcclEngine, receiver: P2pNcclEngine, tensor: torch.Tensor
+) -> tuple[CudaIpcTransport, Transfer, threading.Event]:
+    """Have a sender stand still in its proof: the receiver's transport, what is sent, and the event
+    that lets the sender go on."""
+    transport, opened = receiver._parts.transports["cuda_ipc"], threading.Event()
+    assert isinstance(transport, CudaIpcTransport)
+    desk = transport._desk
+    assert desk is not None
+    assert still._parts.gpu is not None
+    still._parts.gpu.device.post(partial(stand_still, opened))
+    sent = still.send_tensor(TransferKey("still"), tensor, receiver.zmq_address)
+    eventually(lambda: desk._lent is not None)
+    return transport, sent, opened
+
+
 def test_a_sender_that_stands_still_in_its_proof_holds_up_others_for_a_while(
     rng: SeededRandom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may still write, so they get the memory for their proofs when it cannot any more."""
     monkeypatch.setattr(cuda_ipc, "MAP_SECONDS", 2.0)
-    tensor, opened = random_tensor(rng, 100_000), threading.Event()
+    tensor = random_tensor(rng, 100_000)
     with engines(4, "cuda_ipc", transports="cuda_ipc,nccl") as (receiver, still, second, third):
-        transport = receiver._parts.transports["cuda_ipc"]
-        assert isinstance(transport, CudaIpcTransport)
-        desk = transport._desk
-        assert desk is not None
-        assert still._parts.gpu is not None
-        still._parts.gpu.device.post(partial(stand_still, opened))
-        sent = still.send_tensor(TransferKey("still"), tensor, receiver.zmq_address)
-        eventually(lambda: desk._lent is not None)
+        transport, sent, opened = stop_in_its_proof(still, receiver, tensor)
         for sender, made in ((second, 1), (third, 0)):
             sender.send_tensor(KEY, tensor, receiver.zmq_address)
             assert torch.equal(receiver.recv_tensor(KEY, timeout=10), tensor)
@@ -566,16 +575,9 @@ def test_a_sender_that_never_ends_its_proof_holds_up_others_for_seconds(
 ) -> None:
     """What it writes late, by an old seed, proves nothing."""
     monkeypatch.setattr(proof, "LENT_SECONDS", 0.5)
-    tensor, opened = random_tensor(rng, 100_000), threading.Event()
+    tensor = random_tensor(rng, 100_000)
     with engines(3, "cuda_ipc") as (receiver, still, other):
-        transport = receiver._parts.transports["cuda_ipc"]
-        assert isinstance(transport, CudaIpcTransport)
-        desk = transport._desk
-        assert desk is not None
-        assert still._parts.gpu is not None
-        still._parts.gpu.device.post(partial(stand_still, opened))
-        sent = still.send_tensor(TransferKey("still"), tensor, receiver.zmq_address)
-        eventually(lambda: desk._lent is not None)
+        _, sent, opened = stop_in_its_proof(still, receiver, tensor)
         other.send_tensor(KEY, tensor, receiver.zmq_address)
         assert torch.equal(receiver.recv_tensor(KEY, timeout=15), tensor)
         assert caplog.text.count("has not proven its mapping in time") == 1
