@@ -52,8 +52,8 @@ class UnheldWants:
     def put(self, content: ContentKey, peer: PeerAddress, want: PendingWant) -> None:
         """Remember a WANT until its deadline. A repetition keeps the first deadline: receivers
         repeat a WANT several times in a lease, so a deadline that moved would never come. A WANT of
-        another receive has its own. Beyond the
-        budget, a WANT is dropped: the peer repeats it."""
+        another receive has its own. Beyond the budget, a WANT is dropped: the peer repeats
+        it."""
         name = (content, peer)
         known = self._unheld.get(name)
         if known is not None and want.is_before(known):
