@@ -278,24 +278,34 @@ def test_the_end_of_a_connection_is_told_to_both_sides_unless_it_was_their_own()
 
 
 def test_the_end_of_a_connection_is_not_told_of_who_has_its_descriptor_next() -> None:
-    """Even if the first word of the next one is read before that end is."""
+    """Even if the first word of the next one is read before that end is.
+
+    The next connection usually has the descriptor; who has it is for the kernel to say.
+    """
     party, one = ControlParty(starts=False), ControlParty()
     control = party.control
     sockets = control.sockets
+    descriptors: list[int] = []
 
     def num_heard() -> int:
         sockets._receive(sockets._router)
         return len(party.heard)
 
-    one.control.send(Route(control.address), b"a")
-    eventually(lambda: num_heard() == 1)
-    sockets._serve_events()
-    descriptors = list(sockets._names)
-    one.control.hang_up(control.address)
-    assert sockets._authenticator.sockets()[0].poll(10_000)
-    one.control.send(Route(control.address), b"b")
-    eventually(lambda: num_heard() == 2)
-    sockets._serve_events()
-    assert (list(sockets._names), party.ended) == (descriptors, [party.heard[0][0]])
-    one.control.close(5)
-    assert control.close(5)
+    def hear_a_connection() -> None:
+        num_before = len(party.heard)
+        one.control.send(Route(control.address), b"a")
+        eventually(lambda: num_heard() > num_before)
+        sockets._serve_events()
+        descriptors.extend(sockets._names)
+
+    try:
+        hear_a_connection()
+        while len(descriptors) < 50 and descriptors[-1] not in descriptors[:-1]:
+            one.control.hang_up(control.address)
+            assert sockets._authenticator.sockets()[0].poll(10_000)
+            hear_a_connection()
+            assert party.ended == [route for route, _ in party.heard[:-1]]
+        assert len(set(descriptors)) == len(descriptors) - 1, descriptors
+    finally:
+        one.control.close(5)
+        assert control.close(5)
