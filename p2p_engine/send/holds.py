@@ -252,6 +252,8 @@ class Holds(SessionListener):
                 for rank, peer in departed.ranks.items():
                     (hold.served if peer in hold.asked else hold.unasked)[rank] = peer
         self._serve_all(hold, [item for name in hold.contents for item in self._unheld.take(name)])
+        for (content, peer), want in self._unheld.take_key(hold.content[0]):  # of other contents
+            self._want_later(content, peer, want)
         if self._is_held(hold) and hold.is_over:  # who gave an earlier attempt up may ask at once
             self._end_soon(hold)
 
@@ -390,8 +392,8 @@ class Holds(SessionListener):
         peer: PeerAddress,
         want: PendingWant,
         *,
-        is_pushed: bool,
-        is_lost: bool,
+        is_pushed: bool = False,
+        is_lost: bool = False,
     ) -> None:
         """Remember a WANT for what is not held; `is_lost`: and probably never will be."""
         held, reason = self._of_key.get(content[0]), ""
@@ -402,7 +404,8 @@ class Holds(SessionListener):
         elif self._endings.is_over(content[0]):
             reason = "another content was given up: the prompts differ"
         if reason:
-            want = replace(want, deadline=self._clock() + OTHERS_SECONDS, reason=reason)
+            soon = self._clock() + OTHERS_SECONDS
+            want = replace(want, deadline=min(want.deadline, soon), reason=reason)
         elif is_lost:
             reason = "it is not held here any more"
             want = replace(want, deadline=self._clock() + PROMISED_SECONDS, reason=reason)

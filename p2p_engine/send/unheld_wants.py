@@ -11,7 +11,7 @@ from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.send.endings import Ending
-from p2p_engine.wire.messages import CacheSpec, ContentKey
+from p2p_engine.wire.messages import CacheSpec, ContentKey, TransferKey
 
 WANT_BYTES = 2500  # of a WANT, without its names
 WantName: TypeAlias = tuple[ContentKey, PeerAddress]
@@ -42,6 +42,7 @@ class UnheldWants:
         self._budget = budget
         self._unheld: dict[WantName, PendingWant] = {}
         self._of_content: Index[ContentKey, WantName] = Index()
+        self._of_key: Index[TransferKey, WantName] = Index()
         self._of_engine: Index[int, WantName] = Index()
         self._timers: Timers[WantName] = Timers()
 
@@ -50,8 +51,8 @@ class UnheldWants:
         return len(self._unheld)
 
     def put(self, content: ContentKey, peer: PeerAddress, want: PendingWant) -> None:
-        """Remember a WANT until its deadline. A repetition keeps the first deadline: receivers
-        repeat a WANT several times in a lease, so a deadline that moved would never come. A WANT of
+        """Remember a WANT until its deadline. A repetition moves no deadline back: receivers
+        repeat a WANT several times in a lease, so such a deadline would never come. A WANT of
         another receive has its own. Beyond the budget, a WANT is dropped: the peer repeats
         it."""
         name = (content, peer)
@@ -59,13 +60,14 @@ class UnheldWants:
         if known is not None and want.is_before(known):
             return
         if known is not None and known.attempt == want.attempt:
-            want = replace(want, deadline=known.deadline)
+            want = replace(want, deadline=min(known.deadline, want.deadline))
         if known is None or known.attempt[0] != want.attempt[0]:
             self._pop(name)
             if not self._budget.take(want.attempt[0], _size(name)):
                 return
         self._unheld[name] = want
         self._of_content.add(content, name)
+        self._of_key.add(content[0], name)
         self._of_engine.add(want.attempt[0], name)
         self._timers.set(name, want.deadline)
 
@@ -83,6 +85,11 @@ class UnheldWants:
         """Remove and return the WANTs of a content, with their peers."""
         names = self._of_content.get(content)
         return [(name[1], want) for name in names if (want := self._pop(name)) is not None]
+
+    def take_key(self, key: TransferKey) -> list[tuple[WantName, PendingWant]]:
+        """Remove and return the WANTs of all contents of a key, with their names."""
+        names = self._of_key.get(key)
+        return [(name, want) for name in names if (want := self._pop(name)) is not None]
 
     def refuse_all(self, content: ContentKey, ending: Ending) -> None:
         """Refuse a content to all peers that want it in the attempt that has ended."""
@@ -112,6 +119,7 @@ class UnheldWants:
         if want is not None:
             self._budget.give_back(want.attempt[0], _size(name))
             self._of_content.discard(name[0], name)
+            self._of_key.discard(name[0][0], name)
             self._of_engine.discard(want.attempt[0], name)
             self._timers.cancel(name)
         return want

@@ -280,6 +280,16 @@ def test_content_that_differs_is_named(transport: str, pull: bool, sender_first:
             waiting.wait(10)
 
 
+def test_content_that_was_asked_for_before_another_was_held_is_named() -> None:
+    with engines(2, transfer_timeout_seconds=60) as (sender, receiver):
+        peer = PeerAddress(sender.zmq_address)
+        waiting = receiver.receive(KEY, TensorSink(), binding=b"B", peer=peer, pull=True)
+        eventually(lambda: sender._parts.holds._unheld)
+        sender.hold(KEY, TensorSource(torch.zeros(3)), binding=b"A", lease=50)
+        with pytest.raises(TransferRejected, match="content"):
+            waiting.wait(30)
+
+
 def test_same_key_cannot_be_received_or_held_twice() -> None:
     with engines(1) as (engine,):
         engine.receive(KEY, TensorSink())
