@@ -251,9 +251,11 @@ class Holds(SessionListener):
                 hold.counted |= set(departed.ranks.values())
                 for rank, peer in departed.ranks.items():
                     (hold.served if peer in hold.asked else hold.unasked)[rank] = peer
-        self._serve_all(hold, [item for name in hold.contents for item in self._unheld.take(name)])
-        for (content, peer), want in self._unheld.take_key(hold.content[0]):  # of other contents
-            self._want_later(content, peer, want)
+        wanted, contents = self._unheld.take(hold.content[0]), hold.contents
+        self._serve_all(hold, [(name[1], want) for name, want in wanted if name[0] in contents])
+        for (content, peer), want in wanted:
+            if content not in contents:
+                self._want_later(content, peer, want)
         if self._is_held(hold) and hold.is_over:  # who gave an earlier attempt up may ask at once
             self._end_soon(hold)
 

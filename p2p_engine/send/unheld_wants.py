@@ -41,7 +41,6 @@ class UnheldWants:
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._unheld: dict[WantName, PendingWant] = {}
-        self._of_content: Index[ContentKey, WantName] = Index()
         self._of_key: Index[TransferKey, WantName] = Index()
         self._of_engine: Index[int, WantName] = Index()
         self._timers: Timers[WantName] = Timers()
@@ -66,7 +65,6 @@ class UnheldWants:
             if not self._budget.take(want.attempt[0], _size(name)):
                 return
         self._unheld[name] = want
-        self._of_content.add(content, name)
         self._of_key.add(content[0], name)
         self._of_engine.add(want.attempt[0], name)
         self._timers.set(name, want.deadline)
@@ -81,20 +79,16 @@ class UnheldWants:
         for name in self._of_engine.get(epoch):
             self._pop(name)
 
-    def take(self, content: ContentKey) -> list[tuple[PeerAddress, PendingWant]]:
-        """Remove and return the WANTs of a content, with their peers."""
-        names = self._of_content.get(content)
-        return [(name[1], want) for name in names if (want := self._pop(name)) is not None]
-
-    def take_key(self, key: TransferKey) -> list[tuple[WantName, PendingWant]]:
+    def take(self, key: TransferKey) -> list[tuple[WantName, PendingWant]]:
         """Remove and return the WANTs of all contents of a key, with their names."""
         names = self._of_key.get(key)
         return [(name, want) for name in names if (want := self._pop(name)) is not None]
 
     def refuse_all(self, content: ContentKey, ending: Ending) -> None:
         """Refuse a content to all peers that want it in the attempt that has ended."""
-        names = [name for name in self._of_content.get(content) if not ending.has_left(name[1])]
-        for_each(names, lambda name: self._refuse(name, ending))
+        names = [name for name in self._of_key.get(content[0]) if name[0] == content]
+        left = [name for name in names if not ending.has_left(name[1])]
+        for_each(left, lambda name: self._refuse(name, ending))
 
     def tick(self, now: float) -> None:
         """Refuse the WANTs that are past their deadlines, and forget those for what comes."""
@@ -118,7 +112,6 @@ class UnheldWants:
         want = self._unheld.pop(name, None)
         if want is not None:
             self._budget.give_back(want.attempt[0], _size(name))
-            self._of_content.discard(name[0], name)
             self._of_key.discard(name[0][0], name)
             self._of_engine.discard(want.attempt[0], name)
             self._timers.cancel(name)
