@@ -33,7 +33,7 @@ class Expected:
     So is `idle`: ranks there that hold the same KV, or groups that this rank lacks, and that nobody
     here pulls. `has_held`: the peer pushes a part of it and holds the rest, which is to `pull` or
     not wanted. `is_promised`: the peer has said that it holds what is pulled. `attempt`: its
-    number; a later receive has a higher one.
+    number; a later receive has a higher one. `kept`: as what it was kept when its receive began.
     """
 
     transfer: Transfer
@@ -43,6 +43,7 @@ class Expected:
     has_held: bool = False
     is_promised: bool = False
     attempt: int = 0
+    kept: Kept | None = None
     asked: list[AskedRank] = field(default_factory=list)
     idle: list[tuple[TransferKey, PeerAddress]] = field(default_factory=list)
 
@@ -60,12 +61,14 @@ class Expected:
 @dataclass(eq=False)
 class Kept:
     """A content that a request will ask for. `told` lists the ranks of its peer, each with the
-    content's name there; the ranks in `sources` give it to this rank."""
+    content's name there; the ranks in `sources` give it to this rank. Once they were told that it
+    `is_released`, they are asked to keep it no more: that would mean another attempt."""
 
     content: ContentKey
     began_at: float
     sources: frozenset[PeerAddress] = frozenset()
     told: list[tuple[PeerAddress, ContentKey]] = field(default_factory=list)
+    is_released: bool = False
 
 
 class Expectations:
@@ -84,6 +87,7 @@ class Expectations:
 
     def expect(self, item: Expected) -> None:
         """Note a content that is not awaited yet."""
+        item.kept = self._kept.get(item.content)
         self._awaited[item.content] = item
         self._awaited_of_key.add(item.content[0], item)
 

@@ -295,6 +295,8 @@ class Pulls(LinkListener):
 
     def _say_release(self, item: Expected) -> None:
         """Tell the peer of a receive that has ended what is not wanted of it."""
+        if item.kept is not None:
+            item.kept.is_released = True
         for key, peer in item.idle if item.pull or item.has_held else ():
             self._release((key, item.binding), peer)
         if item.transfer.error is not None or (item.has_held and not item.pull):

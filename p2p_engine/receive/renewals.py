@@ -310,7 +310,9 @@ class Renewals(LinkListener):
         if is_round:
             duty.due_at = now + self._interval(link)
         if link.ready:
-            for contents in batches(duty.contents if is_round else duty.fresh):
+            names = duty.contents if is_round else duty.fresh
+            wanted = [name for name in names if not duty.contents[name].is_released]
+            for contents in batches(wanted):
                 self._links.send(link, Renew, contents)
                 for name in contents:
                     duty.told_at.setdefault(name, link.heard_at)

@@ -13,10 +13,10 @@ from p2p_engine.bounded import Budget
 from p2p_engine.config import EngineConfig
 from p2p_engine.errors import TransferCancelled
 from p2p_engine.peers.link import InstanceAddress, Link, LinkState, PeerAddress
-from p2p_engine.receive.expectations import Expectations
+from p2p_engine.receive.expectations import Expectations, Kept
 from p2p_engine.receive.pulls import WANTS_IN_A_LEASE, Pulls
 from p2p_engine.transfer import Transfer
-from p2p_engine.wire.messages import ContentKey, TransferKey, Want
+from p2p_engine.wire.messages import ContentKey, Message, Release, TransferKey, Want
 
 PEER = PeerAddress("127.0.0.1:1")
 LEASE = 60.0
@@ -33,6 +33,7 @@ class PullsWorld:
         self.expectations = Expectations()
         self.asked_where: list[InstanceAddress] = []
         self.left: set[ContentKey] = set()
+        self.released: list[TransferKey] = []
         self.link = Link(PEER, PEER.address, LinkState.READY, 0.0, epoch=5)
         nothing: Any = lambda *_: None  # noqa: E731
         store = cast("Any", SimpleNamespace(
@@ -51,8 +52,11 @@ class PullsWorld:
         """Stand in for Links."""
         return self.link
 
-    def send(self, link: Link, kind: type[Want], key: TransferKey, *_: object) -> None:
+    def send(self, link: Link, kind: type[Message], key: TransferKey, *_: object) -> None:
         """Stand in for Links."""
+        if kind is Release:
+            self.released.append(key)
+            return
         assert kind is Want
         self.said[key] += 1
 
@@ -94,6 +98,23 @@ def test_who_could_not_be_asked_yet_is_told_that_nothing_is_wanted() -> None:
     world.left.clear()
     world.expectations.let_go.pop(content)()
     assert world.asked_where == [instance, instance]
+
+
+def test_who_is_told_that_nothing_is_wanted_is_not_asked_to_keep_it() -> None:
+    """Nor is it if the wish is dropped only later; another request's wish is its own."""
+    world, content = PullsWorld(pull=True), (KEY, b"")
+    earlier, later = Kept(content, 0.0), Kept(content, 0.0)
+    transfer = Transfer(KEY, 0, threading.Condition(), lambda *_: None)
+    world.expectations.keep(earlier)
+    world.awaited.add(transfer, PEER, b"", pull=True)
+    world.expectations.keep(later)
+    with transfer._changed:
+        transfer.end(TransferCancelled("its request was aborted"))
+    assert not earlier.is_released
+    world.awaited.tick(world.now)
+    assert world.released == [KEY]
+    assert earlier.is_released
+    assert not later.is_released
 
 
 def test_a_peer_that_is_met_again_is_asked_at_once() -> None:

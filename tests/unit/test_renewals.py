@@ -126,6 +126,19 @@ def test_what_is_dropped_is_told_no_more(world: RenewalsWorld) -> None:
     assert not world.expectations.is_kept(content(2))
 
 
+def test_a_peer_is_not_asked_to_keep_what_it_was_told_is_not_wanted(world: RenewalsWorld) -> None:
+    """A RENEW behind a RELEASE would mean the next attempt, and hold it there for a lease."""
+    for number in (1, 2):
+        world.renewals.keep(content(number), PEER)
+    released = world.expectations.kept(content(1))
+    assert released is not None
+    released.is_released = True
+    assert world.advance(0.125) == [[content(2)]]
+    assert world.advance(8) == [[content(2)]] * 4
+    world.renewals.keep(content(1), PEER)
+    assert world.advance(0.125) == [[content(1)]]
+
+
 def test_what_is_kept_no_longer_is_told_of_however_that_ends(world: RenewalsWorld) -> None:
     let_go = []
     world.renewals.keep(content(1), PEER)
