@@ -295,11 +295,13 @@ class Pulls(LinkListener):
 
     def _say_release(self, item: Expected) -> None:
         """Tell the peer of a receive that has ended what is not wanted of it."""
-        if item.kept is not None:
+        idle = item.idle if item.pull or item.has_held else []
+        is_unwanted = item.transfer.error is not None or (item.has_held and not item.pull)
+        if item.kept is not None and (idle or is_unwanted):
             item.kept.is_released = True
-        for key, peer in item.idle if item.pull or item.has_held else ():
+        for key, peer in idle:
             self._release((key, item.binding), peer)
-        if item.transfer.error is not None or (item.has_held and not item.pull):
+        if is_unwanted:
             for asked in item.asked:
                 self._release(item.content, asked.link.target)
             if not item.asked:  # the peer's directory has not answered yet

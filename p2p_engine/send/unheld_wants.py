@@ -87,8 +87,8 @@ class UnheldWants:
     def refuse_all(self, content: ContentKey, ending: Ending) -> None:
         """Refuse a content to all peers that want it in the attempt that has ended."""
         names = [name for name in self._of_key.get(content[0]) if name[0] == content]
-        left = [name for name in names if not ending.has_left(name[1])]
-        for_each(left, lambda name: self._refuse(name, ending))
+        waiting = [name for name in names if not ending.has_left(name[1])]
+        for_each(waiting, lambda name: self._refuse(name, ending))
 
     def tick(self, now: float) -> None:
         """Refuse the WANTs that are past their deadlines, and forget those for what comes."""

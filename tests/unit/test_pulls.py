@@ -117,6 +117,20 @@ def test_who_is_told_that_nothing_is_wanted_is_not_asked_to_keep_it() -> None:
     assert not later.is_released
 
 
+def test_who_is_told_nothing_is_asked_to_keep_it_still() -> None:
+    """Another request here may ask for the same content, and be what it is kept for."""
+    world, content = PullsWorld(pull=True), (KEY, b"")
+    kept, transfer = Kept(content, 0.0), Transfer(KEY, 0, threading.Condition(), lambda *_: None)
+    world.expectations.keep(kept)
+    world.awaited.add(transfer, PEER, b"", pull=True)
+    with transfer._changed:
+        transfer.end(None)
+    world.awaited.tick(world.now)
+    assert world.expectations.awaited(content) is None
+    assert world.released == []
+    assert not kept.is_released
+
+
 def test_a_peer_that_is_met_again_is_asked_at_once() -> None:
     world = PullsWorld(pull=True)
     world.run(LEASE)
