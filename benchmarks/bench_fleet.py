@@ -49,7 +49,7 @@ QUEUE_SECONDS = 0.05  # from the push until the request has its blocks on decode
 def spec_of(rank: int) -> CacheSpec:
     """The cache of a model with eight KV heads, one for each rank."""
     return CacheSpec(
-        "model", dtype="bfloat16", block_size=BLOCK_TOKENS, num_kv_heads=TP_SIZE, head_size=128,
+        b"model", dtype="bfloat16", block_size=BLOCK_TOKENS, num_kv_heads=TP_SIZE, head_size=128,
         layout="NHD", tp_size=TP_SIZE, layer_cuts=(0, NUM_LAYERS), rank=rank,
         page_bytes=[PAGE_BYTES] * NUM_LAYERS,
     )  # fmt: skip

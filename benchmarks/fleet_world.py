@@ -345,7 +345,7 @@ class FleetParts(Parts):
         receives: bool,
     ) -> None:
         self._world, self._address = world, address
-        super().__init__(config, spec, receives=receives, spills=False)
+        super().__init__(config, spec, {}, receives=receives, spills=False)
 
     def _make_machinery(self, has_landing: bool) -> None:
         config = self.config

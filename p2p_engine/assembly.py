@@ -51,6 +51,7 @@ from p2p_engine.transports.nixl.library import load_nixl
 from p2p_engine.transports.nixl.transport import NixlTransport
 from p2p_engine.transports.shm import ShmTransport
 from p2p_engine.transports.tcp import TcpTransport
+from p2p_engine.wire.identity import Identity
 from p2p_engine.wire.messages import CacheSpec
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,13 @@ class Parts:
     """The parts of one engine, and its lock. Each part is made once."""
 
     def __init__(
-        self, config: EngineConfig, spec: CacheSpec | None, *, receives: bool, spills: bool
+        self,
+        config: EngineConfig,
+        spec: CacheSpec | None,
+        identity: Identity,
+        *,
+        receives: bool,
+        spills: bool,
     ) -> None:
         """Make all parts. No thread that calls back runs yet. If a part cannot be made, the others
         are closed.
@@ -86,7 +93,7 @@ class Parts:
         self._open: list[Callable[[], Any]] = []
         try:
             self._make_machinery(receives or spills)
-            self._make_peers(spec)
+            self._make_peers(spec, identity)
             self._make_ways(spec, receives=receives)
             self._join()
         except BaseException:
@@ -121,7 +128,7 @@ class Parts:
         self.unusable: dict[str, str] = {}  # transports, and why
         self.transports = self._make_transports()
 
-    def _make_peers(self, spec: CacheSpec | None) -> None:
+    def _make_peers(self, spec: CacheSpec | None, identity: Identity) -> None:
         """Make links, sessions and the locator."""
         config, clock = self.config, time.monotonic
         listening = ListeningClock(config.peer_timeout_seconds, clock)
@@ -135,7 +142,7 @@ class Parts:
             lock=self.changed, clock=clock, listening=listening,
             largest_landing=self.arena.largest_bytes if self.arena is not None else 0,
         )  # fmt: skip
-        self.locator = Locator(config, self.control, self.epoch, spec, clock)
+        self.locator = Locator(config, self.control, self.epoch, spec, identity, clock)
 
     def _make_ways(self, spec: CacheSpec | None, *, receives: bool) -> None:
         """Make the sending and the receiving parts."""

@@ -106,6 +106,7 @@ class EngineConfig:
     http_port: int = 0
     http_host: str = ""
     key_file: str = ""
+    accept_differences: tuple[str, ...] = ()  # fields of the identity that peers need not share
     connect_timeout_seconds: float = 5.0
     transfer_timeout_seconds: float = 60.0
     lease_seconds: float = 60.0
@@ -279,6 +280,13 @@ def _transports(name: str, value: Any) -> tuple[str, ...]:
     return names
 
 
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    listed = value.split(",") if isinstance(value, str) else value
+    if not _is_sequence(listed) or not all(isinstance(item, str) for item in listed):
+        raise _refuse(name, value, "names, as a list or separated by commas")
+    return tuple(sorted({item.strip() for item in listed} - {""}))
+
+
 def _device(name: str, value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"cpu|cuda(:\d{1,3})?", value):
         raise _refuse(name, value, "cpu, cuda or cuda:N")
@@ -339,6 +347,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "http_port": lambda name, value: _port(name, value or 0),
     "http_host": _own_host,
     "key_file": _text,
+    "accept_differences": _names,
     "connect_timeout_seconds": _seconds,
     "transfer_timeout_seconds": _seconds,
     "lease_seconds": _seconds,

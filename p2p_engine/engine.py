@@ -35,6 +35,7 @@ from p2p_engine.memory.ready_layers import ReadyLayers
 from p2p_engine.peers.closing_channels import CLOSE_SECONDS
 from p2p_engine.peers.link import InstanceAddress, PeerAddress
 from p2p_engine.transfer import Transfer, TransferGroup
+from p2p_engine.wire.identity import Identity
 from p2p_engine.wire.messages import (
     MAX_LAYERS,
     PROTOCOL_VERSION,
@@ -60,12 +61,14 @@ class P2pNcclEngine:
         config: EngineConfig,
         *,
         spec: CacheSpec | None = None,
+        identity: Identity | None = None,
         receives: bool = True,
         spills: bool | None = None,
     ) -> None:
         """Bind the control port and start the threads; blocks until they run.
 
-        `spec` describes the cache; peers must agree with it. The engine has a buffer and a pool if
+        `spec` describes the cache; peers must agree with it. `identity` has the fields of which it
+        has the digest. The engine has a buffer and a pool if
         it `receives`, or if it `spills` held sources (default: if it receives). If it receives,
         part of them is reserved for chunks that a receive waits for.
 
@@ -77,12 +80,17 @@ class P2pNcclEngine:
         check_fits(Hello(0, 0, PROTOCOL_VERSION, "", spec, {}))
         config.check_device()
         self.config = config
+        self.identity = identity or {}
         self._tensor_device = config.device  # transfers of send_tensor and recv_tensor
         self._closed = self._closing = False
         # Layers that callers have marked, and that are still to leave.
         self._marks: deque[tuple[Transfer, tuple[Moment, ...], int]] = deque()
         self._parts = parts = Parts(
-            config, spec, receives=receives, spills=receives if spills is None else spills
+            config,
+            spec,
+            self.identity,
+            receives=receives,
+            spills=receives if spills is None else spills,
         )
         self.epoch = parts.epoch
         try:
@@ -530,6 +538,10 @@ class P2pNcclEngine:
                     )
                 ),
                 "links": self._parts.links.count(),
+                "refused_instances": {
+                    instance.address: why
+                    for instance, why in self._parts.locator.refused_instances.items()
+                },
                 "unusable_transports": dict(self._parts.unusable),
                 "nccl": self._parts.gpu.stats() if self._parts.gpu is not None else {},
                 "pinned_bytes": self._parts.gpu.pinned() if self._parts.gpu is not None else {},

@@ -5,7 +5,6 @@ Strides are read from the tensors, never assumed. A cache that cannot be transfe
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -18,13 +17,14 @@ from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, MLAAttentionSpe
 
 from p2p_engine.connector.groups import numbers_in
 from p2p_engine.connector.host_buffer import InPlace, make_host_buffer
+from p2p_engine.connector.identity import identity_of
 from p2p_engine.connector.layer_group import GroupCache, LayerGroup
-from p2p_engine.connector.model_length import decided_by_length
 from p2p_engine.connector.page_shape import inside_of, shape_of
 from p2p_engine.connector.states import packing_of
 from p2p_engine.errors import ConfigError
 from p2p_engine.memory.paged import PagedCache
 from p2p_engine.memory.plan import heads_per_rank
+from p2p_engine.wire.identity import digest_of
 from p2p_engine.wire.messages import CacheSpec
 
 if TYPE_CHECKING:
@@ -40,12 +40,13 @@ def read_caches(
     num_blocks: int,
     rank: int,
     budget_bytes: int = 0,
+    accepted: Sequence[str] = (),
 ) -> tuple[CacheSpec, list[GroupCache]]:
     """Describe this rank's cache to its peers, and where the layers of each group lie.
 
     A group has no cache where all its layers belong to other pipeline stages. A draft whose layers
     cannot be described is left out. `budget_bytes` are for the host buffers of all groups, where
-    they need them.
+    they need them. `accepted` are fields of the identity that peers need not share.
 
     Raises:
         ConfigError: as for read_cache and make_host_buffer; or a layer is in no group.
@@ -55,7 +56,7 @@ def read_caches(
     def read(group: LayerGroup) -> tuple[CacheSpec, GroupCache | None]:
         layers = {name: kv_caches[name] for name in group.layer_names if name in kv_caches}
         if not layers:
-            return read_spec(vllm_config, group, {}, rank, []), None
+            return read_spec(vllm_config, group, {}, rank, [], accepted), None
         layers = _distinct_layers(layers)
         buffer = make_host_buffer(vllm_config, layers, num_blocks, budget_bytes // len(groups))
         if buffer is not None and group.is_whole:
@@ -63,7 +64,7 @@ def read_caches(
         size = num_blocks
         if buffer is not None:
             layers, size = buffer.layers, buffer.num_blocks
-        cache = read_cache(vllm_config, group, layers, size, rank)
+        cache = read_cache(vllm_config, group, layers, size, rank, accepted)
         return cache.known_spec, GroupCache(group, cache, buffer or InPlace(), tuple(layers))
 
     found = [read(group) for group in groups if not group.is_draft]
@@ -86,6 +87,7 @@ def read_cache(
     kv_caches: dict[str, torch.Tensor],
     num_blocks: int,
     rank: int,
+    accepted: Sequence[str] = (),
 ) -> PagedCache:
     """Describe a group's cache: where its layers lie, and all that a peer must know of it.
 
@@ -109,7 +111,7 @@ def read_cache(
             layers.values(), num_pieces, strides, pages, strict=True
         )
     )
-    described = read_spec(vllm_config, group, layers, rank, pages if is_dense else [])
+    described = read_spec(vllm_config, group, layers, rank, pages if is_dense else [], accepted)
     if not is_dense and described.shape is None:
         [name, tensor] = next(iter(layers.items()))
         raise ConfigError(
@@ -129,6 +131,7 @@ def read_spec(
     layers: dict[str, torch.Tensor],
     rank: int,
     page_bytes: list[int],
+    accepted: Sequence[str] = (),
 ) -> CacheSpec:
     """Return the description that a peer needs before a byte moves."""
     model, parallel = _model_of(vllm_config, group), vllm_config.parallel_config
@@ -137,8 +140,7 @@ def read_spec(
     else:
         layer_cuts, numbers = (0, len(layers)), None
     described = CacheSpec(
-        model=_name_of(model),
-        revision=model.revision or "",
+        identity=digest_of(identity_of(vllm_config, model, accepted)),
         layout=vllm_config.cache_config.get_resolved_kv_cache_layout().name,
         tp_size=parallel.tensor_parallel_size,
         layer_cuts=layer_cuts,
@@ -184,26 +186,6 @@ def _model_of(vllm_config: VllmConfig, group: LayerGroup) -> ModelConfig:
     if group.is_draft and speculation is not None and speculation.draft_model_config is not None:
         return speculation.draft_model_config
     return vllm_config.model_config
-
-
-def _name_of(model: ModelConfig) -> str:
-    """Return the model's name, with the settings that change what is computed of a prompt."""
-    media = getattr(model, "multimodal_config", None)
-    changes = {
-        "hf_overrides": getattr(model, "hf_overrides", None),
-        "mm_processor_kwargs": getattr(media, "mm_processor_kwargs", None),
-        **decided_by_length(model),
-    }
-    told = [
-        f"{name}={json.dumps(value, sort_keys=True, default=_nameable)}"
-        for name, value in changes.items()
-        if value
-    ]
-    return " ".join([model.model, *told])
-
-
-def _nameable(value: object) -> str:
-    return str(getattr(value, "__qualname__", value))
 
 
 def _check_drafts(

@@ -29,6 +29,7 @@ from p2p_engine.connector.groups import (
     layer_groups,
 )
 from p2p_engine.connector.host_buffer import HostBuffer, is_host_buffer_asked_for
+from p2p_engine.connector.identity import identity_of
 from p2p_engine.connector.intent import ThisInstance
 from p2p_engine.connector.metadata import P2pConnectorMetadata, RankHandshake, RankReport
 from p2p_engine.connector.publisher import find_publisher
@@ -327,8 +328,11 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         rank = get_pp_group().rank_in_group * tp_size + get_tensor_model_parallel_rank()
         groups, num_blocks, config = self._groups, self._kv_cache_config.num_blocks, self._config
         spec, caches = read_caches(
-            self._vllm_config, groups, kv_caches, num_blocks, rank, config.pool_bytes
-        )
+            self._vllm_config, groups, kv_caches, num_blocks, rank, config.pool_bytes,
+            config.accept_differences,
+        )  # fmt: skip
+        model = self._vllm_config.model_config
+        identity = identity_of(self._vllm_config, model, config.accept_differences)
         staging = [item.staging for item in caches]
         self._host_buffers = [buffer for buffer in staging if isinstance(buffer, HostBuffer)]
         if self._host_buffers and config.stash_seconds:
@@ -346,7 +350,9 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
             check_room(config, cache_config, kv_caches, receives=lands)
             if risk := queue_risk(config, self._role_name, os.environ):
                 logger.warning("%s", risk)
-        engine = P2pNcclEngine(config, spec=spec, receives=receives, spills=spills)
+        engine = P2pNcclEngine(
+            config, spec=spec, identity=identity, receives=receives, spills=spills
+        )
         parallel = self._vllm_config.parallel_config
         # Data-parallel ranks step together; with pipeline parallelism, another batch may compute.
         is_alone = parallel.data_parallel_size == parallel.pipeline_parallel_size == 1

@@ -17,6 +17,7 @@ from p2p_engine.connector.orders import StepOrders
 from p2p_engine.connector.sends import Sends
 from p2p_engine.connector.stashing import Stashing
 from p2p_engine.peers.directory import RankAddress
+from p2p_engine.wire.identity import pack
 
 # How long a step that computes nothing waits for a transfer. vLLM makes such steps one after the
 # other while KV is awaited or held, and its worker spins in between, which takes the core of the
@@ -80,7 +81,8 @@ class WorkerHalf:
     def location(self) -> RankAddress:
         """The address at which peers find this rank."""
         engine, spec = self.engine, self._spec
-        return RankAddress(spec.rank, engine.zmq_address, engine.epoch, spec)
+        identity = pack(engine.identity)
+        return RankAddress(spec.rank, engine.zmq_address, engine.epoch, spec, identity)
 
     def withdraw(self, metadata: StepOrders) -> None:
         """Take back the chunks of preempted requests; call it before the step."""

@@ -16,7 +16,7 @@ import msgspec
 from p2p_engine.errors import P2pError, PeerRefused
 from p2p_engine.wire.messages import MAX_RANKS, CacheSpec, Part, TransferKey
 
-SAME = ("model", "revision", "dtype", "num_kv_heads", "head_size", "packing", "window")
+SAME = ("dtype", "num_kv_heads", "head_size", "packing", "window")
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,10 @@ def _group_obstacles(here: CacheSpec, there: CacheSpec) -> list[str]:
 
 
 def _differing_model(here: CacheSpec, there: CacheSpec) -> list[str]:
-    found = [
+    found = []
+    if here.identity != there.identity:
+        found.append(_differing("identity", here.identity.hex(), there.identity.hex()))
+    found += [
         _differing(name, getattr(here, name), getattr(there, name))
         for name in SAME
         if getattr(here, name) != getattr(there, name)

@@ -53,12 +53,14 @@ class Refusal:
 
 @dataclass(frozen=True)
 class RankAddress:
-    """The address of one rank's engine, and the description of its cache."""
+    """The address of one rank's engine, the description of its cache, and the packed fields whose
+    digest that has."""
 
     rank: int
     address: str
     epoch: int
     spec: CacheSpec | None = None
+    identity: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Directory(PlaneListener):
         self.stashed = StashNotes()
         self._addresses: dict[int, str] = {}
         self._spec: CacheSpec | None = None
+        self._identity = b""
         self._epoch = secrets.randbits(62) | 1
         self._rng = random.Random(self._epoch)
         self._secrets = read_key_file(config.key_file)
@@ -141,7 +144,7 @@ class Directory(PlaneListener):
 
     def publish(self, ranks: Sequence[RankAddress]) -> None:
         """Answer for these ranks from now on, and register; from any thread."""
-        self._spec = next((item.spec for item in ranks), None)
+        self._spec, self._identity = next(((r.spec, r.identity) for r in ranks), (None, b""))
         for heartbeat in self._heartbeats:
             heartbeat.kv_bytes_per_token = _kv_bytes_per_token(self._spec)
         self._addresses = {item.rank: item.address for item in ranks}  # last: now it shows
@@ -215,9 +218,8 @@ class Directory(PlaneListener):
         if not addresses:
             return  # the peer repeats its LOOKUP
         address, num_ranks = addresses.get(message.rank, ""), len(addresses)
-        answer = Location(
-            self._epoch, message.source_epoch, message.rank, address, num_ranks, self._spec
-        )
+        instance = (num_ranks, self._spec, self._identity)
+        answer = Location(self._epoch, message.source_epoch, message.rank, address, *instance)
         self._control.send(route, encode(answer))
 
     def on_tick(self, now: float) -> None:

@@ -3,18 +3,31 @@ one of the instance's ranks ends. The engine's lock guards everything here."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from p2p_engine.bounded import put_newest
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.sockets import Route
-from p2p_engine.errors import AuthenticationFailed, P2pError, PeerRefused, PeerUnreachable
+from p2p_engine.errors import (
+    AuthenticationFailed,
+    P2pError,
+    PeerRefused,
+    PeerUnreachable,
+    RemoteProtocolError,
+)
 from p2p_engine.memory.plan import obstacles
 from p2p_engine.peers.link import InstanceAddress, Link
 from p2p_engine.peers.listeners import LinkListener
+from p2p_engine.wire.identity import Identity, differences, unpack
 from p2p_engine.wire.messages import CacheSpec, Location, Lookup, encode
+
+logger = logging.getLogger(__name__)
+
+MAX_REFUSED = 64  # instances of which the reason is remembered, and not logged again
 
 
 @dataclass(eq=False)
@@ -36,15 +49,19 @@ class Locator(LinkListener):
         control: ControlPlane,
         epoch: int,
         spec: CacheSpec | None,
+        identity: Identity,
         clock: Callable[[], float],
     ) -> None:
+        """`identity` has the fields of which `spec` has the digest."""
         self._config = config
         self._control = control
         self._epoch = epoch
         self._spec = spec
+        self._identity = identity
         self._clock = clock
         self._known: dict[InstanceAddress, CacheSpec] = {}
         self._inquiries: dict[InstanceAddress, Inquiry] = {}
+        self.refused_instances: dict[InstanceAddress, str] = {}  # and why
 
     def ask(self, instance: InstanceAddress, told: Callable[[CacheSpec | P2pError], None]) -> None:
         """Call `told` with one rank's spec of an instance, or the error: now if it is known, else
@@ -73,12 +90,27 @@ class Locator(LinkListener):
             return
         here, there = self._spec, message.spec
         found = obstacles(here, there)
+        if here and there and here.identity != there.identity:
+            found = self._differing_fields(message) or found
         if here and there and not found and here.has_ranks and there.has_ranks:
             self._known[instance] = there
+            self.refused_instances.pop(instance, None)
             self._answer(instance, there)
         else:
             text = "; ".join(found) or "neither says how its ranks share a model"
+            self._note_refused(instance, text)
             self._answer(instance, PeerRefused(f"peer {instance}: {text}"))
+
+    def _note_refused(self, instance: InstanceAddress, text: str) -> None:
+        if self.refused_instances.get(instance) != text:
+            logger.warning("peer %s is refused, and prompts are computed here: %s", instance, text)
+        put_newest(self.refused_instances, instance, text, MAX_REFUSED)
+
+    def _differing_fields(self, message: Location) -> list[str]:
+        try:
+            return differences(self._identity, unpack(message.identity))
+        except RemoteProtocolError as error:
+            return [str(error)]
 
     def refused(self, address: str, reason: str) -> None:
         """Note that a directory breaks our handshakes off."""

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2p_engine.memory.paged import PagedCache
+from p2p_engine.wire.identity import digest_of
 from p2p_engine.wire.messages import CacheSpec
 
 Words = npt.NDArray[np.uint64]
@@ -80,7 +81,7 @@ class MadeUpModel:
     def spec(self) -> CacheSpec:
         """Return the cache description on which peers must agree."""
         return CacheSpec(
-            model=self.name,
+            identity=digest_of({"model": self.name}),
             dtype="uint64",
             block_size=BLOCK_TOKENS,
             num_kv_heads=1,

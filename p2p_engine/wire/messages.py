@@ -19,6 +19,7 @@ MAX_REASON = 500  # characters of a reason; fewer than a Text holds
 MAX_RANKS = 1 << 10
 MAX_GROUPS = 1 << 6
 MAX_MARKS = 1 << 6  # at which a stash can be cut
+MAX_IDENTITY_BYTES = 48 << 10
 MAX_RENEWED = 1 << 10  # contents in one RENEW; fewer if their names are long
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
@@ -185,11 +186,11 @@ class CacheSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     cache in this group, in the order of `page_bytes`; None stands for all of its stage. If
     `page_bytes` is empty, the bytes of a block are not contiguous. If `shape` is None, the layout
     inside a block is unknown. `more` are the rank's other groups in the order of their numbers,
-    those of a draft model last.
+    those of a draft model last. `identity` is the digest of all else that decides the KV of a
+    prompt (wire/identity.py).
     """
 
-    model: Text = ""
-    revision: Text = ""
+    identity: Blob = b""
     dtype: Text = ""
     block_size: Count = 0
     num_kv_heads: Count = 0  # of the model
@@ -306,13 +307,16 @@ class Lookup(Message, tag="LOOKUP"):
 class Location(Message, tag="LOCATION"):
     """The directory's answer; an empty address means that there is no such rank.
 
-    `spec` describes one rank. Its fields about the instance hold for all ranks.
+    `spec` describes one rank. Its fields about the instance hold for all ranks. `identity` are the
+    fields of which the spec has the digest (wire/identity.py), so that a refusal can name those
+    that differ.
     """
 
     rank: Count
     address: Text
     num_ranks: Count
     spec: CacheSpec | None
+    identity: Annotated[bytes, msgspec.Meta(max_length=MAX_IDENTITY_BYTES)] = b""
 
 
 class Recall(Message, tag="RECALL"):

@@ -233,7 +233,7 @@ class ChaosEngine:
         Returns its address.
         """
         config = dataclasses.replace(self.engine.config, port=0)
-        self.acting = P2pNcclEngine(config, spec=CacheSpec(model) if model else None)
+        self.acting = P2pNcclEngine(config, spec=CacheSpec(model.encode()) if model else None)
         self._lay_out(self.acting)
         return self.acting.zmq_address
 

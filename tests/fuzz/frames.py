@@ -197,7 +197,7 @@ class Frames:
             "key": lambda: TransferKey(f"fuzz-{rng.randrange(30)}", rng.choice(("", "layer"))),
             "binding": lambda: rng.choice((b"", b"b" * 16)),
             "manifest": self._manifest,
-            "spec": lambda: rng.choice((None, CacheSpec(), CacheSpec("m", block_size=1 << 31))),
+            "spec": lambda: rng.choice((None, CacheSpec(), CacheSpec(b"m", block_size=1 << 31))),
             "endpoints": lambda: rng.choice(({}, {"shm": {"token": "zz"}}, {"tcp": {}})),
             "code": lambda: "TransferRejected",
             "address": lambda: rng.choice(("127.0.0.99:7", *WORDS)),

@@ -55,7 +55,7 @@ class ReplayedRank:
         self._cuda.fill(self._address, STALE, nbytes, DEFAULT_STREAM)
         self._cuda.synchronize(DEFAULT_STREAM)
         spec = CacheSpec(
-            model="replayed", block_size=BLOCK_SIZE, num_kv_heads=1, head_size=64,
+            identity=b"replayed", block_size=BLOCK_SIZE, num_kv_heads=1, head_size=64,
             layer_cuts=(0, NUM_LAYERS), page_bytes=[PAGE_BYTES] * NUM_LAYERS,
         )  # fmt: skip
         sizes = np.full(NUM_LAYERS, PAGE_BYTES, np.int64)

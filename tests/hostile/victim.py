@@ -40,7 +40,7 @@ class LoneDirectory:
 
     def __init__(self) -> None:
         spec = CacheSpec(
-            model="model", dtype="bfloat16", block_size=16, num_kv_heads=8, head_size=128,
+            identity=b"model", dtype="bfloat16", block_size=16, num_kv_heads=8, head_size=128,
             layer_cuts=(0, LAYERS), page_bytes=[65536] * LAYERS, layers=tuple(range(LAYERS)),
         )  # fmt: skip
         rank = RankAddress(0, "127.0.0.1:5", 1, spec)

@@ -417,7 +417,7 @@ def test_manifest_that_the_wire_cannot_carry_is_refused_at_once() -> None:
 
 def test_cache_that_the_wire_cannot_describe_is_refused_at_once() -> None:
     with pytest.raises(LocalProtocolError, match="wire"):
-        P2pNcclEngine(settings(), spec=CacheSpec(model="m" * 513))
+        P2pNcclEngine(settings(), spec=CacheSpec(identity=b"m" * 65))
 
 
 @pytest.mark.parametrize("reason", ["r" * 10_000, "\ud800"])
@@ -527,7 +527,7 @@ def test_cancel_on_either_side(transport: str) -> None:
 
 
 def test_refusal_names_the_field_that_differs() -> None:
-    here, there = CacheSpec(model="m", block_size=16), CacheSpec(model="m", block_size=64)
+    here, there = CacheSpec(identity=b"m", block_size=16), CacheSpec(identity=b"m", block_size=64)
     with P2pNcclEngine(settings(), spec=here) as sender, P2pNcclEngine(
         settings(), spec=there
     ) as receiver:  # fmt: skip

@@ -20,12 +20,14 @@ from p2p_engine.memory.plan import obstacles
 from p2p_engine.peers import sessions
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import InstanceAddress, PeerAddress
+from p2p_engine.wire.identity import digest_of, pack
 from p2p_engine.wire.messages import PROTOCOL_VERSION, CacheSpec, PageShape, Plane
 from tests.rigs.caches import Model, RankCache, Split
 from tests.rigs.engines import assert_idle, settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "connector.md"
 ROW = re.compile(r"^\| (.+?) \| (HELLO|start) \| `(.+)` \|$", re.MULTILINE)
+OTHER = {"hf.hidden_size": "512", "quantization": "fp8"}
 HERE = RankCache(Model(), Split(), 0, 4)
 
 
@@ -55,8 +57,9 @@ FUSED = PageShape(4, 32, (Plane(0, 8, 8),))
 Specs = tuple[CacheSpec | None, CacheSpec | None]
 # What differs: the two descriptions, and the two values that an error must name.
 UNLIKE: dict[str, tuple[Specs, object, object]] = {
-    "another model": (changed(model="m2"), "", "m2"),
-    "another revision of it": (changed(revision="r2"), "", "r2"),
+    "another model, or another configuration": (
+        changed(identity=digest_of(OTHER)), "", digest_of(OTHER).hex(),
+    ),
     "another dtype of the cache": (changed(dtype="bfloat16"), "", "bfloat16"),
     "another number of KV heads": (changed(num_kv_heads=4), 2, 4),
     "another size of a head": (changed(head_size=64), 2, 64),
@@ -112,6 +115,28 @@ def test_at_hello_both_values_are_named(what: str) -> None:
             greeted = PeerAddress(receiver.zmq_address)
             check(sender.send(TransferKey("h"), greeted, source), what, values)
         assert_idle(sender, receiver)
+
+
+def test_a_directory_says_which_fields_differ(caplog: pytest.LogCaptureFixture) -> None:
+    """Both values are named, in the log once for a pair."""
+    here, there = ({**OTHER, "dtype": dtype} for dtype in ("bfloat16", "float16"))
+    config, ids = settings("shm"), np.arange(2, dtype=np.int64)
+    specs = [msgspec.structs.replace(HERE.spec, identity=digest_of(each)) for each in (here, there)]
+    with contextlib.ExitStack() as stack:
+        sender = stack.enter_context(P2pNcclEngine(config, spec=specs[0], identity=here))
+        receiver = stack.enter_context(P2pNcclEngine(config, spec=specs[1], identity=there))
+        address = RankAddress(0, receiver.zmq_address, receiver.epoch, specs[1], pack(there))
+        ports = stack.enter_context(contextlib.closing(PortPlan("127.0.0.1")))
+        directory = Directory(config, [address], kv_port=ports.take(), role="D")
+        instance = InstanceAddress(stack.enter_context(directory).address)
+        said = "dtype: 'bfloat16' here, 'float16' there"
+        for number in range(3):
+            sent = sender.send(TransferKey(f"{number}"), instance, HERE.source(ids, 0, 8))
+            with pytest.raises(PeerRefused, match=f": {said}$"):
+                sent.wait(10)
+        assert sender.stats()["refused_instances"] == {instance.address: said}
+        assert_idle(sender, receiver)
+    assert [each.levelname for each in caplog.records if said in each.message] == ["WARNING"]
 
 
 def check(transfer: Any, what: str, values: list[object]) -> None:

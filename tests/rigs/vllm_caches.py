@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from transformers import PreTrainedConfig
+from vllm.config import AttentionConfig, CacheConfig, MambaConfig, ModelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -22,6 +24,7 @@ from p2p_engine.connector.layer_group import GroupCache, LayerGroup
 from p2p_engine.memory.paged import PagedCache
 from p2p_engine.wire.messages import CacheSpec
 
+T = TypeVar("T")
 LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 3, 10, 2, 16, 8
 DEPTH = 8  # of a head, where keys and values are described apart
 NAMES = [f"layers.{index}" for index in range(LAYERS)]
@@ -81,6 +84,21 @@ def read_all(
     return read_caches(vllm_config(**changes), found, views, BLOCKS, rank)
 
 
+def blank(kind: type[T], **values: Any) -> T:
+    """An object of vLLM's with its defaults and these values, which vLLM has not looked at."""
+    made = object.__new__(kind)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def hf_config_of(name: str) -> PreTrainedConfig:
+    """A model's own configuration, which differs by the model's name."""
+    made = PreTrainedConfig()
+    made.named = name
+    return made
+
+
 def vllm_config(
     *,
     isa: str = "",
@@ -96,19 +114,22 @@ def vllm_config(
     """What `read_spec` looks at."""
     resolved = SimpleNamespace(name=layout)
     layers = {name: SimpleNamespace(isa=isa) for name in NAMES}
-    return SimpleNamespace(
+    return blank(
+        VllmConfig,
         kv_transfer_config=SimpleNamespace(kv_buffer_device="cuda"),
-        model_config=SimpleNamespace(
-            model=model,
-            revision=None,
+        attention_config=AttentionConfig(),
+        mamba_config=MambaConfig(),
+        model_config=blank(
+            ModelConfig,
+            hf_config=hf_config_of(model),
             get_total_num_kv_heads=lambda: num_kv_heads,
             model_arch_config=SimpleNamespace(total_num_hidden_layers=num_layers),
         ),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size
         ),
-        cache_config=SimpleNamespace(
-            cache_dtype=cache_dtype, get_resolved_kv_cache_layout=lambda: resolved
+        cache_config=blank(
+            CacheConfig, cache_dtype=cache_dtype, get_resolved_kv_cache_layout=lambda: resolved
         ),
         compilation_config=SimpleNamespace(static_forward_context=layers),
         speculative_config=_speculation(draft) if draft else None,
@@ -116,7 +137,9 @@ def vllm_config(
 
 
 def _speculation(draft: dict[str, Any]) -> Any:
-    model = SimpleNamespace(
-        model=draft["model"], revision=None, get_total_num_kv_heads=lambda: draft["num_kv_heads"]
+    model = blank(
+        ModelConfig,
+        hf_config=hf_config_of(draft["model"]),
+        get_total_num_kv_heads=lambda: draft["num_kv_heads"],
     )
     return SimpleNamespace(draft_model_config=model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,10 +36,12 @@ from vllm.v1.kv_cache_interface import (
 from p2p_engine.connector import compat
 from p2p_engine.connector.cache_spec import read_cache, read_caches
 from p2p_engine.connector.groups import attention_groups, can_name_lost_blocks, is_draft_layer
+from p2p_engine.connector.identity import identity_of
 from p2p_engine.connector.layer_group import LayerGroup
 from p2p_engine.errors import ConfigError
 from p2p_engine.memory.paged import PagedCache
 from p2p_engine.memory.plan import obstacles, sources_of
+from p2p_engine.wire.identity import differences, digest_of
 from p2p_engine.wire.messages import CacheSpec, Plane
 from tests.doubles.vllm_config import make_config, write_model_config
 from tests.rigs.vllm_caches import (
@@ -237,23 +240,6 @@ def test_blocks_that_vllm_zeroes_are_filled_whole() -> None:
     assert not any(group.is_whole for group in attention_groups(config_of(SPEC, SPEC)))
 
 
-def test_settings_that_change_what_is_computed_are_compared() -> None:
-    _, views = caches_of("LBHNC")
-    names = set()
-    for changes in (
-        {}, {"hf_overrides": {"rope_theta": 5}}, {"hf_overrides": {"rope_theta": 6}},
-        {"hf_overrides": caches_of},
-        {"multimodal_config": SimpleNamespace(mm_processor_kwargs={"max_pixels": 9})},
-    ):  # fmt: skip
-        config = vllm_config()
-        vars(config.model_config).update(changes)
-        cache = read_cache(config, group_of(SPEC), views, BLOCKS, 0)
-        names.add(spec_of(cache).model)
-    assert len(names) == 5
-    assert "m" in names
-    assert 'm hf_overrides={"rope_theta": 5}' in names
-
-
 # What vLLM derives from `max_model_len`
 
 HALF = 16  # of a head
@@ -320,39 +306,36 @@ def test_lengths_pair_where_vllm_turns_keys_alike(
     )
     is_alike = torch.equal(rotated(one, monkeypatch), rotated(other, monkeypatch))
     assert is_alike == ("long" not in str(ROPES[name]) or lengths != (512, 1024))
-    found = obstacles(described(one), described(other))
-    if is_alike:
-        assert found == []
-    else:
-        [said] = found
-        assert 'rope_factors="short"\' here' in said
-        assert 'rope_factors="long"\' there' in said
+    assert bool(obstacles(described(one), described(other))) != is_alike
+    found = differences(*(identity_of(each, each.model_config) for each in (one, other)))
+    assert found == ([] if is_alike else ["rope_factors: 'short' here, 'long' there"])
 
 
 def test_a_draft_has_factors_of_its_own(tmp_path: Path) -> None:
     around = vllm_config()
     draft = model_of(tmp_path, 1024, rope_parameters=LONG).model_config
     around.speculative_config = SimpleNamespace(draft_model_config=draft)
-    for is_draft, name in ((False, "m"), (True, f'{tmp_path} rope_factors="long"')):
+    assert identity_of(around, draft)["rope_factors"] == "long"
+    for model, is_draft in ((around.model_config, False), (draft, True)):
         group = replace(group_of(SPEC), is_draft=is_draft)
         cache = read_cache(around, group, caches_of("LBHNC")[1], BLOCKS, 0)
-        assert spec_of(cache).model == name
+        assert spec_of(cache).identity == digest_of(identity_of(around, model))
 
 
 def test_the_ropes_of_a_model_of_images_are_its_texts(tmp_path: Path) -> None:
     write_model_config(tmp_path, rope_parameters=LONG)
     text = json.loads((tmp_path / "config.json").read_text())
     config = model_of(tmp_path, 512, model_type="llava", text_config=text)
-    assert described(config).model.endswith('rope_factors="short"')
+    assert identity_of(config, config.model_config)["rope_factors"] == "short"
 
 
 def test_a_length_that_vllm_lowers_later_does_not_change_the_factors(tmp_path: Path) -> None:
     """With max_model_len -1 it makes the model first, and then looks for room."""
     config = model_of(tmp_path, -1, rope_parameters=LONG)
-    before = described(config).model
+    before = described(config)
     config.model_config.max_model_len = 64
-    assert described(config).model == before
-    assert before.endswith('rope_factors="long"')
+    assert described(config) == before
+    assert identity_of(config, config.model_config)["rope_factors"] == "long"
 
 
 LLAMA4 = {
@@ -383,9 +366,8 @@ def test_the_temperature_of_llama4_is_what_vllm_tunes(
     is_on = config.model_config.hf_config.attn_temperature_tuning
     if length == -1:
         config.model_config.max_model_len = 1024  # vLLM has made the model, and looks for room
-    assert described(config).model == (
-        f'{tmp_path} attn_temperature_tuning="{"on" if is_on else "off"}"'
-    )
+    told = identity_of(config, config.model_config)["attn_temperature_tuning"]
+    assert told == ("on" if is_on else "off")
 
 
 @pytest.mark.parametrize("specs", [(CHUNKED,), (SPEC, CHUNKED)])
@@ -535,8 +517,9 @@ def read_with_draft(**changes: Any) -> CacheSpec:
 
 def test_a_draft_is_described_by_its_own_model() -> None:
     spec, draft = read_with_draft().groups
-    assert (spec.model, spec.layer_cuts, spec.is_draft) == ("m", (0, 2), False)
-    assert (draft.model, draft.layer_cuts, draft.is_draft, draft.number) == ("d", (0, 1), True, 1)
+    assert (spec.layer_cuts, spec.is_draft) == ((0, 2), False)
+    assert (draft.layer_cuts, draft.is_draft, draft.number) == ((0, 1), True, 1)
+    assert spec.identity != draft.identity
     assert len(draft.page_bytes) == 1
 
 
@@ -601,7 +584,7 @@ def test_peers_must_have_the_same_layers_in_a_group() -> None:
     ("change", "named"),
     [
         ({"isa": "amx"}, r"packing: 'cpu columns auto' here, 'cpu amx auto' there"),
-        ({"model": "other"}, r"model: 'm' here, 'other' there"),
+        ({"model": "other"}, "identity: '[0-9a-f]{32}' here, '[0-9a-f]{32}' there"),
         ({"cache_dtype": "fp8"}, r"packing: 'cpu columns auto' here, 'cpu columns fp8' there"),
     ],
 )
@@ -609,4 +592,5 @@ def test_peers_must_agree_on_whatever_changes_the_bytes(change: Any, named: str)
     _, views = caches_of("LBHNC")
     first = spec_of(read(views, isa="vec"))
     assert not obstacles(first, spec_of(read(views, isa="vec16")))
-    assert obstacles(first, spec_of(read(views, **{"isa": "vec", **change}))) == [named]
+    [said] = obstacles(first, spec_of(read(views, **{"isa": "vec", **change})))
+    assert re.fullmatch(named, said)

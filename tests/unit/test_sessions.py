@@ -311,14 +311,14 @@ def test_a_resting_session_that_is_challenged_has_its_time_to_answer(scene: Sess
 def large_spec(number: int) -> CacheSpec:
     """As much as a HELLO can carry: half a MiB in memory."""
     group = CacheSpec(layers=tuple([1] * 1000), is_draft=True)
-    return CacheSpec(model="m", rank=number, more=(group,) * 60)
+    return CacheSpec(identity=b"m", rank=number, more=(group,) * 60)
 
 
 def test_peers_with_equal_caches_share_a_description_of_them(scene: SessionsScene) -> None:
-    scene.sessions._spec = CacheSpec(model="m")
+    scene.sessions._spec = CacheSpec(identity=b"m")
     before = scene.sessions.budget.used_bytes
     draft = CacheSpec(layers=tuple(range(80)), is_draft=True)
-    spec = CacheSpec(model="m", more=(draft,))
+    spec = CacheSpec(identity=b"m", more=(draft,))
     for number in range(100):
         route, address = Route(identity=b"%d" % number), f"127.0.0.1:{9 + number}"
         scene.greet(route, 10 + number, address, spec=spec)
@@ -337,7 +337,7 @@ def test_descriptions_of_caches_take_no_more_memory_than_the_budget(
     in."""
     monkeypatch.setattr(sessions, "BUDGET_BYTES", BUDGET)
     scene = SessionsScene()
-    scene.sessions._spec = CacheSpec(model="m")
+    scene.sessions._spec = CacheSpec(identity=b"m")
     tracemalloc.start()
     try:
         for number in range(40):
@@ -352,7 +352,7 @@ def test_descriptions_of_caches_take_no_more_memory_than_the_budget(
     refusals = [message.reason for _, message in scene.control.sent if isinstance(message, Refuse)]
     assert any("no memory left" in reason for reason in refusals)
     scene.said()
-    scene.greet(THERE, OTHER, "127.0.0.1:6", spec=CacheSpec(model="m"))
+    scene.greet(THERE, OTHER, "127.0.0.1:6", spec=CacheSpec(identity=b"m"))
     assert scene.said() == [(THERE, Welcome)]
 
 
@@ -379,7 +379,7 @@ def test_sessions_that_ended_and_hold_something_open_count_as_peers(
 def test_a_description_is_charged_to_the_session_that_brought_it_first(
     scene: SessionsScene,
 ) -> None:
-    scene.sessions._spec = CacheSpec(model="m")
+    scene.sessions._spec = CacheSpec(identity=b"m")
     scene.greet(HERE, SESSION, spec=large_spec(0))
     scene.greet(THERE, OTHER, "127.0.0.1:6", spec=large_spec(0))
     budget = scene.sessions.budget
@@ -395,7 +395,7 @@ def test_a_description_is_charged_to_the_session_that_brought_it_first(
 def test_a_session_that_greets_again_stays_whatever_is_left_of_the_budget(
     scene: SessionsScene,
 ) -> None:
-    scene.sessions._spec = CacheSpec(model="m")
+    scene.sessions._spec = CacheSpec(identity=b"m")
     scene.greet(HERE, SESSION, spec=large_spec(0))
     while scene.sessions.budget.take(5, 10) or scene.sessions.budget.take(6, 10):
         pass
