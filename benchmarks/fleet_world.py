@@ -390,7 +390,7 @@ def start_directory(world: FleetWorld, address: str, ranks: list[FleetParts]) ->
     state = {
         "wrong_messages": 0, "_epoch": world.random.getrandbits(60), "_beat_at": math.inf,
         "_addresses": {number: rank.control.address for number, rank in enumerate(ranks)},
-        "_spec": ranks[0].sessions._spec, "_control": control, "_proxies": {},
+        "_spec": ranks[0].sessions._spec, "_identity": b"", "_control": control, "_proxies": {},
     }  # fmt: skip
     for name, value in state.items():
         setattr(directory, name, value)

@@ -106,6 +106,7 @@ class EngineConfig:
     http_port: int = 0
     http_host: str = ""
     key_file: str = ""
+    reset_keeps_weights: bool = False  # a reset of vLLM's caches does not mean new weights
     accept_differences: tuple[str, ...] = ()  # fields of the identity that peers need not share
     connect_timeout_seconds: float = 5.0
     transfer_timeout_seconds: float = 60.0
@@ -347,6 +348,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "http_port": lambda name, value: _port(name, value or 0),
     "http_host": _own_host,
     "key_file": _text,
+    "reset_keeps_weights": _flag,
     "accept_differences": _names,
     "connect_timeout_seconds": _seconds,
     "transfer_timeout_seconds": _seconds,

@@ -24,6 +24,7 @@ from p2p_engine.send.endings import Ending
 from p2p_engine.send.holds import Holds
 from p2p_engine.send.sender import Sender
 from p2p_engine.transports.base import Transport
+from p2p_engine.wire.bindings import weights_in
 from p2p_engine.wire.messages import (
     Abandon,
     AbandonOk,
@@ -92,6 +93,7 @@ class Dispatch(PlaneListener):
         self._holds = holds
         self._store = store
         self._transports = transports
+        self.weights = ""  # the name of ours; contents of others are refused. "": no name
         self._answers: Handlers = {
             **answers_to(sender),
             Gone: self._on_gone,
@@ -183,7 +185,10 @@ class Dispatch(PlaneListener):
         transport = self._transports.get(offer.transport)
         if transport is None:
             raise RemoteProtocolError(f"transport {offer.transport!r} was not agreed on")
-        self._store.on_offer(offer.source_epoch, offer, transport)
+        if reason := self._otherness(offer.binding):
+            self._store.refuse_key(offer.source_epoch, offer, TransferRejected(reason))
+        else:
+            self._store.on_offer(offer.source_epoch, offer, transport)
 
     def _on_done(self, session: Session, done: Done) -> None:
         self._store.on_done(done.source_epoch, done.seq, done.attempt, done.checksum)
@@ -204,7 +209,9 @@ class Dispatch(PlaneListener):
             self._holds.on_renew_all()
         peer = PeerAddress(session.address)
         for content in renew.contents:
-            ending = self._holds.on_renew(content, peer, session.spec, epoch=renew.source_epoch)
+            ending = self._refusal(content) or self._holds.on_renew(
+                content, peer, session.spec, epoch=renew.source_epoch
+            )
             if ending is not None:
                 self._gone(renew, content, ending)
 
@@ -215,6 +222,9 @@ class Dispatch(PlaneListener):
 
     def _on_want(self, session: Session, want: Want) -> None:
         content = (want.key, want.binding)
+        if refusal := self._refusal(content):
+            self._gone(want, content, refusal)
+            return
         self._holds.on_want(
             content,
             PeerAddress(session.address),
@@ -225,6 +235,18 @@ class Dispatch(PlaneListener):
             is_pushed=want.is_pushed,
             is_promised=want.is_promised,
         )
+
+    def _refusal(self, content: ContentKey) -> Ending | None:
+        """Return why a content will not come from here, if it is of other weights."""
+        reason = self._otherness(content[1])
+        return Ending(reason) if reason else None
+
+    def _otherness(self, binding: bytes) -> str:
+        """Name both weights if a content is of others than ours; ""."""
+        theirs = weights_in(binding)
+        if not self.weights or theirs in ("", self.weights):
+            return ""
+        return f"weights: {self.weights} here, {theirs} there"
 
     def _gone(self, asked: Renew | Want, content: ContentKey, ending: Ending) -> None:
         key, binding = content

@@ -460,6 +460,12 @@ class P2pNcclEngine:
         with self._parts.changed:
             self._parts.changed.wait(timeout)
 
+    def use_weights(self, name: str) -> None:
+        """From now on refuse, by name, contents whose binding names other weights than these
+        (wire/bindings.py); "" refuses none. What is open stays as it is."""
+        with self._open():
+            self._parts.dispatch.weights = name
+
     def drop_landed(self) -> int:
         """Drop chunks that no receive has claimed, landed or on their way; returns the bytes that
         had landed."""

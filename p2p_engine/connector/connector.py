@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 from p2p_engine.config import GIB, SendMode, queue_risk
 from p2p_engine.connector import compat
 from p2p_engine.connector.cache_spec import read_caches
+from p2p_engine.connector.checkpoint import name_of_checkpoint
 from p2p_engine.connector.device_room import check_room
 from p2p_engine.connector.groups import (
     attention_groups,
@@ -29,7 +30,7 @@ from p2p_engine.connector.groups import (
     layer_groups,
 )
 from p2p_engine.connector.host_buffer import HostBuffer, is_host_buffer_asked_for
-from p2p_engine.connector.identity import identity_of
+from p2p_engine.connector.identity import covers, identity_of
 from p2p_engine.connector.intent import ThisInstance
 from p2p_engine.connector.metadata import P2pConnectorMetadata, RankHandshake, RankReport
 from p2p_engine.connector.publisher import find_publisher
@@ -46,6 +47,7 @@ from p2p_engine.connector.support import (
     num_local_ranks,
     read_config,
 )
+from p2p_engine.connector.weights import Weights, hear_of_weights
 from p2p_engine.connector.worker import LINGER_SECONDS, StepResults, WorkerHalf
 from p2p_engine.engine import P2pNcclEngine
 from p2p_engine.errors import ConfigError
@@ -136,7 +138,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         )
         return SchedulerHalf(
             instance,
-            vllm_config.model_config.model,
+            self._weights_of(vllm_config),
             self._groups,
             vllm_config.parallel_config.tensor_parallel_size,
             pp_size=vllm_config.parallel_config.pipeline_parallel_size,
@@ -150,6 +152,14 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
             and current_platform.device_type != "cpu",
             identifies_media=identifies_media(vllm_config),
         )
+
+    def _weights_of(self, vllm_config: VllmConfig) -> Weights:
+        config = self._config
+        hear_of_weights()
+        is_any = covers(config.accept_differences, "weights")
+        checkpoint = "accepted" if is_any else name_of_checkpoint(vllm_config)
+        logger.info("weights: %s", checkpoint)
+        return Weights(checkpoint, reset_keeps_weights=config.reset_keeps_weights)
 
     # Of the class
 
@@ -271,6 +281,10 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         """Drop landed KV, because vLLM has just reset the caches it belongs to."""
         self._planner.reset_cache()
         return True
+
+    def weights_labelled(self, label: str) -> None:
+        """Call the weights by this name, which vLLM's engine core was given (weights.py)."""
+        self._planner.weights_labelled(label)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

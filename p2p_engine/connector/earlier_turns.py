@@ -20,6 +20,7 @@ from p2p_engine.config import SendMode
 from p2p_engine.connector.binding import bindings_at
 from p2p_engine.connector.intent import Earlier, stash_key
 from p2p_engine.connector.orders import Party, Stash
+from p2p_engine.connector.weights import Weights
 from p2p_engine.wire.messages import TransferKey
 
 if TYPE_CHECKING:
@@ -37,14 +38,14 @@ class EarlierTurns:
 
     def __init__(
         self,
-        model: str,
+        weights: Weights,
         groups: Sequence[LayerGroup],
         stash_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """With `stash_seconds` of 0 nothing is stashed or recalled."""
         self.directory: Directory | None = None
-        self._model = model
+        self._weights = weights
         self._groups = groups
         self._stash_seconds = stash_seconds
         self._clock = clock
@@ -79,7 +80,7 @@ class EarlierTurns:
             return None
         told = dict(asking.marks or ())
         ends = [end for end in told if 0 < end <= request.num_prompt_tokens]
-        ours = bindings_at(request, self._model, ends)
+        ours = bindings_at(request, self._weights.name, ends)
         shared = max((end for end in ends if ours[end] == told[end]), default=0)
         if not shared:
             return None
@@ -111,7 +112,7 @@ class EarlierTurns:
         ends = [end * unit for end in cuts(num_computed // unit, request.num_prompt_tokens // unit)]
         if not ends:
             return None
-        found = bindings_at(request, self._model, ends, is_salted=is_salted)
+        found = bindings_at(request, self._weights.name, ends, is_salted=is_salted)
         key, end = stash_key(key), ends[-1]
         party = Party(request.request_id, key, None, found[end], SendMode.GET, end)
         whole = tuple(

@@ -143,7 +143,7 @@ def _default_of(config: Any) -> Any:
     try:
         return type(config)()
     except Exception as error:  # noqa: BLE001  # the class is the model's
-        logger.debug("no defaults: class=%s reason=%r", type(config).__name__, error)
+        logger.debug("no defaults: class=%s reason=%r", type(config).__name__, str(error))
         return None
 
 

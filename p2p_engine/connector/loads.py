@@ -171,6 +171,16 @@ class Loads:
             elif loading.failure is None:
                 self.discard([loading.party])
 
+    def give_up(self, reason: str) -> None:
+        """Fail all loads: what has come must not be used. Each is reported, once no byte can be
+        written to its blocks."""
+        for loading in self._loading.values():
+            loading.failure = TransferRejected(reason)
+            if loading.transfer is not None:
+                loading.transfer.cancel(reason)
+            elif not loading.is_cancelled:
+                self.discard([loading.party])
+
     def discard(self, parties: Iterable[Party]) -> None:
         """Tell the engine that these will not be loaded, so that no one keeps their KV."""
         for party in parties:

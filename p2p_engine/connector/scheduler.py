@@ -44,8 +44,10 @@ from p2p_engine.connector.states import (
 from p2p_engine.connector.stats import counters_of
 from p2p_engine.connector.untransferred import Reason, Untransferred
 from p2p_engine.connector.wanted import Wanted
+from p2p_engine.connector.weights import UNKNOWN, Weights
 from p2p_engine.errors import named
 from p2p_engine.transfer import note_stage
+from p2p_engine.wire.bindings import PROMPT_BYTES, bind
 from p2p_engine.wire.messages import ContentKey, TransferKey
 from p2p_engine.wire.request_ids import is_one_of_several
 
@@ -99,7 +101,7 @@ class SchedulerHalf:
     def __init__(
         self,
         instance: ThisInstance,
-        model: str,
+        weights: Weights,
         groups: Sequence[LayerGroup],
         tp_size: int,
         *,
@@ -114,7 +116,7 @@ class SchedulerHalf:
         """`num_lookahead_tokens`: how far a draft's layers read ahead of what they compute.
         `num_watermark_blocks`: how many vLLM leaves free when it starts a request."""
         self._instance = instance
-        self._model = model
+        self._weights = weights
         self._groups = groups
         self._has_window = any(group.window for group in groups)
         self._has_state = any(group.is_state for group in groups)
@@ -136,7 +138,7 @@ class SchedulerHalf:
         self._cached_blocks: object = None  # the pool's map of them, which a reset replaces
         self._pressure = Pressure()
         self._pins = Pins()
-        self._turns = EarlierTurns(model, groups, stash_seconds)
+        self._turns = EarlierTurns(weights, groups, stash_seconds)
         self.untransferred = Untransferred(instance.role)
 
     def bind_pool(self, pool: BlockPool) -> None:
@@ -156,6 +158,7 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Request) -> None:
         """Decide the request's part, once."""
+        self._look_for_reset()
         request_id, params = request.request_id, request.kv_transfer_params
         if params is not None and not isinstance(params, dict):
             # vLLM itself treats it as a map from here on, and would crash.
@@ -179,7 +182,7 @@ class SchedulerHalf:
             self._wanted.add(party)  # vLLM may not ask for it before a slot is free
         else:
             self._sending[request_id] = _Sending(party)
-            self._sent[party.content] += 1
+            self._count_sent(party, 1)
             if self._has_state:
                 end_before_last_token(request)
             self._turns.recall(request, intent.earlier)
@@ -195,7 +198,7 @@ class SchedulerHalf:
             num_tokens = intent.num_tokens
         elif self._has_state:
             num_tokens = num_tokens_before_last(request)
-        binding = binding_of(request, self._model, num_shared, is_salted=intent.is_salted)
+        binding = binding_of(request, self._weights.name, num_shared, is_salted=intent.is_salted)
         return Party(
             request.request_id,
             intent.key,
@@ -281,9 +284,7 @@ class SchedulerHalf:
         if sending is None:
             return self._stash(request, loading, block_ids)
         note_stage(sending.party.key, "prefill ends")
-        self._sent[sending.party.content] -= 1
-        if not self._sent[sending.party.content]:
-            del self._sent[sending.party.content]
+        self._count_sent(sending.party, -1)
         is_complete = sending.is_planned and request.status not in GIVEN_UP
         failure = None if is_complete else f"the request ended as {request.status.name}"
         self._next.ended_sends.append(EndedSend(sending.party, failure, sending.has_steps))
@@ -363,6 +364,7 @@ class SchedulerHalf:
         computes."""
         self._look_for_reset()
         metadata, self._next = self._next, P2pConnectorMetadata()
+        metadata.weights = self._weights.name
         metadata.computes = output.total_num_scheduled_tokens > 0
         if not metadata.computes:
             metadata.awaits_grammar = any(map(_awaits_grammar, self._loading.values()))
@@ -489,6 +491,41 @@ class SchedulerHalf:
         """Make the workers drop landed KV that no request has claimed, and held KV."""
         self._next.is_reset = True
         self._turns.reset()
+        if self._weights.reset():
+            self._rename()
+
+    def weights_labelled(self, label: str) -> None:
+        """Call the weights by this name from now on."""
+        self._look_for_reset()  # one before the label must not come after the label
+        if self._weights.label(label):
+            self._next.is_reset = True
+            self._turns.reset()
+            self._rename()
+
+    def _rename(self) -> None:
+        """Bind to the weights' new name what has not begun: it will be computed with these weights.
+        The workers end what has begun."""
+        for sending in self._sending.values():
+            if not sending.has_steps:
+                self._count_sent(sending.party, -1)
+                sending.party = self._renamed(sending.party)
+                self._count_sent(sending.party, 1)
+        for loading in self._loading.values():
+            if not loading.is_decided:
+                self._wanted.remove(loading.party, was_ordered=False)
+                loading.party = self._renamed(loading.party)
+                self._wanted.add(loading.party)
+
+    def _renamed(self, party: Party) -> Party:
+        if party.is_refused:
+            return party
+        binding = bind(party.binding[:PROMPT_BYTES], self._weights.name)
+        return dataclasses.replace(party, binding=binding)
+
+    def _count_sent(self, party: Party, number: int) -> None:
+        self._sent[party.content] += number
+        if not self._sent[party.content]:
+            del self._sent[party.content]
 
     def _look_for_reset(self) -> None:
         """Find a reset that vLLM does not tell of, because it was not asked to. Each reset that
@@ -520,6 +557,12 @@ class SchedulerHalf:
         return sum(group.num_blocks(num_tokens) for group in self._groups)
 
     def _refuse_unsupported(self, request: Request) -> None:
+        if not self._weights.is_known:
+            raise InvalidParams(UNKNOWN, Reason.UNKNOWN_WEIGHTS)
+        adapter = request.lora_request
+        if adapter is not None and adapter.load_inplace:
+            text = f"the adapter {adapter.lora_name!r} was loaded in place of another one"
+            raise InvalidParams(text, Reason.UNSUPPORTED)
         if request.pooling_params is not None or request.prompt_token_ids is None:
             raise InvalidParams("only prompts of tokens are transferred", Reason.UNSUPPORTED)
         if request.prompt_embeds is not None or request.resumable:

@@ -234,6 +234,13 @@ class Sends:
             if self._is_usable(sending):
                 self._fail(sending, reason)
 
+    def give_up_begun(self, reason: str) -> None:
+        """Give up every request of which something was computed, or has been sent."""
+        self.give_up_outdated(reason)
+        for sending in self._sendings.values():
+            if self._is_usable(sending):
+                self._fail(sending, reason)
+
     def finish_step(self) -> None:
         """After the forward: let the bytes move. PUT waits until they have left, or go on as with
         PUT_ASYNC because the receiver denied them: it may have room only when its own request has

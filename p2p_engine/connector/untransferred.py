@@ -27,6 +27,7 @@ class Reason(enum.Enum):
     NO_ADDRESS = "no_address"
     INVALID_PARAMS = "invalid_params"
     OTHER_PROMPT = "other_prompt"
+    UNKNOWN_WEIGHTS = "unknown_weights"
     UNSUPPORTED = "unsupported"
     ON_PURPOSE = "on_purpose"
 
@@ -37,6 +38,7 @@ _MEANINGS = {
     Reason.NO_ADDRESS: "that do not say where the other instance is",
     Reason.INVALID_PARAMS: "with kv_transfer_params that make no sense",
     Reason.OTHER_PROMPT: "whose prompt is not the one that prefill computed under the name",
+    Reason.UNKNOWN_WEIGHTS: "since a reset behind which nobody has named the weights",
 }  # the others are nobody's mistake: they are counted, and no warning names them
 
 

@@ -76,6 +76,7 @@ class WorkerHalf:
         self._was_empty = False  # the last step
         self._number = 0  # of the step that runs
         self._num_finished = 0  # the last one's that has finished
+        self._weights = ""  # their name
 
     @property
     def location(self) -> RankAddress:
@@ -98,6 +99,8 @@ class WorkerHalf:
         if metadata.number > self._num_finished + 1:  # vLLM's runner V2 stops in a step that raises
             self.lose_step()
         self._number = metadata.number
+        if metadata.weights != self._weights:
+            self._use_weights(metadata.weights)
         if metadata.is_reset:
             self.engine.drop_landed()
         for loads in self._loads:
@@ -113,6 +116,17 @@ class WorkerHalf:
             if metadata.is_reset:
                 stashing.give_up("vLLM has reset its caches")
         self.layers.open()
+
+    def _use_weights(self, name: str) -> None:
+        """Refuse KV of other weights from now on, and end what has begun with those before."""
+        self.engine.use_weights(name)
+        if self._weights:
+            reason = f"the weights have changed: {name}, before: {self._weights}"
+            for loads in self._loads:
+                loads.give_up(reason)
+            for sends in self._sends:
+                sends.give_up_begun(reason)
+        self._weights = name
 
     def start_loads(self, metadata: StepOrders) -> None:
         """Start the step's loads; call it after the forward, which may still zero the blocks."""

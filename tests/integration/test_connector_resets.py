@@ -353,3 +353,29 @@ def test_what_nobody_claimed_is_not_joined_to_what_is_sent_after_a_reset(
     pair.ask_waiting()
     pair.run(timeout=20)
     check_answer(pair, request_id, prompt)
+
+
+@pytest.mark.parametrize("relabelled", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+def test_what_is_under_way_when_the_weights_are_named_anew_is_computed_by_decode(
+    make_pair: MakePair, change_weights: ChangeWeights, send_type: str, relabelled: str
+) -> None:
+    """Also if both have the new name at once: what was computed before it is not joined to what is
+    computed behind it. vLLM cannot reset its caches while it loads, so decode is only labelled."""
+    pair = make_pair(send_type=send_type, policy="recompute")
+    prompt = prompt_of(300)
+    request_id = pair.ask(prompt, order="together")
+    for _ in range(3):
+        pair.step()
+    if send_type != "GET":
+        pair.run(lambda: pair.num_loaded_blocks(request_id) > 0, only=pair.d)
+    assert not pair.p.finished
+    if relabelled != "decode":
+        change_weights()
+        assert pair.p.scheduler.reset_prefix_cache(reset_running_requests=True)
+        pair.p.connector.weights_labelled("step-41")
+    if relabelled != "prefill":
+        pair.d.connector.weights_labelled("step-41")
+    pair.run(lambda: request_id in pair.d.finished, timeout=20)
+    assert pair.d.answers[request_id] == continuation(prompt, 4)
+    assert pair.d.num_computed_prompt_tokens[request_id] == len(prompt)

@@ -29,6 +29,7 @@ counts = st.integers(0, 1 << 31)
 sizes = st.integers(0, 1 << 48)
 words = st.integers(0, (1 << 63) - 1)
 texts = st.text(max_size=20)
+digests = st.binary(max_size=16)
 keys = st.builds(TransferKey, texts, texts, counts, counts, counts)
 planes = st.builds(Plane, sizes, sizes, sizes)
 shapes = st.builds(PageShape, counts, sizes, st.lists(planes, min_size=1, max_size=4).map(tuple))
@@ -45,7 +46,7 @@ manifests = st.builds(
 numbers = st.lists(counts, max_size=3).map(tuple)
 groups = st.builds(
     CacheSpec,
-    model=texts,
+    identity=digests,
     block_size=counts,
     page_bytes=st.lists(sizes, max_size=3),
     layer_cuts=numbers,
@@ -71,6 +72,7 @@ BY_FIELD: dict[str, st.SearchStrategy[Any]] = {
     "contents": st.lists(st.tuples(keys, st.binary(max_size=64)), max_size=3),
     "marks": st.lists(st.tuples(counts, st.binary(max_size=64)), max_size=3),
     "address": texts, "reason": texts, "code": texts, "transport": texts,
+    "identity": digests,
     "binding": st.binary(max_size=64), "key": keys, "manifest": manifests,
     "spec": st.none() | specs, "endpoints": endpoints,
 }  # fmt: skip

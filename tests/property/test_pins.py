@@ -21,6 +21,7 @@ from p2p_engine.connector import compat
 from p2p_engine.connector.groups import layer_groups
 from p2p_engine.connector.intent import ThisInstance
 from p2p_engine.connector.scheduler import SchedulerHalf
+from p2p_engine.connector.weights import Weights
 from tests import marks
 from tests.doubles.vllm_config import write_model_config
 from tests.property.block_play import STATE, Play, Watch, make_cache, make_manager, make_request
@@ -56,7 +57,7 @@ class OnePrompt:
         self.manager = make_manager(cache, has_prefix_cache=has_prefix_cache)
         self._pool = self.manager.block_pool
         instance = ThisInstance("kv_producer", "[::1]:1", mode, has_random_ids=True)
-        self._half = SchedulerHalf(instance, "model", layer_groups(cache), tp_size=1)
+        self._half = SchedulerHalf(instance, Weights("w"), layer_groups(cache), tp_size=1)
         self._half.bind_pool(self._pool)
         self._watch = Watch(self._pool, layer_groups(cache), mode)
         self._hash_block_size = min(size for size, _ in groups)

@@ -354,7 +354,7 @@ def _with_draft(model: Model, side: Split, rank: int, draft: str) -> CacheSpec:
         return spec
     one = replace(model, num_layers=1, kept=None)
     own = RankCache(one, replace(side, layer_cuts=(0, 1)), rank, 1).spec
-    own = msgspec.structs.replace(own, number=1, is_draft=True, model=draft)
+    own = msgspec.structs.replace(own, number=1, is_draft=True, identity=draft.encode())
     return msgspec.structs.replace(spec, more=(own,))
 
 

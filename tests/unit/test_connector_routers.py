@@ -25,6 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 from p2p_engine.config import SendMode
 from p2p_engine.connector.intent import Direction, Intent, InvalidParams, ThisInstance, read_intent
 from p2p_engine.connector.scheduler import SchedulerHalf
+from p2p_engine.connector.weights import Weights
 from tests.doubles.routers import (
     AibrixNixl,
     AibrixShfs,
@@ -137,7 +138,7 @@ class BothSides:
 
     def _answer(self, body: dict[str, Any]) -> dict[str, Any] | None:
         """What the scheduler half of the prefill instance answers when the prompt is computed."""
-        half = SchedulerHalf(self._prefill, "model", [], tp_size=1)
+        half = SchedulerHalf(self._prefill, Weights("w"), [], tp_size=1)
         request = Request(self._engine_id, [1], SamplingParams(max_tokens=1), None)
         request.kv_transfer_params = body.get("kv_transfer_params")
         half.on_new_request(request)

@@ -28,6 +28,7 @@ from p2p_engine.connector.scheduler import SchedulerHalf
 from p2p_engine.connector.states import num_tokens_before_last
 from p2p_engine.connector.stats import P2pConnectorStats
 from p2p_engine.connector.untransferred import AGAIN_SECONDS, QUIET_SECONDS, Untransferred
+from p2p_engine.connector.weights import Weights
 from p2p_engine.wire.messages import TransferKey
 from tests.doubles.clock import Clock
 
@@ -36,6 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 BLOCK_SIZE = 16
 SEND = {"do_remote_decode": True, "transfer_id": "t", "remote_host": "d", "remote_port": 2}
 LOAD = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "p", "remote_port": 3}
+NOTHING = P2pConnectorMetadata(weights="w")  # orders of a step that has none
 
 
 def make_group(number: int = 0, window: int = 0) -> LayerGroup:
@@ -45,7 +47,7 @@ def make_group(number: int = 0, window: int = 0) -> LayerGroup:
 
 def make_half(**more: Any) -> SchedulerHalf:
     instance = ThisInstance("kv_both", "[::1]:1", SendMode.PUT_ASYNC, has_random_ids=True)
-    return SchedulerHalf(instance, "model", [make_group()], tp_size=2, **more)
+    return SchedulerHalf(instance, Weights("w"), [make_group()], tp_size=2, **more)
 
 
 @pytest.fixture
@@ -207,7 +209,7 @@ def test_a_complete_prompt_is_held_and_answered(half: SchedulerHalf, status: Req
     }
     (ended,) = half.build_metadata(make_output()).ended_sends
     assert (ended.party.request_id, ended.failure, ended.is_held) == ("r", None, True)
-    assert half.build_metadata(make_output()) == P2pConnectorMetadata()
+    assert half.build_metadata(make_output()) == NOTHING
 
 
 @pytest.mark.parametrize("num_computed", [None, 20, 40])
@@ -255,7 +257,7 @@ def test_all_that_is_not_computed_is_loaded_once(half: SchedulerHalf) -> None:
     assert (wanted.first_block, wanted.block_ids.tolist()) == (1, [2, 3])
     half.blocks_allocated(request, allocated(1, 2, 3, 4), 0)  # after the load
     assert half.num_loadable_tokens(request, 0) == 0  # failed, or preempted
-    assert half.build_metadata(make_output()) == P2pConnectorMetadata()
+    assert half.build_metadata(make_output()) == NOTHING
 
 
 def test_a_load_that_vllm_cuts_short_is_refused(half: SchedulerHalf) -> None:
@@ -276,7 +278,7 @@ def test_a_load_that_vllm_declines_is_unwanted(half: SchedulerHalf) -> None:
     assert unwanted.request_id == "r"
     assert half.num_loadable_tokens(request, 0) == 0
     assert finish(half, request, RequestStatus.FINISHED_STOPPED) == (False, None)
-    assert half.build_metadata(make_output()) == P2pConnectorMetadata()
+    assert half.build_metadata(make_output()) == NOTHING
 
 
 @pytest.mark.parametrize(("told", "num_loaded"), [(None, 40), (0, 40), (40, 40), (30, 30), (1, 1)])
@@ -430,9 +432,9 @@ def test_others_are_left_alone(
     assert half.num_loadable_tokens(request, 0) == 0
     half.blocks_allocated(request, allocated(1, 2, 3), 0)
     metadata = half.build_metadata(make_output(new=[("r", [1, 2, 3], 0)], scheduled={"r": 40}))
-    assert metadata == P2pConnectorMetadata()
+    assert metadata == NOTHING
     assert finish(half, request, RequestStatus.FINISHED_ABORTED) == (False, None)
-    assert half.build_metadata(make_output()) == P2pConnectorMetadata()
+    assert half.build_metadata(make_output()) == NOTHING
     assert len(set(caplog.messages)) == bool(params)  # a line for each that was malformed
     assert request.kv_transfer_params == params
 
@@ -534,7 +536,9 @@ def pool() -> BlockPool:
 def windowed(pool: BlockPool) -> SchedulerHalf:
     """All tokens in group 0, a window of 20 in group 1."""
     instance = ThisInstance("kv_both", "[::1]:1", SendMode.PUT_ASYNC, has_random_ids=True)
-    half = SchedulerHalf(instance, "model", [make_group(), make_group(1, window=20)], tp_size=1)
+    half = SchedulerHalf(
+        instance, Weights("w"), [make_group(), make_group(1, window=20)], tp_size=1
+    )
     half.bind_pool(pool)
     return half
 

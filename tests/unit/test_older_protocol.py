@@ -36,6 +36,7 @@ ADDED: dict[str, list[Any]] = {
     "AbandonOk": [None, None],
     "Want": [False, 0],
     "Offer": [0],
+    "Location": [b""],
 }
 # Between directories only: who does not know them drops them, and nobody waits for long.
 NEW = {"Recall", "Stashed"}

@@ -1,0 +1,103 @@
+"""The name of the weights with which this instance computes, which each content's binding has.
+
+    CHECKPOINT → what vLLM loaded at its start: a fingerprint (checkpoint.py)
+    LABELLED   → what a trainer or an operator has called them: vLLM's weight version
+    UNKNOWN    → vLLM has reset its caches, as one does for new weights, or its workers have run a
+                 method that may change them, and nobody has named them since
+
+Two instances exchange KV while their names are equal. An unknown name equals no other, so an
+instance whose weights may be new computes each prompt itself, and says so. A reset before the
+label, behind it, or without one: docs/weights.md has the table.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+from p2p_engine.wire.bindings import short_name
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN = (
+    "vLLM has reset its caches, or called a method of its workers, and nobody has said which "
+    "weights it has now: label them (docs/weights.md), or set reset_keeps_weights"
+)
+UNNAMED = "default"  # vLLM's label, while nobody has given one
+# Beginnings of worker methods that do not change weights, vLLM's own and trainers'.
+LEAVE_WEIGHTS_ALONE = (
+    "get_", "is_", "has_", "check_", "list_", "compute_", "init_", "shutdown_", "synchronize_",
+    "update_max_model_len",
+)  # fmt: skip
+
+
+class Weights:
+    """The name, and who gives it."""
+
+    def __init__(self, checkpoint: str, *, reset_keeps_weights: bool = False) -> None:
+        """`checkpoint` names what vLLM loaded at its start."""
+        self._checkpoint = self.name = short_name(checkpoint)
+        self._reset_keeps_weights = reset_keeps_weights
+        self.is_known = True
+
+    def label(self, label: str) -> bool:
+        """Take a label of vLLM's; returns whether the name has changed."""
+        name = self._checkpoint if label == UNNAMED else short_name(label)
+        before, self.name, self.is_known = self.name, name, True
+        if name != before:
+            logger.info("weights: %s, before: %s", name, before)
+        return name != before
+
+    def reset(self) -> bool:
+        """Note that vLLM has reset its caches; returns whether the name has changed."""
+        if self._reset_keeps_weights:
+            return False
+        self.name, self.is_known = f"unknown-{secrets.token_hex(8)}", False
+        return True
+
+
+def hear_of_weights() -> None:
+    """Have each engine core of this process tell its connectors of vLLM's weight version, by their
+    method `weights_labelled`, and of a worker's method that may have changed the weights, by
+    `reset_cache`.
+
+    vLLM has no hook for either. Trainers change weights by methods of any name, so each counts that
+    is not known to leave them alone. Idempotent.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    set_version, call_workers = EngineCore.set_weight_version, EngineCore.collective_rpc
+    if getattr(set_version, "tells_connectors", False):
+        return
+
+    @functools.wraps(set_version)
+    def set_weight_version(core: Any, weight_version: str) -> None:
+        set_version(core, weight_version)
+        for connector in _connectors_of(core):
+            connector.weights_labelled(weight_version)
+
+    @functools.wraps(call_workers)
+    def collective_rpc(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call_workers(core, method, *args, **kwargs)
+        finally:  # an update that fails may have changed some weights
+            if not str(method).startswith(LEAVE_WEIGHTS_ALONE):
+                for connector in _connectors_of(core):
+                    connector.reset_cache()
+
+    set_weight_version.tells_connectors = True  # type: ignore[attr-defined]
+    EngineCore.set_weight_version = set_weight_version  # type: ignore[method-assign]
+    EngineCore.collective_rpc = collective_rpc  # type: ignore[method-assign]
+
+
+def _connectors_of(core: Any) -> Iterator[Any]:
+    """Yield the connectors of an engine core's scheduler that want to be told; none while the core
+    is made, or is without one."""
+    scheduler = getattr(core, "scheduler", None)
+    connector = scheduler.get_kv_connector() if scheduler is not None else None
+    for each in (connector, *getattr(connector, "_connectors", ())):
+        if hasattr(each, "weights_labelled"):
+            yield each

@@ -1,0 +1,188 @@
+"""Weights have a name, and two instances exchange KV while their names are equal: what happens for
+each order in which they are labelled, reset and started again (the table of docs/weights.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests import marks
+from tests.doubles.instance import InstanceDouble
+from tests.doubles.pair import SEND_TYPES, MakePair, Pair, prompt_of
+
+pytestmark = marks.simulated_vllm
+
+LEASE_SECONDS = 30.0  # long: what ends at once does not end by it
+
+
+@dataclass
+class Fleet:
+    """A pair whose instances are told of weights by their side's letter."""
+
+    pair: Pair
+
+    def side(self, letter: str) -> InstanceDouble:
+        """The instance with this letter."""
+        return {"p": self.pair.p, "d": self.pair.d}[letter]
+
+    def label(self, letters: str, name: str) -> None:
+        """Say what the weights are called, as vLLM's engine core is told it. It makes a step then,
+        and tells the workers."""
+        for letter in letters:
+            self.side(letter).connector.weights_labelled(name)
+        self.pair.step()
+
+    def reset(self, letters: str, *, tells: bool = False) -> None:
+        """Reset vLLM's caches; it `tells` its connector if it was asked to. Then it looks for
+        work."""
+        for letter in letters:
+            assert self.side(letter).scheduler.reset_prefix_cache(reset_connector=tells)
+        self.pair.step()
+
+    def moves(self, seed: int) -> bool:
+        """Ask for a prompt. It is answered right, before a lease ends, and decode has loaded all of
+        it but a token, or computed it."""
+        prompt = prompt_of(100, seed)
+        name = self.pair.ask(prompt, order="together")
+        self.pair.run(lambda: name in self.pair.d.finished, timeout=LEASE_SECONDS / 2)
+        self.pair.check_answers()
+        num_computed = self.pair.d.num_computed_prompt_tokens[name]
+        assert num_computed in (1, len(prompt))
+        return num_computed == 1
+
+
+MakeFleet = Callable[..., Fleet]
+
+
+@pytest.fixture
+def make_fleet(make_pair: MakePair) -> MakeFleet:
+    def make(send_type: str = "PUT_ASYNC", **settings: object) -> Fleet:
+        return Fleet(
+            make_pair(
+                send_type=send_type, policy="recompute", lease_seconds=LEASE_SECONDS, **settings
+            )
+        )
+
+    return make
+
+
+def nothing(fleet: Fleet) -> None:
+    """Leave all as it was started."""
+
+
+def label_both(fleet: Fleet) -> None:
+    fleet.label("pd", "step-41")
+
+
+def label_prefill(fleet: Fleet) -> None:
+    fleet.label("p", "step-41")
+
+
+def label_decode(fleet: Fleet) -> None:
+    fleet.label("d", "step-41")
+
+
+def label_both_otherwise(fleet: Fleet) -> None:
+    fleet.label("p", "step-41")
+    fleet.label("d", "step-42")
+
+
+def label_both_by_long_names(fleet: Fleet) -> None:
+    fleet.label("p", "a very long name that a trainer gives to its weights: step-41")
+    fleet.label("d", "a very long name that a trainer gives to its weights: step-42")
+
+
+def label_and_take_the_label_back(fleet: Fleet) -> None:
+    fleet.label("pd", "step-41")
+    fleet.label("p", "default")
+    fleet.label("d", "default")
+
+
+def reset_prefill(fleet: Fleet) -> None:
+    fleet.reset("p")
+
+
+def reset_decode(fleet: Fleet) -> None:
+    fleet.reset("d")
+
+
+def reset_both(fleet: Fleet) -> None:
+    fleet.reset("pd")
+
+
+def reset_both_and_tell(fleet: Fleet) -> None:
+    fleet.reset("pd", tells=True)
+
+
+def reset_then_label(fleet: Fleet) -> None:
+    fleet.reset("pd")
+    fleet.label("pd", "step-41")
+
+
+def reset_and_tell_then_label(fleet: Fleet) -> None:
+    fleet.reset("pd", tells=True)
+    fleet.label("pd", "step-41")
+
+
+def label_then_reset(fleet: Fleet) -> None:
+    fleet.label("pd", "step-41")
+    fleet.reset("pd")
+
+
+def label_with_the_same_name_behind_a_reset(fleet: Fleet) -> None:
+    fleet.label("pd", "step-41")
+    fleet.reset("pd")
+    fleet.label("pd", "step-41")
+
+
+def name_the_checkpoint_behind_a_reset(fleet: Fleet) -> None:
+    fleet.reset("pd")
+    fleet.label("pd", "default")
+
+
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+@pytest.mark.parametrize(
+    ("change", "moves"),
+    [
+        (nothing, True),
+        (label_both, True),
+        (label_prefill, False),
+        (label_decode, False),
+        (label_both_otherwise, False),
+        (label_both_by_long_names, False),
+        (label_and_take_the_label_back, True),
+        (reset_prefill, False),
+        (reset_decode, False),
+        (reset_both, False),
+        (reset_both_and_tell, False),
+        (reset_then_label, True),
+        (reset_and_tell_then_label, True),
+        (label_then_reset, False),
+        (label_with_the_same_name_behind_a_reset, True),
+        (name_the_checkpoint_behind_a_reset, True),
+    ],
+)
+def test_kv_moves_while_the_names_are_equal(
+    make_fleet: MakeFleet, change: Callable[[Fleet], None], moves: bool, send_type: str
+) -> None:
+    """After each change, too, and again when both have one label."""
+    fleet = make_fleet(send_type)
+    assert fleet.moves(0)
+    change(fleet)
+    assert [fleet.moves(seed) for seed in (1, 2)] == [moves, moves]
+    fleet.label("pd", "step-50")
+    assert fleet.moves(3)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_reset_keeps_the_weights_where_an_operator_says_so(
+    make_fleet: MakeFleet, tells: bool
+) -> None:
+    fleet = make_fleet(reset_keeps_weights=True)
+    assert fleet.moves(0)
+    fleet.reset("pd", tells=tells)
+    assert fleet.moves(1)

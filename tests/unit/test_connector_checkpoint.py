@@ -1,0 +1,169 @@
+"""Two sets of weights have two names; one set has one, however it is kept."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+pytest.importorskip("vllm")
+
+from p2p_engine.connector import checkpoint
+from p2p_engine.connector.checkpoint import fingerprint, name_of_checkpoint
+
+Tensors = dict[str, torch.Tensor]
+
+
+def weights(**changes: torch.Tensor) -> Tensors:
+    """Of each dtype that checkpoints have, an empty and a scalar one among them."""
+    generator = torch.Generator().manual_seed(7)
+    made = {
+        "embed": torch.randn(300, 64, generator=generator),
+        "layers.0.weight": torch.randn(64, 64, generator=generator).bfloat16(),
+        "layers.0.scale": torch.randn((), generator=generator).half(),
+        "layers.1.weight": torch.randn(64, 64, generator=generator).to(torch.float8_e4m3fn),
+        "layers.1.packed": torch.randint(0, 99, (8, 8), generator=generator, dtype=torch.int32),
+        "nothing": torch.empty(0),
+    }
+    return {**made, **changes}
+
+
+def in_one_file(tensors: Tensors, folder: Path) -> None:
+    save_file(tensors, folder / "model.safetensors")
+
+
+def in_shards(tensors: Tensors, folder: Path) -> None:
+    for number, (name, tensor) in enumerate(reversed(tensors.items())):
+        save_file({name: tensor}, folder / f"model-{number}.safetensors")
+
+
+def pickled(tensors: Tensors, folder: Path) -> None:
+    torch.save(tensors, folder / "pytorch_model.bin")
+
+
+def pickled_in_two(tensors: Tensors, folder: Path) -> None:
+    for half in (0, 1):
+        torch.save(dict(list(tensors.items())[half::2]), folder / f"pytorch_model-{half}.bin")
+
+
+def beside_others(tensors: Tensors, folder: Path) -> None:
+    """Files that vLLM does not load of such a folder."""
+    in_one_file(tensors, folder)
+    pickled({"other": torch.ones(3)}, folder)
+    save_file({"other": torch.zeros(3)}, folder / "consolidated.safetensors")
+    torch.save({}, folder / "training_args.bin")
+
+
+def kept(tensors: Tensors, folder: Path, how: Callable[[Tensors, Path], None] = in_one_file) -> str:
+    """The fingerprint of weights that are kept in some way."""
+    folder.mkdir(exist_ok=True)
+    how(tensors, folder)
+    return fingerprint(folder)
+
+
+@pytest.mark.parametrize("how", [in_shards, pickled, pickled_in_two, beside_others])
+def test_one_set_of_weights_has_one_name_however_it_is_kept(
+    how: Callable[[Tensors, Path], None], tmp_path: Path
+) -> None:
+    assert kept(weights(), tmp_path / "b", how) == kept(weights(), tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", [name for name, each in weights().items() if each.numel()])
+def test_each_tensor_counts(name: str, tmp_path: Path) -> None:
+    before, tensor = kept(weights(), tmp_path / "a"), weights()[name]
+    other = (tensor.view(torch.uint8) if tensor.ndim else tensor.reshape(1).view(torch.uint8)) ^ 1
+    changed = other.view(tensor.dtype).reshape(tensor.shape)
+    assert kept(weights(**{name: changed}), tmp_path / "b") != before
+
+
+def test_names_kinds_and_shapes_count(tmp_path: Path) -> None:
+    plain, embed = weights(), weights()["embed"]
+    others: list[Tensors] = [
+        {**plain, "embed": embed.reshape(64, 300)},
+        {**plain, "embed": embed.view(torch.int32)},
+        {**plain, "one more": torch.zeros(1)},
+        {name: each for name, each in plain.items() if name != "nothing"},
+        {name.replace("layers.0", "layers.2"): each for name, each in plain.items()},
+    ]
+    found = [kept(each, tmp_path / f"{number}") for number, each in enumerate([plain, *others])]
+    assert len(set(found)) == len(found)
+
+
+def test_of_many_tensors_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "SAMPLED_BYTES", 1 << 10)
+    read: list[int] = []
+    honest = checkpoint._of_safetensors
+
+    def counted(file: Path) -> Any:
+        for piece in honest(file):
+
+            def look(offset: int, nbytes: int, piece: Any = piece) -> bytes:
+                read.append(nbytes)
+                found: bytes = piece.read(offset, nbytes)
+                assert len(found) == nbytes
+                return found
+
+            yield checkpoint.Piece(piece.name, piece.kind, piece.nbytes, look)
+
+    monkeypatch.setattr(checkpoint, "_of_safetensors", counted)
+    kept({f"{number}": torch.randn(1000) for number in range(50)}, tmp_path)
+    assert len(read) == 50 * checkpoint.NUM_PLACES
+    assert sum(read) == 50 * checkpoint.NUM_PLACES * checkpoint.LEAST_BYTES
+
+
+def config(model: Path | str, load_format: str = "auto") -> Any:
+    """As much of vLLM's configuration as is looked at."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model=str(model), model_weights="", revision=None),
+        load_config=SimpleNamespace(load_format=load_format),
+    )
+
+
+@pytest.mark.parametrize(
+    "load_format", ["auto", "safetensors", "runai_streamer", "fastsafetensors"]
+)
+def test_the_loader_does_not_matter(load_format: str, tmp_path: Path) -> None:
+    in_one_file(weights(), tmp_path)
+    name = name_of_checkpoint(config(tmp_path, load_format))
+    assert name == f"checkpoint-{fingerprint(tmp_path)}"
+
+
+def test_a_loader_that_reads_other_files_names_those(tmp_path: Path) -> None:
+    beside_others(weights(), tmp_path)
+    names = {each: name_of_checkpoint(config(tmp_path, each)) for each in ("auto", "pt", "mistral")}
+    assert len(set(names.values())) == 3
+
+
+def test_made_up_weights_are_no_checkpoint(tmp_path: Path) -> None:
+    in_one_file(weights(), tmp_path)
+    assert name_of_checkpoint(config(tmp_path, "dummy")) == "dummy"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"short", struct.pack("<Q", 1 << 40), struct.pack("<Q", 9) + b"no header"],
+    ids=["empty", "short", "a long header", "no header"],
+)  # fmt: skip
+def test_what_cannot_be_read_is_named_by_its_owner(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    name = name_of_checkpoint(config(tmp_path))
+    assert name.startswith("named-")
+    assert name == name_of_checkpoint(config(tmp_path))
+    assert name != name_of_checkpoint(config("s3://bucket/model", "runai_streamer"))
+    assert "the weights cannot be sampled" in caplog.text
+
+
+def test_a_single_file_is_sampled_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(bytes(range(256)) * 64)
+    before = fingerprint(file)
+    assert before == fingerprint(tmp_path)
+    file.write_bytes(bytes(range(1, 256)) * 64 + bytes(64))
+    assert fingerprint(file) != before

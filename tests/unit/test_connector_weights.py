@@ -1,0 +1,137 @@
+"""Who says what an instance's weights are called: vLLM's engine core, of which the connector hears
+though vLLM has no hook for that."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.engine.core import EngineCore
+
+from p2p_engine.connector.weights import Weights, hear_of_weights
+from p2p_engine.wire.bindings import MAX_NAME_BYTES
+from tests import marks
+
+pytestmark = marks.simulated_vllm
+
+
+class ConnectorDouble:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def weights_labelled(self, label: str) -> None:
+        self.told.append(label)
+
+    def reset_cache(self) -> bool:
+        self.told.append("reset")
+        return True
+
+
+class Executor:
+    """Runs a method of the workers; `fails` raises."""
+
+    def collective_rpc(self, method: Any, *_: Any) -> list[str]:
+        if method == "update_weights_that_fails":
+            raise RuntimeError(method)
+        return [str(method)]
+
+
+@pytest.fixture(autouse=True)
+def own_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engine core's methods be as before, after a test."""
+    for name in ("set_weight_version", "collective_rpc"):
+        monkeypatch.setattr(EngineCore, name, getattr(EngineCore, name))
+
+
+def make_core(connector: object) -> Any:
+    core = EngineCore.__new__(EngineCore)
+    core.scheduler = SimpleNamespace(get_kv_connector=lambda: connector)  # type: ignore[assignment]
+    core.model_executor = Executor()  # type: ignore[assignment]
+    return core
+
+
+def test_a_label_is_told_to_the_connectors_of_its_own_engine_core() -> None:
+    hear_of_weights()
+    hear_of_weights()
+    one, other, inner = ConnectorDouble(), ConnectorDouble(), ConnectorDouble()
+    several = SimpleNamespace(_connectors=[object(), inner])
+    cores = [make_core(connector) for connector in (one, other, several, None)]
+    for core in (cores[0], *cores[2:]):
+        core.set_weight_version("step-41")
+        assert core.get_weight_version() == "step-41"
+    assert (one.told, other.told, inner.told) == (["step-41"], [], ["step-41"])
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("reload_weights", True), ("update_weights", True), ("start_weight_update", True),
+        ("a_trainers_own", True), (lambda worker: None, True), ("get_model_inspection", False),
+        ("init_weight_transfer_engine", False), ("compute_weight_checksums", False),
+    ],
+)  # fmt: skip
+def test_a_worker_method_counts_as_a_reset_unless_it_leaves_weights_alone(
+    method: Any, changes: bool
+) -> None:
+    hear_of_weights()
+    connector = ConnectorDouble()
+    assert make_core(connector).collective_rpc(method) == [str(method)]
+    assert connector.told == (["reset"] if changes else [])
+
+
+def test_an_update_that_fails_counts_too() -> None:
+    hear_of_weights()
+    connector = ConnectorDouble()
+    with pytest.raises(RuntimeError, match="update_weights_that_fails"):
+        make_core(connector).collective_rpc("update_weights_that_fails")
+    assert connector.told == ["reset"]
+
+
+def test_a_core_that_is_being_made_has_nobody_to_tell() -> None:
+    hear_of_weights()
+    core = make_core(None)
+    del core.scheduler
+    assert core.collective_rpc("anything") == ["anything"]
+
+
+def test_a_name_is_the_checkpoints_until_a_label_comes() -> None:
+    weights = Weights("checkpoint-0011")
+    assert (weights.name, weights.is_known) == ("checkpoint-0011", True)
+    assert not weights.label("default")
+    assert weights.label("step-41")
+    assert not weights.label("step-41")
+    assert weights.name == "step-41"
+    assert weights.label("default")
+    assert weights.name == "checkpoint-0011"
+
+
+def test_an_unknown_name_equals_no_other_until_a_label_comes() -> None:
+    one, other = Weights("c"), Weights("c")
+    assert one.reset()
+    assert other.reset()
+    assert one.name != other.name
+    assert not one.is_known
+    assert one.label("default")
+    assert (one.name, one.is_known) == ("c", True)
+
+
+def test_a_reset_keeps_the_name_where_an_operator_says_so() -> None:
+    weights = Weights("c", reset_keeps_weights=True)
+    assert not weights.reset()
+    assert (weights.name, weights.is_known) == ("c", True)
+
+
+@pytest.mark.parametrize("label", ["", "x" * 1000, "é" * 47, "step\n41", "\ud800"])
+def test_any_label_becomes_a_name_that_a_binding_has_room_for(label: str) -> None:
+    weights = Weights("c")
+    weights.label(label)
+    assert len(weights.name.encode()) <= MAX_NAME_BYTES
+    other = Weights("c")
+    other.label(label + "-")
+    assert weights.name != other.name
