@@ -544,10 +544,7 @@ class P2pNcclEngine:
                     )
                 ),
                 "links": self._parts.links.count(),
-                "refused_instances": {
-                    instance.address: why
-                    for instance, why in self._parts.locator.refused_instances.items()
-                },
+                "refused_instances": self._parts.locator.refused_instances(),
                 "unusable_transports": dict(self._parts.unusable),
                 "nccl": self._parts.gpu.stats() if self._parts.gpu is not None else {},
                 "pinned_bytes": self._parts.gpu.pinned() if self._parts.gpu is not None else {},

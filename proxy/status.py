@@ -151,4 +151,5 @@ def _describe(instance: Instance, now: float) -> dict[str, Any]:
         "tp_size": identity.tp_size,
         "send_type": identity.send_type,
         "warning": instance.warning,
+        "accept_differences": instance.accept_differences,
     }

@@ -323,10 +323,19 @@ def doctor(
         str | None,
         typer.Option(metavar="TEXT", help="An old command line or --kv-transfer-config."),
     ] = None,
+    pair: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:KV_PORT,HOST:KV_PORT",
+            help="Running instances, by the address in `instance ready`: would they pair?",
+        ),
+    ] = "",
+    key_file: Annotated[str, typer.Option(help="The fleet's key, for --pair.")] = "",
 ) -> None:
     """Check the installation and a configuration; exit code 1 if something must change.
 
-    With --rewrite, print an old launch command in the form that current vLLM takes.
+    With --rewrite, print an old launch command in the form that current vLLM takes. With --pair,
+    only ask running instances, and name what differs.
     """
     from p2p_engine.cli.devices import find_room
     from p2p_engine.cli.doctor import run_doctor, run_rewrite
@@ -335,6 +344,13 @@ def doctor(
         try:
             raise typer.Exit(run_rewrite(rewrite, _console(stderr=True)))
         except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    if pair:
+        from p2p_engine.cli.pairing import run_pairing
+
+        try:
+            raise typer.Exit(run_pairing(pair.split(","), key_file, _console()))
+        except ConfigError as error:
             raise typer.BadParameter(str(error)) from error
     room = find_room(gpu_memory, gpu_memory_utilization, kv_cache_memory_bytes)
     raise typer.Exit(run_doctor(kv_transfer_config, model, tp, _console(), room))

@@ -49,11 +49,12 @@ def show(findings: Sequence[Finding], console: Console) -> int:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for finding in findings:
         word = Text(finding.level.name.lower(), style=finding.level.value)
-        table.add_row(word, finding.subject, Text(finding.state))
+        table.add_row(word, Text(finding.subject), Text(finding.state))
     console.print(table)
     for level, title in ((Level.NOTE, "Know"), (Level.CHANGE, "Change")):
         for finding in findings:
             if finding.level is level and finding.remedy:
-                console.print(f"[{level.value}]{title}[/] {finding.subject}: ", end="")
-                console.print(finding.remedy, markup=False, highlight=False, soft_wrap=True)
+                console.print(f"[{level.value}]{title}[/] ", end="")
+                remedy = f"{finding.subject}: {finding.remedy}"
+                console.print(remedy, markup=False, highlight=False, soft_wrap=True)
     return int(any(finding.level is Level.CHANGE for finding in findings))

@@ -324,8 +324,9 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
             raise RuntimeError("ranks were found before there was a directory")
         self._directory.publish(ranks)
         logger.info(
-            "instance ready: address=%s ranks=%s send_type=%s",
+            "instance ready: address=%s ranks=%s send_type=%s accept_differences=%s",
             self._directory.address, len(ranks), self._config.send_type.value,
+            ",".join(self._config.accept_differences) or "none",
         )  # fmt: skip
 
     # In a worker's process

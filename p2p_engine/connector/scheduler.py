@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,12 +37,13 @@ from p2p_engine.connector.metadata import P2pConnectorMetadata
 from p2p_engine.connector.orders import BlockRange, EndedSend, Int64s, Load, Party, SendStep
 from p2p_engine.connector.pins import Pins
 from p2p_engine.connector.pressure import Pressure
+from p2p_engine.connector.refused import Refused
 from p2p_engine.connector.states import (
     check_prefill,
     end_before_last_token,
     num_tokens_before_last,
 )
-from p2p_engine.connector.stats import counters_of
+from p2p_engine.connector.stats import ours_in
 from p2p_engine.connector.untransferred import Reason, Untransferred
 from p2p_engine.connector.wanted import Wanted
 from p2p_engine.connector.weights import UNKNOWN, Weights
@@ -140,6 +142,8 @@ class SchedulerHalf:
         self._pins = Pins()
         self._turns = EarlierTurns(weights, groups, stash_seconds)
         self.untransferred = Untransferred(instance.role)
+        self._refused = Refused()
+        self._directory: Directory | None = None
 
     def bind_pool(self, pool: BlockPool) -> None:
         """Count free blocks, hold blocks, and look for resets, in this pool of vLLM's."""
@@ -151,8 +155,16 @@ class SchedulerHalf:
         """Use its address from now on: with `kv_port: 0` it is known only after the port is bound.
         Tell and ask other instances by it."""
         self._instance = dataclasses.replace(self._instance, address=directory.address)
-        self._turns.directory = directory
-        self.untransferred.tell = directory.warn
+        self._directory = self._turns.directory = directory
+        self.untransferred.tell = partial(self._warn, "transfers")
+        self._tell_of_weights()
+
+    def _tell_of_weights(self) -> None:
+        self._warn("weights", "" if self._weights.is_known else UNKNOWN)
+
+    def _warn(self, subject: str, text: str) -> None:
+        if self._directory is not None:
+            self._directory.warn(subject, text)
 
     # A request arrives, is given blocks, ends
 
@@ -456,7 +468,10 @@ class SchedulerHalf:
 
     def workers_reported(self, output: KVConnectorOutput) -> None:
         """Note what has moved, which loads have ended, and which blocks are free, on every rank."""
-        self.untransferred.hear(counters_of(output.kv_connector_stats))
+        told = ours_in(output.kv_connector_stats).data
+        self.untransferred.hear(told["counters"])
+        if told["refused"]:
+            self._warn("peers", self._refused.hear(told["refused"]))
         for request_id in output.finished_sending or ():
             self._pressure.release(request_id)
             self._pins.release(request_id)
@@ -505,6 +520,7 @@ class SchedulerHalf:
     def _rename(self) -> None:
         """Bind to the weights' new name what has not begun: it will be computed with these weights.
         The workers end what has begun."""
+        self._tell_of_weights()
         for sending in self._sending.values():
             if not sending.has_steps:
                 self._count_sent(sending.party, -1)

@@ -6,7 +6,7 @@ the newest of each rank wins. What a histogram counts travels as single values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,6 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
+
+from p2p_engine.wire.messages import shorten
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,6 +40,7 @@ REQUEST_COUNTERS = {
     "p2p_untransferred_requests": ("reason", "Requests that take part in no transfer."),
 }
 GAUGES = {
+    "p2p_refused_instances": ("refused_instances", "", "Instances that are refused as unlike."),
     "p2p_authenticated": ("authenticated", "", "1 if only members of the fleet are talked to."),
     "p2p_live_bytes": ("live_bytes_by_place", "place", "KV bytes that have landed or may."),
     "p2p_quarantined_bytes": ("quarantined_bytes", "", "Memory that a lost peer may still write."),
@@ -78,9 +81,10 @@ def _values(table: dict[str, tuple[str, str, str]], snapshot: dict[str, Any]) ->
     values: Values = {}
     for metric, (key, label, _) in table.items():
         value = snapshot.get(key, {} if label else 0)
+        if key == "links":  # they are counted by state, and others are still being dialled
+            value = value.get("ready", 0) if isinstance(value, dict) else value
         if not label:
-            # Links are counted by state, and others are still being dialled.
-            value = {"": value.get("ready", 0) if isinstance(value, dict) else value}
+            value = {"": len(value) if isinstance(value, dict) else value}
         values[metric] = dict(value)
     return values
 
@@ -97,20 +101,32 @@ class P2pConnectorStats(KVConnectorStats):
     @classmethod
     def of_untransferred(cls, counts: dict[str, int]) -> P2pConnectorStats | None:
         """Make the scheduler half's statistics of requests by reason; None if there are none."""
-        counters = {"p2p_untransferred_requests": counts}
-        return cls(data={"counters": counters, "gauges": {}, "observed": []}) if counts else None
+        if not counts:
+            return None
+        made = cls()
+        made.data["counters"]["p2p_untransferred_requests"] = counts
+        return made
 
     @classmethod
     def of(
-        cls, counters: Values, gauges: Values, rank: int, observed: Observed = ()
+        cls,
+        counters: Values,
+        gauges: Values,
+        rank: int,
+        observed: Observed = (),
+        refused: Mapping[str, str] | None = None,
     ) -> P2pConnectorStats:
-        """Make the statistics of one rank."""
-        by_rank = {str(rank): gauges}
-        return cls(data={"counters": counters, "gauges": by_rank, "observed": list(observed)})
+        """Make the statistics of one rank. `refused`: which instances it refuses and why, if that
+        has changed."""
+        made, name = cls(), str(rank)
+        made.data |= {"counters": counters, "gauges": {name: gauges}, "observed": list(observed)}
+        if refused is not None:
+            made.data["refused"][name] = dict(refused)
+        return made
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {"counters": {}, "gauges": {}, "observed": []}
+        self.data = {"counters": {}, "gauges": {}, "observed": [], "refused": {}}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add another rank's, or a later interval's."""
@@ -120,6 +136,7 @@ class P2pConnectorStats(KVConnectorStats):
                 mine[label] = mine.get(label, 0) + value
         self.data["gauges"].update(other.data["gauges"])
         self.data["observed"] += other.data["observed"]
+        self.data["refused"].update(other.data["refused"])
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -148,6 +165,7 @@ class StatsReporter:
         self._rank = rank
         self._counters: Values = {}
         self._gauges: Values = {}
+        self._refused: dict[str, str] = {}
 
     def report(self, snapshot: dict[str, Any], observed: Observed = ()) -> P2pConnectorStats | None:
         """Return the changes; None if there are none."""
@@ -158,10 +176,13 @@ class StatsReporter:
             grown = {k: v - before.get(k, 0) for k, v in by_label.items() if v != before.get(k, 0)}
             if grown:
                 increments[metric] = grown
-        if not increments and not observed and gauges == self._gauges:
+        refused = snapshot.get("refused_instances", {})
+        is_told = refused == self._refused
+        if not increments and not observed and gauges == self._gauges and is_told:
             return None
-        self._counters, self._gauges = counters, gauges
-        return P2pConnectorStats.of(increments, gauges, self._rank, observed)
+        self._counters, self._gauges, self._refused = counters, gauges, refused
+        news = None if is_told else {address: shorten(why) for address, why in refused.items()}
+        return P2pConnectorStats.of(increments, gauges, self._rank, observed, news)
 
 
 class P2pPromMetrics(KVConnectorPromMetrics):
@@ -221,14 +242,14 @@ class P2pPromMetrics(KVConnectorPromMetrics):
                     self._gauges[metric].labels(*labels).set(value)
 
 
-def counters_of(stats: KVConnectorStats | None) -> Values:
-    """Return the counters of our workers' statistics, also if `MultiConnector` wraps them."""
+def ours_in(stats: KVConnectorStats | None) -> P2pConnectorStats:
+    """Return our workers' statistics, also if `MultiConnector` wraps them; empty ones if there are
+    none."""
     data = stats.data if stats is not None else {}
     for found in (stats, *data.values()):
         if isinstance(found, P2pConnectorStats):
-            counters: Values = found.data["counters"]
-            return counters
-    return {}
+            return found
+    return P2pConnectorStats()
 
 
 def _megabytes(nbytes: float) -> float:

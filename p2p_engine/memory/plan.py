@@ -8,6 +8,7 @@ before `counterpart` is about one group of layers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -206,8 +207,13 @@ def part_between(source: CacheSpec, target: CacheSpec) -> Part | None:
     )
 
 
-def obstacles(here: CacheSpec | None, there: CacheSpec | None) -> list[str]:
-    """Return why nothing can be mapped between two instances, with both values; empty if it can."""
+def obstacles(
+    here: CacheSpec | None, there: CacheSpec | None, fields: Sequence[str] = ()
+) -> list[str]:
+    """Return why nothing can be mapped between two instances, with both values; empty if it can.
+
+    `fields` name what differs in their identities, if that is known; else the digests are named.
+    """
     if here is None or there is None:
         described = here is not None, there is not None
         return [_differing("describes a KV cache", *described)] if any(described) else []
@@ -215,24 +221,25 @@ def obstacles(here: CacheSpec | None, there: CacheSpec | None) -> list[str]:
     if mine != theirs:
         return [_differing("groups of layers", mine, theirs)]
     pairs = [(group, counterpart(group, there)) for group in here.groups]
-    found = [_group_obstacles(group, other) for group, other in pairs if other is not None]
+    found = [_group_obstacles(group, other, fields) for group, other in pairs if other is not None]
     return list(dict.fromkeys(text for texts in found for text in texts))
 
 
-def _group_obstacles(here: CacheSpec, there: CacheSpec) -> list[str]:
+def _group_obstacles(here: CacheSpec, there: CacheSpec, fields: Sequence[str] = ()) -> list[str]:
     irregular = _irregularity(there)
     if irregular:
         return [f"the ranks there cannot share the model: {irregular}"]
-    found = _differing_model(here, there)
+    found = _differing_model(here, there, fields)
     if found or _same_pages(here, there):
         return found
     return _differing_layers(here, there) or _differing_blocks(here, there)
 
 
-def _differing_model(here: CacheSpec, there: CacheSpec) -> list[str]:
-    found = []
+def _differing_model(here: CacheSpec, there: CacheSpec, fields: Sequence[str] = ()) -> list[str]:
+    found: list[str] = []
     if here.identity != there.identity:
-        found.append(_differing("identity", here.identity.hex(), there.identity.hex()))
+        digests = here.identity.hex(), there.identity.hex()
+        found += fields or [_differing("identity", *digests)]
     found += [
         _differing(name, getattr(here, name), getattr(there, name))
         for name in SAME

@@ -20,6 +20,8 @@ from p2p_engine.errors import PeerUnreachable, RemoteProtocolError
 from p2p_engine.peers.stash_notes import Recalling, StashNotes
 from p2p_engine.wire.addresses import join_address
 from p2p_engine.wire.messages import (
+    MAX_ACCEPTED,
+    MAX_REASON,
     PROTOCOL_VERSION,
     CacheSpec,
     Heartbeat,
@@ -103,6 +105,7 @@ class Directory(PlaneListener):
         self._addresses: dict[int, str] = {}
         self._spec: CacheSpec | None = None
         self._identity = b""
+        self._warnings: dict[str, str] = {}  # by subject
         self._epoch = secrets.randbits(62) | 1
         self._rng = random.Random(self._epoch)
         self._secrets = read_key_file(config.key_file)
@@ -135,6 +138,7 @@ class Directory(PlaneListener):
                 dp_rank=self._server.rank,
                 events=events,
                 has_prefix_cache=has_prefix_cache,
+                accept_differences=tuple(map(shorten, config.accept_differences[:MAX_ACCEPTED])),
             )
             for letter in role
         ]
@@ -149,10 +153,13 @@ class Directory(PlaneListener):
             heartbeat.kv_bytes_per_token = _kv_bytes_per_token(self._spec)
         self._addresses = {item.rank: item.address for item in ranks}  # last: now it shows
 
-    def warn(self, text: str) -> None:
-        """Tell the proxy that something is wrong here, and what; "" ends it. From any thread."""
+    def warn(self, subject: str, text: str) -> None:
+        """Tell the proxy that something is wrong here, and what; "" ends it. Each subject has one
+        text. Not for two threads at a time."""
+        self._warnings[subject] = text
+        warning = _joined([each for _, each in sorted(self._warnings.items()) if each])
         for heartbeat in self._heartbeats:
-            heartbeat.warning = shorten(text)
+            heartbeat.warning = warning
 
     @property
     def address(self) -> str:
@@ -280,6 +287,16 @@ def _of_one_family(addresses: Sequence[str]) -> list[str]:
     """Return the IPv4 addresses, or those of IPv6 if there are no others: a proxy that has both
     hears each heartbeat once."""
     return [item for item in addresses if (":" in item) == (":" in addresses[0])]
+
+
+def _joined(texts: Sequence[str]) -> str:
+    """Join warnings to what a message can carry: the longest are cut."""
+    widths = [min(len(text), MAX_REASON) for text in texts]
+    while sum(widths) + 2 * len(widths) > MAX_REASON:
+        widths[widths.index(max(widths))] -= 1
+    pairs = zip(texts, widths, strict=True)
+    cut = (text if len(text) <= width else f"{text[: width - 1]}…" for text, width in pairs)
+    return shorten("; ".join(cut))
 
 
 def _kv_bytes_per_token(spec: CacheSpec | None) -> int:

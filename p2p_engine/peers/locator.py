@@ -28,6 +28,7 @@ from p2p_engine.wire.messages import CacheSpec, Location, Lookup, encode
 logger = logging.getLogger(__name__)
 
 MAX_REFUSED = 64  # instances of which the reason is remembered, and not logged again
+REFUSED_SECONDS = 600.0  # for so long a refusal is shown, after the last time that it was met
 
 
 @dataclass(eq=False)
@@ -61,7 +62,8 @@ class Locator(LinkListener):
         self._clock = clock
         self._known: dict[InstanceAddress, CacheSpec] = {}
         self._inquiries: dict[InstanceAddress, Inquiry] = {}
-        self.refused_instances: dict[InstanceAddress, str] = {}  # and why
+        # Why, and until when it is shown.
+        self._refused: dict[InstanceAddress, tuple[str, float]] = {}
 
     def ask(self, instance: InstanceAddress, told: Callable[[CacheSpec | P2pError], None]) -> None:
         """Call `told` with one rank's spec of an instance, or the error: now if it is known, else
@@ -89,12 +91,11 @@ class Locator(LinkListener):
         if inquiry is None:
             return
         here, there = self._spec, message.spec
-        found = obstacles(here, there)
-        if here and there and here.identity != there.identity:
-            found = self._differing_fields(message) or found
+        is_other = bool(here and there and here.identity != there.identity)
+        found = obstacles(here, there, self._differing_fields(message) if is_other else ())
         if here and there and not found and here.has_ranks and there.has_ranks:
             self._known[instance] = there
-            self.refused_instances.pop(instance, None)
+            self._refused.pop(instance, None)
             self._answer(instance, there)
         else:
             text = "; ".join(found) or "neither says how its ranks share a model"
@@ -102,9 +103,16 @@ class Locator(LinkListener):
             self._answer(instance, PeerRefused(f"peer {instance}: {text}"))
 
     def _note_refused(self, instance: InstanceAddress, text: str) -> None:
-        if self.refused_instances.get(instance) != text:
+        if self._refused.get(instance, ("",))[0] != text:
             logger.warning("peer %s is refused, and prompts are computed here: %s", instance, text)
-        put_newest(self.refused_instances, instance, text, MAX_REFUSED)
+        until = self._clock() + REFUSED_SECONDS
+        put_newest(self._refused, instance, (text, until), MAX_REFUSED)
+
+    def refused_instances(self) -> dict[str, str]:
+        """Return the addresses of the instances that are refused, and why. One that nobody has
+        asked for in the last REFUSED_SECONDS may be gone, and is left out."""
+        now = self._clock()
+        return {each.address: text for each, (text, until) in self._refused.items() if now < until}
 
     def _differing_fields(self, message: Location) -> list[str]:
         try:

@@ -20,6 +20,7 @@ Identity = Mapping[str, str]
 DIGEST_BYTES = 16
 MAX_PLAIN_BYTES = 1 << 18  # of a peer's fields, once they are unpacked
 MAX_NAMED = 8  # differing fields in one refusal
+MAX_SHOWN = 200  # characters of a name or a value: whoever sent them may have sent long ones
 _ABSENT = "(default)"
 
 
@@ -52,14 +53,23 @@ def unpack(packed: bytes) -> Identity:
         raise RemoteProtocolError(f"bad identity of {len(packed)} bytes: {error}") from error
 
 
-def differences(here: Identity, there: Identity) -> list[str]:
-    """Name each field that differs, with both values; beyond MAX_NAMED, how many more there are."""
+def differences(here: Identity, there: Identity, at_most: int = MAX_NAMED) -> list[str]:
+    """Name each field that differs, with both values; beyond `at_most`, how many more there are."""
     names = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
     named = [
-        f"{name}: {here.get(name, _ABSENT)!r} here, {there.get(name, _ABSENT)!r} there"
-        for name in names[:MAX_NAMED]
+        f"{_printable(name)}: {_shown(here, name)} here, {_shown(there, name)} there"
+        for name in names[:at_most]
     ]
-    return named + ([f"and {len(names) - MAX_NAMED} more"] if len(names) > MAX_NAMED else [])
+    return named + ([f"and {len(names) - at_most} more"] if len(names) > at_most else [])
+
+
+def _shown(identity: Identity, name: str) -> str:
+    return repr(identity.get(name, _ABSENT)[:MAX_SHOWN])
+
+
+def _printable(name: str) -> str:
+    """Show a name that a peer has chosen on one line."""
+    return name[:MAX_SHOWN] if name.isprintable() else repr(name[:MAX_SHOWN])
 
 
 def _plain(identity: Identity) -> bytes:

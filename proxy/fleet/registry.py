@@ -78,6 +78,7 @@ class Registry:
         instance.events = beat.events
         instance.has_prefix_cache = beat.has_prefix_cache
         instance.warning = beat.warning
+        instance.accept_differences = beat.accept_differences
         return instance, is_new
 
     def add(

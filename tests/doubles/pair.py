@@ -40,11 +40,12 @@ class Pair:
         **settings: Any,
     ) -> None:
         self._ports = PortPlan(HOST)
+        common = {"model": model, **settings}
         self.p = InstanceDouble(
-            model, prefill_role, self._ports.take(), **{**settings, **(prefill or {})}
+            role=prefill_role, kv_port=self._ports.take(), **{**common, **(prefill or {})}
         )
         self.d = InstanceDouble(
-            model, decode_role, self._ports.take(), **{**settings, **(decode or {})}
+            role=decode_role, kv_port=self._ports.take(), **{**common, **(decode or {})}
         )
         self.prefill_ids: list[str] = []
         self.decode_ids: list[str] = []
