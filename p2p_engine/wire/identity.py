@@ -21,7 +21,7 @@ DIGEST_BYTES = 16
 MAX_PLAIN_BYTES = 1 << 18  # of a peer's fields, once they are unpacked
 MAX_NAMED = 8  # differing fields in one refusal
 MAX_SHOWN = 200  # characters of a name or a value: whoever sent them may have sent long ones
-_ABSENT = "(default)"
+_ABSENT = "(default, or accepted)"
 
 
 def digest_of(identity: Identity) -> bytes:

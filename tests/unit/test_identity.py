@@ -11,6 +11,7 @@ from p2p_engine.errors import RemoteProtocolError
 from p2p_engine.wire.identity import (
     MAX_NAMED,
     MAX_PLAIN_BYTES,
+    MAX_SHOWN,
     differences,
     digest_of,
     pack,
@@ -65,8 +66,17 @@ def test_a_few_bytes_cannot_become_many() -> None:
 
 def test_a_difference_names_both_values_and_there_is_an_end() -> None:
     here, there = {"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}
-    assert differences(here, there) == ["b: '2' here, '3' there", "c: '(default)' here, '4' there"]
+    assert differences(here, there) == [
+        "b: '2' here, '3' there", "c: '(default, or accepted)' here, '4' there",
+    ]  # fmt: skip
     many = {f"{number}": "x" for number in range(100)}
     named = differences({}, many)
     assert len(named) == MAX_NAMED + 1
     assert named[-1] == f"and {100 - MAX_NAMED} more"
+    assert len(differences({}, many, 100)) == 100
+
+
+def test_what_a_peer_has_chosen_stays_short_and_on_one_line() -> None:
+    named = differences({"a\nWARNING": "x" * 9000, "b" * 9000: "\x1b[2J"}, {})
+    assert len(named) == 2
+    assert all(text.isprintable() and len(text) < 3 * MAX_SHOWN for text in named)
