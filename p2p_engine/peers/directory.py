@@ -292,7 +292,8 @@ def _of_one_family(addresses: Sequence[str]) -> list[str]:
 def _joined(texts: Sequence[str]) -> str:
     """Join warnings to what a message can carry: the longest are cut."""
     widths = [min(len(text), MAX_REASON) for text in texts]
-    while sum(widths) + 2 * len(widths) > MAX_REASON:
+    room = MAX_REASON - len("; ") * (len(texts) - 1)
+    while sum(widths) > room:
         widths[widths.index(max(widths))] -= 1
     pairs = zip(texts, widths, strict=True)
     cut = (text if len(text) <= width else f"{text[: width - 1]}…" for text, width in pairs)

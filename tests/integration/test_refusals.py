@@ -17,7 +17,7 @@ from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.cli.ports import PortPlan
 from p2p_engine.errors import ConfigError, PeerRefused
 from p2p_engine.memory.plan import obstacles
-from p2p_engine.peers import sessions
+from p2p_engine.peers import locator, sessions
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import InstanceAddress, PeerAddress
 from p2p_engine.wire.identity import digest_of, pack
@@ -137,6 +137,25 @@ def test_a_directory_says_which_fields_differ(caplog: pytest.LogCaptureFixture) 
         assert sender.stats()["refused_instances"] == {instance.address: said}
         assert_idle(sender, receiver)
     assert [each.levelname for each in caplog.records if said in each.message] == ["WARNING"]
+
+
+def test_a_refusal_that_nobody_meets_again_is_no_longer_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The instance may be gone for good. Else the log has it once, however often it is met."""
+    config, ids = settings("shm"), np.arange(2, dtype=np.int64)
+    spec = msgspec.structs.replace(HERE.spec, dtype="bfloat16")
+    with contextlib.ExitStack() as stack:
+        sender = stack.enter_context(P2pNcclEngine(config, spec=HERE.spec))
+        rank = RankAddress(0, "127.0.0.1:1", 1, spec)
+        directory = stack.enter_context(Directory(config, [rank], kv_port=0, role="D"))
+        instance = InstanceAddress(directory.address)
+        for seconds, shown in ((600.0, [instance.address]), (0.0, [])):
+            monkeypatch.setattr(locator, "REFUSED_SECONDS", seconds)
+            sent = sender.send(TransferKey(f"{seconds}"), instance, HERE.source(ids, 0, 8))
+            with pytest.raises(PeerRefused):
+                sent.wait(10)
+            assert list(sender.stats()["refused_instances"]) == shown
 
 
 def check(transfer: Any, what: str, values: list[object]) -> None:

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from p2p_engine import TransferKey
 from p2p_engine.config import EngineConfig
 from p2p_engine.connector.connector import P2pNcclConnector
+from p2p_engine.connector.refused import Refused
 from p2p_engine.connector.stats import (
     COUNTERS,
     GAUGES,
@@ -28,6 +29,7 @@ from p2p_engine.connector.stats import (
 )
 from p2p_engine.engine import P2pNcclEngine
 from p2p_engine.memory.layout import TensorSink
+from p2p_engine.wire.messages import MAX_REASON
 from tests.rigs.engines import engines
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -145,6 +147,38 @@ def test_the_workers_counters_are_found_within_others() -> None:
     assert ours_in(within) == made
     assert ours_in(None).is_empty()
     assert ours_in(KVConnectorStats(data={"bytes": 1})).is_empty()
+
+
+def test_refusals_are_told_when_they_change_and_the_newest_of_each_rank_wins() -> None:
+    reporters = [StatsReporter(0), StatsReporter(1)]
+    total = P2pConnectorStats()
+
+    def tell(rank: int, refused: dict[str, str]) -> Any:
+        made = reporters[rank].report({**snapshot(), "refused_instances": refused})
+        if made is not None:
+            total.aggregate(made)
+        return made
+
+    for rank in (0, 1):
+        made = tell(rank, {"a:1": "dtype", "b:2": "x" * 9000})
+        assert made.data["gauges"][str(rank)]["p2p_refused_instances"] == {"": 2}
+        assert made.data["refused"][str(rank)] == {"a:1": "dtype", "b:2": "x" * MAX_REASON}
+    assert tell(0, {"a:1": "dtype", "b:2": "x" * 9000}) is None
+    tell(0, {})
+    assert {rank: len(refused) for rank, refused in total.data["refused"].items()} == {
+        "0": 0, "1": 2,
+    }  # fmt: skip
+
+
+def test_those_who_are_refused_for_one_reason_are_named_together() -> None:
+    refused = Refused()
+    many = {f"h:{port}": "dtype: 'a' here, 'b' there" for port in range(1, 6)}
+    assert refused.hear({"0": many}) == (
+        "refuses h:1, h:2, h:3 and 2 more: dtype: 'a' here, 'b' there"
+    )
+    assert refused.hear({"1": {"h:9": "window"}}).endswith("there; refuses h:9: window")
+    assert refused.hear({"0": {}}) == "refuses h:9: window"
+    assert refused.hear({"1": {}}) == ""
 
 
 def test_prometheus_has_histograms_by_mode_and_transport(metrics: Any) -> None:

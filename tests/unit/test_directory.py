@@ -21,12 +21,15 @@ from p2p_engine.errors import ConfigError, PeerUnreachable
 from p2p_engine.peers.directory import HEARTBEAT_SECONDS, Directory, RankAddress
 from p2p_engine.wire.addresses import split_address
 from p2p_engine.wire.messages import (
+    MAX_ACCEPTED,
+    MAX_REASON,
     PROTOCOL_VERSION,
     Location,
     Lookup,
     Ping,
     Publisher,
     decode,
+    decode_heartbeat,
     encode,
 )
 from tests.support import eventually
@@ -47,9 +50,13 @@ class RegistrationPort:
         )[1]
         self._lost = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
-    def hear(self) -> dict[str, Any]:
+    def frame(self) -> bytes:
         assert self._router.poll(10_000), "no heartbeat"
-        beat: dict[str, Any] = msgpack.unpackb(self._router.recv_multipart()[-1])
+        frame: bytes = self._router.recv_multipart()[-1]
+        return frame
+
+    def hear(self) -> dict[str, Any]:
+        beat: dict[str, Any] = msgpack.unpackb(self.frame())
         return beat
 
     def lose(self) -> None:
@@ -118,6 +125,39 @@ def test_heartbeats_and_leave(role: str, proxy: RegistrationPort) -> None:
     while len(left) < len(role):
         beat = proxy.hear()
         left |= {beat["type"]} if beat.get("leaving") else set()
+
+
+def test_each_subject_has_its_warning_and_a_heartbeat_carries_them_all(
+    proxy: RegistrationPort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest are cut, so that the proxy can read them."""
+    monkeypatch.setattr("p2p_engine.peers.directory.HEARTBEAT_SECONDS", 0.02)
+    config = EngineConfig(proxy_ip="127.0.0.1", proxy_port=proxy.port, http_port=8000)
+    said = [
+        ("weights", "unknown", "unknown"),
+        ("peers", "p" * 9000, f"{'p' * 490}…; unknown"),
+        ("transfers", "t" * 9000, f"{'p' * 243}…; {'t' * 244}…; unknown"),
+        ("peers", "", f"{'t' * 490}…; unknown"),
+        ("transfers", "", "unknown"),
+        ("weights", "", ""),
+    ]
+    before = ""
+    with Directory(config, RANKS, kv_port=0, role="D") as directory:
+        for subject, text, expected in said:
+            directory.warn(subject, text)
+            while (told := decode_heartbeat(proxy.frame()).warning) != expected:
+                assert told == before
+            before = expected
+
+
+def test_heartbeats_say_which_differences_are_accepted(proxy: RegistrationPort) -> None:
+    names = tuple(f"{number:03} {'x' * 9000}" for number in range(MAX_ACCEPTED + 1))
+    config = EngineConfig(
+        proxy_ip="127.0.0.1", proxy_port=proxy.port, http_port=8000, accept_differences=names
+    )
+    with Directory(config, RANKS, kv_port=0, role="D"):
+        beat = decode_heartbeat(proxy.frame())
+    assert beat.accept_differences == tuple(name[:MAX_REASON] for name in names[:MAX_ACCEPTED])
 
 
 def test_every_proxy_is_told(proxy: RegistrationPort) -> None:
