@@ -20,7 +20,6 @@ from p2p_engine.errors import PeerUnreachable, RemoteProtocolError
 from p2p_engine.peers.stash_notes import Recalling, StashNotes
 from p2p_engine.wire.addresses import join_address
 from p2p_engine.wire.messages import (
-    MAX_ACCEPTED,
     MAX_REASON,
     PROTOCOL_VERSION,
     CacheSpec,
@@ -138,7 +137,7 @@ class Directory(PlaneListener):
                 dp_rank=self._server.rank,
                 events=events,
                 has_prefix_cache=has_prefix_cache,
-                accept_differences=tuple(map(shorten, config.accept_differences[:MAX_ACCEPTED])),
+                accept_differences=shorten(", ".join(config.accept_differences)),
             )
             for letter in role
         ]

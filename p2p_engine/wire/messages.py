@@ -20,7 +20,6 @@ MAX_RANKS = 1 << 10
 MAX_GROUPS = 1 << 6
 MAX_MARKS = 1 << 6  # at which a stash can be cut
 MAX_IDENTITY_BYTES = 48 << 10
-MAX_ACCEPTED = 64  # names of differences in a heartbeat
 MAX_RENEWED = 1 << 10  # contents in one RENEW; fewer if their names are long
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
@@ -563,8 +562,7 @@ class Heartbeat(msgspec.Struct, omit_defaults=True):
     # It keeps the KV of prompts it has seen, and asks for what prefill holds back of the next one.
     has_prefix_cache: bool = False
     warning: Text = ""  # what is wrong there, for the proxy's status
-    # The fields of the identity in which its peers may differ.
-    accept_differences: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_ACCEPTED)] = ()
+    accept_differences: Text = ""  # fields of the identity that its peers need not share
 
 
 _heartbeat_decoder = msgspec.msgpack.Decoder(Heartbeat)

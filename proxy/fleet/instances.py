@@ -115,7 +115,7 @@ class Instance:
     events: Publisher | None = None
     has_prefix_cache: bool = False
     warning: str = ""  # what it says is wrong with it
-    accept_differences: tuple[str, ...] = ()  # in which its peers may differ, by name
+    accept_differences: str = ""  # the fields in which its peers may differ
     # Earlier incarnations of its name, newest first. If one sends a heartbeat while this one is
     # alive, it is refused.
     replaced: tuple[Identity, ...] = ()
