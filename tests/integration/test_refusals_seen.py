@@ -38,6 +38,7 @@ class Watched:
     def of(self, instance: InstanceDouble) -> dict[str, Any]:
         """What the status shows of an instance; {} while it is not known."""
         status = self._loop.run(self._proxy.status())
+        known: dict[str, dict[str, Any]]
         known = {shown["zmq_address"]: shown for shown in status["instances"]}
         return known.get(instance.address, {})
 
@@ -57,7 +58,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     with contextlib.closing(loop):
         proxy = loop.run(running.__aenter__())
         yield Watched(loop, proxy)
-        loop.run(running.__aexit__(None, None, None))  # type: ignore[arg-type]
+        loop.run(running.__aexit__(None, None, None))
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_a_refusal_ends_when_the_peer_comes_back_alike(
     pair.d.close()
     port = int(pair.d.address.rpartition(":")[2])
     model = Path(pair.p.config.model_config.model)
-    settings = {**watched.settings, "http_port": 2, "policy": "recompute"}
+    settings: dict[str, Any] = {**watched.settings, "http_port": 2, "policy": "recompute"}
     pair.d = InstanceDouble(model, "kv_consumer", port, send_type="PUT_ASYNC", **settings)
     ask(pair)
     watched.until(pair.p, lambda shown: shown.get("warning") == "")
