@@ -72,11 +72,13 @@ def compare(answers: Mapping[str, Location | P2pError]) -> Iterator[Finding]:
 def _obstacles(here: Location, there: Location) -> list[str]:
     if here.spec is None or there.spec is None or here.spec.identity == there.spec.identity:
         return obstacles(here.spec, there.spec)
+    if not here.identity or not there.identity:
+        return obstacles(here.spec, there.spec)  # one has none, or too many for a message
     try:
-        fields = differences(unpack(here.identity), unpack(there.identity), _ALL)
+        fields = differences(unpack(here.identity), unpack(there.identity), at_most=_ALL)
     except RemoteProtocolError as error:
         fields = [str(error)]
-    return obstacles(here.spec, there.spec, fields)
+    return obstacles(here.spec, there.spec, fields=fields)
 
 
 def ask_directories(addresses: Sequence[str], key: Secrets) -> dict[str, Location | P2pError]:

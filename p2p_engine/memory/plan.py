@@ -208,7 +208,7 @@ def part_between(source: CacheSpec, target: CacheSpec) -> Part | None:
 
 
 def obstacles(
-    here: CacheSpec | None, there: CacheSpec | None, fields: Sequence[str] = ()
+    here: CacheSpec | None, there: CacheSpec | None, *, fields: Sequence[str] = ()
 ) -> list[str]:
     """Return why nothing can be mapped between two instances, with both values; empty if it can.
 

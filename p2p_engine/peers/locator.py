@@ -92,7 +92,7 @@ class Locator(LinkListener):
             return
         here, there = self._spec, message.spec
         is_other = bool(here and there and here.identity != there.identity)
-        found = obstacles(here, there, self._differing_fields(message) if is_other else ())
+        found = obstacles(here, there, fields=self._differing_fields(message) if is_other else ())
         if here and there and not found and here.has_ranks and there.has_ranks:
             self._known[instance] = there
             self._refused.pop(instance, None)
@@ -115,6 +115,8 @@ class Locator(LinkListener):
         return {each.address: text for each, (text, until) in self._refused.items() if now < until}
 
     def _differing_fields(self, message: Location) -> list[str]:
+        if not message.identity:
+            return []  # it has none, or too many for a message
         try:
             return differences(self._identity, unpack(message.identity))
         except RemoteProtocolError as error:

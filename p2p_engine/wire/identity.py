@@ -53,7 +53,7 @@ def unpack(packed: bytes) -> Identity:
         raise RemoteProtocolError(f"bad identity of {len(packed)} bytes: {error}") from error
 
 
-def differences(here: Identity, there: Identity, at_most: int = MAX_NAMED) -> list[str]:
+def differences(here: Identity, there: Identity, *, at_most: int = MAX_NAMED) -> list[str]:
     """Name each field that differs, with both values; beyond `at_most`, how many more there are."""
     names = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
     named = [

@@ -266,7 +266,7 @@ async def test_the_status_shows_what_an_instance_says_is_wrong_there() -> None:
 
             async def is_shown(said: dict[str, str] = said) -> bool:
                 [shown] = (await proxy.status())["instances"]
-                return said.items() <= shown.items()
+                return {name: shown[name] for name in said} == said
 
             await until(is_shown, f"the status says {said}")
 

@@ -77,13 +77,20 @@ def test_a_cache_that_differs_is_named_beside_the_fields(publish: Publish) -> No
     assert "dtype: '' here, 'bfloat16' there" in text
 
 
-def test_fields_that_are_none_do_not_hide_the_refusal(publish: Publish) -> None:
+@pytest.mark.parametrize(
+    ("packed", "said"),
+    [(b"noise", "bad identity of 5 bytes"), (b"", f"here, '{digest_of(OTHER).hex()}' there")],
+)
+def test_without_fields_the_refusal_is_still_named(
+    publish: Publish, packed: bytes, said: str
+) -> None:
     spec = msgspec.structs.replace(SPEC, identity=digest_of(OTHER))
-    rank = RankAddress(0, "127.0.0.1:1", 1, spec, b"noise")
+    rank = RankAddress(0, "127.0.0.1:1", 1, spec, packed)
     with Directory(EngineConfig(), [rank], kv_port=0, role="D") as directory:
         code, text = run(publish(FIELDS), directory.address)
     assert code == 1
-    assert "bad identity of 5 bytes" in text
+    assert said in text
+    assert "hf.number_00" not in text
 
 
 def test_an_instance_that_does_not_answer_is_named(

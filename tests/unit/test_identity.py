@@ -73,7 +73,7 @@ def test_a_difference_names_both_values_and_there_is_an_end() -> None:
     named = differences({}, many)
     assert len(named) == MAX_NAMED + 1
     assert named[-1] == f"and {100 - MAX_NAMED} more"
-    assert len(differences({}, many, 100)) == 100
+    assert len(differences({}, many, at_most=100)) == 100
 
 
 def test_what_a_peer_has_chosen_stays_short_and_on_one_line() -> None:
