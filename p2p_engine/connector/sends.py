@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WITHDRAW_SECONDS = 2.0  # a copy stops at its next slice; far more than that takes
-MOST_GIVEN_UP = 1 << 14  # attempts to remember, in each group
 KNOWN_TO_PEER = (TransferRejected, PeerError, EngineClosed)
 
 
@@ -87,7 +86,6 @@ class _SendInProgress:
     chunks: list[_Chunk] = field(default_factory=list)
     kept_back: _KeptBack | None = None  # these, as soon as they are held
     withdrawn: Transfer | None = None  # the same, when they were pushed after all
-    has_begun: bool = False  # on some rank, in some group, a part may have left
     failed: bool = False
 
     @property
@@ -134,14 +132,6 @@ class _Due:
 
 
 @dataclass(frozen=True)
-class _GivenUp:
-    """A content that was given up when it had begun: a part may lie at its peer, `until` then."""
-
-    until: float
-    num_resets: int  # of vLLM's caches, before
-
-
-@dataclass(frozen=True)
 class _Waiting:
     """A step whose blocks found no room in the host buffer. It fails at its deadline, or, while its
     peer renews it, at the latest end."""
@@ -175,8 +165,6 @@ class Sends:
         # What was pushed, and until when it lies at its peer, where nobody may have asked for it.
         self._arrived: dict[ContentKey, float] = {}  # oldest first
         self._refusal = ""  # why nothing is sent any more
-        self._num_resets = 0
-        self._given_up: dict[ContentKey, _GivenUp] = {}  # oldest first
 
     def withdraw(self, request_ids: Iterable[str]) -> None:
         """Withdraw chunks that have not left: vLLM is about to overwrite these requests' blocks."""
@@ -203,8 +191,6 @@ class Sends:
         for step in steps:
             party = step.party
             sending = self._sendings.get(party.request_id) or self._begin(party)
-            is_last = step.num_computed_tokens == party.num_tokens
-            sending.has_begun |= is_last or party.send_type is not SendMode.GET
             if not self._is_usable(sending):
                 continue
             if not self._waiting and self._start(sending, step):
@@ -230,13 +216,6 @@ class Sends:
     def refuse_all(self, reason: str) -> None:
         """Give up every request that has not finished, and every later one."""
         self._refusal = reason
-        for sending in self._sendings.values():
-            if self._is_usable(sending):
-                self._fail(sending, reason)
-
-    def give_up_begun(self, reason: str) -> None:
-        """Give up every request of which something was computed, or has been sent."""
-        self.give_up_outdated(reason)
         for sending in self._sendings.values():
             if self._is_usable(sending):
                 self._fail(sending, reason)
@@ -269,17 +248,11 @@ class Sends:
             if item.is_held:
                 self._held[party.request_id] = sending
 
-    def give_up_outdated(self, reason: str) -> None:
-        """Give up all sends of finished requests, and of those that have begun to leave: what these
-        compute from now on must not be joined to what has left, on another rank perhaps."""
+    def give_up(self, reason: str) -> None:
+        """Give up every request of which something was computed before this step."""
         self._arrived.clear()
-        begun = [sending for sending in self._sendings.values() if sending.has_begun]
-        for sending in [*self._held.values(), *self._trailing, *begun]:
+        for sending in [*self._held.values(), *self._trailing, *self._sendings.values()]:
             self._give_up(sending, reason)
-        self._num_resets += 1
-        for sending in self._sendings.values():
-            if not sending.failed:  # it has not begun; an earlier attempt may have
-                self._refuse_outdated(sending)
 
     def spill(self, request_ids: Iterable[str]) -> None:
         """Have held requests copied into the engine's memory, as soon as there is room, and push
@@ -348,19 +321,7 @@ class Sends:
         sending = self._sendings[party.request_id] = self._new(party)
         if self._refusal:
             self._fail(sending, self._refusal)
-        else:
-            self._refuse_outdated(sending)
         return sending
-
-    def _refuse_outdated(self, sending: _SendInProgress) -> None:
-        """Fail what must not be joined to a part of an earlier attempt, from before a reset."""
-        earlier = self._given_up.get(sending.party.content)
-        if (
-            earlier is not None
-            and earlier.num_resets < self._num_resets
-            and time.monotonic() < earlier.until
-        ):
-            self._fail(sending, "an earlier attempt left in part before vLLM reset its caches")
 
     def _new(self, party: Party) -> _SendInProgress:
         num_kept_back = 0 if self._staging.is_copy else party.held_tokens // self._group.block_size
@@ -540,12 +501,6 @@ class Sends:
         request, the peer is only told which attempt has ended."""
         party, error = sending.party, sending.error
         has_told, sending.failed = sending.failed, True
-        if sending.has_begun and not has_told:
-            until = time.monotonic() + self._engine.config.max_renewal_seconds
-            self._given_up.pop(party.content, None)
-            self._given_up[party.content] = _GivenUp(until, self._num_resets)
-            if len(self._given_up) > MOST_GIVEN_UP:
-                del self._given_up[next(iter(self._given_up))]
         self._forget_plans(sending)
         for chunk in sending.chunks:
             if not chunk.transfer.done:

@@ -90,7 +90,7 @@ def hear_of_weights() -> None:
 
     set_weight_version.tells_connectors = True  # type: ignore[attr-defined]
     EngineCore.set_weight_version = set_weight_version  # type: ignore[method-assign]
-    EngineCore.collective_rpc = collective_rpc  # type: ignore[method-assign]
+    EngineCore.collective_rpc = collective_rpc  # type: ignore[method-assign, assignment]
 
 
 def _connectors_of(core: Any) -> Iterator[Any]:

@@ -101,6 +101,7 @@ class WorkerHalf:
         self._number = metadata.number
         if metadata.weights != self._weights:
             self._use_weights(metadata.weights)
+        reason = f"vLLM has reset its caches; weights: {self._weights}"
         if metadata.is_reset:
             self.engine.drop_landed()
         for loads in self._loads:
@@ -108,24 +109,21 @@ class WorkerHalf:
         for sends in self._sends:
             sends.end(metadata.ended_sends)  # before this step: its id may be a new request's now
             if metadata.is_reset:
-                sends.give_up_outdated("vLLM has reset its caches")
+                sends.give_up(reason)
             sends.start_step(metadata.sends)
             sends.spill(metadata.spills)
         for stashing in self._stashing:
             stashing.start(metadata.stashes)  # first: they finished before the reset
             if metadata.is_reset:
-                stashing.give_up("vLLM has reset its caches")
+                stashing.give_up(reason)
         self.layers.open()
 
     def _use_weights(self, name: str) -> None:
-        """Refuse KV of other weights from now on, and end what has begun with those before."""
+        """Refuse KV of other weights from now on, and load nothing of those before. A reset, which
+        comes with each change, ends what was to be sent."""
         self.engine.use_weights(name)
-        if self._weights:
-            reason = f"the weights have changed: {name}, before: {self._weights}"
-            for loads in self._loads:
-                loads.give_up(reason)
-            for sends in self._sends:
-                sends.give_up_begun(reason)
+        for loads in self._loads:
+            loads.give_up(f"weights: {name} here now, {self._weights} before")
         self._weights = name
 
     def start_loads(self, metadata: StepOrders) -> None:

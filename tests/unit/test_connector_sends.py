@@ -40,6 +40,6 @@ def test_what_was_kept_back_and_given_up_is_not_pushed_later() -> None:
     sends.end([EndedSend(party, None, True)])
     engine.hold.assert_called_once()
     engine.send.reset_mock()
-    sends.give_up_outdated("vLLM has reset its caches")
+    sends.give_up("vLLM has reset its caches")
     sends.spill(["r"])
     engine.send.assert_not_called()
