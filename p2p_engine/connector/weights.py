@@ -89,7 +89,7 @@ def hear_of_weights() -> None:
                     connector.reset_cache()
 
     set_weight_version.tells_connectors = True  # type: ignore[attr-defined]
-    EngineCore.set_weight_version = set_weight_version  # type: ignore[method-assign]
+    EngineCore.set_weight_version = set_weight_version  # type: ignore[method-assign, assignment]
     EngineCore.collective_rpc = collective_rpc  # type: ignore[method-assign, assignment]
 
 
