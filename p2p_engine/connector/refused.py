@@ -1,4 +1,4 @@
-"""Refused: which instances the ranks of this one refuse, and why, as one text for an operator."""
+"""RefusedPeers: which instances this one's ranks refuse, and why, as one text for an operator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 MAX_ADDRESSES = 3  # that are named of one reason
 
 
-class Refused:
+class RefusedPeers:
     """What each rank has told last."""
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ from p2p_engine.connector.metadata import P2pConnectorMetadata
 from p2p_engine.connector.orders import BlockRange, EndedSend, Int64s, Load, Party, SendStep
 from p2p_engine.connector.pins import Pins
 from p2p_engine.connector.pressure import Pressure
-from p2p_engine.connector.refused import Refused
+from p2p_engine.connector.refused import RefusedPeers
 from p2p_engine.connector.states import (
     check_prefill,
     end_before_last_token,
@@ -142,7 +142,7 @@ class SchedulerHalf:
         self._pins = Pins()
         self._turns = EarlierTurns(weights, groups, stash_seconds)
         self.untransferred = Untransferred(instance.role)
-        self._refused = Refused()
+        self._refused = RefusedPeers()
         self._directory: Directory | None = None
 
     def bind_pool(self, pool: BlockPool) -> None:

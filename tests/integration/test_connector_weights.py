@@ -20,7 +20,7 @@ LEASE_SECONDS = 30.0  # long: what ends at once does not end by it
 
 
 @dataclass
-class Fleet:
+class NamedPair:
     """A pair whose instances are told of weights by their side's letter."""
 
     pair: Pair
@@ -55,13 +55,13 @@ class Fleet:
         return num_computed == 1
 
 
-MakeFleet = Callable[..., Fleet]
+MakeNamedPair = Callable[..., NamedPair]
 
 
 @pytest.fixture
-def make_fleet(make_pair: MakePair) -> MakeFleet:
-    def make(send_type: str = "PUT_ASYNC", **settings: object) -> Fleet:
-        return Fleet(
+def make_fleet(make_pair: MakePair) -> MakeNamedPair:
+    def make(send_type: str = "PUT_ASYNC", **settings: object) -> NamedPair:
+        return NamedPair(
             make_pair(
                 send_type=send_type, policy="recompute", lease_seconds=LEASE_SECONDS, **settings
             )
@@ -70,76 +70,76 @@ def make_fleet(make_pair: MakePair) -> MakeFleet:
     return make
 
 
-def nothing(fleet: Fleet) -> None:
+def nothing(fleet: NamedPair) -> None:
     """Leave all as it was started."""
 
 
-def label_both(fleet: Fleet) -> None:
+def label_both(fleet: NamedPair) -> None:
     fleet.label("pd", "step-41")
 
 
-def label_prefill(fleet: Fleet) -> None:
+def label_prefill(fleet: NamedPair) -> None:
     fleet.label("p", "step-41")
 
 
-def label_decode(fleet: Fleet) -> None:
+def label_decode(fleet: NamedPair) -> None:
     fleet.label("d", "step-41")
 
 
-def label_both_otherwise(fleet: Fleet) -> None:
+def label_both_otherwise(fleet: NamedPair) -> None:
     fleet.label("p", "step-41")
     fleet.label("d", "step-42")
 
 
-def label_both_by_long_names(fleet: Fleet) -> None:
+def label_both_by_long_names(fleet: NamedPair) -> None:
     fleet.label("p", "a very long name that a trainer gives to its weights: step-41")
     fleet.label("d", "a very long name that a trainer gives to its weights: step-42")
 
 
-def label_and_take_the_label_back(fleet: Fleet) -> None:
+def label_and_take_the_label_back(fleet: NamedPair) -> None:
     fleet.label("pd", "step-41")
     fleet.label("p", "default")
     fleet.label("d", "default")
 
 
-def reset_prefill(fleet: Fleet) -> None:
+def reset_prefill(fleet: NamedPair) -> None:
     fleet.reset("p")
 
 
-def reset_decode(fleet: Fleet) -> None:
+def reset_decode(fleet: NamedPair) -> None:
     fleet.reset("d")
 
 
-def reset_both(fleet: Fleet) -> None:
+def reset_both(fleet: NamedPair) -> None:
     fleet.reset("pd")
 
 
-def reset_both_and_tell(fleet: Fleet) -> None:
+def reset_both_and_tell(fleet: NamedPair) -> None:
     fleet.reset("pd", tells=True)
 
 
-def reset_then_label(fleet: Fleet) -> None:
+def reset_then_label(fleet: NamedPair) -> None:
     fleet.reset("pd")
     fleet.label("pd", "step-41")
 
 
-def reset_and_tell_then_label(fleet: Fleet) -> None:
+def reset_and_tell_then_label(fleet: NamedPair) -> None:
     fleet.reset("pd", tells=True)
     fleet.label("pd", "step-41")
 
 
-def label_then_reset(fleet: Fleet) -> None:
+def label_then_reset(fleet: NamedPair) -> None:
     fleet.label("pd", "step-41")
     fleet.reset("pd")
 
 
-def label_with_the_same_name_behind_a_reset(fleet: Fleet) -> None:
+def label_with_the_same_name_behind_a_reset(fleet: NamedPair) -> None:
     fleet.label("pd", "step-41")
     fleet.reset("pd")
     fleet.label("pd", "step-41")
 
 
-def name_the_checkpoint_behind_a_reset(fleet: Fleet) -> None:
+def name_the_checkpoint_behind_a_reset(fleet: NamedPair) -> None:
     fleet.reset("pd")
     fleet.label("pd", "default")
 
@@ -167,7 +167,7 @@ def name_the_checkpoint_behind_a_reset(fleet: Fleet) -> None:
     ],
 )
 def test_kv_moves_while_the_names_are_equal(
-    make_fleet: MakeFleet, change: Callable[[Fleet], None], moves: bool, send_type: str
+    make_fleet: MakeNamedPair, change: Callable[[NamedPair], None], moves: bool, send_type: str
 ) -> None:
     """After each change, too, and again when both have one label."""
     fleet = make_fleet(send_type)
@@ -180,7 +180,7 @@ def test_kv_moves_while_the_names_are_equal(
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_a_reset_keeps_the_weights_where_an_operator_says_so(
-    make_fleet: MakeFleet, tells: bool
+    make_fleet: MakeNamedPair, tells: bool
 ) -> None:
     fleet = make_fleet(reset_keeps_weights=True)
     assert fleet.moves(0)

@@ -26,7 +26,7 @@ ABSENT = "(default, or accepted)"
 WIDE = {"rms_norm_eps": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
 
 
-class Watched:
+class SeenPair:
     """A proxy, and what its status says of each instance."""
 
     def __init__(self, loop: LoopThread, proxy: RunningProxy) -> None:
@@ -52,12 +52,12 @@ class Watched:
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[SeenPair]:
     monkeypatch.setattr(directory, "HEARTBEAT_SECONDS", 0.05)
     loop, running = LoopThread(), running_proxy()
     with contextlib.closing(loop):
         proxy = loop.run(running.__aenter__())
-        yield Watched(loop, proxy)
+        yield SeenPair(loop, proxy)
         loop.run(running.__aexit__(None, None, None))
 
 
@@ -67,7 +67,7 @@ def other_model(tmp_path: Path) -> Path:
     return write_model_config(tmp_path, **WIDE)
 
 
-def make_watched(make_pair: MakePair, watched: Watched, decode: Any = (), **settings: Any) -> Pair:
+def make_watched(make_pair: MakePair, watched: SeenPair, decode: Any = (), **settings: Any) -> Pair:
     """A pair whose instances register; decode computes what does not come."""
     common = {**watched.settings, "policy": "recompute", **settings}
     return make_pair({"http_port": 1}, {"http_port": 2, **dict(decode)}, **common)
@@ -81,7 +81,7 @@ def ask(pair: Pair) -> None:
 
 @pytest.mark.parametrize("send_type", SEND_TYPES)
 def test_the_status_names_who_is_refused_and_each_field(
-    make_pair: MakePair, watched: Watched, other_model: Path, send_type: str
+    make_pair: MakePair, watched: SeenPair, other_model: Path, send_type: str
 ) -> None:
     other = {"model": other_model}
     # With GET, prefill does not hear of the refusal, and holds the KV until its lease ends.
@@ -100,7 +100,7 @@ def test_the_status_names_who_is_refused_and_each_field(
 
 
 def test_a_refusal_ends_when_the_peer_comes_back_alike(
-    make_pair: MakePair, watched: Watched, other_model: Path
+    make_pair: MakePair, watched: SeenPair, other_model: Path
 ) -> None:
     pair = make_watched(make_pair, watched, {"model": other_model}, send_type="PUT_ASYNC")
     ask(pair)
@@ -115,7 +115,7 @@ def test_a_refusal_ends_when_the_peer_comes_back_alike(
 
 
 def test_accepted_differences_are_in_the_status_and_in_the_line_of_the_start(
-    make_pair: MakePair, watched: Watched, other_model: Path, caplog: pytest.LogCaptureFixture
+    make_pair: MakePair, watched: SeenPair, other_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("vllm", "p2p_engine"):  # ours follows vLLM's
         caplog.set_level(logging.INFO, logger=name)
@@ -135,7 +135,7 @@ def test_accepted_differences_are_in_the_status_and_in_the_line_of_the_start(
 
 
 def test_unknown_weights_are_in_the_status_until_they_are_named(
-    make_pair: MakePair, watched: Watched
+    make_pair: MakePair, watched: SeenPair
 ) -> None:
     pair = make_watched(make_pair, watched)
     watched.until(pair.d, lambda shown: shown.get("warning") == "")

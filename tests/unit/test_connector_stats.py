@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from p2p_engine import TransferKey
 from p2p_engine.config import EngineConfig
 from p2p_engine.connector.connector import P2pNcclConnector
-from p2p_engine.connector.refused import Refused
+from p2p_engine.connector.refused import RefusedPeers
 from p2p_engine.connector.stats import (
     COUNTERS,
     GAUGES,
@@ -171,7 +171,7 @@ def test_refusals_are_told_when_they_change_and_the_newest_of_each_rank_wins() -
 
 
 def test_those_who_are_refused_for_one_reason_are_named_together() -> None:
-    refused = Refused()
+    refused = RefusedPeers()
     many = {f"h:{port}": "dtype: 'a' here, 'b' there" for port in range(1, 6)}
     assert refused.hear({"0": many}) == (
         "refuses h:1, h:2, h:3 and 2 more: dtype: 'a' here, 'b' there"

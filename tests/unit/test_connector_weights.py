@@ -52,7 +52,7 @@ def own_core(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_core(connector: object) -> Any:
     core = EngineCore.__new__(EngineCore)
     core.scheduler = SimpleNamespace(get_kv_connector=lambda: connector)  # type: ignore[assignment]
-    core.model_executor = Executor()  # type: ignore[assignment]
+    core.model_executor = Executor()
     return core
 
 
