@@ -35,7 +35,7 @@ _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredTensor:
     """A tensor of a checkpoint. `read(offset, nbytes)` returns bytes of its contiguous form."""
 
     name: str
@@ -65,18 +65,42 @@ def name_of_checkpoint(vllm_config: VllmConfig) -> str:
         return f"named-{hashlib.blake2b(named.encode(), digest_size=8).hexdigest()}"
 
 
-@functools.lru_cache(maxsize=1024)
 def name_of_adapter(path: str, number: int) -> str:
-    """Return a name for a LoRA adapter's weights and settings, as they are when vLLM first names
-    the adapter by this number; its path, if its files are not here."""
-    folder = Path(path)
+    """Return a name for a LoRA adapter's weights and settings, as they were when vLLM first named
+    the adapter by this number; its path, if its files are not here.
+
+    Reads the files' times, and the first time as much as of a checkpoint.
+    """
+    return _adapter(path, number)[1]
+
+
+def has_changed(path: str, number: int) -> bool:
+    """Whether an adapter's files are others than when vLLM first named it by this number. vLLM may
+    have loaded them again since, or may not: its workers forget the adapters used least."""
+    return _stamps(path) != _adapter(path, number)[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _adapter(path: str, number: int) -> tuple[tuple[object, ...], str]:
+    stamps = _stamps(path)
     try:
+        folder = _folder_of(path, None)
         settings = json.loads((folder / "adapter_config.json").read_text())
         settings.pop("base_model_name_or_path", None)
         told = f"{fingerprint(folder)} {json.dumps(settings, sort_keys=True)}"
     except (OSError, ValueError, AttributeError, RuntimeError, struct.error):
-        return path
-    return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+        return stamps, path
+    return stamps, hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+
+
+def _stamps(path: str) -> tuple[object, ...]:
+    """Return what changes when a file of a folder is written or replaced."""
+    try:
+        files = sorted(Path(path).iterdir())
+        found = [(file.name, file.stat()) for file in files]
+    except OSError:
+        return ()
+    return tuple((name, told.st_size, told.st_mtime_ns, told.st_ino) for name, told in found)
 
 
 def fingerprint(folder: Path, load_format: str = "auto") -> str:
@@ -119,7 +143,7 @@ def _files_in(folder: Path, load_format: str) -> list[Path]:
     return files or sorted(folder.glob("*.gguf"))
 
 
-def _pieces_of(file: Path) -> Iterator[Piece]:
+def _pieces_of(file: Path) -> Iterator[StoredTensor]:
     if file.suffix == ".safetensors":
         yield from _of_safetensors(file)
     elif file.suffix == ".gguf":
@@ -128,7 +152,7 @@ def _pieces_of(file: Path) -> Iterator[Piece]:
         yield from _of_pickle(file)
 
 
-def _of_safetensors(file: Path) -> Iterator[Piece]:
+def _of_safetensors(file: Path) -> Iterator[StoredTensor]:
     """Read the header: its length in 8 bytes, then JSON with each tensor's place."""
     with file.open("rb") as opened:
         [length] = struct.unpack("<Q", opened.read(8))
@@ -139,7 +163,7 @@ def _of_safetensors(file: Path) -> Iterator[Piece]:
     header.pop("__metadata__", None)
     for name, told in header.items():
         begin, end = (8 + length + offset for offset in told["data_offsets"])
-        yield Piece(
+        yield StoredTensor(
             name,
             f"{_DTYPES.get(told['dtype'], told['dtype'])} {tuple(told['shape'])}",
             end - begin,
@@ -147,13 +171,13 @@ def _of_safetensors(file: Path) -> Iterator[Piece]:
         )
 
 
-def _of_pickle(file: Path) -> Iterator[Piece]:
+def _of_pickle(file: Path) -> Iterator[StoredTensor]:
     loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     tensors = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else {}
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor):
             data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-            yield Piece(
+            yield StoredTensor(
                 name,
                 f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}",
                 data.nbytes,
@@ -161,18 +185,18 @@ def _of_pickle(file: Path) -> Iterator[Piece]:
             )
 
 
-def _whole(file: Path) -> Piece:
+def _whole(file: Path) -> StoredTensor:
     """A file of which we do not read the format."""
     with file.open("rb") as opened:
         memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    return Piece(file.name, file.suffix, len(memory), partial(_slice, memory, 0))
+    return StoredTensor(file.name, file.suffix, len(memory), partial(_slice, memory, 0))
 
 
 def _slice(memory: mmap.mmap | memoryview, begin: int, offset: int, nbytes: int) -> bytes:
     return bytes(memory[begin + offset : begin + offset + nbytes])
 
 
-def _sample(piece: Piece, nbytes: int) -> bytes:
+def _sample(piece: StoredTensor, nbytes: int) -> bytes:
     """Return a digest of a tensor's name, kind and some of its bytes."""
     told = f"{piece.name} {piece.kind} {piece.nbytes}".encode()
     places = hashlib.blake2b(told, digest_size=8 * NUM_PLACES).digest()

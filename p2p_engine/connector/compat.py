@@ -21,6 +21,8 @@ DELTA_NETS = (0, 32)
 # 0.30 added failures by request; 0.29 reports invalid blocks only.
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 HAS_FAILED_REQUESTS = TransferResults is not None
+# 0.33 tells a worker's connector before its caches lose their memory, and when they have it again.
+TELLS_OF_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
 
 
 def check_version() -> bool:

@@ -179,11 +179,6 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return False: registered memory must not move."""
-        return False
-
-    @classmethod
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
@@ -286,10 +281,15 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         """Call the weights by this name, which vLLM's engine core was given (weights.py)."""
         self._planner.weights_labelled(label)
 
+    def weights_discarded(self) -> None:
+        """Forget the weights' name at the next reset: vLLM throws them away then (weights.py)."""
+        self._planner.weights_discarded()
+
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Open the instance's directory, and let peers find the ranks of all stages.
+        """Open the instance's directory, and let peers find the ranks of all stages. A wake-up from
+        sleep calls this again, and changes nothing: address and memory are what they were.
 
         Raises:
             ConfigError: the port is taken.
@@ -380,6 +380,21 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
             linger_seconds=LINGER_SECONDS if is_alone else 0.0,
         )
         self._reporter = StatsReporter(rank)
+
+    def unregister_kv_caches(self) -> None:
+        """End all transfers: the caches are about to lose their memory (since 0.33). Blocks, for
+        some seconds at most.
+
+        Raises:
+            TransferTimeout: a copy does not stop; vLLM leaves the memory, then.
+        """
+        if self._worker is not None:
+            self._worker.fall_asleep()
+
+    def restore_kv_caches(self) -> None:
+        """Take part again: the caches have their memory back, where it was (since 0.33)."""
+        if self._worker is not None:
+            self._worker.wake_up()
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
         """Use this operation to copy device blocks to and from host buffers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -194,6 +194,12 @@ class Loads:
             except P2pError as error:
                 logger.info("not discarded: request=%s error=%s", party.request_id, named(error))
 
+    def open_transfers(self) -> Iterator[Transfer]:
+        """Yield what may be written to vLLM's blocks."""
+        for loading in self._loading.values():
+            if loading.transfer is not None:
+                yield loading.transfer
+
     @property
     def is_awaited(self) -> bool:
         """Whether vLLM waits for a report from here."""
@@ -203,7 +209,9 @@ class Loads:
         """Return the loads that ended, each exactly once."""
         results = LoadResults()
         ended = [loading for loading in self._loading.values() if loading.has_ended]
-        self._bring_over([loading for loading in ended if not loading.is_cancelled])
+        # What was given up, or never began, is of no use; asleep, the blocks have no memory.
+        usable = [item for item in ended if not item.is_cancelled and item.failure is None]
+        self._bring_over(usable)
         for loading in ended:
             request_id = loading.party.request_id
             note_stage(loading.party.key, "reported")

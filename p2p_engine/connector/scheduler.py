@@ -19,6 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from p2p_engine.config import SendMode
 from p2p_engine.connector.binding import binding_of
+from p2p_engine.connector.checkpoint import has_changed, name_of_adapter
 from p2p_engine.connector.earlier_turns import EarlierTurns
 from p2p_engine.connector.intent import (
     HELD_TOKENS,
@@ -131,6 +132,7 @@ class SchedulerHalf:
         self._sending: dict[str, _Sending] = {}
         self._sent: Counter[ContentKey] = Counter()  # by how many of them
         self._loading: dict[str, _Loading] = {}
+        self._adapters: dict[tuple[str, str], str] = {}  # which files vLLM's cache knows by a path
         self._wanted = Wanted()
         self._next = P2pConnectorMetadata()
         # Requests that want blocks, and how many: in this step; and behind a load that is over.
@@ -175,16 +177,23 @@ class SchedulerHalf:
         if params is not None and not isinstance(params, dict):
             # vLLM itself treats it as a map from here on, and would crash.
             request.kv_transfer_params = None
+        intent, is_mixed = None, self._is_mixed(request)
         try:
             intent = read_intent(request_id, params, self._instance)
             if intent is None:
                 self.untransferred.leave_alone(params)
                 return
             self._refuse_unsupported(request)
+            if is_mixed:
+                text = "vLLM may still have KV of what the adapter was, from the same path"
+                raise InvalidParams(text, Reason.UNSUPPORTED)
             if self._has_state and intent.direction is Direction.SEND:
                 check_prefill(request)
         except InvalidParams as error:
             self.untransferred.refuse(request_id, error.reason, named(error))
+            if intent is not None and intent.direction is Direction.SEND:  # its peer need not wait
+                party = self._party(request, intent)
+                self._next.ended_sends.append(EndedSend(party, named(error), is_held=False))
             return
         party = self._party(request, intent)
         note_stage(party.key, f"request to {intent.direction.value} arrives")
@@ -198,6 +207,15 @@ class SchedulerHalf:
             if self._has_state:
                 end_before_last_token(request)
             self._turns.recall(request, intent.earlier)
+
+    def _is_mixed(self, request: Request) -> bool:
+        """Note which files a request's adapter has. Returns whether vLLM's prefix cache, which
+        knows an adapter by name and path, may have KV of other files there."""
+        adapter = request.lora_request
+        if adapter is None:
+            return False
+        name = name_of_adapter(adapter.lora_path, adapter.lora_int_id)
+        return self._adapters.setdefault((adapter.lora_name, adapter.lora_path), name) != name
 
     def _party(self, request: Request, intent: Intent) -> Party:
         """Return the request's part in the transfer. If prefill has answered that its prompt was
@@ -504,7 +522,10 @@ class SchedulerHalf:
 
     def reset_cache(self) -> None:
         """Make the workers drop landed KV that no request has claimed, and held KV."""
+        if self._pool is not None:  # it need not be found
+            self._cached_blocks = self._pool.cached_block_hash_to_block
         self._next.is_reset = True
+        self._adapters.clear()
         self._turns.reset()
         if self._weights.reset():
             self._rename()
@@ -516,6 +537,10 @@ class SchedulerHalf:
             self._next.is_reset = True
             self._turns.reset()
             self._rename()
+
+    def weights_discarded(self) -> None:
+        """Forget the weights' name at the next reset, whatever the setting says."""
+        self._weights.discard()
 
     def _rename(self) -> None:
         """Bind to the weights' new name what has not begun: it will be computed with these weights.
@@ -549,7 +574,6 @@ class SchedulerHalf:
         anything else can be computed."""
         if self._pool is None or self._pool.cached_block_hash_to_block is self._cached_blocks:
             return
-        self._cached_blocks = self._pool.cached_block_hash_to_block
         self.reset_cache()
 
     def _num_loaded(self, num_prompt_tokens: int) -> int:
@@ -578,6 +602,9 @@ class SchedulerHalf:
         adapter = request.lora_request
         if adapter is not None and adapter.load_inplace:
             text = f"the adapter {adapter.lora_name!r} was loaded in place of another one"
+            raise InvalidParams(text, Reason.UNSUPPORTED)
+        if adapter is not None and has_changed(adapter.lora_path, adapter.lora_int_id):
+            text = f"the files of the adapter {adapter.lora_name!r} are not those that were loaded"
             raise InvalidParams(text, Reason.UNSUPPORTED)
         if request.pooling_params is not None or request.prompt_token_ids is None:
             raise InvalidParams("only prompts of tokens are transferred", Reason.UNSUPPORTED)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -288,6 +288,13 @@ class Sends:
             self._fail(sending, str(error))
         else:
             sending.chunks.insert(0, _Chunk(kept_back.end_block, transfer))
+
+    def open_transfers(self) -> Iterator[Transfer]:
+        """Yield what may be read from vLLM's blocks."""
+        for sending in [*self._sendings.values(), *self._held.values(), *self._trailing]:
+            yield from (chunk.transfer for chunk in sending.all_chunks)
+            if sending.withdrawn is not None:
+                yield sending.withdrawn
 
     @property
     def is_awaited(self) -> bool:

@@ -60,6 +60,10 @@ class Stashing:
             if transfer is not None:
                 transfer.cancel(reason)
 
+    def open_transfers(self) -> list[Transfer]:
+        """Return what may be read from vLLM's blocks."""
+        return [transfer for transfer in self._copying.values() if transfer is not None]
+
     @property
     def is_awaited(self) -> bool:
         """Whether vLLM waits for a report from here."""

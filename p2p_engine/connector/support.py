@@ -42,8 +42,15 @@ def check_supported(vllm_config: VllmConfig) -> None:
             "enable_fault_tolerance is not supported: vLLM goes on after a step whose orders and "
             "reports are lost, with blocks that were never computed in its prefix cache"
         )
-    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
-        raise ConfigError("enable_sleep_mode is not supported")
+    model = vllm_config.model_config
+    if getattr(model, "enable_sleep_mode", False):
+        if not compat.TELLS_OF_SLEEP:
+            raise ConfigError(
+                "enable_sleep_mode needs vLLM 0.33 or newer: this one takes memory from under "
+                "transfers without a word"
+            )
+        if (backend := getattr(model, "sleep_mode_backend", "cumem")) != "cumem":
+            raise ConfigError(f"sleep_mode_backend={backend} is not supported; allowed: cumem")
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     if transfer.kv_role != "kv_producer" and compat.returns_routed_experts(vllm_config):

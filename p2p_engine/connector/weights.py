@@ -18,6 +18,7 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
+from p2p_engine.connector.checkpoint import name_of_adapter
 from p2p_engine.wire.bindings import short_name
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Weights:
         self._checkpoint = self.name = short_name(checkpoint)
         self._reset_keeps_weights = reset_keeps_weights
         self.is_known = True
+        self._are_discarded = False
 
     def label(self, label: str) -> bool:
         """Take a label of vLLM's; returns whether the name has changed."""
@@ -53,23 +55,31 @@ class Weights:
 
     def reset(self) -> bool:
         """Note that vLLM has reset its caches; returns whether the name has changed."""
-        if self._reset_keeps_weights:
+        if self._reset_keeps_weights and not self._are_discarded:
             return False
+        self._are_discarded = False
         self.name, self.is_known = f"unknown-{secrets.token_hex(8)}", False
         return True
 
+    def discard(self) -> None:
+        """Note that vLLM throws its weights away, after its next reset."""
+        self._are_discarded = True
+
 
 def hear_of_weights() -> None:
-    """Have each engine core of this process tell its connectors of vLLM's weight version, by their
-    method `weights_labelled`, and of a worker's method that may have changed the weights, by
-    `reset_cache`.
+    """Have each engine core of this process tell its connectors what becomes of the weights:
+    vLLM's weight version (`weights_labelled`), a method of the workers that may have changed them
+    (`reset_cache`), and a sleep that throws them away (`weights_discarded`). An adapter is named
+    when vLLM loads it, not when it is first asked for.
 
-    vLLM has no hook for either. Trainers change weights by methods of any name, so each counts that
+    vLLM has no hooks for it. Trainers change weights by methods of any name, so each counts that
     is not known to leave them alone. Idempotent.
     """
     from vllm.v1.engine.core import EngineCore
 
-    set_version, call_workers = EngineCore.set_weight_version, EngineCore.collective_rpc
+    cores: Any = EngineCore
+    set_version, call_workers = cores.set_weight_version, cores.collective_rpc
+    fall_asleep, load_adapter = cores.sleep, cores.add_lora
     if getattr(set_version, "tells_connectors", False):
         return
 
@@ -88,9 +98,20 @@ def hear_of_weights() -> None:
                 for connector in _connectors_of(core):
                     connector.reset_cache()
 
+    @functools.wraps(fall_asleep)
+    def sleep(core: Any, level: int = 1, mode: Any = "abort") -> Any:
+        for connector in _connectors_of(core) if level > 1 else ():
+            connector.weights_discarded()
+        return fall_asleep(core, level, mode)
+
+    @functools.wraps(load_adapter)
+    def add_lora(core: Any, lora_request: Any) -> Any:
+        name_of_adapter(lora_request.lora_path, lora_request.lora_int_id)
+        return load_adapter(core, lora_request)
+
     set_weight_version.tells_connectors = True  # type: ignore[attr-defined]
-    EngineCore.set_weight_version = set_weight_version  # type: ignore[method-assign, assignment]
-    EngineCore.collective_rpc = collective_rpc  # type: ignore[method-assign, assignment]
+    cores.set_weight_version, cores.collective_rpc = set_weight_version, collective_rpc
+    cores.sleep, cores.add_lora = sleep, add_lora
 
 
 def _connectors_of(core: Any) -> Iterator[Any]:

@@ -6,6 +6,7 @@ request's blocks.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from p2p_engine.connector.loads import Loads
 from p2p_engine.connector.orders import StepOrders
 from p2p_engine.connector.sends import Sends
 from p2p_engine.connector.stashing import Stashing
+from p2p_engine.errors import TransferTimeout
 from p2p_engine.peers.directory import RankAddress
 from p2p_engine.wire.identity import pack
 
@@ -23,6 +25,8 @@ from p2p_engine.wire.identity import pack
 # other while KV is awaited or held, and its worker spins in between, which takes the core of the
 # thread that moves KV. A new request waits for the end of such a step.
 LINGER_SECONDS = 0.002
+STOP_SECONDS = 5.0  # until memory must be free; a copy stops at its next slice
+ASLEEP = "none (asleep)"  # stands for the weights' name: contents of all others are refused
 
 if TYPE_CHECKING:
     from p2p_engine.connector.layer_group import GroupCache
@@ -77,6 +81,7 @@ class WorkerHalf:
         self._number = 0  # of the step that runs
         self._num_finished = 0  # the last one's that has finished
         self._weights = ""  # their name
+        self._is_asleep = False
 
     @property
     def location(self) -> RankAddress:
@@ -121,10 +126,37 @@ class WorkerHalf:
     def _use_weights(self, name: str) -> None:
         """Refuse KV of other weights from now on, and load nothing of those before. A reset, which
         comes with each change, ends what was to be sent."""
-        self.engine.use_weights(name)
+        before, self._weights = self._weights, name
+        if not self._is_asleep:  # vLLM may step then: with nothing to compute
+            self.engine.use_weights(name)
         for loads in self._loads:
-            loads.give_up(f"weights: {name} here now, {self._weights} before")
-        self._weights = name
+            loads.give_up(f"weights: {name} here now, {before} before")
+
+    def fall_asleep(self) -> None:
+        """End all transfers by name, and refuse new ones until `wake_up`: vLLM's blocks are about
+        to lose their memory. Blocks until nothing reads or writes it, for at most STOP_SECONDS.
+        Idempotent.
+
+        Raises:
+            TransferTimeout: a copy does not stop.
+        """
+        self._is_asleep, reason = True, "the instance has been put to sleep"
+        self.engine.use_weights(ASLEEP)
+        self.engine.drop_landed()
+        parts: tuple[Loads | Sends | Stashing, ...]
+        parts = (*self._loads, *self._sends, *self._stashing)
+        for part in parts:
+            part.give_up(reason)
+        deadline = time.monotonic() + STOP_SECONDS
+        for transfer in [item for part in parts for item in part.open_transfers()]:
+            if not transfer.wait_released(deadline - time.monotonic()):
+                raise TransferTimeout(f"{transfer.key}: a copy does not stop, memory must stay")
+
+    def wake_up(self) -> None:
+        """Take part again: the blocks have memory, at the addresses that they had. Idempotent."""
+        if self._is_asleep:
+            self._is_asleep = False
+            self.engine.use_weights(self._weights)
 
     def start_loads(self, metadata: StepOrders) -> None:
         """Start the step's loads; call it after the forward, which may still zero the blocks."""

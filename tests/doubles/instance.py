@@ -32,7 +32,6 @@ from vllm.utils.hashing import sha256
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_groups,
     get_request_block_hasher,
     init_none_hash,
     resolve_kv_cache_block_sizes,
@@ -58,6 +57,13 @@ from p2p_engine.connector import compat
 from p2p_engine.connector.connector import P2pNcclConnector
 from tests.doubles import vllm_config
 from tests.doubles.device import DeviceDouble
+
+try:
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+except ImportError:  # since 0.33
+    from vllm.v1.core.kv_cache_planning import (  # type: ignore[no-redef]
+        get_kv_cache_groups,
+    )
 
 BLOCK_SIZE = vllm_config.BLOCK_SIZE
 NUM_LAYERS = vllm_config.NUM_LAYERS

@@ -15,7 +15,7 @@ def configs(**changes: Any) -> tuple[Any, Any]:
         enable_elastic_ep=False, world_size=1, nnodes_within_dp=1, elastic_ep_max_dp_size=1,
         enable_fault_tolerance=False,
     )  # fmt: skip
-    model = SimpleNamespace(enable_sleep_mode=False)
+    model = SimpleNamespace(enable_sleep_mode=False, sleep_mode_backend="cumem")
     outputs = SimpleNamespace(enable_return_routed_experts=False)
     transfer = SimpleNamespace(engine_id="e", kv_role="kv_both")
     for name, value in changes.items():

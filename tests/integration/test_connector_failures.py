@@ -12,6 +12,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from p2p_engine.connector.connector import P2pNcclConnector
+from p2p_engine.connector.intent import InvalidParams
+from p2p_engine.connector.untransferred import Reason
 from p2p_engine.wire.request_ids import new_transfer_id
 from tests import marks
 from tests.doubles.instance import BLOCK_SIZE, InstanceDouble, continuation
@@ -389,4 +391,30 @@ def test_a_load_that_vllm_cuts_short_is_computed(
     request_id = pair.ask(prompt)
     pair.run()
     check_outcome(pair, request_id, policy, prompt)
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("order", ["together", "prefill first"])
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+def test_decode_hears_at_once_of_what_prefill_will_not_send(
+    make_pair: MakePair,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    send_type: str,
+    order: str,
+) -> None:
+    """As of a LoRA adapter that was replaced on prefill only."""
+
+    def refuse(request: object) -> None:
+        raise InvalidParams("the adapter was replaced", Reason.UNSUPPORTED)
+
+    pair = make_pair(send_type=send_type, policy="recompute")
+    monkeypatch.setattr(pair.p.connector._planner, "_refuse_unsupported", refuse)
+    prompt = prompt_of(100)
+    name = pair.ask(prompt, order=order)
+    pair.run(timeout=8)
+    assert pair.d.answers[name] == continuation(prompt, 4)
+    assert pair.d.num_computed_prompt_tokens[name] == len(prompt)
+    assert f"load failed: request={name}" in caplog.text
+    assert caplog.text.rstrip().endswith("the adapter was replaced")
     pair.check_at_rest()

@@ -249,6 +249,14 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
             patch.setattr("p2p_engine.connector.compat.HAS_FAILED_REQUESTS", False)
             with_groups(caches.SPEC, caches.WINDOW)()
 
+    def sleepy(*, tells: bool = True, **changes: Any) -> Callable[[], None]:
+        def start() -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("p2p_engine.connector.compat.TELLS_OF_SLEEP", tells)
+                set_in_vllm(enable_sleep_mode=True, **changes)()
+
+        return start
+
     def in_no_group() -> None:
         caches.read_all(caches.caches_of("LBHNC")[1], caches.NAMES[:2])
 
@@ -292,7 +300,8 @@ def at_start(what: str) -> tuple[Callable[[], object], list[object]]:
         ),
         "decode context parallelism": (set_in_vllm(decode_context_parallel_size=2), [2]),
         "prefill context parallelism": (set_in_vllm(prefill_context_parallel_size=2), [2]),
-        "sleep mode": (set_in_vllm(enable_sleep_mode=True), []),
+        "[sleep mode](sleep.md) before vLLM 0.33": (sleepy(tells=False), []),
+        "another backend of sleep mode": (sleepy(sleep_mode_backend="criu"), ["criu"]),
         "the experts of each token, where KV is loaded": (
             set_in_vllm(enable_return_routed_experts=True), [],
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -81,7 +82,6 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, version: str, outcome: bool |
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
         ({"enable_elastic_ep": True}, "enable_elastic_ep"),
         ({"enable_fault_tolerance": True}, "enable_fault_tolerance"),
-        ({"enable_sleep_mode": True}, "enable_sleep_mode"),
         ({"enable_return_routed_experts": True}, "enable_return_routed_experts.*kv_producer"),
     ],
 )
@@ -95,6 +95,20 @@ def test_what_is_not_supported_is_named(changes: dict[str, Any], named: str) -> 
 )
 def test_what_is_supported_is_accepted(changes: dict[str, Any]) -> None:
     check_supported(configs(**changes)[0])
+
+
+@pytest.mark.parametrize(
+    ("tells", "backend", "named"),
+    [(False, "cumem", "needs vLLM 0.33"), (True, "criu", "sleep_mode_backend=criu"),
+     (True, "cumem", "")],
+)  # fmt: skip
+def test_sleep_mode_needs_a_vllm_that_tells_of_it(
+    monkeypatch: pytest.MonkeyPatch, tells: bool, backend: str, named: str
+) -> None:
+    monkeypatch.setattr(compat, "TELLS_OF_SLEEP", tells)
+    vllm_config, _ = configs(enable_sleep_mode=True, sleep_mode_backend=backend)
+    with pytest.raises(ConfigError, match=named) if named else contextlib.nullcontext():
+        check_supported(vllm_config)
 
 
 def test_records_of_experts_are_refused_where_older_releases_have_the_option() -> None:
