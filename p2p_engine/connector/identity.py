@@ -7,7 +7,7 @@ each content's binding.
 
 A value that is the default of its class counts as absent. So two releases pair if one of them has
 a field more, at its default; and so do two releases of transformers, which write out every field
-they know. No default of a compared field has changed in vLLM 0.29 to 0.33.
+they know. A test has the defaults of the compared fields, which are one in vLLM 0.29 to 0.33.
 """
 
 from __future__ import annotations
@@ -17,12 +17,19 @@ import enum
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from p2p_engine.connector.identity_fields import ENVIRONMENT, HF, TABLES, is_compared
+from p2p_engine.connector.identity_fields import (
+    ENVIRONMENT,
+    HF,
+    LATER_DEFAULTS,
+    RENAMED,
+    RENAMED_ROPES,
+    TABLES,
+    is_compared,
+)
 from p2p_engine.connector.model_length import decided_by_length
 from p2p_engine.wire.identity import Identity
 
@@ -33,8 +40,11 @@ logger = logging.getLogger(__name__)
 
 
 MAX_VALUE = 160  # characters; of a longer value, its beginning and a digest are told
-TOLD_DEFAULTS = ("rope_parameters",)  # of the model: told also where they are the class's own
-_KERNELS = ("_marlin", "_triton")  # a quantization's name may end with who computes it
+# Kernels that take the activations of a quantised model as they are.
+_WEIGHT_ONLY = (
+    "marlin", "machete", "conch", "exllama", "xpu_woq", "rdna3", "aiter_triton_mxfp4_bf16",
+)  # fmt: skip
+_WEIGHT_ONLY_FORMATS = ("awq", "gptq")  # any kernel does so with these
 
 
 def identity_of(
@@ -50,16 +60,13 @@ def identity_of(
         rows = TABLES[_table_of(config)]
         for field in dataclasses.fields(config):
             if is_compared(rows, field.name):
-                default = _default_in(field)
+                default = default_in(field)
                 text = text_of(getattr(config, field.name, default))
                 if text != text_of(default):
                     found[f"{prefix}{field.name}"] = text
     found["dtype"] = text_of(model.dtype)
-    found["quantization"] = _format_of(model.quantization)
-    scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
-    if scales:
-        found["mm_encoder_fp8_scales"] = _digest(Path(scales).read_bytes())
-    found |= {f"env.{name}": os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    found.update(_resolved(vllm_config, model))
+    found.update(_of_environment(model))
     found.update(decided_by_length(model))
     found.update(_of_hf_config(model.hf_config, "hf."))
     return {name: found[name] for name in sorted(found) if not covers(accepted, name)}
@@ -94,6 +101,9 @@ def _configs_of(vllm_config: VllmConfig, model: ModelConfig) -> Iterator[tuple[s
     mamba = getattr(vllm_config, "mamba_config", None)
     if mamba is not None:
         yield "mamba.", mamba
+    yield "kernel.", vllm_config.kernel_config
+    if vllm_config.lora_config is not None:
+        yield "lora.", vllm_config.lora_config
 
 
 def _table_of(config: object) -> str:
@@ -101,7 +111,7 @@ def _table_of(config: object) -> str:
     return next(each.__name__ for each in type(config).__mro__ if each.__name__ in TABLES)
 
 
-def _default_in(field: dataclasses.Field[Any]) -> object:
+def default_in(field: dataclasses.Field[Any]) -> object:
     """Return a field's default; vLLM's configurations are pydantic's dataclasses."""
     default: Any = field.default
     if hasattr(default, "get_default"):
@@ -111,10 +121,75 @@ def _default_in(field: dataclasses.Field[Any]) -> object:
     return default
 
 
+def _resolved(vllm_config: VllmConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yield what is compared otherwise than by a field's value."""
+    format_ = _format_of(model.quantization)
+    yield "quantization", format_
+    for name, usual in (("runner", "generate"), ("convert", "none")):
+        value = getattr(model, f"{name}_type", usual)
+        if value != usual:
+            yield name, text_of(value)
+    if format_ not in ("none", *_WEIGHT_ONLY_FORMATS):
+        yield from _weight_only(vllm_config.kernel_config)
+    extra = vllm_config.additional_config
+    if isinstance(extra, dict):
+        extra = {name: each for name, each in extra.items() if not name.endswith("_backend")}
+    if extra:
+        yield "additional_config", text_of(extra)
+    lora = vllm_config.lora_config
+    if lora is not None and lora.lora_dtype not in ("auto", model.dtype):
+        yield "lora.lora_dtype", text_of(lora.lora_dtype)
+    media = model.multimodal_config
+    kwargs = getattr(media, "mm_processor_kwargs", None) or {}
+    kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+    if kwargs:
+        yield "mm.mm_processor_kwargs", text_of(kwargs)
+    path = getattr(media, "mm_encoder_fp8_scale_path", None)
+    if path:
+        scales = json.dumps(json.loads(Path(path).read_text("utf-8")), sort_keys=True)
+        yield "mm.mm_encoder_fp8_scales", _digest(scales.encode())
+
+
+def _weight_only(kernels: Any) -> Iterator[tuple[str, str]]:
+    """Yield which choices of kernels make a quantised model's activations whole."""
+    named = {
+        "moe_backend": kernels.moe_backend,
+        "linear_backend": kernels.linear_backend,
+        **{
+            f"linear_backend_per_quant.{name}": backend
+            for name, backend in (getattr(kernels, "linear_backend_per_quant", None) or {}).items()
+        },
+    }
+    yield from (
+        (f"kernel.{name}", "weight only") for name, each in named.items() if each in _WEIGHT_ONLY
+    )
+
+
+def _of_environment(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yield the variables that are not at their defaults and that this platform looks at."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    platform = current_platform._enum.name
+    for name, usual in ENVIRONMENT.items():
+        owner = name.split("_")[1]
+        if owner in ("CPU", "ROCM", "XPU") and owner != platform:
+            continue
+        if "_AITER_" in name and not envs.VLLM_ROCM_USE_AITER:
+            continue
+        if name.endswith("BMM") and not model.use_mla:
+            continue
+        # vLLM takes a choice in any case, and keeps it as it was written.
+        value, default = (text_of(each).lower() for each in (getattr(envs, name, usual), usual))
+        if value != default:
+            yield f"env.{name}", value
+
+
 def _of_hf_config(config: Any, prefix: str) -> Iterator[tuple[str, str]]:
     """Yield the fields of a model's own configuration that differ from its class's defaults, by
     path. A configuration inside is looked at by the defaults of its own class."""
-    values, defaults = _values_of(config), _values_of(_default_of(config))
+    values = _values_of(config)
+    defaults = {**LATER_DEFAULTS.get(values.get("model_type", ""), {}), **_defaults_of(config)}
     for name, value in values.items():
         path = f"{prefix}{name}"
         if not is_compared(HF, name):
@@ -122,29 +197,33 @@ def _of_hf_config(config: Any, prefix: str) -> Iterator[tuple[str, str]]:
         if _is_config(value):
             yield from _of_hf_config(value, f"{path}.")
             continue
-        usual = {} if name in TOLD_DEFAULTS else dict(_leaves(defaults.get(name), path))
+        usual = dict(_leaves(defaults.get(name), path))
         for leaf, text in _leaves(value, path):
             if text != usual.get(leaf):
                 yield leaf, text
 
 
 def _is_config(value: object) -> bool:
-    return hasattr(value, "to_dict") and not isinstance(value, Mapping)
+    return hasattr(value, "to_dict") and hasattr(value, "model_type")
 
 
 def _values_of(config: Any) -> dict[str, Any]:
     """Return a model's configuration as a dict, with the configurations inside it as they are."""
-    known = config.to_dict() if config is not None else {}
-    return {name: getattr(config, name, value) for name, value in known.items()}
+    # Not by getattr: a field that each layer has for itself (Gemma 4's `head_dim`) may refuse it.
+    inside = {name: value for name, value in vars(config).items() if _is_config(value)}
+    return {**config.to_dict(), **inside}
 
 
-def _default_of(config: Any) -> Any:
-    """Return a configuration as its class makes it of nothing; None if the class cannot."""
+def _defaults_of(config: Any) -> dict[str, Any]:
+    """Return a configuration's values as its class makes them of nothing, or, if the class cannot,
+    as the class of all configurations does."""
+    from transformers import PretrainedConfig
+
     try:
-        return type(config)()
+        return _values_of(type(config)())
     except Exception as error:  # noqa: BLE001  # the class is the model's
         logger.debug("no defaults: class=%s reason=%r", type(config).__name__, str(error))
-        return None
+        return _values_of(PretrainedConfig())
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -154,7 +233,15 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
             if is_compared(HF, str(name)):
                 yield from _leaves(each, f"{path}.{name}")
     elif value is not None:
-        yield path, text_of(value)
+        yield path, text_of(_by_new_names(path, value))
+
+
+def _by_new_names(path: str, value: Any) -> Any:
+    """Return a value by the names that the newest transformers has for it."""
+    if isinstance(value, (list, tuple)):
+        return [RENAMED.get(item, item) if isinstance(item, str) else item for item in value]
+    is_rope = path.endswith(".rope_type") and isinstance(value, str)
+    return RENAMED_ROPES.get(value, value) if is_rope else value
 
 
 def _plain(value: object) -> object:
@@ -171,17 +258,17 @@ def _plain(value: object) -> object:
     return value
 
 
-def _nameable(value: object) -> str:
+def _nameable(value: object) -> object:
     if isinstance(value, enum.Enum):
         return value.name.lower()
+    if type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__"):
+        return _plain(vars(value))  # its text would be where it lies in memory
     return str(getattr(value, "__qualname__", value)).removeprefix("torch.")
 
 
 def _format_of(quantization: object) -> str:
     text = text_of(quantization) if quantization else "none"
-    for kernel in _KERNELS:
-        text = text.removesuffix(kernel)
-    return text
+    return text.removeprefix("auto_").removesuffix("_marlin").removesuffix("_triton")
 
 
 def _digest(data: bytes) -> str:

@@ -27,14 +27,14 @@ CONFIG: Rows = {
     "cache_config": _OWN,
     "attention_config": _OWN,
     "mamba_config": _OWN,
+    "kernel_config": _OWN,
+    "lora_config": _OWN,
     "quant_config": "left out: made of `quantization`, `quantization_config` and `hf_config`",
-    "additional_config": COMPARED,
-    "parallel_config": _BY_CACHE,
-    "lora_config": "left out: an adapter is named with each request",
+    "additional_config": "compared, without kernels: names that end with `_backend`",
+    "parallel_config": _PLACE,
     "speculative_config": "left out: a draft's layers have an identity of their own",
     "load_config": _BY_WEIGHTS,
     "weight_transfer_config": _BY_WEIGHTS,
-    "kernel_config": _KERNEL,
     "compilation_config": _KERNEL,
     "optimization_level": _KERNEL,
     "performance_mode": _KERNEL,
@@ -61,10 +61,10 @@ MODEL: Rows = {
     "hf_config": _OWN,
     "multimodal_config": _OWN,
     "dtype": COMPARED,
-    "quantization": "compared, without the name of the kernel: `awq_marlin` is `awq`",
+    "quantization": "compared, without the kernel: `awq_marlin` and `auto_awq` are `awq`",
     "quantization_config": COMPARED,
-    "runner": COMPARED,
-    "convert": COMPARED,
+    "runner": "compared, as it is resolved: `auto` may be `generate`",
+    "convert": "compared, as it is resolved: `auto` may be `none`",
     "code_revision": COMPARED,
     "model_class_overrides": COMPARED,
     "max_model_len": "what is derived from it: `rope_factors`, `attn_temperature_tuning`",
@@ -72,14 +72,16 @@ MODEL: Rows = {
     "override_generation_config": "what is derived from it: `attn_temperature_tuning`",
     "hf_overrides": "left out: `hf_config` has them",
     "hf_config_path": "left out: `hf_config` is what it leads to",
-    "config_format": "left out: `hf_config` is what is read",
+    **dict.fromkeys(
+        ("config_format", "trust_remote_code"), "left out: `hf_config` is what is read"
+    ),
     "hf_text_config": "left out: `hf_config` has it",
     "is_submodel_config": "left out: `hf_config` is that part",
     "word_embeddings_untied_by_checkpoint": _NO_KV,
     "disable_sliding_window": _BY_CACHE,
     "model_impl": _KERNEL,
     "spec_target_max_model_len": _PLACE,
-    **dict.fromkeys(("model", "model_weights", "revision", "trust_remote_code"), _BY_WEIGHTS),
+    **dict.fromkeys(("model", "model_weights", "revision"), _BY_WEIGHTS),
     **dict.fromkeys(
         ("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init",
          "enable_prompt_embeds", "io_processor_plugin"), _BY_PROMPT
@@ -112,7 +114,7 @@ CACHE: Rows = {
             "mamba_page_size_padded", "skip_page_size_padded", "mamba_block_size",
             "user_specified_mamba_block_size", "mamba_cache_dtype", "mamba_ssm_cache_dtype",
             "mamba_cache_mode", "replayssm_buffer_len", "use_replayssm",
-            "effective_attention_block_size", "_block_size_resolved",
+            "effective_attention_block_size", "_block_size_resolved", "use_kda_recoverssm",
         ),
         _BY_CACHE,
     ),
@@ -130,14 +132,12 @@ CACHE: Rows = {
     ),
     "kv_sharing_fast_prefill": "left out: the layers that it skips keep no KV of their own",
     "swa_bounded_replay": "left out: only DeepSeek-V4.1 has it, whose cache is refused",
-    "use_kda_recoverssm": COMPARED,
 }  # fmt: skip
 
 ATTENTION: Rows = {
     "use_prefill_query_quantization": COMPARED,
     "disable_flashinfer_q_quantization": COMPARED,
-    "indexer_kv_dtype": COMPARED,
-    "use_fp4_indexer_cache": COMPARED,
+    **dict.fromkeys(("indexer_kv_dtype", "use_fp4_indexer_cache"), _BY_CACHE),
     "indexer_sparse_logits": COMPARED,
     "use_non_causal": COMPARED,
     **dict.fromkeys(("backend", "backend_per_kind"), "left out: `packing` says what it keeps"),
@@ -164,14 +164,13 @@ MAMBA: Rows = {
 
 MULTIMODAL: Rows = {
     "media_io_kwargs": COMPARED,
-    "mm_processor_kwargs": COMPARED,
-    "mm_device_do_normalize": COMPARED,
+    "mm_processor_kwargs": "compared, without `device`",
     "mm_encoder_attn_dtype": COMPARED,
-    "mm_encoder_fp8_scale_path": "compared: the content of that file",
+    "mm_encoder_fp8_scale_path": "compared: the scales in that file",
     "mm_hasher_algorithm": COMPARED,
     "video_pruning_rate": COMPARED,
     "video_pruning_method": COMPARED,
-    "mm_encoder_attn_backend": _KERNEL,
+    **dict.fromkeys(("mm_encoder_attn_backend", "mm_device_do_normalize"), _KERNEL),
     "interleave_mm_strings": _BY_PROMPT,
     **dict.fromkeys(
         (
@@ -185,15 +184,47 @@ MULTIMODAL: Rows = {
             "mm_processor_cache_gb", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb",
             "mm_encoder_tp_mode", "mm_encoder_fp8_scale_save_path",
             "mm_encoder_fp8_scale_save_margin", "skip_mm_profiling", "mm_tensor_ipc",
-            "mm_ipc_gpu_memory_gb", "mm_processor_device",
+            "mm_ipc_gpu_memory_gb",
         ),
         _PLACE,
     ),
 }  # fmt: skip
 
-# Of the model's own configuration, at any depth. All else is compared.
+_WEIGHT_ONLY = "compared: whether it computes a quantised model with whole activations"
+
+KERNEL: Rows = {
+    **dict.fromkeys(("moe_backend", "linear_backend", "linear_backend_per_quant"), _WEIGHT_ONLY),
+    **dict.fromkeys(
+        (
+            "ir_op_priority", "enable_flashinfer_autotune", "enable_cutedsl_warmup",
+            "enable_jit_warmup", "enable_bf16x3_router_gemm", "sparse_indexer_topk_backend",
+            "enable_rocm_segmented_attn_autotune", "monokernel",
+        ),
+        _KERNEL,
+    ),
+}  # fmt: skip
+
+# An adapter is named with each request, in the prompt's binding; this is how adapters are applied.
+LORA: Rows = {
+    "lora_dtype": "compared, if it is not the model's",
+    "target_modules": COMPARED,
+    "enable_tower_connector_lora": COMPARED,
+    "enable_moe_shared_loras": COMPARED,
+    "default_mm_loras": _BY_PROMPT,
+    "max_lora_cls_labels": _NO_KV,
+    **dict.fromkeys(
+        (
+            "max_lora_rank", "max_loras", "max_cpu_loras", "fully_sharded_loras",
+            "specialize_active_lora", "enable_mixed_moe_lora_format",
+        ),
+        _PLACE,
+    ),
+}  # fmt: skip
+
+# Of the model's own configuration, at any depth. All else is compared, except for names that begin
+# with an underscore: vLLM and transformers note there how they run the model.
 HF: Rows = {
-    **dict.fromkeys(("_name_or_path", "name_or_path", "auto_map"), _BY_WEIGHTS),
+    **dict.fromkeys(("name_or_path", "auto_map"), _BY_WEIGHTS),
     "transformers_version": "left out: the release that has read or written it",
     **dict.fromkeys(("dtype", "torch_dtype"), "left out: vLLM computes in `dtype`"),
     **dict.fromkeys(
@@ -202,14 +233,20 @@ HF: Rows = {
             "decoder_start_token_id", "id2label", "label2id", "num_labels", "problem_type",
             "output_hidden_states", "output_attentions", "output_router_logits", "return_dict",
             "use_cache", "tie_word_embeddings", "torchscript", "chunk_size_feed_forward",
+            "num_nextn_predict_layers",
         ),
         _NO_KV,
     ),
+    **dict.fromkeys(
+        ("use_mambapy", "use_falcon_mambapy", "use_associative_scan", "use_mamba_kernels"), _KERNEL
+    ),
+    "qk_head_dim": "left out: the sum of `qk_nope_head_dim` and `qk_rope_head_dim`",
     **dict.fromkeys(
         (
             "initializer_range", "attention_dropout", "hidden_dropout", "hidden_dropout_prob",
             "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "classifier_dropout",
             "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "pretraining_tp",
+            "time_step_min", "time_step_max", "time_step_floor",
         ),
         "left out: for training",
     ),
@@ -222,30 +259,64 @@ TABLES: Mapping[str, Rows] = {
     "AttentionConfig": ATTENTION,
     "MambaConfig": MAMBA,
     "MultiModalConfig": MULTIMODAL,
+    "KernelConfig": KERNEL,
+    "LoRAConfig": LORA,
 }
 
-# Variables of the environment that choose a format, where they are set. Of some 300 others of
-# vLLM's, each chooses a kernel, a place, or a limit.
-ENVIRONMENT = (
-    "VLLM_B12X_MOE_FP4_FORCE_A16",
-    "VLLM_CPU_INT4_W4A8",
-    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
-    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
-    "VLLM_FLOAT32_MATMUL_PRECISION",
-    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
-    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
-    "VLLM_MARLIN_INPUT_DTYPE",
-    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN",
-    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",
-    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
-    "VLLM_ROCM_USE_AITER_FP4BMM",
-    "VLLM_ROCM_USE_AITER_FP8BMM",
-    "VLLM_USE_DEEP_GEMM_E8M0",
-    "VLLM_USE_FLASHINFER_MOE_INT4",
-    "VLLM_VIDEO_LOADER_BACKEND",
-)
+# What transformers has renamed in its releases 5.10 to 5.19: types of layers, which stand in lists,
+# and of ropes.
+RENAMED: Mapping[str, str] = {
+    "mamba": "linear_attention",
+    "attention": "full_attention",
+    "deepseek_sparse_attention": "indexed_attention",
+    "qwen_sparse_attention": "indexed_attention",
+}
+RENAMED_ROPES: Mapping[str, str] = {"axial": "default"}
+
+# Defaults of fields that a supported release of transformers does not know. It keeps what the
+# model's file says of them, while one that knows them counts that as a default.
+LATER_DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+}
+
+# Variables of the environment that choose a format or a rule, and their defaults; compared by the
+# value that vLLM makes of them. docs/identity.md says what the others do.
+ENVIRONMENT: Mapping[str, object] = {
+    "VLLM_B12X_MOE_FP4_FORCE_A16": False,
+    "VLLM_BATCH_INVARIANT": False,
+    "VLLM_CPU_INT4_W4A8": True,
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH": False,
+    "VLLM_DISABLED_KERNELS": [],
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": False,
+    "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": None,
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": None,
+    "VLLM_HUMMING_USE_F16_ACCUM": False,
+    "VLLM_KIMI_K3_AUX_ATTN_RES_STREAM": False,
+    "VLLM_MARLIN_INPUT_DTYPE": None,
+    "VLLM_MEDIA_CONNECTOR": "http",
+    "VLLM_MM_HASHER_ALGORITHM": "blake3",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "",
+    "VLLM_MOE_USE_DEEP_GEMM": True,
+    "VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS": False,
+    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN": False,
+    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT": "",
+    "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE": "fp32",
+    "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16": True,
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "NONE",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB": None,
+    "VLLM_ROCM_USE_AITER_FP4BMM": False,
+    "VLLM_ROCM_USE_AITER_FP8BMM": False,
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4": None,
+    "VLLM_ROCM_USE_AITER_MOE_SITUV2": "auto",
+    "VLLM_ROCM_USE_AITER_MOE_SITUV2_A8W4": False,
+    "VLLM_USE_DEEP_GEMM": True,
+    "VLLM_USE_DEEP_GEMM_E8M0": True,
+    "VLLM_VIDEO_LOADER_BACKEND": "opencv",
+    "VLLM_XPU_INC_WNA16_BACKEND": "auto",
+}
 
 
 def is_compared(rows: Rows, name: str) -> bool:
     """Whether a field is compared by its value."""
-    return rows.get(name, COMPARED) == COMPARED
+    return rows.get(name, COMPARED) == COMPARED and not (rows is HF and name.startswith("_"))

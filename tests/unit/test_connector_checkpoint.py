@@ -109,7 +109,7 @@ def test_of_many_tensors_little_is_read(tmp_path: Path, monkeypatch: pytest.Monk
                 assert len(found) == nbytes
                 return found
 
-            yield checkpoint.Piece(piece.name, piece.kind, piece.nbytes, look)
+            yield checkpoint.StoredTensor(piece.name, piece.kind, piece.nbytes, look)
 
     monkeypatch.setattr(checkpoint, "_of_safetensors", counted)
     kept({f"{number}": torch.randn(1000) for number in range(50)}, tmp_path)
