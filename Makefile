@@ -15,7 +15,7 @@ export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.venv/pycache
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup nixl demo test test-c tsan asan attack chaos soak restarts changes stalls backlog model scale fuzz fuzz-c bench bench-check plots test-vllm test-ray test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage docs wheels deploy check-deploy clean
+.PHONY: help setup nixl demo test test-c tsan asan attack chaos soak restarts changes weights stalls backlog model scale fuzz fuzz-c bench bench-check plots test-vllm test-ray test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage docs wheels deploy check-deploy clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ restarts: setup  ## real vLLM instances restart under load: TURNS= restarts (20)
 
 changes: setup  ## a fleet of real vLLM changes under load, beside the protocol's version before; records what it saw
 	P2P_CHANGES_OUTPUT=benchmarks/results/changes.jsonl $(PYTEST) tests/vllm/test_changes.py
+
+weights: setup  ## real vLLM's weights are swapped under load by one order, which one instance fails; records what it saw
+	P2P_WEIGHTS_OUTPUT=benchmarks/results/weights.jsonl $(PYTEST) tests/vllm/test_weights_update.py
 
 stalls: setup  ## real vLLM's first loads on busy cores, TURNS= times (50) beside BUSY= processes (16), ANSWERS= each (24)
 	$(BIN)/python -m tests.vllm.stalls $(if $(TURNS),--turns $(TURNS)) $(if $(BUSY),--busy $(BUSY)) \

@@ -23,6 +23,7 @@ from proxy.fleet.key_files import read_key
 from proxy.fleet.readiness import Readiness
 from proxy.fleet.registry import Registry
 from proxy.fleet.upstream import Upstream
+from proxy.fleet.weights import FleetWeights
 from proxy.http.asgi import Answer, QuartConnection, serve_directly
 from proxy.http.certificate import Certificate
 from proxy.http.deadlines import Deadlines
@@ -57,7 +58,7 @@ from proxy.routing.router import Router
 from proxy.status import Status
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Awaitable, Callable
 
     import uvicorn
     from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, Scope
@@ -148,6 +149,9 @@ def create_app(
         "/instances/add": proxy.add_instances,
         "/instances/remove": proxy.remove_instances,
         "/instances/role": proxy.change_instances,
+        "/weights/update": proxy.update_weights,
+        "/weights/label": proxy.label_weights,
+        "/weights/resume": proxy.resume_weights,
     }.items():
         app.add_url_rule(path, view_func=view, methods=["POST"])
     for path, method in LOOKUP_PATHS.items():
@@ -203,7 +207,10 @@ class Proxy:
             shares.upstream,
             self.house.silence,
         )
-        self._readiness = Readiness(config, self._registry, self._upstream, clock)
+        self._weights = FleetWeights(config, self._registry, self._upstream, instance_key, clock)
+        self._readiness = Readiness(
+            config, self._registry, self._upstream, clock, self._weights.look
+        )
         self._held = HeldBlocks(self._registry, self._upstream)
         self._discovery = Discovery(
             config, self._registry, self._metrics.heartbeats, self._welcome, clock
@@ -246,9 +253,11 @@ class Proxy:
         )
         self.forwarder = Forwarder(
             services, self._clients, self._router, self._admission, self._metrics, self._log,
-            self._held,
+            self._held, self._weights,
         )  # fmt: skip
-        self._status = Status(self._registry, self._discovery, self._admission, self._log, clock)
+        self._status = Status(
+            self._registry, self._discovery, self._admission, self._log, self._weights, clock
+        )
         self._shown_metrics = Shared(self._metrics.render)
         self._shown_health = Shared(self._describe_health)
         self._shown_status = Shared(lambda: msgspec.json.encode(self._status.snapshot()))
@@ -276,6 +285,7 @@ class Proxy:
             parts.push_async_callback(self._upstream.close)
             parts.push_async_callback(self._releases.close)
             parts.push_async_callback(self._readiness.close)
+            parts.push_async_callback(self._weights.close)
             parts.push_async_callback(self._held.close)
             parts.callback(self._discovery.close)
             self._discovery.start()
@@ -321,6 +331,25 @@ class Proxy:
         sender = address_of_client(request.scope)
         self._admin.authorize(request.headers, sender)
         return _json(self._admin.change(cast("bytes", await request.get_data()), sender))
+
+    async def update_weights(self) -> Response:
+        """Begin to change the weights of all instances; needs the admin key."""
+        return await self._order_weights(self._weights.update)
+
+    async def label_weights(self) -> Response:
+        """Name the weights that all instances have; needs the admin key."""
+        return await self._order_weights(self._weights.name)
+
+    async def resume_weights(self) -> Response:
+        """Resume an instance that is paused; needs the admin key."""
+        return await self._order_weights(self._weights.resume)
+
+    async def _order_weights(
+        self, order: Callable[[bytes, str], Awaitable[dict[str, Any]]]
+    ) -> Response:
+        sender = address_of_client(request.scope)
+        self._admin.authorize(request.headers, sender)
+        return _json(await order(cast("bytes", await request.get_data()), sender))
 
     async def refuse(self) -> Response:
         """Hold the place of a path in Quart's routes; `ProxyApp` serves these requests."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from proxy.fleet.discovery import Discovery
     from proxy.fleet.registry import Registry
+    from proxy.fleet.weights import FleetWeights
     from proxy.observe.request_log import RequestLog
     from proxy.routing.admission import Admission
 
@@ -42,12 +43,14 @@ class Status:
         discovery: Discovery,
         admission: Admission,
         log: RequestLog,
+        weights: FleetWeights,
         clock: Callable[[], float],
     ) -> None:
         self._registry = registry
         self._discovery = discovery
         self._admission = admission
         self._log = log
+        self._weights = weights
         self._clock = clock
         self._num_viewers = 0
         # The page, which then reads `events`, and its headers.
@@ -72,6 +75,7 @@ class Status:
             "warning": self._discovery.exposure,
             "requests_in_flight": len(self._log.open),
             "requests_queued": self._admission.num_queued,
+            "weights": self._weights.describe(),
             "instances": [_describe(i, now) for i in self._registry.instances()],
         }
 
@@ -150,6 +154,7 @@ def _describe(instance: Instance, now: float) -> dict[str, Any]:
         "model": identity.model,
         "tp_size": identity.tp_size,
         "send_type": identity.send_type,
+        "held": instance.held,
         "warning": instance.warning,
         "accept_differences": instance.accept_differences,
     }

@@ -261,6 +261,99 @@ def drain(
     raise typer.Exit(code)
 
 
+weights = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(weights, name="weights", help="Change the weights of a fleet, and name them.")
+Proxies = Annotated[
+    str, typer.Option("--proxy", help="HOST:PORT,... or https://HOST:PORT; the first that answers.")
+]
+AdminKeyFile = Annotated[Path, typer.Option(help="The proxy's --admin-key-file.")]
+
+
+@weights.command()
+def update(
+    label: Annotated[str, typer.Argument(help="The name of the new weights.")],
+    proxy: Proxies,
+    admin_key_file: AdminKeyFile,
+    call: Annotated[
+        list[str] | None,
+        typer.Option(help="PATH or 'PATH JSON' of vLLM; once for each call. Default: reload."),
+    ] = None,
+    checkpoint: Annotated[
+        str, typer.Option(help="Where the instances find the weights; default: where they were.")
+    ] = "",
+    abort: Annotated[bool, typer.Option("--abort", help="Do not let requests end.")] = False,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds that requests get.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that each call gets.")] = 600.0,
+) -> None:
+    """Change the weights of all instances; those that then have the label get requests again.
+
+    Exit code 1 if an instance fails: it stays paused, and is named with the reason.
+    """
+    from p2p_engine.cli.weights import read_calls, run_update
+
+    if call and checkpoint:
+        raise typer.BadParameter("--checkpoint is for the default call; say --call alone")
+    reload: dict[str, Any] = {"method": "reload_weights"}
+    if checkpoint:
+        reload["kwargs"] = {"weights_path": checkpoint}
+    try:
+        calls = read_calls(call) if call else [{"path": "/collective_rpc", "body": reload}]
+        ends = "abort" if abort else "drain"
+        times = {"drain_seconds": drain, "call_seconds": timeout}
+        order = {"label": label, "calls": calls, "ends": ends, **times}
+        code = run_update(proxy, admin_key_file.read_text().strip(), order, _console())
+    except (OSError, ConfigError) as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(code)
+
+
+@weights.command()
+def label(
+    label: Annotated[str, typer.Argument(help="What the weights are called from now on.")],
+    proxy: Annotated[str, typer.Option(help="HOST:PORT of a proxy, for all its instances.")] = "",
+    admin_key_file: Annotated[
+        Path | None, typer.Option(help="The proxy's --admin-key-file.")
+    ] = None,
+    instance: Annotated[str, typer.Option(help="HOST:PORT,... of instances, instead.")] = "",
+    api_key_file: Annotated[Path | None, typer.Option(help="Of the instances' --api-key.")] = None,
+) -> None:
+    """Name the weights that instances have, where something else has changed them.
+
+    Exit code 1 with the reason if one does not have the label then.
+    """
+    from p2p_engine.cli.weights import run_label, run_label_directly
+
+    if bool(proxy) == bool(instance) or (proxy and admin_key_file is None):
+        raise typer.BadParameter("give --proxy and --admin-key-file, or --instance")
+    try:
+        key_file = admin_key_file if proxy else api_key_file
+        key = key_file.read_text().strip() if key_file else ""
+        run = run_label if proxy else run_label_directly
+        code = run(proxy or instance, key, label, _console())
+    except (OSError, ConfigError) as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(code)
+
+
+@weights.command()
+def resume(
+    instance: Annotated[str, typer.Argument(help="HOST:PORT of the instance's HTTP server.")],
+    proxy: Proxies,
+    admin_key_file: AdminKeyFile,
+) -> None:
+    """Resume an instance that stayed paused, whatever label it has: you say its weights are right.
+
+    Exit code 1 with the reason if vLLM has not resumed it.
+    """
+    from p2p_engine.cli.weights import run_resume
+
+    try:
+        code = run_resume(proxy, admin_key_file.read_text().strip(), instance, _console())
+    except (OSError, ConfigError) as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(code)
+
+
 @app.command()
 def top(
     proxy: Annotated[

@@ -120,7 +120,7 @@ class Admin:
         Raises:
             ProxyError: 400, the body or an address is invalid; 409, the registry is full.
         """
-        asked = _decode(body, _Addition)
+        asked = decoded(body, _Addition)
         addresses = asked.addresses()
         roles = _ROLES.get(asked.type)
         known = [self._registry.find(address) for address in addresses]
@@ -144,7 +144,7 @@ class Admin:
         Raises:
             ProxyError: 400, the body is invalid; 404, an instance is not registered.
         """
-        asked = _decode(body, _Removal)
+        asked = decoded(body, _Removal)
         removed = self._find(asked)
         seconds = asked.timeout_seconds
         if seconds is None:
@@ -166,7 +166,7 @@ class Admin:
             ProxyError: 400, the body is invalid; 404, an instance is not registered; 409, one of
                 them was not started for this role.
         """
-        asked = _decode(body, _Named)
+        asked = decoded(body, _Named)
         roles = _ROLES.get(asked.type)
         if roles is None:
             raise ProxyError(400, "invalid_request", f"`type` is none of {', '.join(_ROLES)}")
@@ -222,7 +222,12 @@ def _refuse_other_sites(headers: Headers) -> None:
         raise ProxyError(403, "cross_site", "a page must send its order as application/json")
 
 
-def _decode(body: bytes, kind: type[Any]) -> Any:
+def decoded(body: bytes, kind: type[Any]) -> Any:
+    """Return an order from its body.
+
+    Raises:
+        ProxyError: 400, it is none of this kind.
+    """
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

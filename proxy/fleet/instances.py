@@ -116,6 +116,12 @@ class Instance:
     has_prefix_cache: bool = False
     warning: str = ""  # what it says is wrong with it
     accept_differences: str = ""  # the fields in which its peers may differ
+    # Why it gets no legs though it is ready: vLLM is paused, or its weights are not the fleet's.
+    held: str = ""
+    # Whether vLLM tells of that (VLLM_SERVER_DEV_MODE), and whether an admin has said that its
+    # weights are right, whatever they are called.
+    has_doors: bool = True
+    is_vouched_for: bool = False
     # Earlier incarnations of its name, newest first. If one sends a heartbeat while this one is
     # alive, it is refused.
     replaced: tuple[Identity, ...] = ()
@@ -174,14 +180,15 @@ class Instance:
     def is_routable(self, role: Role, now: float) -> bool:
         """Tell whether a leg of this role may be sent to it.
 
-        It must be alive, ready and not draining, it must take the role, and its breaker must allow
-        the leg.
+        It must be alive, ready, not draining and not held, it must take the role, and its breaker
+        must allow the leg.
         """
         return (
             now < self.expires.get(role, now)
             and (self.left_roles is None or self.takes(role))
             and self.missed_probes < PATIENCE
             and self.drains_until is None
+            and not self.held
             and self.breakers[role].allows(now)
         )
 
@@ -190,12 +197,14 @@ class Instance:
         return self.drains_until is not None and (self.is_idle or now >= self.drains_until)
 
     def state(self, now: float) -> str:
-        """Return `ready`, `not_ready`, `draining`, `drained` or `gone`."""
+        """Return `ready`, `paused`, `not_ready`, `draining`, `drained` or `gone`."""
         if not self.is_alive(now):
             return "gone"
         if self.drains_until is not None:
             return "drained" if self.is_drained(now) else "draining"
-        return "ready" if self.is_ready else "not_ready"
+        if not self.is_ready:
+            return "not_ready"
+        return "paused" if self.held else "ready"
 
     def pin(self, roles: list[Role]) -> None:
         """Give it roles that never expire, because it sends no heartbeats."""

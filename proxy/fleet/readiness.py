@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Protocol
 
 from proxy.http.client import ClientError, NoRoom, TimedOut
 
@@ -22,8 +23,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# An instance that is not ready is probed more often, so that it gets requests soon after it is.
+# An instance that is not ready or paused is probed more often, so that it gets requests soon after.
 EAGER_INTERVAL_SECONDS = 0.5
+
+
+class _Look(Protocol):
+    async def __call__(self, instance: Instance, *, is_new: bool) -> None:
+        """Look whether an instance that is healthy may have legs; `is_new`: it was not ready."""
 
 
 class Readiness:
@@ -35,8 +41,10 @@ class Readiness:
         registry: Registry,
         upstream: Upstream,
         clock: Callable[[], float],
+        look: _Look,
     ) -> None:
         self._config = config
+        self._look = look
         self._registry = registry
         self._upstream = upstream
         self._clock = clock
@@ -82,6 +90,8 @@ class Readiness:
         timeout = self._config.probe_timeout_seconds
         try:
             status, _ = await self._upstream.get(instance, "/health", {}, timeout, is_probe=True)
+            if status == HTTPStatus.OK:
+                await self._look(instance, is_new=not instance.is_ready)
         except NoRoom:
             logger.warning("no descriptor to probe %s", instance.identity.name)
         except TimedOut:
@@ -96,4 +106,5 @@ class Readiness:
 
     def _pause(self, instance: Instance) -> float:
         interval = self._config.probe_interval_seconds
-        return interval if instance.is_ready else min(interval, EAGER_INTERVAL_SECONDS)
+        gets_legs = instance.is_ready and not instance.held
+        return interval if gets_legs else min(interval, EAGER_INTERVAL_SECONDS)

@@ -37,8 +37,9 @@ logger = logging.getLogger(__name__)
 KEEPALIVE_SECONDS = 3.0
 # If the server had closed a connection before our request, the failure shows within this time.
 RACE_SECONDS = 1.0
-# Of an answer to a GET: a list of models, or of /health.
+# Of an answer to what the proxy itself asks: a list of models, or of /health.
 MAX_GET_BYTES = 4 << 20
+MAX_CONNECT_SECONDS = 30.0  # of those; an order may then take longer
 # vLLM's server routes a request to the data-parallel rank in this header.
 RANK_HEADER = "X-data-parallel-rank"
 
@@ -93,7 +94,21 @@ class Upstream:
         *,
         is_probe: bool = False,
     ) -> tuple[int, bytes]:
-        """Send a GET on a new connection; return the answer's status and body.
+        """Send a GET; see `ask`."""
+        return await self.ask("GET", instance, path, b"", headers, timeout, is_probe=is_probe)
+
+    async def ask(
+        self,
+        method: str,
+        instance: Instance,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        timeout: float,
+        *,
+        is_probe: bool = False,
+    ) -> tuple[int, bytes]:
+        """Send a request on a new connection; return the answer's status and body.
 
         A probe is sent even if requests may have no more connections.
 
@@ -101,20 +116,21 @@ class Upstream:
             ClientError: no complete answer came within `timeout` seconds.
         """
         address = instance.identity.http_address
-        connection = await self._opened().connect_anew(address, timeout, is_probe=is_probe)
+        connect = min(timeout, MAX_CONNECT_SECONDS)
+        connection = await self._opened().connect_anew(address, connect, is_probe=is_probe)
         headers = {**headers, "Connection": "close"}
-        request = request_bytes("GET", address, path, headers, ())
+        request = request_bytes(method, address, path, headers, (body,) if body else ())
         response = connection.ask(request, Limits(timeout, total=timeout))
         try:
             await response.head()
-            body = bytearray()
+            said = bytearray()
             while piece := await response.piece():
-                body += piece
-                if len(body) > MAX_GET_BYTES:
+                said += piece
+                if len(said) > MAX_GET_BYTES:
                     raise Broken(f"an answer of more than {MAX_GET_BYTES} bytes")
         finally:
             response.close()
-        return response.status, bytes(body)
+        return response.status, bytes(said)
 
     async def post(
         self,
@@ -132,8 +148,12 @@ class Upstream:
 
         Raises:
             LegFailed: no answer came.
-            ProxyError: 503, this process can have no more connections.
+            ProxyError: 503, this process can have no more connections, or the instance is held:
+                what is sent there waits for as long as it is paused.
         """
+        if instance.held:
+            message = f"the {role.label} instance is paused: {instance.held}"
+            raise ProxyError(503, "instance_paused", message)
         identity = instance.identity
         if identity.dp_rank is not None:
             headers = {**headers, RANK_HEADER: str(identity.dp_rank)}

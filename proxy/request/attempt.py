@@ -119,7 +119,9 @@ class Attempt:
 
     def fail(self, leg: Leg, failure: LegFailed) -> None:
         """Record that an instance failed its leg."""
-        if leg.instance.is_to_blame_for(failure.answered):
+        if leg.instance.held:
+            pass  # what vLLM aborts when it is paused is nobody's fault
+        elif leg.instance.is_to_blame_for(failure.answered):
             leg.breaker.fail(self.record.clock())
         elif failure.can_retry:
             self.doubted = leg

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from proxy.errors import RETRY_AFTER_SECONDS, LegFailed, ProxyError
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from proxy.fleet.held_blocks import HeldBlocks
     from proxy.fleet.instances import Instance, Leg
+    from proxy.fleet.weights import FleetWeights
     from proxy.http.asgi import Answer, ProxyRequest
     from proxy.observe.metrics import Metrics
     from proxy.observe.request_log import RequestLog, RequestRecord
@@ -72,6 +74,7 @@ class Forwarder:
         metrics: Metrics,
         log: RequestLog,
         held: HeldBlocks,
+        weights: FleetWeights,
     ) -> None:
         self._services = services
         self._clients = clients
@@ -80,6 +83,7 @@ class Forwarder:
         self._metrics = metrics
         self._log = log
         self._held = held
+        self._weights = weights
         self._tokens = PromptTokens(services, router, held)
         self._parsers = Parsers(services.deadlines)
         self._starts = Turns(TURNS_TO_START, least=START_TURN)
@@ -156,9 +160,24 @@ class Forwarder:
                 self._held.promise(prompt.sighting, pair.prefill or pair.decode)
             return Exchange(self._services, request, record, asked, pair, prompt)
 
+        def begin() -> Attempt:
+            # While weights are changed, or vLLM is paused, a request waits in its queue.
+            if self._weights.is_stopping:
+                raise Busy("the weights are being changed")
+            try:
+                return start()
+            except NoInstance as error:
+                if self._weights.may_end_soon:
+                    raise Busy(str(error)) from error
+                raise
+
         try:
             line = self._router.line_of(prompt.model)
-            attempt = await self._admission.enter(line, start, request.ends)
+            attempt = await self._admission.enter(line, begin, request.ends)
+        except ProxyError as error:
+            if error.status == HTTPStatus.TOO_MANY_REQUESTS and self._weights.may_end_soon:
+                raise self._weights.refusal() from error
+            raise
         except NoInstance as error:
             missing = [role.label for role in error.missing]
             wait = error.breaker_seconds or RETRY_AFTER_SECONDS

@@ -285,6 +285,9 @@ def play(pair: Pair, rng: random.Random) -> None:
         elif event < 0.9:
             scheduler = rng.choice([pair.p, pair.d]).scheduler
             scheduler.reset_prefix_cache(reset_connector=event < 0.875)
+        elif event < 0.95:
+            for side in (pair.p, pair.d):
+                side.connector.weights_labelled("default")  # they are those of the start
         else:
             pair.ask_waiting()
         for _ in range(rng.randrange(4)):

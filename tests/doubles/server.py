@@ -24,6 +24,7 @@ from multidict import CIMultiDict
 
 from p2p_engine.simulate.answers import MESSAGES, PATHS, RESPONSES, answer, stream
 from p2p_engine.wire.messages import PROTOCOL_VERSION, Publisher
+from tests.doubles.weights import DoorsDouble
 
 PREFILL, DECODE, BOTH = "P", "D", "PD"
 INTERVAL_SECONDS = 3.0
@@ -84,9 +85,14 @@ class ServerDouble:
         epoch: int = 1,
         model: str = "tiny",
         dp_size: int = 1,
+        doors: DoorsDouble | None = None,
     ) -> None:
-        """`dp_size`: so many data-parallel ranks behind the one HTTP address, if it is not 1."""
+        """`dp_size`: so many data-parallel ranks behind the one HTTP address, if it is not 1.
+
+        `doors`: vLLM's for weights, which it has in its development mode alone.
+        """
         self.kind = kind
+        self.doors = doors
         self.dp_size = dp_size
         self.protocol = protocol
         self.epoch = epoch
@@ -130,6 +136,8 @@ class ServerDouble:
             app.router.add_post(path, self._complete)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
+        if self.doors is not None:
+            self.doors.open(app)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await self._runner.setup()
         # uvicorn, which serves vLLM, lets as many wait
@@ -241,7 +249,11 @@ class ServerDouble:
         received = Received(request.path, CIMultiDict(request.headers), await request.read())
         self.received.append(received)
         try:
-            response = await self._answer(request, received)
+            answering = self._answer(request, received)
+            if self.doors is None:
+                response = await answering
+            else:
+                response = await self.doors.serve(received.json, answering)
         except (asyncio.CancelledError, ConnectionError):
             received.ended = "left"
             raise

@@ -167,8 +167,9 @@ def options_of(command: str) -> set[str]:
     """Every option that this command of ours takes."""
     if command == "proxy":
         return set(proxy_parser()._option_string_actions)
-    parameters = get_command(app).commands[command].params  # type: ignore[attr-defined]
-    return {option for parameter in parameters for option in parameter.opts}
+    found = get_command(app).commands[command]  # type: ignore[attr-defined]
+    each = [found, *getattr(found, "commands", {}).values()]
+    return {option for one in each for parameter in one.params for option in parameter.opts}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

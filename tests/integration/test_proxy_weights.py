@@ -1,0 +1,441 @@
+"""One order for the weights of a fleet, before stand-ins of vLLM that do as asked, and others."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from p2p_engine.cli import weights as cli
+from p2p_engine.errors import ConfigError
+from tests.doubles.server import DECODE, PREFILL, Behaviour, ServerDouble
+from tests.doubles.weights import NEW, OLD, DoorsDouble
+from tests.rigs.proxies import STREAMED, RunningProxy, running_proxy, until
+
+KEY = "open sesame"
+LABEL = "step-2"
+NUM_FAILURES = 6  # of legs, with which a breaker would open
+CALL = {"method": "reload_weights", "kwargs": {"weights_path": NEW}}
+UPDATE = {
+    "label": LABEL,
+    "calls": [{"path": "/collective_rpc", "body": CALL}],
+    "drain_seconds": 20.0,
+    "call_seconds": 10.0,
+}
+
+
+@pytest.fixture
+def admin_key(tmp_path: Path) -> str:
+    path = tmp_path / "admin.key"
+    path.touch(0o600)
+    path.write_text(KEY)
+    return str(path)
+
+
+class WeightsFleet:
+    """A proxy, and instances with doors."""
+
+    def __init__(self, proxy: RunningProxy, prefills: list[Any], decodes: list[Any]) -> None:
+        self.proxy = proxy
+        self.prefills = prefills
+        self.decodes = decodes
+
+    @property
+    def all(self) -> list[ServerDouble]:
+        return [*self.prefills, *self.decodes]
+
+    @property
+    def listed(self) -> dict[str, str]:
+        """Settings for another proxy of the same instances."""
+        kinds = {"prefill": self.prefills, "decode": self.decodes}
+        return {kind: ",".join(d.http_address for d in kinds[kind]) for kind in kinds}
+
+    async def order(self, path: str, asked: Any, key: str = KEY) -> tuple[int, dict[str, Any]]:
+        """Give an order; return the status and what is said."""
+        headers = {"X-Api-Key": key}
+        status, said, _ = await self.proxy.ask(asked, f"/weights/{path}", headers=headers)
+        return status, json.loads(said)
+
+    async def until_over(self) -> dict[str, Any]:
+        """Wait until the last order is over; return what `/status` says of it."""
+
+        async def order() -> Any:
+            shown = (await self.proxy.status())["weights"]["order"]
+            return shown if shown and shown["state"] == "done" else None
+
+        shown: dict[str, Any] = await until(order, "the order is over")
+        return shown
+
+    async def update(self, **changed: Any) -> dict[str, Any]:
+        """Give an order, and wait for its end."""
+        status, said = await self.order("update", {**UPDATE, **changed})
+        assert status == 200, said
+        return await self.until_over()
+
+
+@asynccontextmanager
+async def weights_fleet(
+    admin_key: str, num_prefill: int = 1, num_decode: int = 1, **settings: Any
+) -> AsyncIterator[WeightsFleet]:
+    kinds = [PREFILL] * num_prefill + [DECODE] * num_decode
+    doubles = [ServerDouble(kind, doors=DoorsDouble()) for kind in kinds]
+    async with AsyncExitStack() as parts:
+        for double in doubles:
+            await parts.enter_async_context(double)
+        given = {"admin_key_file": admin_key, **settings}
+        proxy = await parts.enter_async_context(running_proxy(**given))
+        for double in doubles:
+            double.beat(proxy.registration_address)
+        await proxy.until_ready(*doubles)
+        yield WeightsFleet(proxy, doubles[:num_prefill], doubles[num_prefill:])
+
+
+def doors_of(double: ServerDouble) -> DoorsDouble:
+    assert double.doors is not None
+    return double.doors
+
+
+async def test_each_request_is_computed_with_the_old_weights_or_with_the_new_ones(
+    admin_key: str,
+) -> None:
+    """Under load: none is refused, and both of its legs have the same weights."""
+    async with weights_fleet(admin_key, 2, 2) as fleet:
+        for double in fleet.all:
+            double.behaviour = Behaviour(pace=0.001)
+        is_over = asyncio.Event()
+
+        async def client() -> list[int]:
+            seen = []
+            while not is_over.is_set():
+                seen.append((await fleet.proxy.ask(STREAMED))[0])
+            return seen
+
+        clients = [asyncio.create_task(client()) for _ in range(8)]
+        await until(lambda: all(doors_of(d).used for d in fleet.all), "all compute")
+        order = await fleet.update()
+        await until(lambda: all(NEW in doors_of(d).used.values() for d in fleet.all), "all go on")
+        is_over.set()
+        statuses = {status for seen in await asyncio.gather(*clients) for status in seen}
+        assert statuses == {200}
+        assert order["failed"] == {}
+        assert set(order["steps"].values()) == {"done"}
+        computed = {}
+        for double in fleet.prefills:
+            computed.update(doors_of(double).used)
+        for double in fleet.decodes:
+            for transfer, weights in doors_of(double).used.items():
+                assert weights == computed[transfer]
+        for double in fleet.all:
+            doors = doors_of(double)
+            assert (doors.weights, doors.label, doors.is_paused) == (NEW, LABEL, False)
+        assert (await fleet.proxy.status())["weights"]["label"] == LABEL
+
+
+FAULTS = {
+    "/pause": ("500", "/pause: HTTP 500"),
+    "/collective_rpc": ("500", "/collective_rpc: HTTP 500: .*it broke"),
+    "/reset_prefix_cache": ("hang", "/reset_prefix_cache: no answer within 2 s"),
+    "/update_weight_version": ("lie", "/update_weight_version: it has default, not step-2"),
+    "/weight_info": ("500", "/weight_info: HTTP 500"),
+    "/resume": ("lie", "/resume: it is still paused"),
+}
+
+
+@pytest.mark.parametrize("path", FAULTS)
+async def test_an_instance_that_fails_a_step_stays_paused_and_is_named(
+    admin_key: str, path: str
+) -> None:
+    fault, expected = FAULTS[path]
+    async with weights_fleet(admin_key, 1, 2) as fleet:
+        bad, good = fleet.decodes
+        address = bad.http_address
+        doors_of(bad).faults[path] = fault
+        order = await fleet.update(call_seconds=2.0 if fault == "hang" else 10.0)
+        assert list(order["failed"]) == [address]
+        assert fleet.all[0].http_address in order["steps"]
+        said = order["failed"][address]
+        assert re.match(expected, said)
+        await fleet.proxy.until_state(bad, "paused")
+        [shown] = [
+            i for i in (await fleet.proxy.status())["instances"] if i["http_address"] == address
+        ]
+        assert shown["held"] == said
+        before = len(bad.received)
+        for _ in range(4):
+            assert (await fleet.proxy.ask())[0] == 200
+        assert len(bad.received) == before
+        assert len(doors_of(good).used) >= 4
+        # A later order succeeds.
+        doors_of(bad).faults.clear()
+        order = await fleet.update(label="step-3")
+        assert order["failed"] == {}
+        await fleet.proxy.until_ready(bad)
+
+
+async def test_without_a_decode_instance_a_request_is_refused_by_name(admin_key: str) -> None:
+    async with weights_fleet(admin_key) as fleet:
+        doors_of(fleet.decodes[0]).faults["/collective_rpc"] = "500"
+        await fleet.update()
+        status, said, headers = await fleet.proxy.ask()
+        assert status == 503
+        assert json.loads(said)["error"]["code"] == "no_instance"
+        assert "no decode instance is ready" in said.decode()
+        assert "Retry-After" in headers
+
+
+async def test_an_instance_that_hangs_does_not_stop_the_others(admin_key: str) -> None:
+    async with weights_fleet(admin_key, 1, 2) as fleet:
+        doors_of(fleet.decodes[0]).faults["/collective_rpc"] = "hang"
+        assert (await fleet.order("update", UPDATE))[0] == 200
+        # It is answered while the order still runs.
+        assert (await fleet.proxy.ask())[0] == 200
+        shown = (await fleet.proxy.status())["weights"]["order"]
+        assert shown["state"] == "updating"
+        assert shown["steps"][fleet.decodes[0].http_address] == "/collective_rpc"
+
+
+async def test_a_request_that_waits_too_long_is_told_of_the_order(admin_key: str) -> None:
+    async with weights_fleet(admin_key, queue_timeout_seconds=0.2) as fleet:
+        doors_of(fleet.decodes[0]).faults["/collective_rpc"] = "hang"
+        assert (await fleet.order("update", UPDATE))[0] == 200
+        status, said, headers = await fleet.proxy.ask()
+        assert (status, json.loads(said)["error"]["code"]) == (503, "weights_update")
+        assert LABEL in said.decode()
+        assert "Retry-After" in headers
+
+
+async def test_orders_that_cannot_be_are_refused_and_change_nothing(admin_key: str) -> None:
+    async with weights_fleet(admin_key) as fleet:
+        assert (await fleet.order("update", UPDATE, key="wrong"))[0] == 401
+        for changed in (
+            {"label": "default"}, {"label": "two words"}, {"label": ""}, {"ends": "soon"},
+            {"calls": [{"path": "/shutdown"}]}, {"other": 1}, {"call_seconds": 0},
+        ):  # fmt: skip
+            status, said = await fleet.order("update", {**UPDATE, **changed})
+            assert (status, said["error"]["code"]) == (400, "invalid_request"), changed
+        assert (await fleet.order("resume", {"instance": "10.0.0.9:1"}))[0] == 404
+        async with ServerDouble(DECODE) as without:
+            without.beat(fleet.proxy.registration_address)
+            await fleet.proxy.until_ready(without)
+            status, said = await fleet.order("update", UPDATE)
+            assert (status, said["error"]["code"]) == (409, "no_doors")
+            assert f"{without.http_address}: /is_paused: HTTP 404" in said["error"]["message"]
+            await without.leave()
+            await fleet.proxy.until_state(without, "")
+        assert not any(path == "/pause" for d in fleet.all for path in doors_of(d).asked)
+        doors_of(fleet.decodes[0]).faults["/collective_rpc"] = "hang"
+        assert (await fleet.order("update", UPDATE))[0] == 200
+        for path, asked in (
+            ("update", UPDATE),
+            ("label", {"label": "step-9"}),
+            ("resume", {"instance": fleet.decodes[0].http_address}),
+        ):
+            status, said = await fleet.order(path, asked)
+            assert (status, said["error"]["code"]) == (409, "order_running")
+            assert LABEL in said["error"]["message"]
+
+
+async def test_a_request_that_has_begun_ends_before_anything_is_paused(admin_key: str) -> None:
+    async with weights_fleet(admin_key) as fleet:
+        release = asyncio.Event()
+        fleet.prefills[0].behaviour = Behaviour(hold=release)
+        asking = asyncio.create_task(fleet.proxy.ask())
+        await until(lambda: doors_of(fleet.prefills[0]).running, "prefill runs")
+        assert (await fleet.order("update", UPDATE))[0] == 200
+        late = asyncio.create_task(fleet.proxy.ask())
+        await until_queued(fleet.proxy)
+        shown = (await fleet.proxy.status())["weights"]["order"]
+        assert (shown["state"], shown["steps"]) == ("stopping", {})
+        release.set()
+        assert (await asking)[0] == 200  # both of its legs
+        assert (await fleet.until_over())["failed"] == {}
+        assert (await late)[0] == 200
+        assert sorted(doors_of(fleet.decodes[0]).used.values()) == [NEW, OLD]
+
+
+async def test_no_leg_goes_to_an_instance_that_is_paused(admin_key: str) -> None:
+    """Prefill ends its leg though it was told to abort it; decode is paused by then."""
+    async with weights_fleet(admin_key) as fleet:
+        release = asyncio.Event()
+        fleet.prefills[0].behaviour = Behaviour(hold=release)
+        doors_of(fleet.prefills[0]).faults["/pause"] = "lie"
+        doors_of(fleet.prefills[0]).faults["/collective_rpc"] = "500"
+        doors_of(fleet.prefills[0]).faults["/abort_requests"] = "lie"
+        doors_of(fleet.decodes[0]).faults["/collective_rpc"] = "hang"
+        asking = asyncio.create_task(fleet.proxy.ask())
+        await until(lambda: doors_of(fleet.prefills[0]).running, "prefill runs")
+        assert (await fleet.order("update", {**UPDATE, "ends": "abort"}))[0] == 200
+        await until(lambda: "/collective_rpc" in doors_of(fleet.decodes[0]).asked, "it is paused")
+        release.set()
+        status, said, _ = await asking
+        assert (status, json.loads(said)["error"]["code"]) == (503, "instance_paused")
+        assert not fleet.decodes[0].received
+
+
+async def until_queued(proxy: RunningProxy) -> None:
+    """Wait until a request is in the queue."""
+
+    async def is_queued() -> bool:
+        return bool((await proxy.status())["requests_queued"])
+
+    await until(is_queued, "a request waits")
+
+
+@pytest.mark.parametrize("changed", [{"ends": "abort"}, {"drain_seconds": 0.3}])
+async def test_what_does_not_end_is_aborted(admin_key: str, changed: dict[str, Any]) -> None:
+    async with weights_fleet(admin_key) as fleet:
+        fleet.decodes[0].behaviour = Behaviour(hold=asyncio.Event())
+        asking = [asyncio.create_task(fleet.proxy.ask()) for _ in range(NUM_FAILURES)]
+        await until(lambda: len(doors_of(fleet.decodes[0]).running) == NUM_FAILURES, "they run")
+        order = await fleet.update(**changed)
+        assert order["failed"] == {}
+        assert {status for status, _, _ in await asyncio.gather(*asking)} == {503}
+        # Nobody is to blame, so no breaker opens.
+        shown = (await fleet.proxy.status())["instances"]
+        assert {state for each in shown for state in each["breaker"].values()} == {"closed"}
+        assert "mixed" not in doors_of(fleet.decodes[0]).used.values()
+        fleet.decodes[0].behaviour = Behaviour()
+        assert (await fleet.proxy.ask())[0] == 200
+
+
+async def test_an_instance_that_is_paused_gets_no_requests_whoever_paused_it(
+    admin_key: str,
+) -> None:
+    """A proxy that did not give the order, or has restarted in the middle of one, sees it."""
+    async with weights_fleet(admin_key, 1, 2, queue_timeout_seconds=0.5) as fleet:
+        paused, other_decode = fleet.decodes
+        doors_of(paused).pause()
+        await fleet.proxy.until_state(paused, "paused")
+        async with running_proxy(**fleet.listed) as other:
+            await other.until_ready(fleet.prefills[0], fleet.decodes[1])
+            await other.until_state(paused, "paused")
+            for _ in range(4):
+                assert (await other.ask())[0] == 200
+        assert not paused.received
+        # If no other is left, a request waits.
+        doors_of(other_decode).pause()
+        await fleet.proxy.until_state(other_decode, "paused")
+        status, said, _ = await fleet.proxy.ask()
+        assert (status, json.loads(said)["error"]["code"]) == (503, "instance_paused")
+        waiting = asyncio.create_task(fleet.proxy.ask())
+        doors_of(paused).resume()
+        assert (await waiting)[0] == 200
+
+
+async def test_who_joins_after_an_order_must_have_its_label(admin_key: str) -> None:
+    async with weights_fleet(admin_key) as fleet:
+        await fleet.update()
+        async with ServerDouble(DECODE, doors=DoorsDouble(NEW)) as late:
+            late.beat(fleet.proxy.registration_address)
+            await fleet.proxy.until_state(late, "paused")
+            [held] = [i["held"] for i in (await fleet.proxy.status())["instances"] if i["held"]]
+            assert held == "weights: default, the fleet has step-2"
+            status, said = await fleet.order("label", {"label": "step-3"})
+            assert status == 200
+            assert set(said["instances"].values()) == {""}
+            await fleet.proxy.until_ready(late)
+            assert [doors_of(d).label for d in (*fleet.all, late)] == ["step-3"] * 3
+
+
+async def test_a_trainer_may_change_weights_by_itself_after_an_order(admin_key: str) -> None:
+    async with weights_fleet(admin_key) as fleet:
+        await fleet.update()
+        doors = doors_of(fleet.decodes[0])
+        doors.pause()
+        await fleet.proxy.until_state(fleet.decodes[0], "paused")
+        doors.label = "step-9"
+        doors.resume()
+        await fleet.proxy.until_ready(fleet.decodes[0])
+
+
+async def test_an_operator_resumes_an_instance_by_name(admin_key: str) -> None:
+    async with weights_fleet(admin_key) as fleet:
+        [decode] = fleet.decodes
+        doors_of(decode).faults["/collective_rpc"] = "500"
+        await fleet.update()
+        await fleet.proxy.until_state(decode, "paused")
+        # By itself, vLLM's door is not enough: it has the old weights.
+        doors_of(decode).resume()
+        num_asked = len(doors_of(decode).asked)
+        await until(lambda: len(doors_of(decode).asked) > num_asked + 3, "asked again")
+        assert (await fleet.proxy.states())[decode.http_address] == "paused"
+        doors_of(decode).pause()
+        assert (await fleet.order("resume", {"instance": decode.http_address}))[0] == 200
+        await fleet.proxy.until_ready(decode)
+        assert (await fleet.proxy.ask())[0] == 200
+        assert doors_of(decode).weights == OLD
+
+
+async def run(command: Any, *told: Any) -> tuple[int, list[str]]:
+    """Return the exit code, and the lines that a command says."""
+    said = io.StringIO()
+    console = Console(file=said, width=200)
+    code = await asyncio.to_thread(lambda: command(*told, console))
+    return code, sorted(said.getvalue().splitlines())
+
+
+async def test_the_command_waits_for_the_end_and_names_who_failed(admin_key: str) -> None:
+    async with weights_fleet(admin_key, 1, 2) as fleet:
+        name = f"127.0.0.1:{fleet.proxy.port}"
+        code, said = await run(cli.run_update, name, "wrong", UPDATE)
+        assert (code, said) == (1, [f"{name}: the admin key is missing or wrong"])
+        doors_of(fleet.decodes[0]).faults["/collective_rpc"] = "500"
+        code, said = await run(cli.run_update, name, KEY, UPDATE)
+        assert code == 1
+        bad, *good = fleet.decodes[0], fleet.decodes[1], fleet.prefills[0]
+        assert [line for line in said if line.startswith(f"{bad.http_address}: paused: ")]
+        assert {f"{each.http_address}: {LABEL}" for each in good} <= set(said)
+        doors_of(bad).faults.clear()
+        code, said = await run(cli.run_resume, name, KEY, bad.http_address)
+        assert (code, said) == (0, [f"Resumed {bad.http_address}."])
+        code, _ = await run(cli.run_update, name, KEY, {**UPDATE, "label": "step-3"})
+        assert code == 0
+        doors_of(bad).faults["/update_weight_version"] = "lie"
+        code, said = await run(cli.run_label, name, KEY, "step-4")
+        assert code == 1
+        why = "/update_weight_version: it has step-3, not step-4"
+        assert f"{bad.http_address}: {why}" in said
+        places = ",".join(each.http_address for each in good)
+        code, said = await run(cli.run_label_directly, places, "", "step-5")
+        assert (code, said) == (0, sorted(f"{each.http_address}: step-5" for each in good))
+        code, said = await run(cli.run_label_directly, bad.http_address, "", "step-5")
+        assert (code, said) == (1, [f"{bad.http_address}: it has step-3, not step-5"])
+
+
+async def test_a_proxy_that_ends_in_the_middle_leaves_instances_paused_and_the_command_says_so(
+    admin_key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_SILENCE_SECONDS", 0.2)
+    async with weights_fleet(admin_key) as fleet:
+        doors_of(fleet.decodes[0]).faults["/collective_rpc"] = "hang"
+        async with running_proxy(admin_key_file=admin_key, **fleet.listed) as dying:
+            await dying.until_ready(*fleet.all)
+            told = (f"127.0.0.1:{dying.port}", KEY, UPDATE)
+            waiting = asyncio.create_task(run(cli.run_update, *told))
+            await until(lambda: "/collective_rpc" in doors_of(fleet.decodes[0]).asked, "it hangs")
+        code, said = await waiting
+        assert code == 1
+        assert "stay paused: repeat the order" in "".join(said)
+        assert doors_of(fleet.decodes[0]).is_paused
+        await fleet.proxy.until_state(fleet.decodes[0], "paused")
+        doors_of(fleet.decodes[0]).faults.clear()
+        assert (await fleet.update())["failed"] == {}
+        await fleet.proxy.until_ready(*fleet.all)
+
+
+def test_calls_are_read_from_the_command_line() -> None:
+    assert cli.read_calls(["/start_weight_update", '/update_weights {"update_info": {}}']) == [
+        {"path": "/start_weight_update", "body": {}},
+        {"path": "/update_weights", "body": {"update_info": {}}},
+    ]
+    for wrong in ("/update_weights {", "/update_weights []"):
+        with pytest.raises(ConfigError):
+            cli.read_calls([wrong])
