@@ -13,6 +13,7 @@ from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError
 from p2p_engine.receive.expectations import Expectations
 from p2p_engine.receive.ledger import Landing, LandingId
+from p2p_engine.wire.bindings import prompt_in
 from p2p_engine.wire.messages import (
     Cancel,
     Commit,
@@ -158,7 +159,7 @@ class Replies:
         until = self._clock() + self._config.lease_seconds
         tombstone = Tombstone(shorten(reason), until, cause, epoch, is_refused)
         nbytes = OUTCOME_BYTES + heap_bytes(tombstone.reason)
-        self._tombstones.put(content, tombstone, epoch, nbytes)
+        self._tombstones.put(_grave(content), tombstone, epoch, nbytes)
 
     def refusal_of_offer(self, content: ContentKey, epoch: int, generation: int) -> str | None:
         """Return why an offer must be refused, or None; then it comes after all, or from another
@@ -198,17 +199,18 @@ class Replies:
 
     def revive(self, content: ContentKey) -> None:
         """Accept offers of a content again, unless one was refused within the last lease."""
-        for name in (content, (content[0], b"")):
+        grave = _grave(content)
+        for name in (grave, (content[0], b"")):
             tombstone = self._tombstones.get(name)
             if tombstone is None:
                 continue
-            if tombstone.until <= self._clock() or (name == content and not tombstone.is_sure):
+            if tombstone.until <= self._clock() or (name == grave and not tombstone.is_sure):
                 self._tombstones.pop(name)
 
     def _tombstones_of(self, content: ContentKey) -> list[tuple[ContentKey, Tombstone]]:
         """Return the tombstones in force of a content and of its key; forget the others."""
         found = []
-        for name in dict.fromkeys((content, (content[0], b""))):
+        for name in dict.fromkeys((_grave(content), (content[0], b""))):
             tombstone = self._tombstones.get(name)
             if tombstone is None:
                 continue
@@ -217,6 +219,12 @@ class Replies:
             else:
                 self._tombstones.pop(name)
         return found
+
+
+def _grave(content: ContentKey) -> ContentKey:
+    """Return the name by which a content's tombstone is found, whatever the weights are called."""
+    key, binding = content
+    return key, prompt_in(binding)
 
 
 def _as_fields(error: P2pError) -> tuple[str, str]:
