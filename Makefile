@@ -15,7 +15,7 @@ export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.venv/pycache
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup nixl demo test test-c tsan asan attack chaos soak restarts changes weights stalls backlog model scale fuzz fuzz-c bench bench-check plots test-vllm test-ray test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage docs wheels deploy check-deploy clean
+.PHONY: help setup nixl demo test test-options test-c tsan asan attack chaos soak restarts changes weights stalls backlog model scale fuzz fuzz-c bench bench-check plots test-vllm test-ray test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage docs wheels deploy check-deploy clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -98,6 +98,9 @@ plots: setup  ## the pictures of benchmarks/pages, from benchmarks/results
 
 test-vllm: setup  ## every test with real vLLM; with VLLM=0.29.0, a comparison on that release
 	$(if $(VLLM),$(BIN)/python -m tests.compat.matrix $(VLLM),$(PYTEST) tests/vllm)
+
+test-options: setup  ## real vLLM: each option on one side of a pair, for SECONDS= (21600); ONLY= names; goes on where it stopped
+	$(BIN)/python -m tests.options.campaign $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only '$(ONLY)')
 
 test-ray: setup  ## our backend with Ray Serve LLM, in an environment of its own
 	$(BIN)/python -m tests.ray_serve.run

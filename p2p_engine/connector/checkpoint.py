@@ -31,7 +31,17 @@ NUM_PLACES = 4  # in each tensor
 SAMPLED_BYTES = 256 << 10  # of all tensors together, if each gets at least
 LEAST_BYTES = 16  # at each place
 MAX_HEADER_BYTES = 100 << 20  # as safetensors allows
-_PICKLED = ("*.bin", "*.pt", "*.pth")
+# What vLLM loads of a folder, by load format, in each of its releases: the first of these of which
+# there are files. Another format reads *.safetensors, or *.gguf.
+_HF = ("*.safetensors", "*.bin", "*.pt")
+_READ = {
+    "auto": ("consolidated*.safetensors", *_HF, "*.gguf"),
+    "hf": _HF,
+    "mistral": ("consolidated*.safetensors",),
+    "npcache": ("*.bin", "*.pt"),
+    "pt": ("*.pt",),
+}
+_OF_TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 
 
 @dataclass(frozen=True)
@@ -54,9 +64,9 @@ def name_of_checkpoint(vllm_config: VllmConfig) -> str:
     if kind == "dummy":
         return "dummy"
     try:
-        folder = _folder_of(model.model, model.revision)
+        folder = _folder_of(model.model, model.revision, load.download_dir)
         return f"checkpoint-{fingerprint(folder, kind)}"
-    except (OSError, ValueError, RuntimeError, struct.error) as error:
+    except (OSError, LookupError, TypeError, ValueError, RuntimeError, struct.error) as error:
         named = f"{kind} {model.model_weights or model.model} {model.revision or ''}".strip()
         logger.warning(
             "the weights cannot be sampled, peers must name them alike: %r reason=%s",
@@ -121,26 +131,28 @@ def fingerprint(folder: Path, load_format: str = "auto") -> str:
     return hashlib.blake2b(b"".join(samples), digest_size=8).hexdigest()
 
 
-def _folder_of(model: str, revision: str | None) -> Path:
+def _folder_of(model: str, revision: str | None, cache: str | None = None) -> Path:
     """Return where the weights are: vLLM has fetched them by now."""
     if Path(model).exists():
         return Path(model)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    found = snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
+    return Path(found)
 
 
 def _files_in(folder: Path, load_format: str) -> list[Path]:
-    """Return the files that vLLM loads of a folder."""
-    files = sorted(folder.glob("*.safetensors"))
-    consolidated = [file for file in files if file.name.startswith("consolidated")]
-    if load_format == "mistral":
-        return consolidated
-    files = [file for file in files if file not in consolidated] or consolidated
-    if load_format == "pt" or not files:
-        pickled = [file for pattern in _PICKLED for file in sorted(folder.glob(pattern))]
-        files = [file for file in pickled if file.name != "training_args.bin"] or files
-    return files or sorted(folder.glob("*.gguf"))
+    """Return the files that vLLM loads of a folder; where it has an index, those that it names."""
+    for pattern in _READ.get(load_format, ("*.safetensors", "*.gguf")):
+        files = [file for file in sorted(folder.glob(pattern)) if file.name not in _OF_TRAINING]
+        if files:
+            kind = "consolidated" if pattern.startswith("consolidated") else "model"
+            index = folder / f"{kind}.safetensors.index.json"
+            if not pattern.endswith(".safetensors") or not index.exists():
+                return files
+            named = set(json.loads(index.read_text())["weight_map"].values())
+            return [file for file in files if file.name in named]
+    return []
 
 
 def _pieces_of(file: Path) -> Iterator[StoredTensor]:

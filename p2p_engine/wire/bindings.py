@@ -29,8 +29,8 @@ def weights_in(binding: bytes) -> str:
 def prompt_in(binding: bytes) -> bytes:
     """Return a binding without the name of the weights, if it has one.
 
-    How a content has ended is remembered by this: a peer that asks for the same prompt's KV of other
-    weights is answered as one that asks again.
+    How a content has ended is remembered by this: a peer that asks for the KV that other weights
+    make of the same prompt is answered as one that asks again.
     """
     return binding[:PROMPT_BYTES] if weights_in(binding) else binding
 

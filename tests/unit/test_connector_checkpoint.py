@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +57,6 @@ def beside_others(tensors: Tensors, folder: Path) -> None:
     """Files that vLLM does not load of such a folder."""
     in_one_file(tensors, folder)
     pickled({"other": torch.ones(3)}, folder)
-    save_file({"other": torch.zeros(3)}, folder / "consolidated.safetensors")
     torch.save({}, folder / "training_args.bin")
 
 
@@ -117,11 +117,11 @@ def test_of_many_tensors_little_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert sum(read) == 50 * checkpoint.NUM_PLACES * checkpoint.LEAST_BYTES
 
 
-def config(model: Path | str, load_format: str = "auto") -> Any:
+def config(model: Path | str, load_format: str = "auto", download_dir: str | None = None) -> Any:
     """As much of vLLM's configuration as is looked at."""
     return SimpleNamespace(
         model_config=SimpleNamespace(model=str(model), model_weights="", revision=None),
-        load_config=SimpleNamespace(load_format=load_format),
+        load_config=SimpleNamespace(load_format=load_format, download_dir=download_dir),
     )
 
 
@@ -134,10 +134,56 @@ def test_the_loader_does_not_matter(load_format: str, tmp_path: Path) -> None:
     assert name == f"checkpoint-{fingerprint(tmp_path)}"
 
 
-def test_a_loader_that_reads_other_files_names_those(tmp_path: Path) -> None:
-    beside_others(weights(), tmp_path)
-    names = {each: name_of_checkpoint(config(tmp_path, each)) for each in ("auto", "pt", "mistral")}
-    assert len(set(names.values())) == 3
+# What each loader reads of a folder that has all of these: DefaultModelLoader._prepare_weights.
+READ = {
+    "auto": "consolidated.safetensors",
+    "mistral": "consolidated.safetensors",
+    "hf": "model.safetensors",
+    "safetensors": "model.safetensors",
+    "npcache": "pytorch_model.bin",
+    "pt": "model.pt",
+}
+
+
+@pytest.mark.parametrize("load_format", READ)
+def test_what_a_loader_reads_beside_other_files_is_named(load_format: str, tmp_path: Path) -> None:
+    """Each file has other weights; an index says that model.safetensors is all of them."""
+    expected = {}
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    for number, file in enumerate(dict.fromkeys(READ.values())):
+        tensors, alone = {"weight": torch.full((9, 9), number)}, tmp_path / file
+        alone.mkdir()
+        for folder in (alone, mixed):
+            save = save_file if file.endswith(".safetensors") else torch.save
+            save(tensors, folder / file)
+        expected[file] = name_of_checkpoint(config(alone, "auto"))
+    index = {"weight_map": {"weight": "model.safetensors"}}
+    (mixed / "model.safetensors.index.json").write_text(json.dumps(index))
+    (mixed / "optimizer.pt").write_bytes(b"of training")
+    assert len(set(expected.values())) == len(expected)
+    assert name_of_checkpoint(config(mixed, load_format)) == expected[READ[load_format]]
+
+
+def test_weights_are_looked_for_where_they_were_downloaded_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another folder may have another revision under the same name."""
+    names = []
+    for number, cache in enumerate(("usual", "told")):
+        repository = tmp_path / cache / "models--tiny--llama"
+        folder = repository / "snapshots" / (40 * str(number))
+        folder.mkdir(parents=True)
+        save_file({"weight": torch.full((9, 9), number)}, folder / "model.safetensors")
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(folder.name)
+        names.append(name_of_checkpoint(config(folder)))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "usual"))
+    found = [
+        name_of_checkpoint(config("tiny/llama", download_dir=folder))
+        for folder in (None, str(tmp_path / "told"))
+    ]
+    assert found == names
 
 
 def test_made_up_weights_are_no_checkpoint(tmp_path: Path) -> None:

@@ -33,10 +33,15 @@ class DirectPair:
         self, question: Question, transfer_id: str, send_type: str, request_id: str = ""
     ) -> Answer:
         """Ask for an answer from KV that is sent, and for nothing to be kept for a next turn."""
-        other = _other(self.prefill, transfer_id, send_type)
-        params = {"do_remote_prefill": True, "stash": False, **other}
         headers = {"X-Request-Id": request_id} if request_id else {}
-        return ask(self.decode.url, changed(question, kv_transfer_params=params), headers)
+        return ask(self.decode.url, self.decode_leg(question, transfer_id, send_type), headers)
+
+    def decode_leg(self, question: Question, transfer_id: str, send_type: str) -> Question:
+        """What decode is asked then."""
+        other = _other(self.prefill, transfer_id, send_type)
+        return changed(
+            question, kv_transfer_params={"do_remote_prefill": True, "stash": False, **other}
+        )
 
     def transfer(
         self, question: Question, send_type: str = "PUT_ASYNC", request_id: str = ""

@@ -1,0 +1,1 @@
+"""Every option of vLLM's that could touch the model, changed on one side of a pair."""
