@@ -61,8 +61,9 @@ def name_of_checkpoint(vllm_config: VllmConfig) -> str:
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     kind = str(load.load_format)
-    if kind == "dummy":
-        return "dummy"
+    if kind == "dummy":  # drawn for each part of a tensor alike, so another split is other weights
+        parallel = vllm_config.parallel_config
+        return f"dummy-{parallel.tensor_parallel_size}x{parallel.pipeline_parallel_size}"
     try:
         folder = _folder_of(model.model, model.revision, load.download_dir)
         return f"checkpoint-{fingerprint(folder, kind)}"

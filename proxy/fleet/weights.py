@@ -87,7 +87,7 @@ class _StepFailed(P2pError):
 
 
 @dataclass
-class Order:
+class Update:
     """An update, and what has become of it: `steps` has the last step of each instance, `failed`
     why one has failed; both by HTTP address."""
 
@@ -125,7 +125,7 @@ class FleetWeights:
         self._task: asyncio.Task[None] | None = None
         self._is_labelling = False
         self.label = ""  # that instances must have which join; "": any
-        self.order: Order | None = None  # the last one
+        self.order: Update | None = None  # the last one
 
     @property
     def is_running(self) -> bool:
@@ -176,7 +176,7 @@ class FleetWeights:
                 allowed = ", ".join(CALLS)
                 raise ProxyError(400, "invalid_request", f"{call.path!r} is none of {allowed}")
         self._refuse_second()
-        before, self.order = self.order, Order(asked.label)
+        before, self.order = self.order, Update(asked.label)
         try:
             await self._check_doors()
         except BaseException:
@@ -315,7 +315,7 @@ class FleetWeights:
             message = f"start vLLM with VLLM_SERVER_DEV_MODE=1: {'; '.join(told)}"
             raise ProxyError(409, "no_doors", message)
 
-    async def _run(self, order: Order, asked: _Update) -> None:
+    async def _run(self, order: Update, asked: _Update) -> None:
         try:
             seconds = self._drain_seconds if asked.drain_seconds is None else asked.drain_seconds
             deadline = self._clock() + (seconds if asked.ends == "drain" else 0.0)
@@ -343,7 +343,7 @@ class FleetWeights:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _change(
-        self, order: Order, asked: _Update, deadline: float, ranks: list[Instance]
+        self, order: Update, asked: _Update, deadline: float, ranks: list[Instance]
     ) -> None:
         """Change the weights behind one HTTP address, and let its ranks have legs again."""
         instance = ranks[0]
@@ -361,7 +361,7 @@ class FleetWeights:
         await self._outcome(self._post(instance, "/abort_requests", {}, LABEL_SECONDS))
 
     async def _take_steps(
-        self, order: Order, asked: _Update, deadline: float, instance: Instance
+        self, order: Update, asked: _Update, deadline: float, instance: Instance
     ) -> None:
         seconds = asked.call_seconds
 

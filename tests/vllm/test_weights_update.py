@@ -47,7 +47,7 @@ FIRST_AT, SECOND_AT = 0.25, 0.6  # of the requests that have an answer when an o
 
 
 @dataclass(frozen=True)
-class Told:
+class ToldAnswer:
     """An answer, and when it was asked for and came."""
 
     began_at: float
@@ -120,7 +120,7 @@ class SwappingFleet:
         return str(states[member.http_address])
 
 
-class Load:
+class SteadyLoad:
     """Each question, asked once; several at a time."""
 
     def __init__(self, url: str, questions: Sequence[Question]) -> None:
@@ -128,25 +128,25 @@ class Load:
         self._num_ended = 0
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(CONCURRENCY)
-        self._asked: list[Future[Told]] = [self._pool.submit(self._ask, q) for q in questions]
+        self._asked: list[Future[ToldAnswer]] = [self._pool.submit(self._ask, q) for q in questions]
 
     def wait_for(self, share: float) -> None:
         """Wait until so many have an answer."""
         number = round(share * len(self._asked))
         eventually(lambda: self._num_ended >= number, BOOT_SECONDS, f"{number} answers")
 
-    def end(self) -> list[Told]:
+    def end(self) -> list[ToldAnswer]:
         """Wait for all; an error, or no answer in time, is raised."""
         told = [asked.result() for asked in self._asked]
         self._pool.shutdown()
         return told
 
-    def _ask(self, question: Question) -> Told:
+    def _ask(self, question: Question) -> ToldAnswer:
         began_at = time.monotonic()
         answer = ask(self._url, question)
         with self._lock:
             self._num_ended += 1
-        return Told(began_at, time.monotonic(), answer)
+        return ToldAnswer(began_at, time.monotonic(), answer)
 
 
 def test_two_checkpoints_swapped_under_load_are_never_mixed(
@@ -171,7 +171,7 @@ def _swap_under_load(
 ) -> list[Row]:
     """The old weights, then the new ones on all but one instance, then the old ones on all."""
     good, bad = swapping.good, swapping.bad
-    load = Load(swapping.proxy.url, questions)
+    load = SteadyLoad(swapping.proxy.url, questions)
     load.wait_for(FIRST_AT)
     swapping.broken.touch()
     first = swapping.order("step-2", NEW)
