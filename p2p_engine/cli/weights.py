@@ -40,7 +40,7 @@ class _WeightsStatus(msgspec.Struct):
     weights: _Weights
 
 
-class _OrderRefused(P2pError):
+class _WeightsRefused(P2pError):
     """The order was not taken; the message says why."""
 
 
@@ -56,7 +56,7 @@ def run_update(names: str, key: str, order: Mapping[str, Any], console: Console)
     try:
         proxy, said = _give(names, key, "/weights/update", order, _ANSWER_SECONDS)
         ended = _wait(proxy, said.get("order", ""), console)
-    except _OrderRefused as error:
+    except _WeightsRefused as error:
         _say(console, str(error))
         return 1
     for address, step in ended.steps.items():
@@ -73,7 +73,7 @@ def run_label(names: str, key: str, label: str, console: Console) -> int:
     """
     try:
         _, said = _give(names, key, "/weights/label", {"label": label}, _LABEL_SECONDS)
-    except _OrderRefused as error:
+    except _WeightsRefused as error:
         _say(console, str(error))
         return 1
     return _tell_labels(said.get("instances", {}), label, console)
@@ -100,7 +100,7 @@ def run_resume(names: str, key: str, instance: str, console: Console) -> int:
     """
     try:
         _, said = _give(names, key, "/weights/resume", {"instance": instance}, _LABEL_SECONDS)
-    except _OrderRefused as error:
+    except _WeightsRefused as error:
         _say(console, str(error))
         return 1
     _say(console, str(said.get("message", "")))
@@ -141,12 +141,12 @@ def _give(
         try:
             status, said = proxy.ask(path, seconds, order, headers)
             if status != HTTPStatus.OK:
-                raise _OrderRefused(f"{proxy}: {_refusal_in(status, said)}")
+                raise _WeightsRefused(f"{proxy}: {_refusal_in(status, said)}")
             return proxy, msgspec.json.decode(said, type=dict[str, Any])
         except (OSError, HTTPException, msgspec.MsgspecError) as error:
             # It may have taken the order: no other gets it.
-            raise _OrderRefused(f"{proxy}: {words_of(error)}; see its /status") from error
-    raise _OrderRefused("; ".join(silent))
+            raise _WeightsRefused(f"{proxy}: {words_of(error)}; see its /status") from error
+    raise _WeightsRefused("; ".join(silent))
 
 
 def _refusal_in(status: int, said: bytes) -> str:
@@ -167,7 +167,7 @@ def _wait(proxy: KnownProxy, order_id: str, console: Console) -> _Order:
             order = msgspec.json.decode(said, type=_WeightsStatus).weights.order
             heard_at = time.monotonic()
             if order is None or order.id != order_id:
-                raise _OrderRefused(f"{proxy}: it has restarted; {_REPEAT}")
+                raise _WeightsRefused(f"{proxy}: it has restarted; {_REPEAT}")
             if order.state == "done":
                 return order
             if order.state != shown:
@@ -175,7 +175,7 @@ def _wait(proxy: KnownProxy, order_id: str, console: Console) -> _Order:
                 _say(console, f"{proxy}: {shown}")
         except (OSError, HTTPException, msgspec.MsgspecError) as error:
             if time.monotonic() - heard_at > _SILENCE_SECONDS:
-                raise _OrderRefused(f"{proxy}: {words_of(error)}; {_REPEAT}") from error
+                raise _WeightsRefused(f"{proxy}: {words_of(error)}; {_REPEAT}") from error
         time.sleep(_POLL_SECONDS)
 
 

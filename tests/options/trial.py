@@ -28,7 +28,7 @@ from tests.compat.workload import Question
 from tests.options.table import Change
 from tests.vllm.doors import post
 from tests.vllm.pair import DirectPair, TokensSince, changed
-from tests.vllm.test_images import Picture, chat, words
+from tests.vllm.pictures import Picture, chat, words
 
 BOOT_SECONDS = 600.0  # on a machine that others use as well; alone it is half a minute
 TOLERANCE = 0.02  # of the distance between the likeliest token and the fifth

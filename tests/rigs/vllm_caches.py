@@ -8,7 +8,14 @@ from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedConfig
-from vllm.config import AttentionConfig, CacheConfig, MambaConfig, ModelConfig, VllmConfig
+from vllm.config import (
+    AttentionConfig,
+    CacheConfig,
+    KernelConfig,
+    MambaConfig,
+    ModelConfig,
+    VllmConfig,
+)
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -119,6 +126,8 @@ def vllm_config(
         kv_transfer_config=SimpleNamespace(kv_buffer_device="cuda"),
         attention_config=AttentionConfig(),
         mamba_config=MambaConfig(),
+        kernel_config=KernelConfig(),
+        lora_config=None,
         model_config=blank(
             ModelConfig,
             hf_config=hf_config_of(model),

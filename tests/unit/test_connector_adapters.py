@@ -29,12 +29,13 @@ from p2p_engine.connector import checkpoint
 from p2p_engine.connector.intent import ThisInstance
 from p2p_engine.connector.scheduler import SchedulerHalf
 from p2p_engine.connector.weights import Weights, hear_of_weights
-from tests.unit.test_connector_scheduler import LOAD, SEND, make_group
 from tests.vllm.adapters import make_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 NAME = "ada"
+SEND = {"do_remote_decode": True, "transfer_id": "t", "remote_host": "d", "remote_port": 2}
+LOAD = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "p", "remote_port": 3}
 
 
 class AdapterSide:
@@ -51,7 +52,7 @@ class AdapterSide:
         self.models = serving.OpenAIServingModels(client, [])
         instance = ThisInstance("kv_both", "[::1]:1", SendMode.PUT_ASYNC, has_random_ids=True)
         self.half = SchedulerHalf(
-            instance, Weights("checkpoint", reset_keeps_weights=True), [make_group()], tp_size=1
+            instance, Weights("checkpoint", reset_keeps_weights=True), [], tp_size=1
         )
 
     async def _add(self, request: LoRARequest) -> bool:

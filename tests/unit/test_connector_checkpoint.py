@@ -117,11 +117,14 @@ def test_of_many_tensors_little_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert sum(read) == 50 * checkpoint.NUM_PLACES * checkpoint.LEAST_BYTES
 
 
-def config(model: Path | str, load_format: str = "auto", download_dir: str | None = None) -> Any:
+def config(
+    model: Path | str, load_format: str = "auto", download_dir: str | None = None, tp_size: int = 1
+) -> Any:
     """As much of vLLM's configuration as is looked at."""
     return SimpleNamespace(
         model_config=SimpleNamespace(model=str(model), model_weights="", revision=None),
         load_config=SimpleNamespace(load_format=load_format, download_dir=download_dir),
+        parallel_config=SimpleNamespace(tensor_parallel_size=tp_size, pipeline_parallel_size=1),
     )
 
 
@@ -187,8 +190,10 @@ def test_weights_are_looked_for_where_they_were_downloaded_to(
 
 
 def test_made_up_weights_are_no_checkpoint(tmp_path: Path) -> None:
+    """vLLM draws each rank's part of a tensor from the same seed, so they differ by the split."""
     in_one_file(weights(), tmp_path)
-    assert name_of_checkpoint(config(tmp_path, "dummy")) == "dummy"
+    names = [name_of_checkpoint(config(tmp_path, "dummy", tp_size=size)) for size in (1, 2)]
+    assert names == ["dummy-1x1", "dummy-2x1"]
 
 
 @pytest.mark.parametrize(

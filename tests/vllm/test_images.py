@@ -4,13 +4,9 @@ in three dimensions, so decode must know its shape."""
 
 from __future__ import annotations
 
-import base64
 import json
-import random
-import struct
-import zlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -28,12 +24,12 @@ from tests.vllm.doors import MESSAGES, RESPONSES, post, said
 from tests.vllm.events import events_config
 from tests.vllm.load import ENVIRONMENT, check_nothing_held, landed_bytes
 from tests.vllm.observing import by_label
-from tests.vllm.other_models import IMAGE, PATCH, ensure_model
+from tests.vllm.other_models import IMAGE, ensure_model
 from tests.vllm.pair import SEND_TYPES, DirectTrio, TokensSince, changed
+from tests.vllm.pictures import CHAT, NUM_ANSWERED, Part, Picture, chat, chat_parts, turns, words
 
 pytestmark = [marks.vllm, marks.slow, pytest.mark.timeout(1800)]
 
-CHAT = "/v1/chat/completions"
 STEP = 256  # tokens; longer prompts leave in chunks
 ARGS = (
     *VLLM_ARGS, "--served-model-name=tiny", "--enable-prefix-caching",
@@ -44,76 +40,12 @@ SETTINGS = {
     "kv_load_failure_policy": "recompute",
     EXTRA: {"stash_seconds": 120.0, "transfer_timeout_seconds": 8.0},
 }
-NUM_ANSWERED = 24
 BLOCK_BYTES = BLOCK * 6 * 2 * 2 * HEAD_DIM * 4  # layers, keys and values, heads, float32
 # As it lies in the template, and nothing behind it.
 ENDS_IN_IMAGE = (
     "{% for m in messages %}{% for part in m['content'] %}{% if part['type'] == 'text' %}"
     "{{ part['text'] }}{% else %}" + IMAGE + "{% endif %}{% endfor %}{% endfor %}"
 )
-
-
-class Picture(NamedTuple):
-    """An image of random squares, one token for four of them."""
-
-    seed: str
-    across: int = 8
-    down: int = 8
-
-    @property
-    def num_tokens(self) -> int:
-        return self.across * self.down
-
-    @property
-    def png(self) -> bytes:
-        source, rows = random.Random(self.seed), []
-        for _ in range(2 * self.down):
-            squares = (source.randbytes(3) * PATCH for _ in range(2 * self.across))
-            rows += [b"\0" + b"".join(squares)] * PATCH
-        size = 2 * PATCH * self.across, 2 * PATCH * self.down
-        header = struct.pack(">2I5B", *size, 8, 2, 0, 0, 0)
-        chunks = {b"IHDR": header, b"IDAT": zlib.compress(b"".join(rows)), b"IEND": b""}
-        return b"\x89PNG\r\n\x1a\n" + b"".join(
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-            for kind, data in chunks.items()
-        )
-
-    @property
-    def base64(self) -> str:
-        return base64.b64encode(self.png).decode()
-
-    @property
-    def url(self) -> str:
-        return f"data:image/png;base64,{self.base64}"
-
-
-Part = str | Picture
-
-
-def chat(*parts: Part, **more: Any) -> Question:
-    return turns({"role": "user", "content": chat_parts(*parts)}, **more)
-
-
-def turns(*messages: dict[str, Any], **more: Any) -> Question:
-    body = {
-        "model": "tiny", "messages": list(messages), "max_tokens": NUM_ANSWERED, "temperature": 0,
-        "ignore_eos": True, "return_token_ids": True,
-    }  # fmt: skip
-    return Question(CHAT, {**body, **more})
-
-
-def chat_parts(*parts: Part) -> list[dict[str, Any]]:
-    return [
-        {"type": "text", "text": part} if isinstance(part, str)
-        else {"type": "image_url", "image_url": {"url": part.url}}
-        for part in parts
-    ]  # fmt: skip
-
-
-def words(seed: str, num_numbers: int = 20) -> str:
-    """A text that nobody has asked before."""
-    source = random.Random(seed)
-    return " ".join(str(source.randrange(10**6)) for _ in range(num_numbers))
 
 
 @pytest.fixture(scope="module")
