@@ -409,8 +409,12 @@ class FleetWeights:
             raise _StepFailed("/resume: it is still paused")
 
     async def _is_paused(self, instance: Instance, seconds: float) -> bool:
+        """Ask vLLM; another server, which answers anything else, has no such door."""
         said = await self._ask(instance, "/is_paused", None, seconds)
-        return said.get("is_paused") is not False
+        is_paused = said.get("is_paused")
+        if not isinstance(is_paused, bool):
+            raise _StepFailed("/is_paused: another answer than vLLM's", HTTPStatus.NOT_FOUND)
+        return is_paused
 
     async def _label_of(self, instance: Instance, seconds: float) -> str:
         said = await self._ask(instance, "/weight_info", None, seconds)

@@ -279,9 +279,11 @@ def _with_draft(config: VllmConfig, draft: str) -> VllmConfig:
     """The same with what our connector reads of speculation; "": there is none."""
     if not draft:
         return config
-    model: Any = SimpleNamespace(
-        model=draft, revision=None, get_total_num_kv_heads=lambda: NUM_HEADS
-    )
+    hf_config = copy.deepcopy(config.model_config.hf_config)
+    hf_config.draft = draft  # another draft is another model
+    model = copy.copy(config.model_config)
+    model.hf_config = hf_config
+    model.get_total_num_kv_heads = lambda: NUM_HEADS  # type: ignore[method-assign]
     config = copy.copy(config)
     config.speculative_config = SimpleNamespace(method="eagle", draft_model_config=model)  # type: ignore[assignment]
     return config

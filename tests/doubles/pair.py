@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from vllm.v1.request import RequestStatus
 
 from p2p_engine.cli.ports import PortPlan
+from p2p_engine.connector.intent import HELD_TOKENS
 from p2p_engine.wire.request_ids import ProxyId, new_transfer_id
 from tests.doubles.instance import NUM_LAYERS, InstanceDouble, continuation
 
@@ -113,7 +114,8 @@ class Pair:
         def ask_decode() -> None:
             if present and params[1] is not None:
                 answered = prefill.params.get(names[0]) or {}
-                params[1]["remote_held_tokens"] = answered["remote_held_tokens"]
+                if HELD_TOKENS in answered:  # else prefill takes no part
+                    params[1][HELD_TOKENS] = answered[HELD_TOKENS]
             decode.add(names[1], prompt, max_tokens=max_tokens, params=params[1])
 
         legs = [

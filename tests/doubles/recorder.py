@@ -46,7 +46,7 @@ class RecordingInstance:
     health: Answerer = field(default_factory=lambda: lambda _: whole(b"{}"))
     closes: bool = False  # after each answer
     hold: asyncio.Event | None = None  # waited for before each answer
-    # The requests other than those for /health, in order of arrival; and what was no request.
+    # The requests other than the proxy's own looks, in order of arrival; and what was no request.
     received: list[Recorded] = field(default_factory=list)
     faults: list[bytes] = field(default_factory=list)
     num_connections: int = 0
@@ -74,6 +74,8 @@ class RecordingInstance:
             while (request := await self._read(reader)) is not None:
                 if request.path == "/health":
                     writer.write(self.health(request))
+                elif request.path == "/is_paused":  # which vLLM has in its development mode only
+                    writer.write(whole(b"{}", b"404 Not Found"))
                 else:
                     self.received.append(request)
                     if self.hold is not None:
@@ -81,7 +83,7 @@ class RecordingInstance:
                     writer.write(self.answer(request))
                 with suppress(ConnectionError):
                     await writer.drain()
-                if self.closes and request.path != "/health":
+                if self.closes and request.path not in ("/health", "/is_paused"):
                     return
         finally:
             self._writers.discard(writer)

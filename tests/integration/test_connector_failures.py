@@ -318,7 +318,7 @@ def test_anything_in_any_order(
 
 def test_a_reset_while_decode_is_idle_takes_nothing_that_comes_later(make_pair: MakePair) -> None:
     """The workers are told at once, not when the next request has its KV here already."""
-    pair = make_pair(policy="fail")
+    pair = make_pair(policy="fail", reset_keeps_weights=True)
     assert pair.d.scheduler.reset_prefix_cache(reset_connector=True)
     pair.run()
     pair.ask(prompt_of(100), order="prefill first")

@@ -340,6 +340,8 @@ def test_anything_may_be_believed(make_pair: MakePair, send_type: str, seed: int
             pair.d.evict()
         elif event < 0.3:
             pair.p.scheduler.reset_prefix_cache(reset_connector=True)
+            if event < 0.25:
+                pair.p.connector.weights_labelled("default")  # they are those of the start
         if event < 0.8:
             pair.ask(prompt_of(rng.randrange(50, 300), seed), by="params", prefill_tokens=20)
         pair.ask_waiting()

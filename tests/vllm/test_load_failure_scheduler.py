@@ -117,7 +117,7 @@ def make_pair(rng: SeededRandom) -> Iterator[MakePair]:
     with PortPlan(HOST) as ports:
 
         def instance(kv_role: str, policy: str, timeout: float) -> VllmInstance:
-            extra = {"transfer_timeout_seconds": timeout}
+            extra = {"transfer_timeout_seconds": timeout, "reset_keeps_weights": True}
             made.append(
                 VllmInstance(
                     model, kv_role, ports.take(), failure_policy=policy, extra_config=extra
