@@ -28,11 +28,11 @@ UNKNOWN = (
     "weights it has now: label them (docs/weights.md), or set reset_keeps_weights"
 )
 UNNAMED = "default"  # vLLM's label, while nobody has given one
-# Beginnings of worker methods that do not change weights, vLLM's own and trainers'.
-LEAVE_WEIGHTS_ALONE = (
-    "get_", "is_", "has_", "check_", "list_", "compute_", "init_", "shutdown_", "synchronize_",
-    "update_max_model_len",
-)  # fmt: skip
+# Methods of vLLM's workers that its own engine calls, and that change no weights.
+LEAVE_WEIGHTS_ALONE = frozenset({
+    "init_weight_transfer_engine", "shutdown_weight_transfer_engine", "compute_weight_checksums",
+    "get_model_inspection", "get_encoder_timing_stats",
+})  # fmt: skip
 
 
 class Weights:
@@ -94,7 +94,7 @@ def hear_of_weights() -> None:
         try:
             return call_workers(core, method, *args, **kwargs)
         finally:  # an update that fails may have changed some weights
-            if not str(method).startswith(LEAVE_WEIGHTS_ALONE):
+            if method not in LEAVE_WEIGHTS_ALONE:
                 for connector in _connectors_of(core):
                     connector.reset_cache()
 

@@ -150,6 +150,7 @@ class WorkerHalf:
         deadline = time.monotonic() + STOP_SECONDS
         for transfer in [item for part in parts for item in part.open_transfers()]:
             if not transfer.wait_released(deadline - time.monotonic()):
+                self.wake_up()  # vLLM does not call it: it believes that nobody sleeps
                 raise TransferTimeout(f"{transfer.key}: a copy does not stop, memory must stay")
 
     def wake_up(self) -> None:

@@ -72,7 +72,7 @@ def test_a_label_is_told_to_the_connectors_of_its_own_engine_core() -> None:
     ("method", "changes"),
     [
         ("reload_weights", True), ("update_weights", True), ("start_weight_update", True),
-        ("a_trainers_own", True), (lambda worker: None, True), ("get_model_inspection", False),
+        ("get_weights_from_trainer", True), (lambda worker: None, True), ("get_model_inspection", False),
         ("init_weight_transfer_engine", False), ("compute_weight_checksums", False),
     ],
 )  # fmt: skip
