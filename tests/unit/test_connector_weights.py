@@ -72,8 +72,9 @@ def test_a_label_is_told_to_the_connectors_of_its_own_engine_core() -> None:
     ("method", "changes"),
     [
         ("reload_weights", True), ("update_weights", True), ("start_weight_update", True),
-        ("get_weights_from_trainer", True), (lambda worker: None, True), ("get_model_inspection", False),
-        ("init_weight_transfer_engine", False), ("compute_weight_checksums", False),
+        ("get_weights_from_trainer", True), (lambda worker: None, True),
+        ("get_model_inspection", False), ("init_weight_transfer_engine", False),
+        ("compute_weight_checksums", False),
     ],
 )  # fmt: skip
 def test_a_worker_method_counts_as_a_reset_unless_it_leaves_weights_alone(
