@@ -543,8 +543,8 @@ class SchedulerHalf:
         self._weights.discard()
 
     def _rename(self) -> None:
-        """Bind to the weights' new name what has not begun: it will be computed with these weights.
-        The workers end what has begun."""
+        """Bind to the weights' new name what is not computed yet: it will be, with these weights.
+        The workers end what has begun, and a prompt that was to be loaded is computed here."""
         self._tell_of_weights()
         for sending in self._sending.values():
             if not sending.has_steps:
@@ -554,8 +554,7 @@ class SchedulerHalf:
         for loading in self._loading.values():
             if not loading.is_decided:
                 self._wanted.remove(loading.party, was_ordered=False)
-                loading.party = self._renamed(loading.party)
-                self._wanted.add(loading.party)
+                loading.is_decided = True
 
     def _renamed(self, party: Party) -> Party:
         if party.is_refused:
