@@ -122,6 +122,7 @@ class StepOrders:
     kept: list[Party] = field(default_factory=list)  # KV that will be loaded, later
     dropped: list[Party] = field(default_factory=list)  # KV that is no longer kept
     weights: str = ""  # the name of those that compute from this step on
+    is_renamed: bool = False  # since the last step, perhaps to the same name again
     is_reset: bool = False  # vLLM reset its caches: landed and held KV is out of date
     computes: bool = False  # the step computes tokens
     awaits_grammar: bool = False  # a request that is to load does: nothing need run meanwhile

@@ -546,12 +546,17 @@ class SchedulerHalf:
         """Bind to the weights' new name what is not computed yet: it will be, with these weights.
         The workers end what has begun, and a prompt that was to be loaded is computed here."""
         self._tell_of_weights()
-        for sending in self._sending.values():
-            if not sending.has_steps:
+        self._next.is_renamed = True
+        recalled = (
+            self._loading.keys() | self._loaded.keys()
+        )  # of these, a part is of other weights
+        for request_id, sending in self._sending.items():
+            if not sending.has_steps and request_id not in recalled:
                 self._count_sent(sending.party, -1)
                 sending.party = self._renamed(sending.party)
                 self._count_sent(sending.party, 1)
         for loading in self._loading.values():
+            loading.intent = None  # its KV may be of both: it is not stashed
             if not loading.is_decided:
                 self._wanted.remove(loading.party, was_ordered=False)
                 loading.is_decided = True

@@ -62,15 +62,15 @@ class Weights:
         return True
 
     def discard(self) -> None:
-        """Note that vLLM throws its weights away, after its next reset."""
+        """Note that vLLM may have other weights after its next reset, whatever the setting says."""
         self._are_discarded = True
 
 
 def hear_of_weights() -> None:
     """Have each engine core of this process tell its connectors what becomes of the weights:
     vLLM's weight version (`weights_labelled`), a method of the workers that may have changed them
-    (`reset_cache`), and a sleep that throws them away (`weights_discarded`). An adapter is named
-    when vLLM loads it, not when it is first asked for.
+    (`weights_discarded` and `reset_cache`), and a sleep that throws them away
+    (`weights_discarded`). An adapter is named when vLLM loads it, not when it is first asked for.
 
     vLLM has no hooks for it. Trainers change weights by methods of any name, so each counts that
     is not known to leave them alone. Idempotent.
@@ -96,6 +96,7 @@ def hear_of_weights() -> None:
         finally:  # an update that fails may have changed some weights
             if method not in LEAVE_WEIGHTS_ALONE:
                 for connector in _connectors_of(core):
+                    connector.weights_discarded()
                     connector.reset_cache()
 
     @functools.wraps(fall_asleep)

@@ -28,6 +28,9 @@ class ConnectorDouble:
     def weights_labelled(self, label: str) -> None:
         self.told.append(label)
 
+    def weights_discarded(self) -> None:
+        self.told.append("discarded")
+
     def reset_cache(self) -> bool:
         self.told.append("reset")
         return True
@@ -83,7 +86,7 @@ def test_a_worker_method_counts_as_a_reset_unless_it_leaves_weights_alone(
     hear_of_weights()
     connector = ConnectorDouble()
     assert make_core(connector).collective_rpc(method) == [str(method)]
-    assert connector.told == (["reset"] if changes else [])
+    assert connector.told == (["discarded", "reset"] if changes else [])
 
 
 def test_an_update_that_fails_counts_too() -> None:
@@ -91,7 +94,7 @@ def test_an_update_that_fails_counts_too() -> None:
     connector = ConnectorDouble()
     with pytest.raises(RuntimeError, match="update_weights_that_fails"):
         make_core(connector).collective_rpc("update_weights_that_fails")
-    assert connector.told == ["reset"]
+    assert connector.told == ["discarded", "reset"]
 
 
 def test_a_core_that_is_being_made_has_nobody_to_tell() -> None:
