@@ -13,7 +13,6 @@ from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError
 from p2p_engine.receive.expectations import Expectations
 from p2p_engine.receive.ledger import Landing, LandingId
-from p2p_engine.wire.bindings import prompt_in
 from p2p_engine.wire.messages import (
     Cancel,
     Commit,
@@ -49,6 +48,7 @@ class Cause(enum.Enum):
     ABANDONED = enum.auto()  # its sender says that it will not come
     LOST = enum.auto()  # its sender was restarted: that may offer it, but need not be asked
     FAILED = enum.auto()  # a chunk of its sender did not fit, arrived with wrong bytes, or expired
+    OTHER = enum.auto()  # of a key: what its sender sent is gone, and may have been another content
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Tombstone:
     @property
     def is_sure(self) -> bool:
         """Whether its sender will not offer it any more, as far as is known."""
-        return self.cause is not Cause.WITHDRAWN or self.is_refused
+        return self.cause not in (Cause.WITHDRAWN, Cause.OTHER) or self.is_refused
 
     def refuses_offer(self, epoch: int) -> bool:
         """Whether it refuses the offers of an engine, unless they belong to a later attempt."""
@@ -159,7 +159,14 @@ class Replies:
         until = self._clock() + self._config.lease_seconds
         tombstone = Tombstone(shorten(reason), until, cause, epoch, is_refused)
         nbytes = OUTCOME_BYTES + heap_bytes(tombstone.reason)
-        self._tombstones.put(_grave(content), tombstone, epoch, nbytes)
+        self._tombstones.put(content, tombstone, epoch, nbytes)
+
+    def note_other(self, content: ContentKey, reason: str, epoch: int) -> None:
+        """Remember that a content which a sender has sent is gone: who asks for another one of its
+        key need not wait for long, unless that is offered first."""
+        name = (content[0], b"")
+        if all(tombstone.cause is Cause.OTHER for _, tombstone in self._tombstones_of(name)):
+            self.leave_tombstone(name, reason, Cause.OTHER, epoch)
 
     def refusal_of_offer(self, content: ContentKey, epoch: int, generation: int) -> str | None:
         """Return why an offer must be refused, or None; then it comes after all, or from another
@@ -199,18 +206,17 @@ class Replies:
 
     def revive(self, content: ContentKey) -> None:
         """Accept offers of a content again, unless one was refused within the last lease."""
-        grave = _grave(content)
-        for name in (grave, (content[0], b"")):
+        for name in (content, (content[0], b"")):
             tombstone = self._tombstones.get(name)
             if tombstone is None:
                 continue
-            if tombstone.until <= self._clock() or (name == grave and not tombstone.is_sure):
+            if tombstone.until <= self._clock() or (name == content and not tombstone.is_sure):
                 self._tombstones.pop(name)
 
     def _tombstones_of(self, content: ContentKey) -> list[tuple[ContentKey, Tombstone]]:
         """Return the tombstones in force of a content and of its key; forget the others."""
         found = []
-        for name in dict.fromkeys((_grave(content), (content[0], b""))):
+        for name in dict.fromkeys((content, (content[0], b""))):
             tombstone = self._tombstones.get(name)
             if tombstone is None:
                 continue
@@ -219,12 +225,6 @@ class Replies:
             else:
                 self._tombstones.pop(name)
         return found
-
-
-def _grave(content: ContentKey) -> ContentKey:
-    """Return the name by which a content's tombstone is found, whatever the weights are called."""
-    key, binding = content
-    return key, prompt_in(binding)
 
 
 def _as_fields(error: P2pError) -> tuple[str, str]:

@@ -52,6 +52,7 @@ from p2p_engine.wire.messages import ContentKey, Offer, TransferKey
 logger = logging.getLogger(__name__)
 
 MISMATCH_GRACE_SECONDS = 1.0
+ANOTHER = "the peer's content is another one (prompt, media, LoRA, salt or model)"
 LANDING_BYTES = 3000  # of our own memory that a landing takes, without its names and its manifest
 MAX_OWED = 64  # open chunks of one receive that no budget refuses
 
@@ -130,6 +131,8 @@ class Store(SessionListener):
         for tombstone in tombstones:
             if tombstone.cause is Cause.FAILED:
                 receive.misfits[tombstone.epoch] = TransferRejected(f"{key}: {tombstone.reason}")
+            elif tombstone.cause is Cause.OTHER:
+                receive.strangers[tombstone.epoch] = tombstone.reason
         self._left.pop(content, None)
         self._ledger.open(receive)
         self._timers.set(receive, deadline)
@@ -137,6 +140,7 @@ class Store(SessionListener):
             is_here = landing.state in (LandingState.GRANTED, LandingState.LANDED)
             if is_here and receive.ending is None:
                 self._claim(landing, receive)
+        self._judge_mismatch(receive)
         for item in self._ledger.of_key(key):
             self._note_mismatch(item.content, item.id[0])
         return transfer
@@ -238,8 +242,7 @@ class Store(SessionListener):
         unclaimed = [item for item in self._ledger.landings.values() if item.receive is None]
         landed = [item for item in unclaimed if item.orphaned]
         for content, epoch in {(item.content, item.id[0]) for item in unclaimed}:
-            reason = "the landed KV was dropped"
-            self._replies.leave_tombstone(content, reason, Cause.FAILED, epoch)
+            self._remember_lost(content, "the landed KV was dropped", epoch)
             self._drop(content)
         return sum(landing.nbytes for landing in landed)
 
@@ -403,7 +406,7 @@ class Store(SessionListener):
             self._late[item] = None
             self._counters.expired += 1
             reason = "its lease ended before a request asked for it"
-            self._replies.leave_tombstone(item.content, reason, Cause.FAILED, item.id[0])
+            self._remember_lost(item.content, reason, item.id[0])
             self._drop(item.content, item.id[0])  # all: its next attempt may have other bytes
 
     def _check_writer(self, writer: Writer) -> None:
@@ -793,6 +796,11 @@ class Store(SessionListener):
             elif landing.state is LandingState.GRANTED and landing.receive is None:
                 self._give_up(landing, proven=False)
 
+    def _remember_lost(self, content: ContentKey, reason: str, epoch: int) -> None:
+        self._replies.leave_tombstone(content, reason, Cause.FAILED, epoch)
+        if content[1]:
+            self._replies.note_other(content, reason, epoch)
+
     def _cancel_transfer(self, transfer: Transfer, reason: str) -> None:
         with self._changed:
             receive = self._ledger.receive_of(transfer)
@@ -800,21 +808,22 @@ class Store(SessionListener):
                 text = f"{transfer.key} was withdrawn: {reason or 'no reason given'}"
                 self._stop_receive(receive, TransferCancelled(text))
 
-    def _note_mismatch(self, content: ContentKey, epoch: int) -> None:
+    def _note_mismatch(self, content: ContentKey, epoch: int, reason: str = ANOTHER) -> None:
         """Note that a sender offers a content under a key that is waited for with other bindings
         only. If a request here waits for this one, too, the sender has several under the key."""
         if content in self._ledger.receives or self._expectations.is_wanted(content):
             return
         for receive in self._ledger.receives_of_key(content[0]):
             if len(receive.strangers) < MAX_STRANGERS:
-                receive.strangers.add(epoch)
+                receive.strangers[epoch] = reason
                 self._judge_mismatch(receive)
 
     def _judge_mismatch(self, receive: Receive) -> None:
         """If the named sender offers another content, shorten the wait; do not end it at once."""
-        is_theirs = any(self._may_end(receive, epoch) for epoch in receive.strangers)
-        if is_theirs and not receive.mismatched:
-            receive.mismatched = True
+        reasons = receive.strangers.items()
+        theirs = [reason for epoch, reason in reasons if self._may_end(receive, epoch)]
+        if theirs and not receive.mismatch:
+            receive.mismatch = theirs[0]
             soon = self._clock() + MISMATCH_GRACE_SECONDS
             receive.deadline = min(receive.deadline, soon)
             self._timers.set(receive, receive.deadline)
@@ -831,9 +840,8 @@ class Store(SessionListener):
 
     def _overdue(self, receive: Receive) -> P2pError:
         key = receive.content[0]
-        if receive.mismatched:
-            text = f"{key}: the peer's content is another one (prompt, media, LoRA, salt or model)"
-            return TransferRejected(text)
+        if receive.mismatch:
+            return TransferRejected(f"{key}: {receive.mismatch}")
         return TransferTimeout(f"{key}: KV did not arrive by its deadline")
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from p2p_engine.bounded import Budget, Notes, heap_bytes
 from p2p_engine.peers.link import PeerAddress
-from p2p_engine.wire.bindings import prompt_in
 from p2p_engine.wire.messages import ContentKey, TransferKey
 
 ENDING_BYTES = 600  # of an ending, beside a note
@@ -78,12 +77,6 @@ def want_again(served: dict[int, PeerAddress], rank: int, peer: PeerAddress) -> 
         served.clear()
 
 
-def _name(content: ContentKey) -> ContentKey:
-    """Return the name by which a content's ending is found, whatever the weights are called."""
-    key, binding = content
-    return key, prompt_in(binding)
-
-
 class Endings:
     """The endings of all contents, as far as the budget allows. If one is forgotten, a hold waits
     for its lease, or a peer that asks for what has ended waits for its deadline."""
@@ -100,7 +93,7 @@ class Endings:
         this side lies in between, because those belong to an earlier attempt."""
         self._over.pop(content[0])
         self._final.pop(content[0])
-        ending = self._endings.get(_name(content))
+        ending = self._endings.get(content)
         if ending is None:
             return None
         departed = None if ending.reason else ending.departed
@@ -110,24 +103,24 @@ class Endings:
     def forget_ended(self, content: ContentKey) -> None:
         """Note that a chunk of a content is sent: earlier attempts do not count any more."""
         self._over.pop(content[0])
-        ending = self._endings.get(_name(content))
+        ending = self._endings.get(content)
         if ending is not None and ending.reason:
-            self._endings.put(_name(content), Ending(has_ended=True), nbytes=ENDING_BYTES)
+            self._endings.put(content, Ending(has_ended=True), nbytes=ENDING_BYTES)
 
     def meet(self, content: ContentKey, peer: PeerAddress, epoch: int = 0) -> None:
         """Note that a peer, the engine of this epoch, asks for what is held: both sides are in the
         same attempt."""
-        ending = self._endings.get(_name(content))
+        ending = self._endings.get(content)
         if ending is not None:
             ending.note_left(peer, ending.num_ended, has_pulled=False)
-            self._endings.put(_name(content), ending, epoch, ending.nbytes)
+            self._endings.put(content, ending, epoch, ending.nbytes)
 
     def end(
         self, content: ContentKey, reason: str, *, is_served: bool = False, generation: int = 0
     ) -> Ending:
         """Note that a content will not come from here, or not again, in attempts up to this one;
         once for each attempt."""
-        ending = self._endings.get(_name(content)) or Ending()
+        ending = self._endings.get(content) or Ending()
         if not generation or generation > ending.generation:
             ending.num_ended += generation > 0 or not ending.reason
             ending.reason, ending.is_served = reason or "it was given up", is_served
@@ -135,7 +128,7 @@ class Endings:
             ending.generation = max(ending.generation, generation)
             if not is_served:
                 self._over.put(content[0], None)
-        self._endings.put(_name(content), ending, nbytes=ending.nbytes)
+        self._endings.put(content, ending, nbytes=ending.nbytes)
         return ending
 
     def end_key(self, key: TransferKey, reason: str, *, is_served: bool) -> Ending:
@@ -158,7 +151,7 @@ class Endings:
         """Note that a rank of the peer, one of `readers`, wants no more of a content: it has
         released it, or it `has_pulled` its part. Its attempt's end may be one that `is_counted`
         already. `epoch` is that of the engine that says so; 0: nobody does."""
-        ending = self._endings.get(_name(content)) or Ending()
+        ending = self._endings.get(content) or Ending()
         departed = ending.departed = ending.departed or Departed(readers)
         departed.readers = readers
         departed.ranks[rank] = peer
@@ -166,7 +159,7 @@ class Endings:
             departed.pulled.add(peer)
         num_left, _ = ending.left.get(peer, (0, False))
         ending.note_left(peer, num_left + (not is_counted), has_pulled=has_pulled)
-        self._endings.put(_name(content), ending, epoch, ending.nbytes)
+        self._endings.put(content, ending, epoch, ending.nbytes)
 
     def expect(
         self, content: ContentKey, rank: int, peer: PeerAddress, *, renews: bool = False
@@ -180,7 +173,7 @@ class Endings:
         ending = self._final.get(content[0])
         if ending is not None:
             return ending
-        ending = self._endings.get(_name(content))
+        ending = self._endings.get(content)
         if ending is None:
             return None
         if not ending.reason:
@@ -197,7 +190,7 @@ class Endings:
     def has_ended(self, content: ContentKey) -> bool:
         """Whether an attempt to send a content has ended here, whatever has begun since; as far as
         is remembered."""
-        ending = self._final.get(content[0]) or self._endings.get(_name(content))
+        ending = self._final.get(content[0]) or self._endings.get(content)
         return ending is not None and ending.has_ended
 
     def is_over(self, key: TransferKey) -> bool:
@@ -210,5 +203,5 @@ class Endings:
 
     def is_served(self, content: ContentKey) -> bool:
         """Whether every reader of a content has got it or has released it."""
-        ending = self._final.get(content[0]) or self._endings.get(_name(content))
+        ending = self._final.get(content[0]) or self._endings.get(content)
         return ending is not None and ending.is_served

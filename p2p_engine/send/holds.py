@@ -401,10 +401,10 @@ class Holds(SessionListener):
         held, reason = self._of_key.get(content[0]), ""
         if any(_rank_of(want.spec) not in item.served for item in held):
             reason = "held for another content: the prompts differ"
-        elif is_pushed:
-            return
         elif self._endings.is_over(content[0]):
             reason = "another content was given up: the prompts differ"
+        elif is_pushed:
+            return
         if reason:
             soon = self._clock() + OTHERS_SECONDS
             want = replace(want, deadline=min(want.deadline, soon), reason=reason)

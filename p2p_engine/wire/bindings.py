@@ -26,15 +26,6 @@ def weights_in(binding: bytes) -> str:
     return binding[PROMPT_BYTES + 1 :].decode(errors="replace")
 
 
-def prompt_in(binding: bytes) -> bytes:
-    """Return a binding without the name of the weights, if it has one.
-
-    How a content has ended is remembered by this: a peer that asks for the KV that other weights
-    make of the same prompt is answered as one that asks again.
-    """
-    return binding[:PROMPT_BYTES] if weights_in(binding) else binding
-
-
 def short_name(name: str) -> str:
     """Return a name of weights that a binding has room for: of a longer one its beginning, and a
     digest."""

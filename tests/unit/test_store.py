@@ -20,7 +20,7 @@ from p2p_engine.errors import (
 )
 from p2p_engine.memory.layout import TensorSink
 from p2p_engine.receive.ledger import LandingState
-from p2p_engine.receive.store import MAX_OWED
+from p2p_engine.receive.store import MAX_OWED, MISMATCH_GRACE_SECONDS
 from p2p_engine.transports.base import Transport
 from p2p_engine.wire.messages import Cancelled, Manifest, Offer, TransferKey, decode
 from tests.doubles.world import MAX_BLOCKS, PEER, SETTINGS, World, WorldJob, right_block
@@ -535,6 +535,31 @@ def test_dropped_landings_are_not_waited_for(world: World) -> None:
     assert world.landings() == []
     with pytest.raises(TransferRejected, match="dropped"):
         world.receive(KEY, b"", 0)
+
+
+@pytest.mark.parametrize("is_offered", [True, False])
+def test_another_content_than_what_was_dropped_is_waited_for_shortly(
+    world: World, is_offered: bool
+) -> None:
+    """Its sender may have nothing to say of it; but what it offers meanwhile is taken."""
+    world.send(KEY, b"old", *ALL, ready=True)
+    for _ in range(4):
+        converse(world)
+        run_jobs(world)
+        world.advance(0)
+    assert world.store.drop_landed() == 6144
+    if is_offered:
+        world.send(KEY, b"new", *ALL, ready=True)
+        converse(world)
+    world.receive(KEY, b"new", 0)
+    world.advance(MISMATCH_GRACE_SECONDS + 0.1)
+    world.settle()
+    [receiving] = world.receivings
+    if is_offered:
+        assert receiving.is_right()
+    else:
+        assert isinstance(receiving.transfer.error, TransferRejected)
+        assert "dropped" in str(receiving.transfer.error)
 
 
 def test_discarded_key_is_refused(world: World) -> None:

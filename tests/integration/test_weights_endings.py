@@ -1,0 +1,183 @@
+"""How what was asked for, sent or given up ends when the weights are named anew: soon, and without
+an end of what has the new name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from p2p_engine import P2pNcclEngine, TransferKey
+from p2p_engine.peers.link import PeerAddress
+from p2p_engine.transfer import Transfer
+from p2p_engine.wire.bindings import bind
+from p2p_engine.wire.request_ids import new_transfer_id
+from tests import marks
+from tests.doubles.pair import SEND_TYPES, MakePair, Pair, prompt_of
+from tests.rigs.engines import PagedMemory, engines
+from tests.support import SeededRandom
+
+pytestmark = marks.simulated_vllm
+
+SOON_SECONDS = 10.0  # far below what is waited for a transfer or for a lease here
+KEY, PROMPT = TransferKey("request"), b"p" * 16
+BLOCKS = [0, 1, 2, 3]
+MakeSlow: TypeAlias = Callable[[str], Pair]
+
+
+@pytest.fixture
+def make_slow(make_pair: MakePair) -> MakeSlow:
+    """Whoever waits for a deadline waits for longer than the tests do; one slot on each side."""
+
+    def make(send_type: str) -> Pair:
+        return make_pair(
+            send_type=send_type,
+            policy="recompute",
+            lease_seconds=60.0,
+            transfer_timeout_seconds=60.0,
+            prefill={"max_num_seqs": 1},
+            decode={"max_num_seqs": 1},
+        )
+
+    return make
+
+
+def label(pair: Pair, sides: str, name: str) -> None:
+    """Label these sides, one after the other; the workers hear of each at once."""
+    for side in sides:
+        instance = pair.p if side == "p" else pair.d
+        instance.connector.weights_labelled(name)
+        for _ in range(2):
+            instance.step()
+
+
+@pytest.mark.parametrize("sides", ["pd", "dp"])
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+def test_what_came_under_an_earlier_name_is_not_waited_for(
+    make_slow: MakeSlow, send_type: str, sides: str
+) -> None:
+    """Prefill has nothing to say of the new name: what it pushed has been dropped by decode."""
+    pair, prompt = make_slow(send_type), prompt_of(100)
+    request_id = pair.ask(prompt, order="prefill first")
+    prefill_id = pair.prefill_ids[-1]
+    pair.run(lambda: prefill_id in pair.p.finished)
+    if send_type != "GET":
+        pair.run(lambda: pair.landed_bytes() > 0)
+    label(pair, sides, "step-41")
+    pair.ask_waiting()
+    pair.run(lambda: request_id in pair.d.finished, timeout=SOON_SECONDS)
+    pair.check_answers(num_computed=len(prompt))
+
+
+@pytest.mark.parametrize("send_type", ["PUT", "PUT_ASYNC"])
+def test_what_was_refused_under_an_earlier_name_is_not_waited_for(
+    make_slow: MakeSlow, send_type: str
+) -> None:
+    """Decode was labelled before prefill pushed, and asks when both are."""
+    pair, prompt = make_slow(send_type), prompt_of(100)
+    label(pair, "d", "step-41")
+    request_id = pair.ask(prompt, order="prefill first")
+    prefill_id = pair.prefill_ids[-1]
+    pair.run(lambda: prefill_id in pair.p.finished)
+    label(pair, "p", "step-41")
+    pair.ask_waiting()
+    pair.run(lambda: request_id in pair.d.finished, timeout=SOON_SECONDS)
+    pair.check_answers(num_computed=len(prompt))
+
+
+@pytest.mark.parametrize("sides", ["pd", "dp"])
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+def test_what_waits_on_both_sides_is_computed_by_decode(
+    make_slow: MakeSlow, send_type: str, sides: str
+) -> None:
+    """Prefill computes it under the new name, and decode has said that nobody wants the old one."""
+    pair, prompt = make_slow(send_type), prompt_of(100)
+    pair.p.add("other-p", prompt_of(20, 9), max_tokens=1000)
+    pair.d.add("other-d", prompt_of(20, 8), max_tokens=1000)
+    for _ in range(3):
+        pair.step()
+    request_id = pair.ask(prompt, order="together")
+    for _ in range(3):
+        pair.step()
+    label(pair, sides, "step-41")
+    pair.p.abort("other-p")
+    pair.d.abort("other-d")
+    pair.run(lambda: request_id in pair.d.finished, timeout=SOON_SECONDS)
+    pair.check_answers(num_computed=len(prompt))
+
+
+@pytest.mark.parametrize("order", ["together", "decode first", "prefill first"])
+@pytest.mark.parametrize("sides", ["pd", "dp"])
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+def test_a_request_that_is_tried_again_moves_under_the_new_name(
+    make_slow: MakeSlow, send_type: str, sides: str, order: str
+) -> None:
+    """Under the same transfer id, after the first try was given up under the old name."""
+    pair, prompt, transfer_id = make_slow(send_type), prompt_of(100), new_transfer_id()
+    pair.ask(prompt, transfer_id=transfer_id, by="params")
+    for _ in range(3):
+        pair.step()
+    pair.d.abort(pair.decode_ids[-1])
+    pair.step()
+    pair.p.abort(pair.prefill_ids[-1])
+    label(pair, sides, "step-41")
+    for instance in (pair.p, pair.d):
+        instance.evict()
+    request_id = pair.ask(prompt, transfer_id=transfer_id, by="params", order=order)
+    pair.run(timeout=SOON_SECONDS)
+    assert pair.d.num_computed_prompt_tokens[request_id] == 1
+
+
+def test_a_sender_may_send_again_under_another_name() -> None:
+    """What the peer has dropped under the first one refuses nothing of the second."""
+    with engines(2) as (sender, receiver):
+        theirs, ours = PagedMemory(16).fill(SeededRandom(1)), PagedMemory(16)
+        for number, name in enumerate(("step-1", "step-2"), 1):
+            for engine in (sender, receiver):
+                engine.use_weights(name)
+            receiver.drop_landed()
+            sent = sender.send(
+                KEY,
+                PeerAddress(receiver.zmq_address),
+                theirs.source(BLOCKS),
+                binding=bind(PROMPT, name),
+                generation=number,
+            )
+            sent.wait(SOON_SECONDS)
+        _receive(receiver, sender, ours, bind(PROMPT, "step-2")).wait(SOON_SECONDS)
+        assert (ours.data[:, BLOCKS] == theirs.data[:, BLOCKS]).all()
+
+
+@pytest.mark.parametrize("pushes", [True, False])
+def test_bindings_of_callers_without_weights_are_not_read(pushes: bool) -> None:
+    """They may have any bytes at any place, and what ends under one says nothing of another."""
+    first, second = b"session-00000001@turn-1", b"session-00000001@turn-2"
+    with engines(2) as (sender, receiver):
+        theirs, ours = PagedMemory(16).fill(SeededRandom(2)), PagedMemory(16)
+        if pushes:
+            receiver.discard(KEY, binding=first)
+            sent = sender.send(
+                KEY, PeerAddress(receiver.zmq_address), theirs.source(BLOCKS), binding=second
+            )
+            sent.wait(SOON_SECONDS)
+            received = _receive(receiver, sender, ours, second)
+        else:
+            sender.abandon(KEY, None, "given up", binding=first)
+            sender.hold(KEY, theirs.source(BLOCKS), binding=second)
+            received = _receive(receiver, sender, ours, second, pull=True)
+        received.wait(SOON_SECONDS)
+        assert (ours.data[:, BLOCKS] == theirs.data[:, BLOCKS]).all()
+
+
+def _receive(
+    engine: P2pNcclEngine,
+    peer: P2pNcclEngine,
+    into: PagedMemory,
+    binding: bytes,
+    pull: bool = False,
+) -> Transfer:
+    address = PeerAddress(peer.zmq_address)
+    return engine.receive(KEY, into.sink(BLOCKS), binding=binding, peer=address, pull=pull)
