@@ -226,9 +226,9 @@ def obstacles(
 
 
 def _group_obstacles(here: CacheSpec, there: CacheSpec, fields: Sequence[str] = ()) -> list[str]:
-    irregular = _irregularity(there)
-    if irregular:
-        return [f"the ranks there cannot share the model: {irregular}"]
+    for where, spec in (("there", there), ("here", here)):
+        if irregular := _irregularity(spec):
+            return [f"the ranks {where} cannot share the model: {irregular}"]
     found = _differing_model(here, there, fields)
     if found or _same_pages(here, there):
         return found

@@ -77,6 +77,19 @@ def test_a_cache_that_differs_is_named_beside_the_fields(publish: Publish) -> No
     assert "dtype: '' here, 'bfloat16' there" in text
 
 
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    "changes",
+    [{"rank": 9}, {"layer_cuts": (0, 1, 2), "rank": 7, "page_bytes": []}, {"layer_cuts": (2, 1)}],
+)
+def test_who_describes_the_impossible_is_named(
+    publish: Publish, changes: dict[str, Any], order: int
+) -> None:
+    code, text = run(*[publish(FIELDS), publish(FIELDS, **changes)][::order])
+    assert code == 1
+    assert f"the ranks {'there' if order > 0 else 'here'} cannot share the model" in text
+
+
 @pytest.mark.parametrize(
     ("packed", "said"),
     [(b"noise", "bad identity of 5 bytes"), (b"", f"here, '{digest_of(OTHER).hex()}' there")],
