@@ -24,7 +24,7 @@ from p2p_engine.send.endings import Ending
 from p2p_engine.send.holds import Holds
 from p2p_engine.send.sender import Sender
 from p2p_engine.transports.base import Transport
-from p2p_engine.wire.bindings import weights_in
+from p2p_engine.wire.bindings import renamed, weights_in
 from p2p_engine.wire.messages import (
     Abandon,
     AbandonOk,
@@ -93,7 +93,7 @@ class Dispatch(PlaneListener):
         self._holds = holds
         self._store = store
         self._transports = transports
-        self.weights = ""  # the name of ours; contents of others are refused. "": no name
+        self._weights = ""  # the name of ours; contents of others are refused. "": no name
         self._answers: Handlers = {
             **answers_to(sender),
             Gone: self._on_gone,
@@ -109,6 +109,12 @@ class Dispatch(PlaneListener):
             Release: self._on_release,
             **dict.fromkeys((Ping, Pong, Bye), _links_have_heard),
         }
+
+    def use_weights(self, name: str) -> None:
+        """Refuse contents of other weights from now on, also to who waits for them already; ""
+        refuses none."""
+        self._weights = name
+        self._holds.refuse_each(self._refusal)
 
     def on_frame(self, route: Route, frame: bytes) -> None:
         """Hand the message in a frame to its part; an invalid one is dropped and counted."""
@@ -186,7 +192,8 @@ class Dispatch(PlaneListener):
         if transport is None:
             raise RemoteProtocolError(f"transport {offer.transport!r} was not agreed on")
         if reason := self._otherness(offer.binding):
-            self._store.refuse_key(offer.source_epoch, offer, TransferRejected(reason))
+            ours, error = renamed(offer.binding, self._weights), TransferRejected(reason)
+            self._store.refuse_other(offer.source_epoch, offer, ours, error)
         else:
             self._store.on_offer(offer.source_epoch, offer, transport)
 
@@ -244,9 +251,9 @@ class Dispatch(PlaneListener):
     def _otherness(self, binding: bytes) -> str:
         """Name both weights if a content is of others than ours; ""."""
         theirs = weights_in(binding)
-        if not self.weights or theirs in ("", self.weights):
+        if not self._weights or theirs in ("", self._weights):
             return ""
-        return f"weights: {self.weights} here, {theirs} there"
+        return f"weights: {self._weights} here, {theirs} there"
 
     def _gone(self, asked: Renew | Want, content: ContentKey, ending: Ending) -> None:
         key, binding = content

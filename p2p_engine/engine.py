@@ -462,9 +462,14 @@ class P2pNcclEngine:
 
     def use_weights(self, name: str) -> None:
         """From now on refuse, by name, contents whose binding names other weights than these
-        (wire/bindings.py); "" refuses none. What is open stays as it is."""
+        (wire/bindings.py), also to peers that wait for one already; "" refuses none. Transfers stay
+        as they are. Never blocks.
+
+        Raises:
+            EngineClosed: the engine is closed.
+        """
         with self._open():
-            self._parts.dispatch.weights = name
+            self._parts.dispatch.use_weights(name)
 
     def drop_landed(self) -> int:
         """Drop chunks that no receive has claimed, landed or on their way; returns the bytes that

@@ -289,13 +289,17 @@ class Store(SessionListener):
                 self._replies.leave_tombstone(content, str(refusal), Cause.FAILED, epoch)
                 self._drop(content, epoch)
 
-    def refuse_key(self, epoch: int, offer: Offer, error: TransferRejected) -> None:
-        """Refuse an offer that can never be of use here, and end the receives of its key that the
-        sender may end: what they wait for will not come."""
+    def refuse_other(
+        self, epoch: int, offer: Offer, binding: bytes, error: TransferRejected
+    ) -> None:
+        """Refuse an offer that can never be of use here. If the sender may end the receive that
+        waits for this `binding` of its key instead, that ends, too: what it waits for will not
+        come. Receives of other bindings wait for a second."""
         self._refuse((epoch, offer.seq), offer.attempt, error)
-        for receive in self._ledger.receives_of_key(offer.key):
-            if self._may_end(receive, epoch):
-                self._stop_receive(receive, error)
+        receive = self._ledger.receives.get((offer.key, binding))
+        if receive is not None and self._may_end(receive, epoch):
+            self._stop_receive(receive, error)
+        self._note_mismatch((offer.key, offer.binding), epoch, str(error))
 
     def on_done(self, epoch: int, seq: int, attempt: int, checksum: int) -> None:
         """Note that the sender has written everything; COMMIT is sent as soon as it has landed."""

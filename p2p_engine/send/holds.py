@@ -345,6 +345,11 @@ class Holds(SessionListener):
         if ending.reason:
             self._unheld.refuse_all(content, ending)
 
+    def refuse_each(self, refusal: Callable[[ContentKey], Ending | None]) -> None:
+        """Refuse what peers want and nobody holds, where a `refusal` of the content is known
+        now."""
+        self._unheld.refuse_each(refusal)
+
     def on_want(
         self,
         content: ContentKey,

@@ -90,6 +90,11 @@ class UnheldWants:
         waiting = [name for name in names if not ending.has_left(name[1])]
         for_each(waiting, lambda name: self._refuse(name, ending))
 
+    def refuse_each(self, refusal: Callable[[ContentKey], Ending | None]) -> None:
+        """Refuse those of whose contents a `refusal` is known now."""
+        found = [(name, ending) for name in self._unheld if (ending := refusal(name[0]))]
+        for_each(found, lambda refused: self._refuse(*refused))
+
     def tick(self, now: float) -> None:
         """Refuse the WANTs that are past their deadlines, and forget those for what comes."""
         self._timers.look(now, self._end)

@@ -26,6 +26,11 @@ def weights_in(binding: bytes) -> str:
     return binding[PROMPT_BYTES + 1 :].decode(errors="replace")
 
 
+def renamed(binding: bytes, weights: str) -> bytes:
+    """Return the binding of the same prompt, and of these weights."""
+    return bind(binding[:PROMPT_BYTES], weights)
+
+
 def short_name(name: str) -> str:
     """Return a name of weights that a binding has room for: of a longer one its beginning, and a
     digest."""

@@ -11,14 +11,16 @@ import pytest
 pytest.importorskip("vllm")
 
 from p2p_engine import P2pNcclEngine, TransferKey
+from p2p_engine.errors import TransferRejected
 from p2p_engine.peers.link import PeerAddress
+from p2p_engine.receive import store
 from p2p_engine.transfer import Transfer
-from p2p_engine.wire.bindings import bind
+from p2p_engine.wire.bindings import bind, renamed
 from p2p_engine.wire.request_ids import new_transfer_id
 from tests import marks
 from tests.doubles.pair import SEND_TYPES, MakePair, Pair, prompt_of
 from tests.rigs.engines import PagedMemory, engines
-from tests.support import SeededRandom
+from tests.support import SeededRandom, eventually
 
 pytestmark = marks.simulated_vllm
 
@@ -149,6 +151,43 @@ def test_a_sender_may_send_again_under_another_name() -> None:
             sent.wait(SOON_SECONDS)
         _receive(receiver, sender, ours, bind(PROMPT, "step-2")).wait(SOON_SECONDS)
         assert (ours.data[:, BLOCKS] == theirs.data[:, BLOCKS]).all()
+
+
+def test_who_waits_for_what_other_weights_would_make_is_refused_at_once() -> None:
+    """Not when its WANT is said again, which comes ever more seldom."""
+    with engines(2, lease_seconds=60.0, transfer_timeout_seconds=60) as (sender, receiver):
+        for engine in (sender, receiver):
+            engine.use_weights("step-1")
+        ours = PagedMemory(16)
+        waiting = _receive(receiver, sender, ours, bind(PROMPT, "step-1"), pull=True)
+        eventually(lambda: len(sender._parts.holds._unheld) == 1)
+        with sender._parts.changed:
+            [kept] = sender._parts.holds._unheld._unheld
+            sender._parts.dispatch.use_weights("step-2")
+            assert len(sender._parts.holds._unheld) == 0, kept
+        with pytest.raises(TransferRejected, match="weights: step-2 here, step-1 there"):
+            waiting.wait(SOON_SECONDS)
+
+
+def test_an_offer_of_other_weights_ends_only_the_wait_for_its_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A router may send several prompts under one id: another one's KV may still come."""
+    monkeypatch.setattr(store, "MISMATCH_GRACE_SECONDS", 60.0)
+    first, second = (bind(prompt * 16, "step-2") for prompt in (b"1", b"2"))
+    with engines(2, transfer_timeout_seconds=60) as (sender, receiver):
+        theirs, ours = PagedMemory(16).fill(SeededRandom(4)), PagedMemory(16)
+        sender.use_weights("step-1")
+        receiver.use_weights("step-2")
+        waits = [_receive(receiver, sender, ours, binding) for binding in (first, second)]
+        known = receiver._parts.expectations
+        eventually(lambda: all(known.is_from((KEY, it), sender.epoch) for it in (first, second)))
+        for binding in (renamed(first, "step-1"), second):
+            peer = PeerAddress(receiver.zmq_address)
+            sender.send(KEY, peer, theirs.source(BLOCKS), binding=binding)
+        with pytest.raises(TransferRejected, match="weights: step-2 here, step-1 there"):
+            waits[0].wait(SOON_SECONDS)
+        waits[1].wait(SOON_SECONDS)
 
 
 @pytest.mark.parametrize("pushes", [True, False])
