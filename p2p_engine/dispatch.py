@@ -224,8 +224,11 @@ class Dispatch(PlaneListener):
 
     def _on_release(self, session: Session, release: Release) -> None:
         content = (release.key, release.binding)
-        peer = PeerAddress(session.address)
-        self._holds.on_release(content, peer, session.spec, epoch=release.source_epoch)
+        peer, spec, epoch = PeerAddress(session.address), session.spec, release.source_epoch
+        self._holds.on_release(content, peer, spec, epoch=epoch)
+        if self._otherness(release.binding):
+            ours = (release.key, renamed(release.binding, self._weights))
+            self._holds.on_release_of_other(ours, peer, spec, epoch=epoch)
 
     def _on_want(self, session: Session, want: Want) -> None:
         content = (want.key, want.binding)

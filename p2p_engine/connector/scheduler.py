@@ -50,7 +50,7 @@ from p2p_engine.connector.wanted import Wanted
 from p2p_engine.connector.weights import UNKNOWN, Weights
 from p2p_engine.errors import named
 from p2p_engine.transfer import note_stage
-from p2p_engine.wire.bindings import PROMPT_BYTES, bind
+from p2p_engine.wire.bindings import renamed
 from p2p_engine.wire.messages import ContentKey, TransferKey
 from p2p_engine.wire.request_ids import is_one_of_several
 
@@ -194,6 +194,10 @@ class SchedulerHalf:
             if intent is not None and intent.direction is Direction.SEND:  # its peer need not wait
                 party = self._party(request, intent)
                 self._next.ended_sends.append(EndedSend(party, named(error), is_held=False))
+            elif intent is not None:  # nor need prefill hold it
+                party = self._party(request, intent)
+                self._wanted.add(party)
+                self._wanted.remove(party, was_ordered=False)
             return
         party = self._party(request, intent)
         note_stage(party.key, f"request to {intent.direction.value} arrives")
@@ -564,8 +568,7 @@ class SchedulerHalf:
     def _renamed(self, party: Party) -> Party:
         if party.is_refused:
             return party
-        binding = bind(party.binding[:PROMPT_BYTES], self._weights.name)
-        return dataclasses.replace(party, binding=binding)
+        return dataclasses.replace(party, binding=renamed(party.binding, self._weights.name))
 
     def _count_sent(self, party: Party, number: int) -> None:
         self._sent[party.content] += number

@@ -465,6 +465,22 @@ class Holds(SessionListener):
         for name in [hold.content for hold in held] or [content]:
             self._release(name, peer, spec, epoch)
 
+    def on_release_of_other(
+        self, content: ContentKey, peer: PeerAddress, spec: CacheSpec | None, *, epoch: int = 0
+    ) -> None:
+        """Note that a rank of the peer wants no more of what other weights make of this prompt: it
+        will hardly ask for this content. It may have been named anew, and ask all the same, within
+        UNASKED_SECONDS after it is held."""
+        readers, rank = self._readers(content, spec), _rank_of(spec)
+        hold = self._holds.get(content)
+        if hold is None:
+            if not self._unheld.has(content, peer) and not self.is_renewed(content):
+                self._endings.depart(content, rank, peer, readers, is_counted=True, epoch=epoch)
+        elif not hold.asked:
+            hold.readers, hold.unasked[rank] = readers, peer
+            if hold.is_over:
+                self._end_soon(hold)
+
     def _release(
         self, content: ContentKey, peer: PeerAddress, spec: CacheSpec | None, epoch: int
     ) -> None:

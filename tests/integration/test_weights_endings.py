@@ -111,6 +111,47 @@ def test_what_waits_on_both_sides_is_computed_by_decode(
     pair.check_answers(num_computed=len(prompt))
 
 
+@pytest.mark.parametrize("order", ["decode first", "prefill first"])
+@pytest.mark.parametrize("is_known", [True, False], ids=["other name", "unknown name"])
+def test_prefill_does_not_hold_what_decode_computes(
+    make_slow: MakeSlow, order: str, is_known: bool
+) -> None:
+    """The names differ, or decode's weights have none: prefill gets its blocks back all the
+    same."""
+    pair, prompt = make_slow("GET"), prompt_of(100)
+    pair.ask(prompt_of(20))
+    pair.run()  # both have stepped: their workers know the names
+    if is_known:
+        label(pair, "d", "step-41")
+    else:
+        assert pair.d.scheduler.reset_prefix_cache()
+    request_id = pair.ask(prompt, order=order)
+    first = pair.p.finished if order == "prefill first" else pair.d.finished
+    name = pair.prefill_ids[-1] if order == "prefill first" else request_id
+    pair.run(lambda: name in first)
+    pair.ask_waiting()
+    pair.run(timeout=SOON_SECONDS)
+    pair.check_answers()
+    assert pair.d.num_computed_prompt_tokens[request_id] == len(prompt)
+    pair.check_at_rest()
+
+
+def test_what_is_released_under_an_earlier_name_may_be_asked_for_under_the_new_one() -> None:
+    """Decode's RELEASE of the one may come behind prefill's hold of the other."""
+    with engines(2, lease_seconds=60.0) as (sender, receiver):
+        theirs, ours = PagedMemory(16).fill(SeededRandom(3)), PagedMemory(16)
+        for engine in (sender, receiver):
+            engine.use_weights("step-2")
+        peer = PeerAddress(sender.zmq_address)
+        held = sender.hold(KEY, theirs.source(BLOCKS), binding=bind(PROMPT, "step-2"))
+        [hold] = sender._parts.holds._holds.values()
+        receiver.discard(KEY, binding=bind(PROMPT, "step-1"), peer=peer, pull=True)
+        eventually(lambda: bool(hold.unasked))
+        _receive(receiver, sender, ours, bind(PROMPT, "step-2"), pull=True).wait(SOON_SECONDS)
+        held.wait(SOON_SECONDS)
+        assert (ours.data[:, BLOCKS] == theirs.data[:, BLOCKS]).all()
+
+
 @pytest.mark.parametrize("order", ["together", "decode first", "prefill first"])
 @pytest.mark.parametrize("sides", ["pd", "dp"])
 @pytest.mark.parametrize("send_type", SEND_TYPES)
