@@ -154,6 +154,7 @@ def _describe(instance: Instance, now: float) -> dict[str, Any]:
         "model": identity.model,
         "tp_size": identity.tp_size,
         "send_type": identity.send_type,
+        "weights": instance.weights,
         "held": instance.held,
         "warning": instance.warning,
         "accept_differences": instance.accept_differences,

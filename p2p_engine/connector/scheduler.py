@@ -162,6 +162,8 @@ class SchedulerHalf:
         self._tell_of_weights()
 
     def _tell_of_weights(self) -> None:
+        if self._directory is not None:
+            self._directory.name_weights(self._weights.name)
         self._warn("weights", "" if self._weights.is_known else UNKNOWN)
 
     def _warn(self, subject: str, text: str) -> None:

@@ -46,7 +46,10 @@ class Weights:
         self._are_discarded = False
 
     def label(self, label: str) -> bool:
-        """Take a label of vLLM's; returns whether the name has changed."""
+        """Take a label of vLLM's; returns whether the name has changed. An empty one names
+        nothing."""
+        if not label:
+            return self._forget()
         name = self._checkpoint if label == UNNAMED else short_name(label)
         before, self.name, self.is_known = self.name, name, True
         if name != before:
@@ -58,12 +61,15 @@ class Weights:
         if self._reset_keeps_weights and not self._are_discarded:
             return False
         self._are_discarded = False
-        self.name, self.is_known = f"unknown-{secrets.token_hex(8)}", False
-        return True
+        return self._forget()
 
     def discard(self) -> None:
         """Note that vLLM may have other weights after its next reset, whatever the setting says."""
         self._are_discarded = True
+
+    def _forget(self) -> bool:
+        self.name, self.is_known = f"unknown-{secrets.token_hex(8)}", False
+        return True
 
 
 def hear_of_weights() -> None:

@@ -160,6 +160,13 @@ class Directory(PlaneListener):
         for heartbeat in self._heartbeats:
             heartbeat.warning = warning
 
+    def name_weights(self, name: str) -> None:
+        """Tell the proxy soon what the weights here are called. Not for two threads at a time."""
+        for heartbeat in self._heartbeats:
+            heartbeat.weights = name
+        self._beat_at = 0.0
+        self._control.stir()
+
     @property
     def address(self) -> str:
         """Return the address at which the directory answers, "host:port"."""

@@ -564,6 +564,7 @@ class Heartbeat(msgspec.Struct, omit_defaults=True):
     has_prefix_cache: bool = False
     warning: Text = ""  # what is wrong there, for the proxy's status
     accept_differences: Text = ""  # fields of the identity that its peers need not share
+    weights: Text = ""  # their name, as in bindings; "": it does not say
 
 
 _heartbeat_decoder = msgspec.msgpack.Decoder(Heartbeat)

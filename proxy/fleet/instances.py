@@ -116,6 +116,7 @@ class Instance:
     has_prefix_cache: bool = False
     warning: str = ""  # what it says is wrong with it
     accept_differences: str = ""  # the fields in which its peers may differ
+    weights: str = ""  # what its weights are called; "": it does not say
     # Why it gets no legs though it is ready: vLLM is paused, or its weights are not the fleet's.
     held: str = ""
     # Whether vLLM tells of that (VLLM_SERVER_DEV_MODE), and whether an admin has said that its

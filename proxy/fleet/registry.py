@@ -79,6 +79,9 @@ class Registry:
         instance.has_prefix_cache = beat.has_prefix_cache
         instance.warning = beat.warning
         instance.accept_differences = beat.accept_differences
+        if instance.weights != beat.weights:
+            instance.weights = beat.weights
+            self.on_room()
         return instance, is_new
 
     def add(

@@ -134,6 +134,17 @@ def test_accepted_differences_are_in_the_status_and_in_the_line_of_the_start(
         ]
 
 
+def test_the_status_says_what_weights_are_called(make_pair: MakePair, watched: SeenPair) -> None:
+    pair = make_watched(make_pair, watched)
+    before = watched.until(pair.d, lambda shown: "weights" in shown)["weights"]
+    assert watched.until(pair.p, lambda shown: shown.get("weights") == before)
+    pair.d.connector.weights_labelled("step-42")
+    watched.until(pair.d, lambda shown: shown["weights"] == "step-42")
+    assert pair.d.scheduler.reset_prefix_cache(reset_connector=True)
+    watched.until(pair.d, lambda shown: shown["weights"].startswith("unknown-"))
+    assert watched.of(pair.p)["weights"] == before
+
+
 def test_unknown_weights_are_in_the_status_until_they_are_named(
     make_pair: MakePair, watched: SeenPair
 ) -> None:

@@ -125,6 +125,15 @@ def test_an_unknown_name_equals_no_other_until_a_label_comes() -> None:
     assert (one.name, one.is_known) == ("c", True)
 
 
+def test_an_empty_label_names_nothing() -> None:
+    """A binding without a name is one of an engine that compares none."""
+    weights = Weights("c")
+    weights.label("step-41")
+    assert weights.label("")
+    assert not weights.is_known
+    assert weights.name.startswith("unknown-")
+
+
 def test_a_reset_keeps_the_name_where_an_operator_says_so() -> None:
     weights = Weights("c", reset_keeps_weights=True)
     assert not weights.reset()

@@ -159,6 +159,18 @@ def test_each_subject_has_its_warning_and_a_heartbeat_carries_them_all(
             before = expected
 
 
+def test_a_proxy_hears_soon_what_weights_are_called(
+    proxy: RegistrationPort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2p_engine.peers.directory.HEARTBEAT_SECONDS", 3600.0)
+    config = EngineConfig(proxy_ip="127.0.0.1", proxy_port=proxy.port, http_port=8000)
+    with Directory(config, RANKS, kv_port=0, role="PD") as directory:
+        assert [decode_heartbeat(proxy.frame()).weights for _ in "PD"] == [""] * 2
+        for name in ("checkpoint-0011", "step-42"):
+            directory.name_weights(name)
+            assert [decode_heartbeat(proxy.frame()).weights for _ in "PD"] == [name] * 2
+
+
 def test_heartbeats_say_which_differences_are_accepted(proxy: RegistrationPort) -> None:
     common = {"proxy_ip": "127.0.0.1", "proxy_port": proxy.port, "http_port": 8000}
     for names, told in ((["b", "a.c"], "a.c, b"), (["x" * 9000], "x" * MAX_REASON), ([], "")):
