@@ -17,6 +17,7 @@ from proxy.addresses import AllowList, is_url, parse_static
 from proxy.errors import ProxyError, says_enough
 from proxy.fleet.admin import Admin
 from proxy.fleet.discovery import Discovery
+from proxy.fleet.doors import Doors
 from proxy.fleet.held_blocks import HeldBlocks
 from proxy.fleet.instances import Role
 from proxy.fleet.key_files import read_key
@@ -207,10 +208,9 @@ class Proxy:
             shares.upstream,
             self.house.silence,
         )
-        self._weights = FleetWeights(config, self._registry, self._upstream, instance_key, clock)
-        self._readiness = Readiness(
-            config, self._registry, self._upstream, clock, self._weights.look
-        )
+        doors = Doors(self._upstream)
+        self._weights = FleetWeights(config, self._registry, doors, clock)
+        self._readiness = Readiness(config, self._registry, self._upstream, doors, clock)
         self._held = HeldBlocks(self._registry, self._upstream)
         self._discovery = Discovery(
             config, self._registry, self._metrics.heartbeats, self._welcome, clock
@@ -240,6 +240,8 @@ class Proxy:
         watch("known_kv_blocks", "Blocks of instances that the proxy knows by their KV events",
               lambda: self._held.num_blocks)  # fmt: skip
         watch("prefix_blocks", "Remembered blocks", lambda: self._router.num_prefix_blocks)
+        watch("unlike_weights", "Requests for decode alone: no prefill instance had its weights",
+              lambda: self._router.num_alone)  # fmt: skip
         self.outlet = Outlet(STDERR)  # for the command
         watch("dropped_log_lines", "Lines of the log that nobody read in time",
               lambda: self.outlet.num_dropped)  # fmt: skip

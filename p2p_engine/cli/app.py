@@ -315,7 +315,6 @@ def label(
         Path | None, typer.Option(help="The proxy's --admin-key-file.")
     ] = None,
     instance: Annotated[str, typer.Option(help="HOST:PORT,... of instances, instead.")] = "",
-    api_key_file: Annotated[Path | None, typer.Option(help="Of the instances' --api-key.")] = None,
 ) -> None:
     """Name the weights that instances have, where something else has changed them.
 
@@ -323,13 +322,13 @@ def label(
     """
     from p2p_engine.cli.weights import run_label, run_label_directly
 
-    if bool(proxy) == bool(instance) or (proxy and admin_key_file is None):
+    if bool(proxy) == bool(instance) or bool(proxy) != bool(admin_key_file):
         raise typer.BadParameter("give --proxy and --admin-key-file, or --instance")
     try:
-        key_file = admin_key_file if proxy else api_key_file
-        key = key_file.read_text().strip() if key_file else ""
-        run = run_label if proxy else run_label_directly
-        code = run(proxy or instance, key, label, _console())
+        if admin_key_file is None:
+            code = run_label_directly(instance, label, _console())
+        else:
+            code = run_label(proxy, admin_key_file.read_text().strip(), label, _console())
     except (OSError, ConfigError) as error:
         raise typer.BadParameter(str(error)) from error
     raise typer.Exit(code)

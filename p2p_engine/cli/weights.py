@@ -32,7 +32,6 @@ class _Order(msgspec.Struct):
 
 
 class _Weights(msgspec.Struct):
-    label: str = ""
     order: _Order | None = None
 
 
@@ -79,16 +78,14 @@ def run_label(names: str, key: str, label: str, console: Console) -> int:
     return _tell_labels(said.get("instances", {}), label, console)
 
 
-def run_label_directly(instances: str, key: str, label: str, console: Console) -> int:
-    """Give instances a label, given as HOST:PORT,...; return 0 if all have it.
+def run_label_directly(instances: str, label: str, console: Console) -> int:
+    """Give instances a label, given as HOST:PORT,...; return 0 if all have it. vLLM asks for no key
+    there.
 
     Raises:
         ConfigError: a name is no address, or does not resolve.
     """
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    outcomes = {
-        str(found): _label_one(found, label, headers) for found in find_first_proxies(instances)
-    }
+    outcomes = {str(found): _label_one(found, label) for found in find_first_proxies(instances)}
     return _tell_labels(outcomes, label, console)
 
 
@@ -179,9 +176,9 @@ def _wait(proxy: KnownProxy, order_id: str, console: Console) -> _Order:
         time.sleep(_POLL_SECONDS)
 
 
-def _label_one(instance: KnownProxy, label: str, headers: Mapping[str, str]) -> str:
+def _label_one(instance: KnownProxy, label: str) -> str:
     """Return why an instance does not have the label; "" if it has."""
-    headers = {**headers, "Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json"}
     try:
         order = {"new_version": label}
         status, _ = instance.ask("/update_weight_version", _ANSWER_SECONDS, order, headers)

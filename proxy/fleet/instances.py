@@ -24,6 +24,10 @@ GATEWAY_ERRORS = (
 )
 # A ready instance becomes not ready after this many unanswered probes in a row.
 PATIENCE = 3
+# Why an instance is held for a while; any other reason ends by an order of an operator's alone.
+BEING_CHANGED = "its weights are being changed"
+PAUSED = "vLLM is paused"  # by whom, and for how long, the proxy does not know
+HELD_FOR_A_WHILE = (BEING_CHANGED, PAUSED)
 # Earlier incarnations that are remembered for each name.
 MAX_REPLACED = 64
 # Prefill instances come and go at new addresses; above this many, the counts start again.
@@ -117,12 +121,10 @@ class Instance:
     warning: str = ""  # what it says is wrong with it
     accept_differences: str = ""  # the fields in which its peers may differ
     weights: str = ""  # what its weights are called; "": it does not say
-    # Why it gets no legs though it is ready: vLLM is paused, or its weights are not the fleet's.
+    # Why it gets no legs though it is ready; and whether vLLM tells if it is paused
+    # (VLLM_SERVER_DEV_MODE).
     held: str = ""
-    # Whether vLLM tells of that (VLLM_SERVER_DEV_MODE), and whether an admin has said that its
-    # weights are right, whatever they are called.
     has_doors: bool = True
-    is_vouched_for: bool = False
     # Earlier incarnations of its name, newest first. If one sends a heartbeat while this one is
     # alive, it is refused.
     replaced: tuple[Identity, ...] = ()
@@ -178,18 +180,18 @@ class Instance:
         """Tell whether any of its roles has not expired."""
         return any(self.has_role(role, now) for role in Role)
 
-    def is_routable(self, role: Role, now: float) -> bool:
-        """Tell whether a leg of this role may be sent to it.
+    def is_routable(self, role: Role, now: float, *, is_soon: bool = False) -> bool:
+        """Tell whether a leg of this role may be sent to it; with `is_soon`, now or soon.
 
-        It must be alive, ready, not draining and not held, it must take the role, and its breaker
-        must allow the leg.
+        It must be alive, ready, not draining and not held (but for a while), it must take the role,
+        and its breaker must allow the leg.
         """
         return (
             now < self.expires.get(role, now)
             and (self.left_roles is None or self.takes(role))
             and self.missed_probes < PATIENCE
             and self.drains_until is None
-            and not self.held
+            and (not self.held or (is_soon and self.held in HELD_FOR_A_WHILE))
             and self.breakers[role].allows(now)
         )
 

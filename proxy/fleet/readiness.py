@@ -1,4 +1,4 @@
-"""Readiness: probes `/health` of every registered instance.
+"""Readiness: probes `/health` of every registered instance, and asks vLLM whether it is paused.
 
 A heartbeat shows only that the engine's process is alive. Heartbeats begin before the HTTP server
 listens, and continue if the server has died.
@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from proxy.fleet.doors import DoorFailed, Doors
+from proxy.fleet.instances import PAUSED, Instance
 from proxy.http.client import ClientError, NoRoom, TimedOut
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.config import ProxyConfig
-    from proxy.fleet.instances import Instance
     from proxy.fleet.registry import Registry
     from proxy.fleet.upstream import Upstream
 
@@ -25,11 +26,6 @@ logger = logging.getLogger(__name__)
 
 # An instance that is not ready or paused is probed more often, so that it gets requests soon after.
 EAGER_INTERVAL_SECONDS = 0.5
-
-
-class _Look(Protocol):
-    async def __call__(self, instance: Instance, *, is_new: bool) -> None:
-        """Look whether an instance that is healthy may have legs; `is_new`: it was not ready."""
 
 
 class Readiness:
@@ -40,11 +36,11 @@ class Readiness:
         config: ProxyConfig,
         registry: Registry,
         upstream: Upstream,
+        doors: Doors,
         clock: Callable[[], float],
-        look: _Look,
     ) -> None:
         self._config = config
-        self._look = look
+        self._doors = doors
         self._registry = registry
         self._upstream = upstream
         self._clock = clock
@@ -103,6 +99,28 @@ class Readiness:
             instance.record_unreachable()
         else:
             instance.record_answer(status)
+
+    async def _look(self, instance: Instance, *, is_new: bool) -> None:
+        """Ask vLLM whether it is paused: hold the instance back, or let it have legs again.
+
+        Of one that an order has left, or is changing, the order decides. One that has no such door,
+        as it says when it is new, is asked once.
+        """
+        instance.has_doors |= is_new
+        if not instance.has_doors or instance.held not in ("", PAUSED):
+            return
+        try:
+            is_paused = await self._doors.is_paused(instance, self._config.probe_timeout_seconds)
+        except DoorFailed as error:
+            if not is_new or error.status != HTTPStatus.NOT_FOUND:
+                return
+            instance.has_doors = is_paused = False
+        held = PAUSED if is_paused else ""
+        if instance.held in ("", PAUSED) and instance.held != held:
+            instance.held = held
+            state = "paused" if is_paused else "goes on"
+            logger.info("instance %s http=%s", state, instance.identity.name)
+            self._registry.on_room()
 
     def _pause(self, instance: Instance) -> float:
         interval = self._config.probe_interval_seconds

@@ -1,13 +1,17 @@
-"""Weights: one order that changes them on all instances, and which instances may compute since.
+"""Weights: one order that changes them on all instances.
 
-    checking   every instance has the doors of vLLM that the order needs; else nothing is begun
     stopping   no request begins; those that run end, up to a deadline
     updating   each instance: pause (what still runs is aborted), the calls, reset of the caches,
-               label, label read back, resume; requests begin as soon as a pair has the label
-    done       an instance that failed a step stays paused: `Instance.held` says why
+               label, label read back, resume
+    done       an instance that failed a step is paused
 
-Only the label and the last order are kept here. Whether an instance is paused is asked of vLLM
-with each probe, so a proxy that did not give the order, or has restarted, sees it as well.
+An instance gets no requests while it is `held`:
+    BEING_CHANGED   an order decides about it alone
+    PAUSED          vLLM says so, whoever has paused it, until vLLM goes on (readiness.py)
+    a failed step   until the next order, label or resume
+
+What weights are called is not kept here: each instance says it in its heartbeats, and the router
+pairs those that say the same.
 """
 
 from __future__ import annotations
@@ -16,24 +20,25 @@ import asyncio
 import logging
 import secrets
 from collections import defaultdict
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from p2p_engine.errors import P2pError
 from proxy.errors import ProxyError
 from proxy.fleet.admin import decoded
-from proxy.fleet.instances import Instance
-from proxy.http.client import ClientError, TimedOut
+from proxy.fleet.doors import LABEL_SECONDS, DoorFailed, Doors, outcome_of
+from proxy.fleet.instances import BEING_CHANGED, PAUSED, Instance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Iterator
 
     from proxy.config import ProxyConfig
     from proxy.fleet.registry import Registry
-    from proxy.fleet.upstream import Upstream
+
+    _Step = Callable[..., Awaitable[dict[str, Any]]]
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +48,12 @@ CALLS = (
     "/start_draft_weight_update", "/update_weights", "/finish_weight_update",
 )  # fmt: skip
 MAX_CALLS = 64
-LABEL_SECONDS = 30.0  # for an answer that takes vLLM one step
 RETRY_SECONDS = 0.05  # between two looks at what ends by itself
-MAX_SAID = 300  # characters of an answer, in a reason
+MAX_SECONDS = 86400.0  # that an order may give to a drain, or to a call
 UNNAMED = "default"  # vLLM's label, while nobody has given one
-BEING_CHANGED = "its weights are being changed"
-PAUSED = "vLLM is paused"  # by whom, and for how long, the proxy does not know
 
-Label = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Label = Annotated[str, msgspec.Meta(max_length=128, pattern=r"\A[!-~]+\Z")]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 
 
 class _Call(msgspec.Struct, forbid_unknown_fields=True):
@@ -65,7 +67,7 @@ class _Update(msgspec.Struct, forbid_unknown_fields=True):
         default_factory=lambda: [_Call("/collective_rpc", {"method": "reload_weights"})]
     )
     ends: Literal["drain", "abort"] = "drain"
-    drain_seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    drain_seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)] | None = None
     call_seconds: Seconds = 600.0
 
 
@@ -77,15 +79,6 @@ class _Resume(msgspec.Struct, forbid_unknown_fields=True):
     instance: str
 
 
-class _StepFailed(P2pError):
-    """An instance failed a step; `status` is that of its answer, 0 if there is none."""
-
-    def __init__(self, message: str, status: int = 0, *, is_late: bool = False) -> None:
-        super().__init__(message)
-        self.is_late = is_late
-        self.is_refused = HTTPStatus.BAD_REQUEST <= status < HTTPStatus.INTERNAL_SERVER_ERROR
-
-
 @dataclass
 class Update:
     """An update, and what has become of it: `steps` has the last step of each instance, `failed`
@@ -93,63 +86,42 @@ class Update:
 
     label: str
     id: str = field(default_factory=lambda: secrets.token_hex(8))
-    state: str = "checking"
-    owned: list[Instance] = field(default_factory=list)
+    state: str = "stopping"
     steps: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
-    def describe(self) -> dict[str, Any]:
-        """Return what `/status` shows."""
-        shown = {"id": self.id, "label": self.label, "state": self.state}
-        return {**shown, "steps": dict(self.steps), "failed": dict(self.failed)}
-
 
 class FleetWeights:
-    """Gives the orders. All methods run in the event loop."""
+    """Gives the orders, one at a time. All methods run in the event loop."""
 
     def __init__(
         self,
         config: ProxyConfig,
         registry: Registry,
-        upstream: Upstream,
-        instance_key: str,
+        doors: Doors,
         clock: Callable[[], float],
     ) -> None:
-        """`instance_key`: what vLLM's --api-key asks for, or ""."""
         self._drain_seconds = config.drain_timeout_seconds
         self._look_seconds = config.probe_timeout_seconds
         self._registry = registry
-        self._upstream = upstream
-        self._headers = {"Authorization": f"Bearer {instance_key}"} if instance_key else {}
+        self._doors = doors
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
-        self._is_labelling = False
-        self.label = ""  # that instances must have which join; "": any
-        self.order: Update | None = None  # the last one
-
-    @property
-    def is_running(self) -> bool:
-        """Tell whether an order has begun and is not over."""
-        return self.order is not None and self.order.state in ("stopping", "updating")
+        self._runs = ""  # what runs: an update, a label or a resume
+        self.order: Update | None = None  # the last update
 
     @property
     def is_stopping(self) -> bool:
         """Tell whether requests end, and none may begin."""
         return self.order is not None and self.order.state == "stopping"
 
-    @property
-    def may_end_soon(self) -> bool:
-        """Tell whether an instance that gets no legs may have some soon: an order runs, or somebody
-        else has paused vLLM."""
-        return self.is_running or any(i.held == PAUSED for i in self._registry.instances())
-
     def describe(self) -> dict[str, Any]:
-        """Return what `/status` shows: the label, and the last order."""
-        return {"label": self.label, "order": self.order.describe() if self.order else None}
+        """Return what `/status` shows: the last order."""
+        return {"order": msgspec.to_builtins(self.order)}
 
     def refusal(self) -> ProxyError:
         """Return the error of a request that waited in vain for instances to go on."""
-        if self.order is not None and self.is_running:
+        if self.order is not None and self.order.state != "done":
             message = f"the weights are being changed to {self.order.label}"
             return ProxyError(503, "weights_update", message)
         return ProxyError(503, "instance_paused", "vLLM is paused, and was not resumed in time")
@@ -175,113 +147,72 @@ class FleetWeights:
             if call.path not in CALLS:
                 allowed = ", ".join(CALLS)
                 raise ProxyError(400, "invalid_request", f"{call.path!r} is none of {allowed}")
-        self._refuse_second()
-        before, self.order = self.order, Update(asked.label)
-        try:
+        with ExitStack() as turn:
+            turn.enter_context(self._alone(f"an update to {asked.label} runs"))
             await self._check_doors()
-        except BaseException:
-            self.order = before
-            raise
-        logger.info("weights: update to %s by=%s ends=%s", asked.label, sender, asked.ends)
-        self.order.state = "stopping"
-        self._task = asyncio.ensure_future(self._run(self.order, asked))
+            logger.info("weights: update to %s by=%s ends=%s", asked.label, sender, asked.ends)
+            self.order = Update(asked.label)
+            self._task = asyncio.ensure_future(self._run(self.order, asked, turn.pop_all()))
         return {"message": f"Updating to {asked.label}.", "order": self.order.id}
 
     async def name(self, body: bytes, sender: str) -> dict[str, Any]:
         """Give all instances a label, for a trainer that has changed their weights by itself.
 
-        Returns, by HTTP address, why an instance does not have it; "" if it has.
+        Returns, by HTTP address, why an instance does not have it; "" if it has. Waits for two
+        answers of each.
 
         Raises:
             ProxyError: 400, the body is invalid; 409, an order runs, or there are no instances.
         """
         asked: _Label = decoded(body, _Label)
         _check_label(asked.label)
-        self._refuse_second()
-        places = self._places()
-        self._is_labelling = True
-        try:
-            outcomes = await asyncio.gather(
-                *(self._outcome(self._give_label(each[0], asked.label)) for each in places.values())
-            )
-        finally:
-            self._is_labelling = False
+        with self._alone(f"the label {asked.label} is being given"):
+            places = self._places()
+            steps = [self._doors.give_label(ranks[0], asked.label) for ranks in places.values()]
+            outcomes = await asyncio.gather(*map(outcome_of, steps))
+        for ranks, why in zip(places.values(), outcomes, strict=True):
+            for rank in ranks if not why else ():
+                rank.held = rank.held and PAUSED  # until vLLM says that it is not
         logger.info("weights: label %s by=%s", asked.label, sender)
-        if not all(outcomes):
-            self.label = asked.label
         return {"label": asked.label, "instances": dict(zip(places, outcomes, strict=True))}
 
     async def resume(self, body: bytes, sender: str) -> dict[str, Any]:
         """Resume an instance, whatever label it has: an operator says that its weights are right.
+
+        Waits for two answers.
 
         Raises:
             ProxyError: 400, the body is invalid; 404, it is not registered; 409, an order runs;
                 502, vLLM has not resumed it.
         """
         asked: _Resume = decoded(body, _Resume)
-        self._refuse_second()
-        found = [
-            each for each in self._registry.instances()
-            if asked.instance in (each.identity.name, each.identity.http_address)
-        ]  # fmt: skip
-        if not found:
-            raise ProxyError(404, "unknown_instance", f"{asked.instance} is not registered")
-        if why := await self._outcome(self._resume(found[0], LABEL_SECONDS)):
-            raise ProxyError(502, "resume_failed", f"{asked.instance}: {why}")
-        for instance in found:
-            instance.held, instance.is_vouched_for = "", True
+        address = asked.instance.partition("#")[0]
+        with self._alone(f"{address} is being resumed"):
+            ranks = [i for i in self._registry.instances() if i.identity.http_address == address]
+            if not ranks:
+                raise ProxyError(404, "unknown_instance", f"{asked.instance} is not registered")
+            if why := await outcome_of(self._doors.resume(ranks[0], LABEL_SECONDS)):
+                raise ProxyError(502, "resume_failed", f"{asked.instance}: {why}")
+            for rank in ranks:
+                rank.held = ""
         logger.info("weights: resumed %s by=%s", asked.instance, sender)
         self._registry.on_room()
         return {"message": f"Resumed {asked.instance}."}
 
-    async def look(self, instance: Instance, *, is_new: bool) -> None:
-        """Ask vLLM whether it is paused, and, of one that is new or held, which label it has.
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """Let nothing else change labels, or resume, until the end.
 
-        Holds the instance back, or lets it have legs again. One that has no such doors is asked
-        once. Waits for at most two answers.
+        Raises:
+            ProxyError: 409, something does.
         """
-        if is_new:
-            instance.has_doors = True
-        if not instance.has_doors or self._owns(instance):
-            return
+        if self._runs:
+            raise ProxyError(409, "order_running", self._runs)
+        self._runs = what
         try:
-            why = await self._why_held(instance, is_new=is_new)
-        except _StepFailed as error:
-            instance.has_doors = not error.is_refused
-            if not is_new or not self.label:
-                return
-            why = f"it does not say whether its weights are {self.label}: {error}"
-        if self._owns(instance):
-            return
-        was_held = instance.held
-        # What an order has said is more than that it is paused.
-        instance.held = why if not why or was_held in ("", PAUSED) else was_held
-        if bool(was_held) != bool(why):
-            name = instance.identity.name
-            logger.info("instance %s http=%s %s", "paused" if why else "goes on", name, why)
-            self._registry.on_room()
-
-    async def _why_held(self, instance: Instance, *, is_new: bool) -> str:
-        seconds = self._look_seconds
-        if await self._is_paused(instance, seconds):
-            return PAUSED
-        # Who has only been paused may have been given another label meanwhile, by who paused it.
-        is_doubted = is_new or instance.held not in ("", PAUSED)
-        if not self.label or not is_doubted or instance.is_vouched_for:
-            return ""
-        theirs = await self._label_of(instance, seconds)
-        return "" if theirs == self.label else f"weights: {theirs}, the fleet has {self.label}"
-
-    def _owns(self, instance: Instance) -> bool:
-        """Tell whether an order that runs decides about an instance."""
-        return self.is_running and self.order is not None and instance in self.order.owned
-
-    def _refuse_second(self) -> None:
-        order = self.order
-        if self._is_labelling:
-            raise ProxyError(409, "order_running", "a label is being given")
-        if order is not None and order.state != "done":
-            raise ProxyError(409, "order_running", f"an update to {order.label} runs")
+            yield
+        finally:
+            self._runs = ""
 
     def _places(self) -> dict[str, list[Instance]]:
         """Return all instances by HTTP address; ranks behind one address have the same weights.
@@ -303,10 +234,10 @@ class FleetWeights:
 
         async def refusal(instance: Instance) -> str:
             try:
-                await self._is_paused(instance, self._look_seconds)
-                await self._label_of(instance, self._look_seconds)
-            except _StepFailed as error:
-                return str(error) if error.is_refused else ""
+                await self._doors.is_paused(instance, self._look_seconds)
+            except DoorFailed as error:
+                if HTTPStatus.BAD_REQUEST <= error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                    return str(error)
             return ""
 
         refusals = await asyncio.gather(*(refusal(each[0]) for each in places.values()))
@@ -315,25 +246,22 @@ class FleetWeights:
             message = f"start vLLM with VLLM_SERVER_DEV_MODE=1: {'; '.join(told)}"
             raise ProxyError(409, "no_doors", message)
 
-    async def _run(self, order: Update, asked: _Update) -> None:
-        try:
-            seconds = self._drain_seconds if asked.drain_seconds is None else asked.drain_seconds
-            deadline = self._clock() + (seconds if asked.ends == "drain" else 0.0)
-            await self._drain(deadline)
-            # No await from here until all are held: else one could compute with old weights while
-            # another has new ones.
-            self.label, order.state = asked.label, "updating"
-            places = self._places()
-            order.owned = [instance for each in places.values() for instance in each]
-            for instance in order.owned:
-                instance.held, instance.is_vouched_for = BEING_CHANGED, False
-            changes = (self._change(order, asked, deadline, each) for each in places.values())
-            await asyncio.gather(*changes)
-        except Exception:
-            logger.exception("weights: internal error of the proxy")
-        finally:
-            order.state = "done"
-            self._registry.on_room()
+    async def _run(self, order: Update, asked: _Update, turn: ExitStack) -> None:
+        seconds = self._drain_seconds if asked.drain_seconds is None else asked.drain_seconds
+        deadline = self._clock() + (seconds if asked.ends == "drain" else 0.0)
+        with turn:
+            try:
+                await self._drain(deadline)
+                # No await from here until all are held: else one could compute with old weights
+                # while another has new ones.
+                order.state, places = "updating", self._places()
+                for instance in self._registry.instances():
+                    instance.held = BEING_CHANGED
+                changes = (self._change(order, asked, deadline, each) for each in places.values())
+                await asyncio.gather(*changes)
+            finally:
+                order.state = "done"
+        self._registry.on_room()
         logger.info("weights: update to %s over, failed=%s", order.label, list(order.failed))
 
     async def _drain(self, deadline: float) -> None:
@@ -348,7 +276,7 @@ class FleetWeights:
         """Change the weights behind one HTTP address, and let its ranks have legs again."""
         instance = ranks[0]
         address = instance.identity.http_address
-        why = await self._outcome(self._take_steps(order, asked, deadline, instance))
+        why = await outcome_of(self._take_steps(order, asked, deadline, instance))
         for rank in ranks:
             rank.held = why
         if not why:
@@ -358,7 +286,7 @@ class FleetWeights:
         order.failed[address] = why
         logger.warning("weights: %s stays paused: %s", address, why)
         # What others have sent there would wait for as long as it is paused.
-        await self._outcome(self._post(instance, "/abort_requests", {}, LABEL_SECONDS))
+        await outcome_of(self._doors.post(instance, "/pause?mode=abort", {}, LABEL_SECONDS))
 
     async def _take_steps(
         self, order: Update, asked: _Update, deadline: float, instance: Instance
@@ -366,104 +294,36 @@ class FleetWeights:
         seconds = asked.call_seconds
 
         async def step(path: str, body: dict[str, Any], seconds: float = seconds) -> dict[str, Any]:
-            order.steps[instance.identity.http_address] = path
-            return await self._post(instance, path, body, seconds)
+            order.steps[instance.identity.http_address] = path.partition("?")[0]
+            return await self._doors.post(instance, path, body, seconds)
 
         await self._pause(step, min(deadline - self._clock(), seconds))
+        if not await self._doors.is_paused(instance, LABEL_SECONDS):
+            raise DoorFailed("/pause: it is not paused")
         for call in asked.calls:
             await step(call.path, call.body)
         ends_at = self._clock() + seconds
         # It fails while blocks are held, which end by themselves.
         while (await step("/reset_prefix_cache?reset_external=true", {})).get("success") is False:
             if self._clock() > ends_at:
-                raise _StepFailed("/reset_prefix_cache: blocks are held")
+                raise DoorFailed("/reset_prefix_cache: blocks are held")
             await asyncio.sleep(RETRY_SECONDS)
         order.steps[instance.identity.http_address] = "/update_weight_version"
-        await self._give_label(instance, asked.label)
+        await self._doors.give_label(instance, asked.label)
         order.steps[instance.identity.http_address] = "/resume"
-        await self._resume(instance, seconds)
+        await self._doors.resume(instance, seconds)
 
-    async def _pause(
-        self, step: Callable[..., Coroutine[Any, Any, dict[str, Any]]], left: float
-    ) -> None:
+    async def _pause(self, step: _Step, left: float) -> None:
         """Pause vLLM. Legs of other proxies may still run: they get what is left of the drain."""
         if left > 0:
             try:
                 await step("/pause?mode=wait", {}, left)
-            except _StepFailed as error:
+            except DoorFailed as error:
                 if not error.is_late:
                     raise
             else:
                 return
         await step("/pause?mode=abort", {})
-
-    async def _give_label(self, instance: Instance, label: str) -> None:
-        await self._post(instance, "/update_weight_version", {"new_version": label}, LABEL_SECONDS)
-        theirs = await self._label_of(instance, LABEL_SECONDS)
-        if theirs != label:
-            raise _StepFailed(f"/update_weight_version: it has {theirs}, not {label}")
-
-    async def _resume(self, instance: Instance, seconds: float) -> None:
-        await self._post(instance, "/resume", {}, seconds)
-        if await self._is_paused(instance, LABEL_SECONDS):
-            raise _StepFailed("/resume: it is still paused")
-
-    async def _is_paused(self, instance: Instance, seconds: float) -> bool:
-        """Ask vLLM; another server, which answers anything else, has no such door."""
-        said = await self._ask(instance, "/is_paused", None, seconds)
-        is_paused = said.get("is_paused")
-        if not isinstance(is_paused, bool):
-            raise _StepFailed("/is_paused: another answer than vLLM's", HTTPStatus.NOT_FOUND)
-        return is_paused
-
-    async def _label_of(self, instance: Instance, seconds: float) -> str:
-        said = await self._ask(instance, "/weight_info", None, seconds)
-        return str(said.get("weight_version"))[:MAX_SAID]
-
-    async def _post(
-        self, instance: Instance, path: str, body: dict[str, Any], seconds: float
-    ) -> dict[str, Any]:
-        return await self._ask(instance, path, msgspec.json.encode(body), seconds)
-
-    async def _ask(
-        self, instance: Instance, path: str, body: bytes | None, seconds: float
-    ) -> dict[str, Any]:
-        """Get a path, or post to it; return the answer's JSON object, {} if it has none.
-
-        Raises:
-            _StepFailed: another status than 200, or no answer within `seconds`.
-        """
-        method = "GET" if body is None else "POST"
-        headers = {**self._headers, "Content-Type": "application/json"}
-        told = path.partition("?")[0]
-        try:
-            status, said = await self._upstream.ask(
-                method, instance, path, body or b"", headers, seconds, is_probe=True
-            )
-        except TimedOut as error:
-            message = f"{told}: no answer within {seconds:g} s"
-            raise _StepFailed(message, is_late=True) from error
-        except ClientError as error:
-            raise _StepFailed(f"{told}: {error}"[:MAX_SAID]) from error
-        if status != HTTPStatus.OK:
-            text = said[:MAX_SAID].decode(errors="replace")
-            raise _StepFailed(f"{told}: HTTP {status}: {text}", status)
-        try:
-            answer = msgspec.json.decode(said) if said else {}
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            answer = {}
-        return answer if isinstance(answer, dict) else {}
-
-    async def _outcome(self, step: Coroutine[Any, Any, Any]) -> str:
-        """Take a step; return why it has failed, or ""."""
-        try:
-            await step
-        except _StepFailed as error:
-            return str(error)
-        except Exception as error:
-            logger.exception("weights: internal error of the proxy")
-            return f"internal error of the proxy: {error!r}"[:MAX_SAID]
-        return ""
 
 
 def _check_label(label: str) -> None:

@@ -167,7 +167,7 @@ class Forwarder:
             try:
                 return start()
             except NoInstance as error:
-                if self._weights.may_end_soon:
+                if self._router.may_pair_soon(prompt.model):
                     raise Busy(str(error)) from error
                 raise
 
@@ -175,7 +175,8 @@ class Forwarder:
             line = self._router.line_of(prompt.model)
             attempt = await self._admission.enter(line, begin, request.ends)
         except ProxyError as error:
-            if error.status == HTTPStatus.TOO_MANY_REQUESTS and self._weights.may_end_soon:
+            is_paused = self._weights.is_stopping or self._router.may_pair_soon(prompt.model)
+            if error.status == HTTPStatus.TOO_MANY_REQUESTS and is_paused:
                 raise self._weights.refusal() from error
             raise
         except NoInstance as error:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from proxy.openai.prompt import Prompt
 
 TIDY_SECONDS = 0.2
+_AT_LIMIT = "every instance that could serve the request is at its limit"
 _BY_LOAD = attrgetter("load", "last_turn")
 
 
@@ -82,6 +83,7 @@ class Router:
                 allowed = ", ".join(POLICIES)
                 raise ConfigError(f"{role.label}_policy is {name!r}; allowed: {allowed}")
         self._policies = {role: POLICIES[names[role]](rng, self._tree) for role in Role}
+        self.num_alone = 0  # choices without prefill, because none had decode's weights
         has_readers = any(policy.uses_tree for policy in self._policies.values())
         self._keeps_tree = has_readers or config.bypass_tokens > 0
 
@@ -95,6 +97,8 @@ class Router:
         that were added by hand without a model. If none announces it (a LoRA adapter, an alias),
         all are candidates, because the instances themselves know what they serve.
 
+        Where no pair has equal weights, decode computes the prompt: its engine would refuse the KV.
+
         Raises:
             NoInstance: no pair exists; names the missing roles.
             Busy: a pair exists, but its instances are at their limit.
@@ -102,15 +106,36 @@ class Router:
         candidates, now = self._candidates(prompt.model, excluded), self._clock()
         prefills, free_prefills = self._able(candidates, Role.PREFILL, now)
         decodes, free_decodes = self._able(candidates, Role.DECODE, now)
-        if alone := self._need_no_prefill(free_decodes, prompt):
+        alike = _with_partner(free_decodes, prefills) or free_decodes
+        if alone := self._need_no_prefill(alike, prompt):
             return self._alone(self._choose(Role.DECODE, alone, prompt), prompt)
         if paired := _with_partner(free_decodes, free_prefills):
             decode = self._choose(Role.DECODE, paired, prompt)
             partners = [p for p in free_prefills if are_partners(p, decode)]
             return self._together(self._choose(Role.PREFILL, partners, prompt), decode, prompt)
         if _with_partner(decodes, prefills) or self._need_no_prefill(decodes, prompt):
-            raise Busy("every instance that could serve the request is at its limit")
-        raise _no_instance(candidates, prefills, decodes, now)
+            raise Busy(_AT_LIMIT)
+        unlike = _with_partner(decodes, prefills, can_pair)
+        if not unlike:
+            raise _no_instance(candidates, prefills, decodes, now)
+        alone = [decode for decode in unlike if decode in free_decodes]
+        if not alone:
+            raise Busy(_AT_LIMIT)
+        self.num_alone += 1
+        return self._alone(self._choose(Role.DECODE, alone, prompt), prompt)
+
+    def may_pair_soon(self, model: str | None) -> bool:
+        """Tell whether no pair can serve this model now, and one could if vLLM was not paused."""
+        candidates, now = self._candidates(model, ()), self._clock()
+
+        def has_pair(*, is_soon: bool) -> bool:
+            prefills, decodes = (
+                [i for i in candidates if i.is_routable(role, now, is_soon=is_soon)]
+                for role in Role
+            )
+            return any(can_pair(p, d) for p in prefills for d in decodes)
+
+        return not has_pair(is_soon=False) and has_pair(is_soon=True)
 
     @property
     def weighs_prefixes(self) -> bool:
@@ -198,11 +223,14 @@ class Router:
                 self._tree.insert(prompt.blocks, instance)
 
 
-def _with_partner(decodes: list[Instance], prefills: list[Instance]) -> list[Instance]:
-    return [d for d in decodes if any(are_partners(p, d) for p in prefills)]
-
-
 def are_partners(prefill: Instance, decode: Instance) -> bool:
+    """Tell whether two that `can_pair` have the same weights. An instance that does not say what
+    its weights are called matches any."""
+    ours, theirs = prefill.weights, decode.weights
+    return can_pair(prefill, decode) and (ours == theirs or not (ours and theirs))
+
+
+def can_pair(prefill: Instance, decode: Instance) -> bool:
     """Tell whether KV can go from one to the other: they understand each other, have the same model
     and are not the same instance.
 
@@ -214,6 +242,14 @@ def are_partners(prefill: Instance, decode: Instance) -> bool:
         and ours.understands(theirs)
         and (ours.model == theirs.model or not (ours.model and theirs.model))
     )
+
+
+def _with_partner(
+    decodes: list[Instance],
+    prefills: list[Instance],
+    are_partners: Callable[[Instance, Instance], bool] = are_partners,
+) -> list[Instance]:
+    return [d for d in decodes if any(are_partners(p, d) for p in prefills)]
 
 
 def _breaker_seconds(instances: list[Instance], roles: list[Role], now: float) -> float:

@@ -93,6 +93,8 @@ class ServerDouble:
         """
         self.kind = kind
         self.doors = doors
+        if doors is not None:
+            doors.on_label = self.beat_once
         self.dp_size = dp_size
         self.protocol = protocol
         self.epoch = epoch
@@ -223,6 +225,7 @@ class ServerDouble:
             "interval": INTERVAL_SECONDS,
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "has_prefix_cache": self.has_prefix_cache,
+            "weights": self.doors.label if self.doors is not None else "",
             "a key of the future": {"x": [1, 2]},
         }
         if self.events is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,16 @@ class DoorsDouble:
 
     weights: str = OLD
     label: str = "default"
-    # By path: "hang", never answer; "500"; "lie", say that all is well and do nothing.
+    # By path: "hang", never answer; a status, as "500"; "lie", say that all is well and do nothing.
     faults: dict[str, str] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     # The weights with which each leg was computed, by its transfer id.
     used: dict[str, str] = field(default_factory=dict)
+
+    # By path: what a door waits for before it does anything.
+    slow: dict[str, asyncio.Event] = field(default_factory=dict)
+    keys: set[str] = field(default_factory=set)  # that were shown to a door
+    on_label: Callable[[], Awaitable[None]] | None = None
 
     def __post_init__(self) -> None:
         self.running: set[asyncio.Future[Any]] = set()
@@ -47,7 +52,6 @@ class DoorsDouble:
             ("POST", "/pause", self._pause),
             ("POST", "/resume", self._resume),
             ("GET", "/is_paused", self._is_paused),
-            ("POST", "/abort_requests", self._abort_requests),
             ("POST", "/collective_rpc", self._collective_rpc),
             ("POST", "/reset_prefix_cache", self._reset_prefix_cache),
             ("POST", "/update_weight_version", self._update_weight_version),
@@ -81,12 +85,15 @@ class DoorsDouble:
     def _faulty(self, path: str, door: Any) -> Any:
         async def serve(request: web.Request) -> web.Response:
             self.asked.append(path)
+            self.keys.add(request.headers.get("Authorization", ""))
             body = await request.read()
+            if path in self.slow:
+                await self.slow[path].wait()
             fault = self.faults.get(path)
             if fault == "hang":
                 await asyncio.Event().wait()
-            if fault == "500":
-                return web.json_response({"error": {"message": "it broke"}}, status=500)
+            if fault is not None and fault.isdigit():
+                return web.json_response({"error": {"message": "it broke"}}, status=int(fault))
             said = {} if fault == "lie" else await door(request, json.loads(body or b"{}"))
             return web.json_response(said)
 
@@ -95,7 +102,8 @@ class DoorsDouble:
     async def _pause(self, request: web.Request, _: Any) -> dict[str, Any]:
         self.pause()
         if request.query["mode"] == "abort":
-            await self._abort_requests(request, _)
+            for task in self.running:
+                task.cancel()
         while self.running:
             await asyncio.wait(self.running)
         return {"status": "paused"}
@@ -106,11 +114,6 @@ class DoorsDouble:
 
     async def _is_paused(self, *_: Any) -> dict[str, Any]:
         return {"is_paused": self.is_paused}
-
-    async def _abort_requests(self, *_: Any) -> dict[str, Any]:
-        for task in self.running:
-            task.cancel()
-        return {"status": "aborted"}
 
     async def _collective_rpc(self, _: web.Request, asked: dict[str, Any]) -> dict[str, Any]:
         assert self.is_paused, "weights change while it may compute"
@@ -123,6 +126,8 @@ class DoorsDouble:
 
     async def _update_weight_version(self, _: web.Request, asked: Any) -> dict[str, Any]:
         self.label = asked["new_version"]
+        if self.on_label is not None:
+            await self.on_label()
         return {"success": True, "new_version": self.label}
 
     async def _weight_info(self, *_: Any) -> dict[str, Any]:

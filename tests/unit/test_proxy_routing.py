@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 
 from p2p_engine.wire.messages import PROTOCOL_VERSION
-from proxy.fleet.instances import Instance, Role
+from proxy.fleet.instances import BEING_CHANGED, PAUSED, Instance, Role
 from proxy.openai.prompt import Prompt
+from proxy.routing.router import Busy
 from tests.rigs.routing import NOW, RoutingFleet
 from tests.support import SeededRandom
 
@@ -126,6 +127,59 @@ def test_a_model_whose_decode_is_gone_is_not_served_by_another() -> None:
     fleet.add("P", model="b")
     fleet.add("D", model="b")
     assert fleet.missing("a") == [Role.DECODE]
+
+
+def test_a_pair_has_the_same_weights_while_there_is_one() -> None:
+    fleet = RoutingFleet(max_in_flight_per_instance=1)
+    prefill = fleet.add("P", weights="step-2")
+    decode = fleet.add("D", weights="step-2")
+    for unlike in ("step-1", "unknown-0a"):
+        fleet.add("D", weights=unlike)
+    assert fleet.choose() == (prefill, decode)
+    pair = fleet.pair(Prompt(needs_whole_prompt=True))
+    assert (pair.prefill, pair.decode) == (None, decode)
+    # Even if it is busy: the others would compute with other weights.
+    leg = fleet.registry.take_leg(decode, Role.DECODE)
+    with pytest.raises(Busy):
+        fleet.choose()
+    leg.release()
+    # An instance that does not say it matches any.
+    silent, _ = fleet.registry.add("h:9", [Role.PREFILL], NOW)
+    silent.record_answer(200)
+    prefill.record_unreachable()
+    assert fleet.choose()[0] is silent
+
+
+def test_decode_computes_alone_where_no_prefill_has_its_weights() -> None:
+    fleet = RoutingFleet(max_in_flight_per_instance=1)
+    fleet.add("P", weights="step-2")
+    decodes = [fleet.add("D", weights=name) for name in ("step-1", "unknown-0a")]
+    fleet.add("D", weights="step-2", protocol=None)
+    legs = []
+    for number in (1, 2):
+        pair = fleet.pair(Prompt())
+        assert pair.prefill is None
+        assert pair.decode in decodes
+        legs.append(fleet.registry.take_leg(pair.decode, Role.DECODE))
+        assert fleet.router.num_alone == number
+    assert {leg.instance for leg in legs} == set(decodes)
+    with pytest.raises(Busy):
+        fleet.pair(Prompt())
+
+
+def test_a_pair_may_come_soon_where_only_a_pause_is_in_its_way() -> None:
+    fleet = RoutingFleet()
+    prefill, decode = (fleet.add(kind, model="a") for kind in "PD")
+    fleet.add("D", model="b").held = PAUSED
+    assert not fleet.router.may_pair_soon("a")
+    for why, may in ((PAUSED, True), (BEING_CHANGED, True), ("/collective_rpc: HTTP 500", False)):
+        decode.held = why
+        assert fleet.router.may_pair_soon("a") is may
+        assert fleet.missing("a") == [Role.DECODE]
+    decode.held = PAUSED
+    assert not fleet.router.may_pair_soon("b")
+    prefill.record_unreachable()
+    assert not fleet.router.may_pair_soon("a")
 
 
 def test_any_fleet_gives_a_pair_that_fits_or_says_why_not(rng: SeededRandom) -> None:
