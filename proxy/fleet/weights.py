@@ -259,6 +259,8 @@ class FleetWeights:
                     instance.held = BEING_CHANGED
                 changes = (self._change(order, asked, deadline, each) for each in places.values())
                 await asyncio.gather(*changes)
+            except Exception:
+                logger.exception("weights: internal error of the proxy")
             finally:
                 order.state = "done"
         self._registry.on_room()

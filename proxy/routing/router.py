@@ -106,14 +106,13 @@ class Router:
         candidates, now = self._candidates(prompt.model, excluded), self._clock()
         prefills, free_prefills = self._able(candidates, Role.PREFILL, now)
         decodes, free_decodes = self._able(candidates, Role.DECODE, now)
-        alike = _with_partner(free_decodes, prefills) or free_decodes
-        if alone := self._need_no_prefill(alike, prompt):
+        if alone := self._need_no_prefill(free_decodes, prefills, prompt):
             return self._alone(self._choose(Role.DECODE, alone, prompt), prompt)
         if paired := _with_partner(free_decodes, free_prefills):
             decode = self._choose(Role.DECODE, paired, prompt)
             partners = [p for p in free_prefills if are_partners(p, decode)]
             return self._together(self._choose(Role.PREFILL, partners, prompt), decode, prompt)
-        if _with_partner(decodes, prefills) or self._need_no_prefill(decodes, prompt):
+        if _with_partner(decodes, prefills) or self._need_no_prefill(decodes, prefills, prompt):
             raise Busy(_AT_LIMIT)
         unlike = _with_partner(decodes, prefills, can_pair)
         if not unlike:
@@ -194,12 +193,16 @@ class Router:
         in_order = sorted(candidates, key=_BY_LOAD)
         return self._policies[role].choose(in_order, prompt)
 
-    def _need_no_prefill(self, decodes: list[Instance], prompt: Prompt) -> list[Instance]:
-        """Return the decode instances that should compute the rest of the prompt themselves."""
+    def _need_no_prefill(
+        self, decodes: list[Instance], prefills: list[Instance], prompt: Prompt
+    ) -> list[Instance]:
+        """Return the decode instances that should compute the rest of the prompt themselves: those
+        with the weights of a prefill instance, if there are any."""
+        if not self._bypass_tokens and not prompt.needs_whole_prompt:
+            return []
+        decodes = _with_partner(decodes, prefills) or decodes
         if prompt.needs_whole_prompt:
             return decodes
-        if not self._bypass_tokens:
-            return []
         held = self._tree.match(prompt.blocks)
         limit = self._bypass_tokens
         return [d for d in decodes if num_new_tokens(prompt, d, held) < limit]
