@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from p2p_engine.wire.bindings import short_name
 from proxy.errors import ProxyError
 from proxy.fleet.admin import decoded
 from proxy.fleet.doors import LABEL_SECONDS, DoorFailed, Doors, outcome_of
@@ -173,6 +174,7 @@ class FleetWeights:
         for ranks, why in zip(places.values(), outcomes, strict=True):
             for rank in ranks if not why else ():
                 rank.held = rank.held and PAUSED  # until vLLM says that it is not
+                _rename(rank, asked.label)
         logger.info("weights: label %s by=%s", asked.label, sender)
         return {"label": asked.label, "instances": dict(zip(places, outcomes, strict=True))}
 
@@ -282,6 +284,8 @@ class FleetWeights:
         for rank in ranks:
             rank.held = why
         if not why:
+            for rank in ranks:
+                _rename(rank, asked.label)
             order.steps[address] = "done"
             self._registry.on_room()
             return
@@ -326,6 +330,12 @@ class FleetWeights:
             else:
                 return
         await step("/pause?mode=abort", {})
+
+
+def _rename(instance: Instance, label: str) -> None:
+    """Do not wait for the heartbeat: meanwhile, decode would compute all that waits."""
+    if instance.weights:
+        instance.weights = short_name(label)
 
 
 def _check_label(label: str) -> None:

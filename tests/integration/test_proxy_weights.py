@@ -368,6 +368,18 @@ async def test_prefill_is_paired_with_decode_of_the_same_weights(admin_key: str)
             await until(has_joined, "prefill has its weights")
 
 
+async def test_what_waited_for_an_order_need_not_wait_for_heartbeats(admin_key: str) -> None:
+    """Else decode would compute all of it, because its name is not that of prefill yet."""
+    async with weights_fleet(admin_key) as fleet:
+        doors_of(fleet.decodes[0]).on_label = None
+        assert (await fleet.update())["failed"] == {}
+        assert (await fleet.proxy.ask())[0] == 200
+        assert (await fleet.order("label", {"label": "step-3"}))[0] == 200
+        assert (await fleet.proxy.ask())[0] == 200
+        assert len(fleet.prefills[0].received) == 2
+        assert (await fleet.proxy.metrics())["p2p_proxy_unlike_weights"] == 0
+
+
 async def test_only_one_order_label_or_resume_runs(admin_key: str) -> None:
     """An order that began while vLLM was being resumed would change weights that compute."""
     async with weights_fleet(admin_key) as fleet:
