@@ -5,9 +5,9 @@ why. Two instances whose identities have one digest pair; where the digests diff
 why not (docs/identity.md). What the layers keep is in the CacheSpec, what the weights are is in
 each content's binding.
 
-A value that is the default of its class counts as absent. So two releases pair if one of them has
-a field more, at its default; and so do two releases of transformers, which write out every field
-they know. A test has the defaults of the compared fields, which are one in vLLM 0.29 to 0.33.
+A value that is the default of its class of vLLM's counts as absent. So two releases pair if one of
+them has a field more, at its default. A test has the defaults of the compared fields, which are one
+in vLLM 0.29 to 0.33. Of the model's own configuration, what is written is compared (`hf_config`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from p2p_engine.connector.identity_fields import (
-    ENVIRONMENT,
-    HF,
-    LATER_DEFAULTS,
-    RENAMED,
-    RENAMED_ROPES,
-    TABLES,
-    is_compared,
-)
+from p2p_engine.connector.hf_config import settings_of
+from p2p_engine.connector.identity_fields import ENVIRONMENT, TABLES, is_compared
 from p2p_engine.connector.model_length import decided_by_length
 from p2p_engine.wire.identity import Identity
 
@@ -40,11 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 MAX_VALUE = 160  # characters; of a longer value, its beginning and a digest are told
-# Kernels that take the activations of a quantised model as they are.
-_WEIGHT_ONLY = (
-    "marlin", "machete", "conch", "exllama", "xpu_woq", "rdna3", "aiter_triton_mxfp4_bf16",
-)  # fmt: skip
-_WEIGHT_ONLY_FORMATS = ("awq", "gptq")  # any kernel does so with these
+_WEIGHT_ONLY_FORMATS = ("awq", "gptq")  # any kernel takes whole activations with these
 
 
 def identity_of(
@@ -68,8 +57,8 @@ def identity_of(
     found.update(_resolved(vllm_config, model))
     found.update(_of_environment(model))
     found.update(decided_by_length(model))
-    found.update(_of_hf_config(model.hf_config, "hf."))
-    return {name: found[name] for name in sorted(found) if not covers(accepted, name)}
+    found.update((name, text_of(value)) for name, value in settings_of(model))
+    return {name: _tellable(found[name]) for name in sorted(found) if not covers(accepted, name)}
 
 
 def covers(names: Iterable[str], name: str) -> bool:
@@ -78,7 +67,8 @@ def covers(names: Iterable[str], name: str) -> bool:
 
 
 def text_of(value: object) -> str:
-    """Return a value as a text that is the same in each process and release."""
+    """Return a value as a text that is the same in each process and release, at most MAX_VALUE
+    characters."""
     if isinstance(value, str):
         text = value
     elif isinstance(value, enum.Enum):
@@ -130,12 +120,15 @@ def _resolved(vllm_config: VllmConfig, model: ModelConfig) -> Iterator[tuple[str
         if value != usual:
             yield name, text_of(value)
     if format_ not in ("none", *_WEIGHT_ONLY_FORMATS):
-        yield from _weight_only(vllm_config.kernel_config)
+        yield from _kernels(vllm_config.kernel_config)
     extra = vllm_config.additional_config
     if isinstance(extra, dict):
         extra = {name: each for name, each in extra.items() if not name.endswith("_backend")}
     if extra:
-        yield "additional_config", text_of(extra)
+        yield (
+            "additional_config",
+            _digest(json.dumps(_plain(extra), sort_keys=True, default=_nameable).encode()),
+        )
     lora = vllm_config.lora_config
     if lora is not None and lora.lora_dtype not in ("auto", model.dtype):
         yield "lora.lora_dtype", text_of(lora.lora_dtype)
@@ -150,19 +143,16 @@ def _resolved(vllm_config: VllmConfig, model: ModelConfig) -> Iterator[tuple[str
         yield "mm.mm_encoder_fp8_scales", _digest(scales.encode())
 
 
-def _weight_only(kernels: Any) -> Iterator[tuple[str, str]]:
-    """Yield which choices of kernels make a quantised model's activations whole."""
+def _kernels(kernels: Any) -> Iterator[tuple[str, str]]:
+    """Yield the kernels that are asked for: of a quantised model's activations, a kernel chooses
+    the format."""
+    per_quant = getattr(kernels, "linear_backend_per_quant", None) or {}
     named = {
         "moe_backend": kernels.moe_backend,
         "linear_backend": kernels.linear_backend,
-        **{
-            f"linear_backend_per_quant.{name}": backend
-            for name, backend in (getattr(kernels, "linear_backend_per_quant", None) or {}).items()
-        },
+        **{f"linear_backend_per_quant.{name}": backend for name, backend in per_quant.items()},
     }
-    yield from (
-        (f"kernel.{name}", "weight only") for name, each in named.items() if each in _WEIGHT_ONLY
-    )
+    yield from ((f"kernel.{name}", text_of(each)) for name, each in named.items() if each != "auto")
 
 
 def _of_environment(model: ModelConfig) -> Iterator[tuple[str, str]]:
@@ -185,65 +175,6 @@ def _of_environment(model: ModelConfig) -> Iterator[tuple[str, str]]:
             yield f"env.{name}", value
 
 
-def _of_hf_config(config: Any, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield the fields of a model's own configuration that differ from its class's defaults, by
-    path. A configuration inside is looked at by the defaults of its own class."""
-    values = _values_of(config)
-    defaults = {**LATER_DEFAULTS.get(values.get("model_type", ""), {}), **_defaults_of(config)}
-    for name, value in values.items():
-        path = f"{prefix}{name}"
-        if not is_compared(HF, name):
-            continue
-        if _is_config(value):
-            yield from _of_hf_config(value, f"{path}.")
-            continue
-        usual = dict(_leaves(defaults.get(name), path))
-        for leaf, text in _leaves(value, path):
-            if text != usual.get(leaf):
-                yield leaf, text
-
-
-def _is_config(value: object) -> bool:
-    return hasattr(value, "to_dict") and hasattr(value, "model_type")
-
-
-def _values_of(config: Any) -> dict[str, Any]:
-    """Return a model's configuration as a dict, with the configurations inside it as they are."""
-    # Not by getattr: a field that each layer has for itself (Gemma 4's `head_dim`) may refuse it.
-    inside = {name: value for name, value in vars(config).items() if _is_config(value)}
-    return {**config.to_dict(), **inside}
-
-
-def _defaults_of(config: Any) -> dict[str, Any]:
-    """Return a configuration's values as its class makes them of nothing, or, if the class cannot,
-    as the class of all configurations does."""
-    from transformers import PretrainedConfig
-
-    try:
-        return _values_of(type(config)())
-    except Exception as error:  # noqa: BLE001  # the class is the model's
-        logger.debug("no defaults: class=%s reason=%r", type(config).__name__, str(error))
-        return _values_of(PretrainedConfig())
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield each value of nested mappings that may decide KV, by its path."""
-    if isinstance(value, Mapping):
-        for name, each in value.items():
-            if is_compared(HF, str(name)):
-                yield from _leaves(each, f"{path}.{name}")
-    elif value is not None:
-        yield path, text_of(_by_new_names(path, value))
-
-
-def _by_new_names(path: str, value: Any) -> Any:
-    """Return a value by the names that the newest transformers has for it."""
-    if isinstance(value, (list, tuple)):
-        return [RENAMED.get(item, item) if isinstance(item, str) else item for item in value]
-    is_rope = path.endswith(".rope_type") and isinstance(value, str)
-    return RENAMED_ROPES.get(value, value) if is_rope else value
-
-
 def _plain(value: object) -> object:
     """Return a value of builtin types, without what is None in a dataclass."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -253,6 +184,8 @@ def _plain(value: object) -> object:
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)  # 1e6 in one file is 1000000 in another
     if isinstance(value, (set, frozenset)):
         return sorted(map(text_of, value))
     return value
@@ -269,6 +202,11 @@ def _nameable(value: object) -> object:
 def _format_of(quantization: object) -> str:
     text = text_of(quantization) if quantization else "none"
     return text.removeprefix("auto_").removesuffix("_marlin").removesuffix("_triton")
+
+
+def _tellable(text: str) -> str:
+    """Return a value as peers are told it: of what may be a path, a digest."""
+    return f"a path: {_digest(text.encode())}" if "/" in text else text
 
 
 def _digest(data: bytes) -> str:

@@ -30,7 +30,7 @@ CONFIG: Rows = {
     "kernel_config": _OWN,
     "lora_config": _OWN,
     "quant_config": "left out: made of `quantization`, `quantization_config` and `hf_config`",
-    "additional_config": "compared, without kernels: names that end with `_backend`",
+    "additional_config": "compared by a digest, without kernels: names that end with `_backend`",
     "parallel_config": _PLACE,
     "speculative_config": "left out: a draft's layers have an identity of their own",
     "load_config": _BY_WEIGHTS,
@@ -70,18 +70,19 @@ MODEL: Rows = {
     "max_model_len": "what is derived from it: `rope_factors`, `attn_temperature_tuning`",
     "generation_config": "what is derived from it: `attn_temperature_tuning`",
     "override_generation_config": "what is derived from it: `attn_temperature_tuning`",
-    "hf_overrides": "left out: `hf_config` has them",
-    "hf_config_path": "left out: `hf_config` is what it leads to",
+    "hf_overrides": "laid over what the files of `hf_config` say",
     **dict.fromkeys(
-        ("config_format", "trust_remote_code"), "left out: `hf_config` is what is read"
+        ("hf_config_path", "config_format"), "which files are compared as `hf_config`"
     ),
+    "trust_remote_code": "left out: `hf_config` is what is read",
     "hf_text_config": "left out: `hf_config` has it",
     "is_submodel_config": "left out: `hf_config` is that part",
     "word_embeddings_untied_by_checkpoint": _NO_KV,
     "disable_sliding_window": _BY_CACHE,
     "model_impl": _KERNEL,
     "spec_target_max_model_len": _PLACE,
-    **dict.fromkeys(("model", "model_weights", "revision"), _BY_WEIGHTS),
+    "model": "its files are compared as `hf_config`; the name of the weights says the rest",
+    **dict.fromkeys(("model_weights", "revision"), _BY_WEIGHTS),
     **dict.fromkeys(
         ("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init",
          "enable_prompt_embeds", "io_processor_plugin"), _BY_PROMPT
@@ -190,10 +191,10 @@ MULTIMODAL: Rows = {
     ),
 }  # fmt: skip
 
-_WEIGHT_ONLY = "compared: whether it computes a quantised model with whole activations"
+_ASKED_FOR = "compared of a quantised model, unless it is `auto`, or in AWQ or GPTQ"
 
 KERNEL: Rows = {
-    **dict.fromkeys(("moe_backend", "linear_backend", "linear_backend_per_quant"), _WEIGHT_ONLY),
+    **dict.fromkeys(("moe_backend", "linear_backend", "linear_backend_per_quant"), _ASKED_FOR),
     **dict.fromkeys(
         (
             "ir_op_priority", "enable_flashinfer_autotune", "enable_cutedsl_warmup",
@@ -221,32 +222,25 @@ LORA: Rows = {
     ),
 }  # fmt: skip
 
-# Of the model's own configuration, at any depth. All else is compared, except for names that begin
+# Of the model's own configuration and those in it, which are mappings with a `model_type`. All
+# else is compared, except for names that end with `name_or_path`, at any depth, and that begin
 # with an underscore: vLLM and transformers note there how they run the model.
 HF: Rows = {
-    **dict.fromkeys(("name_or_path", "auto_map"), _BY_WEIGHTS),
+    "auto_map": _BY_WEIGHTS,
     "transformers_version": "left out: the release that has read or written it",
     **dict.fromkeys(("dtype", "torch_dtype"), "left out: vLLM computes in `dtype`"),
     **dict.fromkeys(
         (
-            "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id",
-            "decoder_start_token_id", "id2label", "label2id", "num_labels", "problem_type",
-            "output_hidden_states", "output_attentions", "output_router_logits", "return_dict",
-            "use_cache", "tie_word_embeddings", "torchscript", "chunk_size_feed_forward",
-            "num_nextn_predict_layers",
+            "id2label", "label2id", "num_labels", "problem_type", "output_hidden_states",
+            "output_attentions", "output_router_logits", "return_dict", "use_cache",
+            "tie_word_embeddings", "torchscript",
         ),
         _NO_KV,
     ),
     **dict.fromkeys(
-        ("use_mambapy", "use_falcon_mambapy", "use_associative_scan", "use_mamba_kernels"), _KERNEL
-    ),
-    "qk_head_dim": "left out: the sum of `qk_nope_head_dim` and `qk_rope_head_dim`",
-    **dict.fromkeys(
         (
-            "initializer_range", "attention_dropout", "hidden_dropout", "hidden_dropout_prob",
-            "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "classifier_dropout",
-            "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "pretraining_tp",
-            "time_step_min", "time_step_max", "time_step_floor",
+            "attention_dropout", "hidden_dropout", "hidden_dropout_prob", "resid_pdrop",
+            "embd_pdrop", "attn_pdrop", "dropout", "classifier_dropout", "router_aux_loss_coef",
         ),
         "left out: for training",
     ),
@@ -263,21 +257,17 @@ TABLES: Mapping[str, Rows] = {
     "LoRAConfig": LORA,
 }
 
-# What transformers has renamed in its releases 5.10 to 5.19: types of layers, which stand in lists,
-# and of ropes.
-RENAMED: Mapping[str, str] = {
-    "mamba": "linear_attention",
-    "attention": "full_attention",
-    "deepseek_sparse_attention": "indexed_attention",
-    "qwen_sparse_attention": "indexed_attention",
-}
-RENAMED_ROPES: Mapping[str, str] = {"axial": "default"}
+# Of the model's own configuration, whose null says what a file without the field says: transformers
+# has no other default, or the description of the cache says the rest.
+NULLS = ("quantization_config", "rope_parameters", "rope_scaling", "sliding_window")
 
-# Defaults of fields that a supported release of transformers does not know. It keeps what the
-# model's file says of them, while one that knows them counts that as a default.
-LATER_DEFAULTS: Mapping[str, Mapping[str, object]] = {
-    "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-}
+# Settings that no file need say, told as vLLM's object has them: files of its own that vLLM reads,
+# options for drafts, and defaults that are not the same in all supported releases.
+AS_RESOLVED = (
+    "dual_chunk_attention_config", "joint_head_config",
+    "dspark_draft_topk", "index_share_for_mtp_iteration", "xpress_topc",
+    "enable_moe_fp32_combine", "qk_scale_factor", "router_scaling_factor",
+)  # fmt: skip
 
 # Variables of the environment that choose a format or a rule, and their defaults; compared by the
 # value that vLLM makes of them. docs/identity.md says what the others do.

@@ -279,10 +279,8 @@ def _with_draft(config: VllmConfig, draft: str) -> VllmConfig:
     """The same with what our connector reads of speculation; "": there is none."""
     if not draft:
         return config
-    hf_config = copy.deepcopy(config.model_config.hf_config)
-    hf_config.draft = draft  # another draft is another model
     model = copy.copy(config.model_config)
-    model.hf_config = hf_config
+    model.hf_overrides = {"draft": draft}  # another draft is another model
     model.get_total_num_kv_heads = lambda: NUM_HEADS  # type: ignore[method-assign]
     config = copy.copy(config)
     config.speculative_config = SimpleNamespace(method="eagle", draft_model_config=model)  # type: ignore[assignment]

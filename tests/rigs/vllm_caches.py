@@ -131,6 +131,8 @@ def vllm_config(
         model_config=blank(
             ModelConfig,
             hf_config=hf_config_of(model),
+            hf_text_config=None,
+            hf_overrides={},
             get_total_num_kv_heads=lambda: num_kv_heads,
             model_arch_config=SimpleNamespace(total_num_hidden_layers=num_layers),
         ),
@@ -149,6 +151,8 @@ def _speculation(draft: dict[str, Any]) -> Any:
     model = blank(
         ModelConfig,
         hf_config=hf_config_of(draft["model"]),
+        hf_text_config=None,
+        hf_overrides={},
         get_total_num_kv_heads=lambda: draft["num_kv_heads"],
     )
     return SimpleNamespace(draft_model_config=model)

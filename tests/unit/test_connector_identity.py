@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -16,11 +17,19 @@ pytest.importorskip("vllm")
 import transformers
 from vllm import config as vllm_configs
 from vllm import envs
-from vllm.config import LoRAConfig, MultiModalConfig, VllmConfig
+from vllm.config import LoRAConfig, MultiModalConfig, SpeculativeConfig, VllmConfig
 from vllm.platforms import current_platform
 
 from p2p_engine.connector.identity import MAX_VALUE, default_in, identity_of, text_of
-from p2p_engine.connector.identity_fields import COMPARED, ENVIRONMENT, HF, TABLES, is_compared
+from p2p_engine.connector.identity_fields import (
+    AS_RESOLVED,
+    COMPARED,
+    ENVIRONMENT,
+    HF,
+    TABLES,
+    is_compared,
+)
+from p2p_engine.wire.identity import differences, digest_of
 from tests.doubles.vllm_config import make_config, write_model_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -143,6 +152,11 @@ def test_a_field_that_no_table_has_is_compared(tmp_path: Path) -> None:
 # The model's own configuration
 
 
+def named(one: VllmConfig, other: VllmConfig) -> list[str]:
+    """The fields by which two instances refuse each other."""
+    return [text.partition(":")[0] for text in differences(told(one), told(other), at_most=99)]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -151,113 +165,205 @@ def test_a_field_that_no_table_has_is_compared(tmp_path: Path) -> None:
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
         {"attention_bias": True},
         {"quantization_config": {"quant_method": "other", "bits": 4}},
+        {"eos_token_id": 151645},  # it decides KV in models with n-grams
+        {"pad_token_id": 3},
+        {"initializer_range": 0.01},
+        {"head_dim": None},
     ],
     ids=str,
 )
 def test_a_change_of_the_models_configuration_is_named(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    one = config_of(tmp_path)
-    for name, value in changes.items():
-        setattr(one.model_config.hf_config, name, value)
-    differing = {
-        name
-        for name in {*told(one), *told(config_of(tmp_path, name="other"))}
-        if told(one).get(name) != told(config_of(tmp_path, name="other")).get(name)
-    }
     [changed] = changes
-    assert differing
-    assert all(name.startswith(f"hf.{changed}") for name in differing)
-
-
-def test_a_nested_configuration_is_compared_by_its_own_defaults(tmp_path: Path) -> None:
-    text = json.loads((write_model_config(tmp_path) / "config.json").read_text())
-    small: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = transformers.CLIPVisionConfig(**small)
-    config = transformers.LlavaConfig(
-        text_config=transformers.LlamaConfig(**text), vision_config=vision
-    )
-    around = config_of(tmp_path)
-    around.model_config.hf_config = config
-    found = told(around)
-    assert found["hf.vision_config.hidden_size"] == "32"
-    assert found["hf.text_config.vocab_size"] == "1000"
-    assert not any("rope" in name for name in found)
-    assert "hf.vision_config.patch_size" not in found
-    assert not any(
-        "transformers_version" in name or "dtype" in name.split(".")[1:] for name in found
-    )
-
-
-@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="an older transformers")
-def test_a_field_that_each_layer_has_for_itself_is_compared(tmp_path: Path) -> None:
-    """Such a configuration refuses to say the field for all layers."""
     config = config_of(tmp_path)
-    config.model_config.hf_config = transformers.Gemma4TextConfig()
     before = told(config)
-    config.model_config.hf_config = transformers.Gemma4TextConfig(num_hidden_layers=12)
-    found = told(config)
-    assert found["hf.num_hidden_layers"] == "12"
-    assert not any("0x" in text for text in {**before, **found}.values())
+    write_model_config(tmp_path / "model", **changes)
+    found = differences(before, told(config))
+    assert found
+    assert all(name.startswith(f"hf.{changed}") for name in found)
 
 
-def test_what_other_releases_of_transformers_write_out_does_not_refuse(tmp_path: Path) -> None:
-    """A release writes each field that it knows, and its own number."""
+HARMLESS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"transformers_version": "4.57.1"}, {"transformers_version": "5.19.0"}),
+    ({"torch_dtype": "float32"}, {"dtype": "float32"}),
+    ({"_name_or_path": "/models/one"}, {"_name_or_path": "org/one"}),
+    ({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 3, "c": 2}, "a": 1}),
+    ({"rope_theta": 1e6}, {"rope_theta": 1000000}),
+    ({"use_cache": True}, {"use_cache": False}),
+    ({"architectures": ["LlamaForCausalLM"]}, {"architectures": ["LLaMAForCausalLM"]}),
+    ({"rope_scaling": None, "quantization_config": None, "sliding_window": None}, {}),
+    ({"attention_dropout": 0.0}, {"attention_dropout": 0.1}),
+    ({"auto_map": {"AutoConfig": "org/one--config.C"}}, {"auto_map": {"AutoConfig": "config.C"}}),
+    ({"a": {"verifier_name_or_path": "x"}}, {"a": {"verifier_name_or_path": "y"}}),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), HARMLESS, ids=str)
+def test_what_files_say_in_two_ways_pairs(
+    one: dict[str, Any], other: dict[str, Any], tmp_path: Path
+) -> None:
+    """vLLM need not know such a model: it has resolved the file as that was before."""
+    config = config_of(tmp_path)
+    identities = []
+    for said in (one, other):
+        write_model_config(tmp_path / "model", **said)
+        identities.append(told(config))
+    assert identities[0] == identities[1]
+
+
+def test_another_class_of_the_same_file_pairs(tmp_path: Path) -> None:
+    """Releases have other classes of one model, with other fields, names and defaults; and a
+    model's code may write into the object."""
     config = config_of(tmp_path)
     before = told(config)
     hf_config: Any = config.model_config.hf_config
-    hf_config.transformers_version = "4.0"
 
-    class Newer(type(hf_config)):  # type: ignore[misc]
+    class Other(type(hf_config)):  # type: ignore[misc]
         def __init__(self, **values: Any) -> None:
             super().__init__(**values)
+            self.layer_types = ["linear_attention"]
             self.knows_more = 3
 
-    Newer.__name__ = type(hf_config).__name__
-    newer = Newer(**hf_config.to_dict())
-    config.model_config.hf_config = newer
+    config.model_config.hf_config = Other()
+    assert told(config) == before
+    hf_config.max_model_len = 8192  # as MiniMax-M2's model does
+    config.model_config.hf_config = hf_config
     assert told(config) == before
 
 
-def test_a_value_that_transformers_has_renamed_is_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", AS_RESOLVED)
+def test_a_setting_that_no_file_need_say_is_told_as_it_is_resolved(
+    name: str, tmp_path: Path
+) -> None:
+    """A class of vLLM 0.29 and one of 0.33 have other defaults of some of these."""
+    here, there = config_of(tmp_path), config_of(tmp_path)
+    setattr(there.model_config.hf_config, name, 2.826)
+    assert told(there) == {**told(here), f"hf.{name}": "2.826"}
+
+
+def test_two_writings_of_one_configuration_are_refused_by_name(tmp_path: Path) -> None:
+    """Only vLLM's object would say that they are one, and it is another in each release."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    one, other = config_of(tmp_path), config_of(tmp_path, name="other", rope_parameters=rope)
+    assert named(one, other) == ["hf.rope_parameters.rope_theta", "hf.rope_parameters.rope_type"]
+    accepted = "hf.rope_parameters"
+    assert told(one, accepted) == told(other, accepted)
+
+
+LLAVA = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "image_token_index": 999,
+    "vision_config": {
+        "model_type": "clip_vision_model", "hidden_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "dtype": "float16",
+    },
+    "quantization_config": {"quant_method": "other", "input_tensors": {"dtype": "fp4"}},
+}  # fmt: skip
+
+
+def llava_of(folder: Path, **changes: Any) -> VllmConfig:
+    """Vision and text, each with a configuration of its own; vLLM does not know the method."""
+    config = config_of(folder)
+    text = json.loads((folder / "model" / "config.json").read_text())
+    write_model_config(folder / "model", text_config=text, **{**LLAVA, **changes})
+    config.model_config.hf_config = transformers.AutoConfig.from_pretrained(folder / "model")
+    return config
+
+
+def test_of_a_configuration_inside_no_dtype_is_told_and_of_a_quantization_it_is(
+    tmp_path: Path,
+) -> None:
+    found = told(llava_of(tmp_path))
+    assert found["hf.vision_config.hidden_size"] == "32"
+    assert found["hf.text_config.vocab_size"] == "1000"
+    assert [name for name in found if name.endswith("dtype")] == [
+        "dtype", "hf.quantization_config.input_tensors.dtype",
+    ]  # fmt: skip
+
+
+def test_what_is_laid_over_a_file_is_what_the_file_might_say(tmp_path: Path) -> None:
+    """A configuration inside is changed by its fields; another mapping is replaced."""
+    laid = llava_of(tmp_path)
+    laid.model_config.hf_overrides = {
+        "image_token_index": 7, "vision_config": {"patch_size": 7}, "quantization_config": {"a": 1},
+    }  # fmt: skip
+    over = told(laid)
+    vision = {**LLAVA["vision_config"], "patch_size": 7}  # type: ignore[dict-item]
+    changes = {"image_token_index": 7, "vision_config": vision, "quantization_config": {"a": 1}}
+    assert over == told(llava_of(tmp_path, **changes))
+    assert over != told(llava_of(tmp_path))
+
+
+def test_a_function_over_the_configuration_is_told_by_what_it_makes(tmp_path: Path) -> None:
+    """What it does is not seen, so the whole object is compared, with its class's defaults."""
     config = config_of(tmp_path)
-    hf_config: Any = config.model_config.hf_config
-    hf_config.layer_types = ["deepseek_sparse_attention", "attention"]
-    old = told(config)
-    hf_config.layer_types = ["indexed_attention", "full_attention"]
-    assert told(config) == old
+    before, by_hand = told(config), config_of(tmp_path)
+    by_hand.model_config.hf_overrides = lambda made: made
+    found = told(by_hand)
+    assert found["hf"] == "as resolved"
+    assert found["hf.rms_norm_eps"] == "1e-06"
+    assert digest_of(found) != digest_of(before)
+    setattr(by_hand.model_config.hf_config, "rms_norm_eps", 0.5)  # noqa: B010
+    assert told(by_hand)["hf.rms_norm_eps"] == "0.5"
 
 
-def test_a_default_that_an_older_transformers_does_not_know_is_none_to_it(tmp_path: Path) -> None:
-    """GPT-OSS's file has the limit; a release without that field keeps it as it stands."""
+@pytest.mark.parametrize("missing", ["config_format", "model"])
+def test_where_no_file_can_be_had_the_object_is_compared(missing: str, tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    hf_config: Any = config.model_config.hf_config
+    object.__setattr__(config.model_config, missing, "other")
+    assert told(config)["hf"] == "as resolved"
 
-    class Older(type(hf_config)):  # type: ignore[misc]
-        model_type = "gpt_oss"
 
-    config.model_config.hf_config = Older(**hf_config.to_dict())
+def test_of_a_draft_vllm_makes_the_same_of_the_same_file(tmp_path: Path) -> None:
+    """It says by a function of its own how; the architecture says what came of it."""
+    config = config_of(tmp_path)
     before = told(config)
-    config.model_config.hf_config = Older(**hf_config.to_dict(), swiglu_limit=7.0)
-    assert told(config) == before
-    config.model_config.hf_config = Older(**hf_config.to_dict(), swiglu_limit=6.0)
-    assert told(config) == {**before, "hf.swiglu_limit": "6.0"}
+    of_vllm: Any = SpeculativeConfig.hf_config_override
+    for each in (of_vllm, functools.partial(of_vllm, transformers_mtp_overrides=None)):
+        config.model_config.hf_overrides = each
+        assert told(config) == before
+    config.model_config.hf_config.architectures = ["Eagle3LlamaForCausalLM"]
+    assert told(config) == {**before, "hf.architectures": '["eagle3llamaforcausallm"]'}
+    composed = SpeculativeConfig.compose_draft_hf_overrides(lambda made: made)
+    config.model_config.hf_overrides = composed
+    assert told(config)["hf"] == "as resolved"
 
 
-def test_a_class_that_makes_nothing_of_nothing_has_the_defaults_of_all(tmp_path: Path) -> None:
+def test_a_quantization_that_has_a_file_of_its_own_is_compared(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    base = told(config)
-    hf_config: Any = config.model_config.hf_config
+    before = told(config)
+    beside = tmp_path / "model" / "hf_quant_config.json"
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    name = "hf.quantization_config.quantization.quant_algo"
+    assert told(config) == {**before, name: "FP8"}
 
-    class Strict(type(hf_config)):  # type: ignore[misc]
-        def __init__(self, *, vocab_size: int, **values: Any) -> None:
-            super().__init__(vocab_size=vocab_size, **values)
 
-    config.model_config.hf_config = Strict(**hf_config.to_dict())
+def test_of_a_model_in_mistrals_format_its_file_is_compared(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    before = told(config)
+    (tmp_path / "model" / "params.json").write_text(json.dumps({"dim": 64}))
+    assert told(config) == before
+    config.model_config.hf_config = transformers.PreTrainedConfig()  # as vLLM makes of it
+    assert told(config) == {**before, "hf.params.dim": "64"}
+
+
+def test_a_peer_is_told_no_path_and_no_secret(tmp_path: Path) -> None:
+    """What may be one is told by a digest, and compared."""
+    paths = {"mm_vision_tower": "/home/alice/clip", "some_name_or_path": "/home/alice/secret"}
+    config = config_of(tmp_path, **paths)
+    config.additional_config = {"token": "sk-live-123", "ca": "/etc/ssl/private.pem"}
     found = told(config)
-    assert base.keys() <= found.keys()
-    every = {f"hf.{name}" for name in transformers.PretrainedConfig().to_dict()}
-    assert found.keys() & every == {"hf.architectures", "hf.model_type"}
+    text = str(found)
+    assert not any(word in text for word in ("alice", "sk-live", "private", "some_name"))
+    assert {"additional_config", "hf.mm_vision_tower"} < found.keys()
+    config.additional_config = {"token": "sk-live-123", "ca": "/etc/ssl/other.pem"}
+    write_model_config(tmp_path / "model", **{**paths, "mm_vision_tower": "/home/bob/clip"})
+    other = told(config)
+    assert {name for name in found if found[name] != other[name]} == {
+        "additional_config", "hf.mm_vision_tower",
+    }  # fmt: skip
 
 
 # The environment
@@ -354,8 +460,12 @@ def test_a_value_is_the_same_text_in_each_process() -> None:
 
 @pytest.mark.parametrize("accepted", ["hf.rope_parameters", "hf.rope_parameters.rope_theta"])
 def test_an_accepted_difference_covers_what_is_below_it(accepted: str, tmp_path: Path) -> None:
-    one = config_of(tmp_path)
-    other = config_of(tmp_path, name="o", rope_parameters={"rope_type": "default", "rope_theta": 5})
+    one, other = (
+        config_of(
+            tmp_path, name=name, rope_parameters={"rope_type": "default", "rope_theta": theta}
+        )
+        for name, theta in (("one", 4), ("other", 5))
+    )
     assert told(one) != told(other)
     assert told(one, accepted) == told(other, accepted)
     assert told(one, "hf.rope") == told(one)

@@ -89,7 +89,7 @@ def check_pairs(here: dict[str, str], there: dict[str, str]) -> None:
         {"enable_prompt_embeds": True},
         {"speculative_config": {
             "method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
-        {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}},
+        {"hf_overrides": {"vocab_size": 1000}},
     ],
     ids=str,
 )  # fmt: skip
@@ -152,12 +152,12 @@ def test_instances_pair_after_vllm_has_made_the_model_of_either_implementation(
         ({"hf_overrides": {"hidden_act": "gelu"}}, ["hf.hidden_act"]),
         (
             {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}},
-            ["hf.rope_parameters.rope_theta"],
+            ["hf.rope_parameters.rope_type", "hf.rope_parameters.rope_theta"],
         ),
         (
             {"hf_overrides": {"rope_parameters": {
                 "rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}},
-            ["hf.rope_parameters.rope_type", "hf.rope_parameters.factor"],
+            [f"hf.rope_parameters.{name}" for name in ("rope_type", "factor", "rope_theta")],
         ),
         ({"hf_overrides": {"architectures": ["MistralForCausalLM"]}}, ["hf.architectures"]),
         ({"hf_overrides": {"a_new_field": 3}}, ["hf.a_new_field"]),
@@ -265,12 +265,14 @@ def test_of_adapters_only_how_they_are_applied_is_compared(
     [
         ("fp8", {"linear_backend": "marlin"}, "kernel.linear_backend"),
         ("mxfp4", {"moe_backend": "aiter_triton_mxfp4_bf16"}, "kernel.moe_backend"),
-        ("fp8", {"linear_backend": "cutlass", "moe_backend": "triton"}, None),
+        ("mxfp4", {"moe_backend": "triton"}, "kernel.moe_backend"),
+        ("mxfp4", {"moe_backend": "emulation"}, "kernel.moe_backend"),
+        ("fp8", {"linear_backend": "auto", "moe_backend": "auto"}, None),
         ("awq", {"linear_backend": "marlin"}, None),
         (None, {"moe_backend": "marlin"}, None),
     ],
 )
-def test_a_kernel_is_named_that_computes_a_quantised_model_with_whole_activations(
+def test_a_kernel_that_is_asked_for_is_named_as_it_chooses_a_quantised_models_activations(
     quantization: str | None, options: dict[str, str], named: str | None, model: Path
 ) -> None:
     here, there = configured(model), configured(model)

@@ -1,0 +1,108 @@
+"""What a model's own configuration says: its files, and what an operator has laid over them.
+
+Compared is what is written, not the object that vLLM makes of it: the classes of two releases of
+transformers or vLLM have other names and defaults for one and the same file, and a model changes
+its object as it is made. What vLLM derives of options besides is compared in `identity`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from p2p_engine.connector.identity_fields import AS_RESOLVED, HF, NULLS, is_compared
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+
+def settings_of(model: ModelConfig) -> Iterator[tuple[str, object]]:
+    """Yield each compared setting of a model's configuration, by its path.
+
+    Reads the files, which vLLM has fetched by now. If there are none (a configuration made in
+    code, or by a parser of a plugin's), yields all that vLLM's object has.
+    """
+    config, overrides = model.hf_config, model.hf_overrides
+    said = _written(model)
+    if said is None or (callable(overrides) and not _is_for_drafts(overrides)):
+        yield "hf", "as resolved"
+        said = config.to_dict()
+    elif callable(overrides):
+        said = {**said, "architectures": config.architectures}
+    else:
+        said = _laid_over(said, overrides, config)
+    for name in AS_RESOLVED:
+        value = getattr(config, name, getattr(model.hf_text_config, name, None))
+        if value is not None:
+            said[name] = value
+    yield from _leaves(said, "hf.", is_config=True)
+
+
+def _written(model: ModelConfig) -> dict[str, Any] | None:
+    """Return what the files say from which vLLM has made a model's configuration."""
+    from transformers import PretrainedConfig
+
+    if model.config_format not in ("auto", "hf", "mistral"):
+        return None
+    said = _read(model, "config.json")
+    # Of Mistral's file vLLM makes an object of no model's class; config.json adds what it lacks.
+    if model.config_format == "mistral" or type(model.hf_config) is PretrainedConfig:
+        params = _read(model, "params.json")
+        return params and {**(said or {}), "params": params}
+    if said and said.get("quantization_config") is None:
+        quantization = _read(model, "hf_quant_config.json")
+        return {**said, "quantization_config": quantization}
+    return said
+
+
+def _read(model: ModelConfig, name: str) -> dict[str, Any] | None:
+    from vllm.transformers_utils.repo_utils import try_get_local_file
+
+    where, told = model.hf_config_path or model.model, getattr(model, "_hf_config_revision", None)
+    file = try_get_local_file(where, name, told or model.revision)
+    if not isinstance(file, Path):
+        return None
+    found: dict[str, Any] = json.loads(file.read_text("utf-8"))
+    return found
+
+
+def _is_for_drafts(overrides: Any) -> bool:
+    """Whether a function is vLLM's own, which makes a target's configuration its draft's."""
+    from vllm.config import SpeculativeConfig
+
+    while isinstance(overrides, functools.partial):
+        if overrides.args:
+            return False  # an operator's function is one of these
+        overrides = overrides.func
+    return overrides is SpeculativeConfig.hf_config_override
+
+
+def _laid_over(
+    said: Mapping[str, Any], overrides: Mapping[str, Any], config: Any
+) -> dict[str, Any]:
+    """Return settings with others over them: a configuration inside is changed, all else set."""
+    found = dict(said)
+    for name, value in overrides.items():
+        inside = vars(config).get(name)
+        if isinstance(value, Mapping) and hasattr(inside, "to_dict"):
+            value = _laid_over(found.get(name) or {}, value, inside)
+        found[name] = value
+    return found
+
+
+def _leaves(said: Mapping[str, Any], path: str, *, is_config: bool) -> Iterator[tuple[str, object]]:
+    """Yield each value of nested mappings that may decide KV, by its path."""
+    for name, value in said.items():
+        if name.endswith("name_or_path") or (value is None and name in NULLS):
+            continue
+        if is_config and not is_compared(HF, name):
+            continue
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{name}.", is_config="model_type" in value)
+        elif name == "architectures":
+            yield f"{path}{name}", [str(each).lower() for each in value or ()]
+        else:
+            yield f"{path}{name}", value
