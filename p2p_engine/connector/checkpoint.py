@@ -12,27 +12,30 @@ import functools
 import hashlib
 import json
 import logging
-import mmap
+import os
 import struct
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 
 NUM_PLACES = 4  # in each tensor
+MANY_TENSORS = 4096  # above, one place in each: where files are far away, each place takes a while
 SAMPLED_BYTES = 256 << 10  # of all tensors together, if each gets at least
 LEAST_BYTES = 16  # at each place
 MAX_HEADER_BYTES = 100 << 20  # as safetensors allows
-# What vLLM loads of a folder, by load format, in each of its releases: the first of these of which
-# there are files. Another format reads *.safetensors, or *.gguf.
+# What vLLM loads of a model's folder, by load format, in each of its releases: the first of these
+# of which there are files. Any other format may read elsewhere.
 _HF = ("*.safetensors", "*.bin", "*.pt")
 _READ = {
     "auto": ("consolidated*.safetensors", *_HF, "*.gguf"),
@@ -40,6 +43,10 @@ _READ = {
     "mistral": ("consolidated*.safetensors",),
     "npcache": ("*.bin", "*.pt"),
     "pt": ("*.pt",),
+    **dict.fromkeys(
+        ("safetensors", "fastsafetensors", "instanttensor", "runai_streamer"),
+        ("*.safetensors", "*.gguf"),
+    ),
 }
 _OF_TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 
@@ -54,26 +61,57 @@ class StoredTensor:
     read: Callable[[int, int], bytes]
 
 
-def name_of_checkpoint(vllm_config: VllmConfig) -> str:
-    """Return a name for the weights that vLLM loads at start, the same for the same weights.
+def name_of_checkpoint(vllm_config: VllmConfig, draft: ModelConfig | None = None) -> str:
+    """Return a name for the weights that vLLM loads at start, the same for the same weights; or for
+    those of a draft with a checkpoint of its own.
 
     Reads at most some hundred KiB, or LEAST_BYTES at each place if there are many tensors.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
-    kind = str(load.load_format)
-    if kind == "dummy":  # drawn for each part of a tensor alike, so another split is other weights
-        parallel = vllm_config.parallel_config
-        return f"dummy-{parallel.tensor_parallel_size}x{parallel.pipeline_parallel_size}"
+    if draft is not None:
+        told = getattr(vllm_config.speculative_config, "draft_load_config", None)
+        model, load = draft, told or load
+    if load.load_format == "dummy":
+        return _drawn(vllm_config.parallel_config, model)
+    start, found = time.monotonic(), ""
     try:
         folder = _folder_of(model.model, model.revision, load.download_dir)
-        return f"checkpoint-{fingerprint(folder, kind)}"
+        found = fingerprint(folder, str(load.load_format))
+        if load.load_format not in _READ:
+            raise LookupError(f"load format {load.load_format} may read elsewhere")
     except (OSError, LookupError, TypeError, ValueError, RuntimeError, struct.error) as error:
-        named = f"{kind} {model.model_weights or model.model} {model.revision or ''}".strip()
-        logger.warning(
-            "the weights cannot be sampled, peers must name them alike: %r reason=%s",
-            named, str(error),
-        )  # fmt: skip
-        return f"named-{hashlib.blake2b(named.encode(), digest_size=8).hexdigest()}"
+        return _named_by(model, load, found, str(error))
+    seconds = time.monotonic() - start
+    if seconds > 1:
+        logger.info("the weights are sampled: model=%s seconds=%.1f", model.model, seconds)
+    return f"checkpoint-{found}"
+
+
+def _drawn(parallel: Any, model: ModelConfig) -> str:
+    """Name dummy weights. vLLM draws each part of a tensor from one seed, so another split makes
+    other weights; so do other tensors, which the implementation of transformers has."""
+    name = f"dummy-{parallel.tensor_parallel_size}x{parallel.pipeline_parallel_size}"
+    # Experts are split over all of these ranks, by tensor or by expert.
+    ranks = parallel.data_parallel_size * parallel.prefill_context_parallel_size
+    if ranks > 1:
+        name += f"-dp{ranks}"
+    if parallel.enable_expert_parallel:
+        name += f"-ep{parallel.eplb_config.num_redundant_experts}"
+    return f"{name}-transformers" if model.using_transformers_backend() else name
+
+
+def _named_by(model: ModelConfig, load: Any, found: str, reason: str) -> str:
+    """Name weights that cannot be sampled by all that says where they come from, and by what was
+    found in the model's folder."""
+    place = model.model_weights or model.model
+    logger.warning(
+        "the weights cannot be sampled, peers must name them alike: "
+        "load_format=%s model=%r reason=%s",
+        load.load_format, place, reason,
+    )  # fmt: skip
+    told = [load.load_format, place, model.revision, load.model_loader_extra_config, found]
+    text = json.dumps(told, sort_keys=True, default=str)
+    return f"named-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
 def name_of_adapter(path: str, number: int) -> str:
@@ -121,14 +159,13 @@ def fingerprint(folder: Path, load_format: str = "auto") -> str:
         OSError: a file cannot be read.
         ValueError: there are no weights, or a file is not of its format.
     """
-    if folder.is_file():
-        pieces = [_whole(folder)]
-    else:
-        pieces = [piece for file in _files_in(folder, load_format) for piece in _pieces_of(file)]
-    if not pieces:
-        raise ValueError(f"no weights in {folder}")
-    nbytes = max(LEAST_BYTES, SAMPLED_BYTES // (NUM_PLACES * len(pieces)))
-    samples = sorted(_sample(piece, nbytes) for piece in pieces)
+    with ExitStack() as files:
+        pieces = list(_pieces_in(folder, load_format, files))
+        if not pieces:
+            raise ValueError(f"no weights in {folder}")
+        num_places = NUM_PLACES if len(pieces) <= MANY_TENSORS else 1
+        nbytes = max(LEAST_BYTES, SAMPLED_BYTES // (num_places * len(pieces)))
+        samples = sorted(_sample(piece, num_places, nbytes) for piece in pieces)
     return hashlib.blake2b(b"".join(samples), digest_size=8).hexdigest()
 
 
@@ -144,7 +181,7 @@ def _folder_of(model: str, revision: str | None, cache: str | None = None) -> Pa
 
 def _files_in(folder: Path, load_format: str) -> list[Path]:
     """Return the files that vLLM loads of a folder; where it has an index, those that it names."""
-    for pattern in _READ.get(load_format, ("*.safetensors", "*.gguf")):
+    for pattern in _READ.get(load_format, _HF):
         files = [file for file in sorted(folder.glob(pattern)) if file.name not in _OF_TRAINING]
         if files:
             kind = "consolidated" if pattern.startswith("consolidated") else "model"
@@ -156,31 +193,37 @@ def _files_in(folder: Path, load_format: str) -> list[Path]:
     return []
 
 
-def _pieces_of(file: Path) -> Iterator[StoredTensor]:
-    if file.suffix == ".safetensors":
-        yield from _of_safetensors(file)
-    elif file.suffix == ".gguf":
-        yield _whole(file)
-    else:
-        yield from _of_pickle(file)
+def _pieces_in(folder: Path, load_format: str, files: ExitStack) -> Iterator[StoredTensor]:
+    """Yield the tensors of a folder, or of one file; `files` closes what they are read from."""
+    if folder.is_file():
+        yield _whole(files.enter_context(folder.open("rb")))
+        return
+    for file in _files_in(folder, load_format):
+        if file.suffix == ".safetensors":
+            yield from _of_safetensors(files.enter_context(file.open("rb")))
+        elif file.suffix == ".gguf":
+            yield _whole(files.enter_context(file.open("rb")))
+        else:
+            yield from _of_pickle(file)
 
 
-def _of_safetensors(file: Path) -> Iterator[StoredTensor]:
+def _of_safetensors(file: BinaryIO) -> Iterator[StoredTensor]:
     """Read the header: its length in 8 bytes, then JSON with each tensor's place."""
-    with file.open("rb") as opened:
-        [length] = struct.unpack("<Q", opened.read(8))
-        if length > MAX_HEADER_BYTES:
-            raise ValueError(f"{file.name}: a header of {length} bytes")
-        header = json.loads(opened.read(length))
-        memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    [length] = struct.unpack("<Q", file.read(8))
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"{file.name}: a header of {length} bytes")
+    header = json.loads(file.read(length))
     header.pop("__metadata__", None)
+    size = _size_without_readahead(file)
     for name, told in header.items():
         begin, end = (8 + length + offset for offset in told["data_offsets"])
+        if end > size:
+            raise ValueError(f"{file.name}: {size} bytes, but {name} ends at {end}")
         yield StoredTensor(
             name,
             f"{_DTYPES.get(told['dtype'], told['dtype'])} {tuple(told['shape'])}",
             end - begin,
-            partial(_slice, memory, begin),
+            partial(_read, file, begin),
         )
 
 
@@ -194,25 +237,40 @@ def _of_pickle(file: Path) -> Iterator[StoredTensor]:
                 name,
                 f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}",
                 data.nbytes,
-                partial(_slice, data.data, 0),
+                partial(_slice, data.data),
             )
 
 
-def _whole(file: Path) -> StoredTensor:
+def _whole(file: BinaryIO) -> StoredTensor:
     """A file of which we do not read the format."""
-    with file.open("rb") as opened:
-        memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    return StoredTensor(file.name, file.suffix, len(memory), partial(_slice, memory, 0))
+    path = Path(file.name)
+    return StoredTensor(
+        path.name, path.suffix, _size_without_readahead(file), partial(_read, file, 0)
+    )
 
 
-def _slice(memory: mmap.mmap | memoryview, begin: int, offset: int, nbytes: int) -> bytes:
-    return bytes(memory[begin + offset : begin + offset + nbytes])
+def _size_without_readahead(file: BinaryIO) -> int:
+    """Return a file's size; from now on the kernel reads what is asked for and no more."""
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+    return os.fstat(file.fileno()).st_size
 
 
-def _sample(piece: StoredTensor, nbytes: int) -> bytes:
+def _read(file: BinaryIO, begin: int, offset: int, nbytes: int) -> bytes:
+    # Not by a memory map: if somebody cuts the file now, that ends the process.
+    found = os.pread(file.fileno(), nbytes, begin + offset)
+    if len(found) < nbytes:
+        raise ValueError(f"{file.name}: ends before {begin + offset + nbytes}")
+    return found
+
+
+def _slice(memory: memoryview, offset: int, nbytes: int) -> bytes:
+    return bytes(memory[offset : offset + nbytes])
+
+
+def _sample(piece: StoredTensor, num_places: int, nbytes: int) -> bytes:
     """Return a digest of a tensor's name, kind and some of its bytes."""
     told = f"{piece.name} {piece.kind} {piece.nbytes}".encode()
-    places = hashlib.blake2b(told, digest_size=8 * NUM_PLACES).digest()
+    places = hashlib.blake2b(told, digest_size=8 * num_places).digest()
     digest = hashlib.blake2b(told, digest_size=16)
     room = max(1, piece.nbytes - nbytes + 1)
     for [place] in struct.iter_unpack("<Q", places):

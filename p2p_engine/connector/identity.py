@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from p2p_engine.connector.checkpoint import name_of_checkpoint
 from p2p_engine.connector.hf_config import settings_of
 from p2p_engine.connector.identity_fields import ENVIRONMENT, TABLES, is_compared
 from p2p_engine.connector.model_length import decided_by_length
@@ -57,6 +58,8 @@ def identity_of(
     found.update(_resolved(vllm_config, model))
     found.update(_of_environment(model))
     found.update(decided_by_length(model))
+    if _has_own_checkpoint(vllm_config, model) and not covers(accepted, "weights"):
+        found["weights"] = name_of_checkpoint(vllm_config, model)
     found.update((name, text_of(value)) for name, value in settings_of(model))
     return {name: _tellable(found[name]) for name in sorted(found) if not covers(accepted, name)}
 
@@ -94,6 +97,13 @@ def _configs_of(vllm_config: VllmConfig, model: ModelConfig) -> Iterator[tuple[s
     yield "kernel.", vllm_config.kernel_config
     if vllm_config.lora_config is not None:
         yield "lora.", vllm_config.lora_config
+
+
+def _has_own_checkpoint(vllm_config: VllmConfig, model: ModelConfig) -> bool:
+    """Whether a model is a draft whose weights are not in its target's checkpoint. What names the
+    target's weights says nothing of such ones."""
+    target = vllm_config.model_config
+    return (model.model, model.revision) != (target.model, target.revision)
 
 
 def _table_of(config: object) -> str:

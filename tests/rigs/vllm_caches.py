@@ -12,6 +12,7 @@ from vllm.config import (
     AttentionConfig,
     CacheConfig,
     KernelConfig,
+    LoadConfig,
     MambaConfig,
     ModelConfig,
     VllmConfig,
@@ -128,6 +129,7 @@ def vllm_config(
         mamba_config=MambaConfig(),
         kernel_config=KernelConfig(),
         lora_config=None,
+        load_config=LoadConfig(),
         model_config=blank(
             ModelConfig,
             hf_config=hf_config_of(model),

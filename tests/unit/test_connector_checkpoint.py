@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,37 +98,86 @@ def test_names_kinds_and_shapes_count(tmp_path: Path) -> None:
     assert len(set(found)) == len(found)
 
 
-def test_of_many_tensors_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "SAMPLED_BYTES", 1 << 10)
-    read: list[int] = []
-    honest = checkpoint._of_safetensors
-
-    def counted(file: Path) -> Any:
-        for piece in honest(file):
-
-            def look(offset: int, nbytes: int, piece: Any = piece) -> bytes:
-                read.append(nbytes)
-                found: bytes = piece.read(offset, nbytes)
-                assert len(found) == nbytes
-                return found
-
-            yield checkpoint.StoredTensor(piece.name, piece.kind, piece.nbytes, look)
-
-    monkeypatch.setattr(checkpoint, "_of_safetensors", counted)
+@pytest.mark.parametrize(("many", "places"), [(50, checkpoint.NUM_PLACES), (49, 1)])
+def test_of_many_tensors_little_is_read(
+    many: int, places: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "SAMPLED_BYTES", 1 << 9)
+    monkeypatch.setattr(checkpoint, "MANY_TENSORS", many)
     kept({f"{number}": torch.randn(1000) for number in range(50)}, tmp_path)
-    assert len(read) == 50 * checkpoint.NUM_PLACES
-    assert sum(read) == 50 * checkpoint.NUM_PLACES * checkpoint.LEAST_BYTES
+    read: list[int] = []
+    honest = os.pread
+
+    def counted(file: int, nbytes: int, offset: int) -> bytes:
+        read.append(nbytes)
+        return honest(file, nbytes, offset)
+
+    monkeypatch.setattr(os, "pread", counted)
+    fingerprint(tmp_path)
+    assert read == 50 * places * [checkpoint.LEAST_BYTES]
+
+
+def test_a_file_that_is_cut_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    in_one_file(weights(), tmp_path)
+    file = tmp_path / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+    assert name_of_checkpoint(config(tmp_path)).startswith("named-")
+    assert f"{file}: {file.stat().st_size} bytes, but " in caplog.text
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.gguf"])
+def test_a_file_that_is_cut_while_it_is_sampled_ends_no_process(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / name
+    save_file(weights(), file)
+    honest = checkpoint._sample
+
+    def late(*given: Any) -> bytes:
+        os.truncate(file, 100)
+        return honest(*given)
+
+    monkeypatch.setattr(checkpoint, "_sample", late)
+    with pytest.raises(ValueError, match=f"{name}: ends before "):
+        fingerprint(tmp_path)
+
+
+def test_sampling_that_takes_long_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_one_file(weights(), tmp_path)
+    caplog.set_level("INFO")
+    name_of_checkpoint(config(tmp_path))
+    assert "sampled" not in caplog.text
+    monkeypatch.setattr(time, "monotonic", itertools.count(0, 7).__next__)
+    name_of_checkpoint(config(tmp_path))
+    assert f"the weights are sampled: model={tmp_path} seconds=7.0" in caplog.text
 
 
 def config(
-    model: Path | str, load_format: str = "auto", download_dir: str | None = None, tp_size: int = 1
+    model: Path | str,
+    load_format: str = "auto",
+    download_dir: str | None = None,
+    extra: dict[str, Any] | None = None,
+    is_transformers: bool = False,
+    **split: Any,
 ) -> Any:
     """As much of vLLM's configuration as is looked at."""
     return SimpleNamespace(
-        model_config=SimpleNamespace(model=str(model), model_weights="", revision=None),
-        load_config=SimpleNamespace(load_format=load_format, download_dir=download_dir),
-        parallel_config=SimpleNamespace(tensor_parallel_size=tp_size, pipeline_parallel_size=1),
-    )
+        model_config=SimpleNamespace(
+            model=str(model), model_weights="", revision=None,
+            using_transformers_backend=lambda: is_transformers,
+        ),
+        load_config=SimpleNamespace(
+            load_format=load_format, download_dir=download_dir,
+            model_loader_extra_config=extra or {},
+        ),
+        parallel_config=SimpleNamespace(**{
+            "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1,
+            "prefill_context_parallel_size": 1, "enable_expert_parallel": False,
+            "eplb_config": SimpleNamespace(num_redundant_experts=0), **split,
+        }),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -192,8 +244,39 @@ def test_weights_are_looked_for_where_they_were_downloaded_to(
 def test_made_up_weights_are_no_checkpoint(tmp_path: Path) -> None:
     """vLLM draws each rank's part of a tensor from the same seed, so they differ by the split."""
     in_one_file(weights(), tmp_path)
-    names = [name_of_checkpoint(config(tmp_path, "dummy", tp_size=size)) for size in (1, 2)]
-    assert names == ["dummy-1x1", "dummy-2x1"]
+    names = [
+        name_of_checkpoint(config(tmp_path, "dummy", **changes))
+        for changes in (
+            {},
+            {"tensor_parallel_size": 2},
+            {"data_parallel_size": 2},
+            {"data_parallel_size": 2, "enable_expert_parallel": True},
+            {"is_transformers": True},
+        )
+    ]
+    assert names == [
+        "dummy-1x1", "dummy-2x1", "dummy-1x1-dp2", "dummy-1x1-dp2-ep0", "dummy-1x1-transformers",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("load_format", ["tensorizer", "ipc_cache", "sharded_state", "my_loader"])
+def test_of_a_loader_that_may_read_elsewhere_its_options_count(
+    load_format: str, tmp_path: Path
+) -> None:
+    """And what is in the folder, where it reads perhaps."""
+    in_one_file(weights(), tmp_path)
+    told = [
+        config(tmp_path, load_format),
+        config(tmp_path, load_format, extra={"uri": "s3://bucket/step-1"}),
+        config(tmp_path, load_format, extra={"uri": "s3://bucket/step-2"}),
+        config("elsewhere", load_format),
+    ]
+    names = [name_of_checkpoint(each) for each in told]
+    assert all(name.startswith("named-") for name in names)
+    assert [name_of_checkpoint(each) for each in told] == names
+    in_one_file(weights(embed=torch.ones(300, 64)), tmp_path)
+    names.append(name_of_checkpoint(told[0]))
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize(

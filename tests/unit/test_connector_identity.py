@@ -14,7 +14,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 import transformers
+from safetensors.torch import save_file
 from vllm import config as vllm_configs
 from vllm import envs
 from vllm.config import LoRAConfig, MultiModalConfig, SpeculativeConfig, VllmConfig
@@ -329,6 +331,22 @@ def test_of_a_draft_vllm_makes_the_same_of_the_same_file(tmp_path: Path) -> None
     composed = SpeculativeConfig.compose_draft_hf_overrides(lambda made: made)
     config.model_config.hf_overrides = composed
     assert told(config)["hf"] == "as resolved"
+
+
+def test_a_draft_with_a_checkpoint_of_its_own_is_compared_by_its_weights(tmp_path: Path) -> None:
+    """What names the target's weights says nothing of these."""
+    config, found = config_of(tmp_path), []
+    for name in ("target", "one", "other"):
+        draft = config_of(tmp_path, name="model" if name == "target" else name).model_config
+        folder = Path(draft.model)
+        save_file({"weight": torch.full((9, 9), len(name))}, folder / "model.safetensors")
+        found.append(dict(identity_of(config, draft)))
+        assert "weights" not in identity_of(config, draft, ["weights"])
+    target, one, other = found
+    assert target == told(config)
+    assert one == {**target, "weights": one["weights"]}
+    assert other == {**target, "weights": other["weights"]}
+    assert one["weights"] != other["weights"]
 
 
 def test_a_quantization_that_has_a_file_of_its_own_is_compared(tmp_path: Path) -> None:
