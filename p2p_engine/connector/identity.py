@@ -16,7 +16,6 @@ import dataclasses
 import enum
 import hashlib
 import json
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,9 +28,6 @@ from p2p_engine.wire.identity import Identity
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
-
-logger = logging.getLogger(__name__)
-
 
 MAX_VALUE = 160  # characters; of a longer value, its beginning and a digest are told
 _WEIGHT_ONLY_FORMATS = ("awq", "gptq")  # any kernel takes whole activations with these

@@ -23,7 +23,7 @@ from tests.rigs.proxies import LoopThread, RunningProxy, running_proxy
 pytestmark = marks.simulated_vllm
 
 ABSENT = "(default, or accepted)"
-WIDE = {"rms_norm_eps": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+WIDE = {"rms_norm_eps": 1e-3, "rope_theta": 5e5}
 
 
 class SeenPair:
@@ -87,15 +87,14 @@ def test_the_status_names_who_is_refused_and_each_field(
     # With GET, prefill does not hear of the refusal, and holds the KV until its lease ends.
     pair = make_watched(make_pair, watched, other, send_type=send_type, lease_seconds=1)
     ask(pair)
-    values = [(ABSENT, "0.001"), (ABSENT, "500000.0")]
+    values = [(ABSENT, "0.001"), (ABSENT, "500000")]
     sides = [(pair.d, pair.p, [(there, here) for here, there in values])]
     if send_type != "GET":  # prefill asks for decode, too
         sides.append((pair.p, pair.d, values))
     for asks, asked, (eps, theta) in sides:
         shown = watched.until(asks, lambda shown: "refuses" in shown.get("warning", ""))
         assert shown["warning"] == (
-            f"refuses {asked.address}: hf.rms_norm_eps: {named(eps)}; "
-            f"hf.rope_parameters.rope_theta: {named(theta)}"
+            f"refuses {asked.address}: hf.rms_norm_eps: {named(eps)}; hf.rope_theta: {named(theta)}"
         )
 
 
@@ -119,7 +118,7 @@ def test_accepted_differences_are_in_the_status_and_in_the_line_of_the_start(
 ) -> None:
     for name in ("vllm", "p2p_engine"):  # ours follows vLLM's
         caplog.set_level(logging.INFO, logger=name)
-    accepted = ["hf.rms_norm_eps", "hf.rope_parameters", "weights"]
+    accepted = ["hf.rms_norm_eps", "hf.rope_theta", "weights"]
     both = {"accept_differences": accepted, "send_type": "PUT_ASYNC"}
     pair = make_watched(make_pair, watched, {"model": other_model}, **both)
     ask(pair)
