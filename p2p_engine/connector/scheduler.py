@@ -47,7 +47,7 @@ from p2p_engine.connector.states import (
 from p2p_engine.connector.stats import ours_in
 from p2p_engine.connector.untransferred import Reason, Untransferred
 from p2p_engine.connector.wanted import Wanted
-from p2p_engine.connector.weights import UNKNOWN, Weights
+from p2p_engine.connector.weights import UNKNOWN, Weights, hear_of_resets
 from p2p_engine.errors import named
 from p2p_engine.transfer import note_stage
 from p2p_engine.wire.bindings import renamed
@@ -138,8 +138,6 @@ class SchedulerHalf:
         # Requests that want blocks, and how many: in this step; and behind a load that is over.
         self._asked: dict[str, int] = {}
         self._loaded: dict[str, int] = {}
-        self._pool: BlockPool | None = None
-        self._cached_blocks: object = None  # the pool's map of them, which a reset replaces
         self._pressure = Pressure()
         self._pins = Pins()
         self._turns = EarlierTurns(weights, groups, stash_seconds)
@@ -149,7 +147,7 @@ class SchedulerHalf:
 
     def bind_pool(self, pool: BlockPool) -> None:
         """Count free blocks, hold blocks, and look for resets, in this pool of vLLM's."""
-        self._pool, self._cached_blocks = pool, pool.cached_block_hash_to_block
+        hear_of_resets(pool, self._on_reset)
         self._pressure.bind(pool)
         self._pins.bind(pool)
 
@@ -174,7 +172,6 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Request) -> None:
         """Decide the request's part, once."""
-        self._look_for_reset()
         request_id, params = request.request_id, request.kv_transfer_params
         if params is not None and not isinstance(params, dict):
             # vLLM itself treats it as a map from here on, and would crash.
@@ -398,7 +395,6 @@ class SchedulerHalf:
     def build_metadata(self, output: SchedulerOutput) -> P2pConnectorMetadata:
         """Return the orders of one step: all changes since the last one, and the tokens it
         computes."""
-        self._look_for_reset()
         metadata, self._next = self._next, P2pConnectorMetadata()
         metadata.weights = self._weights.name
         metadata.computes = output.total_num_scheduled_tokens > 0
@@ -518,7 +514,6 @@ class SchedulerHalf:
     def has_orders_for_idle_workers(self) -> bool:
         """Whether vLLM should step though it has nothing to run: while it is paused, requests come
         and go, and the workers must know what to keep; after a reset, what comes later is new."""
-        self._look_for_reset()
         return self._wanted.has_orders or self._next.is_reset
 
     def can_wait_for_blocks(self) -> bool:
@@ -526,10 +521,11 @@ class SchedulerHalf:
         self._pressure.want()
         return self._pressure.is_easing
 
+    def _on_reset(self, is_reset: bool) -> None:
+        self.reset_cache()
+
     def reset_cache(self) -> None:
         """Make the workers drop landed KV that no request has claimed, and held KV."""
-        if self._pool is not None:  # it need not be found
-            self._cached_blocks = self._pool.cached_block_hash_to_block
         self._next.is_reset = True
         self._adapters.clear()
         self._turns.reset()
@@ -538,7 +534,6 @@ class SchedulerHalf:
 
     def weights_labelled(self, label: str) -> None:
         """Call the weights by this name from now on."""
-        self._look_for_reset()  # one before the label must not come after the label
         if self._weights.label(label):
             self._next.is_reset = True
             self._turns.reset()
@@ -576,14 +571,6 @@ class SchedulerHalf:
         self._sent[party.content] += number
         if not self._sent[party.content]:
             del self._sent[party.content]
-
-    def _look_for_reset(self) -> None:
-        """Find a reset that vLLM does not tell of, because it was not asked to. Each reset that
-        succeeds replaces the map, and nothing else does. vLLM asks for work, or for a step, before
-        anything else can be computed."""
-        if self._pool is None or self._pool.cached_block_hash_to_block is self._cached_blocks:
-            return
-        self.reset_cache()
 
     def _num_loaded(self, num_prompt_tokens: int) -> int:
         """How many tokens of a prompt are loaded, those included that are here already.

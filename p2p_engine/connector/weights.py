@@ -12,14 +12,18 @@ label, behind it, or without one: docs/weights.md has the table.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import secrets
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from p2p_engine.connector.checkpoint import name_of_adapter
 from p2p_engine.wire.bindings import short_name
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +61,8 @@ class Weights:
         return name != before
 
     def reset(self) -> bool:
-        """Note that vLLM has reset its caches; returns whether the name has changed."""
+        """Note that somebody has had vLLM reset its caches, or try to; returns whether the name has
+        changed."""
         if self._reset_keeps_weights and not self._are_discarded:
             return False
         self._are_discarded = False
@@ -73,52 +78,84 @@ class Weights:
 
 
 def hear_of_weights() -> None:
-    """Have each engine core of this process tell its connectors what becomes of the weights:
-    vLLM's weight version (`weights_labelled`), a method of the workers that may have changed them
+    """Have each engine core of this process tell its connectors what becomes of the weights: a
+    label (`weights_labelled`), a method of the workers that may have changed them
     (`weights_discarded` and `reset_cache`), and a sleep that throws them away
-    (`weights_discarded`). An adapter is named when vLLM loads it, not when it is first asked for.
-
-    vLLM has no hooks for it. Trainers change weights by methods of any name, so each counts that
-    is not known to leave them alone. Idempotent.
+    (`weights_discarded`). vLLM has no hooks for it. Idempotent.
     """
     from vllm.v1.engine.core import EngineCore
 
-    cores: Any = EngineCore
-    set_version, call_workers = cores.set_weight_version, cores.collective_rpc
-    fall_asleep, load_adapter = cores.sleep, cores.add_lora
-    if getattr(set_version, "tells_connectors", False):
-        return
+    for name, around in _AROUND.items():
+        call = getattr(EngineCore, name, None)
+        if call is not None and not hasattr(call, "tells_connectors"):
+            setattr(EngineCore, name, _telling(call, around))
 
-    @functools.wraps(set_version)
-    def set_weight_version(core: Any, weight_version: str) -> None:
-        set_version(core, weight_version)
-        for connector in _connectors_of(core):
-            connector.weights_labelled(weight_version)
 
-    @functools.wraps(call_workers)
-    def collective_rpc(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return call_workers(core, method, *args, **kwargs)
-        finally:  # an update that fails may have changed some weights
-            if method not in LEAVE_WEIGHTS_ALONE:
-                for connector in _connectors_of(core):
-                    connector.weights_discarded()
-                    connector.reset_cache()
+def hear_of_resets(pool: BlockPool, tell: Callable[[bool], None]) -> None:
+    """Have this block pool `tell` of each attempt to reset its prefix cache, and whether it has
+    been one.
 
-    @functools.wraps(fall_asleep)
-    def sleep(core: Any, level: int = 1, mode: Any = "abort") -> Any:
-        for connector in _connectors_of(core) if level > 1 else ():
+    vLLM tells a connector only of a reset that was asked to (`reset_connector`). Each way leads
+    through the pool: the engine core's, one that the scheduler takes by itself, and one that fails,
+    behind which somebody may change the weights all the same.
+    """
+    reset = pool.reset_prefix_cache
+
+    def reset_prefix_cache() -> bool:
+        is_reset = reset()
+        tell(is_reset)
+        return is_reset
+
+    pool.reset_prefix_cache = reset_prefix_cache  # type: ignore[method-assign]
+
+
+def _telling(call: Any, around: Any) -> Any:
+    @functools.wraps(call)
+    def wrapped(core: Any, *args: Any, **kwargs: Any) -> Any:
+        with around(list(_connectors_of(core)), *args, **kwargs):
+            return call(core, *args, **kwargs)
+
+    wrapped.tells_connectors = True  # type: ignore[attr-defined]
+    return wrapped
+
+
+@contextlib.contextmanager
+def _set_weight_version(connectors: list[Any], weight_version: str) -> Iterator[None]:
+    yield
+    for connector in connectors:
+        connector.weights_labelled(weight_version)
+
+
+@contextlib.contextmanager
+def _collective_rpc(connectors: list[Any], method: Any, *_: Any, **__: Any) -> Iterator[None]:
+    """Trainers change weights by methods of any name, so each counts that is not known to leave
+    them alone."""
+    try:
+        yield
+    finally:  # an update that fails may have changed some weights
+        for connector in connectors if method not in LEAVE_WEIGHTS_ALONE else ():
             connector.weights_discarded()
-        return fall_asleep(core, level, mode)
+            connector.reset_cache()
 
-    @functools.wraps(load_adapter)
-    def add_lora(core: Any, lora_request: Any) -> Any:
-        name_of_adapter(lora_request.lora_path, lora_request.lora_int_id)
-        return load_adapter(core, lora_request)
 
-    set_weight_version.tells_connectors = True  # type: ignore[attr-defined]
-    cores.set_weight_version, cores.collective_rpc = set_weight_version, collective_rpc
-    cores.sleep, cores.add_lora = sleep, add_lora
+@contextlib.contextmanager
+def _sleep(connectors: list[Any], level: int = 1, mode: Any = "abort") -> Iterator[None]:
+    for connector in connectors if level > 1 else ():
+        connector.weights_discarded()
+    yield
+
+
+@contextlib.contextmanager
+def _add_lora(_: list[Any], lora_request: Any) -> Iterator[None]:
+    name_of_adapter(lora_request.lora_path, lora_request.lora_int_id)
+    yield
+
+
+# What is done around the engine core's methods of these names, which have the same arguments.
+_AROUND = {
+    "set_weight_version": _set_weight_version, "collective_rpc": _collective_rpc,
+    "sleep": _sleep, "add_lora": _add_lora,
+}  # fmt: skip
 
 
 def _connectors_of(core: Any) -> Iterator[Any]:

@@ -118,6 +118,15 @@ def reset_both_and_tell(fleet: NamedPair) -> None:
     fleet.reset("pd", tells=True)
 
 
+def reset_prefill_in_vain(fleet: NamedPair) -> None:
+    """Something runs. A trainer that does not look at the answer changes the weights."""
+    prefill = fleet.side("p")
+    prefill.add("other", prompt_of(20, 9), max_tokens=3)
+    prefill.step()
+    assert not prefill.scheduler.reset_prefix_cache()
+    fleet.pair.run(lambda: "other" in prefill.finished)
+
+
 def reset_then_label(fleet: NamedPair) -> None:
     fleet.reset("pd")
     fleet.label("pd", "step-41")
@@ -159,6 +168,7 @@ def name_the_checkpoint_behind_a_reset(fleet: NamedPair) -> None:
         (reset_decode, False),
         (reset_both, False),
         (reset_both_and_tell, False),
+        (reset_prefill_in_vain, False),
         (reset_then_label, True),
         (reset_and_tell_then_label, True),
         (label_then_reset, False),

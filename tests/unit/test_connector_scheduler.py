@@ -649,25 +649,22 @@ def test_a_reset_is_told_to_the_workers_once(windowed: SchedulerHalf) -> None:
     assert not windowed.build_metadata(make_output()).is_reset
 
 
+@pytest.mark.parametrize("is_refused", [True, False])
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_a_reset_that_vllm_does_not_tell_of_is_found_once(
-    windowed: SchedulerHalf, pool: BlockPool, is_asked: bool
+    windowed: SchedulerHalf, pool: BlockPool, is_asked: bool, is_refused: bool
 ) -> None:
-    """By the question for work, which vLLM does not ask while a request waits, or by the step."""
+    """Also one that fails: the weights may be new all the same. It is told by the question for
+    work, which vLLM does not ask while a request waits, or by the step."""
     assert not windowed.has_orders_for_idle_workers()
-    assert pool.reset_prefix_cache()
+    if is_refused:
+        pool.get_new_blocks(1)
+    assert pool.reset_prefix_cache() is not is_refused
     if is_asked:
         assert windowed.has_orders_for_idle_workers()
-    assert windowed.build_metadata(make_output()).is_reset
-    assert not windowed.has_orders_for_idle_workers()
-    assert not windowed.build_metadata(make_output()).is_reset
-
-
-def test_a_reset_that_vllm_refuses_changes_nothing(
-    windowed: SchedulerHalf, pool: BlockPool
-) -> None:
-    pool.get_new_blocks(1)
-    assert not pool.reset_prefix_cache()
+    metadata = windowed.build_metadata(make_output())
+    assert metadata.is_reset
+    assert metadata.weights.startswith("unknown-")
     assert not windowed.has_orders_for_idle_workers()
     assert not windowed.build_metadata(make_output()).is_reset
 
