@@ -8,7 +8,6 @@ look alike (docs/weights.md says how likely that is).
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -112,44 +111,6 @@ def _named_by(model: ModelConfig, load: Any, found: str, reason: str) -> str:
     told = [load.load_format, place, model.revision, load.model_loader_extra_config, found]
     text = json.dumps(told, sort_keys=True, default=str)
     return f"named-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
-
-
-def name_of_adapter(path: str, number: int) -> str:
-    """Return a name for a LoRA adapter's weights and settings, as they were when vLLM first named
-    the adapter by this number; its path, if its files are not here.
-
-    Reads the files' times, and the first time as much as of a checkpoint.
-    """
-    return _adapter(path, number)[1]
-
-
-def has_changed(path: str, number: int) -> bool:
-    """Whether an adapter's files are others than when vLLM first named it by this number. vLLM may
-    have loaded them again since, or may not: its workers forget the adapters used least."""
-    return _stamps(path) != _adapter(path, number)[0]
-
-
-@functools.lru_cache(maxsize=1024)
-def _adapter(path: str, number: int) -> tuple[tuple[object, ...], str]:
-    stamps = _stamps(path)
-    try:
-        folder = _folder_of(path, None)
-        settings = json.loads((folder / "adapter_config.json").read_text())
-        settings.pop("base_model_name_or_path", None)
-        told = f"{fingerprint(folder)} {json.dumps(settings, sort_keys=True)}"
-    except (OSError, ValueError, AttributeError, RuntimeError, struct.error):
-        return stamps, path
-    return stamps, hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
-
-
-def _stamps(path: str) -> tuple[object, ...]:
-    """Return what changes when a file of a folder is written or replaced."""
-    try:
-        files = sorted(Path(path).iterdir())
-        found = [(file.name, file.stat()) for file in files]
-    except OSError:
-        return ()
-    return tuple((name, told.st_size, told.st_mtime_ns, told.st_ino) for name, told in found)
 
 
 def fingerprint(folder: Path, load_format: str = "auto") -> str:

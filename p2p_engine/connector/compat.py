@@ -59,6 +59,14 @@ def _release() -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match is not None else None
 
 
+def cached_by(request: Any) -> object:
+    """Return what vLLM's prefix cache tells the adapters of requests apart by: their names, and
+    since 0.31 their paths."""
+    from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
+
+    return tuple(_gen_lora_extra_hash_keys(request))
+
+
 def num_lookahead_tokens(vllm_config: Any) -> int:
     """Return how many tokens after a position a draft's layers have read when they compute it.
 

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         PromMetricT,
     )
     from vllm.forward_context import ForwardContext
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -284,6 +285,10 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
     def weights_discarded(self) -> None:
         """Forget the weights' name at the next reset: vLLM throws them away then (weights.py)."""
         self._planner.weights_discarded()
+
+    def adapter_loaded(self, adapter: LoRARequest) -> None:
+        """Name an adapter, which vLLM's engine core has just loaded (weights.py)."""
+        self._planner.adapter_loaded(adapter)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

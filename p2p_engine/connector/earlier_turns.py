@@ -17,6 +17,7 @@ import numpy as np
 from vllm.v1.request import RequestStatus
 
 from p2p_engine.config import SendMode
+from p2p_engine.connector.adapters import Adapters
 from p2p_engine.connector.binding import bindings_at
 from p2p_engine.connector.intent import Earlier, stash_key
 from p2p_engine.connector.orders import Party, Stash
@@ -39,13 +40,14 @@ class EarlierTurns:
     def __init__(
         self,
         weights: Weights,
+        adapters: Adapters,
         groups: Sequence[LayerGroup],
         stash_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """With `stash_seconds` of 0 nothing is stashed or recalled."""
         self.directory: Directory | None = None
-        self._weights = weights
+        self._weights, self._adapters = weights, adapters
         self._groups = groups
         self._stash_seconds = stash_seconds
         self._clock = clock
@@ -80,7 +82,7 @@ class EarlierTurns:
             return None
         told = dict(asking.marks or ())
         ends = [end for end in told if 0 < end <= request.num_prompt_tokens]
-        ours = bindings_at(request, self._weights.name, ends)
+        ours = bindings_at(request, self._weights.name, self._adapters.name_of(request), ends)
         shared = max((end for end in ends if ours[end] == told[end]), default=0)
         if not shared:
             return None
@@ -112,7 +114,8 @@ class EarlierTurns:
         ends = [end * unit for end in cuts(num_computed // unit, request.num_prompt_tokens // unit)]
         if not ends:
             return None
-        found = bindings_at(request, self._weights.name, ends, is_salted=is_salted)
+        adapter = self._adapters.name_of(request)
+        found = bindings_at(request, self._weights.name, adapter, ends, is_salted=is_salted)
         key, end = stash_key(key), ends[-1]
         party = Party(request.request_id, key, None, found[end], SendMode.GET, end)
         whole = tuple(

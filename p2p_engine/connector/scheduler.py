@@ -18,8 +18,8 @@ import numpy as np
 from vllm.v1.request import Request, RequestStatus
 
 from p2p_engine.config import SendMode
+from p2p_engine.connector.adapters import Adapters
 from p2p_engine.connector.binding import binding_of
-from p2p_engine.connector.checkpoint import has_changed, name_of_adapter
 from p2p_engine.connector.earlier_turns import EarlierTurns
 from p2p_engine.connector.intent import (
     HELD_TOKENS,
@@ -55,6 +55,7 @@ from p2p_engine.wire.messages import ContentKey, TransferKey
 from p2p_engine.wire.request_ids import is_one_of_several
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -132,7 +133,7 @@ class SchedulerHalf:
         self._sending: dict[str, _Sending] = {}
         self._sent: Counter[ContentKey] = Counter()  # by how many of them
         self._loading: dict[str, _Loading] = {}
-        self._adapters: dict[tuple[str, str], str] = {}  # which files vLLM's cache knows by a path
+        self._adapters = Adapters()
         self._wanted = Wanted()
         self._next = P2pConnectorMetadata()
         # Requests that want blocks, and how many: in this step; and behind a load that is over.
@@ -140,7 +141,7 @@ class SchedulerHalf:
         self._loaded: dict[str, int] = {}
         self._pressure = Pressure()
         self._pins = Pins()
-        self._turns = EarlierTurns(weights, groups, stash_seconds)
+        self._turns = EarlierTurns(weights, self._adapters, groups, stash_seconds)
         self.untransferred = Untransferred(instance.role)
         self._refused = RefusedPeers()
         self._directory: Directory | None = None
@@ -176,16 +177,15 @@ class SchedulerHalf:
         if params is not None and not isinstance(params, dict):
             # vLLM itself treats it as a map from here on, and would crash.
             request.kv_transfer_params = None
-        intent, is_mixed = None, self._is_mixed(request)
+        intent, obstacle = None, self._adapters.obstacle_to(request)
         try:
             intent = read_intent(request_id, params, self._instance)
             if intent is None:
                 self.untransferred.leave_alone(params)
                 return
             self._refuse_unsupported(request)
-            if is_mixed:
-                text = "vLLM may still have KV of what the adapter was, from the same path"
-                raise InvalidParams(text, Reason.UNSUPPORTED)
+            if obstacle:
+                raise InvalidParams(obstacle, Reason.UNSUPPORTED)
             if self._has_state and intent.direction is Direction.SEND:
                 check_prefill(request)
         except InvalidParams as error:
@@ -211,15 +211,6 @@ class SchedulerHalf:
                 end_before_last_token(request)
             self._turns.recall(request, intent.earlier)
 
-    def _is_mixed(self, request: Request) -> bool:
-        """Note which files a request's adapter has. Returns whether vLLM's prefix cache, which
-        knows an adapter by name and path, may have KV of other files there."""
-        adapter = request.lora_request
-        if adapter is None:
-            return False
-        name = name_of_adapter(adapter.lora_path, adapter.lora_int_id)
-        return self._adapters.setdefault((adapter.lora_name, adapter.lora_path), name) != name
-
     def _party(self, request: Request, intent: Intent) -> Party:
         """Return the request's part in the transfer. If prefill has answered that its prompt was
         shorter, that one is loaded: this one may go on with it."""
@@ -231,7 +222,8 @@ class SchedulerHalf:
             num_tokens = intent.num_tokens
         elif self._has_state:
             num_tokens = num_tokens_before_last(request)
-        binding = binding_of(request, self._weights.name, num_shared, is_salted=intent.is_salted)
+        names = self._weights.name, self._adapters.name_of(request)
+        binding = binding_of(request, *names, num_shared, is_salted=intent.is_salted)
         return Party(
             request.request_id,
             intent.key,
@@ -522,12 +514,13 @@ class SchedulerHalf:
         return self._pressure.is_easing
 
     def _on_reset(self, is_reset: bool) -> None:
+        if is_reset:
+            self._adapters.reset()
         self.reset_cache()
 
     def reset_cache(self) -> None:
         """Make the workers drop landed KV that no request has claimed, and held KV."""
         self._next.is_reset = True
-        self._adapters.clear()
         self._turns.reset()
         if self._weights.reset():
             self._rename()
@@ -542,6 +535,13 @@ class SchedulerHalf:
     def weights_discarded(self) -> None:
         """Forget the weights' name at the next reset, whatever the setting says."""
         self._weights.discard()
+
+    def adapter_loaded(self, adapter: LoRARequest) -> None:
+        """Name an adapter that vLLM has just loaded. In place of another one, it counts as a change
+        of the weights: requests that are here were bound to that one."""
+        if self._adapters.note_load(adapter):
+            self.weights_discarded()
+            self.reset_cache()
 
     def _rename(self) -> None:
         """Bind to the weights' new name what is not computed yet: it will be, with these weights.
@@ -595,13 +595,6 @@ class SchedulerHalf:
     def _refuse_unsupported(self, request: Request) -> None:
         if not self._weights.is_known:
             raise InvalidParams(UNKNOWN, Reason.UNKNOWN_WEIGHTS)
-        adapter = request.lora_request
-        if adapter is not None and adapter.load_inplace:
-            text = f"the adapter {adapter.lora_name!r} was loaded in place of another one"
-            raise InvalidParams(text, Reason.UNSUPPORTED)
-        if adapter is not None and has_changed(adapter.lora_path, adapter.lora_int_id):
-            text = f"the files of the adapter {adapter.lora_name!r} are not those that were loaded"
-            raise InvalidParams(text, Reason.UNSUPPORTED)
         if request.pooling_params is not None or request.prompt_token_ids is None:
             raise InvalidParams("only prompts of tokens are transferred", Reason.UNSUPPORTED)
         if request.prompt_embeds is not None or request.resumable:

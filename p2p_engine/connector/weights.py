@@ -19,7 +19,6 @@ import secrets
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from p2p_engine.connector.checkpoint import name_of_adapter
 from p2p_engine.wire.bindings import short_name
 
 if TYPE_CHECKING:
@@ -28,8 +27,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNKNOWN = (
-    "vLLM has reset its caches, or called a method of its workers, and nobody has said which "
-    "weights it has now: label them (docs/weights.md), or set reset_keeps_weights"
+    "vLLM has reset its caches, called a method of its workers, or replaced an adapter in place, "
+    "and nobody has said which weights it has now: label them (docs/weights.md), or set "
+    "reset_keeps_weights"
 )
 UNNAMED = "default"  # vLLM's label, while nobody has given one
 # Methods of vLLM's workers that its own engine calls, and that change no weights.
@@ -80,8 +80,8 @@ class Weights:
 def hear_of_weights() -> None:
     """Have each engine core of this process tell its connectors what becomes of the weights: a
     label (`weights_labelled`), a method of the workers that may have changed them
-    (`weights_discarded` and `reset_cache`), and a sleep that throws them away
-    (`weights_discarded`). vLLM has no hooks for it. Idempotent.
+    (`weights_discarded` and `reset_cache`), a sleep that throws them away (`weights_discarded`),
+    and an adapter (`adapter_loaded`). vLLM has no hooks for it. Idempotent.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -146,9 +146,10 @@ def _sleep(connectors: list[Any], level: int = 1, mode: Any = "abort") -> Iterat
 
 
 @contextlib.contextmanager
-def _add_lora(_: list[Any], lora_request: Any) -> Iterator[None]:
-    name_of_adapter(lora_request.lora_path, lora_request.lora_int_id)
-    yield
+def _add_lora(connectors: list[Any], lora_request: Any) -> Iterator[None]:
+    yield  # only then are its files here, and those that were loaded
+    for connector in connectors:
+        connector.adapter_loaded(lora_request)
 
 
 # What is done around the engine core's methods of these names, which have the same arguments.

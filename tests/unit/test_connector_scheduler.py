@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,7 @@ from p2p_engine.connector.untransferred import AGAIN_SECONDS, QUIET_SECONDS, Unt
 from p2p_engine.connector.weights import Weights
 from p2p_engine.wire.messages import TransferKey
 from tests.doubles.clock import Clock
+from tests.vllm.adapters import make_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -496,8 +498,15 @@ def test_a_prompt_beside_states_is_cut_where_neither_vllm_nor_the_model_minds() 
         assert num_tokens_before_last(request) == expected
 
 
-def test_the_binding_covers_all_that_decides_the_kv(half: SchedulerHalf) -> None:
-    loras = [LoRARequest("adapter", 1, path) for path in ("/adapter", "/newer")]
+def test_the_binding_covers_all_that_decides_the_kv(half: SchedulerHalf, tmp_path: Path) -> None:
+    loras = [
+        LoRARequest("ada", 1, str(make_adapter(tmp_path / "1", 1))),
+        LoRARequest("ada", 2, str(make_adapter(tmp_path / "2", 2))),
+        LoRARequest("bob", 3, str(tmp_path / "1")),
+    ]
+    for lora in loras:
+        half.adapter_loaded(lora)
+        half._adapters.reset()
     variants = [
         make_request(LOAD),
         make_request(LOAD, num_tokens=41),
@@ -510,6 +519,7 @@ def test_the_binding_covers_all_that_decides_the_kv(half: SchedulerHalf) -> None
     variants[1].prompt_token_ids = [*range(39), 99]
     bindings = set()
     for request in [*variants, make_request(LOAD)]:
+        half._adapters.reset()  # of one name, before vLLM 0.31
         half.on_new_request(request)
         half.blocks_allocated(request, allocated(1, 2, 3), 40)
         (load,) = half.build_metadata(make_output()).loads

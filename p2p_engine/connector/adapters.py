@@ -1,0 +1,162 @@
+"""Adapters: the LoRA weights that a request names, and whether KV of them is exchanged.
+
+An adapter's name is a digest of what vLLM has loaded, made when vLLM has loaded it. What cannot be
+named, or may be something else by now, is computed by each instance, which says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from p2p_engine.bounded import BoundedMap
+from p2p_engine.connector import compat
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")  # first come first
+LOOK_SECONDS = 1.0  # a request waits in vLLM for longer
+READ_BYTES = 1 << 20
+# Why requests for an adapter are computed here, each behind "the adapter ...".
+UNLOADED = "was used before anybody loaded it"
+IN_PLACE = "was loaded in place of another one"
+CHANGED = "has other files than were loaded"
+MIXED = "may have been another one, of which vLLM still has KV"
+
+Stamps = tuple[object, ...]
+
+
+@dataclass
+class _Adapter:
+    """One that vLLM has loaded. With an obstacle, its name equals no other."""
+
+    obstacle: str = ""
+    name: str = field(default_factory=lambda: f"unknown-{secrets.token_hex(8)}")
+    files: tuple[str, ...] = ()
+    stamps: Stamps = ()
+    looked_at: float = 0.0
+
+
+class Adapters:
+    """The adapters of one instance, by the numbers that vLLM gives them."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._loaded: BoundedMap[int, _Adapter] = BoundedMap(limit=4096)
+        # Of what vLLM's prefix cache has KV, by what it tells adapters apart by; None: of several.
+        self._cached: dict[object, str | None] = {}
+
+    def note_load(self, adapter: LoRARequest) -> bool:
+        """Name what vLLM has loaded just now; blocks while all of it is read. Returns whether it
+        replaces another one, which requests have used."""
+        number, now = adapter.lora_int_id, _read(adapter)
+        now.looked_at, before = self._clock(), self._loaded.get(number)
+        is_other = before is not None and before.name != now.name
+        if is_other and not adapter.load_inplace:  # the workers may have kept what they had
+            now = _Adapter(CHANGED)
+        if now.obstacle:
+            logger.warning("the adapter %r %s", adapter.lora_name, now.obstacle)
+        self._loaded.put(number, now)
+        return is_other
+
+    def name_of(self, request: Request) -> str:
+        """Return a name for the weights of a request's adapter; empty if it has none."""
+        return self._of(request.lora_request).name if request.lora_request is not None else ""
+
+    def obstacle_to(self, request: Request) -> str:
+        """Return why KV of a request's adapter is not exchanged; empty if it may be.
+
+        Call this for each request, also for those without a transfer: vLLM caches their KV.
+        """
+        adapter = request.lora_request
+        if adapter is None:
+            return ""
+        loaded = self._of(adapter)
+        self._look_for_changes(loaded)
+        obstacle = IN_PLACE if adapter.load_inplace else loaded.obstacle
+        name, place = None if obstacle else loaded.name, compat.cached_by(request)
+        if self._cached.setdefault(place, name) != name:
+            self._cached[place] = None
+        if not obstacle and self._cached[place] is None:
+            obstacle = MIXED
+        return obstacle and f"the adapter {adapter.lora_name!r} {obstacle}"
+
+    def reset(self) -> None:
+        """Note that vLLM's prefix cache is empty."""
+        self._cached.clear()
+
+    def _of(self, adapter: LoRARequest) -> _Adapter:
+        loaded = self._loaded.get(adapter.lora_int_id)
+        if loaded is None:
+            return _Adapter(UNLOADED)
+        self._loaded.put(adapter.lora_int_id, loaded)  # the newest
+        return loaded
+
+    def _look_for_changes(self, loaded: _Adapter) -> None:
+        """Note if files have changed. vLLM may have loaded them again since, or may not: its
+        workers forget the adapters used least."""
+        if not loaded.obstacle and self._clock() >= loaded.looked_at + LOOK_SECONDS:
+            loaded.looked_at = self._clock()
+            if _stamps(loaded.files) != loaded.stamps:
+                loaded.obstacle = CHANGED
+
+
+def _read(adapter: LoRARequest) -> _Adapter:
+    """Name an adapter by its weights' bytes, and by its settings. No file makes this raise."""
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    try:
+        if getattr(adapter, "tensorizer_config_dict", None):  # before 0.32
+            raise ValueError("its weights are not in its folder")
+        folder = Path(get_adapter_absolute_path(adapter.lora_path))
+        weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), folder)
+        # The hub's cache says in refs/main which of its folders vLLM loads.
+        others = (folder / "adapter_config.json", folder / "../../refs/main")
+        files = tuple(map(str, (weights, *others)))
+        stamps = _stamps(files)
+        digest = hashlib.blake2b(_settings(adapter, folder).encode(), digest_size=16)
+        with weights.open("rb") as opened:
+            while piece := opened.read(READ_BYTES):
+                digest.update(piece)
+    except Exception as error:  # noqa: BLE001 - of whatever vLLM's own reading raises
+        return _Adapter(f"cannot be read: {error!r:.200}")
+    return _Adapter("", digest.hexdigest(), files, stamps)
+
+
+def _settings(adapter: LoRARequest, folder: Path) -> str:
+    """Return what this vLLM reads of an adapter's settings, less what is as if it were not given:
+    so a release that knows more of them agrees. The weights' names say what `target_modules` do."""
+    from vllm.lora.peft_helper import PEFTHelper
+
+    helper: Any = PEFTHelper.from_local_dir(str(folder), None)
+    told = {"is_3d": adapter.is_3d_lora_weight}
+    for item in dataclasses.fields(helper):
+        value = getattr(helper, item.name)
+        if value and value != item.default and item.name != "target_modules":
+            told[item.name] = value
+    return repr(sorted(told.items()))
+
+
+def _stamps(files: Iterable[str]) -> Stamps:
+    """Return what changes when one of some files is written, replaced, made or removed."""
+    stamps = list[object]()
+    for file in files:
+        try:
+            told = os.stat(file)
+        except OSError:
+            stamps.append(None)
+        else:
+            stamps.append((told.st_size, told.st_mtime_ns, told.st_ino))
+    return tuple(stamps)
