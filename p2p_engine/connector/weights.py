@@ -19,6 +19,8 @@ import secrets
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from p2p_engine.connector import compat
+from p2p_engine.errors import ConfigError
 from p2p_engine.wire.bindings import short_name
 
 if TYPE_CHECKING:
@@ -81,7 +83,8 @@ def hear_of_weights() -> None:
     """Have each engine core of this process tell its connectors what becomes of the weights: a
     label (`weights_labelled`), a method of the workers that may have changed them
     (`weights_discarded` and `reset_cache`), a sleep that throws them away (`weights_discarded`),
-    and an adapter (`adapter_loaded`). vLLM has no hooks for it. Idempotent.
+    and an adapter (`adapter_loaded`). vLLM has no hooks for it. Before 0.33, a sleep that takes the
+    KV cache's memory away is refused. Idempotent.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -130,6 +133,8 @@ def _set_weight_version(connectors: list[Any], weight_version: str) -> Iterator[
 def _collective_rpc(connectors: list[Any], method: Any, *_: Any, **__: Any) -> Iterator[None]:
     """Trainers change weights by methods of any name, so each counts that is not known to leave
     them alone."""
+    if connectors and method in ("sleep", "discard"):
+        _refuse_to_sleep()
     try:
         yield
     finally:  # an update that fails may have changed some weights
@@ -140,9 +145,28 @@ def _collective_rpc(connectors: list[Any], method: Any, *_: Any, **__: Any) -> I
 
 @contextlib.contextmanager
 def _sleep(connectors: list[Any], level: int = 1, mode: Any = "abort") -> Iterator[None]:
+    if connectors and level > 0:
+        _refuse_to_sleep()
     for connector in connectors if level > 1 else ():
         connector.weights_discarded()
     yield
+
+
+@contextlib.contextmanager
+def _release_kv_cache_memory(connectors: list[Any]) -> Iterator[None]:
+    if connectors:
+        _refuse_to_sleep()
+    yield
+
+
+def _refuse_to_sleep() -> None:
+    """Keep vLLM from taking memory from under transfers, which it does without a word before 0.33.
+
+    Raises:
+        ConfigError: this is such a release.
+    """
+    if not compat.TELLS_OF_SLEEP:
+        raise ConfigError("the KV cache's memory is taken away only with vLLM 0.33 or newer")
 
 
 @contextlib.contextmanager
@@ -155,7 +179,7 @@ def _add_lora(connectors: list[Any], lora_request: Any) -> Iterator[None]:
 # What is done around the engine core's methods of these names, which have the same arguments.
 _AROUND = {
     "set_weight_version": _set_weight_version, "collective_rpc": _collective_rpc,
-    "sleep": _sleep, "add_lora": _add_lora,
+    "sleep": _sleep, "release_kv_cache_memory": _release_kv_cache_memory, "add_lora": _add_lora,
 }  # fmt: skip
 
 

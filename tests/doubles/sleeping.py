@@ -18,6 +18,7 @@ from tests.doubles.instance import InstanceDouble, RankDouble
 
 NO_MEMORY = -(1 << 62)  # no token's KV: it must be neither read nor overwritten
 FRESH = -1
+ASKS_AGAIN = compat.TELLS_OF_SLEEP  # this vLLM does, whatever a test says of it
 
 
 class ExecutorDouble(Executor):
@@ -102,7 +103,7 @@ class CoreDouble(EngineCoreProc):
     def wake_up(self, tags: list[str] | None = None) -> Any:
         """Wake up as vLLM 0.33, which asks for the ranks' addresses again."""
         is_awake = super().wake_up(tags)
-        if not compat.TELLS_OF_SLEEP and (tags is None or "kv_cache" in tags):
+        if not ASKS_AGAIN and (tags is None or "kv_cache" in tags):
             found = self.model_executor.collective_rpc("get_kv_connector_handshake_metadata")
             metadata = {place: item for each in found for place, item in each.items()}
             self._instance.connector.set_xfer_handshake_metadata_pp_aware(metadata)

@@ -13,15 +13,17 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
 from p2p_engine.connector import compat
+from p2p_engine.errors import ConfigError, TransferTimeout
 from p2p_engine.wire.request_ids import new_transfer_id
 from tests import marks
 from tests.doubles.instance import continuation
 from tests.doubles.pair import SEND_TYPES, MakePair, Pair, prompt_of
-from tests.doubles.sleeping import CoreDouble
+from tests.doubles.sleeping import ASKS_AGAIN, CoreDouble
 
 pytestmark = marks.simulated_vllm
 
@@ -65,8 +67,9 @@ class Sleepers:
 
 
 @pytest.fixture
-def make_sleepers(make_pair: MakePair) -> Callable[..., Sleepers]:
-    """A pair whose cores can sleep. vLLM may ask for a sleep at any time."""
+def make_sleepers(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sleepers]:
+    """A pair whose cores can sleep, as vLLM 0.33. vLLM may ask for a sleep at any time."""
+    monkeypatch.setattr(compat, "TELLS_OF_SLEEP", True)
 
     def make(**settings: Any) -> Sleepers:
         return Sleepers(make_pair(**{"policy": "recompute", **settings}))
@@ -329,7 +332,6 @@ def test_a_copy_that_does_not_stop_keeps_vllm_from_taking_memory(
     make_sleepers: MakeSleepers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from p2p_engine.connector import worker as module
-    from p2p_engine.errors import TransferTimeout
     from p2p_engine.transfer import Transfer
 
     both = make_sleepers(send_type="GET")
@@ -342,8 +344,35 @@ def test_a_copy_that_does_not_stop_keeps_vllm_from_taking_memory(
         both.p.model_executor.sleep(1)
     assert not both.p.model_executor.is_sleeping
     monkeypatch.undo()
+    name = pair.ask(prompt_of(200, 1))  # no wake-up comes: vLLM believes that nobody sleeps
+    pair.run(lambda: name in pair.d.finished, timeout=SOON)
+    assert pair.d.num_computed_prompt_tokens[name] == 1
     both.p.model_executor.sleep(1)
     both.p.model_executor.wake_up(None)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda core: core.sleep(1), lambda core: core.sleep(level=2, mode="keep"),
+        lambda core: core.release_kv_cache_memory(),
+        lambda core: core.collective_rpc("sleep", args=(1,)),
+    ],
+    ids=["sleep", "sleep and discard", "release", "method"],
+)  # fmt: skip
+def test_older_releases_may_not_take_memory(
+    make_sleepers: MakeSleepers, monkeypatch: pytest.MonkeyPatch, ask: Callable[[Any], object]
+) -> None:
+    """They tell no connector. `enable_cumem_allocator` alone lets them do so."""
+    both = make_sleepers()
+    monkeypatch.setattr(compat, "TELLS_OF_SLEEP", False)
+    with pytest.raises(ConfigError, match=r"only with vLLM 0\.33 or newer"):
+        ask(both.p)
+    assert both.p.model_executor.calls == []
+    assert both.p.scheduler.pause_state is PauseState.UNPAUSED
+    both.p.sleep(0)  # a pause
+    both.p.resume_scheduler()
+    check_moved(both.pair, 1)
 
 
 def test_a_wake_up_in_parts_takes_part_when_the_caches_are_back(
@@ -386,7 +415,7 @@ def test_stashes_do_not_outlive_a_sleep(make_sleepers: MakeSleepers, who: str) -
     pair.check_at_rest()
 
 
-@pytest.mark.skipif(not compat.TELLS_OF_SLEEP, reason="vLLM calls these hooks since 0.33")
+@pytest.mark.skipif(not ASKS_AGAIN, reason="vLLM calls these hooks since 0.33")
 def test_vllm_calls_the_hooks_around_the_time_without_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
