@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import zlib
 from collections import Counter
@@ -355,13 +356,15 @@ def test_what_nobody_claimed_is_not_joined_to_what_is_sent_after_a_reset(
     check_answer(pair, request_id, prompt)
 
 
+@pytest.mark.parametrize("label", ["step-41", "default"])
 @pytest.mark.parametrize("relabelled", ["prefill", "decode", "both"])
 @pytest.mark.parametrize("send_type", SEND_TYPES)
 def test_what_is_under_way_when_the_weights_are_named_anew_is_computed_by_decode(
-    make_pair: MakePair, change_weights: ChangeWeights, send_type: str, relabelled: str
+    make_pair: MakePair, change_weights: ChangeWeights, send_type: str, relabelled: str, label: str
 ) -> None:
-    """Also if both have the new name at once: what was computed before it is not joined to what is
-    computed behind it. vLLM cannot reset its caches while it loads, so decode is only labelled."""
+    """Also if both have the new name at once, or if it is the one that they had: what was computed
+    before it is not joined to what is computed behind it. vLLM cannot reset its caches while it
+    loads, so decode's workers run a method."""
     pair = make_pair(send_type=send_type, policy="recompute")
     prompt = prompt_of(300)
     request_id = pair.ask(prompt, order="together")
@@ -373,9 +376,61 @@ def test_what_is_under_way_when_the_weights_are_named_anew_is_computed_by_decode
     if relabelled != "decode":
         change_weights()
         assert pair.p.scheduler.reset_prefix_cache(reset_running_requests=True)
-        pair.p.connector.weights_labelled("step-41")
+        pair.p.connector.weights_labelled(label)
     if relabelled != "prefill":
-        pair.d.connector.weights_labelled("step-41")
+        pair.d.connector.reset_cache()
+        pair.d.connector.weights_labelled(label)
     pair.run(lambda: request_id in pair.d.finished, timeout=20)
     assert pair.d.answers[request_id] == continuation(prompt, 4)
     assert pair.d.num_computed_prompt_tokens[request_id] == len(prompt)
+
+
+@pytest.mark.parametrize("is_prefilled", [False, True])
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+def test_what_waits_when_both_are_named_anew_is_computed_by_decode(
+    make_pair: MakePair, send_type: str, is_prefilled: bool
+) -> None:
+    """Before a deadline passes: neither side waits for what was bound to the old name."""
+    pair = make_pair(
+        send_type=send_type, policy="recompute", lease_seconds=60.0, transfer_timeout_seconds=60.0
+    )
+    both = (pair.p, pair.d)
+    for side in both[is_prefilled:]:
+        side.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    prompt, steps = prompt_of(100), itertools.count()
+    name = pair.ask(prompt, order="together")
+    if is_prefilled:
+        pair.run(lambda: pair.prefill_ids[-1] in pair.p.finished)
+    pair.run(lambda: next(steps) > 50)  # what they say to each other has arrived
+    for side in both:
+        side.connector.weights_labelled("step-41")
+    pair.run(lambda: next(steps) > 100)
+    for side in both:
+        side.scheduler.set_pause_state(PauseState.UNPAUSED)
+    pair.run(lambda: name in pair.d.finished, timeout=20)
+    pair.check_answers()
+    assert pair.d.num_computed_prompt_tokens[name] == len(prompt)
+
+
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+def test_what_was_computed_under_two_names_is_not_stashed(
+    make_pair: MakePair, send_type: str
+) -> None:
+    """Decode answers on while its weights change; vLLM allows that."""
+    pair = make_pair(
+        send_type=send_type, policy="recompute", prefill_role="kv_both", stash_seconds=60.0,
+        num_blocks=300,
+    )  # fmt: skip
+    prompt, first = prompt_of(160), new_transfer_id()
+    name = pair.ask(prompt, by="params", max_tokens=60, transfer_id=first, more={"stash": True})
+    pair.run(lambda: len(pair.d.answers[name]) > 10)
+    for side in (pair.p, pair.d):
+        side.connector.reset_cache()
+        side.connector.weights_labelled("step-42")
+    assert name not in pair.d.finished
+    pair.run()
+    pair.p.evict()
+    said = prompt + continuation(prompt, 60) + prompt_of(60, 3)
+    pair.ask(said, by="params", transfer_id=new_transfer_id(), earlier=first)
+    pair.run()
+    assert pair.p.num_computed_prompt_tokens[pair.prefill_ids[-1]] == len(said)

@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 from tests import marks
 from tests.doubles.instance import InstanceDouble
 from tests.doubles.pair import SEND_TYPES, MakePair, Pair, prompt_of
+from tests.doubles.sleeping import CoreDouble
 
 pytestmark = marks.simulated_vllm
 
@@ -41,6 +42,12 @@ class NamedPair:
         work."""
         for letter in letters:
             assert self.side(letter).scheduler.reset_prefix_cache(reset_connector=tells)
+        self.pair.step()
+
+    def run_method(self, letters: str) -> None:
+        """Have the workers run a method of a trainer's."""
+        for letter in letters:
+            CoreDouble(self.side(letter)).collective_rpc("take_weights", args=("step-41",))
         self.pair.step()
 
     def moves(self, seed: int) -> bool:
@@ -127,6 +134,10 @@ def reset_prefill_in_vain(fleet: NamedPair) -> None:
     fleet.pair.run(lambda: "other" in prefill.finished)
 
 
+def run_a_method_of_decodes_workers(fleet: NamedPair) -> None:
+    fleet.run_method("d")
+
+
 def reset_then_label(fleet: NamedPair) -> None:
     fleet.reset("pd")
     fleet.label("pd", "step-41")
@@ -169,6 +180,7 @@ def name_the_checkpoint_behind_a_reset(fleet: NamedPair) -> None:
         (reset_both, False),
         (reset_both_and_tell, False),
         (reset_prefill_in_vain, False),
+        (run_a_method_of_decodes_workers, False),
         (reset_then_label, True),
         (reset_and_tell_then_label, True),
         (label_then_reset, False),
@@ -196,3 +208,16 @@ def test_a_reset_keeps_the_weights_where_an_operator_says_so(
     assert fleet.moves(0)
     fleet.reset("pd", tells=tells)
     assert fleet.moves(1)
+
+
+@pytest.mark.parametrize("who", ["p", "d"])
+def test_a_method_of_the_workers_keeps_no_name_whatever_is_said_of_resets(
+    make_fleet: MakeNamedPair, who: str
+) -> None:
+    fleet = make_fleet(reset_keeps_weights=True)
+    fleet.run_method(who)
+    assert not fleet.moves(0)
+    fleet.label(who, "default")
+    assert fleet.moves(1)
+    fleet.reset(who)
+    assert fleet.moves(2)

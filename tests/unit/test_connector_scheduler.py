@@ -25,11 +25,12 @@ from p2p_engine.config import SendMode
 from p2p_engine.connector.intent import ThisInstance
 from p2p_engine.connector.layer_group import LayerGroup
 from p2p_engine.connector.metadata import P2pConnectorMetadata
-from p2p_engine.connector.scheduler import SchedulerHalf
+from p2p_engine.connector.scheduler import SchedulerHalf, _Loading
 from p2p_engine.connector.states import num_tokens_before_last
 from p2p_engine.connector.stats import P2pConnectorStats
 from p2p_engine.connector.untransferred import AGAIN_SECONDS, QUIET_SECONDS, Untransferred
 from p2p_engine.connector.weights import Weights
+from p2p_engine.wire.bindings import weights_in
 from p2p_engine.wire.messages import TransferKey
 from tests.doubles.clock import Clock
 from tests.vllm.adapters import make_adapter
@@ -677,6 +678,19 @@ def test_a_reset_that_vllm_does_not_tell_of_is_found_once(
     assert metadata.weights.startswith("unknown-")
     assert not windowed.has_orders_for_idle_workers()
     assert not windowed.build_metadata(make_output()).is_reset
+
+
+def test_only_what_has_nothing_yet_is_named_anew(half: SchedulerHalf) -> None:
+    """What has blocks, or has loaded an earlier turn's, has KV of the weights before."""
+    names = ["waits", "has blocks", "loads", "has loaded"]
+    for name in names:
+        half.on_new_request(make_request({**SEND, "transfer_id": name}, request_id=name))
+    half._sending["has blocks"].has_steps = True
+    half._loading["loads"] = _Loading(half._sending["loads"].party, 16)
+    half._loaded["has loaded"] = 0
+    half.weights_labelled("step-41")
+    called = {name: weights_in(half._sending[name].party.binding) for name in names}
+    assert called == {"waits": "step-41", "has blocks": "w", "loads": "w", "has loaded": "w"}
 
 
 # Requests whose KV does not move
