@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from p2p_engine.bounded import BoundedMap
 from p2p_engine.connector import compat
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")  # first come first
+MAX_LOADED = 4096
 LOOK_SECONDS = 1.0  # a request waits in vLLM for longer
 READ_BYTES = 1 << 20
 # Why requests for an adapter are computed here, each behind "the adapter ...".
@@ -39,7 +39,7 @@ Stamps = tuple[object, ...]
 
 
 @dataclass
-class _Adapter:
+class _LoadedAdapter:
     """One that vLLM has loaded. With an obstacle, its name equals no other."""
 
     obstacle: str = ""
@@ -54,7 +54,7 @@ class Adapters:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._loaded: BoundedMap[int, _Adapter] = BoundedMap(limit=4096)
+        self._loaded: dict[int, _LoadedAdapter] = {}  # those used last come last
         # Of what vLLM's prefix cache has KV, by what it tells adapters apart by; None: of several.
         self._cached: dict[object, str | None] = {}
 
@@ -65,10 +65,13 @@ class Adapters:
         now.looked_at, before = self._clock(), self._loaded.get(number)
         is_other = before is not None and before.name != now.name
         if is_other and not adapter.load_inplace:  # the workers may have kept what they had
-            now = _Adapter(CHANGED)
+            now = _LoadedAdapter(CHANGED)
         if now.obstacle:
             logger.warning("the adapter %r %s", adapter.lora_name, now.obstacle)
-        self._loaded.put(number, now)
+        self._loaded.pop(number, None)
+        self._loaded[number] = now
+        if len(self._loaded) > MAX_LOADED:
+            del self._loaded[next(iter(self._loaded))]
         return is_other
 
     def name_of(self, request: Request) -> str:
@@ -97,14 +100,14 @@ class Adapters:
         """Note that vLLM's prefix cache is empty."""
         self._cached.clear()
 
-    def _of(self, adapter: LoRARequest) -> _Adapter:
-        loaded = self._loaded.get(adapter.lora_int_id)
+    def _of(self, adapter: LoRARequest) -> _LoadedAdapter:
+        loaded = self._loaded.pop(adapter.lora_int_id, None)
         if loaded is None:
-            return _Adapter(UNLOADED)
-        self._loaded.put(adapter.lora_int_id, loaded)  # the newest
+            return _LoadedAdapter(UNLOADED)
+        self._loaded[adapter.lora_int_id] = loaded
         return loaded
 
-    def _look_for_changes(self, loaded: _Adapter) -> None:
+    def _look_for_changes(self, loaded: _LoadedAdapter) -> None:
         """Note if files have changed. vLLM may have loaded them again since, or may not: its
         workers forget the adapters used least."""
         if not loaded.obstacle and self._clock() >= loaded.looked_at + LOOK_SECONDS:
@@ -113,7 +116,7 @@ class Adapters:
                 loaded.obstacle = CHANGED
 
 
-def _read(adapter: LoRARequest) -> _Adapter:
+def _read(adapter: LoRARequest) -> _LoadedAdapter:
     """Name an adapter by its weights' bytes, and by its settings. No file makes this raise."""
     from vllm.lora.utils import get_adapter_absolute_path
 
@@ -131,8 +134,8 @@ def _read(adapter: LoRARequest) -> _Adapter:
             while piece := opened.read(READ_BYTES):
                 digest.update(piece)
     except Exception as error:  # noqa: BLE001 - of whatever vLLM's own reading raises
-        return _Adapter(f"cannot be read: {error!r:.200}")
-    return _Adapter("", digest.hexdigest(), files, stamps)
+        return _LoadedAdapter(f"cannot be read: {error!r:.200}")
+    return _LoadedAdapter("", digest.hexdigest(), files, stamps)
 
 
 def _settings(adapter: LoRARequest, folder: Path) -> str:

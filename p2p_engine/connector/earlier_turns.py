@@ -111,6 +111,8 @@ class EarlierTurns:
         num_computed = min(request.num_tokens - 1, request.num_computed_tokens)
         if not self._can_recall(request) or request.status not in FINISHED_WELL:
             return None
+        if self._adapters.obstacle_to(request):  # since the request came
+            return None
         ends = [end * unit for end in cuts(num_computed // unit, request.num_prompt_tokens // unit)]
         if not ends:
             return None
