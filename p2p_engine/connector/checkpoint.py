@@ -130,7 +130,7 @@ def fingerprint(folder: Path, load_format: str = "auto") -> str:
     return hashlib.blake2b(b"".join(samples), digest_size=8).hexdigest()
 
 
-def _folder_of(model: str, revision: str | None, cache: str | None = None) -> Path:
+def _folder_of(model: str, revision: str | None, cache: str | None) -> Path:
     """Return where the weights are: vLLM has fetched them by now."""
     if Path(model).exists():
         return Path(model)
