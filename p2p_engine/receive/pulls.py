@@ -137,9 +137,10 @@ class Pulls(LinkListener):
         error: P2pError,
     ) -> None:
         """Note that a peer will not complete a content, in attempts up to this generation; an older
-        peer names only the key, and means all. A receive that awaits it from there asks: the peer
-        may have begun, or be about to begin, the attempt that the receive is for. A receive without
-        a named peer fails.
+        peer names only the key, and means all. Each receive that awaits a content of the key from
+        there asks: the peer may have begun, or be about to begin, the attempt that the receive is
+        for; or it never will, as it knows the prompt as another content. A receive without a named
+        peer fails.
 
         Raises:
             RemoteProtocolError: it is awaited from another peer, or another one sends it.
@@ -147,10 +148,10 @@ class Pulls(LinkListener):
         if self._store.is_over(key, epoch, generation, binding):
             return
         awaited = self._expectations.awaited_of(key, binding)
-        from_it = [item for item in awaited if epoch in item.epochs]
+        from_it = [item for item in self._expectations.awaited_of(key) if epoch in item.epochs]
         for item in from_it:
             self._ask_again(item, epoch)
-        if from_it:
+        if any(binding in (None, item.binding) for item in from_it):
             return
         if not awaited:
             self._store.on_abandon(key, binding, epoch, error)

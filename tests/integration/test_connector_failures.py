@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from vllm.v1.request import RequestStatus
 
 from p2p_engine.connector.connector import P2pNcclConnector
 from p2p_engine.connector.intent import InvalidParams
+from p2p_engine.connector.orders import Party
 from p2p_engine.connector.untransferred import Reason
+from p2p_engine.wire.bindings import PROMPT_BYTES
 from p2p_engine.wire.request_ids import new_transfer_id
 from tests import marks
 from tests.doubles.instance import BLOCK_SIZE, InstanceDouble, continuation
@@ -394,6 +397,11 @@ def test_a_load_that_vllm_cuts_short_is_computed(
     pair.check_at_rest()
 
 
+def of_another_prompt(party: Party) -> Party:
+    return dataclasses.replace(party, binding=bytes(reversed(party.binding[:PROMPT_BYTES])))
+
+
+@pytest.mark.parametrize("is_alike", [True, False], ids=["alike", "another name"])
 @pytest.mark.parametrize("order", ["together", "prefill first"])
 @pytest.mark.parametrize("send_type", SEND_TYPES)
 def test_decode_hears_at_once_of_what_prefill_will_not_send(
@@ -402,19 +410,26 @@ def test_decode_hears_at_once_of_what_prefill_will_not_send(
     caplog: pytest.LogCaptureFixture,
     send_type: str,
     order: str,
+    is_alike: bool,
 ) -> None:
-    """As of a LoRA adapter that was replaced on prefill only."""
+    """As of a LoRA adapter that was replaced on prefill only; prefill may call its weights as
+    decode does, or not."""
 
     def refuse(request: object) -> None:
         raise InvalidParams("the adapter was replaced", Reason.UNSUPPORTED)
 
     pair = make_pair(send_type=send_type, policy="recompute")
-    monkeypatch.setattr(pair.p.connector._planner, "_refuse_unsupported", refuse)
+    planner, reason = pair.p.connector._planner, "the adapter was replaced"
+    monkeypatch.setattr(planner, "_refuse_unsupported", refuse)
+    if not is_alike:
+        party = planner._party
+        monkeypatch.setattr(planner, "_party", lambda *given: of_another_prompt(party(*given)))
+        reason = "another content was given up: the prompts differ"
     prompt = prompt_of(100)
     name = pair.ask(prompt, order=order)
     pair.run(timeout=8)
     assert pair.d.answers[name] == continuation(prompt, 4)
     assert pair.d.num_computed_prompt_tokens[name] == len(prompt)
     assert f"load failed: request={name}" in caplog.text
-    assert caplog.text.rstrip().endswith("the adapter was replaced")
+    assert caplog.text.rstrip().endswith(reason)
     pair.check_at_rest()

@@ -13,6 +13,8 @@ from p2p_engine.control.sockets import Route
 from p2p_engine.errors import TransferRejected
 from p2p_engine.memory.layout import TensorSink, TensorSource
 from p2p_engine.peers.link import PeerAddress
+from p2p_engine.receive.pulls import Pulls
+from p2p_engine.send import holds
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.messages import Gone, encode
 from tests.rigs.engines import assert_idle, engines
@@ -116,6 +118,26 @@ def test_one_that_will_not_come_ends_only_its_own_receive(scene: ContentsScene) 
         scene.check(binding, transfer)
 
 
+def test_one_that_is_abandoned_ends_the_wait_for_another_that_does_not_follow(
+    scene: ContentsScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sides may call one prompt by two bindings, as with an adapter that only one can name."""
+    monkeypatch.setattr(Pulls, "_pause", lambda *_: 60.0)  # no WANT is repeated by itself
+    waiting = scene.await_push(BINDINGS[1], is_named=True)
+    [item] = scene.decode._parts.expectations.awaited_of(KEY)
+    eventually(lambda: any(asked.num_wants for asked in item.asked))
+    scene.abandon(BINDINGS[0])
+    with pytest.raises(TransferRejected, match="another content was given up"):
+        waiting.wait(9)
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a busy machine take its time between a content's end and the next one's beginning."""
+    monkeypatch.setattr(holds, "OTHERS_SECONDS", 8)
+
+
+@pytest.mark.usefixtures("patience")
 @pytest.mark.parametrize("is_named", [False, True], ids=["any sender", "named"])
 def test_one_that_is_abandoned_ends_only_its_own_receive(
     scene: ContentsScene, is_named: bool
@@ -129,6 +151,7 @@ def test_one_that_is_abandoned_ends_only_its_own_receive(
         scene.check(binding, transfer)
 
 
+@pytest.mark.usefixtures("patience")
 @pytest.mark.parametrize("is_named", [False, True], ids=["any sender", "named"])
 def test_one_that_was_abandoned_before_ends_no_other_receive(
     scene: ContentsScene, is_named: bool
