@@ -93,7 +93,7 @@ class Dispatch(PlaneListener):
         self._holds = holds
         self._store = store
         self._transports = transports
-        self._weights = ""  # the name of ours; contents of others are refused. "": no name
+        self.weights = ""  # the name of ours; contents of others are refused. "": no name
         self._answers: Handlers = {
             **answers_to(sender),
             Gone: self._on_gone,
@@ -113,7 +113,7 @@ class Dispatch(PlaneListener):
     def use_weights(self, name: str) -> None:
         """Refuse contents of other weights from now on, also to who waits for them already; ""
         refuses none."""
-        self._weights = name
+        self.weights = name
         self._holds.refuse_each(self._refusal)
 
     def on_frame(self, route: Route, frame: bytes) -> None:
@@ -192,8 +192,7 @@ class Dispatch(PlaneListener):
         if transport is None:
             raise RemoteProtocolError(f"transport {offer.transport!r} was not agreed on")
         if reason := self._otherness(offer.binding):
-            ours, error = renamed(offer.binding, self._weights), TransferRejected(reason)
-            self._store.refuse_other(offer.source_epoch, offer, ours, error)
+            self._store.refuse_other(offer.source_epoch, offer, self.weights, reason)
         else:
             self._store.on_offer(offer.source_epoch, offer, transport)
 
@@ -216,19 +215,17 @@ class Dispatch(PlaneListener):
             self._holds.on_renew_all()
         peer = PeerAddress(session.address)
         for content in renew.contents:
-            ending = self._refusal(content) or self._holds.on_renew(
-                content, peer, session.spec, epoch=renew.source_epoch
-            )
+            ending = self._holds.on_renew(content, peer, session.spec, epoch=renew.source_epoch)
             if ending is not None:
                 self._gone(renew, content, ending)
 
     def _on_release(self, session: Session, release: Release) -> None:
         content = (release.key, release.binding)
-        peer, spec, epoch = PeerAddress(session.address), session.spec, release.source_epoch
-        self._holds.on_release(content, peer, spec, epoch=epoch)
+        peer, epoch = PeerAddress(session.address), release.source_epoch
+        self._holds.on_release(content, peer, session.spec, epoch=epoch)
         if self._otherness(release.binding):
-            ours = (release.key, renamed(release.binding, self._weights))
-            self._holds.on_release_of_other(ours, peer, spec, epoch=epoch)
+            ours = (release.key, renamed(release.binding, self.weights))
+            self._holds.on_release_of_other(ours, epoch)
 
     def _on_want(self, session: Session, want: Want) -> None:
         content = (want.key, want.binding)
@@ -254,9 +251,9 @@ class Dispatch(PlaneListener):
     def _otherness(self, binding: bytes) -> str:
         """Name both weights if a content is of others than ours; ""."""
         theirs = weights_in(binding)
-        if not self._weights or theirs in ("", self._weights):
+        if not self.weights or theirs in ("", self.weights):
             return ""
-        return f"weights: {self._weights} here, {theirs} there"
+        return f"weights: {self.weights} here, {theirs} there"
 
     def _gone(self, asked: Renew | Want, content: ContentKey, ending: Ending) -> None:
         key, binding = content

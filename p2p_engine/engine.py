@@ -476,7 +476,7 @@ class P2pNcclEngine:
         had landed."""
         with self._open():
             self._parts.collect()
-            return self._parts.store.drop_landed()
+            return self._parts.store.drop_landed(self._parts.dispatch.weights)
 
     # Tensors by name
 

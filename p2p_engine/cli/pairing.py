@@ -72,10 +72,9 @@ def compare(answers: Mapping[str, Location | P2pError]) -> Iterator[Finding]:
 def _obstacles(here: Location, there: Location) -> list[str]:
     if here.spec is None or there.spec is None or here.spec.identity == there.spec.identity:
         return obstacles(here.spec, there.spec)
-    if not here.identity or not there.identity:
-        return obstacles(here.spec, there.spec)  # one has none, or too many for a message
     try:
-        fields = differences(unpack(here.identity), unpack(there.identity), at_most=_ALL)
+        ours, theirs = unpack(here.identity), unpack(there.identity)
+        fields = differences(ours, theirs, at_most=_ALL) if ours and theirs else []
     except RemoteProtocolError as error:
         fields = [str(error)]
     return obstacles(here.spec, there.spec, fields=fields)

@@ -19,6 +19,7 @@ from p2p_engine.control.sockets import Route
 from p2p_engine.errors import PeerUnreachable, RemoteProtocolError
 from p2p_engine.peers.stash_notes import Recalling, StashNotes
 from p2p_engine.wire.addresses import join_address
+from p2p_engine.wire.identity import NO_FIELDS
 from p2p_engine.wire.messages import (
     MAX_REASON,
     PROTOCOL_VERSION,
@@ -61,7 +62,7 @@ class RankAddress:
     address: str
     epoch: int
     spec: CacheSpec | None = None
-    identity: bytes = b""
+    identity: bytes = NO_FIELDS
 
 
 @dataclass(frozen=True)

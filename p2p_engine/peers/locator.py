@@ -93,9 +93,10 @@ class Locator(LinkListener):
             return
         here, there = self._spec, message.spec
         is_other = bool(here and there and here.identity != there.identity)
-        if is_other and not inquiry.asks_identity:
-            inquiry.asks_identity = True
-            self._repeat(instance, inquiry)
+        if is_other and not message.identity:  # nobody had asked for the fields, then
+            if not inquiry.asks_identity:
+                inquiry.asks_identity = True
+                self._repeat(instance, inquiry)
             return
         found = obstacles(here, there, fields=self._differing_fields(message) if is_other else ())
         if here and there and not found and here.has_ranks and there.has_ranks:
@@ -120,10 +121,9 @@ class Locator(LinkListener):
         return {each.address: text for each, (text, until) in self._refused.items() if now < until}
 
     def _differing_fields(self, message: Location) -> list[str]:
-        if not message.identity:
-            return []  # it has none, or too many for a message
         try:
-            return differences(self._identity, unpack(message.identity))
+            theirs = unpack(message.identity)
+            return differences(self._identity, theirs) if theirs else []
         except RemoteProtocolError as error:
             return [str(error)]
 

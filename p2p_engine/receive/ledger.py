@@ -118,9 +118,8 @@ class Receive:
     is_pulled: bool = False  # it was asked for with WANT
     began_at: float = 0.0
     transport: str = "none"  # of the last chunk that was granted
-    # Epochs that offer another content of its key, and what is to be said of that.
-    strangers: dict[int, str] = field(default_factory=dict)
-    mismatch: str = ""  # such an epoch is its sender's: what is said of that
+    strangers: set[int] = field(default_factory=set)  # epochs that offer another content of its key
+    mismatched: bool = False  # such an epoch is its sender's
     # Why chunks that came before the receive do not fit it, by their senders' epochs.
     misfits: dict[int, P2pError] = field(default_factory=dict)
 

@@ -13,6 +13,7 @@ from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError
 from p2p_engine.receive.expectations import Expectations
 from p2p_engine.receive.ledger import Landing, LandingId
+from p2p_engine.wire.bindings import renamed
 from p2p_engine.wire.messages import (
     Cancel,
     Commit,
@@ -48,7 +49,6 @@ class Cause(enum.Enum):
     ABANDONED = enum.auto()  # its sender says that it will not come
     LOST = enum.auto()  # its sender was restarted: that may offer it, but need not be asked
     FAILED = enum.auto()  # a chunk of its sender did not fit, arrived with wrong bytes, or expired
-    OTHER = enum.auto()  # of a key: what its sender sent is gone, and may have been another content
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Tombstone:
     @property
     def is_sure(self) -> bool:
         """Whether its sender will not offer it any more, as far as is known."""
-        return self.cause not in (Cause.WITHDRAWN, Cause.OTHER) or self.is_refused
+        return self.cause is not Cause.WITHDRAWN or self.is_refused
 
     def refuses_offer(self, epoch: int) -> bool:
         """Whether it refuses the offers of an engine, unless they belong to a later attempt."""
@@ -161,12 +161,15 @@ class Replies:
         nbytes = OUTCOME_BYTES + heap_bytes(tombstone.reason)
         self._tombstones.put(content, tombstone, epoch, nbytes)
 
-    def note_other(self, content: ContentKey, reason: str, epoch: int) -> None:
-        """Remember that a content which a sender has sent is gone: who asks for another one of its
-        key need not wait for long, unless that is offered first."""
-        name = (content[0], b"")
-        if all(tombstone.cause is Cause.OTHER for _, tombstone in self._tombstones_of(name)):
-            self.leave_tombstone(name, reason, Cause.OTHER, epoch)
+    def fail_as(self, content: ContentKey, weights: str, reason: str, epoch: int) -> None:
+        """Remember that what a sender has sent under other weights' name is of no use here: who
+        asks for the same prompt under this name need not wait, unless a later attempt is offered
+        first."""
+        key, binding = content
+        heard = self._generations.get((key, epoch)) or {}
+        ours = renamed(binding, weights)
+        self.note_generation(key, ours, epoch, heard.get(binding, 0))
+        self.leave_tombstone((key, ours), reason, Cause.FAILED, epoch)
 
     def refusal_of_offer(self, content: ContentKey, epoch: int, generation: int) -> str | None:
         """Return why an offer must be refused, or None; then it comes after all, or from another

@@ -47,12 +47,12 @@ from p2p_engine.receive.placement import Placement
 from p2p_engine.receive.replies import Cause, Replies, Reply
 from p2p_engine.transfer import Transfer, lane_of, note_stage
 from p2p_engine.transports.base import Transport
+from p2p_engine.wire.bindings import renamed, weights_in
 from p2p_engine.wire.messages import ContentKey, Offer, TransferKey
 
 logger = logging.getLogger(__name__)
 
 MISMATCH_GRACE_SECONDS = 1.0
-ANOTHER = "the peer's content is another one (prompt, media, LoRA, salt or model)"
 LANDING_BYTES = 3000  # of our own memory that a landing takes, without its names and its manifest
 MAX_OWED = 64  # open chunks of one receive that no budget refuses
 
@@ -131,8 +131,6 @@ class Store(SessionListener):
         for tombstone in tombstones:
             if tombstone.cause is Cause.FAILED:
                 receive.misfits[tombstone.epoch] = TransferRejected(f"{key}: {tombstone.reason}")
-            elif tombstone.cause is Cause.OTHER:
-                receive.strangers[tombstone.epoch] = tombstone.reason
         self._left.pop(content, None)
         self._ledger.open(receive)
         self._timers.set(receive, deadline)
@@ -140,7 +138,6 @@ class Store(SessionListener):
             is_here = landing.state in (LandingState.GRANTED, LandingState.LANDED)
             if is_here and receive.ending is None:
                 self._claim(landing, receive)
-        self._judge_mismatch(receive)
         for item in self._ledger.of_key(key):
             self._note_mismatch(item.content, item.id[0])
         return transfer
@@ -236,13 +233,17 @@ class Store(SessionListener):
             self._judge_mismatch(receive)
             self._judge_misfits(receive)
 
-    def drop_landed(self) -> int:
+    def drop_landed(self, weights: str = "") -> int:
         """Drop all landings that no receive has claimed; returns the bytes of those that had
-        landed."""
+        landed. If they are of others than these `weights`, who asks for the same prompt under this
+        name does not wait for it."""
         unclaimed = [item for item in self._ledger.landings.values() if item.receive is None]
         landed = [item for item in unclaimed if item.orphaned]
         for content, epoch in {(item.content, item.id[0]) for item in unclaimed}:
-            self._remember_lost(content, "the landed KV was dropped", epoch)
+            reason = "the landed KV was dropped"
+            self._replies.leave_tombstone(content, reason, Cause.FAILED, epoch)
+            if weights_in(content[1]) not in ("", weights):
+                self._replies.fail_as(content, weights, reason, epoch)
             self._drop(content)
         return sum(landing.nbytes for landing in landed)
 
@@ -289,17 +290,19 @@ class Store(SessionListener):
                 self._replies.leave_tombstone(content, str(refusal), Cause.FAILED, epoch)
                 self._drop(content, epoch)
 
-    def refuse_other(
-        self, epoch: int, offer: Offer, binding: bytes, error: TransferRejected
-    ) -> None:
-        """Refuse an offer that can never be of use here. If the sender may end the receive that
-        waits for this `binding` of its key instead, that ends, too: what it waits for will not
-        come. Receives of other bindings wait for a second."""
+    def refuse_other(self, epoch: int, offer: Offer, weights: str, reason: str) -> None:
+        """Refuse an offer of other weights' KV than of these. If the sender may end the receive
+        that waits for the same prompt, that ends, too, now or when it begins: what it waits for
+        will not come. Receives of other prompts wait for a second."""
+        content, error = (offer.key, offer.binding), TransferRejected(reason)
         self._refuse((epoch, offer.seq), offer.attempt, error)
-        receive = self._ledger.receives.get((offer.key, binding))
-        if receive is not None and self._may_end(receive, epoch):
+        receive = self._ledger.receives.get((offer.key, renamed(offer.binding, weights)))
+        if receive is None:
+            self._replies.note_generation(*content, epoch, offer.generation)
+            self._replies.fail_as(content, weights, reason, epoch)
+        elif self._may_end(receive, epoch):
             self._stop_receive(receive, error)
-        self._note_mismatch((offer.key, offer.binding), epoch, str(error))
+        self._note_mismatch(content, epoch)
 
     def on_done(self, epoch: int, seq: int, attempt: int, checksum: int) -> None:
         """Note that the sender has written everything; COMMIT is sent as soon as it has landed."""
@@ -410,7 +413,7 @@ class Store(SessionListener):
             self._late[item] = None
             self._counters.expired += 1
             reason = "its lease ended before a request asked for it"
-            self._remember_lost(item.content, reason, item.id[0])
+            self._replies.leave_tombstone(item.content, reason, Cause.FAILED, item.id[0])
             self._drop(item.content, item.id[0])  # all: its next attempt may have other bytes
 
     def _check_writer(self, writer: Writer) -> None:
@@ -800,11 +803,6 @@ class Store(SessionListener):
             elif landing.state is LandingState.GRANTED and landing.receive is None:
                 self._give_up(landing, proven=False)
 
-    def _remember_lost(self, content: ContentKey, reason: str, epoch: int) -> None:
-        self._replies.leave_tombstone(content, reason, Cause.FAILED, epoch)
-        if content[1]:
-            self._replies.note_other(content, reason, epoch)
-
     def _cancel_transfer(self, transfer: Transfer, reason: str) -> None:
         with self._changed:
             receive = self._ledger.receive_of(transfer)
@@ -812,22 +810,21 @@ class Store(SessionListener):
                 text = f"{transfer.key} was withdrawn: {reason or 'no reason given'}"
                 self._stop_receive(receive, TransferCancelled(text))
 
-    def _note_mismatch(self, content: ContentKey, epoch: int, reason: str = ANOTHER) -> None:
+    def _note_mismatch(self, content: ContentKey, epoch: int) -> None:
         """Note that a sender offers a content under a key that is waited for with other bindings
         only. If a request here waits for this one, too, the sender has several under the key."""
         if content in self._ledger.receives or self._expectations.is_wanted(content):
             return
         for receive in self._ledger.receives_of_key(content[0]):
             if len(receive.strangers) < MAX_STRANGERS:
-                receive.strangers[epoch] = reason
+                receive.strangers.add(epoch)
                 self._judge_mismatch(receive)
 
     def _judge_mismatch(self, receive: Receive) -> None:
         """If the named sender offers another content, shorten the wait; do not end it at once."""
-        reasons = receive.strangers.items()
-        theirs = [reason for epoch, reason in reasons if self._may_end(receive, epoch)]
-        if theirs and not receive.mismatch:
-            receive.mismatch = theirs[0]
+        is_theirs = any(self._may_end(receive, epoch) for epoch in receive.strangers)
+        if is_theirs and not receive.mismatched:
+            receive.mismatched = True
             soon = self._clock() + MISMATCH_GRACE_SECONDS
             receive.deadline = min(receive.deadline, soon)
             self._timers.set(receive, receive.deadline)
@@ -844,8 +841,9 @@ class Store(SessionListener):
 
     def _overdue(self, receive: Receive) -> P2pError:
         key = receive.content[0]
-        if receive.mismatch:
-            return TransferRejected(f"{key}: {receive.mismatch}")
+        if receive.mismatched:
+            text = f"{key}: the peer's content is another one (prompt, media, LoRA, salt or model)"
+            return TransferRejected(text)
         return TransferTimeout(f"{key}: KV did not arrive by its deadline")
 
 

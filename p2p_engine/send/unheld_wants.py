@@ -69,10 +69,6 @@ class UnheldWants:
         self._of_engine.add(want.attempt[0], name)
         self._timers.set(name, want.deadline)
 
-    def has(self, content: ContentKey, peer: PeerAddress) -> bool:
-        """Whether a peer wants a content."""
-        return (content, peer) in self._unheld
-
     def discard(self, content: ContentKey, peer: PeerAddress) -> None:
         """Forget a peer's WANT; idempotent."""
         self._pop((content, peer))

@@ -30,9 +30,9 @@ def digest_of(identity: Identity) -> bytes:
 
 
 def pack(identity: Identity) -> bytes:
-    """Return the fields as a message carries them; b"" if they are too many for one."""
+    """Return the fields as a message carries them; NO_FIELDS if they are too many for one."""
     packed = zlib.compress(_plain(identity))
-    return packed if len(packed) <= MAX_IDENTITY_BYTES else b""
+    return packed if len(packed) <= MAX_IDENTITY_BYTES else NO_FIELDS
 
 
 def unpack(packed: bytes) -> Identity:
@@ -74,3 +74,6 @@ def _printable(name: str) -> str:
 
 def _plain(identity: Identity) -> bytes:
     return msgspec.msgpack.encode(sorted(identity.items()))
+
+
+NO_FIELDS = zlib.compress(_plain({}))  # b"" is an answer to who has not asked for them

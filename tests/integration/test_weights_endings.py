@@ -14,6 +14,7 @@ from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.errors import TransferRejected
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.receive import store
+from p2p_engine.send import holds
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.bindings import bind, renamed
 from p2p_engine.wire.request_ids import new_transfer_id
@@ -136,19 +137,69 @@ def test_prefill_does_not_hold_what_decode_computes(
     pair.check_at_rest()
 
 
-def test_what_is_released_under_an_earlier_name_may_be_asked_for_under_the_new_one() -> None:
+@pytest.mark.parametrize("is_renewed", [True, False], ids=["renewed", ""])
+def test_what_is_released_under_an_earlier_name_may_be_asked_for_under_the_new_one(
+    monkeypatch: pytest.MonkeyPatch, is_renewed: bool
+) -> None:
     """Decode's RELEASE of the one may come behind prefill's hold of the other."""
+    monkeypatch.setattr(holds, "UNASKED_SECONDS", 0.0 if is_renewed else 30.0)
     with engines(2, lease_seconds=60.0) as (sender, receiver):
         theirs, ours = PagedMemory(16).fill(SeededRandom(3)), PagedMemory(16)
         for engine in (sender, receiver):
             engine.use_weights("step-2")
-        peer = PeerAddress(sender.zmq_address)
-        held = sender.hold(KEY, theirs.source(BLOCKS), binding=bind(PROMPT, "step-2"))
+        peer, binding = PeerAddress(sender.zmq_address), bind(PROMPT, "step-2")
+        held = sender.hold(KEY, theirs.source(BLOCKS), binding=binding)
         [hold] = sender._parts.holds._holds.values()
+        lease_ended_at = hold.lease_ends_at
+        if is_renewed:
+            receiver.keep(KEY, binding=binding, peer=peer)
+            eventually(lambda: hold.lease_ends_at > lease_ended_at)
         receiver.discard(KEY, binding=bind(PROMPT, "step-1"), peer=peer, pull=True)
-        eventually(lambda: bool(hold.unasked))
-        _receive(receiver, sender, ours, bind(PROMPT, "step-2"), pull=True).wait(SOON_SECONDS)
+        over = sender._parts.holds._endings
+        eventually(lambda: over._endings.get((KEY, bind(PROMPT, "step-1"))) is not None)
+        assert (hold.lease_ends_at < lease_ended_at) is not is_renewed
+        receiver.drop(KEY, binding=binding)
+        _receive(receiver, sender, ours, binding, pull=True).wait(SOON_SECONDS)
         held.wait(SOON_SECONDS)
+        assert (ours.data[:, BLOCKS] == theirs.data[:, BLOCKS]).all()
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "nameless"])
+def test_an_offer_of_other_weights_ends_the_wait_that_begins_behind_it(is_named: bool) -> None:
+    with engines(2, transfer_timeout_seconds=60) as (sender, receiver):
+        theirs, ours = PagedMemory(16).fill(SeededRandom(5)), PagedMemory(16)
+        sender.use_weights("step-1")
+        receiver.use_weights("step-2")
+        sent = sender.send(
+            KEY,
+            PeerAddress(receiver.zmq_address),
+            theirs.source(BLOCKS),
+            binding=bind(PROMPT, "step-1"),
+            generation=1,
+        )
+        with pytest.raises(TransferRejected, match=r"weights: step-. here, step-. there"):
+            sent.wait(SOON_SECONDS)
+        peer = PeerAddress(sender.zmq_address) if is_named else None
+        with pytest.raises(TransferRejected, match=r"weights: step-. here, step-. there"):
+            receiver.receive(
+                KEY, ours.sink(BLOCKS), binding=bind(PROMPT, "step-2"), peer=peer
+            ).wait(SOON_SECONDS)
+
+
+def test_decode_keeps_what_has_landed_when_only_prefill_is_named_anew() -> None:
+    """It is of decode's own weights, and its RENEW asks for nothing."""
+    with engines(2) as (sender, receiver):
+        theirs, ours = PagedMemory(16).fill(SeededRandom(6)), PagedMemory(16)
+        for engine in (sender, receiver):
+            engine.use_weights("step-1")
+        binding, peer = bind(PROMPT, "step-1"), PeerAddress(sender.zmq_address)
+        there = PeerAddress(receiver.zmq_address)
+        sender.send(KEY, there, theirs.source(BLOCKS), binding=binding).wait(SOON_SECONDS)
+        sender.use_weights("step-2")
+        receiver.keep(KEY, binding=binding, peer=peer)
+        eventually(lambda: sender.is_renewed(KEY, binding=binding))
+        receiver.drop(KEY, binding=binding)
+        _receive(receiver, sender, ours, binding).wait(SOON_SECONDS)
         assert (ours.data[:, BLOCKS] == theirs.data[:, BLOCKS]).all()
 
 
@@ -206,7 +257,7 @@ def test_who_waits_for_what_other_weights_would_make_is_refused_at_once() -> Non
             [kept] = sender._parts.holds._unheld._unheld
             sender._parts.dispatch.use_weights("step-2")
             assert len(sender._parts.holds._unheld) == 0, kept
-        with pytest.raises(TransferRejected, match="weights: step-2 here, step-1 there"):
+        with pytest.raises(TransferRejected, match=r"weights: step-. here, step-. there"):
             waiting.wait(SOON_SECONDS)
 
 
@@ -226,7 +277,7 @@ def test_an_offer_of_other_weights_ends_only_the_wait_for_its_prompt(
         for binding in (renamed(first, "step-1"), second):
             peer = PeerAddress(receiver.zmq_address)
             sender.send(KEY, peer, theirs.source(BLOCKS), binding=binding)
-        with pytest.raises(TransferRejected, match="weights: step-2 here, step-1 there"):
+        with pytest.raises(TransferRejected, match=r"weights: step-. here, step-. there"):
             waits[0].wait(SOON_SECONDS)
         waits[1].wait(SOON_SECONDS)
 
