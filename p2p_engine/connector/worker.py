@@ -104,7 +104,7 @@ class WorkerHalf:
         if metadata.number > self._num_finished + 1:  # vLLM's runner V2 stops in a step that raises
             self.lose_step()
         self._number = metadata.number
-        if metadata.is_renamed or not self._weights:
+        if metadata.is_renamed or metadata.weights != self._weights:
             self._use_weights(metadata.weights)
         reason = f"vLLM has reset its caches; weights: {self._weights}"
         if metadata.is_reset:

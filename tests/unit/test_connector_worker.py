@@ -160,6 +160,9 @@ class EngineDouble:
     def discard(self, key: TransferKey, **settings: Any) -> None:
         self.discarded.append((key.transfer_id, settings))
 
+    def use_weights(self, name: str) -> None:
+        pass
+
     def drop_landed(self) -> None:
         self.num_dropped += 1
 
