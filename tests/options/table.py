@@ -211,6 +211,7 @@ CHANGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "phi": {
         "max_model_len": ("256", "1024"),
         "hf_overrides": (_told(original_max_position_embeddings=4096),),
+        "model_impl": ("transformers",),
     },
     "granite": {
         "mamba_backend": ("flashinfer", "cpu"),

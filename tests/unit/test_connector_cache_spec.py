@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -16,6 +18,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -309,6 +312,45 @@ def test_lengths_pair_where_vllm_turns_keys_alike(
     assert bool(obstacles(described(one), described(other))) != is_alike
     found = differences(*(identity_of(each, each.model_config) for each in (one, other)))
     assert found == ([] if is_alike else ["rope_factors: 'short' here, 'long' there"])
+
+
+def turned_by_transformers(config: VllmConfig, num_tokens: int) -> torch.Tensor:
+    """Keys of a prompt of so many tokens, as the implementation of transformers turns them."""
+    rope = LlamaRotaryEmbedding(copy.deepcopy(config.model_config.hf_config))
+    keys = torch.ones((1, 1, num_tokens, 2 * HALF))
+    cos, sin = rope(keys, torch.arange(num_tokens)[None])
+    turned: torch.Tensor = apply_rotary_pos_emb(keys, keys, cos, sin)[1][0, 0]
+    return turned
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [*itertools.product(("default", "linear", "yarn", "llama3", "dynamic", "longrope"), (2048,)),
+     ("dynamic", 8192)],
+)  # fmt: skip
+def test_the_implementation_of_transformers_pairs_where_it_turns_keys_alike(
+    name: str, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = model_of(tmp_path, length, rope_parameters=ROPES[name])
+    own = rotated(config, monkeypatch)[0, :200]
+    before = identity_of(config, config.model_config)
+    short, long = (turned_by_transformers(config, each)[:200] for each in (200, length))
+    is_alike = torch.allclose(short, long, atol=1e-4) and torch.allclose(short, own, atol=1e-4)
+    assert is_alike == (name != "longrope" and length == 2048)
+    monkeypatch.setattr(type(config.model_config), "using_transformers_backend", lambda _: True)
+    found = differences(before, identity_of(config, config.model_config))
+    assert [each.endswith("'by prompt' there") for each in found] == ([] if is_alike else [True])
+
+
+def test_llama4_of_transformers_is_tuned_as_its_configuration_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That implementation reads no generation_config.json, and no length."""
+    config = model_of(tmp_path, 1024, **LLAMA4)
+    monkeypatch.setattr(type(config.model_config), "using_transformers_backend", lambda _: True)
+    assert identity_of(config, config.model_config)["attn_temperature_tuning"] == "on"
+    config.model_config.hf_text_config.attn_temperature_tuning = False
+    assert identity_of(config, config.model_config)["attn_temperature_tuning"] == "off"
 
 
 def test_a_draft_has_factors_of_its_own(tmp_path: Path) -> None:

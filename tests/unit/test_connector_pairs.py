@@ -191,6 +191,15 @@ def test_another_configuration_than_the_folders_is_named(
     ]
 
 
+def test_longrope_is_named_where_transformers_computes(tmp_path: Path) -> None:
+    """It chooses the factors by each prompt, vLLM's own model by the length of the model."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": 16 * [1.0],
+            "long_factor": 16 * [2.0], "original_max_position_embeddings": 512}  # fmt: skip
+    model = write_model_config(tmp_path, rope_parameters=rope)
+    here, there = (told(configured(model, model_impl=each)) for each in ("vllm", "transformers"))
+    assert differences(here, there) == ["rope_factors: 'long' here, 'by prompt' there"]
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
