@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
+from p2p_engine.connector.compat import release_name
+
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
@@ -88,8 +90,10 @@ def name_of_checkpoint(vllm_config: VllmConfig, draft: ModelConfig | None = None
 
 def _drawn(parallel: Any, model: ModelConfig) -> str:
     """Name dummy weights. vLLM draws each part of a tensor from one seed, so another split makes
-    other weights; so do other tensors, which the implementation of transformers has."""
-    name = f"dummy-{parallel.tensor_parallel_size}x{parallel.pipeline_parallel_size}"
+    other weights; so do other tensors, which the implementation of transformers has, and another
+    release, which fills some tensors otherwise."""
+    split = f"{parallel.tensor_parallel_size}x{parallel.pipeline_parallel_size}"
+    name = f"dummy-{release_name()}-{split}"
     # Experts are split over all of these ranks, by tensor or by expert.
     ranks = parallel.data_parallel_size * parallel.prefill_context_parallel_size
     if ranks > 1:

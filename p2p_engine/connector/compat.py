@@ -53,6 +53,13 @@ def check_delta_nets() -> None:
         raise ConfigError("a state of kind GDN_ATTN needs vLLM 0.32 or newer")
 
 
+def release_name() -> str:
+    """Return what peers compare of this vLLM's version: "0.32" of each 0.32.x, and all of a version
+    that is no release's."""
+    match = re.fullmatch(r"(\d+\.\d+)[\d.]*(\.post\d+)?(\+.*)?", vllm.__version__)
+    return match[1] if match is not None else vllm.__version__
+
+
 def _release() -> tuple[int, int] | None:
     """Return this vLLM's release; None if it was built from a checkout: trust whoever did it."""
     match = re.match(r"(\d+)\.(\d+)", vllm.__version__)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from p2p_engine.connector.identity_fields import AS_RESOLVED, HF, NULLS, is_compared
+from p2p_engine.connector.identity_fields import HF, NULLS, is_compared
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -34,10 +34,6 @@ def settings_of(model: ModelConfig) -> Iterator[tuple[str, object]]:
         said = {**said, "architectures": config.architectures}
     else:
         said = _laid_over(said, overrides, config)
-    for name in AS_RESOLVED:
-        value = getattr(config, name, getattr(model.hf_text_config, name, None))
-        if value is not None:
-            said[name] = value
     yield from _leaves(said, "hf.", is_config=True)
 
 

@@ -5,9 +5,8 @@ why. Two instances whose identities have one digest pair; where the digests diff
 why not (docs/identity.md). What the layers keep is in the CacheSpec, what the weights are is in
 each content's binding.
 
-A value that is the default of its class of vLLM's counts as absent. So two releases pair if one of
-them has a field more, at its default. A test has the defaults of the compared fields, which are one
-in vLLM 0.29 to 0.33. Of the model's own configuration, what is written is compared (`hf_config`).
+A value that is the default of its class of vLLM's counts as absent, since vLLM's release is
+compared, too. Of the model's own configuration, what is written is compared (`hf_config`).
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from p2p_engine.connector.checkpoint import name_of_checkpoint
+from p2p_engine.connector.compat import release_name
 from p2p_engine.connector.hf_config import settings_of
 from p2p_engine.connector.identity_fields import ENVIRONMENT, TABLES, is_compared
 from p2p_engine.connector.model_length import decided_by_length
@@ -41,7 +41,7 @@ def identity_of(
     `model` is the configuration's own or its draft's. `accepted` are names that an operator lets
     differ; each stands for itself and for what is below it (`hf.vision_config`).
     """
-    found: dict[str, str] = {}
+    found = {"vllm": release_name()}
     for prefix, config in _configs_of(vllm_config, model):
         rows = TABLES[_table_of(config)]
         for field in dataclasses.fields(config):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Compared by value; its default counts as absent, so a release without the field has the default.
+# Compared by value; its default counts as absent.
 COMPARED = "compared"
 # Rows that say another thing than COMPARED say why the field is left out, or what stands for it.
 Rows = Mapping[str, str]
@@ -229,7 +229,9 @@ LORA: Rows = {
 # with an underscore: vLLM and transformers note there how they run the model.
 HF: Rows = {
     "auto_map": _BY_WEIGHTS,
-    "transformers_version": "left out: the release that has read or written it",
+    **dict.fromkeys(
+        ("transformers_version", "unsloth_version"), "left out: the release that has written it"
+    ),
     **dict.fromkeys(("dtype", "torch_dtype"), "left out: vLLM computes in `dtype`"),
     **dict.fromkeys(
         (
@@ -262,14 +264,6 @@ TABLES: Mapping[str, Rows] = {
 # Of the model's own configuration, whose null says what a file without the field says: transformers
 # has no other default, or the description of the cache says the rest.
 NULLS = ("quantization_config", "rope_parameters", "rope_scaling", "sliding_window")
-
-# Settings that no file need say, told as vLLM's object has them: files of its own that vLLM reads,
-# options for drafts, and defaults that are not the same in all supported releases.
-AS_RESOLVED = (
-    "dual_chunk_attention_config", "joint_head_config",
-    "dspark_draft_topk", "index_share_for_mtp_iteration", "xpress_topc",
-    "enable_moe_fp32_combine", "qk_scale_factor", "router_scaling_factor",
-)  # fmt: skip
 
 # Variables of the environment that choose a format or a rule, and their defaults; compared by the
 # value that vLLM makes of them. docs/identity.md says what the others do.
