@@ -23,11 +23,13 @@ def settings_of(model: ModelConfig) -> Iterator[tuple[str, object]]:
     """Yield each compared setting of a model's configuration, by its path.
 
     Reads the files, which vLLM has fetched by now. If there are none (a configuration made in
-    code, or by a parser of a plugin's), yields all that vLLM's object has.
+    code, or by a parser of a plugin's), or if the model's own code has read them, yields all that
+    vLLM's object has.
     """
     config, overrides = model.hf_config, model.hf_overrides
     said = _written(model)
-    if said is None or (callable(overrides) and not _is_for_drafts(overrides)):
+    is_by_hand = callable(overrides) and not _is_for_drafts(overrides)
+    if said is None or is_by_hand or _has_own_class(config):
         yield "hf", "as resolved"
         said = config.to_dict()
     elif callable(overrides):
@@ -52,6 +54,13 @@ def _written(model: ModelConfig) -> dict[str, Any] | None:
         quantization = _read(model, "hf_quant_config.json")
         return {**said, "quantization_config": quantization}
     return said
+
+
+def _has_own_class(config: Any) -> bool:
+    """Whether a class from the model's files (trust_remote_code) has read its configuration, or one
+    in it: such a class has defaults of its own."""
+    kinds = (type(each).__module__ for each in (config, *vars(config).values()))
+    return any(kind.startswith("transformers_modules.") for kind in kinds)
 
 
 def _read(model: ModelConfig, name: str) -> dict[str, Any] | None:

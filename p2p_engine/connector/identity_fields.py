@@ -77,7 +77,7 @@ MODEL: Rows = {
     **dict.fromkeys(
         ("hf_config_path", "config_format"), "which files are compared as `hf_config`"
     ),
-    "trust_remote_code": "left out: `hf_config` is what is read",
+    "trust_remote_code": "left out: `hf` is `as resolved` where it brings a class",
     "hf_text_config": "left out: `hf_config` has it",
     "is_submodel_config": "left out: `hf_config` is that part",
     "word_embeddings_untied_by_checkpoint": _NO_KV,
@@ -228,7 +228,7 @@ LORA: Rows = {
 # else is compared, except for names that end with `name_or_path`, at any depth, and that begin
 # with an underscore: vLLM and transformers note there how they run the model.
 HF: Rows = {
-    "auto_map": _BY_WEIGHTS,
+    "auto_map": "left out: it says where code is, and code is not compared",
     **dict.fromkeys(
         ("transformers_version", "unsloth_version"), "left out: the release that has written it"
     ),

@@ -200,6 +200,33 @@ def test_longrope_is_named_where_transformers_computes(tmp_path: Path) -> None:
     assert differences(here, there) == ["rope_factors: 'long' here, 'by prompt' there"]
 
 
+OWN_CLASS = """
+from transformers import LlamaConfig
+
+class Own(LlamaConfig):
+    def __init__(self, rms_norm_eps={eps}, **values):
+        super().__init__(rms_norm_eps=rms_norm_eps, **values)
+"""
+
+
+def test_a_class_of_the_models_own_is_told_by_what_it_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has defaults of its own, of what no file says."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", tmp_path / "cache")
+    monkeypatch.syspath_prepend(tmp_path / "cache")
+    found = []
+    for name, eps in (("one", 0.5), ("same", 0.5), ("other", 0.25)):
+        (tmp_path / name).mkdir()
+        model = write_model_config(tmp_path / name, auto_map={"AutoConfig": "own.Own"})
+        (model / "own.py").write_text(OWN_CLASS.format(eps=eps))
+        found.append(told(configured(model, trust_remote_code=True)))
+    without, (one, same, other) = told(configured(tmp_path / "one")), found
+    assert differences(one, other) == ["hf.rms_norm_eps: '0.5' here, '0.25' there"]
+    assert differences(without, one)[0].startswith("hf: ")
+    check_pairs(one, same)
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
