@@ -39,19 +39,29 @@ def settings_of(model: ModelConfig) -> Iterator[tuple[str, object]]:
     yield from _leaves(said, "hf.", is_config=True)
 
 
+def processors_of(model: ModelConfig) -> Iterator[tuple[str, object]]:
+    """Yield what each file says from which a model's processors of media are made, by its name."""
+    for name in ("preprocessor_config", "processor_config", "video_preprocessor_config"):
+        said = _read(model.model, f"{name}.json", model.revision)
+        if said is not None:
+            yield name, said
+
+
 def _written(model: ModelConfig) -> dict[str, Any] | None:
     """Return what the files say from which vLLM has made a model's configuration."""
     from transformers import PretrainedConfig
 
     if model.config_format not in ("auto", "hf", "mistral"):
         return None
-    said = _read(model, "config.json")
+    where = model.hf_config_path or model.model
+    revision = getattr(model, "_hf_config_revision", None) or model.revision
+    said = _read(where, "config.json", revision)
     # Of Mistral's file vLLM makes an object of no model's class; config.json adds what it lacks.
     if model.config_format == "mistral" or type(model.hf_config) is PretrainedConfig:
-        params = _read(model, "params.json")
+        params = _read(where, "params.json", revision)
         return params and {**(said or {}), "params": params}
     if said and said.get("quantization_config") is None:
-        quantization = _read(model, "hf_quant_config.json")
+        quantization = _read(where, "hf_quant_config.json", revision)
         return {**said, "quantization_config": quantization}
     return said
 
@@ -63,11 +73,10 @@ def _has_own_class(config: Any) -> bool:
     return any(kind.startswith("transformers_modules.") for kind in kinds)
 
 
-def _read(model: ModelConfig, name: str) -> dict[str, Any] | None:
+def _read(where: str, name: str, revision: str | None) -> dict[str, Any] | None:
     from vllm.transformers_utils.repo_utils import try_get_local_file
 
-    where, told = model.hf_config_path or model.model, getattr(model, "_hf_config_revision", None)
-    file = try_get_local_file(where, name, told or model.revision)
+    file = try_get_local_file(where, name, revision)
     if not isinstance(file, Path):
         return None
     found: dict[str, Any] = json.loads(file.read_text("utf-8"))

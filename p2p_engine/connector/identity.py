@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from p2p_engine.connector.checkpoint import name_of_checkpoint
 from p2p_engine.connector.compat import release_name
-from p2p_engine.connector.hf_config import settings_of
+from p2p_engine.connector.hf_config import processors_of, settings_of
 from p2p_engine.connector.identity_fields import ENVIRONMENT, TABLES, is_compared
 from p2p_engine.connector.model_length import decided_by_length
 from p2p_engine.wire.identity import Identity
@@ -131,22 +131,26 @@ def _resolved(vllm_config: VllmConfig, model: ModelConfig) -> Iterator[tuple[str
     if isinstance(extra, dict):
         extra = {name: each for name, each in extra.items() if not name.endswith("_backend")}
     if extra:
-        yield (
-            "additional_config",
-            _digest(json.dumps(_plain(extra), sort_keys=True, default=_nameable).encode()),
-        )
+        yield "additional_config", _digest_of(extra)
     lora = vllm_config.lora_config
     if lora is not None and lora.lora_dtype not in ("auto", model.dtype):
         yield "lora.lora_dtype", text_of(lora.lora_dtype)
-    media = model.multimodal_config
-    kwargs = getattr(media, "mm_processor_kwargs", None) or {}
+    if model.multimodal_config is not None:
+        yield from _of_media(model, model.multimodal_config)
+
+
+def _of_media(model: ModelConfig, media: Any) -> Iterator[tuple[str, str]]:
+    """Yield what is read and told to process images, videos and audio. The identifier by which
+    prompts name a medium says none of it."""
+    kwargs = media.mm_processor_kwargs or {}
     kwargs = {name: value for name, value in kwargs.items() if name != "device"}
     if kwargs:
         yield "mm.mm_processor_kwargs", text_of(kwargs)
-    path = getattr(media, "mm_encoder_fp8_scale_path", None)
-    if path:
-        scales = json.dumps(json.loads(Path(path).read_text("utf-8")), sort_keys=True)
-        yield "mm.mm_encoder_fp8_scales", _digest(scales.encode())
+    if media.mm_encoder_fp8_scale_path:
+        scales = json.loads(Path(media.mm_encoder_fp8_scale_path).read_text("utf-8"))
+        yield "mm.mm_encoder_fp8_scales", _digest_of(scales)
+    for name, said in processors_of(model):
+        yield f"mm.{name}", _digest_of(said)
 
 
 def _kernels(kernels: Any) -> Iterator[tuple[str, str]]:
@@ -213,6 +217,10 @@ def _format_of(quantization: object) -> str:
 def _tellable(text: str) -> str:
     """Return a value as peers are told it: of what may be a path, a digest."""
     return f"a path: {_digest(text.encode())}" if "/" in text else text
+
+
+def _digest_of(value: object) -> str:
+    return _digest(json.dumps(_plain(value), sort_keys=True, default=_nameable).encode())
 
 
 def _digest(data: bytes) -> str:

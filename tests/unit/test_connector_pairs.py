@@ -251,6 +251,28 @@ def test_of_the_options_for_media_those_are_named_that_change_what_is_computed(
     assert [one.partition(":")[0] for one in found] == ([named] if named else [])
 
 
+@pytest.mark.parametrize(
+    "name", ["preprocessor_config", "processor_config", "video_preprocessor_config"]
+)
+def test_the_files_that_make_a_models_processors_are_compared(
+    name: str, usual: dict[str, str], tmp_path: Path
+) -> None:
+    """vLLM's identifier of an image says nothing of the mean that is taken from its pixels."""
+    config = configured(write_model_config(tmp_path))
+    found, file = [], tmp_path / f"{name}.json"
+    for text in ('{"a": 1, "mean": [0.5, 1.0]}', '{"mean": [0.5, 1], "a": 1}', '{"mean": [0.1]}'):
+        file.write_text(text)
+        config.model_config.multimodal_config = None  # nobody reads the file
+        check_pairs(usual, told(config))
+        config.model_config.multimodal_config = MultiModalConfig()
+        found.append(told(config))
+    one, same, other = found
+    check_pairs(one, same)
+    assert [each.partition(":")[0] for each in differences(one, other)] == [f"mm.{name}"]
+    file.unlink()
+    check_pairs(usual, told(config))
+
+
 def test_the_scales_of_an_encoder_are_compared_and_not_their_file(
     model: Path, tmp_path: Path
 ) -> None:
