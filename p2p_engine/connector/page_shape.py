@@ -42,7 +42,7 @@ class Inside:
     """The facts that define the arrangement of a group's blocks, beside their shape and dtype."""
 
     platform: str
-    cache_dtype: str
+    quantization: str  # of the values, beyond their dtype; "" if there is none
     isa: str = ""  # instruction sets by which the CPU backends pack blocks
     backends: frozenset[str] = frozenset()
     has_slots: bool = False  # content is not simply a head's K and V
@@ -55,7 +55,7 @@ class Inside:
         kind = "columns" if self.isa in COLUMN_ISAS else self.isa
         named = sorted(self.backends - ROWS - (PACKED_BY_ISA if self.isa else frozenset()))
         slots = ("slots",) if self.has_slots else ()
-        words = (self.platform, kind, self.cache_dtype, *named, *slots, *self.marks)
+        words = (self.platform, kind, self.quantization, *named, *slots, *self.marks)
         return " ".join(word for word in words if word)
 
     @property
@@ -78,7 +78,7 @@ def inside_of(vllm_config: VllmConfig, spec: AttentionSpec, names: Iterable[str]
     is_packed = getattr(spec, "state_content_bytes", None) is not None and not is_mla
     return Inside(
         current_platform.device_name,
-        _cache_dtype(vllm_config, layers),
+        _quantization(vllm_config, spec, layers),
         " ".join(sorted(isas - {""})),
         backends,
         has_slots=is_packed or getattr(spec, "num_head_slots", None) is not None,
@@ -171,11 +171,14 @@ def _role_of(spec: AttentionSpec) -> str:
     return str(getattr(role, "value", role))
 
 
-def _cache_dtype(vllm_config: VllmConfig, layers: list[Any]) -> str:
-    """Return the layers' own cache dtype; some layers may be exempt from the model's
-    quantisation."""
+def _quantization(vllm_config: VllmConfig, spec: AttentionSpec, layers: list[Any]) -> str:
+    """Return how the layers quantise what they keep; some may be exempt. Where values are kept as
+    they are, the spec's dtype says all, whatever vLLM calls it."""
     found = {str(getattr(layer, "kv_cache_dtype", "")) for layer in layers} - {""}
-    return "+".join(sorted(found)) or str(vllm_config.cache_config.cache_dtype)
+    words = found or {str(vllm_config.cache_config.cache_dtype)}
+    named = {"fp8_e4m3" if word == "fp8" else word for word in words}
+    plain = {word for word in named if getattr(torch, word, None) == spec.dtype} | {"auto"}
+    return "+".join(sorted(named - plain))
 
 
 def _marks(layers: list[Any]) -> tuple[str, ...]:

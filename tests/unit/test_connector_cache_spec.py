@@ -168,7 +168,7 @@ def test_the_shape_of_packed_blocks_is_what_the_cpu_writes(
         block_size=num_tokens, num_kv_heads=HEADS, head_size=depth, dtype=dtype
     )
     described = read_cache(vllm_config(isa=isa), group_of(spec), {"layers.0": cache}, 2, 0)
-    assert spec_of(described).packing == "cpu columns auto"
+    assert spec_of(described).packing == "cpu columns"
     shape, item = spec_of(described).shape, cache.element_size()
     assert shape is not None
     for block, head, token in ((0, 0, 0), (1, 1, num_tokens - 1), (1, 0, 7)):
@@ -316,7 +316,8 @@ def test_lengths_pair_where_vllm_turns_keys_alike(
 
 def turned_by_transformers(config: VllmConfig, num_tokens: int) -> torch.Tensor:
     """Keys of a prompt of so many tokens, as the implementation of transformers turns them."""
-    rope = LlamaRotaryEmbedding(copy.deepcopy(config.model_config.hf_config))
+    hf_config: Any = copy.deepcopy(config.model_config.hf_config)
+    rope = LlamaRotaryEmbedding(hf_config)
     keys = torch.ones((1, 1, num_tokens, 2 * HALF))
     cos, sin = rope(keys, torch.arange(num_tokens)[None])
     turned: torch.Tensor = apply_rotary_pos_emb(keys, keys, cos, sin)[1][0, 0]
@@ -625,9 +626,10 @@ def test_peers_must_have_the_same_layers_in_a_group() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"isa": "amx"}, r"packing: 'cpu columns auto' here, 'cpu amx auto' there"),
+        ({"isa": "amx"}, r"packing: 'cpu columns' here, 'cpu amx' there"),
         ({"model": "other"}, "identity: '[0-9a-f]{32}' here, '[0-9a-f]{32}' there"),
-        ({"cache_dtype": "fp8"}, r"packing: 'cpu columns auto' here, 'cpu columns fp8' there"),
+        ({"cache_dtype": "fp8"}, r"packing: 'cpu columns' here, 'cpu columns fp8_e4m3' there"),
+        ({"cache_dtype": "fp8_e5m2"}, r"packing: 'cpu columns' here, 'cpu columns fp8_e5m2' there"),
     ],
 )
 def test_peers_must_agree_on_whatever_changes_the_bytes(change: Any, named: str) -> None:

@@ -230,6 +230,20 @@ def test_caches_of_another_dtype_refuse_each_other(name: str) -> None:
     assert reason.startswith("packing: 'cpu fp8_e4m3' here")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "one", "other"),
+    [
+        (torch.bfloat16, "auto", "bfloat16"),
+        (torch.float16, "float16", "half"),
+        (torch.uint8, "fp8", "fp8_e4m3"),  # vLLM resolves a checkpoint of ModelOpt's to the latter
+    ],
+)
+def test_one_format_by_two_names_of_vllms_is_one(dtype: torch.dtype, one: str, other: str) -> None:
+    spec = replace(FULL, dtype=dtype)
+    kinds = [described(spec, kv_cache_dtype=kind) for kind in (one, other)]
+    assert obstacles(*kinds) == []
+
+
 UNCHANGED: dict[str, tuple[AttentionSpec | MambaSpec, Any]] = {
     "page_size_padded": (FULL, FULL.page_size_bytes + 512),
     "block_stride_alignment": (FULL, 512),
@@ -332,7 +346,7 @@ def test_two_head_slots_are_not_two_heads() -> None:
     assert (first.shape, first.stride()) == (second.shape, second.stride())
     one, two = described(FULL, "FLASH_ATTN"), described(B12X, "B12X")
     assert one.shape != two.shape
-    assert obstacles(one, two) == ["packing: 'cpu auto' here, 'cpu auto B12X slots' there"]
+    assert obstacles(one, two) == ["packing: 'cpu' here, 'cpu B12X slots' there"]
 
 
 def test_rows_in_slots_are_where_the_backend_writes_them() -> None:
@@ -375,7 +389,7 @@ def test_a_backend_that_is_not_known_moves_as_it_is(backend: str) -> None:
     spec = described(FULL, backend)
     assert (spec.shape, obstacles(spec, spec)) == (None, [])
     assert obstacles(spec, described(FULL, "FLASH_ATTN")) == [
-        f"packing: 'cpu auto {backend}' here, 'cpu auto' there"
+        f"packing: 'cpu {backend}' here, 'cpu' there"
     ]
 
 
@@ -422,7 +436,7 @@ def test_the_other_fp8_of_amd_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = SimpleNamespace(device_name="cpu", fp8_dtype=lambda: torch.float8_e4m3fnuz)
     monkeypatch.setattr(page_shape, "current_platform", platform)
     [reason] = obstacles(one, described(FULL, "TRITON_ATTN"))
-    assert reason.endswith("'cpu auto float8_e4m3fnuz' there")
+    assert reason.endswith("'cpu float8_e4m3fnuz' there")
 
 
 def test_every_backend_that_is_taken_for_rows_of_k_and_v_is_one_of_vllms() -> None:
