@@ -1,7 +1,8 @@
 """Adapters: the LoRA weights that a request names, and whether KV of them is exchanged.
 
-An adapter's name is a digest of what vLLM has loaded, made when vLLM has loaded it. What cannot be
-named, or may be something else by now, is computed by each instance, which says why.
+An adapter is named once, when vLLM's workers have loaded it: by a digest of what they have loaded.
+What cannot be named, or may be something else by the time that its KV is promised, is computed by
+each instance, which says why.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import hashlib
 import logging
 import os
 import secrets
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")  # first come first
 MAX_LOADED = 4096
-LOOK_SECONDS = 1.0  # a request waits in vLLM for longer
 READ_BYTES = 1 << 20
 # Why requests for an adapter are computed here, each behind "the adapter ...".
 UNLOADED = "was used before anybody loaded it"
@@ -40,46 +39,47 @@ Stamps = tuple[object, ...]
 
 @dataclass
 class _LoadedAdapter:
-    """One that vLLM has loaded. With an obstacle, its name equals no other."""
+    """One that vLLM's workers have loaded. With an obstacle, its name equals no other."""
 
+    path: str
     obstacle: str = ""
     name: str = field(default_factory=lambda: f"unknown-{secrets.token_hex(8)}")
     files: tuple[str, ...] = ()
     stamps: Stamps = ()
-    looked_at: float = 0.0
+
+    def look(self, path: str) -> str:
+        """Note if the workers may have loaded something else by now, since they forget the adapters
+        used least: other files, or from the path of another request. Returns the obstacle."""
+        if not self.obstacle and (path != self.path or _stamps(self.files) != self.stamps):
+            self.obstacle = CHANGED
+        return self.obstacle
 
 
 class Adapters:
     """The adapters of one instance, by the numbers that vLLM gives them."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._loaded: dict[int, _LoadedAdapter] = {}  # those used last come last
         # Of what vLLM's prefix cache has KV, by what it tells adapters apart by; None: of several.
         self._cached: dict[object, str | None] = {}
 
-    def note_load(self, adapter: LoRARequest) -> bool:
-        """Name what vLLM has loaded just now; blocks while all of it is read. Returns whether it
-        replaces another one, which requests have used."""
+    def note_load(self, adapter: LoRARequest) -> None:
+        """Name what vLLM's workers have loaded just now; blocks while all of it is read."""
         number, now = adapter.lora_int_id, _read(adapter)
-        now.looked_at, before = self._clock(), self._loaded.get(number)
-        is_other = before is not None and before.name != now.name
-        if is_other and not adapter.load_inplace:  # the workers may have kept what they had
-            now = _LoadedAdapter(CHANGED)
         if now.obstacle:
             logger.warning("the adapter %r %s", adapter.lora_name, now.obstacle)
         self._loaded.pop(number, None)
         self._loaded[number] = now
         if len(self._loaded) > MAX_LOADED:
             del self._loaded[next(iter(self._loaded))]
-        return is_other
 
     def name_of(self, request: Request) -> str:
         """Return a name for the weights of a request's adapter; empty if it has none."""
         return self._of(request.lora_request).name if request.lora_request is not None else ""
 
-    def obstacle_to(self, request: Request) -> str:
-        """Return why KV of a request's adapter is not exchanged; empty if it may be.
+    def obstacle_to(self, request: Request, bound_to: str = "") -> str:
+        """Return why KV of a request's adapter is not exchanged; empty if it may be. `bound_to` is
+        the name that the request's KV has, if any.
 
         Call this for each request, also for those without a transfer: vLLM caches their KV.
         """
@@ -87,11 +87,12 @@ class Adapters:
         if adapter is None:
             return ""
         loaded = self._of(adapter)
-        self._look_for_changes(loaded)
-        obstacle = IN_PLACE if adapter.load_inplace else loaded.obstacle
+        obstacle = IN_PLACE if adapter.load_inplace else loaded.look(adapter.lora_path)
         name, place = None if obstacle else loaded.name, compat.cached_by(request)
         if self._cached.setdefault(place, name) != name:
             self._cached[place] = None
+        if not obstacle and bound_to not in ("", name):
+            obstacle = IN_PLACE
         if not obstacle and self._cached[place] is None:
             obstacle = MIXED
         return obstacle and f"the adapter {adapter.lora_name!r} {obstacle}"
@@ -103,17 +104,9 @@ class Adapters:
     def _of(self, adapter: LoRARequest) -> _LoadedAdapter:
         loaded = self._loaded.pop(adapter.lora_int_id, None)
         if loaded is None:
-            return _LoadedAdapter(UNLOADED)
+            return _LoadedAdapter(adapter.lora_path, UNLOADED)
         self._loaded[adapter.lora_int_id] = loaded
         return loaded
-
-    def _look_for_changes(self, loaded: _LoadedAdapter) -> None:
-        """Note if files have changed. vLLM may have loaded them again since, or may not: its
-        workers forget the adapters used least."""
-        if not loaded.obstacle and self._clock() >= loaded.looked_at + LOOK_SECONDS:
-            loaded.looked_at = self._clock()
-            if _stamps(loaded.files) != loaded.stamps:
-                loaded.obstacle = CHANGED
 
 
 def _read(adapter: LoRARequest) -> _LoadedAdapter:
@@ -134,8 +127,8 @@ def _read(adapter: LoRARequest) -> _LoadedAdapter:
             while piece := opened.read(READ_BYTES):
                 digest.update(piece)
     except Exception as error:  # noqa: BLE001 - of whatever vLLM's own reading raises
-        return _LoadedAdapter(f"cannot be read: {error!r:.200}")
-    return _LoadedAdapter("", digest.hexdigest(), files, stamps)
+        return _LoadedAdapter(adapter.lora_path, f"cannot be read: {error!r:.200}")
+    return _LoadedAdapter(adapter.lora_path, "", digest.hexdigest(), files, stamps)
 
 
 def _settings(adapter: LoRARequest, folder: Path) -> str:

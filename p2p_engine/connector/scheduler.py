@@ -77,9 +77,12 @@ class _Sending:
     """A request whose KV leaves this instance, from its arrival to its end."""
 
     party: Party
+    request: Request
+    adapter: str  # to whose name its KV is bound
     tables: list[list[int]] = field(default_factory=list)  # by group
     has_steps: bool = False  # a worker may hold chunks of it
     is_planned: bool = False  # the steps given out so far cover the whole prompt
+    failure: str = ""  # why they will not
 
 
 @dataclass
@@ -91,6 +94,7 @@ class _Loading:
 
     party: Party
     num_tokens: int  # that are loaded, those included that are here already
+    adapter: str  # to whose name its KV is bound
     intent: Intent | None = None  # None: it recalls an earlier turn's
     is_decided: bool = False  # given to the workers, or declined
     is_open: bool = False  # given to the workers, and not reported yet
@@ -198,14 +202,16 @@ class SchedulerHalf:
                 self._wanted.add(party)
                 self._wanted.remove(party, was_ordered=False)
             return
-        party = self._party(request, intent)
+        party, adapter = self._party(request, intent), self._adapters.name_of(request)
         note_stage(party.key, f"request to {intent.direction.value} arrives")
         if intent.direction is Direction.LOAD:
             num_tokens = self._num_loaded_of(request, party)
-            self._loading[request_id] = _Loading(party, num_tokens, intent=intent, request=request)
+            self._loading[request_id] = _Loading(
+                party, num_tokens, adapter, intent, request=request
+            )
             self._wanted.add(party)  # vLLM may not ask for it before a slot is free
         else:
-            self._sending[request_id] = _Sending(party)
+            self._sending[request_id] = _Sending(party, request, adapter)
             self._count_sent(party, 1)
             if self._has_state:
                 end_before_last_token(request)
@@ -263,15 +269,25 @@ class SchedulerHalf:
         recalled = self._turns.take_found(request)
         if recalled is not None:
             self._loading[request.request_id] = _Loading(
-                recalled, self._num_loaded(recalled.num_tokens)
+                recalled, self._num_loaded(recalled.num_tokens), self._adapters.name_of(request)
             )
             self._wanted.add(recalled)
         self._asked[request.request_id] = self._num_blocks(request.num_tokens)
         loading = self._loading.get(request.request_id)
         if loading is None or loading.is_decided or request.skip_reading_prefix_cache:
             return 0
+        if obstacle := self._adapters.obstacle_to(request, loading.adapter):
+            if loading.request is not None:
+                self.untransferred.refuse(request.request_id, Reason.UNSUPPORTED, obstacle)
+            self._decline(loading)
+            return 0
         loading.num_present = num_computed_tokens
         return max(0, loading.num_tokens - num_computed_tokens)
+
+    def _decline(self, loading: _Loading) -> None:
+        """Have vLLM compute what was to be loaded."""
+        self._wanted.remove(loading.party, was_ordered=False)
+        loading.is_decided = True
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
         """Order the load of the last `num_tokens` that come; 0 means that vLLM computes them."""
@@ -311,7 +327,8 @@ class SchedulerHalf:
         note_stage(sending.party.key, "prefill ends")
         self._count_sent(sending.party, -1)
         is_complete = sending.is_planned and request.status not in GIVEN_UP
-        failure = None if is_complete else f"the request ended as {request.status.name}"
+        why = sending.failure or f"the request ended as {request.status.name}"
+        failure = None if is_complete else why
         self._next.ended_sends.append(EndedSend(sending.party, failure, sending.has_steps))
         if is_complete and (num_held := self._num_held_blocks(sending.party, block_ids)):
             self._pressure.hold(request.request_id, num_held)
@@ -412,8 +429,20 @@ class SchedulerHalf:
             if (loading := self._loading.get(new.req_id)) is not None:
                 note_stage(loading.party.key, "decode scheduled")
         for sending, num_computed in self._scheduled(output):
-            metadata.sends.append(self._step(sending, num_computed))
+            if not self._is_of_another(sending, num_computed):
+                metadata.sends.append(self._step(sending, num_computed))
         return metadata
+
+    def _is_of_another(self, sending: _Sending, num_computed_tokens: int) -> bool:
+        """Whether the prompt's last part must not leave: workers may have computed some of it with
+        another adapter than the one that its KV is bound to. Without that part, none is of use."""
+        if num_computed_tokens < sending.party.num_tokens:
+            return False
+        obstacle = self._adapters.obstacle_to(sending.request, sending.adapter)
+        if obstacle and not sending.failure:
+            request_id, sending.failure = sending.request.request_id, obstacle
+            self.untransferred.refuse(request_id, Reason.UNSUPPORTED, obstacle)
+        return bool(obstacle)
 
     def _order_spills(self, output: SchedulerOutput) -> None:
         """Make room for requests that vLLM had no blocks for. It asks nothing about one whose load
@@ -537,11 +566,8 @@ class SchedulerHalf:
         self._weights.discard()
 
     def adapter_loaded(self, adapter: LoRARequest) -> None:
-        """Name an adapter that vLLM has just loaded. In place of another one, it counts as a change
-        of the weights: requests that are here were bound to that one."""
-        if self._adapters.note_load(adapter):
-            self.weights_discarded()
-            self.reset_cache()
+        """Name an adapter that vLLM's workers have just loaded."""
+        self._adapters.note_load(adapter)
 
     def _rename(self) -> None:
         """Bind to the weights' new name what is not computed yet: it will be, with these weights.
@@ -559,8 +585,7 @@ class SchedulerHalf:
         for loading in self._loading.values():
             loading.intent = None  # its KV may be of both: it is not stashed
             if not loading.is_decided:
-                self._wanted.remove(loading.party, was_ordered=False)
-                loading.is_decided = True
+                self._decline(loading)
 
     def _renamed(self, party: Party) -> Party:
         if party.is_refused:

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNKNOWN = (
-    "vLLM has reset its caches, called a method of its workers, or replaced an adapter in place, "
-    "and nobody has said which weights it has now: label them (docs/weights.md), or set "
-    "reset_keeps_weights"
+    "vLLM has reset its caches, or called a method of its workers, and nobody has said which "
+    "weights it has now: label them (docs/weights.md), or set reset_keeps_weights"
 )
 UNNAMED = "default"  # vLLM's label, while nobody has given one
 # Methods of vLLM's workers that its own engine calls, and that change no weights.
@@ -83,8 +82,8 @@ def hear_of_weights() -> None:
     """Have each engine core of this process tell its connectors what becomes of the weights: a
     label (`weights_labelled`), a method of the workers that may have changed them
     (`weights_discarded` and `reset_cache`), a sleep that throws them away (`weights_discarded`),
-    and an adapter (`adapter_loaded`). vLLM has no hooks for it. Before 0.33, a sleep that takes the
-    KV cache's memory away is refused. Idempotent.
+    and an adapter that the workers have loaded (`adapter_loaded`). vLLM has no hooks for it. Before
+    0.33, a sleep that takes the KV cache's memory away is refused. Idempotent.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -115,7 +114,7 @@ def hear_of_resets(pool: BlockPool, tell: Callable[[bool], None]) -> None:
 def _telling(call: Any, around: Any) -> Any:
     @functools.wraps(call)
     def wrapped(core: Any, *args: Any, **kwargs: Any) -> Any:
-        with around(list(_connectors_of(core)), *args, **kwargs):
+        with around(core, list(_connectors_of(core)), *args, **kwargs):
             return call(core, *args, **kwargs)
 
     wrapped.tells_connectors = True  # type: ignore[attr-defined]
@@ -123,14 +122,16 @@ def _telling(call: Any, around: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _set_weight_version(connectors: list[Any], weight_version: str) -> Iterator[None]:
+def _set_weight_version(_: Any, connectors: list[Any], weight_version: str) -> Iterator[None]:
     yield
     for connector in connectors:
         connector.weights_labelled(weight_version)
 
 
 @contextlib.contextmanager
-def _collective_rpc(connectors: list[Any], method: Any, *_: Any, **__: Any) -> Iterator[None]:
+def _collective_rpc(
+    _: Any, connectors: list[Any], method: Any, *__: Any, **___: Any
+) -> Iterator[None]:
     """Trainers change weights by methods of any name, so each counts that is not known to leave
     them alone."""
     if connectors and method in ("sleep", "discard"):
@@ -144,7 +145,7 @@ def _collective_rpc(connectors: list[Any], method: Any, *_: Any, **__: Any) -> I
 
 
 @contextlib.contextmanager
-def _sleep(connectors: list[Any], level: int = 1, mode: Any = "abort") -> Iterator[None]:
+def _sleep(_: Any, connectors: list[Any], level: int = 1, mode: Any = "abort") -> Iterator[None]:
     if connectors and level > 0:
         _refuse_to_sleep()
     for connector in connectors if level > 1 else ():
@@ -153,7 +154,7 @@ def _sleep(connectors: list[Any], level: int = 1, mode: Any = "abort") -> Iterat
 
 
 @contextlib.contextmanager
-def _release_kv_cache_memory(connectors: list[Any]) -> Iterator[None]:
+def _release_kv_cache_memory(_: Any, connectors: list[Any]) -> Iterator[None]:
     if connectors:
         _refuse_to_sleep()
     yield
@@ -170,9 +171,12 @@ def _refuse_to_sleep() -> None:
 
 
 @contextlib.contextmanager
-def _add_lora(connectors: list[Any], lora_request: Any) -> Iterator[None]:
+def _add_lora(core: Any, connectors: list[Any], lora_request: Any) -> Iterator[None]:
+    """Workers keep what they have of this number, unless they are told to replace it."""
+    is_kept = connectors and not lora_request.load_inplace
+    is_kept = is_kept and lora_request.lora_int_id in core.list_loras()
     yield  # only then are its files here, and those that were loaded
-    for connector in connectors:
+    for connector in connectors if not is_kept else ():
         connector.adapter_loaded(lora_request)
 
 

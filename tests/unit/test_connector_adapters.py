@@ -25,12 +25,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from p2p_engine.config import SendMode
-from p2p_engine.connector import adapters
 from p2p_engine.connector.intent import ThisInstance
+from p2p_engine.connector.metadata import P2pConnectorMetadata
 from p2p_engine.connector.scheduler import SchedulerHalf
 from p2p_engine.connector.weights import Weights, hear_of_weights
 from tests.vllm.adapters import make_adapter
@@ -42,6 +42,27 @@ SEND = {"do_remote_decode": True, "transfer_id": "t", "remote_host": "d", "remot
 LOAD = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "p", "remote_port": 3}
 
 
+class LoadingWorkers:
+    """What vLLM's workers have loaded, by number: LRUCacheWorkerLoRAManager.add_adapter, and no
+    room for more than one, so each other adapter has them forget."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[int, str] = {}
+
+    def add_lora(self, request: LoRARequest) -> bool:
+        if request.lora_int_id not in self.loaded or request.load_inplace:
+            weights = Path(request.lora_path).expanduser() / "adapter_model.safetensors"
+            text = weights.read_bytes().hex() if weights.exists() else "nothing"
+            self.loaded = {request.lora_int_id: text}
+        return True
+
+    def remove_lora(self, number: int) -> bool:
+        return self.loaded.pop(number, None) is not None
+
+    def list_loras(self) -> set[int]:
+        return set(self.loaded)
+
+
 class AdapterSide:
     """One instance: vLLM's routes for adapters, its engine core's call, and our scheduler half."""
 
@@ -49,7 +70,7 @@ class AdapterSide:
         hear_of_weights()
         self.params, self.folder = params, folder
         self.core: Any = object.__new__(EngineCore)
-        self.core.model_executor = SimpleNamespace(add_lora=lambda request: True)
+        self.workers = self.core.model_executor = LoadingWorkers()
         client: Any = SimpleNamespace(
             model_config=None, renderer=None, input_processor=None, add_lora=self._add
         )
@@ -91,20 +112,33 @@ class AdapterSide:
         """vLLM's route."""
         asyncio.run(self.models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=NAME)))
 
-    def ask(self) -> bytes | None:
-        """Ask for the adapter, as vLLM's front end passes it on; returns the binding under which
-        its KV is sent or loaded, None if it has no part in a transfer."""
-        request = Request.from_engine_core_request(
-            _over_the_wire(
-                _request(self.params, self.models.lora_requests[NAME]), EngineCoreRequest
-            ),
-            None,
-        )
-        self.half.on_new_request(request)
+    def ask(self, adapter: LoRARequest | None = None) -> bytes | None:
+        """Ask for the adapter; returns the binding under which its KV is sent or loaded, None if it
+        has no part in a transfer."""
+        self.arrive(adapter)
         parts: dict[str, Any] = {**self.half._sending, **self.half._loading}
         self.half._sending.clear()
         self.half._loading.clear()
-        return parts[request.request_id].party.binding if parts else None
+        return parts["r"].party.binding if parts else None
+
+    def arrive(self, adapter: LoRARequest | None = None) -> Request:
+        """A request for the adapter arrives, as vLLM's front end passes it on, and waits."""
+        adapter = adapter or self.models.lora_requests[NAME]
+        told = _over_the_wire(_request(self.params, adapter), EngineCoreRequest)
+        request = Request.from_engine_core_request(told, None)
+        self.half.on_new_request(request)
+        return request
+
+    def compute(self, request: Request) -> P2pConnectorMetadata:
+        """vLLM computes the whole prompt in its next step; returns the orders for it, and for the
+        one behind the request's end."""
+        new = SimpleNamespace(req_id="r", block_ids=(), num_computed_tokens=0)
+        orders = self.half.build_metadata(_step(40, new))
+        self.core.model_executor.add_lora(request.lora_request)
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        self.half.request_finished(request, ())
+        orders.ended_sends = self.half.build_metadata(_step(0)).ended_sends
+        return orders
 
 
 def _request(params: dict[str, Any], adapter: LoRARequest) -> EngineCoreRequest:
@@ -116,17 +150,21 @@ def _request(params: dict[str, Any], adapter: LoRARequest) -> EngineCoreRequest:
     )  # fmt: skip
 
 
+def _step(num_tokens: int, *new: Any) -> Any:
+    """vLLM's schedule of a step: requests that are computed for the first time."""
+    return SimpleNamespace(
+        total_num_scheduled_tokens=num_tokens, num_scheduled_tokens=dict.fromkeys("r", num_tokens),
+        scheduled_new_reqs=new, preempted_req_ids=(),
+        scheduled_cached_reqs=SimpleNamespace(req_ids=()),
+    )  # fmt: skip
+
+
 def _over_the_wire(item: Any, kind: Any) -> Any:
     """As it crosses from vLLM's front end to its engine core."""
     return MsgpackDecoder(kind).decode(MsgpackEncoder().encode(item))
 
 
 Adapted = tuple[AdapterSide, AdapterSide, Callable[..., None]]
-
-
-@pytest.fixture(autouse=True)
-def looks_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "LOOK_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -201,8 +239,7 @@ def test_one_that_was_loaded_in_place_has_no_part(
     changed.ask()
     write(1, changed)
     changed.load(in_place=True)
-    assert not changed.weights.is_known  # what waits was to have the other one
-    changed.half.weights_labelled("default")
+    assert changed.weights.is_known
     changed.models.lora_requests[NAME].load_inplace = True
     assert changed.ask() is None
     assert "the adapter 'ada' was loaded in place of another one" in caplog.text
@@ -229,7 +266,6 @@ def test_loaded_again_under_its_number_it_may_be_the_old_one(
     p, _, write = sides
     write(1, p)
     p.core.add_lora(p.models.lora_requests[NAME])
-    p.half.weights_labelled("default")
     assert p.ask() is None
     assert "the adapter 'ada' has other files than were loaded" in caplog.text
 
@@ -258,18 +294,118 @@ def test_one_whose_files_changed_without_a_word_has_no_part(
     assert p.ask() not in (None, d.ask())
 
 
-def test_files_are_looked_at_once_in_a_while(
-    sides: Adapted, monkeypatch: pytest.MonkeyPatch
+def evicted_and_written_over(side: AdapterSide, write: Callable[..., None]) -> None:
+    """The workers forget the adapter used least, and read its files again with a request."""
+    write(1, side)
+
+
+def replaced_in_place(side: AdapterSide, write: Callable[..., None]) -> None:
+    write(1, side)
+    side.load(in_place=True)
+    side.forget_the_flag()
+    side.pool.reset_prefix_cache()
+
+
+def removed_and_loaded(side: AdapterSide, write: Callable[..., None]) -> None:
+    """As trainers do, who number their adapters themselves."""
+    write(1, side)
+    side.core.remove_lora(1)
+    side.core.add_lora(side.models.lora_requests[NAME])
+    side.pool.reset_prefix_cache()
+
+
+def used_from_elsewhere(side: AdapterSide, write: Callable[..., None]) -> None:
+    """Each API server numbers its adapters for itself."""
+    side.arrive(LoRARequest(NAME, 1, str(side.folder.parent / "made" / "0")))
+
+
+CHANGES = [evicted_and_written_over, replaced_in_place, removed_and_loaded, used_from_elsewhere]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_waits_while_its_adapter_changes_is_not_sent(
+    sides: Adapted, change: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And only those that vLLM reads."""
+    """Its KV is bound to the weights that were here when the request came."""
     p, _, write = sides
-    now = [p.half._adapters._clock()]
-    monkeypatch.setattr(adapters, "LOOK_SECONDS", 1.0)
-    monkeypatch.setattr(p.half._adapters, "_clock", lambda: now[0])
+    before = p.compute(p.arrive())
+    assert [step.num_computed_tokens for step in before.sends] == [40]
+    assert [item.failure for item in before.ended_sends] == [None]
+    p.half.untransferred.take_counts()
+    request = p.arrive()
+    sending = p.half._sending.copy()
+    change(p, write)
+    p.half._sending.update(sending)
+    orders = p.compute(request)
+    [ended] = orders.ended_sends
+    assert not orders.sends
+    assert ended.failure
+    assert ended.failure.startswith("the adapter 'ada' ")
+    assert not ended.is_held
+    assert p.half.untransferred.take_counts()["unsupported"] > 0
+    assert p.weights.is_known
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_waits_while_its_adapter_changes_is_not_loaded(
+    sides: Adapted, change: Callable[..., None]
+) -> None:
+    _, d, write = sides
+    request = d.arrive()
+    assert d.half.num_loadable_tokens(request, 0) == 40
+    loading = d.half._loading.copy()
+    change(d, write)
+    d.half.untransferred.take_counts()
+    d.half._loading.update(loading)
+    assert d.half.num_loadable_tokens(request, 0) == 0
+    assert d.half.num_loadable_tokens(request, 0) == 0
+    assert d.half.untransferred.take_counts()["unsupported"] == 1
+    assert d.weights.is_known
+
+
+def test_a_trainer_that_removes_and_loads_again_is_served(sides: Adapted) -> None:
+    """Under one number, time and again, from other folders or from one."""
+    p, d, write = sides
+    names = [p.ask()]
+    for seed in (1, 0, 1):
+        for side in (p, d):
+            side.core.remove_lora(1)
+            write(seed, side)
+            side.core.add_lora(side.models.lora_requests[NAME])
+            side.pool.reset_prefix_cache()
+            assert side.weights.is_known
+        names.append(p.ask())
+        assert names[-1] == d.ask() is not None
+    assert names[0] == names[2] != names[1] == names[3]
+
+
+def test_one_that_was_used_before_it_was_loaded_is_what_was_used(
+    sides: Adapted, tmp_path: Path
+) -> None:
+    """vLLM's workers have loaded it from the request's path, and keep it."""
+    p, _, _ = sides
+    early = LoRARequest("early", 7, str(tmp_path / "made" / "0"))
+    late = LoRARequest("early", 7, str(make_adapter(tmp_path / "late", 2)))
+    assert p.ask(early) is None
+    p.workers.add_lora(early)
+    p.core.add_lora(late)
+    assert p.ask(late) is None
+    late.load_inplace = True
+    p.core.add_lora(late)
+    late.load_inplace = False
+    p.pool.reset_prefix_cache()
+    assert p.ask(late) is not None
+
+
+def test_two_api_servers_with_one_number_name_what_was_loaded(
+    sides: Adapted, tmp_path: Path
+) -> None:
+    """The second one's adapter is answered by the first one's weights, which are neither's then."""
+    p, _, _ = sides
+    other = LoRARequest("other", 1, str(make_adapter(tmp_path / "other", 2)))
+    p.core.add_lora(other)
     assert p.ask() is not None
-    write(1, p)
-    assert p.ask() is not None
-    now[0] += 1.0
+    assert p.ask(other) is None
     assert p.ask() is None
 
 
@@ -309,6 +445,8 @@ def test_one_that_cannot_be_read_has_no_part(
     p.unload()
     what(p.folder)
     p.load()
+    p.core.add_lora(p.models.lora_requests[NAME])  # of another API server
+    assert p.weights.is_known
     assert p.ask() is None
     assert "the adapter 'ada' cannot be read: " in caplog.text
     p.params = {}

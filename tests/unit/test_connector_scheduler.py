@@ -686,7 +686,7 @@ def test_only_what_has_nothing_yet_is_named_anew(half: SchedulerHalf) -> None:
     for name in names:
         half.on_new_request(make_request({**SEND, "transfer_id": name}, request_id=name))
     half._sending["has blocks"].has_steps = True
-    half._loading["loads"] = _Loading(half._sending["loads"].party, 16)
+    half._loading["loads"] = _Loading(half._sending["loads"].party, 16, "")
     half._loaded["has loaded"] = 0
     half.weights_labelled("step-41")
     called = {name: weights_in(half._sending[name].party.binding) for name in names}
