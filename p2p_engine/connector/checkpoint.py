@@ -14,26 +14,32 @@ import logging
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import torch
 
 from p2p_engine.connector.compat import release_name
+from p2p_engine.errors import named
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
+Given = TypeVar("Given")
+Found = TypeVar("Found")
 logger = logging.getLogger(__name__)
 
 NUM_PLACES = 4  # in each tensor
 MANY_TENSORS = 4096  # above, one place in each: where files are far away, each place takes a while
 SAMPLED_BYTES = 256 << 10  # of all tensors together, if each gets at least
 LEAST_BYTES = 16  # at each place
+NUM_READERS = 64  # at once: where files are far away, a read is a wait
+SAMPLE_SECONDS = 60
 MAX_HEADER_BYTES = 100 << 20  # as safetensors allows
 # What vLLM loads of a model's folder, by load format, in each of its releases: the first of these
 # of which there are files. Any other format may read elsewhere.
@@ -66,7 +72,8 @@ def name_of_checkpoint(vllm_config: VllmConfig, draft: ModelConfig | None = None
     """Return a name for the weights that vLLM loads at start, the same for the same weights; or for
     those of a draft with a checkpoint of its own.
 
-    Reads at most some hundred KiB, or LEAST_BYTES at each place if there are many tensors.
+    Reads at most some hundred KiB, or LEAST_BYTES at each place if there are many tensors. Blocks
+    for at most SAMPLE_SECONDS. What cannot be read in that time, or at all, has a name, too.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     if draft is not None:
@@ -74,18 +81,19 @@ def name_of_checkpoint(vllm_config: VllmConfig, draft: ModelConfig | None = None
         model, load = draft, told or load
     if load.load_format == "dummy":
         return _drawn(vllm_config.parallel_config, model)
-    start, found = time.monotonic(), ""
+    start, found = time.monotonic(), list[str]()
+    deadline = start + SAMPLE_SECONDS
     try:
         folder = _folder_of(model.model, model.revision, load.download_dir)
-        found = fingerprint(folder, str(load.load_format))
+        found.append(fingerprint(folder, str(load.load_format), deadline - time.monotonic()))
         if load.load_format not in _READ:
             raise LookupError(f"load format {load.load_format} may read elsewhere")
-    except (OSError, LookupError, TypeError, ValueError, RuntimeError, struct.error) as error:
-        return _named_by(model, load, found, str(error))
+    except Exception as error:  # noqa: BLE001 - of whatever lies in a folder, and its reader raises
+        return _named_by(model, load, "-".join(found), named(error))
     seconds = time.monotonic() - start
     if seconds > 1:
         logger.info("the weights are sampled: model=%s seconds=%.1f", model.model, seconds)
-    return f"checkpoint-{found}"
+    return f"checkpoint-{'-'.join(found)}"
 
 
 def _drawn(parallel: Any, model: ModelConfig) -> str:
@@ -117,21 +125,48 @@ def _named_by(model: ModelConfig, load: Any, found: str, reason: str) -> str:
     return f"named-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
-def fingerprint(folder: Path, load_format: str = "auto") -> str:
-    """Return the fingerprint of a folder's weights, as 16 hexadecimal digits.
+def fingerprint(folder: Path, load_format: str = "auto", seconds: float = SAMPLE_SECONDS) -> str:
+    """Return the fingerprint of a folder's weights, or of one file's, as 16 hexadecimal digits.
 
     Raises:
         OSError: a file cannot be read.
+        TimeoutError: that takes longer than `seconds`.
         ValueError: there are no weights, or a file is not of its format.
+        Exception: a file is not what its name says.
     """
-    with ExitStack() as files:
-        pieces = list(_pieces_in(folder, load_format, files))
+    deadline = time.monotonic() + seconds
+    # Not in a `with`: a read that takes long would be waited for.
+    readers = futures.ThreadPoolExecutor(NUM_READERS, "p2p-sample")
+    with ExitStack() as opened:
+        opened.callback(readers.shutdown, wait=False, cancel_futures=True)
+        files = [folder] if folder.is_file() else _files_in(folder, load_format)
+        pieces = _gather(readers, partial(_pieces_of, opened), files, deadline)
         if not pieces:
             raise ValueError(f"no weights in {folder}")
         num_places = NUM_PLACES if len(pieces) <= MANY_TENSORS else 1
         nbytes = max(LEAST_BYTES, SAMPLED_BYTES // (num_places * len(pieces)))
-        samples = sorted(_sample(piece, num_places, nbytes) for piece in pieces)
+        sample = partial(_samples, num_places=num_places, nbytes=nbytes, deadline=deadline)
+        shares = [pieces[reader::NUM_READERS] for reader in range(NUM_READERS)]
+        samples = sorted(_gather(readers, sample, shares, deadline))
     return hashlib.blake2b(b"".join(samples), digest_size=8).hexdigest()
+
+
+def _gather(
+    readers: futures.Executor,
+    call: Callable[[Given], list[Found]],
+    items: Iterable[Given],
+    deadline: float,
+) -> list[Found]:
+    """Return what a call finds in all items, which are read at once.
+
+    Raises:
+        TimeoutError: the deadline has passed.
+    """
+    seconds = max(0.0, deadline - time.monotonic())
+    try:
+        return [each for found in readers.map(call, items, timeout=seconds) for each in found]
+    except futures.TimeoutError:  # before Python 3.11 another one than the built-in
+        raise TimeoutError(f"reading takes longer than {SAMPLE_SECONDS} s") from None
 
 
 def _folder_of(model: str, revision: str | None, cache: str | None) -> Path:
@@ -158,18 +193,12 @@ def _files_in(folder: Path, load_format: str) -> list[Path]:
     return []
 
 
-def _pieces_in(folder: Path, load_format: str, files: ExitStack) -> Iterator[StoredTensor]:
-    """Yield the tensors of a folder, or of one file; `files` closes what they are read from."""
-    if folder.is_file():
-        yield _whole(files.enter_context(folder.open("rb")))
-        return
-    for file in _files_in(folder, load_format):
-        if file.suffix == ".safetensors":
-            yield from _of_safetensors(files.enter_context(file.open("rb")))
-        elif file.suffix == ".gguf":
-            yield _whole(files.enter_context(file.open("rb")))
-        else:
-            yield from _of_pickle(file)
+def _pieces_of(opened: ExitStack, file: Path) -> list[StoredTensor]:
+    """Return a file's tensors; `opened` closes what they are read from."""
+    if file.suffix in (".bin", ".pt"):
+        return list(_of_pickle(file))
+    stream = opened.enter_context(file.open("rb"))
+    return list(_of_safetensors(stream)) if file.suffix == ".safetensors" else [_whole(stream)]
 
 
 def _of_safetensors(file: BinaryIO) -> Iterator[StoredTensor]:
@@ -230,6 +259,18 @@ def _read(file: BinaryIO, begin: int, offset: int, nbytes: int) -> bytes:
 
 def _slice(memory: memoryview, offset: int, nbytes: int) -> bytes:
     return bytes(memory[offset : offset + nbytes])
+
+
+def _samples(
+    pieces: list[StoredTensor], num_places: int, nbytes: int, deadline: float
+) -> list[bytes]:
+    """Return a digest of each tensor. Past the deadline nobody waits for them."""
+    samples = []
+    for piece in pieces:
+        if time.monotonic() > deadline:
+            raise futures.TimeoutError
+        samples.append(_sample(piece, num_places, nbytes))
+    return samples
 
 
 def _sample(piece: StoredTensor, num_places: int, nbytes: int) -> bytes:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import struct
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,9 +151,55 @@ def test_sampling_that_takes_long_is_told(
     caplog.set_level("INFO")
     name_of_checkpoint(config(tmp_path))
     assert "sampled" not in caplog.text
-    monkeypatch.setattr(time, "monotonic", itertools.count(0, 7).__next__)
+    clock = itertools.chain([0], itertools.repeat(7))
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=clock.__next__))
     name_of_checkpoint(config(tmp_path))
     assert f"the weights are sampled: model={tmp_path} seconds=7.0" in caplog.text
+
+
+def test_many_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each read is a wait, they wait together."""
+    expected = kept({f"{number}": torch.randn(9) for number in range(8)}, tmp_path)
+    together, honest = threading.Barrier(8), os.pread
+
+    def awaited(*given: int) -> bytes:
+        together.wait(timeout=30)
+        return honest(*given)
+
+    monkeypatch.setattr(os, "pread", awaited)
+    assert fingerprint(tmp_path) == expected
+
+
+@pytest.mark.parametrize("reads", [0, 3])
+def test_what_cannot_be_read_in_time_is_named_by_its_owner(
+    reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_one_file(weights(), tmp_path)
+    honest, is_over, left = os.pread, threading.Event(), itertools.count(reads, -1)
+
+    def stuck(*given: int) -> bytes:
+        if next(left) <= 0:
+            is_over.wait()
+        return honest(*given)
+
+    monkeypatch.setattr(os, "pread", stuck)
+    monkeypatch.setattr(checkpoint, "SAMPLE_SECONDS", 0.2)
+    try:
+        name = name_of_checkpoint(config(tmp_path))
+    finally:
+        is_over.set()
+    assert name.startswith("named-")
+    assert "reason=TimeoutError: reading takes longer than 0.2 s" in caplog.text
+
+
+def test_no_part_counts_as_the_whole_when_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_one_file(weights(), tmp_path)
+    clock = itertools.chain(itertools.repeat(0, 4), itertools.repeat(61))
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=clock.__next__))
+    with pytest.raises(TimeoutError, match="reading takes longer than 60 s"):
+        fingerprint(tmp_path)
 
 
 def config(
@@ -294,6 +341,40 @@ def test_what_cannot_be_read_is_named_by_its_owner(
     assert name == name_of_checkpoint(config(tmp_path))
     assert name != name_of_checkpoint(config("s3://bucket/model", "runai_streamer"))
     assert "the weights cannot be sampled" in caplog.text
+
+
+def of_a_trainer(folder: Path) -> None:
+    torch.save({"rng": random.Random(1)}, folder / "rng_state.pt")
+
+
+def of_something_else(folder: Path) -> None:
+    (folder / "vocab.bin").write_bytes(b"hello world\n" * 50)
+
+
+def with_a_listed_index(folder: Path) -> None:
+    in_one_file(weights(), folder)
+    (folder / "model.safetensors.index.json").write_text("[]")
+
+
+def with_a_listed_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]")
+
+
+def with_sparse_tensors(folder: Path) -> None:
+    torch.save({"weight": torch.eye(3).to_sparse()}, folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    "what",
+    [of_a_trainer, of_something_else, with_a_listed_index, with_a_listed_header,
+     with_sparse_tensors],
+)  # fmt: skip
+@pytest.mark.parametrize("load_format", ["auto", "modelexpress"])
+def test_no_file_ends_the_start(
+    what: Callable[[Path], None], load_format: str, tmp_path: Path
+) -> None:
+    what(tmp_path)
+    assert name_of_checkpoint(config(tmp_path, load_format)).startswith("named-")
 
 
 def test_a_single_file_is_sampled_as_it_is(tmp_path: Path) -> None:
