@@ -55,6 +55,8 @@ _READ = {
         ("*.safetensors", "*.gguf"),
     ),
 }
+# Folders in a model's own of which some of vLLM's models load weights, too: Kimi-Audio, MiMo-Audio.
+_INNER = ("whisper-large-v3", "audio_tokenizer")
 _OF_TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 
 
@@ -84,8 +86,8 @@ def name_of_checkpoint(vllm_config: VllmConfig, draft: ModelConfig | None = None
     start, found = time.monotonic(), list[str]()
     deadline = start + SAMPLE_SECONDS
     try:
-        folder = _folder_of(model.model, model.revision, load.download_dir)
-        found.append(fingerprint(folder, str(load.load_format), deadline - time.monotonic()))
+        for folder in _folders_of(model, load.download_dir):
+            found.append(fingerprint(folder, str(load.load_format), deadline - time.monotonic()))
         if load.load_format not in _READ:
             raise LookupError(f"load format {load.load_format} may read elsewhere")
     except Exception as error:  # noqa: BLE001 - of whatever lies in a folder, and its reader raises
@@ -167,6 +169,20 @@ def _gather(
         return [each for found in readers.map(call, items, timeout=seconds) for each in found]
     except futures.TimeoutError:  # before Python 3.11 another one than the built-in
         raise TimeoutError(f"reading takes longer than {SAMPLE_SECONDS} s") from None
+
+
+def _folders_of(model: ModelConfig, cache: str | None) -> Iterator[Path]:
+    """Yield where weights are that vLLM loads: the model's, and what it loads besides: from a
+    folder inside, from other models by their ids (Ultravox), which vLLM takes at no revision, or
+    from a file in place of the others (Flint)."""
+    own = _folder_of(model.model, model.revision, cache)
+    yield own
+    yield from (own / name for name in _INNER if (own / name).is_dir())
+    if getattr(model.hf_config, "model_type", "") == "flint":
+        yield from sorted(own.glob("*.gguf"))
+    for name, place in sorted(vars(model.hf_config).items()):
+        if name.endswith("_model_id") and isinstance(place, str):
+            yield _folder_of(place, None, cache)
 
 
 def _folder_of(model: str, revision: str | None, cache: str | None) -> Path:

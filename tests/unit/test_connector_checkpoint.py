@@ -208,6 +208,7 @@ def config(
     download_dir: str | None = None,
     extra: dict[str, Any] | None = None,
     is_transformers: bool = False,
+    ids: dict[str, Any] | None = None,
     **split: Any,
 ) -> Any:
     """As much of vLLM's configuration as is looked at."""
@@ -215,6 +216,7 @@ def config(
         model_config=SimpleNamespace(
             model=str(model), model_weights="", revision=None,
             using_transformers_backend=lambda: is_transformers,
+            hf_config=SimpleNamespace(**(ids or {})),
         ),
         load_config=SimpleNamespace(
             load_format=load_format, download_dir=download_dir,
@@ -287,6 +289,37 @@ def test_weights_are_looked_for_where_they_were_downloaded_to(
         for folder in (None, str(tmp_path / "told"))
     ]
     assert found == names
+
+
+@pytest.mark.parametrize("where", ["text_model_id", "whisper-large-v3", "audio_tokenizer"])
+def test_weights_that_a_model_loads_besides_count(where: str, tmp_path: Path) -> None:
+    """By another model's id (Ultravox), or in a folder of its own (Kimi-Audio, MiMo-Audio)."""
+    model, by_id = tmp_path / "model", where.endswith("_id")
+    kept(weights(), model)
+    other = tmp_path / "other" if by_id else model / where
+    told = config(model, ids={"text_model_id": str(other), "audio_model_id": None} if by_id else {})
+    names = [name_of_checkpoint(config(model)), name_of_checkpoint(told)]
+    assert names[1].startswith("named-" if by_id else "checkpoint-")  # it is not there
+    for number in range(2):
+        kept({"weight": torch.full((9, 9), number)}, other)
+        names.append(name_of_checkpoint(told))
+        assert names[-1].startswith(f"checkpoint-{fingerprint(model)}-")
+    assert len(set(names)) == 3 + by_id
+    moved = other.rename(other.with_name("moved"))
+    if by_id:
+        assert name_of_checkpoint(config(model, ids={"text_model_id": str(moved)})) == names[-1]
+    else:
+        assert name_of_checkpoint(config(model)) == names[0]
+
+
+def test_a_file_that_a_model_loads_in_place_of_the_others_counts(tmp_path: Path) -> None:
+    in_one_file(weights(), tmp_path)
+    names = set[str]()
+    for content in (b"one", b"two"):
+        (tmp_path / "model.gguf").write_bytes(content)
+        names.add(name_of_checkpoint(config(tmp_path, ids={"model_type": "flint"})))
+        assert name_of_checkpoint(config(tmp_path)) == f"checkpoint-{fingerprint(tmp_path)}"
+    assert len(names) == 2
 
 
 def test_made_up_weights_are_no_checkpoint(tmp_path: Path) -> None:
