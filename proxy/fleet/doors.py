@@ -32,10 +32,9 @@ _HEADERS = {"Content-Type": "application/json"}
 class DoorFailed(P2pError):
     """An instance did not do as asked; `status` is that of its answer, 0 if there is none."""
 
-    def __init__(self, message: str, status: int = 0, *, is_late: bool = False) -> None:
+    def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
-        self.is_late = is_late
 
 
 class Doors:
@@ -87,8 +86,7 @@ class Doors:
                 method, instance, path, body or b"", _HEADERS, seconds, is_probe=True
             )
         except TimedOut as error:
-            message = f"{told}: no answer within {seconds:g} s"
-            raise DoorFailed(message, is_late=True) from error
+            raise DoorFailed(f"{told}: no answer within {seconds:g} s") from error
         except ClientError as error:
             raise DoorFailed(f"{told}: {error}"[:MAX_SAID]) from error
         if status != HTTPStatus.OK:

@@ -20,7 +20,7 @@ import asyncio
 import logging
 import secrets
 from collections import defaultdict
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -320,14 +320,13 @@ class FleetWeights:
         await self._doors.resume(instance, seconds)
 
     async def _pause(self, step: _Step, left: float) -> None:
-        """Pause vLLM. Legs of other proxies may still run: they get what is left of the drain."""
+        """Pause vLLM. Legs of other proxies may still run: they get what is left of the drain.
+
+        vLLM 0.29 to 0.31 answer 500 to a wait while a request loads its KV, not to an abort.
+        """
         if left > 0:
-            try:
+            with suppress(DoorFailed):
                 await step("/pause?mode=wait", {}, left)
-            except DoorFailed as error:
-                if not error.is_late:
-                    raise
-            else:
                 return
         await step("/pause?mode=abort", {})
 

@@ -29,6 +29,7 @@ class DoorsDouble:
     # By path: what a door waits for before it does anything.
     slow: dict[str, asyncio.Event] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)  # that were shown to a door
+    has_load: bool = False  # a request loads its KV, so vLLM 0.29 to 0.31 do not wait for the end
     on_label: Callable[[], Awaitable[None]] | None = None
 
     def __post_init__(self) -> None:
@@ -92,6 +93,9 @@ class DoorsDouble:
             fault = self.faults.get(path)
             if fault == "hang":
                 await asyncio.Event().wait()
+            if path == "/pause" and request.query["mode"] == "wait" and self.has_load:
+                self.pause()
+                fault = "500"
             if fault is not None and fault.isdigit():
                 return web.json_response({"error": {"message": "it broke"}}, status=int(fault))
             said = {} if fault == "lie" else await door(request, json.loads(body or b"{}"))

@@ -313,6 +313,15 @@ async def test_what_does_not_end_is_aborted(admin_key: str, changed: dict[str, A
         assert (await fleet.proxy.ask())[0] == 200
 
 
+async def test_what_another_proxy_has_running_is_aborted_where_vllm_cannot_wait_for_it(
+    admin_key: str,
+) -> None:
+    async with weights_fleet(admin_key) as fleet:
+        doors_of(fleet.decodes[0]).has_load = True
+        assert (await fleet.update())["failed"] == {}
+        assert (await fleet.proxy.ask())[0] == 200
+
+
 async def test_an_instance_that_is_paused_gets_no_requests_whoever_paused_it(
     admin_key: str,
 ) -> None:
