@@ -251,8 +251,9 @@ class Proxy:
         self._traces = make_traces(endpoint, share, scheme, is_url)
         watch("lost_spans", "Spans that no collector took", lambda: self._traces.num_lost)
         services = Services(
-            config, self._registry, self._upstream, self._releases, deadlines, self._traces
-        )
+            config, self._registry, self._upstream, self._releases, deadlines, self._traces,
+            self._readiness.ask_refuser,
+        )  # fmt: skip
         self.forwarder = Forwarder(
             services, self._clients, self._router, self._admission, self._metrics, self._log,
             self._held, self._weights,

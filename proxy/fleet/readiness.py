@@ -115,10 +115,27 @@ class Readiness:
             if not is_new or error.status != HTTPStatus.NOT_FOUND:
                 return
             instance.has_doors = is_paused = False
-        held = PAUSED if is_paused else ""
+        self._hold(instance, PAUSED if is_paused else "")
+
+    async def ask_refuser(self, instance: Instance) -> None:
+        """Ask vLLM at once whether it is paused, because it refused a leg; it gets none until it
+        has answered. If it does not, it counts as one that goes on."""
+        self._hold(instance, PAUSED)
+        is_paused = False
+        try:
+            is_paused = await self._doors.is_paused(instance, self._config.probe_timeout_seconds)
+        except DoorFailed as error:
+            logger.warning("instance does not say if it is paused: %s", error)
+        finally:
+            if not is_paused:
+                self._hold(instance, "")
+        if is_paused and self._registry.is_current(instance):
+            self.watch(instance)  # again, and often from now on
+
+    def _hold(self, instance: Instance, held: str) -> None:
         if instance.held in ("", PAUSED) and instance.held != held:
             instance.held = held
-            state = "paused" if is_paused else "goes on"
+            state = "paused" if held else "goes on"
             logger.info("instance %s http=%s", state, instance.identity.name)
             self._registry.on_room()
 

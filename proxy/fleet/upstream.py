@@ -147,13 +147,13 @@ class Upstream:
         `on_sent` is called after the request is written: from then on, the instance may act on it.
 
         Raises:
-            LegFailed: no answer came.
-            ProxyError: 503, this process can have no more connections, or the instance is held:
-                what is sent there waits for as long as it is paused.
+            LegFailed: no answer came, or the instance is held: what is sent there waits for as long
+                as it is paused.
+            ProxyError: 503, this process can have no more connections.
         """
         if instance.held:
             message = f"the {role.label} instance is paused: {instance.held}"
-            raise ProxyError(503, "instance_paused", message)
+            raise LegFailed(503, "instance_paused", message, can_retry=True)
         identity = instance.identity
         if identity.dp_rank is not None:
             headers = {**headers, RANK_HEADER: str(identity.dp_rank)}

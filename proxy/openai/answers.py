@@ -3,6 +3,7 @@ fault."""
 
 from __future__ import annotations
 
+import re
 from http import HTTPStatus
 
 import msgspec
@@ -43,6 +44,8 @@ _NOT_FOR_BROWSERS = [
 # vLLM answers 200 if it aborts a request at shutdown. Such an answer is shorter than this. Other
 # answers deliver this much at once.
 _MAX_ABORTED_BYTES = 4096
+# vLLM's first event, where it notices only in the stream what it would have answered 503 to.
+_UNAVAILABLE = re.compile(rb'\Adata: ?\{"error": ?\{[^{}]*"code": ?503[,}]')
 
 
 class _Error(msgspec.Struct):
@@ -103,6 +106,8 @@ async def check_answer(response: Response, role: str, max_bytes: int, api: Api) 
         begun = await response.ahead(1 if is_stream else _MAX_ABORTED_BYTES)
         if api.aborted.search(begun) and not (is_stream and api.has_events):
             raise _aborted(role)
+        if is_stream and _UNAVAILABLE.match(begun):
+            status = HTTPStatus.SERVICE_UNAVAILABLE
     if status < 500:
         return
     try:

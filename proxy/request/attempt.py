@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from p2p_engine.wire.request_ids import new_transfer_id
@@ -49,6 +50,7 @@ class Attempt:
         self.api = api_of(request.path)
         self.transfer_id = new_transfer_id()
         self.failed: Instance | None = None
+        self.was_held = False  # is it that which failed the attempt?
         self.doubted: Leg | None = None  # it failed, and that may be due to the request
         self.ends = Ends()
         request.ends.callback(self.ends.close)
@@ -93,7 +95,7 @@ class Attempt:
         except ProxyError as error:
             trace.end(error.code)
             if isinstance(error, LegFailed):
-                self.judge(leg, error)
+                await self.judge(leg, error)
             raise
         return response
 
@@ -113,19 +115,24 @@ class Attempt:
         relay = Relay(self.services, self.request, self.record, leg, response, counts, turn)
         return relay.answer()
 
-    def judge(self, leg: Leg, failure: LegFailed) -> None:
+    async def judge(self, leg: Leg, failure: LegFailed) -> None:
         """Record which instance is to blame for the failure: here, the one that answers."""
-        self.fail(leg, failure)
+        await self.fail(leg, failure)
 
-    def fail(self, leg: Leg, failure: LegFailed) -> None:
-        """Record that an instance failed its leg."""
-        if leg.instance.held:
-            pass  # what vLLM aborts when it is paused is nobody's fault
-        elif leg.instance.is_to_blame_for(failure.answered):
+    async def fail(self, leg: Leg, failure: LegFailed) -> None:
+        """Record that an instance failed its leg. One that may be paused is asked first: what it
+        then refuses or aborts is nobody's fault."""
+        instance, may_be_paused = leg.instance, failure.status == HTTPStatus.SERVICE_UNAVAILABLE
+        if may_be_paused and instance.has_doors and not instance.held:
+            await self.services.ask_refuser(instance)
+        self.was_held = bool(instance.held)
+        if self.was_held:
+            pass
+        elif instance.is_to_blame_for(failure.answered):
             leg.breaker.fail(self.record.clock())
         elif failure.can_retry:
             self.doubted = leg
-        self.failed = leg.instance
+        self.failed = instance
 
     def trace(self, leg: Leg) -> LegTrace:
         """Begin a leg's place in the request's trace, which ends with the attempt at the latest."""

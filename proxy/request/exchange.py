@@ -98,7 +98,7 @@ class Exchange(Attempt):
         except ProxyError as error:
             trace.end(error.code)
             if isinstance(error, LegFailed):
-                self.fail(leg, error)
+                await self.fail(leg, error)
             raise
         finally:
             leg.release()
@@ -171,14 +171,14 @@ class Exchange(Attempt):
         body = payload.decode_body(self.asked, told)
         return await self.send(self._decode_leg, body, self.transfer_id)
 
-    def judge(self, leg: Leg, failure: LegFailed) -> None:
+    async def judge(self, leg: Leg, failure: LegFailed) -> None:
         """Blame the prefill instance if decode answers 500, and allow a retry.
 
         A KV transfer that does not complete makes decode answer 500. Another prefill instance may
         succeed.
         """
         if failure.status != HTTPStatus.INTERNAL_SERVER_ERROR or self._pair.prefill is None:
-            return super().judge(leg, failure)
+            return await super().judge(leg, failure)
         failure.can_retry = True
         self.failed = self._pair.prefill
         return None

@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from proxy.errors import RETRY_AFTER_SECONDS, LegFailed, ProxyError
-from proxy.http.asgi import LEFT
+from proxy.http.asgi import LEFT, Ends
 from proxy.http.memory import BodyRefused
 from proxy.http.turns import Turns
 from proxy.openai import payload
@@ -30,7 +30,7 @@ from proxy.request.tokens import PromptTokens
 from proxy.routing.router import Busy, NoInstance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from proxy.fleet.held_blocks import HeldBlocks
     from proxy.fleet.instances import Instance, Leg
@@ -171,37 +171,52 @@ class Forwarder:
                     raise Busy(str(error)) from error
                 raise
 
-        try:
-            line = self._router.line_of(prompt.model)
-            attempt = await self._admission.enter(line, begin, request.ends)
-        except ProxyError as error:
-            is_paused = self._weights.is_stopping or self._router.may_pair_soon(prompt.model)
-            if error.status == HTTPStatus.TOO_MANY_REQUESTS and is_paused:
-                raise self._weights.refusal() from error
-            raise
-        except NoInstance as error:
-            missing = [role.label for role in error.missing]
-            wait = error.breaker_seconds or RETRY_AFTER_SECONDS
-            raise ProxyError(
-                503, "no_instance", str(error), retry_after=wait, missing=missing
-            ) from error
-        return await self._run(attempt, start, failed)
+        place = Ends()  # among those that run
+        request.ends.callback(place.close)
+
+        async def admitted() -> Attempt:
+            place.close()
+            try:
+                line = self._router.line_of(prompt.model)
+                return await self._admission.enter(line, begin, place)
+            except ProxyError as error:
+                is_paused = self._weights.is_stopping or self._router.may_pair_soon(prompt.model)
+                if error.status == HTTPStatus.TOO_MANY_REQUESTS and is_paused:
+                    raise self._weights.refusal() from error
+                raise
+            except NoInstance as error:
+                missing = [role.label for role in error.missing]
+                wait = error.breaker_seconds or RETRY_AFTER_SECONDS
+                raise ProxyError(
+                    503, "no_instance", str(error), retry_after=wait, missing=missing
+                ) from error
+
+        return await self._run(admitted, start, failed)
 
     async def _run(
-        self, attempt: Attempt, start: Callable[[], Attempt], failed: list[Instance]
+        self,
+        admitted: Callable[[], Awaitable[Attempt]],
+        start: Callable[[], Attempt],
+        failed: list[Instance],
     ) -> Answer:
         """Run an attempt; while instances fail, retry with those that have not.
 
         Each attempt has its own transfer id. A failed one releases its resources before the next
-        starts. Of failures that may be due to the request, the first is retried, and counts against
-        its instance if another one then succeeds.
+        starts. One that found its instance paused goes back to the queue. Of failures that may be
+        due to the request, the first is retried, and counts against its instance if another one
+        then succeeds.
         """
         doubted: Leg | None = None
+        attempt = await admitted()
         while True:
             try:
                 answer = await attempt.run()
             except LegFailed as failure:
                 attempt.ends.close()
+                if failure.can_retry and attempt.was_held:
+                    attempt = await admitted()
+                    self._metrics.retries.inc()
+                    continue
                 failed += [attempt.failed] if attempt.failed else []
                 if not failure.can_retry or len(failed) > self._services.config.max_retries:
                     raise

@@ -11,12 +11,21 @@ from typing import Any
 from aiohttp import web
 
 OLD, NEW = "old", "new"
+# What vLLM says from 0.33 on to a request that comes while it is paused; before, it waits.
+REFUSED = {
+    "error": {
+        "message": "Generation is paused. Please retry after it resumes.",
+        "type": "ServiceUnavailableError",
+        "param": None,
+        "code": 503,
+    }
+}
 ABORTED = {"choices": [{"index": 0, "text": "", "finish_reason": "abort"}], "usage": {}}
 
 
 @dataclass
 class DoorsDouble:
-    """The weights of one instance. What is asked of it while it is paused waits, as in vLLM."""
+    """The weights of one instance. What is asked of it while it is paused waits."""
 
     weights: str = OLD
     label: str = "default"
@@ -29,6 +38,7 @@ class DoorsDouble:
     # By path: what a door waits for before it does anything.
     slow: dict[str, asyncio.Event] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)  # that were shown to a door
+    refuses: bool = False  # what comes while it is paused, as vLLM 0.33
     has_load: bool = False  # a request loads its KV, so vLLM 0.29 to 0.31 do not wait for the end
     on_label: Callable[[], Awaitable[None]] | None = None
 
@@ -64,6 +74,9 @@ class DoorsDouble:
         self, asked: dict[str, Any], answering: Coroutine[Any, Any, web.StreamResponse]
     ) -> web.StreamResponse:
         """Let a request run, unless we are paused; end it when all are aborted."""
+        if self.refuses and self.is_paused:
+            answering.close()
+            return _refusal(is_stream=bool(asked.get("stream")))
 
         async def run() -> web.StreamResponse:
             await self._goes.wait()
@@ -136,3 +149,11 @@ class DoorsDouble:
 
     async def _weight_info(self, *_: Any) -> dict[str, Any]:
         return {"weight_version": self.label}
+
+
+def _refusal(*, is_stream: bool) -> web.Response:
+    """vLLM notices in the stream that it is paused: its status has gone by then."""
+    if not is_stream:
+        return web.json_response(REFUSED, status=503)
+    events = f"data: {json.dumps(REFUSED)}\n\ndata: [DONE]\n\n"
+    return web.Response(text=events, content_type="text/event-stream")

@@ -267,19 +267,25 @@ async def test_a_request_that_has_begun_ends_before_anything_is_paused(admin_key
 
 async def test_no_leg_goes_to_an_instance_that_is_paused(admin_key: str) -> None:
     """Prefill ends its leg though it was told to abort it; decode is paused by then."""
-    async with weights_fleet(admin_key) as fleet:
+    async with weights_fleet(admin_key, 2, 1) as fleet:
         release = asyncio.Event()
-        fleet.prefills[0].behaviour = Behaviour(hold=release)
-        doors_of(fleet.prefills[0]).faults["/pause"] = "lie"
-        doors_of(fleet.decodes[0]).faults["/collective_rpc"] = "hang"
+        for prefill in fleet.prefills:
+            prefill.behaviour = Behaviour(hold=release)
+        doors = doors_of(fleet.decodes[0])
+        doors.slow["/collective_rpc"] = asyncio.Event()
         asking = asyncio.create_task(fleet.proxy.ask())
-        await until(lambda: doors_of(fleet.prefills[0]).running, "prefill runs")
+        running = await until(
+            lambda: [p for p in fleet.prefills if doors_of(p).running], "prefill runs"
+        )
+        doors_of(running[0]).faults["/pause"] = "lie"
         assert (await fleet.order("update", {**UPDATE, "ends": "abort"}))[0] == 200
-        await until(lambda: "/collective_rpc" in doors_of(fleet.decodes[0]).asked, "it is paused")
+        await until_asked(doors, "/collective_rpc")
         release.set()
-        status, said, _ = await asking
-        assert (status, json.loads(said)["error"]["code"]) == (503, "instance_paused")
+        await until_queued(fleet.proxy)
         assert not fleet.decodes[0].received
+        doors.slow.pop("/collective_rpc").set()
+        assert (await asking)[0] == 200
+        assert list(doors.used.values()) == [NEW]
 
 
 async def until_asked(doors: DoorsDouble, path: str) -> None:
@@ -297,20 +303,21 @@ async def until_queued(proxy: RunningProxy) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"ends": "abort"}, {"drain_seconds": 0.3}])
-async def test_what_does_not_end_is_aborted(admin_key: str, changed: dict[str, Any]) -> None:
+async def test_what_does_not_end_is_aborted_and_begins_again(
+    admin_key: str, changed: dict[str, Any]
+) -> None:
     async with weights_fleet(admin_key) as fleet:
-        fleet.decodes[0].behaviour = Behaviour(hold=asyncio.Event())
+        release = asyncio.Event()
+        fleet.decodes[0].behaviour = Behaviour(hold=release)
         asking = [asyncio.create_task(fleet.proxy.ask()) for _ in range(NUM_FAILURES)]
         await until(lambda: len(doors_of(fleet.decodes[0]).running) == NUM_FAILURES, "they run")
-        order = await fleet.update(**changed)
-        assert order["failed"] == {}
-        assert {status for status, _, _ in await asyncio.gather(*asking)} == {503}
-        # Nobody is to blame, so no breaker opens.
-        shown = (await fleet.proxy.status())["instances"]
-        assert {state for each in shown for state in each["breaker"].values()} == {"closed"}
-        assert "mixed" not in doors_of(fleet.decodes[0]).used.values()
-        fleet.decodes[0].behaviour = Behaviour()
-        assert (await fleet.proxy.ask())[0] == 200
+        assert (await fleet.order("update", {**UPDATE, **changed}))[0] == 200
+        await until_asked(doors_of(fleet.decodes[0]), "/collective_rpc")
+        release.set()
+        assert (await fleet.until_over())["failed"] == {}
+        assert {status for status, _, _ in await asyncio.gather(*asking)} == {200}
+        assert await breakers_of(fleet.proxy) == {"closed"}  # nobody is to blame
+        assert set(doors_of(fleet.decodes[0]).used.values()) == {NEW}
 
 
 async def test_what_another_proxy_has_running_is_aborted_where_vllm_cannot_wait_for_it(
@@ -344,6 +351,48 @@ async def test_an_instance_that_is_paused_gets_no_requests_whoever_paused_it(
         waiting = asyncio.create_task(fleet.proxy.ask())
         doors_of(paused).resume()
         assert (await waiting)[0] == 200
+
+
+@pytest.mark.parametrize("asked", [ASKED, STREAMED])
+@pytest.mark.parametrize("kind", [PREFILL, DECODE])
+async def test_a_request_that_a_pause_refuses_waits_for_its_end(
+    admin_key: str, kind: str, asked: dict[str, Any]
+) -> None:
+    """vLLM 0.33 answers 503 while it is paused; the proxy hears of the pause only by that."""
+    async with weights_fleet(admin_key, probe_interval_seconds=30.0) as fleet:
+        paused = doors_of({PREFILL: fleet.prefills, DECODE: fleet.decodes}[kind][0])
+        paused.refuses = True
+        paused.pause()
+        asking = [asyncio.create_task(fleet.proxy.ask(asked)) for _ in range(2 * NUM_FAILURES)]
+
+        async def all_wait() -> bool:
+            return bool((await fleet.proxy.status())["requests_queued"] == len(asking))
+
+        await until(all_wait, "all wait")
+        paused.resume()
+        answers = await asyncio.gather(*asking)
+        assert {status for status, _, _ in answers} == {200}
+        assert not any(b"error" in said for _, said, _ in answers)
+        assert await breakers_of(fleet.proxy) == {"closed"}
+
+
+async def test_who_answers_503_and_is_not_paused_is_to_blame(admin_key: str) -> None:
+    async with weights_fleet(admin_key, 1, 2) as fleet:
+        bad = fleet.decodes[0]
+        bad.behaviour = Behaviour(status=503)
+        doors_of(fleet.decodes[1]).faults["/is_paused"] = "500"  # it cannot say
+        fleet.decodes[1].behaviour = Behaviour(status=503)
+        answers = [await fleet.proxy.ask() for _ in range(NUM_FAILURES)]
+        assert {status for status, _, _ in answers} == {503}
+        assert {"open"} <= await breakers_of(fleet.proxy)
+        for decode in fleet.decodes:
+            assert (await fleet.proxy.states())[decode.http_address] == "ready"
+
+
+async def breakers_of(proxy: RunningProxy) -> set[str]:
+    """The states of all breakers."""
+    shown = (await proxy.status())["instances"]
+    return {state for each in shown for state in each["breaker"].values()}
 
 
 async def test_prefill_is_paired_with_decode_of_the_same_weights(admin_key: str) -> None:
