@@ -6,13 +6,14 @@ Pure: heartbeats, probe results and the time come from outside.
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from p2p_engine.errors import P2pError, RemoteProtocolError
 from p2p_engine.wire.messages import PROTOCOL_VERSION
 from proxy.addresses import AllowList, is_address, plain_address
 from proxy.fleet.breaker import Breaker
-from proxy.fleet.instances import MAX_REPLACED, Identity, Instance, Leg, Role
+from proxy.fleet.instances import MAX_REPLACED, PAUSED, Identity, Instance, Leg, Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,6 +52,8 @@ class Registry:
         # Called when an instance may have room or may have become ready.
         self.on_room: Callable[[], None] = lambda: None
         self._by_name: dict[str, Instance] = {}
+        # What an order said of these outlives their registration: the same process may come back.
+        self._left: OrderedDict[Identity, Instance] = OrderedDict()
         self._turns = itertools.count(1)
 
     def observe(self, beat: Heartbeat, now: float) -> tuple[Instance, bool]:
@@ -158,7 +161,7 @@ class Registry:
         is_expired = not instance.is_alive(now) and instance.is_idle
         is_over = is_expired or (instance.last_beat is None and instance.is_drained(now))
         if is_over and self.is_current(instance):
-            del self._by_name[instance.identity.name]
+            self._part_with(instance)
 
     def take_leg(self, instance: Instance, role: Role, num_tokens: int = 1) -> Leg:
         """Count one more leg on an instance, until the leg is released."""
@@ -200,9 +203,21 @@ class Registry:
                 f"{identity.http_address}: {others} instances are registered; "
                 f"at most {self._max_instances}"
             )
-        breakers = {role: Breaker(self._breaker_failures, self._breaker_seconds) for role in Role}
-        instance = self._by_name[identity.name] = Instance(identity, breakers=breakers)
+        if (before := self._by_name.get(identity.name)) is not None:
+            self._part_with(before)
+        instance = self._left.pop(identity, None)
+        if instance is None:
+            breakers = {r: Breaker(self._breaker_failures, self._breaker_seconds) for r in Role}
+            instance = Instance(identity, breakers=breakers)
+        self._by_name[identity.name] = instance
         return instance
+
+    def _part_with(self, instance: Instance) -> None:
+        del self._by_name[instance.identity.name]
+        if instance.held not in ("", PAUSED):
+            self._left[instance.identity] = instance
+            if len(self._left) > self._max_instances:
+                self._left.popitem(last=False)
 
     def _lifetime(self, interval: float) -> float:
         low, high = INTERVAL_BOUNDS_SECONDS

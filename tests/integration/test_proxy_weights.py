@@ -536,6 +536,36 @@ async def test_an_operator_resumes_an_instance_by_name(admin_key: str) -> None:
         assert doors_of(decode).weights == OLD
 
 
+@pytest.mark.parametrize("goes_while", ["it is changed", "it has failed"])
+async def test_an_instance_that_failed_is_held_though_its_heartbeats_were_lost(
+    admin_key: str, goes_while: str
+) -> None:
+    async with weights_fleet(admin_key, 1, 2) as fleet:
+        bad, _ = fleet.decodes
+        doors = doors_of(bad)
+        doors.faults["/collective_rpc"] = "500"
+        doors.slow["/collective_rpc"] = asyncio.Event()
+        assert (await fleet.order("update", UPDATE))[0] == 200
+        await until_asked(doors, "/collective_rpc")
+        if goes_while == "it has failed":
+            doors.slow.pop("/collective_rpc").set()
+            await fleet.until_over()
+        doors.resume()  # by somebody else
+        await bad.fall_silent()
+        await fleet.proxy.until_state(bad, "")
+        bad.beat(fleet.proxy.registration_address)
+        await fleet.proxy.until_state(bad, "paused")
+        if goes_while == "it is changed":
+            doors.slow.pop("/collective_rpc").set()
+            assert list((await fleet.until_over())["failed"]) == [bad.http_address]
+        for _ in range(4):
+            assert (await fleet.proxy.ask())[0] == 200
+        assert not bad.received
+        doors.faults.clear()
+        assert (await fleet.order("resume", {"instance": bad.http_address}))[0] == 200
+        await fleet.proxy.until_ready(bad)
+
+
 async def run(command: Any, *told: Any) -> tuple[int, list[str]]:
     """Return the exit code, and the lines that a command says."""
     said = io.StringIO()

@@ -8,7 +8,7 @@ import pytest
 
 from p2p_engine.errors import RemoteProtocolError
 from p2p_engine.wire.messages import Heartbeat
-from proxy.fleet.instances import PATIENCE, Instance, Role
+from proxy.fleet.instances import PATIENCE, PAUSED, Instance, Role
 from proxy.fleet.registry import AddressTaken, Registry, RegistryFull
 
 LIFETIME = 10.0  # three beats of 3 s, and a third of one in which the last may be late
@@ -171,6 +171,43 @@ def test_the_expired_are_forgotten_unless_they_are_at_work() -> None:
     registry.sweep(LIFETIME + 1)
     assert registry.instances() == []
     assert not registry.is_current(instance)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_what_an_order_said_of_an_instance_holds_for_the_same_process_only(
+    *, is_replaced: bool
+) -> None:
+    registry = Registry()
+    failed = joined(registry, beat(epoch=1), now=0.0)
+    failed.held = "/collective_rpc: HTTP 500"
+    if is_replaced:  # by another one of this address
+        assert joined(registry, beat(epoch=2), now=1.0).held == ""
+    registry.sweep(LIFETIME + 2)
+    assert registry.instances() == []
+    assert joined(registry, beat(epoch=3), now=LIFETIME + 3).held == ""
+    registry.sweep(3 * LIFETIME)
+    assert registry.observe(beat(epoch=1), 3 * LIFETIME) == (failed, True)
+    assert failed.is_alive(3 * LIFETIME)
+    assert failed.held == "/collective_rpc: HTTP 500"
+
+
+def test_who_was_paused_when_it_went_is_asked_anew() -> None:
+    """vLLM may have gone on since."""
+    registry = Registry()
+    joined(registry, beat(), now=0.0).held = PAUSED
+    registry.sweep(LIFETIME + 1)
+    assert joined(registry, beat(), now=LIFETIME + 2).held == ""
+
+
+def test_what_is_remembered_of_those_that_went_is_bounded() -> None:
+    registry = Registry(max_instances=2)
+    for port in (1, 2, 3):
+        joined(registry, beat(port=port), now=20.0 * port).held = "it failed"
+    registry.sweep(100.0)
+    kept = [joined(registry, beat(port=port), now=100.0).held for port in (2, 3)]
+    assert kept == ["it failed", "it failed"]
+    registry.sweep(200.0)
+    assert joined(registry, beat(port=1), now=200.0).held == ""
 
 
 def test_a_leg_is_counted_once_and_released_once() -> None:
