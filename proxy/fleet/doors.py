@@ -6,7 +6,10 @@ whatever registers.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
+from contextlib import suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LABEL_SECONDS = 30.0  # for an answer that takes vLLM one step
+RETRY_SECONDS = 0.05  # between two looks at what ends by itself
 MAX_SAID = 128  # characters of what an instance says, in a reason
 MAX_LOGGED = 1000  # bytes of an error, in the log
 _HEADERS = {"Content-Type": "application/json"}
@@ -52,6 +56,24 @@ class Doors:
         if not isinstance(is_paused, bool):
             raise DoorFailed("/is_paused: another answer than vLLM's", HTTPStatus.NOT_FOUND)
         return is_paused
+
+    async def pause(self, instance: Instance, left: float, seconds: float) -> None:
+        """Pause vLLM, and ask whether it is paused. What runs there gets `left` seconds to end,
+        then it is aborted: also where vLLM 0.29 to 0.31 do not wait, as for a load of KV."""
+        if left > 0:
+            with suppress(DoorFailed):
+                await self.post(instance, "/pause?mode=wait", {}, left)
+        await self.post(instance, "/pause?mode=abort", {}, seconds)
+        if not await self.is_paused(instance, LABEL_SECONDS):
+            raise DoorFailed("/pause: it is not paused")
+
+    async def reset(self, instance: Instance, seconds: float) -> None:
+        """Empty the caches. That fails while blocks are held, so it is tried until they end."""
+        path, ends_at = "/reset_prefix_cache?reset_external=true", time.monotonic() + seconds
+        while (await self.post(instance, path, {}, seconds)).get("success") is False:
+            if time.monotonic() > ends_at:
+                raise DoorFailed("/reset_prefix_cache: blocks are held")
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def resume(self, instance: Instance, seconds: float) -> None:
         """Resume vLLM, and ask whether it goes on."""

@@ -20,8 +20,9 @@ import asyncio
 import logging
 import secrets
 from collections import defaultdict
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -30,7 +31,7 @@ import msgspec
 from p2p_engine.wire.bindings import short_name
 from proxy.errors import ProxyError
 from proxy.fleet.admin import decoded
-from proxy.fleet.doors import LABEL_SECONDS, DoorFailed, Doors, outcome_of
+from proxy.fleet.doors import LABEL_SECONDS, RETRY_SECONDS, DoorFailed, Doors, outcome_of
 from proxy.fleet.instances import BEING_CHANGED, PAUSED, Instance
 
 if TYPE_CHECKING:
@@ -39,26 +40,22 @@ if TYPE_CHECKING:
     from proxy.config import ProxyConfig
     from proxy.fleet.registry import Registry
 
-    _Step = Callable[..., Awaitable[dict[str, Any]]]
-
 logger = logging.getLogger(__name__)
 
-# What an order may call. Each is in vLLM 0.29 to 0.33, with VLLM_SERVER_DEV_MODE=1.
-CALLS = (
-    "/collective_rpc", "/init_weight_transfer_engine", "/start_weight_update",
-    "/start_draft_weight_update", "/update_weights", "/finish_weight_update",
-)  # fmt: skip
 MAX_CALLS = 64
-RETRY_SECONDS = 0.05  # between two looks at what ends by itself
 MAX_SECONDS = 86400.0  # that an order may give to a drain, or to a call
-UNNAMED = "default"  # vLLM's label, while nobody has given one
 
-Label = Annotated[str, msgspec.Meta(max_length=128, pattern=r"\A[!-~]+\Z")]
+# vLLM itself calls weights `default` to which nobody has given a label.
+Label = Annotated[str, msgspec.Meta(max_length=128, pattern=r"\A(?!default\Z)[!-~]+\Z")]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 
 
 class _Call(msgspec.Struct, forbid_unknown_fields=True):
-    path: str
+    # Each is in vLLM 0.29 to 0.33, with VLLM_SERVER_DEV_MODE=1.
+    path: Literal[
+        "/collective_rpc", "/init_weight_transfer_engine", "/start_weight_update",
+        "/start_draft_weight_update", "/update_weights", "/finish_weight_update",
+    ]  # fmt: skip
     body: dict[str, Any] = {}
 
 
@@ -143,11 +140,6 @@ class FleetWeights:
                 or one has no such doors. Then nothing was begun.
         """
         asked: _Update = decoded(body, _Update)
-        _check_label(asked.label)
-        for call in asked.calls:
-            if call.path not in CALLS:
-                allowed = ", ".join(CALLS)
-                raise ProxyError(400, "invalid_request", f"{call.path!r} is none of {allowed}")
         with ExitStack() as turn:
             turn.enter_context(self._alone(f"an update to {asked.label} runs"))
             await self._check_doors()
@@ -166,7 +158,6 @@ class FleetWeights:
             ProxyError: 400, the body is invalid; 409, an order runs, or there are no instances.
         """
         asked: _Label = decoded(body, _Label)
-        _check_label(asked.label)
         with self._alone(f"the label {asked.label} is being given"):
             places = self._places()
             steps = [self._doors.give_label(ranks[0], asked.label) for ranks in places.values()]
@@ -297,47 +288,25 @@ class FleetWeights:
     async def _take_steps(
         self, order: Update, asked: _Update, deadline: float, instance: Instance
     ) -> None:
-        seconds = asked.call_seconds
-
-        async def step(path: str, body: dict[str, Any], seconds: float = seconds) -> dict[str, Any]:
-            order.steps[instance.identity.http_address] = path.partition("?")[0]
-            return await self._doors.post(instance, path, body, seconds)
-
-        await self._pause(step, min(deadline - self._clock(), seconds))
-        if not await self._doors.is_paused(instance, LABEL_SECONDS):
-            raise DoorFailed("/pause: it is not paused")
-        for call in asked.calls:
-            await step(call.path, call.body)
-        ends_at = self._clock() + seconds
-        # It fails while blocks are held, which end by themselves.
-        while (await step("/reset_prefix_cache?reset_external=true", {})).get("success") is False:
-            if self._clock() > ends_at:
-                raise DoorFailed("/reset_prefix_cache: blocks are held")
-            await asyncio.sleep(RETRY_SECONDS)
-        order.steps[instance.identity.http_address] = "/update_weight_version"
-        await self._doors.give_label(instance, asked.label)
-        order.steps[instance.identity.http_address] = "/resume"
-        await self._doors.resume(instance, seconds)
-
-    async def _pause(self, step: _Step, left: float) -> None:
-        """Pause vLLM. Legs of other proxies may still run: they get what is left of the drain.
-
-        vLLM 0.29 to 0.31 answer 500 to a wait while a request loads its KV, not to an abort.
-        """
-        if left > 0:
-            with suppress(DoorFailed):
-                await step("/pause?mode=wait", {}, left)
-                return
-        await step("/pause?mode=abort", {})
+        doors, seconds = self._doors, asked.call_seconds
+        # Legs of other proxies may still run: they get what is left of the drain.
+        left = min(deadline - self._clock(), seconds)
+        steps: list[tuple[str, Callable[[], Awaitable[Any]]]] = [
+            ("/pause", partial(doors.pause, instance, left, seconds)),
+            *(
+                (c.path, partial(doors.post, instance, c.path, c.body, seconds))
+                for c in asked.calls
+            ),
+            ("/reset_prefix_cache", partial(doors.reset, instance, seconds)),
+            ("/update_weight_version", partial(doors.give_label, instance, asked.label)),
+            ("/resume", partial(doors.resume, instance, seconds)),
+        ]
+        for path, step in steps:
+            order.steps[instance.identity.http_address] = path
+            await step()
 
 
 def _rename(instance: Instance, label: str) -> None:
     """Do not wait for the heartbeat: meanwhile, decode would compute all that waits."""
     if instance.weights:
         instance.weights = short_name(label)
-
-
-def _check_label(label: str) -> None:
-    if label == UNNAMED:
-        message = f"{UNNAMED!r} is what vLLM calls weights that have no label"
-        raise ProxyError(400, "invalid_request", message)
