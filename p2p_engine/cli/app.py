@@ -267,6 +267,9 @@ Proxies = Annotated[
     str, typer.Option("--proxy", help="HOST:PORT,... or https://HOST:PORT; the first that answers.")
 ]
 AdminKeyFile = Annotated[Path, typer.Option(help="The proxy's --admin-key-file.")]
+Model = Annotated[
+    str, typer.Option(help="Whose weights, as /status shows it; needed if the proxy has several.")
+]
 
 
 @weights.command()
@@ -284,6 +287,7 @@ def update(
     abort: Annotated[bool, typer.Option("--abort", help="Do not let requests end.")] = False,
     drain: Annotated[float, typer.Option(min=0, help="Seconds that requests get.")] = 300.0,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that each call gets.")] = 600.0,
+    model: Model = "",
 ) -> None:
     """Change the weights of all instances; those that then have the label get requests again.
 
@@ -300,7 +304,7 @@ def update(
         calls = read_calls(call) if call else [{"path": "/collective_rpc", "body": reload}]
         ends = "abort" if abort else "drain"
         times = {"drain_seconds": drain, "call_seconds": timeout}
-        order = {"label": label, "calls": calls, "ends": ends, **times}
+        order = {"label": label, "model": model, "calls": calls, "ends": ends, **times}
         code = run_update(proxy, admin_key_file.read_text().strip(), order, _console())
     except (OSError, ConfigError) as error:
         raise typer.BadParameter(str(error)) from error
@@ -315,6 +319,7 @@ def label(
         Path | None, typer.Option(help="The proxy's --admin-key-file.")
     ] = None,
     instance: Annotated[str, typer.Option(help="HOST:PORT,... of instances, instead.")] = "",
+    model: Model = "",
 ) -> None:
     """Name the weights that instances have, where something else has changed them.
 
@@ -328,7 +333,7 @@ def label(
         if admin_key_file is None:
             code = run_label_directly(instance, label, _console())
         else:
-            code = run_label(proxy, admin_key_file.read_text().strip(), label, _console())
+            code = run_label(proxy, admin_key_file.read_text().strip(), label, model, _console())
     except (OSError, ConfigError) as error:
         raise typer.BadParameter(str(error)) from error
     raise typer.Exit(code)

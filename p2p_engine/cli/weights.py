@@ -64,14 +64,16 @@ def run_update(names: str, key: str, order: Mapping[str, Any], console: Console)
     return _conclude(ended.failed, "paused: ", console)
 
 
-def run_label(names: str, key: str, label: str, console: Console) -> int:
-    """Have a proxy give all its instances a label; return 0 if all have it.
+def run_label(names: str, key: str, label: str, model: str, console: Console) -> int:
+    """Have a proxy give its instances of a model a label; return 0 if all have it. "" names the
+    model of a proxy that has one.
 
     Raises:
         ConfigError: a name is no address, or the names mean no proxy.
     """
     try:
-        _, said = _give(names, key, "/weights/label", {"label": label}, _LABEL_SECONDS)
+        asked = {"label": label, "model": model}
+        _, said = _give(names, key, "/weights/label", asked, _LABEL_SECONDS)
     except _WeightsRefused as error:
         _say(console, str(error))
         return 1

@@ -61,6 +61,7 @@ class _Call(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Update(msgspec.Struct, forbid_unknown_fields=True):
     label: Label
+    model: str = ""
     calls: Annotated[list[_Call], msgspec.Meta(max_length=MAX_CALLS)] = msgspec.field(
         default_factory=lambda: [_Call("/collective_rpc", {"method": "reload_weights"})]
     )
@@ -71,6 +72,7 @@ class _Update(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Label(msgspec.Struct, forbid_unknown_fields=True):
     label: Label
+    model: str = ""
 
 
 class _Resume(msgspec.Struct, forbid_unknown_fields=True):
@@ -83,6 +85,7 @@ class Update:
     why one has failed; both by HTTP address."""
 
     label: str
+    model: str
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     state: str = "stopping"
     steps: dict[str, str] = field(default_factory=dict)
@@ -108,21 +111,28 @@ class FleetWeights:
         self._runs = ""  # what runs: an update, a label or a resume
         self.order: Update | None = None  # the last update
 
-    @property
-    def is_stopping(self) -> bool:
-        """Tell whether requests end, and none may begin."""
-        return self.order is not None and self.order.state == "stopping"
+    def is_stopping(self, model: str | None) -> bool:
+        """Tell whether requests for a model end, and none may begin."""
+        return self._state(model) == "stopping"
 
     def describe(self) -> dict[str, Any]:
         """Return what `/status` shows: the last order."""
         return {"order": msgspec.to_builtins(self.order)}
 
-    def refusal(self) -> ProxyError:
+    def refusal(self, model: str | None) -> ProxyError:
         """Return the error of a request that waited in vain for instances to go on."""
-        if self.order is not None and self.order.state != "done":
+        if self.order is not None and self._state(model) != "done":
             message = f"the weights are being changed to {self.order.label}"
             return ProxyError(503, "weights_update", message)
         return ProxyError(503, "instance_paused", "vLLM is paused, and was not resumed in time")
+
+    def _state(self, model: str | None) -> str:
+        """Return the state of the last order, `done` if the model is not its own. A name that no
+        instance announces may mean any model."""
+        order = self.order
+        if order is None or (order.model not in ("", model) and self._registry.announces(model)):
+            return "done"
+        return order.state
 
     async def close(self) -> None:
         """Leave an order where it is: what vLLM has paused stays paused; idempotent."""
@@ -137,29 +147,31 @@ class FleetWeights:
 
         Raises:
             ProxyError: 400, the body is invalid; 409, another order runs, there are no instances,
-                or one has no such doors. Then nothing was begun.
+                or of several models, or one has no such doors. Then nothing was begun.
         """
         asked: _Update = decoded(body, _Update)
         with ExitStack() as turn:
             turn.enter_context(self._alone(f"an update to {asked.label} runs"))
-            await self._check_doors()
+            model = self._model(asked.model)
+            await self._check_doors(self._places(model))
             logger.info("weights: update to %s by=%s ends=%s", asked.label, sender, asked.ends)
-            self.order = Update(asked.label)
+            self.order = Update(asked.label, model)
             self._task = asyncio.ensure_future(self._run(self.order, asked, turn.pop_all()))
         return {"message": f"Updating to {asked.label}.", "order": self.order.id}
 
     async def name(self, body: bytes, sender: str) -> dict[str, Any]:
-        """Give all instances a label, for a trainer that has changed their weights by itself.
+        """Give a model's instances a label, for a trainer that has changed their weights by itself.
 
         Returns, by HTTP address, why an instance does not have it; "" if it has. Waits for two
         answers of each.
 
         Raises:
-            ProxyError: 400, the body is invalid; 409, an order runs, or there are no instances.
+            ProxyError: 400, the body is invalid; 409, an order runs, or there are no instances, or
+                of several models.
         """
         asked: _Label = decoded(body, _Label)
         with self._alone(f"the label {asked.label} is being given"):
-            places = self._places()
+            places = self._places(self._model(asked.model))
             steps = [self._doors.give_label(ranks[0], asked.label) for ranks in places.values()]
             outcomes = await asyncio.gather(*map(outcome_of, steps))
         for ranks, why in zip(places.values(), outcomes, strict=True):
@@ -207,23 +219,41 @@ class FleetWeights:
         finally:
             self._runs = ""
 
-    def _places(self) -> dict[str, list[Instance]]:
-        """Return all instances by HTTP address; ranks behind one address have the same weights.
+    def _model(self, asked: str) -> str:
+        """Return the model whose weights are meant.
+
+        Raises:
+            ProxyError: 409, there are several, and none was named, or an instance that was added
+                by hand may be of any.
+        """
+        models = {instance.identity.model for instance in self._registry.instances()}
+        named = {asked, *models} - {""}
+        if len(named) > 1 and (not asked or "" in models):
+            message = (
+                f"name one of the models {', '.join(sorted(named))}, and that of each instance"
+            )
+            raise ProxyError(409, "several_models", message)
+        return asked or next(iter(named), "")
+
+    def _instances(self, model: str) -> list[Instance]:
+        return [i for i in self._registry.instances() if i.identity.model in (model, "")]
+
+    def _places(self, model: str) -> dict[str, list[Instance]]:
+        """Return a model's instances by HTTP address; ranks behind one have the same weights.
 
         Raises:
             ProxyError: 409, there are none.
         """
         places: defaultdict[str, list[Instance]] = defaultdict(list)
-        for instance in self._registry.instances():
+        for instance in self._instances(model):
             places[instance.identity.http_address].append(instance)
         if not places:
-            raise ProxyError(409, "no_instances", "no instance is registered")
+            raise ProxyError(409, "no_instances", "no such instance is registered")
         return dict(places)
 
-    async def _check_doors(self) -> None:
+    async def _check_doors(self, places: dict[str, list[Instance]]) -> None:
         """Refuse an order that an instance would refuse. One that is silent or broken fails the
         order for itself alone, later."""
-        places = self._places()
 
         async def refusal(instance: Instance) -> str:
             try:
@@ -244,11 +274,11 @@ class FleetWeights:
         deadline = self._clock() + (seconds if asked.ends == "drain" else 0.0)
         with turn:
             try:
-                await self._drain(deadline)
+                await self._drain(order.model, deadline)
                 # No await from here until all are held: else one could compute with old weights
                 # while another has new ones.
-                order.state, places = "updating", self._places()
-                for instance in self._registry.instances():
+                order.state, places = "updating", self._places(order.model)
+                for instance in self._instances(order.model):
                     instance.held = BEING_CHANGED
                 changes = (self._change(order, asked, deadline, each) for each in places.values())
                 await asyncio.gather(*changes)
@@ -259,8 +289,8 @@ class FleetWeights:
         self._registry.on_room()
         logger.info("weights: update to %s over, failed=%s", order.label, list(order.failed))
 
-    async def _drain(self, deadline: float) -> None:
-        while not all(instance.is_idle for instance in self._registry.instances()):
+    async def _drain(self, model: str, deadline: float) -> None:
+        while not all(instance.is_idle for instance in self._instances(model)):
             if self._clock() >= deadline:
                 return
             await asyncio.sleep(RETRY_SECONDS)

@@ -162,7 +162,7 @@ class Forwarder:
 
         def begin() -> Attempt:
             # While weights are changed, or vLLM is paused, a request waits in its queue.
-            if self._weights.is_stopping:
+            if self._weights.is_stopping(prompt.model):
                 raise Busy("the weights are being changed")
             try:
                 return start()
@@ -180,9 +180,10 @@ class Forwarder:
                 line = self._router.line_of(prompt.model)
                 return await self._admission.enter(line, begin, place)
             except ProxyError as error:
-                is_paused = self._weights.is_stopping or self._router.may_pair_soon(prompt.model)
-                if error.status == HTTPStatus.TOO_MANY_REQUESTS and is_paused:
-                    raise self._weights.refusal() from error
+                model = prompt.model
+                is_held = self._weights.is_stopping(model) or self._router.may_pair_soon(model)
+                if error.status == HTTPStatus.TOO_MANY_REQUESTS and is_held:
+                    raise self._weights.refusal(model) from error
                 raise
             except NoInstance as error:
                 missing = [role.label for role in error.missing]

@@ -247,6 +247,53 @@ async def test_orders_that_cannot_be_are_refused_and_change_nothing(admin_key: s
             assert LABEL in said["error"]["message"]
 
 
+async def test_an_order_is_for_one_model(admin_key: str) -> None:
+    """A judge beside the policy that is trained: the policy's checkpoint is not its own."""
+    async with weights_fleet(admin_key) as fleet, AsyncExitStack() as parts:
+        judges = [ServerDouble(k, model="judge", doors=DoorsDouble()) for k in (PREFILL, DECODE)]
+        for judge in judges:
+            await parts.enter_async_context(judge)
+            judge.beat(fleet.proxy.registration_address)
+        await fleet.proxy.until_ready(*judges)
+        for path, order in (("update", UPDATE), ("label", {"label": LABEL})):
+            status, said = await fleet.order(path, order)
+            assert (status, said["error"]["code"]) == (409, "several_models")
+            assert "judge, tiny" in said["error"]["message"]
+            status, said = await fleet.order(path, {**order, "model": "none"})
+            assert (status, said["error"]["code"]) == (409, "no_instances")
+        release = asyncio.Event()
+        fleet.prefills[0].behaviour = judges[0].behaviour = Behaviour(hold=release)
+        for_judge = {**ASKED, "model": "judge"}
+        running = [asyncio.create_task(fleet.proxy.ask(a)) for a in (ASKED, for_judge)]
+        both = (fleet.prefills[0], judges[0])
+        await until(lambda: all(doors_of(d).running for d in both), "both run")
+        assert (await fleet.order("update", {**UPDATE, "model": "tiny"}))[0] == 200
+        running.append(asyncio.create_task(fleet.proxy.ask()))
+        await until_queued(fleet.proxy)
+        # The judge goes on, and the order does not wait for it.
+        judges[0].behaviour = Behaviour()
+        assert (await fleet.proxy.ask(for_judge))[0] == 200
+        fleet.prefills[0].behaviour = Behaviour()
+        release.set()
+        order = await fleet.until_over()
+        assert (order["model"], order["failed"]) == ("tiny", {})
+        assert {status for status, _, _ in await asyncio.gather(*running)} == {200}
+        label = {"label": "step-3", "model": "tiny"}
+        status, said = await fleet.order("label", label)
+        assert set(said["instances"]) == {double.http_address for double in fleet.all}
+        for double in fleet.all:
+            assert (doors_of(double).weights, doors_of(double).label) == (NEW, "step-3")
+        for judge in judges:
+            assert not {"/pause", "/update_weight_version"} & set(doors_of(judge).asked)
+        # One that was added by hand without its model may be of either.
+        async with ServerDouble(DECODE, doors=DoorsDouble()) as unnamed:
+            added = {"type": "decode", "instance": unnamed.http_address}
+            headers = {"X-Api-Key": KEY}
+            assert (await fleet.proxy.ask(added, "/instances/add", headers=headers))[0] == 200
+            status, said = await fleet.order("update", {**UPDATE, "model": "tiny"})
+            assert (status, said["error"]["code"]) == (409, "several_models")
+
+
 async def test_a_request_that_has_begun_ends_before_anything_is_paused(admin_key: str) -> None:
     async with weights_fleet(admin_key) as fleet:
         release = asyncio.Event()
@@ -591,7 +638,7 @@ async def test_the_command_waits_for_the_end_and_names_who_failed(admin_key: str
         code, _ = await run(cli.run_update, name, KEY, {**UPDATE, "label": "step-3"})
         assert code == 0
         doors_of(bad).faults["/update_weight_version"] = "lie"
-        code, said = await run(cli.run_label, name, KEY, "step-4")
+        code, said = await run(cli.run_label, name, KEY, "step-4", "")
         assert code == 1
         why = "/update_weight_version: it has step-3, not step-4"
         assert f"{bad.http_address}: {why}" in said
