@@ -7,11 +7,14 @@ peer that has other weights says so at once, and by name.
 from __future__ import annotations
 
 import hashlib
+import re
 
 PROMPT_BYTES = 16  # of the digest
 MAX_NAME_BYTES = 47  # what a binding has room for
 _MARK = b"@"
 _DIGITS = 12
+# A label may begin like that, too, as checkpoint-500.
+_FROM_START = re.compile(r"(checkpoint|named)-[0-9a-f]{16}|dummy-\d+x\d+(-.*)?")
 
 
 def bind(prompt: bytes, weights: str) -> bytes:
@@ -29,6 +32,12 @@ def weights_in(binding: bytes) -> str:
 def renamed(binding: bytes, weights: str) -> bytes:
     """Return the binding of the same prompt, and of these weights."""
     return bind(binding[:PROMPT_BYTES], weights)
+
+
+def is_from_start(name: str) -> bool:
+    """Tell whether weights have had this name since vLLM loaded them: nobody has changed them that
+    we know of, or given them a label."""
+    return _FROM_START.fullmatch(name) is not None
 
 
 def short_name(name: str) -> str:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from p2p_engine.wire.bindings import short_name
+from p2p_engine.wire.bindings import is_from_start, short_name
 from proxy.errors import ProxyError
 from proxy.fleet.admin import decoded
 from proxy.fleet.doors import LABEL_SECONDS, RETRY_SECONDS, DoorFailed, Doors, outcome_of
@@ -162,6 +162,8 @@ class FleetWeights:
     async def name(self, body: bytes, sender: str) -> dict[str, Any]:
         """Give a model's instances a label, for a trainer that has changed their weights by itself.
 
+        One whose weights are those of its start, while others have other ones, gets none.
+
         Returns, by HTTP address, why an instance does not have it; "" if it has. Waits for two
         answers of each.
 
@@ -172,7 +174,16 @@ class FleetWeights:
         asked: _Label = decoded(body, _Label)
         with self._alone(f"the label {asked.label} is being given"):
             places = self._places(self._model(asked.model))
-            steps = [self._doors.give_label(ranks[0], asked.label) for ranks in places.values()]
+            names = {rank.weights for ranks in places.values() for rank in ranks} - {""}
+            have_changed = not all(map(is_from_start, names))
+
+            async def give(instance: Instance) -> None:
+                if have_changed and is_from_start(instance.weights):
+                    was = f"its weights are {instance.weights}, as at its start"
+                    raise DoorFailed(f"{was}, and those of others have changed")
+                await self._doors.give_label(instance, asked.label)
+
+            steps = [give(ranks[0]) for ranks in places.values()]
             outcomes = await asyncio.gather(*map(outcome_of, steps))
         for ranks, why in zip(places.values(), outcomes, strict=True):
             for rank in ranks if not why else ():

@@ -473,6 +473,45 @@ async def test_prefill_is_paired_with_decode_of_the_same_weights(admin_key: str)
             await until(has_joined, "prefill has its weights")
 
 
+AT_START = "checkpoint-0123456789abcdef"
+
+
+@pytest.mark.parametrize("others", ["step-1", "unknown-89abcdef01234567", "checkpoint-500"])
+async def test_who_has_its_weights_from_its_start_is_not_named_as_those_that_changed(
+    admin_key: str, others: str
+) -> None:
+    """It was started again, and a label would only hide that it has its checkpoint's weights."""
+    async with weights_fleet(admin_key, 1, 2) as fleet:
+        restarted, *changed = [fleet.decodes[0], fleet.decodes[1], fleet.prefills[0]]
+
+        async def call(doubles: list[ServerDouble], name: str) -> None:
+            for double in doubles:
+                doors_of(double).label = name
+                await double.beat_once()
+            told = [i.http_address for i in doubles]
+
+            async def is_heard() -> bool:
+                shown = (await fleet.proxy.status())["instances"]
+                return {i["weights"] for i in shown if i["http_address"] in told} == {name}
+
+            await until(is_heard, "the proxy knows the name")
+
+        # Of weights that nobody has changed as far as they say, a label is taken.
+        await call([restarted, *changed], AT_START)
+        status, said = await fleet.order("label", {"label": LABEL})
+        assert (status, set(said["instances"].values())) == (200, {""})
+        await call([restarted], AT_START)
+        await call(changed, others)
+        status, said = await fleet.order("label", {"label": "step-3"})
+        assert status == 200
+        why = said["instances"].pop(restarted.http_address)
+        assert re.match(f"its weights are {AT_START}, as at its start", why)
+        assert set(said["instances"].values()) == {""}
+        assert [doors_of(d).label for d in fleet.decodes] == [AT_START, "step-3"]
+        # Who has changed its weights gives the name by itself; an order changes them first.
+        assert (await fleet.update())["failed"] == {}
+
+
 async def test_what_waited_for_an_order_need_not_wait_for_heartbeats(admin_key: str) -> None:
     """Else decode would compute all of it, because its name is not that of prefill yet."""
     async with weights_fleet(admin_key) as fleet:
