@@ -39,6 +39,7 @@ class DoorFailed(P2pError):
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
+        self.is_refusal = 400 <= status < 500
 
 
 class Doors:

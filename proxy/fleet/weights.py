@@ -23,7 +23,6 @@ from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -111,24 +110,20 @@ class FleetWeights:
         self._runs = ""  # what runs: an update, a label or a resume
         self.order: Update | None = None  # the last update
 
-    def is_stopping(self, model: str | None) -> bool:
-        """Tell whether requests for a model end, and none may begin."""
-        return self._state(model) == "stopping"
-
     def describe(self) -> dict[str, Any]:
         """Return what `/status` shows: the last order."""
         return {"order": msgspec.to_builtins(self.order)}
 
     def refusal(self, model: str | None) -> ProxyError:
         """Return the error of a request that waited in vain for instances to go on."""
-        if self.order is not None and self._state(model) != "done":
+        if self.order is not None and self.state(model) != "done":
             message = f"the weights are being changed to {self.order.label}"
             return ProxyError(503, "weights_update", message)
         return ProxyError(503, "instance_paused", "vLLM is paused, and was not resumed in time")
 
-    def _state(self, model: str | None) -> str:
-        """Return the state of the last order, `done` if the model is not its own. A name that no
-        instance announces may mean any model."""
+    def state(self, model: str | None) -> str:
+        """Return the state of the last order, `done` if it is for another model: `stopping` while
+        requests end, and none may begin. A name that no instance announces may mean any model."""
         order = self.order
         if order is None or (order.model not in ("", model) and self._registry.announces(model)):
             return "done"
@@ -186,9 +181,10 @@ class FleetWeights:
             steps = [give(ranks[0]) for ranks in places.values()]
             outcomes = await asyncio.gather(*map(outcome_of, steps))
         for ranks, why in zip(places.values(), outcomes, strict=True):
-            for rank in ranks if not why else ():
-                rank.held = rank.held and PAUSED  # until vLLM says that it is not
-                _rename(rank, asked.label)
+            if not why:
+                _rename(ranks, asked.label)
+                for rank in ranks:
+                    rank.held = rank.held and PAUSED  # until vLLM says that it is not
         logger.info("weights: label %s by=%s", asked.label, sender)
         return {"label": asked.label, "instances": dict(zip(places, outcomes, strict=True))}
 
@@ -266,17 +262,13 @@ class FleetWeights:
         """Refuse an order that an instance would refuse. One that is silent or broken fails the
         order for itself alone, later."""
 
-        async def refusal(instance: Instance) -> str:
-            try:
-                await self._doors.is_paused(instance, self._look_seconds)
-            except DoorFailed as error:
-                if HTTPStatus.BAD_REQUEST <= error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
-                    return str(error)
-            return ""
-
-        refusals = await asyncio.gather(*(refusal(each[0]) for each in places.values()))
-        told = [f"{name}: {why}" for name, why in zip(places, refusals, strict=True) if why]
-        if told:
+        looks = [self._doors.is_paused(r[0], self._look_seconds) for r in places.values()]
+        answers = zip(places, await asyncio.gather(*looks, return_exceptions=True), strict=True)
+        if told := [
+            f"{name}: {error}"
+            for name, error in answers
+            if isinstance(error, DoorFailed) and error.is_refusal
+        ]:
             message = f"start vLLM with VLLM_SERVER_DEV_MODE=1: {'; '.join(told)}"
             raise ProxyError(409, "no_doors", message)
 
@@ -316,8 +308,7 @@ class FleetWeights:
         for rank in ranks:
             rank.held = why
         if not why:
-            for rank in ranks:
-                _rename(rank, asked.label)
+            _rename(ranks, asked.label)
             order.steps[address] = "done"
             self._registry.on_room()
             return
@@ -347,7 +338,7 @@ class FleetWeights:
             await step()
 
 
-def _rename(instance: Instance, label: str) -> None:
+def _rename(ranks: list[Instance], label: str) -> None:
     """Do not wait for the heartbeat: meanwhile, decode would compute all that waits."""
-    if instance.weights:
-        instance.weights = short_name(label)
+    for rank in ranks:
+        rank.weights = rank.weights and short_name(label)

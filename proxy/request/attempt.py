@@ -76,7 +76,7 @@ class Attempt:
         """Send the leg that answers the client; its answer is open until `ends`.
 
         Raises:
-            LegFailed: the instance failed; `judge` has recorded it.
+            LegFailed: the instance failed; `fail` has recorded it.
             ProxyError: the instance found a fault in the request.
         """
         limits = self.limits(silence=self._first_byte_timeout())
@@ -95,7 +95,7 @@ class Attempt:
         except ProxyError as error:
             trace.end(error.code)
             if isinstance(error, LegFailed):
-                await self.judge(leg, error)
+                await self.fail(leg, error)
             raise
         return response
 
@@ -114,10 +114,6 @@ class Attempt:
             self.request.free_body()
         relay = Relay(self.services, self.request, self.record, leg, response, counts, turn)
         return relay.answer()
-
-    async def judge(self, leg: Leg, failure: LegFailed) -> None:
-        """Record which instance is to blame for the failure: here, the one that answers."""
-        await self.fail(leg, failure)
 
     async def fail(self, leg: Leg, failure: LegFailed) -> None:
         """Record that an instance failed its leg. One that may be paused is asked first: what it

@@ -171,17 +171,16 @@ class Exchange(Attempt):
         body = payload.decode_body(self.asked, told)
         return await self.send(self._decode_leg, body, self.transfer_id)
 
-    async def judge(self, leg: Leg, failure: LegFailed) -> None:
+    async def fail(self, leg: Leg, failure: LegFailed) -> None:
         """Blame the prefill instance if decode answers 500, and allow a retry.
 
         A KV transfer that does not complete makes decode answer 500. Another prefill instance may
         succeed.
         """
-        if failure.status != HTTPStatus.INTERNAL_SERVER_ERROR or self._pair.prefill is None:
-            return await super().judge(leg, failure)
-        failure.can_retry = True
-        self.failed = self._pair.prefill
-        return None
+        if failure.status == HTTPStatus.INTERNAL_SERVER_ERROR and self._pair.prefill is not None:
+            failure.can_retry, self.failed = True, self._pair.prefill
+        else:
+            await super().fail(leg, failure)
 
     def _claim(self) -> None:
         """Record that decode has the request and will use the KV, unless it refuses."""

@@ -162,7 +162,7 @@ class Forwarder:
 
         def begin() -> Attempt:
             # While weights are changed, or vLLM is paused, a request waits in its queue.
-            if self._weights.is_stopping(prompt.model):
+            if self._weights.state(prompt.model) == "stopping":
                 raise Busy("the weights are being changed")
             try:
                 return start()
@@ -181,8 +181,9 @@ class Forwarder:
                 return await self._admission.enter(line, begin, place)
             except ProxyError as error:
                 model = prompt.model
-                is_held = self._weights.is_stopping(model) or self._router.may_pair_soon(model)
-                if error.status == HTTPStatus.TOO_MANY_REQUESTS and is_held:
+                is_stopping = self._weights.state(model) == "stopping"
+                is_delayed = is_stopping or self._router.may_pair_soon(model)
+                if error.status == HTTPStatus.TOO_MANY_REQUESTS and is_delayed:
                     raise self._weights.refusal(model) from error
                 raise
             except NoInstance as error:
