@@ -273,14 +273,13 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         """Tell whether to wait for spills in progress instead of preempting (since 0.30)."""
         return self._planner.can_wait_for_blocks()
 
-    def reset_cache(self) -> bool | None:
-        """Drop landed KV, because vLLM has just reset the caches it belongs to."""
-        self._planner.reset_cache()
-        return True
-
     def weights_labelled(self, label: str) -> None:
         """Call the weights by this name, which vLLM's engine core was given (weights.py)."""
         self._planner.weights_labelled(label)
+
+    def weights_changed(self) -> None:
+        """Forget the weights' name: vLLM's workers may have others (weights.py)."""
+        self._planner.weights_changed()
 
     def weights_discarded(self) -> None:
         """Forget the weights' name at the next reset: vLLM throws them away then (weights.py)."""

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -149,10 +149,12 @@ class SchedulerHalf:
         self.untransferred = Untransferred(instance.role)
         self._refused = RefusedPeers()
         self._directory: Directory | None = None
+        self._empty_cache: Callable[[], object] = lambda: None
 
     def bind_pool(self, pool: BlockPool) -> None:
         """Count free blocks, hold blocks, and look for resets, in this pool of vLLM's."""
         hear_of_resets(pool, self._on_reset)
+        self._empty_cache = pool.reset_prefix_cache
         self._pressure.bind(pool)
         self._pins.bind(pool)
 
@@ -542,24 +544,32 @@ class SchedulerHalf:
         self._pressure.want()
         return self._pressure.is_easing
 
-    def _on_reset(self, is_reset: bool) -> None:
-        if is_reset:
+    def _on_reset(self, is_empty: bool) -> None:
+        if is_empty:
             self._adapters.reset()
-        self.reset_cache()
+        self._drop_others()
+        if self._weights.reset(is_empty=is_empty):
+            self._rename()
 
-    def reset_cache(self) -> None:
+    def _drop_others(self) -> None:
         """Make the workers drop landed KV that no request has claimed, and held KV."""
         self._next.is_reset = True
         self._turns.reset()
-        if self._weights.reset():
-            self._rename()
 
     def weights_labelled(self, label: str) -> None:
-        """Call the weights by this name from now on."""
+        """Call the weights by this name from now on. If vLLM's prefix cache may have KV of others,
+        empty it before; if that fails, the name stays unknown."""
+        if self._weights.is_stale:
+            self._empty_cache()
         if self._weights.label(label):
-            self._next.is_reset = True
-            self._turns.reset()
+            self._drop_others()
             self._rename()
+
+    def weights_changed(self) -> None:
+        """Note that vLLM may have other weights now, whatever the setting says: as a reset in
+        vain."""
+        self._weights.discard()
+        self._on_reset(False)
 
     def weights_discarded(self) -> None:
         """Forget the weights' name at the next reset, whatever the setting says."""

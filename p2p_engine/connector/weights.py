@@ -2,12 +2,15 @@
 
     CHECKPOINT → what vLLM loaded at its start: a fingerprint (checkpoint.py)
     LABELLED   → what a trainer or an operator has called them: vLLM's weight version
-    UNKNOWN    → vLLM has reset its caches, as one does for new weights, or its workers have run a
-                 method that may change them, and nobody has named them since
+    UNKNOWN    → vLLM has reset its caches, as one does for new weights, and nobody has named them
+                 since
+    STALE      → as UNKNOWN, and vLLM's prefix cache may have KV of weights before: its workers have
+                 run a method that may change them, or a reset has failed. No label counts before
+                 the prefix cache is empty
 
 Two instances exchange KV while their names are equal. An unknown name equals no other, so an
-instance whose weights may be new computes each prompt itself, and says so. A reset before the
-label, behind it, or without one: docs/weights.md has the table.
+instance whose weights may be new computes each prompt itself, and says so. What comes of which
+order: docs/weights.md has the table.
 """
 
 from __future__ import annotations
@@ -29,9 +32,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNKNOWN = (
-    "vLLM has reset its caches, or called a method of its workers, and nobody has said which "
-    "weights it has now: label them (docs/weights.md), or set reset_keeps_weights"
+    "vLLM has reset its caches, or called a method of its workers, and nobody has said since which "
+    "weights it has: reset the prefix cache, then label them (docs/weights.md), or set "
+    "reset_keeps_weights"
 )
+NO_NAME = "unknown-"  # how a name begins that equals no other
 UNNAMED = "default"  # vLLM's label, while nobody has given one
 # Methods of vLLM's workers that its own engine calls, and that change no weights.
 LEAVE_WEIGHTS_ALONE = frozenset({
@@ -47,43 +52,55 @@ class Weights:
         """`checkpoint` names what vLLM loaded at its start."""
         self._checkpoint = self.name = short_name(checkpoint)
         self._reset_keeps_weights = reset_keeps_weights
-        self.is_known = True
-        self._are_discarded = False
+        # Whether vLLM's prefix cache may have KV of weights before, which a name would call new.
+        self.is_stale = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a name that another instance's can equal."""
+        return not self.name.startswith(NO_NAME)
 
     def label(self, label: str) -> bool:
-        """Take a label of vLLM's; returns whether the name has changed. An empty one names
-        nothing."""
-        if not label:
+        """Take a label of vLLM's; returns whether the name has changed. Nothing is named by an
+        empty one, nor while the prefix cache is stale."""
+        if self.is_stale:
+            logger.warning(
+                "the weights' label %r is not taken: vLLM's prefix cache may have KV of other "
+                "weights, and its blocks are in use: reset the prefix cache, then label them again",
+                label,
+            )
+        if self.is_stale or not label:
             return self._forget()
         name = self._checkpoint if label == UNNAMED else short_name(label)
-        before, self.name, self.is_known = self.name, name, True
+        before, self.name = self.name, name
         if name != before:
             logger.info("weights: %s, before: %s", name, before)
         return name != before
 
-    def reset(self) -> bool:
-        """Note that somebody has had vLLM reset its caches, or try to; returns whether the name has
-        changed."""
-        if self._reset_keeps_weights and not self._are_discarded:
+    def reset(self, *, is_empty: bool) -> bool:
+        """Note that somebody has had vLLM reset its caches, or try to, and whether the prefix cache
+        is empty now; returns whether the name has changed."""
+        if self._reset_keeps_weights and not self.is_stale:
             return False
-        self._are_discarded = False
+        self.is_stale = not is_empty
         return self._forget()
 
     def discard(self) -> None:
-        """Note that vLLM may have other weights after its next reset, whatever the setting says."""
-        self._are_discarded = True
+        """Note that vLLM may have other weights from its next reset on, whatever the setting
+        says."""
+        self.is_stale = True
 
     def _forget(self) -> bool:
-        self.name, self.is_known = f"unknown-{secrets.token_hex(8)}", False
+        self.name = f"{NO_NAME}{secrets.token_hex(8)}"
         return True
 
 
 def hear_of_weights() -> None:
     """Have each engine core of this process tell its connectors what becomes of the weights: a
     label (`weights_labelled`), a method of the workers that may have changed them
-    (`weights_discarded` and `reset_cache`), a sleep that throws them away (`weights_discarded`),
-    and an adapter that the workers have loaded (`adapter_loaded`). vLLM has no hooks for it. Before
-    0.33, a sleep that takes the KV cache's memory away is refused. Idempotent.
+    (`weights_changed`), a sleep that throws them away (`weights_discarded`), and an adapter that
+    the workers have loaded (`adapter_loaded`). vLLM has no hooks for it. Before 0.33, a sleep that
+    takes the KV cache's memory away is refused. Idempotent.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -94,8 +111,8 @@ def hear_of_weights() -> None:
 
 
 def hear_of_resets(pool: BlockPool, tell: Callable[[bool], None]) -> None:
-    """Have this block pool `tell` of each attempt to reset its prefix cache, and whether it has
-    been one.
+    """Have this block pool `tell` of each attempt to reset its prefix cache, and whether that is
+    empty now, as where vLLM has none.
 
     vLLM tells a connector only of a reset that was asked to (`reset_connector`). Each way leads
     through the pool: the engine core's, one that the scheduler takes by itself, and one that fails,
@@ -105,7 +122,7 @@ def hear_of_resets(pool: BlockPool, tell: Callable[[bool], None]) -> None:
 
     def reset_prefix_cache() -> bool:
         is_reset = reset()
-        tell(is_reset)
+        tell(is_reset or not pool.enable_caching)
         return is_reset
 
     pool.reset_prefix_cache = reset_prefix_cache  # type: ignore[method-assign]
@@ -140,8 +157,7 @@ def _collective_rpc(
         yield
     finally:  # an update that fails may have changed some weights
         for connector in connectors if method not in LEAVE_WEIGHTS_ALONE else ():
-            connector.weights_discarded()
-            connector.reset_cache()
+            connector.weights_changed()
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from tests.doubles.instance import (
     continuation,
 )
 from tests.doubles.pair import SEND_TYPES, MakePair, Pair, prompt_of
+from tests.doubles.sleeping import CoreDouble
 from tests.support import eventually
 
 pytestmark = marks.simulated_vllm
@@ -378,7 +379,7 @@ def test_what_is_under_way_when_the_weights_are_named_anew_is_computed_by_decode
         assert pair.p.scheduler.reset_prefix_cache(reset_running_requests=True)
         pair.p.connector.weights_labelled(label)
     if relabelled != "prefill":
-        pair.d.connector.reset_cache()
+        pair.d.connector.weights_changed()
         pair.d.connector.weights_labelled(label)
     pair.run(lambda: request_id in pair.d.finished, timeout=20)
     assert pair.d.answers[request_id] == continuation(prompt, 4)
@@ -425,7 +426,7 @@ def test_what_was_computed_under_two_names_is_not_stashed(
     name = pair.ask(prompt, by="params", max_tokens=60, transfer_id=first, more={"stash": True})
     pair.run(lambda: len(pair.d.answers[name]) > 10)
     for side in (pair.p, pair.d):
-        side.connector.reset_cache()
+        side.connector.weights_changed()
         side.connector.weights_labelled("step-42")
     assert name not in pair.d.finished
     pair.run()
@@ -434,3 +435,32 @@ def test_what_was_computed_under_two_names_is_not_stashed(
     pair.ask(said, by="params", transfer_id=new_transfer_id(), earlier=first)
     pair.run()
     assert pair.p.num_computed_prompt_tokens[pair.prefill_ids[-1]] == len(said)
+
+
+@pytest.mark.parametrize("tries", ["no reset", "a reset in vain"])
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+def test_a_label_makes_no_kv_of_the_weights_before_it_good(
+    make_pair: MakePair, change_weights: ChangeWeights, send_type: str, tries: str
+) -> None:
+    """Both have it in vLLM's prefix cache, and nobody has emptied that: a trainer has not asked, or
+    blocks were in use. The doubles fail if anybody reads such KV."""
+    pair = make_pair(send_type=send_type, policy="recompute")
+    prompt = prompt_of(100)
+    for side in (pair.p, pair.d):
+        side.add("before", prompt, max_tokens=2)
+    pair.run(lambda: "before" in pair.p.finished and "before" in pair.d.finished)
+    for side in (pair.p, pair.d):
+        pool = side.scheduler.kv_cache_manager.block_pool
+        held = pool.get_new_blocks(1) if tries != "no reset" else []
+        change_weights()
+        CoreDouble(side).collective_rpc("take_weights")
+        assert not held or not side.scheduler.reset_prefix_cache()
+        pool.free_blocks(held)
+    pair.step()
+    for side in (pair.p, pair.d):
+        CoreDouble(side).set_weight_version("step-42")
+    pair.step()
+    name = pair.ask(prompt)
+    pair.run(lambda: name in pair.d.finished, timeout=20)
+    check_answer(pair, name, prompt)
+    assert pair.d.num_computed_prompt_tokens[name] == 1

@@ -138,6 +138,38 @@ def run_a_method_of_decodes_workers(fleet: NamedPair) -> None:
     fleet.run_method("d")
 
 
+def run_a_method_then_label(fleet: NamedPair) -> None:
+    """Nobody has reset vLLM's prefix cache: the label does."""
+    fleet.run_method("pd")
+    fleet.label("pd", "step-41")
+
+
+def run_a_method_then_label_while_blocks_are_in_use(fleet: NamedPair) -> None:
+    """vLLM's prefix cache cannot be emptied: it would have KV of both weights."""
+    decode = fleet.side("d")
+    decode.add("other", prompt_of(20, 9), max_tokens=3)
+    decode.step()
+    run_a_method_then_label(fleet)
+    fleet.pair.run(lambda: "other" in decode.finished)
+
+
+def label_behind_a_reset_in_vain(fleet: NamedPair) -> None:
+    """What was in use then is over."""
+    reset_prefill_in_vain(fleet)
+    fleet.label("pd", "step-41")
+
+
+def run_a_method_behind_a_reset_then_label(fleet: NamedPair) -> None:
+    fleet.reset("pd")
+    fleet.run_method("pd")
+    fleet.label("pd", "step-41")
+
+
+def run_a_method_then_label_then_reset(fleet: NamedPair) -> None:
+    run_a_method_then_label(fleet)
+    fleet.reset("pd")
+
+
 def reset_then_label(fleet: NamedPair) -> None:
     fleet.reset("pd")
     fleet.label("pd", "step-41")
@@ -181,6 +213,11 @@ def name_the_checkpoint_behind_a_reset(fleet: NamedPair) -> None:
         (reset_both_and_tell, False),
         (reset_prefill_in_vain, False),
         (run_a_method_of_decodes_workers, False),
+        (run_a_method_then_label, True),
+        (run_a_method_then_label_while_blocks_are_in_use, False),
+        (label_behind_a_reset_in_vain, True),
+        (run_a_method_behind_a_reset_then_label, True),
+        (run_a_method_then_label_then_reset, False),
         (reset_then_label, True),
         (reset_and_tell_then_label, True),
         (label_then_reset, False),
@@ -221,3 +258,10 @@ def test_a_method_of_the_workers_keeps_no_name_whatever_is_said_of_resets(
     assert fleet.moves(1)
     fleet.reset(who)
     assert fleet.moves(2)
+
+
+def test_without_prefix_caching_a_label_waits_for_nothing(make_fleet: MakeNamedPair) -> None:
+    """There is nothing to empty, so blocks may be in use."""
+    fleet = make_fleet(has_prefix_cache=False)
+    run_a_method_then_label_while_blocks_are_in_use(fleet)
+    assert fleet.moves(0)

@@ -653,7 +653,7 @@ def test_a_preempted_request_gives_its_pins_back(windowed: SchedulerHalf, pool: 
 
 
 def test_a_reset_is_told_to_the_workers_once(windowed: SchedulerHalf) -> None:
-    windowed.reset_cache()
+    windowed.weights_changed()
     assert windowed.has_orders_for_idle_workers()
     assert windowed.build_metadata(make_output()).is_reset
     assert not windowed.has_orders_for_idle_workers()

@@ -28,12 +28,8 @@ class ConnectorDouble:
     def weights_labelled(self, label: str) -> None:
         self.told.append(label)
 
-    def weights_discarded(self) -> None:
-        self.told.append("discarded")
-
-    def reset_cache(self) -> bool:
-        self.told.append("reset")
-        return True
+    def weights_changed(self) -> None:
+        self.told.append("changed")
 
 
 class Executor:
@@ -86,7 +82,7 @@ def test_a_worker_method_counts_as_a_reset_unless_it_leaves_weights_alone(
     hear_of_weights()
     connector = ConnectorDouble()
     assert make_core(connector).collective_rpc(method) == [str(method)]
-    assert connector.told == (["discarded", "reset"] if changes else [])
+    assert connector.told == (["changed"] if changes else [])
 
 
 def test_an_update_that_fails_counts_too() -> None:
@@ -94,7 +90,7 @@ def test_an_update_that_fails_counts_too() -> None:
     connector = ConnectorDouble()
     with pytest.raises(RuntimeError, match="update_weights_that_fails"):
         make_core(connector).collective_rpc("update_weights_that_fails")
-    assert connector.told == ["discarded", "reset"]
+    assert connector.told == ["changed"]
 
 
 def test_a_core_that_is_being_made_has_nobody_to_tell() -> None:
@@ -117,12 +113,29 @@ def test_a_name_is_the_checkpoints_until_a_label_comes() -> None:
 
 def test_an_unknown_name_equals_no_other_until_a_label_comes() -> None:
     one, other = Weights("c"), Weights("c")
-    assert one.reset()
-    assert other.reset()
+    assert one.reset(is_empty=True)
+    assert other.reset(is_empty=True)
     assert one.name != other.name
     assert not one.is_known
     assert one.label("default")
     assert (one.name, one.is_known) == ("c", True)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_no_label_is_taken_before_the_prefix_cache_is_empty(
+    keeps: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = Weights("c", reset_keeps_weights=keeps)
+    weights.discard()
+    for _ in range(2):
+        weights.reset(is_empty=False)
+        weights.label("step-41")
+        assert not weights.is_known
+    assert "'step-41' is not taken" in caplog.text
+    weights.reset(is_empty=True)
+    assert not weights.is_known  # it may have come before the weights
+    weights.label("step-41")
+    assert weights.name == "step-41"
 
 
 def test_an_empty_label_names_nothing() -> None:
@@ -136,7 +149,9 @@ def test_an_empty_label_names_nothing() -> None:
 
 def test_a_reset_keeps_the_name_where_an_operator_says_so() -> None:
     weights = Weights("c", reset_keeps_weights=True)
-    assert not weights.reset()
+    assert not weights.reset(is_empty=True)
+    assert not weights.reset(is_empty=False)
+    assert not weights.is_stale
     assert (weights.name, weights.is_known) == ("c", True)
 
 
