@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 import torch
 
 from p2p_engine.connector.compat import release_name
+from p2p_engine.connector.file_times import changed_since_start
 from p2p_engine.errors import named
+from p2p_engine.wire.bindings import no_name
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -72,7 +74,8 @@ class StoredTensor:
 
 def name_of_checkpoint(vllm_config: VllmConfig, draft: ModelConfig | None = None) -> str:
     """Return a name for the weights that vLLM loads at start, the same for the same weights; or for
-    those of a draft with a checkpoint of its own.
+    those of a draft with a checkpoint of its own. If files have changed since this process began,
+    vLLM may have loaded others, and the name is one from `no_name`.
 
     Reads at most some hundred KiB, or LEAST_BYTES at each place if there are many tensors. Blocks
     for at most SAMPLE_SECONDS. What cannot be read in that time, or at all, has a name, too.
@@ -88,6 +91,12 @@ def name_of_checkpoint(vllm_config: VllmConfig, draft: ModelConfig | None = None
     try:
         for folder in _folders_of(model, load.download_dir):
             found.append(fingerprint(folder, str(load.load_format), deadline - time.monotonic()))
+            if changed := changed_since_start(_told_by(folder, str(load.load_format))):
+                logger.warning(
+                    "the weights have no name, label them: model=%s changed_during_start=%s",
+                    model.model, changed,
+                )  # fmt: skip
+                return no_name()
         if load.load_format not in _READ:
             raise LookupError(f"load format {load.load_format} may read elsewhere")
     except Exception as error:  # noqa: BLE001 - of whatever lies in a folder, and its reader raises
@@ -207,6 +216,14 @@ def _files_in(folder: Path, load_format: str) -> list[Path]:
             named = set(json.loads(index.read_text())["weight_map"].values())
             return [file for file in files if file.name in named]
     return []
+
+
+def _told_by(folder: Path, load_format: str) -> list[Path]:
+    """Return what a fingerprint is made of: a folder, or a file, and what vLLM loads in it. Of a
+    download from the hub that is nothing: vLLM fetches it now, and each revision has its folder."""
+    if folder.match("models--*/snapshots/*"):
+        return []
+    return [folder, *_files_in(folder, load_format), *folder.glob("*.index.json")]
 
 
 def _pieces_of(opened: ExitStack, file: Path) -> list[StoredTensor]:

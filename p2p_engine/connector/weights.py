@@ -2,8 +2,8 @@
 
     CHECKPOINT → what vLLM loaded at its start: a fingerprint (checkpoint.py)
     LABELLED   → what a trainer or an operator has called them: vLLM's weight version
-    UNKNOWN    → vLLM has reset its caches, as one does for new weights, and nobody has named them
-                 since
+    UNKNOWN    → vLLM has reset its caches, as one does for new weights, or its files have changed
+                 while it started, and nobody has named the weights since
     STALE      → as UNKNOWN, and vLLM's prefix cache may have KV of weights before: its workers have
                  run a method that may change them, or a reset has failed. No label counts before
                  the prefix cache is empty
@@ -18,13 +18,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import secrets
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from p2p_engine.connector import compat
 from p2p_engine.errors import ConfigError
-from p2p_engine.wire.bindings import short_name
+from p2p_engine.wire.bindings import NO_NAME, no_name, short_name
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -32,11 +31,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNKNOWN = (
-    "vLLM has reset its caches, or called a method of its workers, and nobody has said since which "
-    "weights it has: reset the prefix cache, then label them (docs/weights.md), or set "
-    "reset_keeps_weights"
+    "vLLM has reset its caches, called a method of its workers, or started while files changed, and "
+    "nobody has said since which weights it has: reset the prefix cache, then label them "
+    "(docs/weights.md), or set reset_keeps_weights"
 )
-NO_NAME = "unknown-"  # how a name begins that equals no other
 UNNAMED = "default"  # vLLM's label, while nobody has given one
 # Methods of vLLM's workers that its own engine calls, and that change no weights.
 LEAVE_WEIGHTS_ALONE = frozenset({
@@ -49,7 +47,7 @@ class Weights:
     """The name, and who gives it."""
 
     def __init__(self, checkpoint: str, *, reset_keeps_weights: bool = False) -> None:
-        """`checkpoint` names what vLLM loaded at its start."""
+        """`checkpoint` names what vLLM loaded at its start; from `no_name` if nobody knows."""
         self._checkpoint = self.name = short_name(checkpoint)
         self._reset_keeps_weights = reset_keeps_weights
         # Whether vLLM's prefix cache may have KV of weights before, which a name would call new.
@@ -91,7 +89,7 @@ class Weights:
         self.is_stale = True
 
     def _forget(self) -> bool:
-        self.name = f"{NO_NAME}{secrets.token_hex(8)}"
+        self.name = no_name()
         return True
 
 

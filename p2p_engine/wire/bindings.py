@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 
 PROMPT_BYTES = 16  # of the digest
 MAX_NAME_BYTES = 47  # what a binding has room for
+NO_NAME = "unknown-"  # how a name begins that equals no other
 _MARK = b"@"
 _DIGITS = 12
 # A label may begin like that, too, as checkpoint-500.
-_FROM_START = re.compile(r"(checkpoint|named)-[0-9a-f]{16}|dummy-\d+x\d+(-.*)?")
+_FROM_START = re.compile(r"(checkpoint|named)(-[0-9a-f]{16})+|dummy-[^-]+-\d+x\d+(-.*)?")
 
 
 def bind(prompt: bytes, weights: str) -> bytes:
@@ -38,6 +40,11 @@ def is_from_start(name: str) -> bool:
     """Tell whether weights have had this name since vLLM loaded them: nobody has changed them that
     we know of, or given them a label."""
     return _FROM_START.fullmatch(name) is not None
+
+
+def no_name() -> str:
+    """Return a name that equals no other."""
+    return f"{NO_NAME}{secrets.token_hex(8)}"
 
 
 def short_name(name: str) -> str:

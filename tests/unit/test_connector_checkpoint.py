@@ -13,18 +13,26 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from safetensors.torch import save_file
 
 pytest.importorskip("vllm")
 
-from p2p_engine.connector import checkpoint
+from p2p_engine.connector import checkpoint, file_times
 from p2p_engine.connector.checkpoint import fingerprint, name_of_checkpoint
 from p2p_engine.connector.compat import release_name
 from p2p_engine.wire.bindings import is_from_start
+from tests.support import eventually
 
 Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def vllm_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM begins behind all that a test writes."""
+    monkeypatch.setattr(file_times, "_process_began", lambda: float("inf"))
 
 
 def weights(**changes: torch.Tensor) -> Tensors:
@@ -86,6 +94,90 @@ def test_each_tensor_counts(name: str, tmp_path: Path) -> None:
     other = (tensor.view(torch.uint8) if tensor.ndim else tensor.reshape(1).view(torch.uint8)) ^ 1
     changed = other.view(tensor.dtype).reshape(tensor.shape)
     assert kept(weights(**{name: changed}), tmp_path / "b") != before
+
+
+def written_over(place: Path, other: Path) -> Path:
+    file = place / "run" / "step-1" / "model.safetensors"
+    file.write_bytes((other / file.name).read_bytes())
+    return file
+
+
+def another_file(place: Path, other: Path) -> Path:
+    (other / "model.safetensors").replace(place / "run" / "step-1" / "model.safetensors")
+    return place / "run" / "step-1"  # has another entry
+
+
+def another_folder(place: Path, other: Path) -> Path:
+    folder = place / "run" / "step-1"
+    folder.replace(place / "aside")
+    return other.replace(folder)
+
+
+def another_link(place: Path, other: Path) -> Path:
+    return link(place / "latest", other)
+
+
+def another_link_behind_a_link(place: Path, other: Path) -> Path:
+    return link(place / "current", other.parent)
+
+
+def link(path: Path, to: Path) -> Path:
+    """Make or replace a link, as trainers do."""
+    made = path.with_suffix(".new")
+    made.symlink_to(to)
+    return made.replace(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [written_over, another_file, another_folder, another_link, another_link_behind_a_link],
+)
+def test_what_changes_while_vllm_starts_has_no_name(
+    change: Callable[[Path, Path], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody knows which of both vLLM has loaded."""
+    other = tmp_path / "other" / "step-1"
+    other.parent.mkdir()
+    kept(weights(embed=torch.ones(300, 64)), other)
+    (tmp_path / "run").mkdir()
+    before = kept(weights(), tmp_path / "run" / "step-1")
+    link(tmp_path / "current", Path("run"))
+    told = config(link(tmp_path / "latest", Path("current/step-1")))
+    clock = tmp_path / "clock"
+    clock.touch()
+    began = clock.stat().st_ctime
+    monkeypatch.setattr(file_times, "_process_began", lambda: began)
+
+    def has_gone_on() -> bool:
+        clock.touch()
+        return clock.stat().st_ctime > began
+
+    eventually(has_gone_on)
+    assert name_of_checkpoint(told) == f"checkpoint-{before}"
+    changed = change(tmp_path, other)
+    names = {name_of_checkpoint(told) for _ in range(2)}
+    assert len(names) == 2
+    assert all(name.startswith("unknown-") for name in names)
+    assert f"changed_during_start={changed}" in caplog.text
+
+
+def test_what_vllm_itself_fetches_while_it_starts_has_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each revision has its folder in the hub's cache."""
+    folder = tmp_path / "models--tiny--llama" / "snapshots" / "0123"
+    folder.parent.mkdir(parents=True)
+    fetched = kept(weights(), folder)
+    monkeypatch.setattr(file_times, "_process_began", lambda: 0.0)
+    assert name_of_checkpoint(config(folder)) == f"checkpoint-{fetched}"
+
+
+def test_a_process_knows_when_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert abs(file_times._process_began() - psutil.Process().create_time()) < 2.0
 
 
 def test_names_kinds_and_shapes_count(tmp_path: Path) -> None:

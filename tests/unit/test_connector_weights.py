@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from vllm.v1.engine.core import EngineCore
 
 from p2p_engine.connector.weights import Weights, hear_of_weights
-from p2p_engine.wire.bindings import MAX_NAME_BYTES
+from p2p_engine.wire.bindings import MAX_NAME_BYTES, no_name
 from tests import marks
 
 pytestmark = marks.simulated_vllm
@@ -136,6 +136,15 @@ def test_no_label_is_taken_before_the_prefix_cache_is_empty(
     assert not weights.is_known  # it may have come before the weights
     weights.label("step-41")
     assert weights.name == "step-41"
+
+
+def test_of_a_checkpoint_without_a_name_a_label_says_the_name() -> None:
+    weights = Weights(no_name())
+    assert not weights.is_known
+    assert not weights.label("default")
+    assert not weights.is_known
+    assert weights.label("step-41")
+    assert weights.is_known
 
 
 def test_an_empty_label_names_nothing() -> None:
