@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNKNOWN = (
-    "vLLM has reset its caches, called a method of its workers, or started while files changed, and "
-    "nobody has said since which weights it has: reset the prefix cache, then label them "
+    "vLLM has reset its caches, called a method of its workers, or started while files changed, "
+    "and nobody has said since which weights it has: reset the prefix cache, then label them "
     "(docs/weights.md), or set reset_keeps_weights"
 )
 UNNAMED = "default"  # vLLM's label, while nobody has given one

@@ -235,7 +235,7 @@ def test_another_content_from_another_peer_does_not_cut_a_wait_short(scene: Rogu
     after = scene.rogue.send(KEY, to_engine, source, binding=OTHER + b"!")
     after.wait(9)
     (receive,) = scene.engine._parts.store._ledger.receives.values()
-    assert not receive.mismatch
+    assert not receive.mismatched
     scene.finish_waiting(transfer, sink)
     scene.engine.drop_landed()
 

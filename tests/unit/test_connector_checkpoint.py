@@ -336,7 +336,7 @@ def test_a_name_tells_whether_it_is_from_the_start(tmp_path: Path) -> None:
     in_one_file(weights(), tmp_path)
     for load_format in ("auto", "dummy", "my_loader"):
         assert is_from_start(name_of_checkpoint(config(tmp_path, load_format)))
-    assert is_from_start("dummy-2x1-dp2-ep0")
+    assert is_from_start("dummy-0.32-2x1-dp2-ep0")
     for label in ("", "step-42", "checkpoint-500", "named", "dummy-1", f"unknown-{'0' * 16}"):
         assert not is_from_start(label)
 
