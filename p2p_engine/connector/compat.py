@@ -18,6 +18,15 @@ OLDEST, NEWEST = (0, 29), (0, 33)
 # block held before, and prefill's prompts are cut by one. 0.31 was not looked at.
 DELTA_NETS = (0, 32)
 
+# What computes one KV in these two releases, where it is not quantised: the sources of these models
+# and of all that they are made of were compared (docs/identity.md).
+ALIKE_SPAN = ("0.32", "0.33")
+ALIKE = frozenset({
+    "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GemmaForCausalLM", "GraniteForCausalLM",
+    "LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+})  # fmt: skip
+
 # 0.30 added failures by request; 0.29 reports invalid blocks only.
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 HAS_FAILED_REQUESTS = TransferResults is not None
@@ -58,6 +67,16 @@ def release_name() -> str:
     that is no release's."""
     match = re.fullmatch(r"(\d+\.\d+)[\d.]*(\.post\d+)?(\+.*)?", vllm.__version__)
     return match[1] if match is not None else vllm.__version__
+
+
+def formula_name(model: Any) -> str:
+    """Return what peers compare of this vLLM's version when it computes a model's KV: its release's
+    name, or the span of releases that compute the same."""
+    name = release_name()
+    is_known = set(model.hf_config.architectures or [""]) <= ALIKE
+    if name in ALIKE_SPAN and is_known and model.quantization is None:
+        return " or ".join(ALIKE_SPAN)
+    return name
 
 
 def _release() -> tuple[int, int] | None:

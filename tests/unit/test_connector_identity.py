@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,18 @@ import vllm
 from safetensors.torch import save_file
 from vllm import config as vllm_configs
 from vllm import envs
-from vllm.config import LoRAConfig, MultiModalConfig, SpeculativeConfig, VllmConfig
+from vllm.config import (
+    LoRAConfig,
+    ModelConfig,
+    MultiModalConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
+from vllm.model_executor.models import ModelRegistry, supports_multimodal
 from vllm.platforms import current_platform
 
 from p2p_engine.connector import checkpoint
+from p2p_engine.connector.compat import ALIKE
 from p2p_engine.connector.identity import MAX_VALUE, identity_of, text_of
 from p2p_engine.connector.identity_fields import (
     COMPARED,
@@ -355,7 +363,9 @@ def test_a_peer_is_told_no_path_and_no_secret(tmp_path: Path) -> None:
     [
         ("0.32.0", "0.32.0+cpu", True),
         ("0.32.0", "0.32.1.post1", True),
-        ("0.32.0", "0.33.0", False),  # Muse Glimmer scales queries otherwise, of one file
+        ("0.32.0", "0.33.0", True),
+        ("0.31.0", "0.32.0", False),
+        ("0.33.0", "0.34.0", False),
         ("0.29.0", "0.30.0", False),  # YaRN
         ("0.34.0", "0.35.0", False),
         ("0.34.0", "0.34.0rc1", False),
@@ -365,13 +375,44 @@ def test_a_peer_is_told_no_path_and_no_secret(tmp_path: Path) -> None:
 def test_releases_are_compared(
     here: str, there: str, pairs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of them compute one file otherwise, and nobody can list where."""
+    """Two of them compute one file otherwise, and nobody can list where. Of dense models of text,
+    the sources of two releases were compared."""
     config, found = config_of(tmp_path), []
     for version in (here, there):
         monkeypatch.setattr(vllm, "__version__", version)
         found.append(told(config))
         assert "vllm" not in told(config, "vllm")
     assert [each.partition(":")[0] for each in differences(*found)] == ([] if pairs else ["vllm"])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda model: setattr(model.hf_config, "architectures", ["MuseGlimmerForCausalLM"]),
+        lambda model: setattr(model.hf_config, "architectures", None),
+        lambda model: setattr(model, "quantization", "fp8"),
+    ],
+    ids=["another architecture", "no architecture", "quantised"],
+)
+def test_what_may_be_computed_otherwise_by_the_next_release_is_refused(
+    changed: Callable[[ModelConfig], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.33 scales the queries of Muse Glimmer otherwise, of one file."""
+    config = config_of(tmp_path)
+    changed(config.model_config)
+    names = []
+    for version in ("0.32.0", "0.33.0"):
+        monkeypatch.setattr(vllm, "__version__", version)
+        names.append(told(config)["vllm"])
+    assert names == ["0.32", "0.33"]
+
+
+@pytest.mark.parametrize("name", sorted(ALIKE))
+def test_what_is_alike_in_two_releases_is_a_model_of_text(name: str) -> None:
+    model_class = ModelRegistry._try_load_model_cls(name)
+    assert model_class is not None
+    assert not supports_multimodal(model_class)
+    assert f"`{name}`" in DOCUMENT.read_text()
 
 
 # The environment
