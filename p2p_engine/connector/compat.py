@@ -18,14 +18,14 @@ OLDEST, NEWEST = (0, 29), (0, 33)
 # block held before, and prefill's prompts are cut by one. 0.31 was not looked at.
 DELTA_NETS = (0, 32)
 
-# What computes one KV in these two releases, where it is not quantised: the sources of these models
-# and of all that they are made of were compared (docs/identity.md).
+# Models of which these two releases compute one KV, in the cases of `_is_computed_alike`: the
+# sources of both were compared (docs/identity.md).
 ALIKE_SPAN = ("0.32", "0.33")
 ALIKE = frozenset({
-    "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GemmaForCausalLM", "GraniteForCausalLM",
-    "LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM",
+    "GemmaForCausalLM", "GraniteForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 })  # fmt: skip
+WHOLE_CACHES = ("auto", "float16", "bfloat16")
 
 # 0.30 added failures by request; 0.29 reports invalid blocks only.
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
@@ -69,14 +69,25 @@ def release_name() -> str:
     return match[1] if match is not None else vllm.__version__
 
 
-def formula_name(model: Any) -> str:
+def formula_name(vllm_config: Any, model: Any) -> str:
     """Return what peers compare of this vLLM's version when it computes a model's KV: its release's
     name, or the span of releases that compute the same."""
     name = release_name()
-    is_known = set(model.hf_config.architectures or [""]) <= ALIKE
-    if name in ALIKE_SPAN and is_known and model.quantization is None:
+    if name in ALIKE_SPAN and _is_computed_alike(vllm_config, model):
         return " or ".join(ALIKE_SPAN)
     return name
+
+
+def _is_computed_alike(vllm_config: Any, model: Any) -> bool:
+    """Whether the releases of ALIKE_SPAN compute one KV of a model. They do not with adapters (on a
+    CPU), with a quantised cache (on ROCm), or with a window (by Triton)."""
+    return (
+        set(model.hf_config.architectures or [""]) <= ALIKE
+        and model.quantization is None
+        and vllm_config.lora_config is None
+        and vllm_config.cache_config.cache_dtype in WHOLE_CACHES
+        and model.get_sliding_window() is None
+    )
 
 
 def _release() -> tuple[int, int] | None:

@@ -41,7 +41,7 @@ def identity_of(
     `model` is the configuration's own or its draft's. `accepted` are names that an operator lets
     differ; each stands for itself and for what is below it (`hf.vision_config`).
     """
-    found = {"vllm": formula_name(model)}
+    found = {"vllm": formula_name(vllm_config, model)}
     for prefix, config in _configs_of(vllm_config, model):
         rows = TABLES[_table_of(config)]
         for field in dataclasses.fields(config):

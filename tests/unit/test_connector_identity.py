@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from vllm import config as vllm_configs
 from vllm import envs
 from vllm.config import (
     LoRAConfig,
-    ModelConfig,
     MultiModalConfig,
     SpeculativeConfig,
     VllmConfig,
@@ -386,20 +385,23 @@ def test_releases_are_compared(
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("place", "value"),
     [
-        lambda model: setattr(model.hf_config, "architectures", ["MuseGlimmerForCausalLM"]),
-        lambda model: setattr(model.hf_config, "architectures", None),
-        lambda model: setattr(model, "quantization", "fp8"),
+        ("model_config.hf_config.architectures", ["MuseGlimmerForCausalLM"]),
+        ("model_config.hf_config.architectures", None),
+        ("model_config.quantization", "fp8"),
+        ("model_config.hf_text_config.sliding_window", 32),
+        ("lora_config", LoRAConfig()),
+        ("cache_config.cache_dtype", "fp8"),
     ],
-    ids=["another architecture", "no architecture", "quantised"],
 )
 def test_what_may_be_computed_otherwise_by_the_next_release_is_refused(
-    changed: Callable[[ModelConfig], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """0.33 scales the queries of Muse Glimmer otherwise, of one file."""
     config = config_of(tmp_path)
-    changed(config.model_config)
+    *way, name = place.split(".")
+    setattr(functools.reduce(getattr, way, config), name, value)
     names = []
     for version in ("0.32.0", "0.33.0"):
         monkeypatch.setattr(vllm, "__version__", version)
