@@ -55,7 +55,7 @@ from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.wire.addresses import join_address
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
     from vllm.config import VllmConfig
@@ -277,9 +277,9 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         """Call the weights by this name, which vLLM's engine core was given (weights.py)."""
         self._planner.weights_labelled(label)
 
-    def weights_changed(self) -> None:
+    def weights_changed(self, reset_encoder_cache: Callable[[], object] | None = None) -> None:
         """Forget the weights' name: vLLM's workers may have others (weights.py)."""
-        self._planner.weights_changed()
+        self._planner.weights_changed(reset_encoder_cache)
 
     def weights_discarded(self) -> None:
         """Forget the weights' name at the next reset: vLLM throws them away then (weights.py)."""

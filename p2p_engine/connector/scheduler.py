@@ -565,10 +565,10 @@ class SchedulerHalf:
             self._drop_others()
             self._rename()
 
-    def weights_changed(self) -> None:
+    def weights_changed(self, reset_encoder_cache: Callable[[], object] | None = None) -> None:
         """Note that vLLM may have other weights now, whatever the setting says: as a reset in
-        vain."""
-        self._weights.discard()
+        vain. The next one that is not in vain calls `reset_encoder_cache`, too."""
+        self._weights.discard(reset_encoder_cache)
         self._on_reset(False)
 
     def weights_discarded(self) -> None:

@@ -4,9 +4,9 @@
     LABELLED   → what a trainer or an operator has called them: vLLM's weight version
     UNKNOWN    → vLLM has reset its caches, as one does for new weights, or its files have changed
                  while it started, and nobody has named the weights since
-    STALE      → as UNKNOWN, and vLLM's prefix cache may have KV of weights before: its workers have
-                 run a method that may change them, or a reset has failed. No label counts before
-                 the prefix cache is empty
+    STALE      → as UNKNOWN, and vLLM's caches may have KV and pictures of weights before: its
+                 workers have run a method that may change them, or a reset has failed. No label
+                 counts before they are empty
 
 Two instances exchange KV while their names are equal. An unknown name equals no other, so an
 instance whose weights may be new computes each prompt itself, and says so. What comes of which
@@ -50,8 +50,9 @@ class Weights:
         """`checkpoint` names what vLLM loaded at its start; from `no_name` if nobody knows."""
         self._checkpoint = self.name = short_name(checkpoint)
         self._reset_keeps_weights = reset_keeps_weights
-        # Whether vLLM's prefix cache may have KV of weights before, which a name would call new.
+        # Whether vLLM's caches may have what is of weights before, which a name would call new.
         self.is_stale = False
+        self._reset_encoder_cache: Callable[[], object] | None = None
 
     @property
     def is_known(self) -> bool:
@@ -77,16 +78,20 @@ class Weights:
 
     def reset(self, *, is_empty: bool) -> bool:
         """Note that somebody has had vLLM reset its caches, or try to, and whether the prefix cache
-        is empty now; returns whether the name has changed."""
+        is empty now; returns whether the name has changed. What vLLM has encoded of pictures and
+        sounds with weights before goes with the last KV of them."""
         if self._reset_keeps_weights and not self.is_stale:
             return False
+        if is_empty and self.is_stale and self._reset_encoder_cache is not None:
+            self._reset_encoder_cache()
         self.is_stale = not is_empty
         return self._forget()
 
-    def discard(self) -> None:
-        """Note that vLLM may have other weights from its next reset on, whatever the setting
-        says."""
+    def discard(self, reset_encoder_cache: Callable[[], object] | None = None) -> None:
+        """Note that vLLM may have other weights from its next reset on, whatever the setting says.
+        `reset_encoder_cache` is its engine core's, if that does not call it by itself."""
         self.is_stale = True
+        self._reset_encoder_cache = reset_encoder_cache or self._reset_encoder_cache
 
     def _forget(self) -> bool:
         self.name = no_name()
@@ -145,7 +150,7 @@ def _set_weight_version(_: Any, connectors: list[Any], weight_version: str) -> I
 
 @contextlib.contextmanager
 def _collective_rpc(
-    _: Any, connectors: list[Any], method: Any, *__: Any, **___: Any
+    core: Any, connectors: list[Any], method: Any, *__: Any, **___: Any
 ) -> Iterator[None]:
     """Trainers change weights by methods of any name, so each counts that is not known to leave
     them alone."""
@@ -155,7 +160,7 @@ def _collective_rpc(
         yield
     finally:  # an update that fails may have changed some weights
         for connector in connectors if method not in LEAVE_WEIGHTS_ALONE else ():
-            connector.weights_changed()
+            connector.weights_changed(core.reset_encoder_cache)
 
 
 @contextlib.contextmanager

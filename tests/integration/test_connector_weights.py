@@ -265,3 +265,37 @@ def test_without_prefix_caching_a_label_waits_for_nothing(make_fleet: MakeNamedP
     fleet = make_fleet(has_prefix_cache=False)
     run_a_method_then_label_while_blocks_are_in_use(fleet)
     assert fleet.moves(0)
+
+
+@pytest.mark.parametrize("has_prefix_cache", [True, False])
+@pytest.mark.parametrize("by_label", [True, False])
+def test_no_label_is_taken_over_pictures_of_weights_before(
+    make_fleet: MakeNamedPair, by_label: bool, has_prefix_cache: bool
+) -> None:
+    """vLLM's route for resets leaves its encoder cache as it is, and what comes between the change
+    and the reset fills it again."""
+    prefill = make_fleet(has_prefix_cache=has_prefix_cache).side("p")
+    core, pictures = CoreDouble(prefill), prefill.scheduler.encoder_cache_manager.cached
+    pictures["logo"] = set()
+    core.reset_prefix_cache()
+    assert pictures  # nobody has changed the weights
+    core.collective_rpc("take_weights", args=("step-41",))
+    pictures["logo"] = set()
+    if by_label:
+        core.set_weight_version("step-41")
+    else:
+        core.reset_prefix_cache()
+    assert not pictures
+    assert core.model_executor.calls == ["take_weights", "reset_encoder_cache"]
+
+
+def test_pictures_stay_while_the_prefix_cache_does(make_fleet: MakeNamedPair) -> None:
+    """Requests run, and may need them; no label is taken."""
+    decode = make_fleet().side("d")
+    core, pictures = CoreDouble(decode), decode.scheduler.encoder_cache_manager.cached
+    decode.add("other", prompt_of(20, 9), max_tokens=3)
+    decode.step()
+    core.collective_rpc("take_weights", args=("step-41",))
+    pictures["logo"] = set()
+    core.set_weight_version("step-41")
+    assert pictures

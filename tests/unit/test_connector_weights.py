@@ -3,6 +3,7 @@ though vLLM has no hook for that."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,8 @@ class ConnectorDouble:
     def weights_labelled(self, label: str) -> None:
         self.told.append(label)
 
-    def weights_changed(self) -> None:
+    def weights_changed(self, reset_encoder_cache: Callable[[], object]) -> None:
+        assert reset_encoder_cache.__name__ == "reset_encoder_cache"
         self.told.append("changed")
 
 
