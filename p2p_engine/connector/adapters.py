@@ -29,7 +29,7 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 MAX_LOADED = 4096
 READ_BYTES = 1 << 20
 # Why requests for an adapter are computed here, each behind "the adapter ...".
-UNLOADED = "was used before anybody loaded it"
+UNLOADED = "was used before anybody loaded it, or could not be loaded"
 IN_PLACE = "was loaded in place of another one"
 CHANGED = "has other files than were loaded"
 MIXED = "may have been another one, of which vLLM still has KV"
@@ -72,6 +72,10 @@ class Adapters:
         self._loaded[number] = now
         if len(self._loaded) > MAX_LOADED:
             del self._loaded[next(iter(self._loaded))]
+
+    def forget(self, adapter: LoRARequest) -> None:
+        """Note that the workers may have a part of what they were to load."""
+        self._loaded.pop(adapter.lora_int_id, None)
 
     def name_of(self, request: Request) -> str:
         """Return a name for the weights of a request's adapter; empty if it has none."""
@@ -154,5 +158,5 @@ def _stamps(files: Iterable[str]) -> Stamps:
         except OSError:
             stamps.append(None)
         else:
-            stamps.append((told.st_size, told.st_mtime_ns, told.st_ino))
+            stamps.append((told.st_size, told.st_mtime_ns, told.st_ctime_ns, told.st_ino))
     return tuple(stamps)

@@ -289,6 +289,10 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         """Name an adapter, which vLLM's engine core has just loaded (weights.py)."""
         self._planner.adapter_loaded(adapter)
 
+    def adapter_failed(self, adapter: LoRARequest) -> None:
+        """Forget an adapter, which vLLM's engine core has failed to load (weights.py)."""
+        self._planner.adapter_failed(adapter)
+
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:

@@ -579,6 +579,10 @@ class SchedulerHalf:
         """Name an adapter that vLLM's workers have just loaded."""
         self._adapters.note_load(adapter)
 
+    def adapter_failed(self, adapter: LoRARequest) -> None:
+        """Forget an adapter that vLLM's workers could not load, or not as a whole."""
+        self._adapters.forget(adapter)
+
     def _rename(self) -> None:
         """Bind to the weights' new name what is not computed yet: it will be, with these weights.
         The workers end what has begun, and a prompt that was to be loaded is computed here."""

@@ -102,8 +102,8 @@ def hear_of_weights() -> None:
     """Have each engine core of this process tell its connectors what becomes of the weights: a
     label (`weights_labelled`), a method of the workers that may have changed them
     (`weights_changed`), a sleep that throws them away (`weights_discarded`), and an adapter that
-    the workers have loaded (`adapter_loaded`). vLLM has no hooks for it. Before 0.33, a sleep that
-    takes the KV cache's memory away is refused. Idempotent.
+    the workers have loaded (`adapter_loaded`) or failed to load (`adapter_failed`). vLLM has no
+    hooks for it. Before 0.33, a sleep that takes the KV cache's memory away is refused. Idempotent.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -194,7 +194,12 @@ def _add_lora(core: Any, connectors: list[Any], lora_request: Any) -> Iterator[N
     """Workers keep what they have of this number, unless they are told to replace it."""
     is_kept = connectors and not lora_request.load_inplace
     is_kept = is_kept and lora_request.lora_int_id in core.list_loras()
-    yield  # only then are its files here, and those that were loaded
+    try:
+        yield  # only then are its files here, and those that were loaded
+    except BaseException:
+        for connector in connectors:
+            connector.adapter_failed(lora_request)
+        raise
     for connector in connectors if not is_kept else ():
         connector.adapter_loaded(lora_request)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -81,7 +82,9 @@ class AdapterSide:
         self.pool = BlockPool(num_gpu_blocks=2, enable_caching=True, hash_block_size=16)
         self.half.bind_pool(self.pool)
         connector = SimpleNamespace(
-            weights_labelled=self.half.weights_labelled, adapter_loaded=self.half.adapter_loaded
+            weights_labelled=self.half.weights_labelled,
+            adapter_loaded=self.half.adapter_loaded,
+            adapter_failed=self.half.adapter_failed,
         )
         scheduler: Any = SimpleNamespace(get_kv_connector=lambda: connector)
         self.core.scheduler = scheduler
@@ -406,6 +409,50 @@ def test_two_api_servers_with_one_number_name_what_was_loaded(
     p.core.add_lora(other)
     assert p.ask() is not None
     assert p.ask(other) is None
+    assert p.ask() is None
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_of_one_that_could_not_be_loaded_the_workers_may_have_a_part(
+    sides: Adapted,
+    in_place: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """vLLM sets one layer after the other, and leaves the number where it was when one fails."""
+    caplog.set_level(logging.INFO, "p2p_engine")
+    p, d, _ = sides
+    assert p.ask() is not None
+    adapter = p.models.lora_requests[NAME]
+    adapter.load_inplace = in_place
+    monkeypatch.setattr(p.workers, "add_lora", failing)
+    with pytest.raises(RuntimeError, match="of another size"):
+        p.core.add_lora(adapter)
+    monkeypatch.undo()
+    p.forget_the_flag()
+    for _ in range(2):
+        assert p.ask() is None
+        p.core.add_lora(adapter)  # workers keep what they have
+        p.pool.reset_prefix_cache()
+    assert "the adapter 'ada' was used before anybody loaded it, or could not be" in caplog.text
+    p.load(in_place=True)
+    p.forget_the_flag()
+    p.pool.reset_prefix_cache()
+    assert p.ask() == d.ask() is not None
+
+
+def failing(_: LoRARequest) -> bool:
+    raise RuntimeError("a tensor is of another size")
+
+
+def test_one_whose_files_were_written_with_their_times_has_no_part(sides: Adapted) -> None:
+    """As `cp -p` and `rsync -t` write."""
+    p, _, write = sides
+    file = p.folder / "adapter_model.safetensors"
+    before = file.stat()
+    write(1, p)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     assert p.ask() is None
 
 
