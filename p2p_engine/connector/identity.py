@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from p2p_engine.connector.checkpoint import name_of_checkpoint
-from p2p_engine.connector.compat import formula_name
+from p2p_engine.connector.compat import formula_name, release_name
 from p2p_engine.connector.hf_config import processors_of, settings_of
 from p2p_engine.connector.identity_fields import ENVIRONMENT, TABLES, is_compared
 from p2p_engine.connector.model_length import decided_by_length
@@ -41,7 +41,9 @@ def identity_of(
     `model` is the configuration's own or its draft's. `accepted` are names that an operator lets
     differ; each stands for itself and for what is below it (`hf.vision_config`).
     """
-    found = {"vllm": formula_name(vllm_config, model)}
+    # A quantised one is let pair with another that is not, in one release.
+    is_any = covers(accepted, "quantization")
+    found = {"vllm": release_name() if is_any else formula_name(vllm_config, model)}
     for prefix, config in _configs_of(vllm_config, model):
         rows = TABLES[_table_of(config)]
         for field in dataclasses.fields(config):

@@ -30,7 +30,7 @@ from vllm.model_executor.models import ModelRegistry, supports_multimodal
 from vllm.platforms import current_platform
 
 from p2p_engine.connector import checkpoint
-from p2p_engine.connector.compat import ALIKE
+from p2p_engine.connector.compat import ALIKE, release_name
 from p2p_engine.connector.identity import MAX_VALUE, identity_of, text_of
 from p2p_engine.connector.identity_fields import (
     COMPARED,
@@ -203,7 +203,7 @@ def test_another_class_of_the_same_file_pairs(tmp_path: Path) -> None:
             self.layer_types = ["linear_attention"]
             self.knows_more = 3
 
-    config.model_config.hf_config = Other()
+    config.model_config.hf_config = Other(architectures=hf_config.architectures)
     assert told(config) == before
     hf_config.max_model_len = 8192  # as MiniMax-M2's model does
     config.model_config.hf_config = hf_config
@@ -293,7 +293,8 @@ def test_of_a_draft_vllm_makes_the_same_of_the_same_file(tmp_path: Path) -> None
         config.model_config.hf_overrides = each
         assert told(config) == before
     config.model_config.hf_config.architectures = ["Eagle3LlamaForCausalLM"]
-    assert told(config) == {**before, "hf.architectures": '["eagle3llamaforcausallm"]'}
+    drafts = {"hf.architectures": '["eagle3llamaforcausallm"]', "vllm": release_name()}
+    assert told(config) == {**before, **drafts}
     composed = SpeculativeConfig.compose_draft_hf_overrides(lambda made: made)
     config.model_config.hf_overrides = composed
     assert told(config)["hf"] == "as resolved"
@@ -333,7 +334,9 @@ def test_of_a_model_in_mistrals_format_its_file_is_compared(tmp_path: Path) -> N
     before = told(config)
     (tmp_path / "model" / "params.json").write_text(json.dumps({"dim": 64}))
     assert told(config) == before
-    config.model_config.hf_config = transformers.PreTrainedConfig()  # as vLLM makes of it
+    architectures = config.model_config.hf_config.architectures
+    made = transformers.PreTrainedConfig(architectures=architectures)  # as vLLM makes of it
+    config.model_config.hf_config = made
     assert told(config) == {**before, "hf.params.dim": "64"}
 
 
@@ -407,6 +410,16 @@ def test_what_may_be_computed_otherwise_by_the_next_release_is_refused(
         monkeypatch.setattr(vllm, "__version__", version)
         names.append(told(config)["vllm"])
     assert names == ["0.32", "0.33"]
+
+
+def test_where_a_quantised_model_may_pair_with_another_the_release_is_no_obstacle(
+    tmp_path: Path,
+) -> None:
+    config, found = config_of(tmp_path), []
+    for quantization in (None, "fp8"):
+        config.model_config.quantization = quantization
+        found.append(told(config, "quantization", "hf.quantization_config"))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", sorted(ALIKE))
