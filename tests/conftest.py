@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from p2p_engine.config import GPU_TRANSPORTS
+from p2p_engine.connector import file_times
 from tests import marks, ports
 from tests.doubles.gpu import GpuDouble
 from tests.processes import start_fork_server
@@ -43,6 +44,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         GpuDouble()
     if "nixl" in parameters:
         prepare_nixl()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def vllm_begins_last() -> Iterator[None]:
+    """A simulated vLLM begins behind all that a test writes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file_times, "_process_began", lambda _: float("inf"))
+        yield
 
 
 @pytest.fixture

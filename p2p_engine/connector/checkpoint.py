@@ -93,7 +93,8 @@ def name_of_checkpoint(vllm_config: VllmConfig, draft: ModelConfig | None = None
             found.append(fingerprint(folder, str(load.load_format), deadline - time.monotonic()))
             if changed := changed_since_start(_told_by(folder, str(load.load_format))):
                 logger.warning(
-                    "the weights have no name, label them: model=%s changed_during_start=%s",
+                    "the weights have no name, %s: model=%s changed_during_start=%s",
+                    "label them" if draft is None else "start this instance again",
                     model.model, changed,
                 )  # fmt: skip
                 return no_name()
@@ -196,9 +197,10 @@ def _folders_of(model: ModelConfig, cache: str | None) -> Iterator[Path]:
 
 def _folder_of(model: str, revision: str | None, cache: str | None) -> Path:
     """Return where the weights are: vLLM has fetched them by now."""
+    from huggingface_hub import snapshot_download
+
     if Path(model).exists():
         return Path(model)
-    from huggingface_hub import snapshot_download
 
     found = snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
     return Path(found)
@@ -219,10 +221,7 @@ def _files_in(folder: Path, load_format: str) -> list[Path]:
 
 
 def _told_by(folder: Path, load_format: str) -> list[Path]:
-    """Return what a fingerprint is made of: a folder, or a file, and what vLLM loads in it. Of a
-    download from the hub that is nothing: vLLM fetches it now, and each revision has its folder."""
-    if folder.match("models--*/snapshots/*"):
-        return []
+    """Return what a fingerprint is made of: a folder, or a file, and what vLLM loads in it."""
     return [folder, *_files_in(folder, load_format), *folder.glob("*.index.json")]
 
 

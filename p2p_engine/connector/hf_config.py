@@ -18,6 +18,9 @@ from p2p_engine.connector.identity_fields import HF, NULLS, is_compared
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
+_CONFIGURATION = ("config.json", "params.json", "hf_quant_config.json")
+_PROCESSORS = ("preprocessor_config", "processor_config", "video_preprocessor_config")
+
 
 def settings_of(model: ModelConfig) -> Iterator[tuple[str, object]]:
     """Yield each compared setting of a model's configuration, by its path.
@@ -41,10 +44,23 @@ def settings_of(model: ModelConfig) -> Iterator[tuple[str, object]]:
 
 def processors_of(model: ModelConfig) -> Iterator[tuple[str, object]]:
     """Yield what each file says from which a model's processors of media are made, by its name."""
-    for name in ("preprocessor_config", "processor_config", "video_preprocessor_config"):
-        said = _read(model.model, f"{name}.json", model.revision)
+    for name in _PROCESSORS:
+        said = _read(model.model, model.revision, f"{name}.json")
         if said is not None:
             yield name, said
+
+
+def files_of(model: ModelConfig) -> Iterator[Path]:
+    """Yield the files that `settings_of` and `processors_of` read."""
+    found = [_find(*_place_of(model), name) for name in _CONFIGURATION]
+    found += [_find(model.model, model.revision, f"{name}.json") for name in _PROCESSORS]
+    yield from (file for file in found if file is not None)
+
+
+def _place_of(model: ModelConfig) -> tuple[str, str | None]:
+    """Return where a model's configuration is, and its revision there."""
+    revision = getattr(model, "_hf_config_revision", None) or model.revision
+    return str(model.hf_config_path or model.model), revision
 
 
 def _written(model: ModelConfig) -> dict[str, Any] | None:
@@ -53,15 +69,11 @@ def _written(model: ModelConfig) -> dict[str, Any] | None:
 
     if model.config_format not in ("auto", "hf", "mistral"):
         return None
-    where = model.hf_config_path or model.model
-    revision = getattr(model, "_hf_config_revision", None) or model.revision
-    said = _read(where, "config.json", revision)
+    said, params, quantization = (_read(*_place_of(model), name) for name in _CONFIGURATION)
     # Of Mistral's file vLLM makes an object of no model's class; config.json adds what it lacks.
     if model.config_format == "mistral" or type(model.hf_config) is PretrainedConfig:
-        params = _read(where, "params.json", revision)
         return params and {**(said or {}), "params": params}
     if said and said.get("quantization_config") is None:
-        quantization = _read(where, "hf_quant_config.json", revision)
         return {**said, "quantization_config": quantization}
     return said
 
@@ -73,14 +85,20 @@ def _has_own_class(config: Any) -> bool:
     return any(kind.startswith("transformers_modules.") for kind in kinds)
 
 
-def _read(where: str, name: str, revision: str | None) -> dict[str, Any] | None:
-    from vllm.transformers_utils.repo_utils import try_get_local_file
-
-    file = try_get_local_file(where, name, revision)
-    if not isinstance(file, Path):
+def _read(where: str, revision: str | None, name: str) -> dict[str, Any] | None:
+    file = _find(where, revision, name)
+    if file is None:
         return None
     found: dict[str, Any] = json.loads(file.read_text("utf-8"))
     return found
+
+
+def _find(where: str, revision: str | None, name: str) -> Path | None:
+    """Return a model's file, if it is here."""
+    from vllm.transformers_utils.repo_utils import try_get_local_file
+
+    file = try_get_local_file(where, name, revision)
+    return file if isinstance(file, Path) else None
 
 
 def _is_for_drafts(overrides: Any) -> bool:

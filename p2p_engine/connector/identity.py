@@ -15,19 +15,24 @@ import dataclasses
 import enum
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from p2p_engine.connector.checkpoint import name_of_checkpoint
 from p2p_engine.connector.compat import formula_name, release_name
-from p2p_engine.connector.hf_config import processors_of, settings_of
+from p2p_engine.connector.file_times import changed_since_start
+from p2p_engine.connector.hf_config import files_of, processors_of, settings_of
 from p2p_engine.connector.identity_fields import ENVIRONMENT, TABLES, is_compared
 from p2p_engine.connector.model_length import decided_by_length
+from p2p_engine.wire.bindings import no_name
 from p2p_engine.wire.identity import Identity
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+
+logger = logging.getLogger(__name__)
 
 MAX_VALUE = 160  # characters; of a longer value, its beginning and a digest are told
 _WEIGHT_ONLY_FORMATS = ("awq", "gptq")  # any kernel takes whole activations with these
@@ -59,6 +64,8 @@ def identity_of(
     if _has_own_checkpoint(vllm_config, model) and not covers(accepted, "weights"):
         found["weights"] = name_of_checkpoint(vllm_config, model)
     found.update((name, text_of(value)) for name, value in settings_of(model))
+    if not covers(accepted, "hf") and _has_changed(model):  # looked at behind what is read
+        found["hf"] = f"changed while vLLM started, {no_name()}"
     return {name: _tellable(found[name]) for name in sorted(found) if not covers(accepted, name)}
 
 
@@ -102,6 +109,21 @@ def _has_own_checkpoint(vllm_config: VllmConfig, model: ModelConfig) -> bool:
     target's weights says nothing of such ones."""
     target = vllm_config.model_config
     return (model.model, model.revision) != (target.model, target.revision)
+
+
+def _has_changed(model: ModelConfig) -> bool:
+    """Whether vLLM may have read another configuration than the files have now. Says so."""
+    files, media = [*files_of(model)], model.multimodal_config
+    if media is not None and media.mm_encoder_fp8_scale_path:
+        files.append(Path(media.mm_encoder_fp8_scale_path))
+    changed = changed_since_start(files, is_read_by_front_end=True)
+    if changed is not None:
+        logger.warning(
+            "peers refuse this instance's configuration, start it again: model=%s "
+            "changed_during_start=%s",
+            model.model, changed,
+        )  # fmt: skip
+    return changed is not None
 
 
 def _table_of(config: object) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import os
 import random
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +23,9 @@ from safetensors.torch import save_file
 
 pytest.importorskip("vllm")
 
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.executor.multiproc_executor import WorkerProc
+
 from p2p_engine.connector import checkpoint, file_times
 from p2p_engine.connector.checkpoint import fingerprint, name_of_checkpoint
 from p2p_engine.connector.compat import release_name
@@ -27,12 +33,6 @@ from p2p_engine.wire.bindings import is_from_start
 from tests.support import eventually
 
 Tensors = dict[str, torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def vllm_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM begins behind all that a test writes."""
-    monkeypatch.setattr(file_times, "_process_began", lambda: float("inf"))
 
 
 def weights(**changes: torch.Tensor) -> Tensors:
@@ -103,8 +103,7 @@ def written_over(place: Path, other: Path) -> Path:
 
 
 def another_file(place: Path, other: Path) -> Path:
-    (other / "model.safetensors").replace(place / "run" / "step-1" / "model.safetensors")
-    return place / "run" / "step-1"  # has another entry
+    return (other / "model.safetensors").replace(place / "run" / "step-1" / "model.safetensors")
 
 
 def another_folder(place: Path, other: Path) -> Path:
@@ -128,6 +127,20 @@ def link(path: Path, to: Path) -> Path:
     return made.replace(path)
 
 
+def begin_now(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM begin, and the clock of files go on."""
+    clock = folder / "clock"
+    clock.touch()
+    began = clock.stat().st_ctime
+    monkeypatch.setattr(file_times, "_process_began", lambda _: began)
+
+    def has_gone_on() -> bool:
+        clock.touch()
+        return clock.stat().st_ctime > began
+
+    eventually(has_gone_on)
+
+
 @pytest.mark.parametrize(
     "change",
     [written_over, another_file, another_folder, another_link, another_link_behind_a_link],
@@ -146,22 +159,37 @@ def test_what_changes_while_vllm_starts_has_no_name(
     before = kept(weights(), tmp_path / "run" / "step-1")
     link(tmp_path / "current", Path("run"))
     told = config(link(tmp_path / "latest", Path("current/step-1")))
-    clock = tmp_path / "clock"
-    clock.touch()
-    began = clock.stat().st_ctime
-    monkeypatch.setattr(file_times, "_process_began", lambda: began)
-
-    def has_gone_on() -> bool:
-        clock.touch()
-        return clock.stat().st_ctime > began
-
-    eventually(has_gone_on)
+    begin_now(tmp_path, monkeypatch)
     assert name_of_checkpoint(told) == f"checkpoint-{before}"
     changed = change(tmp_path, other)
     names = {name_of_checkpoint(told) for _ in range(2)}
     assert len(names) == 2
     assert all(name.startswith("unknown-") for name in names)
     assert f"changed_during_start={changed}" in caplog.text
+
+
+def a_folder_inside(folder: Path) -> None:
+    """A trainer's next checkpoint, or what vLLM writes by itself with `npcache`."""
+    (folder / "checkpoint-500").mkdir()
+    kept(weights(embed=torch.ones(300, 64)), folder / "checkpoint-500")
+
+
+def a_file_beside(folder: Path) -> None:
+    (folder / "notes.txt").touch()
+
+
+def no_file_beside(folder: Path) -> None:
+    (folder / "training_args.bin").unlink()
+
+
+@pytest.mark.parametrize("change", [a_folder_inside, a_file_beside, no_file_beside])
+def test_what_changes_beside_the_weights_while_vllm_starts_does_not_count(
+    change: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = kept(weights(), tmp_path / "model", beside_others)
+    begin_now(tmp_path, monkeypatch)
+    change(tmp_path / "model")
+    assert name_of_checkpoint(config(tmp_path / "model")) == f"checkpoint-{before}"
 
 
 def test_what_vllm_itself_fetches_while_it_starts_has_a_name(
@@ -171,13 +199,60 @@ def test_what_vllm_itself_fetches_while_it_starts_has_a_name(
     folder = tmp_path / "models--tiny--llama" / "snapshots" / "0123"
     folder.parent.mkdir(parents=True)
     fetched = kept(weights(), folder)
-    monkeypatch.setattr(file_times, "_process_began", lambda: 0.0)
+    monkeypatch.setattr(file_times, "_process_began", lambda _: 0.0)
     assert name_of_checkpoint(config(folder)) == f"checkpoint-{fetched}"
 
 
-def test_a_process_knows_when_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert abs(file_times._process_began() - psutil.Process().create_time()) < 2.0
+STARTS = """
+import multiprocessing, os, sys
+from setproctitle import setproctitle
+from p2p_engine.connector import file_times
+
+def ask(names, said):
+    setproctitle(f"VLLM::{names[0]}")
+    if len(names) > 1:
+        run(names[1:], said)
+    else:
+        front_end = file_times._front_end()
+        began = [file_times._process_began(each) for each in (front_end, os.getpid())]
+        said.put((front_end, *began))
+
+def run(names, said):
+    child = multiprocessing.get_context("fork").Process(target=ask, args=(names, said))
+    child.start()
+    child.join()
+
+said = multiprocessing.get_context("fork").SimpleQueue()
+run(sys.argv[1:], said)
+print(os.getpid(), *said.get())
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "is_found"),
+    [
+        (["EngineCore"], True),
+        (["EngineCore_DP1", "Worker_TP1"], True),
+        (["APIServer_DP1"], False),
+        (["a trainer's"], False),
+    ],
+)
+def test_what_the_front_end_reads_counts_from_its_own_start(
+    names: list[str], is_found: bool
+) -> None:
+    """In the engine core and in its workers; not from that of a supervisor, nor of a trainer whose
+    child runs a core."""
+    core = inspect.getsource(EngineCoreProc.run_engine_core)
+    worker = inspect.getsource(WorkerProc.setup_proc_title_and_log_prefix)
+    assert '"EngineCore"' in core
+    assert 'set_process_title(name="Worker")' in worker
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS, *names], capture_output=True, text=True, check=True
+    )
+    parent, front_end, front_end_began, began = map(float, done.stdout.split())
+    assert (front_end == parent) is is_found
+    assert front_end_began < began + 0.1
+    assert abs(began - psutil.Process().create_time()) < 3600.0
 
 
 def test_names_kinds_and_shapes_count(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from vllm.config import (
 from vllm.model_executor.models import ModelRegistry, supports_multimodal
 from vllm.platforms import current_platform
 
-from p2p_engine.connector import checkpoint
+from p2p_engine.connector import file_times
 from p2p_engine.connector.compat import ALIKE, release_name
 from p2p_engine.connector.identity import MAX_VALUE, identity_of, text_of
 from p2p_engine.connector.identity_fields import (
@@ -41,6 +41,7 @@ from p2p_engine.connector.identity_fields import (
 )
 from p2p_engine.wire.identity import differences, digest_of
 from tests.doubles.vllm_config import make_config, write_model_config
+from tests.support import eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -300,11 +301,8 @@ def test_of_a_draft_vllm_makes_the_same_of_the_same_file(tmp_path: Path) -> None
     assert told(config)["hf"] == "as resolved"
 
 
-def test_a_draft_with_a_checkpoint_of_its_own_is_compared_by_its_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_with_a_checkpoint_of_its_own_is_compared_by_its_weights(tmp_path: Path) -> None:
     """What names the target's weights says nothing of these."""
-    monkeypatch.setattr(checkpoint, "changed_since_start", lambda _: None)
     config, found = config_of(tmp_path), []
     for name in ("target", "one", "other"):
         draft = config_of(tmp_path, name="model" if name == "target" else name).model_config
@@ -318,6 +316,35 @@ def test_a_draft_with_a_checkpoint_of_its_own_is_compared_by_its_weights(
     assert one == {**target, "weights": one["weights"]}
     assert other == {**target, "weights": other["weights"]}
     assert one["weights"] != other["weights"]
+
+
+CONFIGURATION = [
+    "config.json", "hf_quant_config.json", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("file", CONFIGURATION)
+def test_a_configuration_that_changes_while_vllm_starts_equals_no_other(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM has read it minutes before; what it was then, nobody can say."""
+    config = config_of(tmp_path)
+    before, written = told(config), tmp_path / "model" / file
+    config_file = tmp_path / "model" / "config.json"
+    began = config_file.stat().st_ctime
+    monkeypatch.setattr(file_times, "_process_began", lambda _: began)
+    assert told(config) == before
+
+    def is_later() -> bool:
+        written.write_text(config_file.read_text())
+        return written.stat().st_ctime > began
+
+    eventually(is_later)
+    one, other = told(config), told(config)
+    assert [each.partition(":")[0] for each in differences(one, other)] == ["hf"]
+    assert f"start it again: model={written.parent} changed_during_start={written}" in caplog.text
+    assert "hf" not in told(config, "hf")
 
 
 def test_a_quantization_that_has_a_file_of_its_own_is_compared(tmp_path: Path) -> None:
