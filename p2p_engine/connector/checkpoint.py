@@ -198,9 +198,12 @@ def _folders_of(model: ModelConfig, cache: str | None) -> Iterator[Path]:
 def _folder_of(model: str, revision: str | None, cache: str | None) -> Path:
     """Return where the weights are: vLLM has fetched them by now."""
     from huggingface_hub import snapshot_download
+    from vllm import envs
 
     if Path(model).exists():
         return Path(model)
+    if envs.VLLM_USE_MODELSCOPE:
+        raise LookupError("ModelScope has fetched them")
 
     found = snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
     return Path(found)

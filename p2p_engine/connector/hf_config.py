@@ -94,9 +94,13 @@ def _read(where: str, revision: str | None, name: str) -> dict[str, Any] | None:
 
 
 def _find(where: str, revision: str | None, name: str) -> Path | None:
-    """Return a model's file, if it is here."""
+    """Return a model's file here. Of ModelScope's models, only those that are given by a folder: in
+    the cache of Hugging Face's hub, another one may have the name."""
+    from vllm import envs
     from vllm.transformers_utils.repo_utils import try_get_local_file
 
+    if envs.VLLM_USE_MODELSCOPE and not Path(where).exists():
+        return None
     file = try_get_local_file(where, name, revision)
     return file if isinstance(file, Path) else None
 

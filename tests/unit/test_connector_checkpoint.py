@@ -466,6 +466,10 @@ def test_weights_are_looked_for_where_they_were_downloaded_to(
         for folder in (None, str(tmp_path / "told"))
     ]
     assert found == names
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    assert name_of_checkpoint(config("tiny/llama")).startswith("named-")  # ModelScope has its own
+    given = next((tmp_path / "told").glob("*/snapshots/*"))
+    assert name_of_checkpoint(config(given)) == names[-1]
 
 
 @pytest.mark.parametrize("where", ["text_model_id", "whisper-large-v3", "audio_tokenizer"])

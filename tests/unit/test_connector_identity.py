@@ -28,6 +28,7 @@ from vllm.config import (
 )
 from vllm.model_executor.models import ModelRegistry, supports_multimodal
 from vllm.platforms import current_platform
+from vllm.transformers_utils import repo_utils
 
 from p2p_engine.connector import file_times
 from p2p_engine.connector.compat import ALIKE, release_name
@@ -345,6 +346,19 @@ def test_a_configuration_that_changes_while_vllm_starts_equals_no_other(
     assert [each.partition(":")[0] for each in differences(one, other)] == ["hf"]
     assert f"start it again: model={written.parent} changed_during_start={written}" in caplog.text
     assert "hf" not in told(config, "hf")
+
+
+def test_of_a_model_of_modelscope_no_file_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's cache may have another one of that name."""
+    config = config_of(tmp_path)
+    written = tmp_path / "model" / "config.json"
+    monkeypatch.setattr(repo_utils, "try_get_local_file", lambda *_: written)
+    config.model_config.model = "org/model"
+    assert "hf" not in told(config)
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    assert told(config)["hf"] == "as resolved"
 
 
 def test_a_quantization_that_has_a_file_of_its_own_is_compared(tmp_path: Path) -> None:
