@@ -6,8 +6,7 @@ import asyncio
 import io
 import json
 import re
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,89 +17,19 @@ from p2p_engine.cli import weights as cli
 from p2p_engine.errors import ConfigError
 from tests.doubles.server import DECODE, PREFILL, Behaviour, ServerDouble
 from tests.doubles.weights import NEW, OLD, DoorsDouble
-from tests.rigs.proxies import ASKED, STREAMED, RunningProxy, running_proxy, until
+from tests.rigs.proxies import ASKED, STREAMED, running_proxy, until
+from tests.rigs.weights_fleet import (
+    KEY,
+    LABEL,
+    UPDATE,
+    breakers_of,
+    doors_of,
+    until_asked,
+    until_queued,
+    weights_fleet,
+)
 
-KEY = "open sesame"
-LABEL = "step-2"
 NUM_FAILURES = 6  # of legs, with which a breaker would open
-CALL = {"method": "reload_weights", "kwargs": {"weights_path": NEW}}
-UPDATE = {
-    "label": LABEL,
-    "calls": [{"path": "/collective_rpc", "body": CALL}],
-    "drain_seconds": 20.0,
-    "call_seconds": 10.0,
-}
-
-
-@pytest.fixture
-def admin_key(tmp_path: Path) -> str:
-    path = tmp_path / "admin.key"
-    path.touch(0o600)
-    path.write_text(KEY)
-    return str(path)
-
-
-class WeightsFleet:
-    """A proxy, and instances with doors."""
-
-    def __init__(self, proxy: RunningProxy, prefills: list[Any], decodes: list[Any]) -> None:
-        self.proxy = proxy
-        self.prefills = prefills
-        self.decodes = decodes
-
-    @property
-    def all(self) -> list[ServerDouble]:
-        return [*self.prefills, *self.decodes]
-
-    @property
-    def listed(self) -> dict[str, str]:
-        """Settings for another proxy of the same instances."""
-        kinds = {"prefill": self.prefills, "decode": self.decodes}
-        return {kind: ",".join(d.http_address for d in kinds[kind]) for kind in kinds}
-
-    async def order(self, path: str, asked: Any, key: str = KEY) -> tuple[int, dict[str, Any]]:
-        """Give an order; return the status and what is said."""
-        headers = {"X-Api-Key": key}
-        status, said, _ = await self.proxy.ask(asked, f"/weights/{path}", headers=headers)
-        return status, json.loads(said)
-
-    async def until_over(self) -> dict[str, Any]:
-        """Wait until the last order is over; return what `/status` says of it."""
-
-        async def order() -> Any:
-            shown = (await self.proxy.status())["weights"]["order"]
-            return shown if shown and shown["state"] == "done" else None
-
-        shown: dict[str, Any] = await until(order, "the order is over")
-        return shown
-
-    async def update(self, **changed: Any) -> dict[str, Any]:
-        """Give an order, and wait for its end."""
-        status, said = await self.order("update", {**UPDATE, **changed})
-        assert status == 200, said
-        return await self.until_over()
-
-
-@asynccontextmanager
-async def weights_fleet(
-    admin_key: str, num_prefill: int = 1, num_decode: int = 1, **settings: Any
-) -> AsyncIterator[WeightsFleet]:
-    kinds = [PREFILL] * num_prefill + [DECODE] * num_decode
-    doubles = [ServerDouble(kind, doors=DoorsDouble()) for kind in kinds]
-    async with AsyncExitStack() as parts:
-        for double in doubles:
-            await parts.enter_async_context(double)
-        given = {"admin_key_file": admin_key, **settings}
-        proxy = await parts.enter_async_context(running_proxy(**given))
-        for double in doubles:
-            double.beat(proxy.registration_address)
-        await proxy.until_ready(*doubles)
-        yield WeightsFleet(proxy, doubles[:num_prefill], doubles[num_prefill:])
-
-
-def doors_of(double: ServerDouble) -> DoorsDouble:
-    assert double.doors is not None
-    return double.doors
 
 
 async def test_each_request_is_computed_with_the_old_weights_or_with_the_new_ones(
@@ -335,20 +264,6 @@ async def test_no_leg_goes_to_an_instance_that_is_paused(admin_key: str) -> None
         assert list(doors.used.values()) == [NEW]
 
 
-async def until_asked(doors: DoorsDouble, path: str) -> None:
-    """Wait until a door has been asked."""
-    await until(lambda: path in doors.asked, f"{path} is asked")
-
-
-async def until_queued(proxy: RunningProxy) -> None:
-    """Wait until a request is in the queue."""
-
-    async def is_queued() -> bool:
-        return bool((await proxy.status())["requests_queued"])
-
-    await until(is_queued, "a request waits")
-
-
 @pytest.mark.parametrize("changed", [{"ends": "abort"}, {"drain_seconds": 0.3}])
 async def test_what_does_not_end_is_aborted_and_begins_again(
     admin_key: str, changed: dict[str, Any]
@@ -374,72 +289,6 @@ async def test_what_another_proxy_has_running_is_aborted_where_vllm_cannot_wait_
         doors_of(fleet.decodes[0]).has_load = True
         assert (await fleet.update())["failed"] == {}
         assert (await fleet.proxy.ask())[0] == 200
-
-
-async def test_an_instance_that_is_paused_gets_no_requests_whoever_paused_it(
-    admin_key: str,
-) -> None:
-    """A proxy that did not give the order, or has restarted in the middle of one, sees it."""
-    async with weights_fleet(admin_key, 1, 2, queue_timeout_seconds=0.5) as fleet:
-        paused, other_decode = fleet.decodes
-        doors_of(paused).pause()
-        await fleet.proxy.until_state(paused, "paused")
-        async with running_proxy(**fleet.listed) as other:
-            await other.until_ready(fleet.prefills[0], fleet.decodes[1])
-            await other.until_state(paused, "paused")
-            for _ in range(4):
-                assert (await other.ask())[0] == 200
-        assert not paused.received
-        # If no other is left, a request waits.
-        doors_of(other_decode).pause()
-        await fleet.proxy.until_state(other_decode, "paused")
-        status, said, _ = await fleet.proxy.ask()
-        assert (status, json.loads(said)["error"]["code"]) == (503, "instance_paused")
-        waiting = asyncio.create_task(fleet.proxy.ask())
-        doors_of(paused).resume()
-        assert (await waiting)[0] == 200
-
-
-@pytest.mark.parametrize("asked", [ASKED, STREAMED])
-@pytest.mark.parametrize("kind", [PREFILL, DECODE])
-async def test_a_request_that_a_pause_refuses_waits_for_its_end(
-    admin_key: str, kind: str, asked: dict[str, Any]
-) -> None:
-    """vLLM 0.33 answers 503 while it is paused; the proxy hears of the pause only by that."""
-    async with weights_fleet(admin_key, probe_interval_seconds=30.0) as fleet:
-        paused = doors_of({PREFILL: fleet.prefills, DECODE: fleet.decodes}[kind][0])
-        paused.refuses = True
-        paused.pause()
-        asking = [asyncio.create_task(fleet.proxy.ask(asked)) for _ in range(2 * NUM_FAILURES)]
-
-        async def all_wait() -> bool:
-            return bool((await fleet.proxy.status())["requests_queued"] == len(asking))
-
-        await until(all_wait, "all wait")
-        paused.resume()
-        answers = await asyncio.gather(*asking)
-        assert {status for status, _, _ in answers} == {200}
-        assert not any(b"error" in said for _, said, _ in answers)
-        assert await breakers_of(fleet.proxy) == {"closed"}
-
-
-async def test_who_answers_503_and_is_not_paused_is_to_blame(admin_key: str) -> None:
-    async with weights_fleet(admin_key, 1, 2) as fleet:
-        bad = fleet.decodes[0]
-        bad.behaviour = Behaviour(status=503)
-        doors_of(fleet.decodes[1]).faults["/is_paused"] = "500"  # it cannot say
-        fleet.decodes[1].behaviour = Behaviour(status=503)
-        answers = [await fleet.proxy.ask() for _ in range(NUM_FAILURES)]
-        assert {status for status, _, _ in answers} == {503}
-        assert {"open"} <= await breakers_of(fleet.proxy)
-        for decode in fleet.decodes:
-            assert (await fleet.proxy.states())[decode.http_address] == "ready"
-
-
-async def breakers_of(proxy: RunningProxy) -> set[str]:
-    """The states of all breakers."""
-    shown = (await proxy.status())["instances"]
-    return {state for each in shown for state in each["breaker"].values()}
 
 
 async def test_prefill_is_paired_with_decode_of_the_same_weights(admin_key: str) -> None:
@@ -554,54 +403,6 @@ async def test_no_door_is_shown_a_key(admin_key: str, tmp_path: Path) -> None:
         for double in fleet.all:
             assert doors_of(double).keys == {""}
             assert double.received[-1].headers["Authorization"] == "Bearer of the instances"
-
-
-async def test_a_door_that_fails_for_a_while_is_asked_again(admin_key: str) -> None:
-    async with weights_fleet(admin_key) as fleet:
-        doors = doors_of(fleet.decodes[0])
-        doors.pause()
-        await fleet.proxy.until_state(fleet.decodes[0], "paused")
-        for status in ("429", "404"):
-            doors.faults["/is_paused"] = status
-            doors.asked.clear()
-            await until(lambda: len(doors.asked) > 1, "it is asked again")
-        assert (await fleet.proxy.states())[fleet.decodes[0].http_address] == "paused"
-        doors.faults.clear()
-        doors.resume()
-        await fleet.proxy.until_ready(fleet.decodes[0])
-
-
-async def test_a_request_waits_only_for_a_pause_of_its_model_and_of_the_missing_role(
-    admin_key: str,
-) -> None:
-    async with weights_fleet(admin_key) as fleet, AsyncExitStack() as parts:
-        others = [ServerDouble(k, model="other", doors=DoorsDouble()) for k in (PREFILL, DECODE)]
-        for other in others:
-            await parts.enter_async_context(other)
-            other.beat(fleet.proxy.registration_address)
-        await fleet.proxy.until_ready(*others)
-        fleet.decodes[0].health_status = 500
-        await fleet.proxy.until_state(fleet.decodes[0], "not_ready")
-        for paused in (others[1], fleet.prefills[0]):
-            doors_of(paused).pause()
-            await fleet.proxy.until_state(paused, "paused")
-            status, said, _ = await fleet.proxy.ask()
-            assert (status, json.loads(said)["error"]["code"]) == (503, "no_instance")
-        asking = asyncio.create_task(fleet.proxy.ask({**ASKED, "model": "other"}))
-        await until_queued(fleet.proxy)
-        doors_of(others[1]).resume()
-        assert (await asking)[0] == 200
-
-
-async def test_a_trainer_may_change_weights_by_itself_after_an_order(admin_key: str) -> None:
-    async with weights_fleet(admin_key) as fleet:
-        await fleet.update()
-        doors = doors_of(fleet.decodes[0])
-        doors.pause()
-        await fleet.proxy.until_state(fleet.decodes[0], "paused")
-        doors.label = "step-9"
-        doors.resume()
-        await fleet.proxy.until_ready(fleet.decodes[0])
 
 
 async def test_an_operator_resumes_an_instance_by_name(admin_key: str) -> None:

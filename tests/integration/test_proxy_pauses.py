@@ -1,0 +1,125 @@
+"""Instances that are paused: who gets requests meanwhile, and what is nobody's fault."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from tests.doubles.server import DECODE, PREFILL, Behaviour, ServerDouble
+from tests.doubles.weights import DoorsDouble
+from tests.rigs.proxies import ASKED, STREAMED, running_proxy, until
+from tests.rigs.weights_fleet import breakers_of, doors_of, until_queued, weights_fleet
+
+NUM_FAILURES = 6  # of legs, with which a breaker would open
+
+
+async def test_an_instance_that_is_paused_gets_no_requests_whoever_paused_it(
+    admin_key: str,
+) -> None:
+    """A proxy that did not give the order, or has restarted in the middle of one, sees it."""
+    async with weights_fleet(admin_key, 1, 2, queue_timeout_seconds=0.5) as fleet:
+        paused, other_decode = fleet.decodes
+        doors_of(paused).pause()
+        await fleet.proxy.until_state(paused, "paused")
+        async with running_proxy(**fleet.listed) as other:
+            await other.until_ready(fleet.prefills[0], fleet.decodes[1])
+            await other.until_state(paused, "paused")
+            for _ in range(4):
+                assert (await other.ask())[0] == 200
+        assert not paused.received
+        # If no other is left, a request waits.
+        doors_of(other_decode).pause()
+        await fleet.proxy.until_state(other_decode, "paused")
+        status, said, _ = await fleet.proxy.ask()
+        assert (status, json.loads(said)["error"]["code"]) == (503, "instance_paused")
+        waiting = asyncio.create_task(fleet.proxy.ask())
+        doors_of(paused).resume()
+        assert (await waiting)[0] == 200
+
+
+@pytest.mark.parametrize("asked", [ASKED, STREAMED])
+@pytest.mark.parametrize("kind", [PREFILL, DECODE])
+async def test_a_request_that_a_pause_refuses_waits_for_its_end(
+    admin_key: str, kind: str, asked: dict[str, Any]
+) -> None:
+    """vLLM 0.33 answers 503 while it is paused; the proxy hears of the pause only by that."""
+    async with weights_fleet(admin_key, probe_interval_seconds=30.0) as fleet:
+        paused = doors_of({PREFILL: fleet.prefills, DECODE: fleet.decodes}[kind][0])
+        paused.refuses = True
+        paused.pause()
+        asking = [asyncio.create_task(fleet.proxy.ask(asked)) for _ in range(2 * NUM_FAILURES)]
+
+        async def all_wait() -> bool:
+            return bool((await fleet.proxy.status())["requests_queued"] == len(asking))
+
+        await until(all_wait, "all wait")
+        paused.resume()
+        answers = await asyncio.gather(*asking)
+        assert {status for status, _, _ in answers} == {200}
+        assert not any(b"error" in said for _, said, _ in answers)
+        assert await breakers_of(fleet.proxy) == {"closed"}
+
+
+async def test_who_answers_503_and_is_not_paused_is_to_blame(admin_key: str) -> None:
+    async with weights_fleet(admin_key, 1, 2) as fleet:
+        bad = fleet.decodes[0]
+        bad.behaviour = Behaviour(status=503)
+        doors_of(fleet.decodes[1]).faults["/is_paused"] = "500"  # it cannot say
+        fleet.decodes[1].behaviour = Behaviour(status=503)
+        answers = [await fleet.proxy.ask() for _ in range(NUM_FAILURES)]
+        assert {status for status, _, _ in answers} == {503}
+        assert {"open"} <= await breakers_of(fleet.proxy)
+        for decode in fleet.decodes:
+            assert (await fleet.proxy.states())[decode.http_address] == "ready"
+
+
+async def test_a_door_that_fails_for_a_while_is_asked_again(admin_key: str) -> None:
+    async with weights_fleet(admin_key) as fleet:
+        doors = doors_of(fleet.decodes[0])
+        doors.pause()
+        await fleet.proxy.until_state(fleet.decodes[0], "paused")
+        for status in ("429", "404"):
+            doors.faults["/is_paused"] = status
+            doors.asked.clear()
+            await until(lambda: len(doors.asked) > 1, "it is asked again")
+        assert (await fleet.proxy.states())[fleet.decodes[0].http_address] == "paused"
+        doors.faults.clear()
+        doors.resume()
+        await fleet.proxy.until_ready(fleet.decodes[0])
+
+
+async def test_a_request_waits_only_for_a_pause_of_its_model_and_of_the_missing_role(
+    admin_key: str,
+) -> None:
+    async with weights_fleet(admin_key) as fleet, AsyncExitStack() as parts:
+        others = [ServerDouble(k, model="other", doors=DoorsDouble()) for k in (PREFILL, DECODE)]
+        for other in others:
+            await parts.enter_async_context(other)
+            other.beat(fleet.proxy.registration_address)
+        await fleet.proxy.until_ready(*others)
+        fleet.decodes[0].health_status = 500
+        await fleet.proxy.until_state(fleet.decodes[0], "not_ready")
+        for paused in (others[1], fleet.prefills[0]):
+            doors_of(paused).pause()
+            await fleet.proxy.until_state(paused, "paused")
+            status, said, _ = await fleet.proxy.ask()
+            assert (status, json.loads(said)["error"]["code"]) == (503, "no_instance")
+        asking = asyncio.create_task(fleet.proxy.ask({**ASKED, "model": "other"}))
+        await until_queued(fleet.proxy)
+        doors_of(others[1]).resume()
+        assert (await asking)[0] == 200
+
+
+async def test_a_trainer_may_change_weights_by_itself_after_an_order(admin_key: str) -> None:
+    async with weights_fleet(admin_key) as fleet:
+        await fleet.update()
+        doors = doors_of(fleet.decodes[0])
+        doors.pause()
+        await fleet.proxy.until_state(fleet.decodes[0], "paused")
+        doors.label = "step-9"
+        doors.resume()
+        await fleet.proxy.until_ready(fleet.decodes[0])
